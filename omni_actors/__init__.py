@@ -1,0 +1,31 @@
+"""A fault-tolerant runtime for omni-modality models: supervised worker processes joined by shared-memory rings.
+
+Names are loaded when first used, so that a worker process pays only for what it needs.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from omni_actors.config import Pipeline
+    from omni_actors.errors import OmniError
+    from omni_actors.system import AudioChunk, OmniSystem, Output
+
+__version__ = "0.1.0"
+__all__ = ["AudioChunk", "OmniError", "OmniSystem", "Output", "Pipeline"]
+
+_HOME = {
+    "AudioChunk": "omni_actors.system",
+    "OmniError": "omni_actors.errors",
+    "OmniSystem": "omni_actors.system",
+    "Output": "omni_actors.system",
+    "Pipeline": "omni_actors.config",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_HOME[name]), name)

@@ -1,0 +1,1 @@
+"""Worker processes: spawned, connected by rings, supervised."""

@@ -1,0 +1,114 @@
+"""The rings between live workers, and between them and this process (the client's side).
+
+Rules
+1. An edge joins two stages; it is one ring per (producer replica, consumer replica).
+2. A ring lives exactly as long as both its workers: each incarnation of either gets a new one, so what a dead worker
+   left half-done is never read, and what its peer still has for it goes nowhere.
+3. This process keeps every ring mapped, for its statistics; it moves bytes only through the client's ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+
+import trio
+from ringbuf import Consumer, Frame, Producer, Ring, RingStatistics
+
+from omni_actors.actor.mailbox import Mailbox
+from omni_actors.messages import CLIENT, CLIENT_ADDRESS, Address, Connect
+
+
+@dataclass(frozen=True)
+class EdgeSpec:
+    """An edge between two stages, either of which may be ``CLIENT``."""
+
+    producer: str
+    consumer: str
+    ring_bytes: int
+
+
+class InputEdge:
+    """The client's end of an edge into a stage."""
+
+    def __init__(self, producer: Producer) -> None:
+        self._producer = producer
+        self._turn = trio.Lock()
+
+    async def send(self, buffers: Sequence[memoryview]) -> None:
+        """Send one message, in turn, waiting for room.
+
+        Cancellation: the message is either sent or not seen at all. Raises trio.ClosedResourceError when the worker dies.
+        """
+        async with self._turn:
+            for _ in self._producer.sending(*buffers):
+                await trio.lowlevel.wait_readable(self._producer.fileno())
+
+    def close(self) -> None:
+        trio.lowlevel.notify_closing(self._producer.fileno())
+        self._producer.close()
+
+
+async def receive_frames(consumer: Consumer) -> AsyncIterator[Frame]:
+    """Frames as they come; the caller releases each. Waits on the doorbell, never polls."""
+    while True:
+        frame = consumer.try_recv()
+        if frame is not None:
+            yield frame
+            await trio.lowlevel.checkpoint()
+        elif consumer.park():
+            await trio.lowlevel.wait_readable(consumer.fileno())
+
+
+class Edges:
+    """Keeps one ring per pair of live replicas that an edge joins."""
+
+    def __init__(self, specs: Sequence[EdgeSpec]) -> None:
+        self._specs = tuple(specs)
+        self._mailboxes: dict[Address, Mailbox] = {}
+        self._rings: dict[tuple[Address, Address], Ring] = {}
+        self._generation = 0
+        self.inputs: dict[Address, InputEdge] = {}
+        """The client's edge into each live replica that takes input from it."""
+
+    def join(self, address: Address, mailbox: Mailbox) -> Consumer | None:
+        """Connect a new worker with everyone it shares an edge with; the client's end of its output, if it has one."""
+        self._mailboxes[address] = mailbox
+        output: Consumer | None = None
+        for spec in self._specs:
+            if spec.producer == address.stage:
+                for peer in self._live(spec.consumer):
+                    ring = self._connect(address, peer, spec.ring_bytes)
+                    if peer == CLIENT_ADDRESS:
+                        output = ring.claim_consumer()
+            elif spec.consumer == address.stage:
+                for peer in self._live(spec.producer):
+                    ring = self._connect(peer, address, spec.ring_bytes)
+                    if peer == CLIENT_ADDRESS:
+                        self.inputs[address] = InputEdge(ring.claim_producer())
+        return output
+
+    def leave(self, address: Address) -> None:
+        """Drop a worker and every ring it shared."""
+        self._mailboxes.pop(address, None)
+        if client_end := self.inputs.pop(address, None):
+            client_end.close()
+        for pair in [pair for pair in self._rings if address in pair]:
+            self._rings.pop(pair).close()
+
+    def statistics(self) -> dict[tuple[Address, Address], RingStatistics]:
+        return {pair: ring.statistics() for pair, ring in self._rings.items()}
+
+    def _live(self, stage: str) -> list[Address]:
+        if stage == CLIENT:
+            return [CLIENT_ADDRESS]
+        return [address for address in self._mailboxes if address.stage == stage]
+
+    def _connect(self, producer: Address, consumer: Address, ring_bytes: int) -> Ring:
+        self._generation += 1
+        ring = Ring.create(ring_bytes, generation=self._generation)
+        self._rings[producer, consumer] = ring
+        for end in (producer, consumer):
+            if end != CLIENT_ADDRESS:
+                self._mailboxes[end].post(Connect(producer, consumer, self._generation), ring.fds)
+        return ring

@@ -1,0 +1,130 @@
+"""A control socket as two bounded trio memory channels.
+
+Rules
+1. One packet is one message (SOCK_SEQPACKET): no framing, and a reader sees b"" exactly when the other side is gone.
+2. ``post`` never waits, so that no caller ever hangs on a worker that has stopped reading: it raises ``MailboxFull``, and
+   the owner kills the worker.
+3. Descriptors are duplicated when posted and closed when sent or dropped: who posts keeps its own.
+"""
+
+from __future__ import annotations
+
+import array
+import os
+import socket
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import TypeAlias
+
+import trio
+
+from omni_actors import messages
+from omni_actors.errors import OmniError
+from omni_actors.messages import Message
+
+Envelope: TypeAlias = tuple[Message, tuple[int, ...]]
+"""A message and the descriptors that came with it; the receiver owns them."""
+
+MAX_FDS = 8
+
+
+class MailboxFull(OmniError):
+    """The other side has not read ``pending`` messages."""
+
+    def __init__(self, pending: int) -> None:
+        self.pending = pending
+        super().__init__(f"{pending} control messages are waiting unread")
+
+
+class Mailbox:
+    """One end of a control connection; open it with ``open_mailbox``."""
+
+    def __init__(self, sock: socket.socket, capacity: int) -> None:
+        self._sock = trio.socket.from_stdlib_socket(sock)
+        self._capacity = capacity
+        self._out_send, self._out_receive = trio.open_memory_channel[Envelope](capacity)
+        self._in_send, self.incoming = trio.open_memory_channel[Envelope](capacity)
+        self._peer_gone = False
+        self._written = trio.Event()
+
+    def post(self, message: Message, fds: Sequence[int] = ()) -> None:
+        """Queue a message in order. Raises MailboxFull; a message to a peer that is gone is dropped."""
+        if self._peer_gone:
+            return
+        owned = tuple(os.dup(fd) for fd in fds)
+        try:
+            self._out_send.send_nowait((message, owned))
+        except trio.WouldBlock:
+            _close_all(owned)
+            raise MailboxFull(self._capacity) from None
+
+    async def send(self, message: Message) -> None:
+        """Queue a message, waiting for room. A message to a peer that is gone is dropped."""
+        if not self._peer_gone:
+            await self._out_send.send((message, ()))
+
+    async def drain(self) -> None:
+        """Wait until everything queued has been handed to the socket. Nothing can be sent afterwards."""
+        self._out_send.close()
+        await self._written.wait()
+
+    async def _write(self) -> None:
+        async for message, fds in self._out_receive:
+            try:
+                if not self._peer_gone:
+                    rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
+                    await self._sock.sendmsg([messages.encode(message)], rights)
+            except (BrokenPipeError, ConnectionResetError):
+                self._peer_gone = True  # the reader meets the same end and reports it
+            finally:
+                _close_all(fds)
+        self._written.set()
+
+    async def _read(self) -> None:
+        async with self._in_send:
+            while True:
+                try:
+                    packet, ancillary, _, _ = await self._sock.recvmsg(
+                        messages.MAX_BYTES, socket.CMSG_SPACE(MAX_FDS * array.array("i").itemsize)
+                    )
+                except ConnectionResetError:
+                    return
+                if not packet:
+                    return
+                fds = array.array("i")
+                for level, kind, data in ancillary:
+                    if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                        fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
+                await self._in_send.send((messages.decode(packet), tuple(fds)))
+
+    def _drop_queued(self) -> None:
+        for channel in (self._out_receive, self.incoming):
+            while True:
+                try:
+                    _, fds = channel.receive_nowait()
+                except (trio.WouldBlock, trio.EndOfChannel):
+                    break
+                _close_all(fds)
+
+
+def _close_all(fds: Sequence[int]) -> None:
+    for fd in fds:
+        os.close(fd)
+
+
+@asynccontextmanager
+async def open_mailbox(sock: socket.socket, capacity: int) -> AsyncIterator[Mailbox]:
+    """Own ``sock`` for the block; leaving it closes the connection and every descriptor still queued.
+
+    ``mailbox.incoming`` ends (EndOfChannel) when the other side is gone and everything it sent has been read.
+    """
+    mailbox = Mailbox(sock, capacity)
+    try:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(mailbox._read)
+            nursery.start_soon(mailbox._write)
+            yield mailbox
+            nursery.cancel_scope.cancel()
+    finally:
+        mailbox._drop_queued()
+        mailbox._sock.close()

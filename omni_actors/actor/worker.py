@@ -1,0 +1,136 @@
+"""The worker process: a trio shell around the engine loop.
+
+Rules
+1. The engine loop has a thread of its own, which also loads the model. trio stays responsive whatever the engine does.
+2. The worker outlives neither its parent nor its control socket.
+3. An exception of the engine ends the process: traceback on stderr, exit code 1. The supervisor decides what follows.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import os
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import NoReturn
+
+import trio
+from ringbuf import Ring
+
+from omni_actors.actor.loop import Attach, EngineLoop
+from omni_actors.actor.mailbox import Mailbox, open_mailbox
+from omni_actors.messages import Abort, Configure, Connect, Loading, LoadFailed, Message, Ready, Start, Stop
+from omni_actors.stages.base import StageContext, StageEngine
+
+PR_SET_PDEATHSIG = 1
+SWITCH_INTERVAL_S = 0.001
+MAILBOX_CAPACITY = 1024
+LAST_WORDS_S = 1.0
+LONGEST_ERROR = 16_384
+
+
+def worker_main(control_fd: int, stderr_fd: int, parent_pid: int) -> NoReturn:
+    """Entry point of the process. Leaves by ``os._exit``: native libraries' exit handlers are not waited for."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    os.dup2(stderr_fd, 2)
+    os.close(stderr_fd)
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent_pid:  # it died before prctl took effect
+        os._exit(0)
+    # Engines hold the interpreter in long stretches of small operations: let control messages in between.
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    os.set_inheritable(control_fd, False)
+    sock = socket.socket(fileno=control_fd)
+    sock.setblocking(False)
+    code = 1
+    try:
+        trio.run(_serve, sock, restrict_keyboard_interrupt_to_checkpoints=True)
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+async def _serve(sock: socket.socket) -> None:
+    async with open_mailbox(sock, MAILBOX_CAPACITY) as mailbox:
+        configure, _ = await mailbox.incoming.receive()
+        if not isinstance(configure, Configure):
+            raise TypeError(f"the first message to a worker is Configure, not {type(configure).__name__}")
+        loop = EngineLoop(configure.address, configure.fence, partial(trio.from_thread.run, mailbox.send))
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(_obey, loop, mailbox, nursery.cancel_scope)
+            try:
+                await trio.to_thread.run_sync(_run_engine, configure, loop, mailbox, abandon_on_cancel=True)
+            finally:
+                with trio.move_on_after(LAST_WORDS_S, shield=True):
+                    await mailbox.drain()
+            nursery.cancel_scope.cancel()
+
+
+async def _obey(loop: EngineLoop, mailbox: Mailbox, worker_scope: trio.CancelScope) -> None:
+    """Pass commands to the loop; end the worker when told to stop, or when the parent is gone."""
+    async for message, fds in mailbox.incoming:
+        match message:
+            case Start() | Abort():
+                loop.post(message)
+            case Connect(producer, consumer, generation):
+                loop.post(Attach(producer, consumer, Ring.attach(fds, generation=generation)))
+            case Stop(grace_s):
+                loop.post(message)
+                if loop.running:
+                    await trio.sleep(grace_s)
+                break
+            case _:
+                raise TypeError(f"a worker does not take {type(message).__name__}")
+    worker_scope.cancel()
+
+
+def _run_engine(configure: Configure, loop: EngineLoop, mailbox: Mailbox) -> None:
+    """The engine's thread: load, then serve."""
+
+    def notify(message: Message) -> None:
+        trio.from_thread.run(mailbox.send, message)
+
+    began = time.monotonic()
+    try:
+        _limit_threads(configure.threads)
+        factory = _import_factory(configure.factory)
+        engine = factory(
+            StageContext(
+                stage=configure.address.stage,
+                model=Path(configure.model) if configure.model else None,
+                options=configure.options,
+                threads=configure.threads,
+                device=configure.device,
+                report=lambda note: notify(Loading(note)),
+            )
+        )
+    except Exception as error:
+        notify(LoadFailed(f"{type(error).__name__}: {error}"[:LONGEST_ERROR]))
+        raise
+    notify(Ready(time.monotonic() - began))
+    loop.run(engine)
+
+
+def _limit_threads(threads: int) -> None:
+    """Before the first native library is loaded: two processes of two spinning threads on two cores are 20 times slower."""
+    for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+        os.environ[variable] = str(threads)
+    os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
+
+
+def _import_factory(path: str) -> Callable[[StageContext], StageEngine]:
+    module, _, name = path.partition(":")
+    factory: Callable[[StageContext], StageEngine] = getattr(importlib.import_module(module), name)
+    return factory

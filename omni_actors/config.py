@@ -1,0 +1,354 @@
+"""Pipelines: read, overridden, validated in full before anything starts.
+
+Rules
+1. Every error names file, path in the document, what was found and what is accepted.
+2. The document is the only schema: field defaults are here, once, and ``explain`` shows where each value came from.
+3. Validation needs no model library: engines are checked against their options in the registry.
+"""
+
+from __future__ import annotations
+
+import difflib
+import graphlib
+import os
+import re
+from collections.abc import Mapping
+from importlib import resources
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import yaml
+from msgspec import Meta
+
+from omni_actors.errors import ConfigError
+from omni_actors.messages import CLIENT
+from omni_actors.stages.registry import ENGINES, EngineSpec
+
+Positive = Annotated[int, Meta(ge=1)]
+PositiveFloat = Annotated[float, Meta(gt=0)]
+Name = Annotated[str, Meta(pattern=r"^[a-z][a-z0-9_]*$")]
+
+OVERRIDES = "overrides"
+
+
+class _Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    pass
+
+
+class Restart(_Section, frozen=True, kw_only=True):
+    """A stage's restarts: more than ``intensity`` of them within ``period_s`` seconds and the stage is given up."""
+
+    intensity: Annotated[int, Meta(ge=0)] = 3
+    period_s: PositiveFloat = 60.0
+    backoff_s: PositiveFloat = 0.1
+    backoff_max_s: PositiveFloat = 10.0
+
+
+class Limits(_Section, frozen=True, kw_only=True):
+    """What bounds the system."""
+
+    max_requests: Positive = 64
+    """Admitted at once; more are refused."""
+    deadline_s: PositiveFloat = 600.0
+    """A request's time, where it brings no deadline of its own."""
+    output_bytes: Positive = 64 * 1024 * 1024
+    """Outputs of one request that may wait unread."""
+
+
+class Stage(_Section, frozen=True, kw_only=True):
+    """One stage of a pipeline."""
+
+    engine: str
+    """A name of the registry, or "package.module:factory"."""
+    model: str | None = None
+    """A directory, or the name of a model that a registry package brings."""
+    accepts: tuple[Name, ...] = ()
+    """Kinds of input that come here from the client."""
+    inputs: tuple[str, ...] = ()
+    """Stages whose output comes here."""
+    emits: Name | None = None
+    """The modality that the client gets from here, when it asks for it."""
+    replicas: Positive = 1
+    threads: Annotated[int, Meta(ge=0)] = 0
+    """Native threads of each worker; 0: cores / workers of the pipeline, at least 1."""
+    device: str = "cpu"
+    options: dict[str, Any] = {}
+    defaults: dict[str, Any] = {}
+    """Request parameters where the request brings none."""
+    ring_bytes: Positive = 8 * 1024 * 1024
+    """Capacity of each ring out of this stage."""
+    shutdown_s: PositiveFloat = 2.0
+    """What a worker gets to stop in, before SIGKILL."""
+    restart: Restart = Restart()
+
+
+class Pipeline(_Section, frozen=True, kw_only=True):
+    """A validated pipeline. ``file`` names its source in later errors."""
+
+    name: str
+    description: str = ""
+    stages: dict[Name, Stage]
+    limits: Limits = Limits()
+    file: str = "-"
+
+    def threads(self, stage: str) -> int:
+        """Native threads of one worker of ``stage``."""
+        workers = sum(each.replicas for each in self.stages.values())
+        return self.stages[stage].threads or max(1, (os.cpu_count() or 1) // workers)
+
+    def spec(self, stage: str) -> EngineSpec:
+        """The engine of ``stage``; one given by import path takes any options and parameters."""
+        engine = self.stages[stage].engine
+        return ENGINES.get(engine) or EngineSpec(engine, options=None, params=None, needs_model=False)
+
+    def options(self, stage: str) -> dict[str, Any]:
+        """The effective options of ``stage``: what it says over its engine's defaults."""
+        options, schema = self.stages[stage].options, self.spec(stage).options
+        if schema is None:
+            return options
+        effective: dict[str, Any] = msgspec.to_builtins(msgspec.convert(options, schema))
+        return effective
+
+
+class Explained(msgspec.Struct, frozen=True):
+    """A value of a pipeline and where it came from: "default", "FILE:LINE", or "overrides"."""
+
+    path: str
+    value: Any
+    origin: str
+
+
+def config_names() -> list[str]:
+    """The pipelines that ship with omni_actors."""
+    return sorted(path.stem for path in _config_dir().glob("*.yaml"))
+
+
+def load(config: str | Path | Pipeline, overrides: Mapping[str, Any] | None = None) -> Pipeline:
+    """Read a pipeline by name, path or object. overrides: dotted path -> value ("stages.llm.threads": 2).
+
+    Raises ConfigError.
+    """
+    return _read(config, overrides or {})[0]
+
+
+def explain(config: str | Path | Pipeline, overrides: Mapping[str, Any] | None = None) -> list[Explained]:
+    """Every effective value, with its origin. Raises ConfigError."""
+    pipeline, origins = _read(config, overrides or {})
+    document = msgspec.to_builtins(pipeline)
+    del document["file"]
+    for stage in pipeline.stages:
+        document["stages"][stage]["options"] = pipeline.options(stage)
+    return [Explained(path, value, _origin(path, origins)) for path, value in _leaves(document)]
+
+
+def parse_overrides(assignments: tuple[str, ...] | list[str]) -> dict[str, Any]:
+    """["stages.llm.threads=2", …] as a mapping; values are YAML. Raises ConfigError."""
+    overrides: dict[str, Any] = {}
+    for assignment in assignments:
+        path, equals, value = assignment.partition("=")
+        if not equals or not path:
+            raise ConfigError(OVERRIDES, assignment, assignment, "path.to.value=VALUE")
+        try:
+            overrides[path] = yaml.safe_load(value)
+        except yaml.YAMLError as error:
+            raise ConfigError(OVERRIDES, path, value, f"a YAML value ({error})") from error
+    return overrides
+
+
+# reading
+
+
+def _read(config: str | Path | Pipeline, overrides: Mapping[str, Any]) -> tuple[Pipeline, dict[str, str]]:
+    if isinstance(config, Pipeline):
+        file, document, origins = config.file, msgspec.to_builtins(config), {"": config.file}
+        del document["file"]
+    else:
+        path = _find(str(config))
+        file = str(path)
+        document, lines = _parse(path)
+        origins = {place: f"{file}:{line}" for place, line in lines.items()}
+    for place, value in overrides.items():
+        _assign(document, place, value)
+        origins[place] = OVERRIDES
+    pipeline = _convert(document, file, origins)
+    _check_graph(pipeline)
+    for stage in pipeline.stages:
+        _check_engine(pipeline, stage, origins)
+    return pipeline, origins
+
+
+def _config_dir() -> Path:
+    packaged = Path(str(resources.files("omni_actors"))) / "configs"
+    return packaged if packaged.is_dir() else Path(__file__).parent.parent / "configs"
+
+
+def _find(name: str) -> Path:
+    path = Path(name)
+    if path.suffix in {".yaml", ".yml"} or os.sep in name:
+        if path.is_file():
+            return path
+        raise ConfigError(name, "(file)", name, "the path of a YAML file that exists")
+    shipped = _config_dir() / f"{name}.yaml"
+    if shipped.is_file():
+        return shipped
+    accepted = f"one of {', '.join(config_names())}, or the path of a YAML file{_meant(name, config_names())}"
+    raise ConfigError(name, "(name)", name, accepted)
+
+
+def _parse(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
+    """The document, and the line of each value by dotted path."""
+    try:
+        node = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(str(path), "(document)", str(error), "a YAML document in UTF-8") from error
+    lines: dict[str, int] = {}
+    constructor = yaml.SafeLoader("")
+
+    def build(node: yaml.Node, place: str) -> Any:
+        lines[place] = node.start_mark.line + 1
+        if not isinstance(node, yaml.MappingNode):
+            return constructor.construct_object(node, deep=True)
+        built: dict[str, Any] = {}
+        for key_node, value_node in node.value:
+            key = str(constructor.construct_object(key_node))
+            where = f"{place}.{key}".lstrip(".")
+            if key in built:
+                raise ConfigError(f"{path}:{key_node.start_mark.line + 1}", where, key, "each key once")
+            built[key] = build(value_node, where)
+        return built
+
+    document = build(node, "") if node is not None else None
+    if not isinstance(document, dict):
+        raise ConfigError(str(path), "(document)", document, "a mapping with name and stages")
+    return document, lines
+
+
+def _assign(document: dict[str, Any], place: str, value: Any) -> None:
+    *parents, last = place.split(".")
+    target = document
+    stages = document.get("stages")
+    if len(parents) > 1 and parents[0] == "stages" and isinstance(stages, dict) and parents[1] not in stages:
+        accepted = f"one of {', '.join(stages)}{_meant(parents[1], stages)}"
+        raise ConfigError(OVERRIDES, f"stages.{parents[1]}", parents[1], accepted)
+    for depth, key in enumerate(parents):
+        target = target.setdefault(key, {})
+        if not isinstance(target, dict):
+            raise ConfigError(OVERRIDES, ".".join(parents[: depth + 1]), target, "a mapping, to be overridden inside")
+    target[last] = value
+
+
+# validation
+
+
+def _convert(document: dict[str, Any], file: str, origins: Mapping[str, str]) -> Pipeline:
+    """Stage by stage, so that an error's path names the stage."""
+    stages = document.get("stages")
+    if not isinstance(stages, dict) or not stages:
+        raise ConfigError(file, "stages", stages, "a mapping from stage names to stages")
+    converted = {
+        name: _section(stage, Stage, f"stages.{name}", file, origins) for name, stage in stages.items()
+    }
+    whole = _section({**document, "stages": {}, "file": file}, Pipeline, "", file, origins)
+    pattern = re.compile(r"^[a-z][a-z0-9_]*$")
+    for name in converted:
+        if not pattern.match(name) or name == CLIENT:
+            raise ConfigError(file, f"stages.{name}", name, f"a name like {pattern.pattern}, other than {CLIENT!r}")
+    return msgspec.structs.replace(whole, stages=converted)
+
+
+def _section(value: Any, schema: type[Any], place: str, file: str, origins: Mapping[str, str]) -> Any:
+    try:
+        return msgspec.convert(value, schema)
+    except msgspec.ValidationError as error:
+        message, _, inner = str(error).partition(" - at `$")
+        where = ".".join(part for part in (place, inner.rstrip("`").lstrip(".")) if part)
+        found = _look_up(value, inner.rstrip("`").lstrip("."))
+        if unknown := re.search(r"unknown field `(.*)`", message):
+            found = unknown[1]
+            known = _fields_at(schema, inner.rstrip("`").lstrip("."))
+            message = f"one of {', '.join(known)}{_meant(found, known)}"
+        elif missing := re.search(r"missing required field `(.*)`", message):
+            found, message = None, f"a value for {missing[1]!r}"
+        raise ConfigError(_file(where, file, origins), where or "(document)", found, message) from error
+
+
+def _check_graph(pipeline: Pipeline) -> None:
+    stages, file = pipeline.stages, pipeline.file
+    emitters: dict[str, str] = {}
+    for name, stage in stages.items():
+        for i, source in enumerate(stage.inputs):
+            if source not in stages:
+                others = sorted(set(stages) - {name})
+                accepted = f"the name of a stage: {', '.join(others)}{_meant(source, others)}"
+                raise ConfigError(file, f"stages.{name}.inputs.{i}", source, accepted)
+        if not stage.inputs and not stage.accepts:
+            raise ConfigError(file, f"stages.{name}", name, "a stage with inputs, or with input it accepts from the client")
+        if stage.emits is not None:
+            if stage.emits in emitters:
+                accepted = f"a modality of its own; stage {emitters[stage.emits]!r} emits this one"
+                raise ConfigError(file, f"stages.{name}.emits", stage.emits, accepted)
+            emitters[stage.emits] = name
+    try:
+        graphlib.TopologicalSorter({name: stage.inputs for name, stage in stages.items()}).prepare()
+    except graphlib.CycleError as error:
+        cycle = " -> ".join(error.args[1])
+        raise ConfigError(file, "stages", cycle, "inputs that form no cycle") from error
+    read = {source for stage in stages.values() for source in stage.inputs}
+    for name, stage in stages.items():
+        if name not in read and stage.emits is None:
+            raise ConfigError(file, f"stages.{name}", name, "a stage that another one reads, or that emits to the client")
+
+
+def _check_engine(pipeline: Pipeline, name: str, origins: Mapping[str, str]) -> None:
+    stage, file, place = pipeline.stages[name], pipeline.file, f"stages.{name}"
+    if stage.engine not in ENGINES and ":" not in stage.engine:
+        accepted = f'one of {", ".join(sorted(ENGINES))}, or "package.module:factory"{_meant(stage.engine, ENGINES)}'
+        raise ConfigError(_file(f"{place}.engine", file, origins), f"{place}.engine", stage.engine, accepted)
+    spec = pipeline.spec(name)
+    if spec.needs_model and stage.model is None:
+        raise ConfigError(file, f"{place}.model", None, "a model: this engine needs one")
+    if spec.options is not None:
+        _section(stage.options, spec.options, f"{place}.options", file, origins)
+    if spec.params is not None:
+        _section(stage.defaults, spec.params, f"{place}.defaults", file, origins)
+
+
+# words
+
+
+def _file(place: str, file: str, origins: Mapping[str, str]) -> str:
+    return _origin(place, origins) if place and origins else file
+
+
+def _origin(place: str, origins: Mapping[str, str]) -> str:
+    """Of the value itself, or of the mapping that holds it where that was given whole."""
+    return origins.get(place, "default")
+
+
+def _look_up(value: Any, inner: str) -> Any:
+    for key in re.findall(r"[^.\[\]]+", inner):
+        if isinstance(value, Mapping) and key in value:
+            value = value[key]
+        elif isinstance(value, list | tuple) and key.isdigit():
+            value = value[int(key)]
+        else:
+            return value
+    return value
+
+
+def _fields_at(schema: Any, inner: str) -> list[str]:
+    for key in filter(None, inner.split(".")):
+        schema = next(f.type for f in msgspec.structs.fields(schema) if f.encode_name == key)
+    return sorted(f.encode_name for f in msgspec.structs.fields(schema))
+
+
+def _leaves(value: Any, place: str = "") -> list[tuple[str, Any]]:
+    if isinstance(value, dict) and value:
+        return [leaf for key, inner in value.items() for leaf in _leaves(inner, f"{place}.{key}".lstrip("."))]
+    return [(place, value)]
+
+
+def _meant(found: str, accepted: Any) -> str:
+    close = difflib.get_close_matches(found, list(accepted), n=1)
+    return f"; did you mean {close[0]!r}?" if close else ""

@@ -1,0 +1,123 @@
+"""Every error that a user of omni_actors can meet, as one tree. Each carries the facts, not only a sentence.
+
+OmniError
+├── ConfigError           a pipeline file, override or model that cannot work; raised before any process starts
+├── RequestError          this request did not complete
+│   ├── InvalidRequest    it never can: the caller must change it (HTTP 400)
+│   ├── Overloaded        not now: the system is full (HTTP 429)
+│   ├── DeadlineExceeded  its time was up
+│   ├── SlowConsumer      its outputs were not read and filled their buffer
+│   ├── Aborted           somebody called ``abort``
+│   ├── StageCrashed      a worker that held it died
+│   └── StageUnavailable  a stage on its route is failed for good
+└── StageFailed           a stage's restarts ran out, or it could not load: the supervisor gave up on it
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+class OmniError(Exception):
+    """Root of the tree."""
+
+
+class ConfigError(OmniError):
+    """A configuration that cannot work.
+
+    file: where it was read ("-" for keyword or command-line overrides). path: the place in the document, dotted.
+    found: the offending value. accepted: what would do, in words.
+    """
+
+    def __init__(self, file: str, path: str, found: Any, accepted: str) -> None:
+        self.file, self.path, self.found, self.accepted = file, path, found, accepted
+        super().__init__(f"{file}: {path}: found {found!r}; accepted: {accepted}")
+
+
+class RequestError(OmniError):
+    """A request ended without completing. ``retryable``: sending the same request again makes sense."""
+
+    retryable = False
+
+
+class InvalidRequest(RequestError):
+    """The request itself is at fault. param: the field, as the user knows it, or None."""
+
+    def __init__(self, message: str, *, param: str | None = None, code: str = "invalid_value") -> None:
+        self.message, self.param, self.code = message, param, code
+        super().__init__(message)
+
+
+class Overloaded(RequestError):
+    """Admission refused: ``limit`` requests are in the system already."""
+
+    retryable = True
+
+    def __init__(self, limit: int, retry_after_s: float) -> None:
+        self.limit, self.retry_after_s = limit, retry_after_s
+        super().__init__(f"{limit} requests are in flight already; try again in {retry_after_s:.0f} s")
+
+
+class DeadlineExceeded(RequestError):
+    retryable = True
+
+    def __init__(self, deadline_s: float) -> None:
+        self.deadline_s = deadline_s
+        super().__init__(f"the request did not finish within {deadline_s:g} s")
+
+
+class SlowConsumer(RequestError):
+    """The outputs waiting to be read passed ``limit_bytes``."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self.limit_bytes = limit_bytes
+        super().__init__(f"the outputs of this request were not read: more than {limit_bytes} bytes are waiting")
+
+
+class Aborted(RequestError):
+    def __init__(self) -> None:
+        super().__init__("the request was aborted")
+
+
+@dataclass(frozen=True)
+class WorkerExit:
+    """How a worker ended. Exactly one of ``signal`` (a name such as SIGKILL) and ``exit_code`` is not None."""
+
+    pid: int
+    signal: str | None
+    exit_code: int | None
+    stderr_tail: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        how = f"was killed by {self.signal}" if self.signal else f"exited with code {self.exit_code}"
+        return f"pid {self.pid} {how}"
+
+
+class StageCrashed(RequestError):
+    """A worker that held the request died. The stage is being restarted: the same request may be sent again."""
+
+    retryable = True
+
+    def __init__(self, stage: str, replica: int, generation: int, exit: WorkerExit) -> None:
+        self.stage, self.replica, self.generation, self.exit = stage, replica, generation, exit
+        self.pid, self.signal, self.exit_code, self.stderr_tail = exit.pid, exit.signal, exit.exit_code, exit.stderr_tail
+        super().__init__(f"stage {stage!r} (replica {replica}, generation {generation}) died: {exit}")
+
+
+class StageFailed(OmniError):
+    """The supervisor gave up on a stage. reason: the load error's own text, or the exits that used up the restarts."""
+
+    def __init__(self, stage: str, replica: int, reason: str, exits: Sequence[WorkerExit]) -> None:
+        self.stage, self.replica, self.reason, self.exits = stage, replica, reason, tuple(exits)
+        tail = "\n".join(self.exits[-1].stderr_tail) if self.exits else ""
+        super().__init__(f"stage {stage!r} (replica {replica}) failed: {reason}" + (f"\n{tail}" if tail else ""))
+
+
+class StageUnavailable(RequestError):
+    """The request needs a stage that has failed for good; ``cause`` says why."""
+
+    def __init__(self, cause: StageFailed) -> None:
+        self.stage, self.cause = cause.stage, cause
+        super().__init__(f"stage {cause.stage!r} is not available: {cause.reason}")

@@ -1,0 +1,145 @@
+"""The control plane's vocabulary: one frozen tagged union, one encoder, one decoder.
+
+Control carries names, numbers and small parameters; tensors travel through the rings. A message is one packet of a
+SOCK_SEQPACKET socket, msgpack-encoded, with file descriptors (SCM_RIGHTS) where it says so.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+import msgspec
+
+CLIENT = "client"
+"""The stage name of the user's side: the parent process is producer of every input edge and consumer of every output edge."""
+
+
+class Address(msgspec.Struct, frozen=True):
+    """A replica of a stage."""
+
+    stage: str
+    replica: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}.{self.replica}"
+
+
+CLIENT_ADDRESS = Address(CLIENT, 0)
+
+
+class _Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    pass
+
+
+# parent -> worker
+
+
+class Configure(_Message, frozen=True):
+    """First message to a worker: what it is."""
+
+    address: Address
+    generation: int
+    factory: str
+    model: str | None
+    options: dict[str, Any]
+    threads: int
+    device: str
+    fence: int
+    """Requests up to this number belong to an earlier generation: what arrives of them is dropped."""
+
+
+class Connect(_Message, frozen=True):
+    """An edge, new or replaced. Carries three descriptors (see ``ringbuf.Ring.fds``)."""
+
+    producer: Address
+    consumer: Address
+    generation: int
+
+
+class Start(_Message, frozen=True):
+    """A request begins here. Numbers reach a worker in increasing order."""
+
+    request: int
+    sources: tuple[str, ...]
+    targets: tuple[Address, ...]
+    params: dict[str, Any]
+
+
+class Abort(_Message, frozen=True):
+    request: int
+
+
+class Stop(_Message, frozen=True):
+    """Finish within ``grace_s``; what runs is dropped."""
+
+    grace_s: float
+
+
+# worker -> parent
+
+
+class Loading(_Message, frozen=True):
+    note: str
+
+
+class Ready(_Message, frozen=True):
+    load_s: float
+
+
+class LoadFailed(_Message, frozen=True):
+    """The engine's own exception; the process ends after this."""
+
+    error: str
+
+
+class StageStats(msgspec.Struct, frozen=True):
+    """What one stage did for one request. Times are CLOCK_MONOTONIC seconds, comparable between processes."""
+
+    stage: str
+    started: float
+    first_input: float | None
+    first_output: float | None
+    finished: float
+    step_s: float
+    """Time spent in the engine's steps while the request was active here (shared by all requests of the batch)."""
+    chunks: int
+    sent_bytes: dict[str, int]
+    """Bytes put into each outgoing edge, by consumer."""
+
+
+class Finished(_Message, frozen=True):
+    request: int
+    stats: StageStats
+
+
+class Refused(_Message, frozen=True):
+    """The engine raised ``InvalidRequest`` for this request."""
+
+    request: int
+    message: str
+    param: str | None
+    code: str
+
+
+ToWorker: TypeAlias = Configure | Connect | Start | Abort | Stop
+FromWorker: TypeAlias = Loading | Ready | LoadFailed | Finished | Refused
+Message: TypeAlias = ToWorker | FromWorker
+
+MAX_BYTES = 128 * 1024
+"""Largest encoded message: under the default socket buffer, so that a packet is never refused for its size."""
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
+
+
+def encode(message: Message) -> bytes:
+    """One packet. Raises ValueError past ``MAX_BYTES``."""
+    packet = _encoder.encode(message)
+    if len(packet) > MAX_BYTES:
+        raise ValueError(f"{type(message).__name__} of {len(packet)} bytes: control messages end at {MAX_BYTES}")
+    return packet
+
+
+def decode(packet: bytes) -> Message:
+    """Raises msgspec.ValidationError or msgspec.DecodeError on anything that is not exactly one message."""
+    return _decoder.decode(packet)

@@ -1,0 +1,110 @@
+"""A request's record, and the stream its client reads.
+
+They are two objects so that dropping the stream is noticed: the orchestrator holds only the record.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import trio
+
+from omni_actors.actor.chunks import SequenceCheck
+from omni_actors.errors import RequestError
+from omni_actors.messages import Address, StageStats
+from omni_actors.orchestrator.lifecycle import Lifecycle, State
+from omni_actors.orchestrator.routes import Route
+
+
+@dataclass(frozen=True)
+class Input:
+    """A piece of what the client brings: small data, and tensors by name."""
+
+    data: Mapping[str, Any]
+    tensors: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A piece of what comes out. ``tensors`` own their memory. ``arrived`` is CLOCK_MONOTONIC, in seconds."""
+
+    stage: str
+    data: Mapping[str, Any]
+    tensors: Mapping[str, Any]
+    last: bool
+    arrived: float
+    nbytes: int
+
+
+@dataclass(eq=False)
+class Request:
+    """The orchestrator's record of a request. ``number`` and ``placement`` are given at dispatch."""
+
+    name: str
+    route: Route
+    inputs: Mapping[str, Sequence[Input]]
+    params: Mapping[str, Mapping[str, Any]]
+    deadline_s: float
+    expires: float
+    """In trio's clock."""
+    submitted: float
+    """CLOCK_MONOTONIC, comparable with the times in ``stats``."""
+    first_arrived: dict[str, float] = field(default_factory=dict)
+    """When the first output of each stage reached the client's side."""
+    number: int | None = None
+    finished: float | None = None
+    placement: dict[str, Address] = field(default_factory=dict)
+    lifecycle: Lifecycle = field(default_factory=Lifecycle)
+    error: RequestError | None = None
+    pieces: collections.deque[Piece] = field(default_factory=collections.deque)
+    unread_bytes: int = 0
+    news: trio.lowlevel.ParkingLot = field(default_factory=trio.lowlevel.ParkingLot)
+    dispatched: trio.Event = field(default_factory=trio.Event)
+    ended: trio.Event = field(default_factory=trio.Event)
+    stats: dict[str, StageStats] = field(default_factory=dict)
+    open_outputs: dict[str, SequenceCheck] = field(default_factory=dict)
+    """The stages whose last output for the client has not come yet."""
+
+    @property
+    def readable(self) -> bool:
+        """Whether a piece can be read now. The final one waits for the stages to have finished, so that statistics are whole."""
+        if self.open_outputs or len(self.pieces) > 1:
+            return bool(self.pieces)
+        return bool(self.pieces) and self.lifecycle.state is State.DONE
+
+
+class OutputStream:
+    """The outputs of one request: ``async for piece in stream``.
+
+    The final piece comes once every stage has finished. Iteration raises the RequestError that ended the request, after
+    the outputs that came before it. Cancellation: a piece is returned or stays queued. A stream that is dropped aborts its request.
+    """
+
+    def __init__(self, request: Request, abort: Callable[[Request], None]) -> None:
+        self.request, self._abort = request, abort
+
+    def abort(self) -> None:
+        """End the request now, in every stage. Harmless after its end."""
+        self._abort(self.request)
+
+    def __aiter__(self) -> OutputStream:
+        return self
+
+    async def __anext__(self) -> Piece:
+        request = self.request
+        while not request.readable and not request.lifecycle.ended:
+            await request.news.park()
+        await trio.lowlevel.checkpoint()
+        if request.readable:
+            piece = request.pieces.popleft()
+            request.unread_bytes -= piece.nbytes
+            return piece
+        if request.error is not None:
+            raise request.error
+        raise StopAsyncIteration
+
+    def __del__(self) -> None:
+        self.abort()

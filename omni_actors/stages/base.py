@@ -1,0 +1,137 @@
+"""What a stage engine is.
+
+An engine turns the chunks of many requests into the outputs of many requests, a step at a time. The protocol is
+synchronous and step-shaped so that a batched language model, a vocoder and a denoiser all fit, and so that
+*continuous batching* is natural: requests join and leave between steps.
+
+Rules
+1. One thread calls an engine: the worker's engine loop. An engine needs no locks.
+2. A chunk's tensors are views into shared memory, valid until ``feed`` returns. Copy what you keep; a view kept
+   longer stops the worker with ``FrameBorrowed``, because its bytes would change under the engine.
+3. Each request ends exactly once: by a ``StageOutput`` with ``last=True``, by a ``StageFailure``, or by ``abort``. After that
+   the engine holds nothing of it, and neither names it again.
+4. An engine that raises ``InvalidRequest`` from ``start`` or ``feed`` refuses that one request and stays in service. Any other exception
+   ends the worker: the supervisor restarts it and the cause is reported.
+5. Engines import no layer of omni_actors but this module; heavy libraries are imported in the worker only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, Protocol, TypeAlias
+
+import msgspec
+import numpy as np
+from ringbuf import Tensor
+
+from omni_actors.errors import InvalidRequest
+
+__all__ = [
+    "CLIENT",
+    "Chunk",
+    "InvalidRequest",
+    "NoOptions",
+    "NoParams",
+    "RequestId",
+    "StageContext",
+    "StageEngine",
+    "StageFailure",
+    "StageOutput",
+    "StageRequest",
+    "TensorLike",
+]
+
+RequestId: TypeAlias = int
+"""A request's number: unique within a system and increasing in order of admission."""
+
+TensorLike: TypeAlias = "np.ndarray[Any, Any] | Tensor"
+
+CLIENT = "client"
+"""The ``source`` of a chunk that comes from the user and not from a stage."""
+
+
+class NoOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The options of an engine that takes none."""
+
+
+class NoParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The request parameters of an engine that takes none."""
+
+
+class StageContext(msgspec.Struct, frozen=True):
+    """What an engine is built with: one stage of the configuration, and a way to report how loading goes."""
+
+    stage: str
+    model: Path | None
+    options: Mapping[str, Any]
+    threads: int
+    device: str
+    report: Callable[[str], None]
+    """Call with a few words while loading ("reading weights"): they reach the health report and the terminal."""
+
+
+class StageRequest(msgspec.Struct, frozen=True):
+    """One request as one stage sees it."""
+
+    request_id: RequestId
+    sources: tuple[str, ...]
+    """Who feeds this request here: ``CLIENT``, names of stages, or both. Each ends its part with ``chunk.last``."""
+    params: Mapping[str, Any]
+    """The request's parameters for this engine, after the stage's defaults; validated against the engine's ``Params``."""
+
+
+class Chunk(msgspec.Struct, frozen=True):
+    """A piece of a request's input. ``tensors`` are views (rule 2); ``data`` is small: text, counts, flags."""
+
+    source: str
+    seq: int
+    last: bool
+    tensors: Mapping[str, Tensor]
+    data: Mapping[str, Any]
+
+
+class StageOutput(msgspec.Struct, frozen=True):
+    """A piece of a request's output: it goes to the stages below and, where the stage's output was asked for, to the client.
+
+    ``tensors`` are copied once, into the ring, after ``step`` returns: do not write to them after that call.
+    """
+
+    request_id: RequestId
+    tensors: Mapping[str, TensorLike] = {}
+    data: Mapping[str, Any] = {}
+    last: bool = False
+
+
+class StageFailure(msgspec.Struct, frozen=True):
+    """This request cannot be served, the engine can: the request ends with ``error``, the others go on."""
+
+    request_id: RequestId
+    error: InvalidRequest
+
+
+class StageEngine(Protocol):
+    @property
+    def busy(self) -> bool:
+        """Whether ``step`` would make progress with what has been fed so far. The loop sleeps while this is false."""
+        ...
+
+    def start(self, request: StageRequest) -> None:
+        """Admit a request to the batch. Raises ``InvalidRequest``."""
+        ...
+
+    def feed(self, request_id: RequestId, chunk: Chunk) -> None:
+        """Take input; ``chunk.last`` ends the input from ``chunk.source``. Raises ``InvalidRequest``."""
+        ...
+
+    def abort(self, request_id: RequestId) -> None:
+        """Forget a started request and free its memory."""
+        ...
+
+    def step(self) -> Iterable[StageOutput | StageFailure]:
+        """One batched step. Called only while ``busy``; a generator is drained, each output sent as it is yielded."""
+        ...
+
+    def close(self) -> None:
+        """Free everything. No call follows."""
+        ...

@@ -1,0 +1,172 @@
+"""A deterministic stage for tests and benches: it repeats its input at a cost that the options choose.
+
+Rules
+1. Each chunk gives ``fan_out`` outputs with the chunk's own data and tensors; output number ``seq`` of a request also
+   carries ``payload(request_id, seq, payload_bytes)`` when that is not empty.
+2. A step serves one output of every request that has something to give, at the cost of one ``step_s``: that is what
+   batching looks like from outside.
+3. The last output of the chunk that ends the last open source is the request's last. A request without sources gives
+   one empty last output.
+
+A chunk can ask for a failure, with ``data["echo"]``, a mapping of
+
+======== ================== =======================================================================================
+stage    name               only at the stage of that name; without it at every echo stage that the chunk reaches
+raise    "feed" or "step"   RuntimeError there: ends the worker
+invalid  "feed" or "step"   InvalidRequest from ``feed``, or a StageFailure instead of the chunk's outputs
+stderr   text               a line on stderr, before anything else the chunk asks for in ``step``
+exit     code               ``os._exit(code)`` in ``step``
+hang     true               ``step`` does not return
+======== ================== =======================================================================================
+
+What happens in ``step`` happens when the chunk's first output is due.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from omni_actors.stages.base import (
+    Chunk,
+    InvalidRequest,
+    RequestId,
+    StageContext,
+    StageFailure,
+    StageOutput,
+    StageRequest,
+)
+from omni_actors.stages.registry import EchoOptions
+from ringbuf import Tensor
+
+__all__ = ["EchoEngine", "payload"]
+
+_STARTS = 4093
+
+
+@functools.cache
+def _noise(size: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    return np.frombuffer(np.random.default_rng(0).bytes(size + _STARTS), np.uint8)
+
+
+def payload(request_id: RequestId, seq: int, size: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """The bytes that output ``seq`` of ``request_id`` carries: uint8 (size,), read-only.
+
+    A window into one random block: neither producing nor checking a payload costs more than the copy under test.
+    """
+    start = (request_id * 131 + seq * 17) % _STARTS
+    return _noise(size)[start : start + size]
+
+
+class _Pending(msgspec.Struct):
+    data: Mapping[str, Any]
+    tensors: dict[str, Tensor]
+    left: int
+
+
+class _Request(msgspec.Struct):
+    open: set[str]
+    pending: deque[_Pending] = msgspec.field(default_factory=deque)
+    seq: int = 0
+
+    @property
+    def ready(self) -> bool:
+        return bool(self.pending) or not self.open
+
+
+class EchoEngine:
+    """See the module. Takes no model."""
+
+    def __init__(self, context: StageContext) -> None:
+        self._stage = context.stage
+        self._options = msgspec.convert(context.options, EchoOptions)
+        self._requests: dict[RequestId, _Request] = {}
+        context.report("pretending to load")
+        time.sleep(self._options.load_s)
+
+    @property
+    def busy(self) -> bool:
+        return any(request.ready for request in self._requests.values())
+
+    def start(self, request: StageRequest) -> None:
+        self._requests[request.request_id] = _Request(set(request.sources))
+
+    def feed(self, request_id: RequestId, chunk: Chunk) -> None:
+        hooks = self._hooks(chunk.data)
+        if hooks.get("raise") == "feed":
+            raise RuntimeError("the chunk asked for a crash in feed")
+        if hooks.get("invalid") == "feed":
+            del self._requests[request_id]
+            raise InvalidRequest("the chunk asked to be refused", param="echo")
+        request = self._requests[request_id]
+        tensors = {name: Tensor(t.dtype, t.shape, bytes(t.data)) for name, t in chunk.tensors.items()}
+        request.pending.append(_Pending(chunk.data, tensors, self._options.fan_out))
+        if chunk.last:
+            request.open.discard(chunk.source)
+
+    def abort(self, request_id: RequestId) -> None:
+        self._requests.pop(request_id, None)
+
+    def step(self) -> Iterator[StageOutput | StageFailure]:
+        ready = [request_id for request_id, request in self._requests.items() if request.ready]
+        self._spend()
+        for request_id in ready:
+            yield self._output(request_id)
+
+    def close(self) -> None:
+        self._requests.clear()
+
+    def _output(self, request_id: RequestId) -> StageOutput | StageFailure:
+        request = self._requests[request_id]
+        tensors: dict[str, Any] = {}
+        data: Mapping[str, Any] = {}
+        if request.pending:
+            head = request.pending[0]
+            if head.left == self._options.fan_out and (failure := self._fail(head.data)):
+                del self._requests[request_id]
+                return StageFailure(request_id, failure)
+            tensors, data = dict(head.tensors), head.data
+            head.left -= 1
+            if not head.left:
+                request.pending.popleft()
+        if self._options.payload_bytes:
+            tensors["payload"] = payload(request_id, request.seq, self._options.payload_bytes)
+        request.seq += 1
+        last = not request.open and not request.pending
+        if last:
+            del self._requests[request_id]
+        return StageOutput(request_id, tensors, data, last)
+
+    def _hooks(self, data: Mapping[str, Any]) -> Mapping[str, Any]:
+        hooks: Mapping[str, Any] = data.get("echo") or {}
+        return hooks if hooks.get("stage", self._stage) == self._stage else {}
+
+    def _fail(self, data: Mapping[str, Any]) -> InvalidRequest | None:
+        hooks = self._hooks(data)
+        if text := hooks.get("stderr"):
+            print(text, file=sys.stderr, flush=True)
+        if hooks.get("raise") == "step":
+            raise RuntimeError("the chunk asked for a crash in step")
+        if (code := hooks.get("exit")) is not None:
+            os._exit(code)
+        while hooks.get("hang"):
+            time.sleep(3600)
+        if hooks.get("invalid") == "step":
+            return InvalidRequest("the chunk asked to be refused", param="echo")
+        return None
+
+    def _spend(self) -> None:
+        if not self._options.spin:
+            time.sleep(self._options.step_s)
+            return
+        until = time.perf_counter() + self._options.step_s
+        while time.perf_counter() < until:
+            pass

@@ -1,0 +1,135 @@
+"""hibari's acoustic network as a stage: text to spectral features, a sentence at a time.
+
+Input, from the client or from a language model: ``data["text"]``, a whole script or a piece of one.
+
+Output, for sentence ``k`` of F frames (80 a second), in chunks of ``chunk_frames`` frames from frame ``start``:
+``data``: sentence k, start, frames F and, in the sentence's first chunk, its text. ``tensors``, float32: lh, theta, ln,
+lr, phi, each (601, f), C-contiguous, for frames [start, start + f); in the first chunk also f0, (F,), in Hz.
+
+A sentence in which there is nothing to pronounce (":-)") is left out. One that hibari splits because it has too many
+phonemes counts as several; the first of them brings the text. The last chunk of the last sentence is the request's
+last output, or an empty one where nothing is left to say.
+
+The text is hibari's to read (``Hibari.phonemize``); the network is the one in its package.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+
+from omni_actors.stages.base import CLIENT, Chunk, InvalidRequest, RequestId, StageContext, StageOutput, StageRequest
+from omni_actors.stages.hibari.text import SentenceReader
+from omni_actors.stages.registry import AcousticOptions, AcousticParams
+
+if TYPE_CHECKING:
+    from hibari import Hibari
+
+__all__ = ["AcousticEngine"]
+
+_WARM_UP = "This warms up the voice, Xylander."  # with a word that no lexicon has, so that every part of it is loaded
+
+
+class _Request:
+    def __init__(self, request: StageRequest, reader: SentenceReader) -> None:
+        self.open = set(request.sources)
+        self.speed = msgspec.convert(request.params, AcousticParams).speed
+        self.reader = reader
+        self.blank = request.sources == (CLIENT,)
+        """Nobody but the client speaks here, and so far it has said nothing."""
+        self.sentences: deque[str] = deque()
+        self.phrases: deque[tuple[str, str]] = deque()
+        """(phonemes, text): the next sentence, made ready."""
+        self.spoken = 0
+
+    @property
+    def ready(self) -> bool:
+        return bool(self.sentences or self.phrases) or not self.open
+
+
+class AcousticEngine:
+    """See the module. The model is a directory with ``hibari.onnx``."""
+
+    def __init__(self, context: StageContext) -> None:
+        if context.model is None:
+            raise ValueError("hibari_acoustic needs a model")
+        context.report("loading the acoustic network")
+        from hibari import Hibari
+
+        self._voice: Hibari = Hibari(model=str(context.model / "hibari.onnx"), threads=context.threads)
+        self._chunk_frames = msgspec.convert(context.options, AcousticOptions).chunk_frames
+        self._requests: dict[RequestId, _Request] = {}
+        context.report("reading the lexicon")
+        self._features(self._voice.phonemize(_WARM_UP)[0], 1.0)
+
+    @property
+    def busy(self) -> bool:
+        return any(request.ready for request in self._requests.values())
+
+    def start(self, request: StageRequest) -> None:
+        self._requests[request.request_id] = _Request(request, SentenceReader(self._voice.split_sentences))
+
+    def feed(self, request_id: RequestId, chunk: Chunk) -> None:
+        request = self._requests[request_id]
+        text = chunk.data.get("text", "")
+        if not isinstance(text, str):
+            del self._requests[request_id]
+            raise InvalidRequest(f"a text was expected, not {type(text).__name__}", param="input")
+        request.sentences += request.reader.read(text)
+        request.blank = request.blank and not text.strip()
+        if chunk.last:
+            request.open.discard(chunk.source)
+            if request.blank:
+                del self._requests[request_id]
+                raise InvalidRequest("there is no text to speak", param="input", code="empty")
+        if not request.open:
+            request.sentences += request.reader.finish()
+
+    def abort(self, request_id: RequestId) -> None:
+        self._requests.pop(request_id, None)
+
+    def step(self) -> Iterator[StageOutput]:
+        """One sentence of the request that has waited longest."""
+        request_id = next(request_id for request_id, request in self._requests.items() if request.ready)
+        request = self._requests.pop(request_id)
+        while not request.phrases and request.sentences:
+            sentence = request.sentences.popleft()
+            spoken = [p for p in self._voice.phonemize(sentence) if any(map(str.isalpha, p))]
+            request.phrases += [(p, "" if i else sentence) for i, p in enumerate(spoken)]
+        phrase = request.phrases.popleft() if request.phrases else None
+        last = not request.open and not request.sentences and not request.phrases
+        if not last:
+            self._requests[request_id] = request  # at the end of the queue: its turn is over
+        if phrase:
+            yield from self._chunks(request_id, request, *phrase, last)
+        elif last:
+            yield StageOutput(request_id, last=True)
+
+    def close(self) -> None:
+        self._requests.clear()
+        del self._voice
+
+    def _chunks(
+        self, request_id: RequestId, request: _Request, phonemes: str, text: str, last: bool
+    ) -> Iterator[StageOutput]:
+        *spectral, f0 = self._features(phonemes, request.speed)
+        frames, sentence = len(f0), request.spoken
+        request.spoken += 1
+        for start in range(0, frames, self._chunk_frames):
+            end = min(start + self._chunk_frames, frames)
+            names = ("lh", "theta", "ln", "lr", "phi")
+            tensors = {n: np.ascontiguousarray(s[:, start:end]) for n, s in zip(names, spectral, strict=True)}
+            data: dict[str, Any] = {"sentence": sentence, "start": start, "frames": frames}
+            if start == 0:
+                tensors["f0"] = f0
+                data["text"] = text
+            yield StageOutput(request_id, tensors, data, last and end == frames)
+
+    def _features(self, phonemes: str, speed: float) -> list[np.ndarray[Any, np.dtype[np.float32]]]:
+        """lh, theta, ln, lr, phi: (601, F), f0: (F,), from a string of phonemes."""
+        ids = np.asarray([self._voice.ids(phonemes)], np.int64)
+        return [out[0] for out in self._voice.sess.run(None, {"ids": ids, "speed": np.asarray([speed], np.float32)})]

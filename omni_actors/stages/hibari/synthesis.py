@@ -1,0 +1,147 @@
+"""From hibari's spectral features to the waveform, in chunks of frames, equal to the synthesis of the whole sentence.
+
+The spectrum of a frame (1200 samples, hop 300, Hann window, 24 kHz) is a sum of three branches, after ``hibari/dsp.py``
+of hibari-tts 0.2.1 (Apache-2.0), whose function ``synth`` defines what must come out:
+
+    exp(lh) e^{i π tanh(theta)} · STFT(pulses(f0))  +  exp(ln) · noise  +  exp(lr) e^{i phi}
+
+What a chunk needs from its neighbours, and how it gets it:
+- the pulse train's phase is an integral of f0 from the sentence's start: f0 comes whole with the first chunk, and the
+  integral is carried in float64 from block to block;
+- the analysis frame j reaches two hops to either side, so the pulses are made two hops ahead; beyond the sentence they
+  are mirrored;
+- the noise is drawn for the whole sentence at once, because that is the order in which its generator gives it;
+- an output sample is final when the four frames over it are in: the last three hops are carried.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+import numpy as np
+from scipy import fft
+
+__all__ = ["BINS", "HOP", "SAMPLE_RATE", "SentenceSynthesis"]
+
+Floats: TypeAlias = "np.ndarray[Any, np.dtype[np.float32]]"
+Spectrum: TypeAlias = "np.ndarray[Any, np.dtype[np.complex64]]"
+
+SAMPLE_RATE = 24000
+HOP = 300
+WINDOW = 1200
+BINS = WINDOW // 2 + 1
+_OVERLAP = WINDOW // HOP
+_REACH = WINDOW // 2
+
+_VOICED_HZ = np.float32(40.0)
+"""Below it a frame is unvoiced: no pulses."""
+_HIGHEST_HZ = np.float32(11000.0)
+"""No harmonic above it."""
+_LOUDEST = np.float32(7.0)
+"""Upper bound of a log-magnitude."""
+
+_HANN = (0.5 - 0.5 * np.cos(2 * np.pi * np.arange(WINDOW) / WINDOW)).astype(np.float32)
+_ANALYSIS = _HANN / (WINDOW / 4)  # a cosine of amplitude 1 then peaks at 1
+_ENERGY = (_HANN * _HANN).reshape(_OVERLAP, HOP)
+_TO_NEXT = (((np.arange(HOP) + 0.5) / HOP - 0.5) % 1.0).astype(np.float32)
+_TO_PREVIOUS = (1.0 - _TO_NEXT).astype(np.float32)
+
+
+class SentenceSynthesis:
+    """One sentence. f0: float32 (frames,) in Hz. rng: where the noise comes from."""
+
+    def __init__(self, f0: Floats, rng: np.random.Generator) -> None:
+        self.frames = len(f0)
+        self.done = 0
+        """Frames taken so far."""
+        self._f0 = np.pad(f0, 1, mode="edge")
+        self._noise = rng.standard_normal((BINS, 2 * self.frames), dtype=np.float32).view(np.complex64)
+        self._pulses = np.empty(self.frames * HOP, np.float32)
+        self._pulse_frames = 0
+        self._phase = 0.0
+        self._unfinished = np.zeros((_OVERLAP - 1, HOP), np.float32)
+
+    def add(self, lh: Floats, theta: Floats, ln: Floats, lr: Floats, phi: Floats) -> Floats:
+        """Take the next f frames, each argument float32 (601, f); return the samples that are final now: float32 (n,).
+
+        n is 300 for each frame, but the first 600 samples stay open until the sentence's last frame: by then the
+        sum over the sentence is frames * 300.
+        """
+        start, end = self.done, self.done + lh.shape[1]
+        spectrum = self._source(start, end)
+        spectrum *= _polar(lh, np.tanh(theta) * np.float32(np.pi))
+        spectrum += self._noise[:, start:end] * _magnitude(ln)
+        spectrum += _polar(lr, phi)
+        pieces = fft.irfft(spectrum.T, n=WINDOW, axis=1)
+        pieces *= _HANN
+        pieces = pieces.reshape(end - start, _OVERLAP, HOP)
+        rows = np.zeros((end - start + _OVERLAP - 1, HOP), np.float32)
+        rows[: _OVERLAP - 1] = self._unfinished
+        for k in range(_OVERLAP):
+            rows[k : k + end - start] += pieces[:, k]
+        self.done = end
+        self._unfinished = rows[end - start :].copy()
+        # Row r of the sentence is final once frame r is in; the transform begins two rows before the sentence.
+        margin = _REACH // HOP
+        first, stop = max(start, margin), (end if end < self.frames else end + margin)
+        final = rows[first - start : max(stop, first) - start]
+        return (final * self._normal(first, max(stop, first))).reshape(-1)
+
+    def _source(self, start: int, end: int) -> Spectrum:
+        """The spectrum of the pulse train at frames [start, end): complex64 (601, end - start)."""
+        self._make_pulses(min(end + _REACH // HOP, self.frames))
+        total = len(self._pulses)
+        at = np.arange(start * HOP - _REACH, (end - 1) * HOP + _REACH)
+        if at[0] < 0 or at[-1] >= total:  # mirror at the first and the last sample
+            at = np.abs(at) % max(2 * (total - 1), 1)
+            at = np.where(at < total, at, 2 * (total - 1) - at)
+            wave = self._pulses[at]
+        else:
+            wave = self._pulses[at[0] : at[-1] + 1]
+        windows = np.lib.stride_tricks.sliding_window_view(wave, WINDOW)[::HOP] * _ANALYSIS
+        return np.ascontiguousarray(fft.rfft(windows, axis=1, overwrite_x=True).T)
+
+    def _make_pulses(self, end: int) -> None:
+        """Extend the pulse train to frame ``end``: every harmonic of f0 up to 11 kHz, with amplitude 1.
+
+        In closed form (Dirichlet's kernel): sum of cos(h t) for h = 1..H is sin((H + 1/2) t) / (2 sin(t / 2)) - 1/2.
+        """
+        start = self._pulse_frames
+        if end <= start:
+            return
+        f0, half = self._f0[start : end + 2, None], HOP // 2
+        curve = np.empty((end - start, HOP), np.float32)  # f0, linear between the centres of the frames
+        curve[:, :half] = f0[:-2] * _TO_PREVIOUS[:half] + f0[1:-1] * _TO_NEXT[:half]
+        curve[:, half:] = f0[1:-1] * _TO_PREVIOUS[half:] + f0[2:] * _TO_NEXT[half:]
+        hz = curve.reshape(-1)
+        voiced = hz > _VOICED_HZ
+        np.maximum(hz, _VOICED_HZ, out=hz)
+        cycles = np.cumsum(np.concatenate(([self._phase], hz)), dtype=np.float64)[1:]
+        self._phase = float(cycles[-1])
+        t = (np.modf(cycles * (1.0 / SAMPLE_RATE))[0] * (2 * np.pi)).astype(np.float32)
+        order = np.floor(_HIGHEST_HZ / hz) + np.float32(0.5)
+        below = np.sin(t * np.float32(0.5)) * np.float32(2)
+        limit = np.abs(below) <= 2e-3  # at t = 0 the quotient tends to H + 1/2
+        pulses = np.where(limit, order, np.sin(order * t) / np.where(limit, np.float32(1), below)) - np.float32(0.5)
+        self._pulses[start * HOP : end * HOP] = np.where(voiced, pulses, np.float32(0))
+        self._pulse_frames = end
+
+    def _normal(self, first: int, stop: int) -> Floats:
+        """What the overlapping windows amount to, inverted, for rows [first, stop): float32 (stop - first, 300)."""
+        total = np.zeros((stop - first, HOP), np.float32)
+        for k in range(_OVERLAP):
+            low, high = max(first, k), min(stop, self.frames + k)  # the rows that have a frame k hops before them
+            total[max(low - first, 0) : max(high - first, 0)] += _ENERGY[k]
+        return np.reciprocal(np.maximum(total, np.float32(1e-11)))
+
+
+def _magnitude(log: Floats) -> Floats:
+    return np.exp(np.minimum(log, _LOUDEST), dtype=np.float32)
+
+
+def _polar(log_magnitude: Floats, angle: Floats) -> Spectrum:
+    out = np.empty(angle.shape, np.complex64)
+    np.cos(angle, out=out.real)
+    np.sin(angle, out=out.imag)
+    out *= _magnitude(log_magnitude)
+    return out

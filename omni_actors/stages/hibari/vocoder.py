@@ -1,0 +1,145 @@
+"""hibari's vocoder as a stage: spectral features to a waveform, as the features arrive.
+
+Input: what ``AcousticEngine`` gives (see ``acoustic``), sentence after sentence, each in any number of chunks.
+
+Output: ``tensors`` audio, float32 (n,); ``data`` sample_rate (24000) and sentence. A sentence of F frames gives F * 300
+samples, the same ones whatever the chunks (to 1e-6). A step serves one chunk of every request that has one. The chunk
+that ends the input gives the request's last output; it may have no audio.
+
+The noise in the voice comes from the request's ``seed`` (0 where none is given) and the sentence's number: the same
+input gives the same audio, always.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterator
+
+import msgspec
+import numpy as np
+
+from omni_actors.stages.base import Chunk, InvalidRequest, RequestId, StageContext, StageOutput, StageRequest
+from omni_actors.stages.hibari.synthesis import BINS, SAMPLE_RATE, Floats, SentenceSynthesis
+from omni_actors.stages.registry import VocoderParams
+
+__all__ = ["VocoderEngine"]
+
+_SPECTRAL = ("lh", "theta", "ln", "lr", "phi")
+
+
+class _Features(msgspec.Struct):
+    sentence: int
+    spectral: list[Floats]
+    """lh, theta, ln, lr, phi. Empty: the chunk only ends the input."""
+    f0: Floats | None
+    """In a sentence's first chunk."""
+    last: bool
+
+
+class _Request:
+    def __init__(self, request: StageRequest) -> None:
+        seed = msgspec.convert(request.params, VocoderParams).seed or 0
+        self.seed = seed % 2**64  # a generator takes no negative seed
+        self.open = set(request.sources)
+        self.chunks: deque[_Features] = deque()
+        self.sentence = 0
+        self.frame = 0
+        """The next frame, and its sentence, that ``feed`` expects."""
+        self.frames = 0
+        """Of that sentence; 0 between sentences."""
+        self.synthesis: SentenceSynthesis | None = None
+
+    def take(self, chunk: Chunk) -> None:
+        """Check a chunk and keep a copy. Raises InvalidRequest."""
+        features = _Features(self.sentence, [], None, False)
+        if chunk.tensors:
+            self._check(chunk)
+            features.spectral = [chunk.tensors[name].numpy().copy() for name in _SPECTRAL]
+            if not self.frames:
+                features.f0 = chunk.tensors["f0"].numpy().copy()
+                self.frames = len(features.f0)
+            self.frame += features.spectral[0].shape[1]
+            if self.frame == self.frames:
+                self.sentence, self.frame, self.frames = self.sentence + 1, 0, 0
+        if chunk.last:
+            self.open.discard(chunk.source)
+            if not self.open and self.frames:
+                raise _refusal(f"the features end in the middle of sentence {self.sentence}")
+        features.last = not self.open
+        if chunk.tensors or features.last:
+            self.chunks.append(features)
+
+    def _check(self, chunk: Chunk) -> None:
+        # On names and shapes alone: an exception would keep an array, a view of the chunk, alive.
+        names = _SPECTRAL if self.frames else (*_SPECTRAL, "f0")
+        if missing := [name for name in names if name not in chunk.tensors]:
+            raise _refusal(f"the chunk lacks {', '.join(missing)}")
+        place = (chunk.data.get("sentence"), chunk.data.get("start"))
+        if place != (self.sentence, self.frame):
+            raise _refusal(f"this is frame {place[1]} of sentence {place[0]}, not {self.frame} of {self.sentence}")
+        shapes = {name: chunk.tensors[name].shape for name in names}
+        frames = self.frames or math.prod(shapes["f0"])
+        f = shapes["lh"][-1] if shapes["lh"] else 0
+        expected = {name: (frames,) if name == "f0" else (BINS, f) for name in names}
+        floats = all(chunk.tensors[name].dtype == "float32" for name in names)
+        if not floats or shapes != expected or not 1 <= f <= frames - self.frame:
+            raise _refusal(f"features of shapes {shapes} do not fit the sentence")
+
+    def speak(self) -> tuple[Floats | None, int, bool]:
+        """The next chunk's samples (None: no sample is final yet), its sentence, and whether it is the last."""
+        features = self.chunks.popleft()
+        if not features.spectral:
+            return None, features.sentence, features.last
+        if features.f0 is not None:
+            self.synthesis = SentenceSynthesis(features.f0, np.random.default_rng([self.seed, features.sentence]))
+        assert self.synthesis is not None
+        audio = self.synthesis.add(*features.spectral)
+        if self.synthesis.done == self.synthesis.frames:
+            self.synthesis = None
+        return audio if len(audio) else None, features.sentence, features.last
+
+
+def _refusal(message: str) -> InvalidRequest:
+    return InvalidRequest(message, param="features")
+
+
+class VocoderEngine:
+    """See the module. Takes no model: the vocoder is signal processing."""
+
+    def __init__(self, context: StageContext) -> None:
+        context.report("warming up")
+        silence = np.full((BINS, 4), -20, np.float32)
+        SentenceSynthesis(np.full(4, 100, np.float32), np.random.default_rng(0)).add(*[silence] * 5)
+        self._requests: dict[RequestId, _Request] = {}
+
+    @property
+    def busy(self) -> bool:
+        return any(request.chunks for request in self._requests.values())
+
+    def start(self, request: StageRequest) -> None:
+        self._requests[request.request_id] = _Request(request)
+
+    def feed(self, request_id: RequestId, chunk: Chunk) -> None:
+        try:
+            self._requests[request_id].take(chunk)
+        except InvalidRequest:
+            del self._requests[request_id]
+            raise
+
+    def abort(self, request_id: RequestId) -> None:
+        self._requests.pop(request_id, None)
+
+    def step(self) -> Iterator[StageOutput]:
+        for request_id in [request_id for request_id, request in self._requests.items() if request.chunks]:
+            audio, sentence, last = self._requests[request_id].speak()
+            if last:
+                del self._requests[request_id]
+            data = {"sample_rate": SAMPLE_RATE, "sentence": sentence}
+            if audio is not None:
+                yield StageOutput(request_id, {"audio": audio}, data, last)
+            elif last:
+                yield StageOutput(request_id, data={"sample_rate": SAMPLE_RATE}, last=True)
+
+    def close(self) -> None:
+        self._requests.clear()

@@ -1,0 +1,122 @@
+"""A key/value cache in which every row is one sequence of its own length.
+
+Rules
+1. Rows in use are 0 .. len(lengths) - 1, with no hole: a batch is a view of the first rows, and never a gather.
+2. A cell beyond its row's length is zero. The mask hides such cells, but a mask cannot hide NaN (NaN - inf is NaN, and
+   0 * NaN is NaN), so what a row leaves behind is wiped when it moves or goes.
+3. One call of ``extend`` before each forward says where the new tokens belong; ``update`` (called by the model, once a
+   layer) writes them there and returns views of the used part: rows x heads x longest sequence.
+4. Memory doubles as it is needed, up to ``max_rows`` x ``max_length``, and all of it goes when the last row goes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Cache
+
+__all__ = ["SlottedCache"]
+
+_FIRST_LENGTH = 256
+
+
+class SlottedCache(Cache):  # type: ignore[misc]
+    """Layer tensors are (rows, heads, length, head size), in the model's dtype, made when a layer first writes."""
+
+    def __init__(self, max_rows: int, max_length: int, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(layers=[])
+        self.lengths: list[int] = []
+        """Tokens held by each row in use."""
+        self._max_rows, self._max_length = max_rows, max_length
+        self._dtype, self._device = dtype, device
+        self._keys: list[Tensor] = []
+        self._values: list[Tensor] = []
+        self._capacity = (0, 0)
+        self._first, self._end, self._longest = 0, 0, 0
+        self._row_index = self._positions = torch.empty(0, dtype=torch.int64)
+
+    def add_row(self) -> int:
+        """Take an empty row, the last one."""
+        if len(self.lengths) == self._max_rows:
+            raise ValueError(f"all {self._max_rows} rows are in use")
+        self.lengths.append(0)
+        return len(self.lengths) - 1
+
+    @torch.inference_mode()
+    def remove_row(self, row: int, last: int) -> None:
+        """Free ``row``: row ``last`` moves into it, and the rows above ``last`` move down by one."""
+        self._move(last, row)
+        for above in range(last + 1, len(self.lengths)):
+            self._move(above, above - 1)
+        gone = len(self.lengths) - 1
+        for store in (*self._keys, *self._values):
+            store[gone, :, : self.lengths[gone]] = 0
+        self.lengths.pop()
+        if not self.lengths:
+            self._keys, self._values, self._capacity = [], [], (0, 0)
+
+    @torch.inference_mode()
+    def extend(self, first: int, end: int, count: int) -> tuple[Tensor, Tensor]:
+        """Make room for ``count`` more tokens in each of the rows first .. end - 1; the next forward must bring them.
+
+        Returns the new tokens' positions, int64 (rows, count), and what each may see, an additive mask
+        (rows, 1, count, longest): 0 up to the token's own position, -inf beyond.
+        """
+        starts = self.lengths[first:end]
+        self._first, self._end, self._longest = first, end, max(starts) + count
+        self._reserve(end, self._longest)
+        self._row_index = torch.arange(first, end, device=self._device)[:, None]
+        self._positions = torch.tensor(starts, device=self._device)[:, None] + torch.arange(count, device=self._device)
+        hidden = torch.arange(self._longest, device=self._device) > self._positions[:, None, :, None]
+        mask = torch.zeros(hidden.shape, dtype=self._dtype, device=self._device).masked_fill_(hidden, float("-inf"))
+        self.lengths[first:end] = [start + count for start in starts]
+        return self._positions, mask
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Write (rows, heads, count, head size) where ``extend`` said; return all keys and values of these rows."""
+        if layer_idx == len(self._keys):
+            self._keys.append(self._allocate(key_states))
+            self._values.append(self._allocate(value_states))
+        keys, values = self._keys[layer_idx], self._values[layer_idx]
+        keys[self._row_index, :, self._positions] = key_states.transpose(1, 2)
+        values[self._row_index, :, self._positions] = value_states.transpose(1, 2)
+        used = slice(self._first, self._end), slice(None), slice(self._longest)
+        return keys[used], values[used]
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return max(self.lengths, default=0)
+
+    def _allocate(self, states: Tensor) -> Tensor:
+        rows, length = self._capacity
+        return torch.zeros(rows, states.shape[1], length, states.shape[3], dtype=states.dtype, device=states.device)
+
+    def _reserve(self, rows: int, length: int) -> None:
+        old_rows, old_length = self._capacity
+        if rows <= old_rows and length <= old_length:
+            return
+        if length > self._max_length:
+            raise ValueError(f"a row of {length} tokens; the cache holds {self._max_length}")
+        new_rows, new_length = max(old_rows, 1), max(old_length, min(_FIRST_LENGTH, self._max_length))
+        while new_rows < rows:
+            new_rows = min(2 * new_rows, self._max_rows)
+        while new_length < length:
+            new_length = min(2 * new_length, self._max_length)
+        self._capacity = (new_rows, new_length)
+        for stores in (self._keys, self._values):
+            for layer, old in enumerate(stores):
+                stores[layer] = self._allocate(old)
+                stores[layer][:old_rows, :, :old_length] = old
+
+    def _move(self, source: int, target: int) -> None:
+        if source == target:
+            return
+        moved, before = self.lengths[source], self.lengths[target]
+        for store in (*self._keys, *self._values):
+            store[target, :, :moved] = store[source, :, :moved]
+            store[target, :, moved:before] = 0
+        # The source still holds its tokens: whoever takes it next, or the final wipe, needs its length.
+        self.lengths[target] = moved

@@ -1,0 +1,139 @@
+"""Token ids to text, a token at a time.
+
+Rules
+1. What has been given out is never taken back: text that the next token could still change is held.
+2. All the pieces together are what decoding all the ids at once gives, up to the stop string.
+3. The cost of a token does not grow with the length of the text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+__all__ = ["Answer", "Detokenizer", "StopFilter", "Vocabulary"]
+
+_BROKEN = "\N{REPLACEMENT CHARACTER}"
+_UNFINISHED_BYTES = 3  # of a UTF-8 character of 4
+_KEPT = 16  # tokens; bytes of four characters at the least
+
+
+class Detokenizer:
+    """Decodes a window of the last tokens, since a token's text can depend on those before it.
+
+    decode: ids to text; what it gives for a longer list starts with what it gave for a shorter one, but for a tail of
+    replacement characters: an unfinished UTF-8 character, or bytes that are none.
+    """
+
+    def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
+        self._decode = decode
+        self._window: list[int] = []
+        self._text = ""
+        self._given = 0
+
+    def push(self, token: int) -> str:
+        """Return the text that is certain now and was not before."""
+        self._window.append(token)
+        self._text = self._decode(self._window)
+        whole = self._text.rstrip(_BROKEN)
+        # A run of replacement characters longer than an unfinished character cannot become whole, except its end.
+        certain = max(len(whole), len(self._text) - _UNFINISHED_BYTES)
+        piece = self._take(certain)
+        if len(self._window) >= 2 * _KEPT:
+            self._shorten()
+        return piece
+
+    def finish(self) -> str:
+        """Return what was held: no more tokens come."""
+        return self._take(len(self._text))
+
+    def _take(self, certain: int) -> str:
+        piece = self._text[self._given : certain]
+        self._given = max(self._given, certain)
+        return piece
+
+    def _shorten(self) -> None:
+        """Forget all but the last tokens, if the text that is still to come cannot depend on those forgotten.
+
+        That is so where the rest alone decodes to the same ending and reaches back beyond all that is held; if not now
+        (a character may be split here), then after one of the next tokens.
+        """
+        newer = self._window[-_KEPT:]
+        text = self._decode(newer)
+        forgotten = len(self._text) - len(text)
+        if self._text.endswith(text) and self._given - forgotten > _UNFINISHED_BYTES:
+            self._window, self._text, self._given = newer, text, self._given - forgotten
+
+
+class StopFilter:
+    """Cuts the text before the first stop string, and holds back what may turn out to be the beginning of one."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = tuple(stops)
+        self._beginnings = {stop[:size] for stop in stops for size in range(1, len(stop))}
+        self._longest = max(map(len, stops), default=1) - 1
+        self._held = ""
+
+    def push(self, text: str) -> tuple[str, bool]:
+        """Return the text that may go out, and whether a stop string was found (then nothing more may follow)."""
+        self._held += text
+        found = [place for stop in self._stops if (place := self._held.find(stop)) >= 0]
+        if found:
+            return self._held[: min(found)], True
+        size = min(self._longest, len(self._held))
+        while size and self._held[-size:] not in self._beginnings:
+            size -= 1
+        cut = len(self._held) - size
+        out, self._held = self._held[:cut], self._held[cut:]
+        return out, False
+
+    def finish(self) -> str:
+        """Return what was held: no more text comes, so no stop string does."""
+        held, self._held = self._held, ""
+        return held
+
+
+class Vocabulary:
+    """What a tokenizer's ids mean. end_tokens: the model's own, an id, several or None; the tokenizer's is added."""
+
+    def __init__(self, tokenizer: Any, end_tokens: int | Sequence[int] | None) -> None:
+        several = [end_tokens] if isinstance(end_tokens, int) else list(end_tokens or ())
+        self.end = frozenset([*several, tokenizer.eos_token_id])
+        self.silent = frozenset(token for token, added in tokenizer.added_tokens_decoder.items() if added.special)
+        self._tokenizer = tokenizer
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        text: str = self._tokenizer.decode(tokens, skip_special_tokens=True)
+        return text
+
+
+class Answer:
+    """One request's text as its tokens come, and its end: a token that ends answers, a stop string, or the limit."""
+
+    def __init__(self, vocabulary: Vocabulary, prompt_tokens: int, max_tokens: int, stops: Sequence[str]) -> None:
+        self.finish_reason: str | None = None
+        self._vocabulary = vocabulary
+        self._prompt_tokens, self._tokens, self._max_tokens = prompt_tokens, 0, max_tokens
+        self._detokenizer, self._stops = Detokenizer(vocabulary.decode), StopFilter(stops)
+
+    def push(self, token: int) -> dict[str, Any]:
+        """Return the output's data, empty where the token makes no text certain. ``finish_reason`` is set at the end."""
+        self._tokens += 1
+        ended = token in self._vocabulary.end
+        # Kept from the window, since tokens without text would fill it.
+        text = "" if ended or token in self._vocabulary.silent else self._detokenizer.push(token)
+        text, stopped = self._stops.push(text)
+        if not stopped and (ended or self._tokens == self._max_tokens):
+            rest, stopped = self._stops.push(self._detokenizer.finish())
+            text += rest if stopped else rest + self._stops.finish()
+            self.finish_reason = "stop" if ended else "length"
+        if stopped:
+            self.finish_reason = "stop"
+        if self.finish_reason is None:
+            return {"text": text} if text else {}
+        return {
+            "text": text,
+            "finish_reason": self.finish_reason,
+            "prompt_tokens": self._prompt_tokens,
+            "completion_tokens": self._tokens,
+        }

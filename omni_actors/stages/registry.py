@@ -1,0 +1,106 @@
+"""The engines that ship with omni_actors: import path, options and request parameters, by name.
+
+Only data: importing this loads no engine. Another engine needs no entry; a configuration names it by import path
+("package.module:Factory"), and then its options and parameters are validated by the engine itself, in the worker.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from omni_actors.stages.base import NoOptions, NoParams
+
+Positive = Annotated[int, Meta(ge=1)]
+Seconds = Annotated[float, Meta(ge=0)]
+
+
+class EngineSpec(msgspec.Struct, frozen=True):
+    """How to open an engine (``factory(context) -> StageEngine``) and what it understands."""
+
+    factory: str
+    options: type[msgspec.Struct] | None = NoOptions
+    params: type[msgspec.Struct] | None = NoParams
+    """None: the engine validates its own, in the worker."""
+    needs_model: bool = True
+    extra: str | None = None
+    """The extra of omni-actors that brings the engine's libraries."""
+
+
+class EchoOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A deterministic stage for tests and benches: repeats its input at a configurable cost."""
+
+    step_s: Seconds = 0.0
+    """How long each step takes."""
+    spin: bool = False
+    """Burn CPU for ``step_s`` (as compute does) instead of sleeping (as waiting for an accelerator does)."""
+    fan_out: Positive = 1
+    """Output chunks for each input chunk."""
+    payload_bytes: Annotated[int, Meta(ge=0)] = 0
+    """Size of a uint8 tensor ``payload`` added to each output."""
+    load_s: Seconds = 0.0
+    """How long loading takes."""
+
+
+class LLMOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A causal language model on transformers with continuous batching."""
+
+    max_batch: Positive = 8
+    """Requests decoded in one forward; more wait their turn."""
+    context: Positive = 2048
+    """Tokens, prompt and completion together, that one request may use."""
+    prefill_chunk: Positive = 256
+    """Prompt tokens prefilled in one step, so that a long prompt does not hold up the others' decoding."""
+    dtype: str = "float32"
+    system_prompt: str = ""
+    """Put before a conversation that brings no system message of its own."""
+
+
+class LLMParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    max_tokens: Positive = 256
+    temperature: Annotated[float, Meta(ge=0, le=2)] = 0.0
+    """0 is greedy."""
+    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    top_k: Annotated[int, Meta(ge=0)] = 0
+    """0 means no limit."""
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+
+
+class WhisperOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Speech recognition on faster-whisper."""
+
+    compute_type: str = "int8"
+    beam_size: Positive = 1
+
+
+class WhisperParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    language: str | None = None
+
+
+class AcousticOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """hibari's acoustic network: text to spectral features, a sentence at a time."""
+
+    chunk_frames: Positive = 40
+    """Frames (80 a second) in one chunk."""
+
+
+class AcousticParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    speed: Annotated[float, Meta(ge=0.25, le=4)] = 1.0
+
+
+class VocoderParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    seed: int | None = None
+
+
+ENGINES: dict[str, EngineSpec] = {
+    "echo": EngineSpec("omni_actors.stages.echo:EchoEngine", EchoOptions, needs_model=False),
+    "llm": EngineSpec("omni_actors.stages.llm:open_engine", LLMOptions, LLMParams, extra="voice"),
+    "whisper": EngineSpec("omni_actors.stages.whisper:WhisperEngine", WhisperOptions, WhisperParams, extra="voice"),
+    "hibari_acoustic": EngineSpec("omni_actors.stages.hibari:AcousticEngine", AcousticOptions, AcousticParams, extra="voice"),
+    "hibari_vocoder": EngineSpec(
+        "omni_actors.stages.hibari:VocoderEngine", NoOptions, VocoderParams, needs_model=False, extra="voice"
+    ),
+}

@@ -1,0 +1,203 @@
+"""Speech recognition as a stage, on faster-whisper (CTranslate2), on the CPU.
+
+Input, from the client: ``tensors`` audio, float32 (n,), full scale ±1; ``data`` sample_rate, int in Hz, and index, int:
+which recording of the request this is a piece of. Pieces come in order, and an index never falls. A chunk without
+audio may end the input.
+
+Output: ``data`` text, a piece of the transcript, and index. The last output has an empty text and duration_s, the
+seconds of all recordings together.
+
+Rules
+1. A step gives one segment (a phrase) of one request, in turn: a long recording does not hold up a short one.
+2. Decoding is greedy or a beam, never sampled: the same audio gives the same text, always.
+3. A recording is transcribed when all of it is there: the model's window is 30 s of it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import msgspec
+import numpy as np
+
+from omni_actors.stages.base import Chunk, InvalidRequest, RequestId, StageContext, StageOutput, StageRequest
+from omni_actors.stages.registry import WhisperOptions, WhisperParams
+from ringbuf import Tensor
+
+if TYPE_CHECKING:
+    from faster_whisper.transcribe import Segment
+
+__all__ = ["SHORTEST_S", "WhisperEngine"]
+
+Floats: TypeAlias = "np.ndarray[Any, np.dtype[np.float32]]"
+
+SAMPLE_RATE = 16000
+SHORTEST_S = 0.1
+"""Seconds; there is no word in less."""
+_RATES = range(1000, 384001)
+
+
+class _Recording(msgspec.Struct):
+    index: int
+    sample_rate: int
+    pieces: list[Floats]
+
+    @property
+    def duration_s(self) -> float:
+        return sum(map(len, self.pieces)) / self.sample_rate
+
+
+class _Request:
+    def __init__(self, request: StageRequest) -> None:
+        self.open = set(request.sources)
+        self.language = msgspec.convert(request.params, WhisperParams).language
+        self.arriving: _Recording | None = None
+        self.latest = -1
+        """Its index, or that of the one before."""
+        self.complete: deque[_Recording] = deque()
+        self.segments: Iterator[Segment] | None = None
+        self.index = 0
+        self.fresh = False
+        """The recording being transcribed has given no text so far."""
+        self.duration_s = 0.0
+
+    @property
+    def ready(self) -> bool:
+        return bool(self.segments or self.complete) or not self.open
+
+    def take(self, chunk: Chunk) -> None:
+        """Check a chunk and keep a copy. Raises InvalidRequest."""
+        if "audio" in chunk.tensors:
+            self._append(chunk.tensors["audio"], chunk.data.get("sample_rate"), chunk.data.get("index", 0))
+        if chunk.last:
+            self.open.discard(chunk.source)
+        if not self.open:
+            self._complete()
+            if not self.duration_s:
+                raise _refusal("there is no audio")
+
+    def _append(self, tensor: Tensor, sample_rate: Any, index: Any) -> None:
+        if tensor.dtype != "float32" or len(tensor.shape) != 1:
+            raise _refusal(f"mono float32 samples were expected, not {tensor.dtype} {tensor.shape}")
+        audio: Floats = tensor.numpy().copy()  # first of all: an exception would keep a view alive
+        if not np.isfinite(audio).all():
+            raise _refusal("some samples are not finite")
+        if not isinstance(sample_rate, int) or sample_rate not in _RATES:
+            raise _refusal(f"a sample rate of {_RATES[0]} to {_RATES[-1]} Hz was expected, not {sample_rate!r}")
+        if self.arriving and self.arriving.index != index:
+            self._complete()
+        if self.arriving is None:
+            if not isinstance(index, int) or index <= self.latest:
+                raise _refusal(f"recording {index!r} came after recording {self.latest}")
+            self.arriving, self.latest = _Recording(index, sample_rate, []), index
+        if self.arriving.sample_rate != sample_rate:
+            raise _refusal(f"recording {index} changes its sample rate")
+        self.arriving.pieces.append(audio)
+
+    def _complete(self) -> None:
+        recording, self.arriving = self.arriving, None
+        if recording is None:
+            return
+        if recording.duration_s < SHORTEST_S:
+            raise _refusal(f"recording {recording.index} is too short: {recording.duration_s:.3f} s", "too_short")
+        self.complete.append(recording)
+        self.duration_s += recording.duration_s
+
+
+def _refusal(message: str, code: str = "invalid_value") -> InvalidRequest:
+    return InvalidRequest(message, param="audio", code=code)
+
+
+class WhisperEngine:
+    """See the module. The model is a directory in CTranslate2's format."""
+
+    def __init__(self, context: StageContext) -> None:
+        if context.model is None:
+            raise ValueError("whisper needs a model")
+        options = msgspec.convert(context.options, WhisperOptions)
+        # Without it faster-whisper would look for one on the network.
+        if not (context.model / "tokenizer.json").is_file():
+            raise FileNotFoundError(f"{context.model} has no tokenizer.json")
+        context.report("loading the speech recogniser")
+        from faster_whisper import WhisperModel
+
+        self._model = WhisperModel(
+            str(context.model),
+            device="cpu",
+            compute_type=options.compute_type,
+            cpu_threads=context.threads,
+            local_files_only=True,
+        )
+        self._beam_size = options.beam_size
+        self._requests: dict[RequestId, _Request] = {}
+        context.report("warming up")
+        list(self._segments(np.zeros(SAMPLE_RATE, np.float32), "en"))
+
+    @property
+    def busy(self) -> bool:
+        return any(request.ready for request in self._requests.values())
+
+    def start(self, request: StageRequest) -> None:
+        new = _Request(request)
+        known = self._model.supported_languages
+        if new.language is not None and new.language not in known:
+            message = f"the model does not know the language {new.language!r}; it knows {', '.join(known)}"
+            raise InvalidRequest(message, param="language")
+        self._requests[request.request_id] = new
+
+    def feed(self, request_id: RequestId, chunk: Chunk) -> None:
+        try:
+            self._requests[request_id].take(chunk)
+        except InvalidRequest:
+            del self._requests[request_id]
+            raise
+
+    def abort(self, request_id: RequestId) -> None:
+        self._requests.pop(request_id, None)
+
+    def step(self) -> Iterator[StageOutput]:
+        """The next segment of the request that has waited longest."""
+        request_id = next(request_id for request_id, request in self._requests.items() if request.ready)
+        request = self._requests.pop(request_id)
+        if request.segments is None and request.complete:
+            self._open(request)
+        segment = next(request.segments, None) if request.segments else None
+        if segment is None:
+            request.segments = None
+        if segment is None and not request.complete and not request.open:
+            data = {"text": "", "index": request.index, "duration_s": request.duration_s}
+            yield StageOutput(request_id, data=data, last=True)
+            return
+        self._requests[request_id] = request  # at the end of the queue: its turn is over
+        if segment is not None:
+            text = segment.text.lstrip() if request.fresh else segment.text
+            request.fresh = False
+            yield StageOutput(request_id, data={"text": text, "index": request.index})
+
+    def close(self) -> None:
+        self._requests.clear()
+        self._model.model.unload_model()
+        del self._model
+
+    def _open(self, request: _Request) -> None:
+        import soxr
+
+        recording = request.complete.popleft()
+        audio = np.concatenate(recording.pieces)
+        if recording.sample_rate != SAMPLE_RATE:
+            audio = soxr.resample(audio, recording.sample_rate, SAMPLE_RATE)
+        request.index, request.fresh = recording.index, True
+        request.segments = self._segments(audio, request.language)
+
+    def _segments(self, audio: Floats, language: str | None) -> Iterator[Segment]:
+        """The transcript of 16 kHz audio, decoded as it is read. language None: heard from the audio."""
+        segments, _ = self._model.transcribe(
+            audio,
+            language=language,
+            beam_size=self._beam_size,
+            temperature=0.0,  # alone: no retry by sampling when the text looks odd
+            condition_on_previous_text=False,
+        )
+        return iter(segments)

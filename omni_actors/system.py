@@ -1,0 +1,463 @@
+"""OmniSystem: a pipeline, running. Opens workers, takes requests, gives typed outputs, says how it is."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import msgspec
+import numpy as np
+import trio
+from ringbuf import Tensor
+
+from omni_actors import config as configuration
+from omni_actors.actor.edges import Edges, EdgeSpec
+from omni_actors.actor.process import LocalSpawner, Spawner
+from omni_actors.actor.supervisor import Blueprint, Replica, RestartPolicy, State, Supervisor
+from omni_actors.config import Pipeline
+from omni_actors.errors import ConfigError, InvalidRequest, StageFailed, WorkerExit
+from omni_actors.messages import CLIENT, Address
+from omni_actors.metrics import Gauges, Metrics
+from omni_actors.orchestrator.request import Input, OutputStream, Piece, Request
+from omni_actors.orchestrator.routes import Node, plan
+from omni_actors.orchestrator.run import Orchestrator
+from omni_actors.stages import assets
+
+Messages: TypeAlias = Sequence[Mapping[str, Any]]
+"""A conversation: {"role": "user", "content": "…"}, where content may be a list of parts, as in OpenAI's chat API:
+{"type": "text", "text": "…"} and {"type": "audio", "index": i}, the i-th of ``multi_modal_data["audio"]``."""
+
+
+class AudioChunk(msgspec.Struct, frozen=True):
+    """Sound: samples float32 (n,) in [-1, 1], mono; sample_rate in Hz."""
+
+    samples: np.ndarray[Any, np.dtype[np.float32]]
+    sample_rate: int
+
+    @property
+    def duration_s(self) -> float:
+        return len(self.samples) / self.sample_rate
+
+
+class StageTimes(msgspec.Struct, frozen=True):
+    """One stage's part in one request; seconds since the request was submitted."""
+
+    started_s: float
+    first_input_s: float | None
+    first_output_s: float | None
+    finished_s: float
+    step_s: float
+    """Time in the engine's steps while the request was active (shared with the requests in its batch)."""
+    chunks: int
+    sent_bytes: dict[str, int]
+    """Bytes this stage put into each ring, by consumer."""
+
+
+class RequestMetrics(msgspec.Struct, frozen=True):
+    """What a request took, in seconds from its submission."""
+
+    ttft_s: float | None
+    """To the first text."""
+    ttfa_s: float | None
+    """To the first audio."""
+    total_s: float
+    audio_s: float
+    """Duration of the audio that it gave."""
+    stages: dict[str, StageTimes]
+
+    @property
+    def rtf(self) -> float | None:
+        """Total time / audio duration."""
+        return self.total_s / self.audio_s if self.audio_s else None
+
+
+class Output(msgspec.Struct, frozen=True):
+    """A piece of an answer.
+
+    delta: new text (str), new sound (AudioChunk), or None where this piece only closes its stage's output.
+    finished: this stage's output is complete. metrics: on the request's final output only.
+    """
+
+    request_id: str
+    stage: str
+    modality: str
+    delta: str | AudioChunk | None
+    finished: bool
+    data: Mapping[str, Any]
+    tensors: Mapping[str, Tensor]
+    metrics: RequestMetrics | None = None
+
+
+class ReplicaHealth(msgspec.Struct, frozen=True):
+    """state: loading, ready, restarting or failed. note: what it is doing, in words."""
+
+    replica: int
+    state: str
+    note: str
+    generation: int
+    restarts: int
+    pid: int | None
+    load_s: float | None
+    last_exit: str | None
+
+
+class Health(msgspec.Struct, frozen=True):
+    """ready: every stage has a replica that serves."""
+
+    ready: bool
+    errored: bool
+    stages: dict[str, list[ReplicaHealth]]
+    error: str | None
+
+
+class Generation:
+    """The answer to one request: ``async for output in omni.generate(...)``.
+
+    Iteration raises the RequestError that ended the request. Leaving the loop early, or cancelling it, drops this object
+    and with it the request; ``abort()`` does so at once.
+    """
+
+    def __init__(self, stream: OutputStream, pipeline: Pipeline) -> None:
+        self._stream, self._pipeline = stream, pipeline
+        self._audio_s = 0.0
+        self._first: dict[str, float] = {}
+
+    @property
+    def request_id(self) -> str:
+        return self._stream.request.name
+
+    def abort(self) -> None:
+        """End the request now, in every stage. Harmless after its end; iteration then raises ``Aborted``."""
+        self._stream.abort()
+
+    def __aiter__(self) -> AsyncIterator[Output]:
+        return self
+
+    async def __anext__(self) -> Output:
+        piece = await self._stream.__anext__()
+        request = self._stream.request
+        delta = _delta(piece)
+        if isinstance(delta, AudioChunk):
+            self._audio_s += delta.duration_s
+        if delta is not None:
+            self._first.setdefault(type(delta).__name__, piece.arrived - request.submitted)
+        final = request.finished is not None and not request.pieces and request.error is None
+        modality = self._pipeline.stages[piece.stage].emits or ""
+        metrics = self._metrics(request) if final else None
+        return Output(request.name, piece.stage, modality, delta, piece.last, piece.data, piece.tensors, metrics)
+
+    def _metrics(self, request: Request) -> RequestMetrics:
+        began = request.submitted
+        return RequestMetrics(
+            ttft_s=self._first.get("str"),
+            ttfa_s=self._first.get("AudioChunk"),
+            total_s=(request.finished or began) - began,
+            audio_s=self._audio_s,
+            stages={
+                stage: StageTimes(
+                    stats.started - began,
+                    None if stats.first_input is None else stats.first_input - began,
+                    None if stats.first_output is None else stats.first_output - began,
+                    stats.finished - began,
+                    stats.step_s,
+                    stats.chunks,
+                    stats.sent_bytes,
+                )
+                for stage in request.route.stages
+                if (stats := request.stats.get(stage))
+            },
+        )
+
+
+def _delta(piece: Piece) -> str | AudioChunk | None:
+    """By the field's names for content: ``text`` in the data, ``audio`` among the tensors."""
+    if (audio := piece.tensors.get("audio")) is not None:
+        samples = audio.numpy()
+        return AudioChunk(samples, piece.data["sample_rate"]) if len(samples) else None
+    return piece.data.get("text") or None
+
+
+class OmniSystem:
+    """A running pipeline; open it with ``OmniSystem.open``."""
+
+    def __init__(self, pipeline: Pipeline, models: Mapping[str, Path], spawner: Spawner) -> None:
+        self.pipeline = pipeline
+        self._nodes = {name: Node(s.accepts, s.inputs, s.emits) for name, s in pipeline.stages.items()}
+        self._edges = Edges(_edge_specs(pipeline))
+        self.metrics = Metrics(self._gauges)
+        self._orchestrator = Orchestrator(
+            self._nodes,
+            self._edges,
+            max_requests=pipeline.limits.max_requests,
+            output_bytes=pipeline.limits.output_bytes,
+            on_end=self._count,
+        )
+        # A worker that does not read its mail meets at most a Start and an Abort of every request before it counts as wedged.
+        capacity = 2 * pipeline.limits.max_requests + 4 * len(self._nodes) + 16
+        blueprints = _blueprints(pipeline, models)
+        self._supervisor = Supervisor(blueprints, self._edges, spawner, self._orchestrator, capacity)
+        self._running = False
+
+    @classmethod
+    @asynccontextmanager
+    async def open(
+        cls,
+        config: str | Path | Pipeline = "voice",
+        *,
+        wait_ready: bool = True,
+        spawner: Spawner | None = None,
+        overrides: Mapping[str, Any] | None = None,
+    ) -> AsyncIterator[OmniSystem]:
+        """Start a pipeline: a name in configs/, a path, or a Pipeline. overrides: {"stages.llm.threads": 2}.
+
+        With ``wait_ready`` the block begins when every stage is loaded. Leaving it, however it is left (cancellation and
+        KeyboardInterrupt too), has reaped every process and freed every byte.
+        Raises ConfigError before any process starts, and StageFailed where a stage cannot load.
+        """
+        pipeline = configuration.load(config, overrides)
+        system = cls(pipeline, _resolve_models(pipeline), spawner or LocalSpawner())
+        left_by: BaseException | None = None
+        async with trio.open_nursery() as nursery:
+            await nursery.start(system._orchestrator.run, system._supervisor.replicas)
+            nursery.start_soon(system._supervisor.run)
+            system._running = True
+            try:
+                if wait_ready:
+                    await system.wait_ready()
+                yield system
+            except BaseException as error:
+                left_by = error  # raised below as it is, not inside the nursery's exception group
+            finally:
+                system._running = False
+                nursery.cancel_scope.cancel()
+        if left_by is not None:
+            raise left_by
+
+    # requests
+
+    def generate(
+        self,
+        prompt: str | Messages | None = None,
+        *,
+        multi_modal_data: Mapping[str, Any] | None = None,
+        script: str | None = None,
+        modalities: Sequence[str] = ("text",),
+        request_id: str | None = None,
+        deadline_s: float | None = None,
+        **params: Any,
+    ) -> Generation:
+        """Ask for ``modalities`` of an answer. Returns at once; the answer is read by iterating.
+
+        prompt: a question, or a conversation. multi_modal_data: {"audio": AudioChunk or a list of them}, which a question comes
+        after, or whose places a conversation names. script: text to be spoken as it is, instead of a prompt.
+        params: of the engines on the way (max_tokens, temperature, seed, speed, …).
+        Raises InvalidRequest, Overloaded, StageUnavailable.
+        """
+        inputs: dict[str, list[Input]] = {}
+        clips = _clips(multi_modal_data or {})
+        if clips:
+            inputs["audio"] = clips
+        if prompt is not None:
+            messages = _question(prompt, len(clips)) if isinstance(prompt, str) else list(prompt)
+            inputs["messages"] = [Input({"messages": messages})]
+        if script is not None:
+            inputs["script"] = [Input({"text": script})]
+        return self.submit(inputs, modalities, request_id=request_id, deadline_s=deadline_s, **params)
+
+    def submit(
+        self,
+        inputs: Mapping[str, Sequence[Input]],
+        modalities: Sequence[str],
+        *,
+        request_id: str | None = None,
+        deadline_s: float | None = None,
+        **params: Any,
+    ) -> Generation:
+        """``generate`` for a pipeline of your own: pieces of input by the kinds that its stages accept."""
+        route = plan(self._nodes, inputs, modalities)
+        by_stage = self._params(route.stages, params)
+        deadline_s = deadline_s or self.pipeline.limits.deadline_s
+        stream = self._orchestrator.submit(inputs, modalities, by_stage, deadline_s, request_id)
+        return Generation(stream, self.pipeline)
+
+    def _params(self, stages: Sequence[str], given: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+        """Each stage's share: its defaults, and what the request gives that its engine knows."""
+        given = {name: value for name, value in given.items() if value is not None}
+        taken: set[str] = set()
+        by_stage: dict[str, dict[str, Any]] = {}
+        for stage in stages:
+            schema = self.pipeline.spec(stage).params
+            known = set(given) if schema is None else {f.name for f in msgspec.structs.fields(schema)} & set(given)
+            taken |= known
+            share = {**self.pipeline.stages[stage].defaults, **{name: given[name] for name in known}}
+            by_stage[stage] = share if schema is None else _validated(share, schema)
+        if unknown := sorted(set(given) - taken):
+            raise InvalidRequest(f"no stage on the way of this request takes {unknown[0]!r}", param=unknown[0])
+        return by_stage
+
+    # state
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the system is open and can serve something."""
+        return self._running and not self.errored
+
+    @property
+    def errored(self) -> bool:
+        """Whether failed stages leave no way from any input to any output."""
+        failed = {failure.stage for failure in self._failures()}
+        served: set[str] = set()
+        for name, node in self._nodes.items():
+            if name not in failed and (node.accepts or served & set(node.inputs)):
+                served.add(name)
+        return not any(self._nodes[name].emits for name in served)
+
+    @property
+    def dead_error(self) -> StageFailed | None:
+        """Why the first stage that was given up on failed, with the exits that led there; None while there is none."""
+        return next(self._failures(), None)
+
+    def _failures(self) -> Iterator[StageFailed]:
+        return (replica.failure for replica in self._replicas if replica.failure is not None)
+
+    @property
+    def _replicas(self) -> Sequence[Replica]:
+        return tuple(self._supervisor.replicas.values())
+
+    def health(self) -> Health:
+        """How every replica is, now."""
+        stages: dict[str, list[ReplicaHealth]] = {name: [] for name in self._nodes}
+        for replica in self._replicas:
+            stages[replica.address.stage].append(_replica_health(replica))
+        ready = self._running and all(any(r.state == State.READY.value for r in stage) for stage in stages.values())
+        return Health(ready, self.errored, stages, str(self.dead_error) if self.dead_error else None)
+
+    async def check_health(self) -> Health:
+        """``health()``, or raise ``dead_error`` where the system is errored."""
+        await trio.lowlevel.checkpoint()
+        if self.errored and self.dead_error is not None:
+            raise self.dead_error
+        return self.health()
+
+    async def wait_ready(self) -> None:
+        """Until every replica has loaded. Raises StageFailed where one cannot."""
+        while not all(replica.state is State.READY for replica in self._replicas):
+            if self.dead_error is not None:
+                raise self.dead_error
+            await self.wait_changed()
+
+    async def wait_changed(self) -> None:
+        """Until the state or the note of any replica changes."""
+        await self._supervisor.changes.park()
+
+    # metrics
+
+    def _count(self, request: Request) -> None:
+        outcome = type(request.error).__name__ if request.error else "done"
+        self.metrics.requests.labels(outcome).inc()
+        if request.error is None and request.finished is not None:
+            self.metrics.latency.observe(request.finished - request.submitted)
+
+    def _gauges(self) -> Gauges:
+        yield "omni_requests_in_flight", "Requests admitted and not ended", {}, self._orchestrator.in_flight
+        yield "omni_requests_queued", "Admitted requests that wait for a stage to be ready", {}, self._orchestrator.queued
+        for replica in self._replicas:
+            labels = {"stage": replica.address.stage, "replica": str(replica.address.replica)}
+            yield "omni_stage_requests", "Requests placed on a replica", labels, self._orchestrator.load(replica.address)
+            yield "omni_stage_restarts", "Restarts of a replica", labels, replica.restarts
+            yield "omni_stage_ready", "1 while a replica serves", labels, float(replica.state is State.READY)
+        for (producer, consumer), ring in self._edges.statistics().items():
+            labels = {"producer": str(producer), "consumer": str(consumer)}
+            yield "omni_ring_used_bytes", "Bytes in a ring now", labels, ring.used
+            yield "omni_ring_capacity_bytes", "Capacity of a ring", labels, ring.capacity
+            yield "omni_ring_payload_bytes", "Payload that has crossed a ring of this incarnation", labels, ring.payload_bytes
+
+
+def _resolve_models(pipeline: Pipeline) -> dict[str, Path]:
+    """Where each stage's model is. Raises ConfigError."""
+    models = {}
+    for name, stage in pipeline.stages.items():
+        if stage.model is not None:
+            try:
+                models[name] = assets.resolve(stage.model)
+            except assets.ModelNotFound as error:
+                raise ConfigError(pipeline.file, f"stages.{name}.model", stage.model, str(error)) from error
+    return models
+
+
+def _edge_specs(pipeline: Pipeline) -> list[EdgeSpec]:
+    """Inputs of stages, input from the client, output to it; a ring is as large as its producing stage says."""
+    specs = []
+    for name, stage in pipeline.stages.items():
+        specs += [EdgeSpec(source, name, pipeline.stages[source].ring_bytes) for source in stage.inputs]
+        if stage.accepts:
+            specs.append(EdgeSpec(CLIENT, name, stage.ring_bytes))
+        if stage.emits:
+            specs.append(EdgeSpec(name, CLIENT, stage.ring_bytes))
+    return specs
+
+
+def _blueprints(pipeline: Pipeline, models: Mapping[str, Path]) -> list[Blueprint]:
+    return [
+        Blueprint(
+            Address(name, replica),
+            pipeline.spec(name).factory,
+            str(models[name]) if name in models else None,
+            pipeline.options(name),
+            pipeline.threads(name),
+            stage.device,
+            RestartPolicy(
+                stage.restart.intensity, stage.restart.period_s, stage.restart.backoff_s, stage.restart.backoff_max_s
+            ),
+            stage.shutdown_s,
+        )
+        for name, stage in pipeline.stages.items()
+        for replica in range(stage.replicas)
+    ]
+
+
+def _replica_health(replica: Replica) -> ReplicaHealth:
+    last: WorkerExit | None = replica.exits[-1] if replica.exits else None
+    return ReplicaHealth(
+        replica.address.replica,
+        replica.state.value,
+        replica.note,
+        replica.generation,
+        replica.restarts,
+        replica.worker.pid if replica.worker else None,
+        replica.load_s,
+        str(last) if last else None,
+    )
+
+
+def _validated(share: dict[str, Any], schema: type[msgspec.Struct]) -> dict[str, Any]:
+    try:
+        validated: dict[str, Any] = msgspec.to_builtins(msgspec.convert(share, schema))
+    except msgspec.ValidationError as error:
+        message, _, place = str(error).partition(" - at `$.")
+        param = place.rstrip("`") or None
+        raise InvalidRequest(f"{param}: {message}" if param else message, param=param) from error
+    return validated
+
+
+def _question(prompt: str, clips: int) -> list[dict[str, Any]]:
+    if not clips:
+        return [{"role": "user", "content": prompt}]
+    parts: list[dict[str, Any]] = [{"type": "audio", "index": index} for index in range(clips)]
+    return [{"role": "user", "content": [*parts, {"type": "text", "text": prompt}]}]
+
+
+def _clips(multi_modal_data: Mapping[str, Any]) -> list[Input]:
+    if unknown := sorted(set(multi_modal_data) - {"audio"}):
+        raise InvalidRequest(f"unknown kind of data {unknown[0]!r}; accepted: 'audio'", param="multi_modal_data")
+    given = multi_modal_data.get("audio", [])
+    clips = [given] if isinstance(given, AudioChunk) else list(given)
+    return [
+        Input(
+            {"sample_rate": clip.sample_rate, "index": index},
+            {"audio": np.ascontiguousarray(clip.samples, dtype=np.float32)},
+        )
+        for index, clip in enumerate(clips)
+    ]

@@ -1,0 +1,19 @@
+"""What may be sent: the bytes of anything with a C-contiguous buffer, not copied."""
+
+from __future__ import annotations
+
+from pickle import PickleBuffer
+from typing import Any, TypeAlias
+
+import numpy as np
+
+Buffer: TypeAlias = "bytes | bytearray | memoryview | np.ndarray[Any, Any]"
+
+
+def flat(buffer: Buffer) -> memoryview:
+    """All bytes of a buffer, as one dimension of "B". Raises TypeError (no buffer, or not C-contiguous)."""
+    view = memoryview(buffer)  # type: ignore[arg-type]  # an array is a buffer; its stubs say so from Python 3.12 on
+    if not view.c_contiguous:
+        raise TypeError(f"a buffer of shape {view.shape} and strides {view.strides} is not C-contiguous: copy it first")
+    # A cast would do, did it take every format and an empty shape.
+    return view if view.format == "B" and view.ndim == 1 else PickleBuffer(view).raw()

@@ -1,0 +1,180 @@
+"""A bundle: small metadata and named arrays in one message, read in place.
+
+    off        size    field
+      0           8    bytes of the header, little-endian
+      8      header    msgpack [meta, {name: [dtype, shape, offset]}]
+    align 64           body: each array's raw bytes (C order, little-endian), at ``offset`` from here, a multiple of 64
+
+Rule 1: encoding copies no array: it gives a list of buffers to gather, so the copy into the ring is the only one.
+Rule 2: decoding copies nothing and trusts nothing: every length, shape and offset is checked against what is there.
+Rule 3: a dtype is a name. numpy lacks some of them (bfloat16), so a tensor is dtype, shape and bytes before it is an
+array.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+
+from ringbuf._buffers import Buffer, flat
+from ringbuf._errors import BundleCorrupted, FrameReleased
+
+ALIGN: Final = 64
+_ZEROS: Final = memoryview(bytes(ALIGN))
+_MAX_DIMS: Final = 64
+
+ITEM_SIZES: Final[Mapping[str, int]] = {
+    "bool": 1,
+    "int8": 1,
+    "int16": 2,
+    "int32": 4,
+    "int64": 8,
+    "uint8": 1,
+    "uint16": 2,
+    "uint32": 4,
+    "uint64": 8,
+    "float16": 2,
+    "bfloat16": 2,
+    "float32": 4,
+    "float64": 8,
+    "complex64": 8,
+    "complex128": 16,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+}
+"""Bytes of one item, by dtype name as numpy and torch spell it."""
+
+_NOT_NUMPY: Final = {"bfloat16": "uint16", "float8_e4m3fn": "uint8", "float8_e5m2": "uint8"}
+
+
+class Tensor:
+    """An array without a library: dtype name, shape and bytes (C order), which are not copied.
+
+    Raises ValueError (unknown dtype, or not as many bytes as the shape takes), TypeError (not contiguous).
+    """
+
+    __slots__ = ("_source", "_start", "_stop", "dtype", "shape")
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    def __init__(self, dtype: str, shape: Sequence[int], data: Buffer) -> None:
+        view = flat(data)
+        if dtype not in ITEM_SIZES:
+            raise ValueError(f"unknown dtype {dtype!r}; known: {', '.join(ITEM_SIZES)}")
+        if min(shape, default=0) < 0 or math.prod(shape) * ITEM_SIZES[dtype] != len(view):
+            raise ValueError(f"{len(view)} bytes are not {dtype} of shape {tuple(shape)}")
+        self._set(dtype, tuple(shape), view, 0, len(view))
+
+    def _set(self, dtype: str, shape: tuple[int, ...], source: memoryview, start: int, stop: int) -> None:
+        self.dtype, self.shape = dtype, shape
+        self._source, self._start, self._stop = source, start, stop
+
+    @classmethod
+    def _window(cls, dtype: str, shape: tuple[int, ...], source: memoryview, start: int, stop: int) -> Tensor:
+        tensor = cls.__new__(cls)
+        tensor._set(dtype, shape, source, start, stop)
+        return tensor
+
+    @staticmethod
+    def of_numpy(array: np.ndarray[Any, Any]) -> Tensor:
+        """The array's own memory when it is C-contiguous and of native byte order; a copy when it is not.
+
+        Raises TypeError (a dtype without a name here: objects, strings, dates, records).
+        """
+        if array.dtype.names is not None or array.dtype.name not in ITEM_SIZES:
+            raise TypeError(f"arrays of dtype {array.dtype} do not travel; those that do: {', '.join(ITEM_SIZES)}")
+        plain = np.asarray(array, dtype=array.dtype.newbyteorder("="), order="C")
+        data = plain.reshape(-1).view(np.uint8).data
+        return Tensor._window(plain.dtype.name, plain.shape, data, 0, len(data))
+
+    @property
+    def data(self) -> memoryview:
+        """The bytes, flat: (``nbytes``,). A new view at each call, which borrows the frame. Raises FrameReleased."""
+        try:
+            return self._source[self._start : self._stop]
+        except ValueError as error:
+            raise FrameReleased from error
+
+    @property
+    def nbytes(self) -> int:
+        return self._stop - self._start
+
+    def numpy(self) -> np.ndarray[Any, Any]:
+        """An array on the same bytes. Raises TypeError for a dtype that numpy lacks, FrameReleased."""
+        if (substitute := _NOT_NUMPY.get(self.dtype)) is not None:
+            raise TypeError(
+                f"numpy has no {self.dtype}: use np.frombuffer(tensor.data, np.{substitute}) for the bits, "
+                f"or a torch tensor made from tensor.data"
+            )
+        return np.frombuffer(self.data, self.dtype).reshape(self.shape)
+
+    def __repr__(self) -> str:
+        return f"<Tensor {self.dtype} {self.shape}>"
+
+
+class Bundle:
+    """``meta`` as it was sent; ``tensors`` are views of the bytes that were decoded."""
+
+    __slots__ = ("meta", "tensors")
+
+    def __init__(self, meta: Any, tensors: dict[str, Tensor]) -> None:
+        self.meta, self.tensors = meta, tensors
+
+
+class _Header(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
+    meta: Any
+    tensors: dict[str, tuple[str, tuple[int, ...], int]]
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(_Header)
+
+
+def encode_bundle(meta: Any, tensors: Mapping[str, np.ndarray[Any, Any] | Tensor]) -> list[memoryview]:
+    """Buffers that are, one after the other, the bundle; ``try_send(*...)`` or ``sending(*...)`` make the one copy.
+
+    meta: anything that msgpack carries. The arrays must not change before they are sent.
+    Raises TypeError (meta or a dtype that does not travel).
+    """
+    named = {name: t if isinstance(t, Tensor) else Tensor.of_numpy(t) for name, t in tensors.items()}
+    entries: dict[str, tuple[str, tuple[int, ...], int]] = {}
+    body: list[memoryview] = []
+    offset = 0
+    for name, tensor in named.items():
+        entries[name] = (tensor.dtype, tensor.shape, offset)
+        if tensor.nbytes:
+            body.append(tensor.data)
+        if pad := -tensor.nbytes % ALIGN:
+            body.append(_ZEROS[:pad])
+        offset += tensor.nbytes + pad
+    header = _encoder.encode(_Header(meta, entries))
+    front = len(header).to_bytes(8, "little") + header
+    return [memoryview(front), _ZEROS[: -len(front) % ALIGN], *body]
+
+
+def decode_bundle(data: memoryview) -> Bundle:
+    """The bundle in ``data`` (bytes, flat): tensors are views of it. Raises BundleCorrupted."""
+    size = len(data)
+    length = int.from_bytes(data[:8], "little")
+    if size < 8 or length > size - 8:
+        raise BundleCorrupted(f"a header of {length} bytes in a message of {size}")
+    try:
+        header = _decoder.decode(data[8 : 8 + length])
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise BundleCorrupted(f"its header: {error}") from error
+    body = 8 + length + -(8 + length) % ALIGN
+    tensors: dict[str, Tensor] = {}
+    for name, (dtype, shape, offset) in header.tensors.items():
+        if dtype not in ITEM_SIZES or len(shape) > _MAX_DIMS or min(shape, default=0) < 0:
+            raise BundleCorrupted(f"tensor {name!r} of dtype {dtype!r} and shape {shape}")
+        nbytes = math.prod(shape) * ITEM_SIZES[dtype]
+        if offset < 0 or offset % ALIGN or (nbytes and body + offset + nbytes > size):
+            raise BundleCorrupted(f"tensor {name!r}: {nbytes} bytes at {offset} of a body of {max(0, size - body)}")
+        start = body + offset if nbytes else 0
+        tensors[name] = Tensor._window(dtype, shape, data, start, start + nbytes)
+    return Bundle(header.meta, tensors)

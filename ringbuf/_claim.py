@@ -1,0 +1,97 @@
+"""Who owns an end, whether that process lives, and how a thread waits for what it does.
+
+Rule 1: a claim word is start time << 22 | pid. No two processes of a boot share one, so a recycled pid is not mistaken
+for the owner. A zombie is dead.
+Rule 2: the kernel's record lock makes a claim's load, check and store one step among processes; it goes with a process
+that dies inside.
+Rule 3: the death of the owner is an event (a pidfd), not a timeout.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import select
+import threading
+import time
+from typing import Final
+
+from ringbuf._errors import AlreadyClaimed, PeerDied, RingClosed
+from ringbuf._words import Column, Segment
+
+_PID_BITS: Final = 22
+_among_threads = threading.Lock()
+
+
+def claim(segment: Segment, column: Column, memory_fd: int) -> None:
+    """Make this process the owner of an end; a dead owner is succeeded. Raises AlreadyClaimed, RingClosed."""
+    with _among_threads:
+        fcntl.lockf(memory_fd, fcntl.LOCK_EX, 1)
+        try:
+            if segment.is_closed(column):
+                raise RingClosed(column.end)
+            owner = segment.claim_of(column)
+            if owner and _claim_word(pid_of(owner)) == owner:
+                raise AlreadyClaimed(column.end, pid_of(owner))
+            mine = _claim_word(os.getpid())
+            assert mine is not None, "this process lives"
+            segment.store_claim(column, mine)
+        finally:
+            fcntl.lockf(memory_fd, fcntl.LOCK_UN, 1)
+
+
+def pid_of(claim_word: int) -> int:
+    return claim_word & ((1 << _PID_BITS) - 1)
+
+
+def _claim_word(pid: int) -> int | None:
+    """None: no process of that pid runs."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            fields = file.read().rpartition(b")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    state, start_ticks = fields[0], int(fields[19])
+    return None if state in (b"Z", b"X") else start_ticks << _PID_BITS | pid
+
+
+class Waiter:
+    """Blocks a thread at its own doorbell, unless the process at the other end dies."""
+
+    def __init__(self, segment: Segment, peer: Column, bell: int) -> None:
+        self._segment, self._peer, self._bell = segment, peer, bell
+        self._watched = 0
+        self._pidfd: int | None = None
+
+    def wait(self, deadline: float | None) -> bool:
+        """True: the bell was rung. False: ``deadline`` (time.monotonic()) passed. Raises PeerDied."""
+        poll = select.poll()
+        poll.register(self._bell, select.POLLIN)
+        if (pidfd := self._watch()) is not None:
+            poll.register(pidfd, select.POLLIN)
+        ready = poll.poll(None if deadline is None else max(0.0, deadline - time.monotonic()) * 1000)
+        if ready and all(fd == pidfd for fd, _ in ready):
+            raise PeerDied(self._peer.end, pid_of(self._watched))
+        return bool(ready)
+
+    def close(self) -> None:
+        if self._pidfd is not None:
+            os.close(self._pidfd)
+        self._pidfd, self._watched = None, 0
+
+    def _watch(self) -> int | None:
+        """A pidfd of the owner; None while nobody claimed the end, and when this process did. Raises PeerDied."""
+        owner = self._segment.claim_of(self._peer)
+        pid = pid_of(owner)
+        if owner != self._watched:
+            self.close()
+            if pid not in (0, os.getpid()):
+                try:
+                    self._pidfd = os.pidfd_open(pid)
+                except ProcessLookupError as error:
+                    raise PeerDied(self._peer.end, pid) from error
+                if _claim_word(pid) != owner:
+                    self.close()
+                    raise PeerDied(self._peer.end, pid)
+            self._watched = owner
+        return self._pidfd

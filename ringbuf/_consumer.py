@@ -1,0 +1,227 @@
+"""The receiving end.
+
+Rule 1: every header is checked before a byte of its payload is touched; nonsense is RingCorrupted, never a guess.
+Rule 2: a frame's bytes are the consumer's until it is released. Frames are released in any order; space goes back in
+order.
+Rule 3: a message in fragments is put together in private memory, so that it may be larger than the ring.
+Rule 4: a frame is given back only when no array or view made from it is alive: its bytes would change under that.
+"""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections import deque
+from pickle import PickleBuffer
+from types import TracebackType
+
+import numpy as np
+
+from ringbuf._claim import Waiter
+from ringbuf._errors import FrameBorrowed, FrameReleased, PeerDied, RingClosed
+from ringbuf._producer import MAX_MESSAGE
+from ringbuf._words import FIRST, LAST, PAD, RECORD, WHOLE, End, Segment
+
+
+class Frame:
+    """A message. It is a view into the ring, or, when it came in fragments, of private memory."""
+
+    __slots__ = ("_base", "_consumer", "_data", "_end")
+
+    def __init__(self, base: memoryview, consumer: Consumer | None, end: int) -> None:
+        self._base: memoryview | None = base
+        self._data: memoryview | None = None
+        self._consumer = consumer
+        self._end = end
+
+    @property
+    def data(self) -> memoryview:
+        """The bytes, 64-byte aligned; writable, as they are the consumer's until ``release``, and unusable after it.
+
+        What is made from it (a slice, ``np.frombuffer``, the arrays of a bundle's tensors) borrows the frame.
+        Two ways of borrowing cannot be seen, so leave them: ``np.ndarray(buffer=frame.data)``, and
+        ``torch.frombuffer(frame.data)`` of the whole view (a slice is seen).
+        Raises FrameReleased.
+        """
+        if self._data is None:
+            if self._base is None:
+                raise FrameReleased
+            # An exporter of its own, so that whatever is made from ``data`` counts as an export of ``base`` alone.
+            self._data = memoryview(PickleBuffer(self._base))
+        return self._data
+
+    def release(self) -> None:
+        """Give the bytes back; idempotent.
+
+        Raises FrameBorrowed, the frame still held, when a view made from the bytes is alive. Names for ``data`` itself
+        and for tensors decoded from it do not count: using them afterwards raises.
+        """
+        base = self._base
+        if base is None:
+            return
+        try:
+            if self._data is not None:
+                self._data.release()
+                self._data = None
+            base.release()
+        except BufferError as error:
+            raise FrameBorrowed("the frame") from error
+        self._base = None
+        if self._consumer is not None:
+            self._consumer._released()
+
+    def __enter__(self) -> Frame:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self.release()
+        except FrameBorrowed:
+            if error is None:
+                raise
+            # The traceback keeps the locals of the calls that failed, and those keep their arrays.
+            traceback.clear_frames(trace)
+            self.release()
+
+
+class _Partial:
+    """A message of which fragments are missing."""
+
+    __slots__ = ("filled", "memory", "total")
+
+    def __init__(self, total: int) -> None:
+        raw = np.empty(total + RECORD, np.uint8)  # pages are taken as they are written: memory follows what arrives
+        skip = -raw.__array_interface__["data"][0] % RECORD
+        self.memory = raw.data[skip : skip + total]
+        self.total, self.filled = total, 0
+
+
+class Consumer:
+    """Made by ``Ring.claim_consumer``. Used by one thread at a time, its frames included."""
+
+    def __init__(self, segment: Segment, end: End, waiter: Waiter, fd: int) -> None:
+        self._segment, self._end, self._waiter, self._fd = segment, end, waiter, fd
+        self._data, self._capacity = segment.data, segment.capacity
+        self._next = end.position()
+        self._held: deque[Frame] = deque()
+        self._partial: _Partial | None = None
+        self._closed = False
+
+    def fileno(self) -> int:
+        """The data doorbell: readable after ``park`` when there is something to receive."""
+        return self._fd
+
+    def try_recv(self) -> Frame | None:
+        """The next message. None: there is no whole one among what has arrived. Ends a ``park``.
+
+        Raises RingClosed (the producer closed and all was received), RingCorrupted, MemoryError (a message in
+        fragments for which there is no memory).
+        """
+        end = self._end
+        if self._closed:
+            raise RingClosed("consumer")
+        if end.parked:
+            end.unpark()
+        tail = end.peer_position()
+        if self._next == tail and end.peer_closed():
+            tail = end.peer_position()
+            if self._next == tail:
+                self._partial = None
+                raise RingClosed("producer")
+        while self._next != tail:
+            start = self._next
+            kind, length, place, after = self._segment.read_record(start, tail)
+            at = start % self._capacity + RECORD
+            if kind == WHOLE:
+                self._partial = None
+                frame = Frame(self._data[at : at + length], self, after)
+                self._held.append(frame)
+                self._next = after
+                return frame
+            whole = None if kind == PAD else self._gather(start, kind, length, place)
+            self._next = after
+            self._reclaim(after)
+            if whole is not None:
+                return Frame(whole, None, after)
+        return None
+
+    def recv(self, timeout: float | None = None) -> Frame:
+        """``try_recv``, blocking the thread. timeout: seconds.
+
+        Raises TimeoutError, PeerDied (and all that it had sent was received), and what ``try_recv`` raises.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while (frame := self.try_recv()) is None:
+            if not self.park():
+                continue
+            try:
+                rung = self._waiter.wait(deadline)
+            except PeerDied:
+                # It may have died between publishing and ringing.
+                if self.park():
+                    self._end.unpark()
+                    raise
+                continue
+            if not rung:
+                self._end.unpark()
+                raise TimeoutError(f"no message in the ring within {timeout:g} s")
+        return frame
+
+    def park(self) -> bool:
+        """Announce sleep and look again. True: wait until ``fileno()`` is readable. False: something is there already.
+
+        Waking is not a promise: after it, or any other wake-up, call ``try_recv``, and park again when it gives None.
+        """
+        if self._closed:
+            raise RingClosed("consumer")
+        return self._end.park(self._next + 1)
+
+    def close(self) -> None:
+        """Nobody will read: the producer gets RingClosed. Held frames are released. Idempotent. Raises FrameBorrowed."""
+        if self._closed:
+            return
+        for frame in tuple(self._held):
+            frame.release()
+        self._closed = True
+        self._partial = None
+        self._end.close()
+        self._waiter.close()
+
+    def _gather(self, start: int, kind: int, length: int, place: int) -> memoryview | None:
+        """Add a fragment; the message when it is whole."""
+        partial = self._partial
+        if kind == FIRST:
+            if not length < place <= MAX_MESSAGE:
+                raise self._segment.corrupted(start, "the first fragment of a message of impossible size")
+            partial = self._partial = _Partial(place)
+            filled = 0
+        else:
+            if partial is None or place != partial.filled or place + length > partial.total:
+                raise self._segment.corrupted(start, "a fragment that continues nothing")
+            if (kind == LAST) != (place + length == partial.total):
+                raise self._segment.corrupted(start, "a last fragment that is not the last")
+            filled = place
+        at = start % self._capacity + RECORD
+        partial.memory[filled : filled + length] = self._data[at : at + length]
+        partial.filled = filled + length
+        if kind != LAST:
+            return None
+        self._partial = None
+        return partial.memory
+
+    def _reclaim(self, after: int) -> None:
+        """Give back space that no frame holds: at once, or with the frame before it."""
+        if self._held:
+            self._held[-1]._end = after
+        else:
+            self._end.publish(after)
+
+    def _released(self) -> None:
+        held = self._held
+        after = 0
+        while held and held[0]._base is None:
+            after = held.popleft()._end
+        if after:
+            self._end.publish(after)

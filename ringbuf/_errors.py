@@ -1,0 +1,99 @@
+"""Every error of the ring, as one tree. Each carries the facts, not only a sentence.
+
+RingError
+├── RingClosed           an end was closed: nothing more will come, or nobody will read
+├── RingCorrupted        the shared memory holds what the protocol never writes
+├── WrongGeneration      the ring belongs to another incarnation
+├── AlreadyClaimed       a living process owns that end
+├── PeerDied             the process at the other end is gone
+├── MessageTooLarge      more than fits where it was to go
+├── FrameBorrowed        a view of the frame is alive, so its bytes may not be given back
+├── FrameReleased        the frame was given back, so its bytes may not be looked at
+├── RingMisuse           calls in an order that has no meaning
+├── BundleCorrupted      the bytes are no bundle
+└── UnsupportedMachine   the memory ordering of this machine is not one the ring relies on
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, TypeAlias
+
+EndName: TypeAlias = Literal["producer", "consumer"]
+
+
+class RingError(Exception):
+    """Root of the tree."""
+
+
+class RingClosed(RingError):
+    """end: the one that was closed."""
+
+    def __init__(self, end: EndName) -> None:
+        self.end = end
+        super().__init__(f"the {end} of the ring is closed")
+
+
+class RingCorrupted(RingError):
+    """offset: byte offset in the segment. words: the 8-byte words found there."""
+
+    def __init__(self, offset: int, words: Sequence[int], why: str) -> None:
+        self.offset, self.words, self.why = offset, tuple(words), why
+        found = " ".join(f"{word:#x}" for word in self.words)
+        super().__init__(f"corrupted ring: {why}, at byte {offset} (found {found or 'nothing'})")
+
+
+class WrongGeneration(RingError):
+    def __init__(self, expected: int, found: int) -> None:
+        self.expected, self.found = expected, found
+        super().__init__(f"the ring is of generation {found}, not {expected}")
+
+
+class AlreadyClaimed(RingError):
+    def __init__(self, end: EndName, pid: int) -> None:
+        self.end, self.pid = end, pid
+        super().__init__(f"the {end} of the ring is claimed by the living process {pid}")
+
+
+class PeerDied(RingError):
+    """The process that had claimed ``end`` exited without closing it."""
+
+    def __init__(self, end: EndName, pid: int) -> None:
+        self.end, self.pid = end, pid
+        super().__init__(f"the {end} of the ring, process {pid}, died")
+
+
+class MessageTooLarge(RingError):
+    """size and limit in bytes."""
+
+    def __init__(self, size: int, limit: int, hint: str) -> None:
+        self.size, self.limit = size, limit
+        super().__init__(f"a message of {size} bytes exceeds {limit}: {hint}")
+
+
+class FrameBorrowed(RingError):
+    def __init__(self, what: str) -> None:
+        super().__init__(f"{what} is still borrowed: an array or a view of it is alive; drop it, or copy first")
+
+
+class FrameReleased(RingError):
+    def __init__(self) -> None:
+        super().__init__("the frame of this data was released: copy what you keep")
+
+
+class RingMisuse(RingError):
+    pass
+
+
+class BundleCorrupted(RingError):
+    """why: what does not fit, in words."""
+
+    def __init__(self, why: str) -> None:
+        self.why = why
+        super().__init__(f"not a bundle: {why}")
+
+
+class UnsupportedMachine(RingError):
+    def __init__(self, machine: str) -> None:
+        self.machine = machine
+        super().__init__(f"ringbuf relies on the total store order of x86-64; this machine is {machine!r}")

@@ -1,0 +1,232 @@
+"""The sending end.
+
+Rule 1: nothing is visible before its tail is published. A producer that dies, or abandons, inside a reservation leaves
+no trace.
+Rule 2: a record is contiguous; where it would cross the end of the data area a PAD record takes the rest. Up to half
+the ring always finds a place that way once the ring is empty; more goes in fragments.
+Rule 3: an unfinished run of fragments is undone by the next FIRST or WHOLE: the consumer drops what it had of it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Generator, Sequence
+
+from ringbuf._buffers import Buffer, flat
+from ringbuf._claim import Waiter
+from ringbuf._errors import FrameBorrowed, MessageTooLarge, RingClosed, RingCorrupted, RingMisuse
+from ringbuf._words import CONSUMER, FIRST, LAST, MIDDLE, PAD, RECORD, WHOLE, End, Segment, record_bytes
+
+MAX_MESSAGE = 1 << 36
+FRAGMENT = 256 << 10
+"""Payload bytes of a fragment: both ends' copies of one then meet in the cache."""
+
+
+class Producer:
+    """Made by ``Ring.claim_producer``. Used by one thread at a time."""
+
+    max_reserve: int
+    """The most that ``try_reserve`` and ``try_send`` take: bytes."""
+
+    def __init__(self, segment: Segment, end: End, waiter: Waiter, fd: int) -> None:
+        self._segment, self._end, self._waiter, self._fd = segment, end, waiter, fd
+        self._capacity = segment.capacity
+        self.max_reserve = self._capacity // 2 - RECORD
+        self._fragment = min(FRAGMENT, self._capacity // 4 - RECORD)
+        self._tail = end.position()
+        self._head = end.peer_position()
+        self._messages, self._payload_bytes = segment.counts()
+        self._wanted = 0
+        self._reserved: memoryview | None = None
+        self._start = 0
+        self._sending = False
+        self._closed = False
+
+    def fileno(self) -> int:
+        """The space doorbell: readable when it is worth resuming ``sending``."""
+        return self._fd
+
+    def try_reserve(self, n: int) -> memoryview | None:
+        """``n`` writable bytes in the ring, contiguous and 64-byte aligned, to fill before ``commit``. None: no room.
+
+        Do not keep an array made from it beyond ``commit``: the bytes are the consumer's then.
+        Raises MessageTooLarge (n > max_reserve), RingClosed.
+        """
+        self._check_idle()
+        start = self._place(n)
+        if start is None:
+            return None
+        at = start % self._capacity + RECORD
+        self._start = start
+        self._reserved = self._segment.data[at : at + n]
+        return self._reserved
+
+    def commit(self) -> None:
+        """Send what was reserved; its view is released. Raises RingMisuse (nothing is), RingClosed (all is given up)."""
+        reserved = self._reserved
+        if reserved is None:
+            raise RingMisuse("nothing is reserved")
+        n = reserved.nbytes
+        self._drop(reserved)
+        if self._end.peer_closed():
+            raise RingClosed("consumer")
+        self._publish(self._start, WHOLE, n, 0)
+
+    def abandon(self) -> None:
+        """Give a reservation up: nothing was sent. Without one, nothing happens."""
+        if self._reserved is not None:
+            self._drop(self._reserved)
+
+    def try_send(self, *buffers: Buffer) -> bool:
+        """Send one message, gathered from ``buffers``. False: no room now, nothing was sent.
+
+        Raises MessageTooLarge (more than max_reserve: use ``sending``), RingClosed, TypeError (not contiguous).
+        """
+        self._check_idle()
+        pieces = [flat(buffer) for buffer in buffers]
+        return self._try_whole(pieces, sum(map(len, pieces)))
+
+    def sending(self, *buffers: Buffer) -> Generator[None, None, None]:
+        """Send one message of any size; yields each time it has to wait for space.
+
+        The caller waits until ``fileno()`` is readable (waking early is harmless) and resumes. When the iteration is
+        over the message is sent. Closing it earlier unsends the message. Nothing else can be sent meanwhile, and the
+        buffers must not change.
+        Raises RingClosed, RingMisuse (a reservation, or another message, is under way), MessageTooLarge (MAX_MESSAGE).
+        """
+        self._check_idle()
+        self._sending = True
+        try:
+            pieces = [flat(buffer) for buffer in buffers]
+            total = sum(map(len, pieces))
+            if total <= self.max_reserve:
+                while not self._try_whole(pieces, total):
+                    yield from self._wait_space()
+                return
+            if total > MAX_MESSAGE:
+                raise MessageTooLarge(total, MAX_MESSAGE, "no ring takes that")
+            sent = 0
+            for part in _regroup(pieces, self._fragment):
+                length = sum(map(len, part))
+                while (start := self._place(length)) is None:
+                    yield from self._wait_space()
+                self._fill(start, part)
+                kind = FIRST if not sent else LAST if sent + length == total else MIDDLE
+                self._publish(start, kind, length, sent or total)
+                sent += length
+        finally:
+            self._sending = False
+
+    def send(self, *buffers: Buffer, timeout: float | None = None) -> None:
+        """``sending``, blocking the thread. timeout: seconds.
+
+        Raises TimeoutError and PeerDied (the message was not sent), and what ``sending`` raises.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        parts = self.sending(*buffers)
+        try:
+            for _ in parts:
+                if not self._waiter.wait(deadline):
+                    raise TimeoutError(f"no space in the ring within {timeout:g} s")
+        finally:
+            parts.close()
+
+    def close(self) -> None:
+        """No message follows: the consumer gets RingClosed after the last one. Idempotent. Raises FrameBorrowed."""
+        if self._closed:
+            return
+        self.abandon()
+        self._closed = True
+        self._end.close()
+        self._waiter.close()
+
+    def _check_idle(self) -> None:
+        if self._closed:
+            raise RingClosed("producer")
+        if self._reserved is not None:
+            raise RingMisuse("a reservation is open: commit or abandon it first")
+        if self._sending:
+            raise RingMisuse("a message is being sent: finish or close that iteration first")
+
+    def _drop(self, reserved: memoryview) -> None:
+        try:
+            reserved.release()
+        except BufferError as error:
+            raise FrameBorrowed("the reservation") from error
+        self._reserved = None
+
+    def _place(self, n: int) -> int | None:
+        """Position at which a record of ``n`` payload bytes may start. None: no room until the head is ``_wanted``."""
+        if self._closed:
+            raise RingClosed("producer")
+        if self._end.peer_closed():
+            raise RingClosed("consumer")
+        if n > self.max_reserve:
+            raise MessageTooLarge(n, self.max_reserve, "use sending(), which takes any size")
+        capacity, tail = self._capacity, self._tail
+        need = record_bytes(n)
+        offset = tail % capacity
+        pad = capacity - offset if offset + need > capacity else 0
+        self._wanted = wanted = tail + pad + need - capacity
+        if self._head < wanted:
+            head = self._end.peer_position()
+            if not self._head <= head <= tail:
+                raise RingCorrupted(8 * CONSUMER.position, (head,), f"the head left [{self._head}, {tail}]")
+            self._head = head
+            if head < wanted:
+                return None
+        if pad:
+            self._segment.write_record(tail, PAD, pad - RECORD, 0)
+        return tail + pad
+
+    def _publish(self, start: int, kind: int, length: int, place: int) -> None:
+        segment = self._segment
+        segment.write_record(start, kind, length, place)
+        self._payload_bytes += length
+        if kind in (WHOLE, LAST):
+            self._messages += 1
+        segment.store_counts(self._messages, self._payload_bytes)
+        self._tail = tail = start + record_bytes(length)
+        self._end.publish(tail)
+
+    def _fill(self, start: int, pieces: Sequence[memoryview]) -> None:
+        data = self._segment.data
+        at = start % self._capacity + RECORD
+        for piece in pieces:
+            end = at + len(piece)
+            data[at:end] = piece
+            at = end
+
+    def _try_whole(self, pieces: Sequence[memoryview], n: int) -> bool:
+        start = self._place(n)
+        if start is None:
+            return False
+        self._fill(start, pieces)
+        self._publish(start, WHOLE, n, 0)
+        return True
+
+    def _wait_space(self) -> Generator[None, None, None]:
+        if self._end.park(self._wanted):
+            try:
+                yield
+            finally:
+                if not self._closed:
+                    self._end.unpark()
+
+
+def _regroup(pieces: Sequence[memoryview], size: int) -> Generator[list[memoryview], None, None]:
+    """The same bytes in groups of ``size`` bytes, the last one smaller."""
+    group: list[memoryview] = []
+    room = size
+    for piece in pieces:
+        at = 0
+        while at < len(piece):
+            part = piece[at : at + room]
+            group.append(part)
+            at += len(part)
+            room -= len(part)
+            if not room:
+                yield group
+                group, room = [], size
+    if group:
+        yield group

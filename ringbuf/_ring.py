@@ -1,0 +1,174 @@
+"""The ring as a thing that is made, passed on, claimed and closed. It has no ``send``: an end has to be claimed first.
+
+Rule 1: the segment is mapped and unlinked before its fd leaves ``create``. From there on nothing of the ring has a
+name, so no crash of anyone, at any point, can leave it behind.
+Rule 2: its pages are allocated at once: a full /dev/shm is an OSError in ``create``, never a SIGBUS in a worker.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Sequence
+from types import TracebackType
+from typing import NamedTuple
+
+import posix_ipc
+
+from ringbuf._claim import Waiter, claim, pid_of
+from ringbuf._consumer import Consumer
+from ringbuf._errors import RingMisuse
+from ringbuf._producer import Producer
+from ringbuf._words import CONSUMER, HEADER, PAGE, PRODUCER, End, Segment
+
+DEFAULT_CAPACITY = 4 << 20
+
+
+class RingStatistics(NamedTuple):
+    """capacity, used: bytes, now; used includes headers and padding. messages, payload_bytes: since the ring began.
+
+    A message in fragments is counted when its last fragment is sent, its bytes as they are.
+    """
+
+    capacity: int
+    used: int
+    messages: int
+    payload_bytes: int
+
+
+class Ring:
+    """A shared-memory segment and two eventfd doorbells, non-blocking and close-on-exec."""
+
+    fds: tuple[int, int, int]
+    """Memory, data doorbell, space doorbell: what ``attach`` takes in another process."""
+    capacity: int
+    """Bytes of the data area."""
+    generation: int
+
+    def __init__(self, fds: tuple[int, int, int], segment: Segment, generation: int) -> None:
+        """Use ``create`` or ``attach``."""
+        self.fds, self.capacity, self.generation = fds, segment.capacity, generation
+        self._segment = segment
+        self._producer: Producer | None = None
+        self._consumer: Consumer | None = None
+        self._closed = False
+
+    @classmethod
+    def create(cls, capacity: int = DEFAULT_CAPACITY, *, generation: int = 0) -> Ring:
+        """Make a ring of ``capacity`` data bytes, rounded up to a page. Raises OSError (no memory, no descriptors)."""
+        if capacity <= 0:
+            raise ValueError(f"capacity must be positive, not {capacity}")
+        fds = [_unnamed_memory(HEADER + -(-capacity // PAGE) * PAGE)]
+        try:
+            fds.append(_doorbell())
+            fds.append(_doorbell())
+            segment = Segment(fds[0])
+            segment.initialise(generation)
+        except BaseException:
+            _close_all(fds)
+            raise
+        return cls((fds[0], fds[1], fds[2]), segment, generation)
+
+    @classmethod
+    def attach(cls, fds: Sequence[int], *, generation: int) -> Ring:
+        """Map a ring that was made elsewhere. The three fds belong to the ring from here on, also when this fails.
+
+        Raises RingCorrupted (no ring, or one of another version), WrongGeneration.
+        """
+        try:
+            memory, data_bell, space_bell = fds
+            for fd in fds:
+                os.set_inheritable(fd, False)
+            segment = Segment(memory)
+            try:
+                segment.validate(generation)
+            except BaseException:
+                segment.close()
+                raise
+        except BaseException:
+            _close_all(fds)
+            raise
+        return cls((memory, data_bell, space_bell), segment, generation)
+
+    def claim_producer(self) -> Producer:
+        """Own the sending end. A dead owner is succeeded where it stopped. Raises AlreadyClaimed, RingClosed."""
+        segment = self._mapped()
+        memory, data_bell, space_bell = self.fds
+        claim(segment, PRODUCER, memory)
+        end = End(segment, PRODUCER, CONSUMER, space_bell, data_bell)
+        end.wake()  # a consumer that waits for nobody in particular learns whose death to watch for
+        self._producer = Producer(segment, end, Waiter(segment, CONSUMER, space_bell), space_bell)
+        return self._producer
+
+    def claim_consumer(self) -> Consumer:
+        """Own the receiving end. A dead owner is succeeded: frames that it had not released come again.
+
+        Raises AlreadyClaimed, RingClosed.
+        """
+        segment = self._mapped()
+        memory, data_bell, space_bell = self.fds
+        claim(segment, CONSUMER, memory)
+        end = End(segment, CONSUMER, PRODUCER, data_bell, space_bell)
+        end.wake()
+        self._consumer = Consumer(segment, end, Waiter(segment, PRODUCER, data_bell), data_bell)
+        return self._consumer
+
+    @property
+    def peer_pids(self) -> tuple[int | None, int | None]:
+        """pids that claimed the producer's and the consumer's end, dead or alive; None: nobody did."""
+        segment = self._mapped()
+        return pid_of(segment.claim_of(PRODUCER)) or None, pid_of(segment.claim_of(CONSUMER)) or None
+
+    def statistics(self) -> RingStatistics:
+        """Right in any process that mapped the ring."""
+        segment = self._mapped()
+        return RingStatistics(self.capacity, segment.used(), *segment.counts())
+
+    def close(self) -> None:
+        """Close the ends that were claimed here, unmap, close the descriptors; idempotent.
+
+        Raises FrameBorrowed, and may be called again, while a view of a frame or of a reservation is alive.
+        """
+        if self._closed:
+            return
+        if self._consumer is not None:
+            self._consumer.close()
+        if self._producer is not None:
+            self._producer.close()
+        self._segment.close()
+        self._closed = True
+        _close_all(self.fds)
+
+    def __enter__(self) -> Ring:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _mapped(self) -> Segment:
+        if self._closed:
+            raise RingMisuse("the ring was closed here")
+        return self._segment
+
+
+def _unnamed_memory(size: int) -> int:
+    name = f"/ringbuf-{os.getpid()}-{secrets.token_hex(8)}"
+    fd: int = posix_ipc.SharedMemory(name, posix_ipc.O_CREX, mode=0o600).fd
+    try:
+        posix_ipc.unlink_shared_memory(name)
+        os.posix_fallocate(fd, 0, size)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _doorbell() -> int:
+    return os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+
+
+def _close_all(fds: Sequence[int]) -> None:
+    for fd in fds:
+        os.close(fd)

@@ -1,0 +1,259 @@
+"""The shared words: the only file in which the memory model needs to be understood.
+
+Rule 1: a shared word is read and written through ``memoryview.cast("Q")`` only: one aligned 8-byte move.
+(``struct.pack_into`` clears the bytes first, and a reader would see the zero.)
+Rule 2: one writer a word. A producer writes the producer's column, a consumer the consumer's.
+Rule 3: positions only grow. A position is the count of bytes since the ring began; its place is position % capacity.
+
+Segment, in bytes (one header page, then the data area):
+
+    off size field           writer    ordering
+      0    8 magic           creator   stored last: a reader that sees it sees all below
+      8    8 version         creator
+     16    8 capacity        creator   data bytes, a multiple of the page
+     24    8 generation      creator
+    128    8 tail            producer  SYNC DATA: stored after the record it ends
+    136    8 waits for       producer  SYNC BELL: the head it sleeps for; 0 while awake
+    144    8 closed          producer  stored after the last tail
+    152    8 claim           producer  who owns the end: see _claim
+    160    8 messages        producer  cumulative
+    168    8 payload bytes   producer  cumulative
+    256    8 head            consumer  SYNC DATA: stored after the last read of what it gives back
+    264    8 waits for       consumer  SYNC BELL: the tail it sleeps for; 0 while awake
+    272    8 closed          consumer
+    280    8 claim           consumer
+   4096      data
+
+Record (64-byte header, then the payload, then padding to the next multiple of 64):
+
+    off size field           meaning
+      0    8 kind, length    kind in the low 8 bits, payload bytes above
+      8    8 sequence        the record's own position: strictly growing, and another one in each lap
+     16    8 place           FIRST: bytes of the whole message. MIDDLE, LAST: offset in the message. Else 0
+
+SYNC DATA  The publisher stores its position after it wrote (or read) the bytes; the peer loads the position before it
+           touches them. Total store order keeps both pairs in order; no fence is needed.
+SYNC BELL  A sleeper stores ``waits for`` and then loads the peer's position; a publisher stores its position and then
+           loads ``waits for``. x86 does reorder a store with a later load, and then both miss each other: the sleeper
+           sleeps on data that is there. A full fence between the two, on both sides, lets at least one see the other.
+           An uncontended lock's acquire is a locked instruction, which is that fence.
+           A bell is rung once for each position waited for. Having rung for W the position is at least W for good, so
+           whoever waits for W again finds it without sleeping.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import platform
+import threading
+from typing import Final, NamedTuple
+
+from ringbuf._errors import EndName, FrameBorrowed, RingCorrupted, UnsupportedMachine, WrongGeneration
+
+if platform.machine() not in ("x86_64", "AMD64"):
+    raise UnsupportedMachine(platform.machine())
+
+PAGE: Final = 4096
+HEADER: Final = PAGE
+RECORD: Final = 64
+"""Bytes of a record's header, and the alignment of records and payloads."""
+
+MAGIC: Final = int.from_bytes(b"ringbuf\n", "little")
+VERSION: Final = 1
+_MAGIC, _VERSION, _CAPACITY, _GENERATION = 0, 1, 2, 3
+_MESSAGES, _PAYLOAD_BYTES = 20, 21
+
+WHOLE: Final = 1
+FIRST: Final = 2
+MIDDLE: Final = 3
+LAST: Final = 4
+PAD: Final = 5
+
+
+class Column(NamedTuple):
+    """Indices of the words that one end writes."""
+
+    end: EndName
+    position: int
+    waits: int
+    closed: int
+    claim: int
+
+
+PRODUCER: Final = Column("producer", 16, 17, 18, 19)
+CONSUMER: Final = Column("consumer", 32, 33, 34, 35)
+
+
+def record_bytes(length: int) -> int:
+    """What a payload of ``length`` bytes takes in the data area."""
+    return RECORD + (length + RECORD - 1) // RECORD * RECORD
+
+
+class Segment:
+    """A mapping of the segment. ``words``: all of it as Q. ``data``: the data area as bytes."""
+
+    def __init__(self, memory_fd: int) -> None:
+        size = os.fstat(memory_fd).st_size
+        if size < HEADER + PAGE:
+            raise RingCorrupted(0, (), f"a segment of {size} bytes holds no ring")
+        self._map = mmap.mmap(memory_fd, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+        self.capacity = size - HEADER
+        self._open_views()
+
+    def _open_views(self) -> None:
+        whole = memoryview(self._map)
+        self.words = whole.cast("Q")
+        self.data = whole[HEADER:]
+
+    def initialise(self, generation: int) -> None:
+        words = self.words
+        words[_VERSION], words[_CAPACITY], words[_GENERATION] = VERSION, self.capacity, generation
+        words[_MAGIC] = MAGIC
+
+    def validate(self, generation: int) -> None:
+        """Raises RingCorrupted, WrongGeneration."""
+        found = self.words[:4].tolist()
+        if found[_MAGIC] != MAGIC or found[_VERSION] != VERSION:
+            raise RingCorrupted(0, found, "magic and version are not of this ring")
+        if found[_CAPACITY] != self.capacity or self.capacity % PAGE:
+            raise RingCorrupted(8 * _CAPACITY, found[2:3], f"the segment holds {self.capacity} data bytes")
+        if found[_GENERATION] != generation:
+            raise WrongGeneration(generation, found[_GENERATION])
+
+    def claim_of(self, column: Column) -> int:
+        return self.words[column.claim]
+
+    def store_claim(self, column: Column, claim: int) -> None:
+        """Under the claim lock only."""
+        self.words[column.claim] = claim
+
+    def is_closed(self, column: Column) -> bool:
+        return self.words[column.closed] != 0
+
+    def store_counts(self, messages: int, payload_bytes: int) -> None:
+        self.words[_MESSAGES], self.words[_PAYLOAD_BYTES] = messages, payload_bytes
+
+    def counts(self) -> tuple[int, int]:
+        """(messages, payload bytes) since the ring began; each right, the pair not of one instant."""
+        return self.words[_MESSAGES], self.words[_PAYLOAD_BYTES]
+
+    def used(self) -> int:
+        """Bytes between head and tail. Head first: it cannot pass a tail that is loaded later."""
+        head = self.words[CONSUMER.position]
+        return min(self.words[PRODUCER.position] - head, self.capacity)
+
+    def write_record(self, position: int, kind: int, length: int, place: int) -> None:
+        """Visible only when a tail beyond it is published."""
+        words = self.words
+        at = (HEADER + position % self.capacity) >> 3
+        words[at] = length << 8 | kind
+        words[at + 1] = position
+        words[at + 2] = place
+
+    def read_record(self, position: int, tail: int) -> tuple[int, int, int, int]:
+        """(kind, length, place, position of the next) of a record below a published ``tail``. Raises RingCorrupted."""
+        words, capacity = self.words, self.capacity
+        offset = position % capacity
+        at = (HEADER + offset) >> 3
+        first, sequence, place = words[at], words[at + 1], words[at + 2]
+        kind, length = first & 0xFF, first >> 8
+        after = position + RECORD + (length + RECORD - 1) // RECORD * RECORD
+        if sequence != position or not WHOLE <= kind <= PAD or after > tail or offset + after - position > capacity:
+            raise self.corrupted(position, f"no record of position {position} below {tail}")
+        return kind, length, place, after
+
+    def corrupted(self, position: int, why: str) -> RingCorrupted:
+        """The error for a record that is none."""
+        offset = HEADER + position % self.capacity
+        return RingCorrupted(offset, self.words[offset >> 3 : (offset >> 3) + 3].tolist(), why)
+
+    def close(self) -> None:
+        """Unmap; idempotent. Raises FrameBorrowed, the mapping intact, when a view of it is alive."""
+        self.words.release()
+        self.data.release()
+        try:
+            self._map.close()
+        except BufferError as error:
+            self._open_views()
+            raise FrameBorrowed("the ring's memory") from error
+
+
+class End:
+    """One claimed end: publishes its position, watches and wakes its peer. Both directions are the same protocol."""
+
+    __slots__ = (
+        "_acquire",
+        "_bell",
+        "_mine",
+        "_peer",
+        "_peer_bell",
+        "_peer_position",
+        "_peer_waits",
+        "_position",
+        "_release",
+        "_rung",
+        "_words",
+        "parked",
+    )
+
+    def __init__(self, segment: Segment, mine: Column, peer: Column, bell: int, peer_bell: int) -> None:
+        self._words, self._mine, self._peer = segment.words, mine, peer
+        self._position, self._peer_position, self._peer_waits = mine.position, peer.position, peer.waits
+        self._bell, self._peer_bell = bell, peer_bell
+        lock = threading.Lock()
+        self._acquire, self._release = lock.acquire, lock.release
+        self._rung = 0
+        self.parked = False
+
+    def position(self) -> int:
+        return self._words[self._position]
+
+    def peer_position(self) -> int:
+        return self._words[self._peer_position]  # SYNC DATA: pairs with publish
+
+    def peer_closed(self) -> bool:
+        """Once this is true the peer's position is its last: load it again."""
+        return self._words[self._peer.closed] != 0
+
+    def publish(self, position: int) -> None:
+        words = self._words
+        words[self._position] = position  # SYNC DATA: pairs with peer_position; all bytes below are written, or read
+        self._acquire()  # SYNC BELL: pairs with park
+        self._release()
+        wanted = words[self._peer_waits]
+        if wanted and wanted != self._rung and position >= wanted:
+            self._rung = wanted
+            os.eventfd_write(self._peer_bell, 1)
+
+    def park(self, wanted: int) -> bool:
+        """Announce sleep until the peer's position is ``wanted`` (> 0). False: it is already, or the peer closed."""
+        words = self._words
+        words[self._mine.waits] = wanted
+        self._acquire()  # SYNC BELL: pairs with publish and wake
+        self._release()
+        if words[self._peer_position] >= wanted or words[self._peer.closed]:
+            words[self._mine.waits] = 0
+            return False
+        self.parked = True
+        return True
+
+    def unpark(self) -> None:
+        """Awake again: the bell is emptied. One rung late, for this sleep, ends the next one early, which is harmless."""
+        self._words[self._mine.waits] = 0
+        self.parked = False
+        try:
+            os.eventfd_read(self._bell)
+        except BlockingIOError:
+            return
+
+    def wake(self) -> None:
+        """Wake a sleeping peer though no position moved: it has something else to see."""
+        self._acquire()  # SYNC BELL: pairs with park
+        self._release()
+        if self._words[self._peer_waits]:
+            os.eventfd_write(self._peer_bell, 1)
+
+    def close(self) -> None:
+        self._words[self._mine.closed] = 1
+        self.wake()

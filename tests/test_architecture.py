@@ -1,0 +1,215 @@
+"""The architecture, as a test: who may import whom, and what an import may load.
+
+Rules
+1. Sources are read, not run: imports are found in the syntax tree wherever they stand, inside functions too.
+2. Every module belongs to the layer in ``LAYERS`` with the longest matching name; one that belongs to none fails.
+3. A layer may import itself and what its row says, nothing else of ours. Every row only names rows above it.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+LEAVES = {"omni_actors.errors", "omni_actors.messages", "omni_actors.metrics", "omni_actors.config"}
+ENGINE_DATA = {"omni_actors.stages.base", "omni_actors.stages.registry", "omni_actors.stages.assets"}
+"""What can be imported without an engine's libraries."""
+
+LAYERS: dict[str, set[str]] = {
+    "ringbuf": set(),
+    "omni_actors.errors": set(),
+    "omni_actors.messages": {"omni_actors.errors"},
+    "omni_actors.metrics": {"omni_actors.errors"},
+    "omni_actors.stages.base": {"omni_actors.errors", "ringbuf"},
+    "omni_actors.stages.assets": {"omni_actors.errors"},
+    "omni_actors.stages.registry": {"omni_actors.errors", "omni_actors.stages.base"},
+    "omni_actors.stages": {"omni_actors.errors", "ringbuf", *ENGINE_DATA},
+    "omni_actors.config": {"omni_actors.errors", "omni_actors.stages.registry"},
+    "omni_actors.actor": {
+        "omni_actors.errors",
+        "omni_actors.messages",
+        "omni_actors.metrics",
+        "omni_actors.stages.base",
+        "ringbuf",
+    },
+    "omni_actors.cluster": {"omni_actors.actor", "ringbuf", *LEAVES},
+    "omni_actors.orchestrator": {"omni_actors.actor", "omni_actors.stages.base", *LEAVES},
+    "omni_actors.system": {
+        "omni_actors.orchestrator",
+        "omni_actors.cluster",
+        "omni_actors.actor",
+        "ringbuf",
+        *LEAVES,
+        *ENGINE_DATA,
+    },
+    "omni_actors": {"omni_actors.system", *LEAVES},
+    "omni_actors.serve": {"omni_actors", "omni_actors.system", *LEAVES, *ENGINE_DATA},
+    "omni_actors.stress": {"omni_actors", "omni_actors.system", *LEAVES, *ENGINE_DATA},
+    "omni_actors.cli": {
+        "omni_actors",
+        "omni_actors.system",
+        "omni_actors.serve",
+        "omni_actors.stress",
+        *LEAVES,
+        *ENGINE_DATA,
+    },
+    "omni_actors.__main__": {"omni_actors.cli"},
+}
+
+HEAVY = {"torch", "transformers", "onnxruntime", "faster_whisper", "ctranslate2", "vllm", "ray", "diffusers"}
+FORBIDDEN_LIBRARIES: dict[str, set[str]] = {
+    "ringbuf": HEAVY | {"trio"},
+    "omni_actors": HEAVY,
+    "omni_actors.errors": HEAVY | {"numpy", "trio"},
+    "omni_actors.messages": HEAVY | {"numpy", "trio"},
+    "omni_actors.metrics": HEAVY | {"numpy", "trio"},
+    "omni_actors.config": HEAVY | {"numpy", "trio"},
+    "omni_actors.orchestrator": HEAVY | {"numpy"},
+    "omni_actors.cluster": HEAVY - {"ray"},
+    "omni_actors.stages": {"trio"},
+    "omni_actors.stages.base": HEAVY | {"trio"},
+    "omni_actors.stages.registry": HEAVY | {"trio"},
+}
+"""By layer, the longest matching name counts: libraries that no import statement in it may name."""
+
+STAGE_AND_MODEL_NAMES = {
+    *("thinker", "talker", "code2wav", "token2wav", "vocoder", "ear"),
+    *("llm", "whisper", "hibari", "smollm2", "qwen", "qwen2", "qwen3"),
+}
+
+
+class Import(NamedTuple):
+    module: str
+    """As written, absolute: "omni_actors.stages.base", "numpy.typing"."""
+    line: int
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+SOURCES = {module_name(path): path for top in ("ringbuf", "omni_actors") for path in sorted((ROOT / top).rglob("*.py"))}
+
+
+def tree_of(module: str) -> ast.Module:
+    return ast.parse(SOURCES[module].read_text(encoding="utf-8"), str(SOURCES[module]))
+
+
+def imports_of(module: str) -> Iterator[Import]:
+    """Every module that ``module`` names in an import statement. ``from package import submodule`` is the submodule."""
+    for node in ast.walk(tree_of(module)):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield Import(alias.name, node.lineno)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{module}:{node.lineno}: relative import"
+            source = node.module or ""
+            names = (f"{source}.{alias.name}" for alias in node.names)
+            for name in {name if name in SOURCES else source for name in names}:
+                yield Import(name, node.lineno)
+
+
+def owner(module: str, table: dict[str, set[str]]) -> str | None:
+    """The row of ``table`` that ``module`` falls under: the longest name that it equals or lies below."""
+    parts = module.split(".")
+    names = (".".join(parts[:n]) for n in range(len(parts), 0, -1))
+    return next((name for name in names if name in table), None)
+
+
+def layer(module: str) -> str | None:
+    """As ``owner``, but the package face is only itself: a new module under it needs a row of its own."""
+    found = owner(module, LAYERS)
+    return None if found == "omni_actors" and module != "omni_actors" else found
+
+
+def test_the_table_has_no_cycle() -> None:
+    rows = list(LAYERS)
+    upward = {(row, below) for n, row in enumerate(rows) for below in LAYERS[row] if below not in rows[:n]}
+    assert not upward
+
+
+@pytest.mark.parametrize("module", SOURCES)
+def test_a_module_imports_only_what_its_layer_may(module: str) -> None:
+    mine = layer(module)
+    assert mine is not None, f"{module} has no row in LAYERS: say which layer it is"
+    ours = [found for found in imports_of(module) if found.module.split(".")[0] in ("ringbuf", "omni_actors")]
+    wrong = [f"line {found.line}: {found.module}" for found in ours if layer(found.module) not in {mine, *LAYERS[mine]}]
+    assert not wrong, f"{module} (layer {mine}) may import only {sorted(LAYERS[mine])}"
+
+
+@pytest.mark.parametrize("module", SOURCES)
+def test_a_module_imports_no_library_its_layer_must_not_know(module: str) -> None:
+    mine = owner(module, FORBIDDEN_LIBRARIES)
+    assert mine is not None
+    wrong = [
+        f"line {found.line}: {found.module}"
+        for found in imports_of(module)
+        if found.module.split(".")[0] in FORBIDDEN_LIBRARIES[mine]
+    ]
+    assert not wrong
+
+
+@pytest.mark.parametrize("module", SOURCES)
+def test_a_module_opens_with_its_rules(module: str) -> None:
+    assert ast.get_docstring(tree_of(module)), f"{module} has no docstring"
+
+
+def words(text: str) -> set[str]:
+    return set(re.split(r"[^a-z0-9]+", text.lower()))
+
+
+def docstrings(tree: ast.Module) -> set[ast.expr]:
+    """Strings that stand as statements: they document, nothing compares with them."""
+    return {
+        node.value for node in ast.walk(tree) if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+    }
+
+
+@pytest.mark.parametrize("module", [name for name in SOURCES if layer(name) == "omni_actors.orchestrator"])
+def test_the_orchestrator_names_no_stage_and_no_model(module: str) -> None:
+    tree = tree_of(module)
+    documentation = docstrings(tree)
+    wrong = []
+    for node in ast.walk(tree):
+        match node:
+            case ast.Constant(value=str(text)) if node not in documentation:
+                pass
+            case ast.Name(id=text) | ast.Attribute(attr=text) | ast.arg(arg=text):
+                pass
+            case ast.FunctionDef(name=text) | ast.AsyncFunctionDef(name=text) | ast.ClassDef(name=text):
+                pass
+            case _:
+                continue
+        if words(text) & STAGE_AND_MODEL_NAMES:
+            wrong.append(f"line {node.lineno}: {text!r}")
+    assert not wrong
+
+
+MUST_NOT_LOAD = {
+    "ringbuf": {*HEAVY, "trio", "omni_actors"},
+    "omni_actors": HEAVY,
+    "omni_actors.system": HEAVY,
+    "omni_actors.actor.worker": HEAVY,
+    "omni_actors.cli": HEAVY,
+}
+
+
+@pytest.mark.parametrize("module", MUST_NOT_LOAD)
+def test_importing_loads_no_more_than_it_should(module: str) -> None:
+    """In an interpreter of its own: what is really loaded, by whatever way."""
+    program = f"import json, sys, {module}; print(json.dumps([name.partition('.')[0] for name in sys.modules]))"
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert not set(json.loads(done.stdout)) & MUST_NOT_LOAD[module]
