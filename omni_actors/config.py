@@ -246,10 +246,8 @@ def _convert(document: dict[str, Any], file: str, origins: Mapping[str, str]) ->
     stages = document.get("stages")
     if not isinstance(stages, dict) or not stages:
         raise ConfigError(file, "stages", stages, "a mapping from stage names to stages")
-    converted = {
-        name: _section(stage, Stage, f"stages.{name}", file, origins) for name, stage in stages.items()
-    }
-    whole = _section({**document, "stages": {}, "file": file}, Pipeline, "", file, origins)
+    converted = {name: _section(stage, Stage, f"stages.{name}", file, origins) for name, stage in stages.items()}
+    whole: Pipeline = _section({**document, "stages": {}, "file": file}, Pipeline, "", file, origins)
     pattern = re.compile(r"^[a-z][a-z0-9_]*$")
     for name in converted:
         if not pattern.match(name) or name == CLIENT:
@@ -283,7 +281,7 @@ def _check_graph(pipeline: Pipeline) -> None:
                 accepted = f"the name of a stage: {', '.join(others)}{_meant(source, others)}"
                 raise ConfigError(file, f"stages.{name}.inputs.{i}", source, accepted)
         if not stage.inputs and not stage.accepts:
-            raise ConfigError(file, f"stages.{name}", name, "a stage with inputs, or with input it accepts from the client")
+            raise ConfigError(file, f"stages.{name}", name, "a stage with inputs, or one that accepts input")
         if stage.emits is not None:
             if stage.emits in emitters:
                 accepted = f"a modality of its own; stage {emitters[stage.emits]!r} emits this one"
@@ -297,7 +295,7 @@ def _check_graph(pipeline: Pipeline) -> None:
     read = {source for stage in stages.values() for source in stage.inputs}
     for name, stage in stages.items():
         if name not in read and stage.emits is None:
-            raise ConfigError(file, f"stages.{name}", name, "a stage that another one reads, or that emits to the client")
+            raise ConfigError(file, f"stages.{name}", name, "a stage that another one reads, or one that emits")
 
 
 def _check_engine(pipeline: Pipeline, name: str, origins: Mapping[str, str]) -> None:

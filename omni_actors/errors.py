@@ -102,7 +102,12 @@ class StageCrashed(RequestError):
 
     def __init__(self, stage: str, replica: int, generation: int, exit: WorkerExit) -> None:
         self.stage, self.replica, self.generation, self.exit = stage, replica, generation, exit
-        self.pid, self.signal, self.exit_code, self.stderr_tail = exit.pid, exit.signal, exit.exit_code, exit.stderr_tail
+        self.pid, self.signal, self.exit_code, self.stderr_tail = (
+            exit.pid,
+            exit.signal,
+            exit.exit_code,
+            exit.stderr_tail,
+        )
         super().__init__(f"stage {stage!r} (replica {replica}, generation {generation}) died: {exit}")
 
 

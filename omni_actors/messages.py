@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import msgspec
 
 CLIENT = "client"
-"""The stage name of the user's side: the parent process is producer of every input edge and consumer of every output edge."""
+"""The stage name of the user's side: the parent process feeds every input edge and reads every output edge."""
 
 
 class Address(msgspec.Struct, frozen=True):

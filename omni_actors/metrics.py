@@ -24,7 +24,10 @@ class Metrics:
     def __init__(self, gauges: Callable[[], Gauges]) -> None:
         self.registry = CollectorRegistry()
         self.requests = Counter(
-            "omni_requests", "Requests ended, by how: done, aborted, or the error's name", ["outcome"], registry=self.registry
+            "omni_requests",
+            "Requests ended, by how: done, aborted, or the error's name",
+            ["outcome"],
+            registry=self.registry,
         )
         self.ttft = Histogram(
             "omni_ttft_seconds", "Time to the first text delta", buckets=LATENCY_BUCKETS, registry=self.registry

@@ -10,7 +10,6 @@ from typing import Any, TypeAlias
 import msgspec
 import numpy as np
 import trio
-from ringbuf import Tensor
 
 from omni_actors import config as configuration
 from omni_actors.actor.edges import Edges, EdgeSpec
@@ -24,6 +23,7 @@ from omni_actors.orchestrator.request import Input, OutputStream, Piece, Request
 from omni_actors.orchestrator.routes import Node, plan
 from omni_actors.orchestrator.run import Orchestrator
 from omni_actors.stages import assets
+from ringbuf import Tensor
 
 Messages: TypeAlias = Sequence[Mapping[str, Any]]
 """A conversation: {"role": "user", "content": "…"}, where content may be a list of parts, as in OpenAI's chat API:
@@ -115,8 +115,8 @@ class Health(msgspec.Struct, frozen=True):
 class Generation:
     """The answer to one request: ``async for output in omni.generate(...)``.
 
-    Iteration raises the RequestError that ended the request. Leaving the loop early, or cancelling it, drops this object
-    and with it the request; ``abort()`` does so at once.
+    Iteration raises the RequestError that ended the request. Leaving the loop early, or cancelling it, drops this
+    object and with it the request; ``abort()`` does so at once.
     """
 
     def __init__(self, stream: OutputStream, pipeline: Pipeline) -> None:
@@ -194,7 +194,7 @@ class OmniSystem:
             output_bytes=pipeline.limits.output_bytes,
             on_end=self._count,
         )
-        # A worker that does not read its mail meets at most a Start and an Abort of every request before it counts as wedged.
+        # Room for a Start and an Abort of every request: a worker that lets more wait has stopped reading.
         capacity = 2 * pipeline.limits.max_requests + 4 * len(self._nodes) + 16
         blueprints = _blueprints(pipeline, models)
         self._supervisor = Supervisor(blueprints, self._edges, spawner, self._orchestrator, capacity)
@@ -212,8 +212,8 @@ class OmniSystem:
     ) -> AsyncIterator[OmniSystem]:
         """Start a pipeline: a name in configs/, a path, or a Pipeline. overrides: {"stages.llm.threads": 2}.
 
-        With ``wait_ready`` the block begins when every stage is loaded. Leaving it, however it is left (cancellation and
-        KeyboardInterrupt too), has reaped every process and freed every byte.
+        With ``wait_ready`` the block begins when every stage is loaded. Leaving it, also by cancellation or
+        KeyboardInterrupt, has reaped every process and freed every byte.
         Raises ConfigError before any process starts, and StageFailed where a stage cannot load.
         """
         pipeline = configuration.load(config, overrides)
@@ -227,7 +227,7 @@ class OmniSystem:
                 if wait_ready:
                     await system.wait_ready()
                 yield system
-            except BaseException as error:
+            except BaseException as error:  # noqa: BLE001
                 left_by = error  # raised below as it is, not inside the nursery's exception group
             finally:
                 system._running = False
@@ -250,8 +250,8 @@ class OmniSystem:
     ) -> Generation:
         """Ask for ``modalities`` of an answer. Returns at once; the answer is read by iterating.
 
-        prompt: a question, or a conversation. multi_modal_data: {"audio": AudioChunk or a list of them}, which a question comes
-        after, or whose places a conversation names. script: text to be spoken as it is, instead of a prompt.
+        prompt: a question, or a conversation. multi_modal_data: {"audio": AudioChunk or a list of them}; a question
+        comes after them, a conversation names their places. script: text to be spoken as it is, instead of a prompt.
         params: of the engines on the way (max_tokens, temperature, seed, speed, …).
         Raises InvalidRequest, Overloaded, StageUnavailable.
         """
@@ -362,17 +362,32 @@ class OmniSystem:
 
     def _gauges(self) -> Gauges:
         yield "omni_requests_in_flight", "Requests admitted and not ended", {}, self._orchestrator.in_flight
-        yield "omni_requests_queued", "Admitted requests that wait for a stage to be ready", {}, self._orchestrator.queued
+        yield (
+            "omni_requests_queued",
+            "Admitted requests that wait for a stage to be ready",
+            {},
+            self._orchestrator.queued,
+        )
         for replica in self._replicas:
             labels = {"stage": replica.address.stage, "replica": str(replica.address.replica)}
-            yield "omni_stage_requests", "Requests placed on a replica", labels, self._orchestrator.load(replica.address)
+            yield (
+                "omni_stage_requests",
+                "Requests placed on a replica",
+                labels,
+                self._orchestrator.load(replica.address),
+            )
             yield "omni_stage_restarts", "Restarts of a replica", labels, replica.restarts
             yield "omni_stage_ready", "1 while a replica serves", labels, float(replica.state is State.READY)
         for (producer, consumer), ring in self._edges.statistics().items():
             labels = {"producer": str(producer), "consumer": str(consumer)}
             yield "omni_ring_used_bytes", "Bytes in a ring now", labels, ring.used
             yield "omni_ring_capacity_bytes", "Capacity of a ring", labels, ring.capacity
-            yield "omni_ring_payload_bytes", "Payload that has crossed a ring of this incarnation", labels, ring.payload_bytes
+            yield (
+                "omni_ring_payload_bytes",
+                "Payload that has crossed a ring",
+                labels,
+                ring.payload_bytes,
+            )
 
 
 def _resolve_models(pipeline: Pipeline) -> dict[str, Path]:

@@ -1,11 +1,13 @@
-"""A single-producer, single-consumer ring in shared memory: wait-free, nameless, crash-safe; and bundles of arrays to put in it.
+"""A single-producer, single-consumer ring in shared memory, and bundles of arrays to put in it.
 
-ring = Ring.create()                       # pass ring.fds to another process, which calls Ring.attach(fds, generation=0)
-producer = ring.claim_producer()
-producer.send(*encode_bundle({"step": 1}, {"hidden": array}))
+Wait-free, without a name, safe against the death of either side at any instruction.
 
-with consumer.recv() as frame:             # there
-    bundle = decode_bundle(frame.data)
+    ring = Ring.create()                  # ring.fds go to the other process: Ring.attach(fds, generation=0)
+    producer = ring.claim_producer()
+    producer.send(*encode_bundle({"step": 1}, {"hidden": array}))
+
+    with consumer.recv() as frame:        # over there
+        bundle = decode_bundle(frame.data)
 """
 
 from __future__ import annotations

@@ -179,7 +179,7 @@ class Consumer:
         return self._end.park(self._next + 1)
 
     def close(self) -> None:
-        """Nobody will read: the producer gets RingClosed. Held frames are released. Idempotent. Raises FrameBorrowed."""
+        """Read no more: the producer gets RingClosed. Held frames are released. Idempotent. Raises FrameBorrowed."""
         if self._closed:
             return
         for frame in tuple(self._held):

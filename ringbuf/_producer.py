@@ -62,7 +62,7 @@ class Producer:
         return self._reserved
 
     def commit(self) -> None:
-        """Send what was reserved; its view is released. Raises RingMisuse (nothing is), RingClosed (all is given up)."""
+        """Send what was reserved; its view is released. Raises RingMisuse (nothing was), RingClosed (nobody reads)."""
         reserved = self._reserved
         if reserved is None:
             raise RingMisuse("nothing is reserved")

@@ -239,7 +239,7 @@ class End:
         return True
 
     def unpark(self) -> None:
-        """Awake again: the bell is emptied. One rung late, for this sleep, ends the next one early, which is harmless."""
+        """Awake again: the bell is emptied. Rung late, for this sleep, it ends the next one early: that is harmless."""
         self._words[self._mine.waits] = 0
         self.parked = False
         try:

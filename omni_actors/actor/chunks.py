@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+
 import ringbuf
 from ringbuf import Tensor
 

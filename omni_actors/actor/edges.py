@@ -13,10 +13,10 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
 import trio
-from ringbuf import Consumer, Frame, Producer, Ring, RingStatistics
 
 from omni_actors.actor.mailbox import Mailbox
 from omni_actors.messages import CLIENT, CLIENT_ADDRESS, Address, Connect
+from ringbuf import Consumer, Frame, Producer, Ring, RingClosed, RingStatistics
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class InputEdge:
     async def send(self, buffers: Sequence[memoryview]) -> None:
         """Send one message, in turn, waiting for room.
 
-        Cancellation: the message is either sent or not seen at all. Raises trio.ClosedResourceError when the worker dies.
+        Cancellation: the message is sent whole or never seen. Raises trio.ClosedResourceError when the worker dies.
         """
         async with self._turn:
             for _ in self._producer.sending(*buffers):
@@ -50,9 +50,12 @@ class InputEdge:
 
 
 async def receive_frames(consumer: Consumer) -> AsyncIterator[Frame]:
-    """Frames as they come; the caller releases each. Waits on the doorbell, never polls."""
+    """Frames as they come, until the producer closes; the caller releases each. Waits on the doorbell, never polls."""
     while True:
-        frame = consumer.try_recv()
+        try:
+            frame = consumer.try_recv()
+        except RingClosed:
+            return
         if frame is not None:
             yield frame
             await trio.lowlevel.checkpoint()

@@ -15,14 +15,13 @@ import collections
 import os
 import select
 import time
-from collections.abc import Callable, Iterator
-
-from ringbuf import Consumer, Frame, Producer, Ring, RingClosed
+from collections.abc import Callable, Generator
 
 from omni_actors.actor import chunks
 from omni_actors.actor.chunks import ChunkHeader, SequenceCheck
 from omni_actors.messages import Abort, Address, Finished, Message, Refused, StageStats, Start, Stop
 from omni_actors.stages.base import Chunk, InvalidRequest, StageEngine, StageFailure, StageOutput, StageRequest
+from ringbuf import Consumer, Frame, Producer, Ring, RingClosed
 
 CONGESTED_BYTES = 8 * 1024 * 1024
 RECEIVE_FRAMES = 64
@@ -63,7 +62,7 @@ class _Outgoing:
     def __init__(self, ring: Ring) -> None:
         self.ring = ring
         self.producer: Producer = ring.claim_producer()
-        self._waiting: collections.deque[tuple[Iterator[None], int]] = collections.deque()
+        self._waiting: collections.deque[tuple[Generator[None], int]] = collections.deque()
         self.waiting_bytes = 0
 
     def send(self, buffers: list[memoryview]) -> int:
@@ -74,19 +73,18 @@ class _Outgoing:
             self.flush()
         return size
 
-    def flush(self) -> bool:
-        """Send what there is room for; whether all is sent."""
+    def flush(self) -> None:
+        """Send what there is room for."""
         while self._waiting:
             sending, size = self._waiting[0]
             for _ in sending:
-                return False  # parked: the doorbell will tell
+                return  # parked: the doorbell will tell
             self._waiting.popleft()
             self.waiting_bytes -= size
-        return True
 
     def close(self) -> None:
         for sending, _ in self._waiting:
-            sending.close()  # type: ignore[attr-defined]
+            sending.close()
         self._waiting.clear()
         self.producer.close()
         self.ring.close()
@@ -112,7 +110,14 @@ class _Active:
 
     def stats(self, stage: str) -> StageStats:
         return StageStats(
-            stage, self.started, self.first_input, self.first_output, time.monotonic(), self.step_s, self.seq, self.sent_bytes
+            stage,
+            self.started,
+            self.first_input,
+            self.first_output,
+            time.monotonic(),
+            self.step_s,
+            self.seq,
+            self.sent_bytes,
         )
 
 
@@ -142,8 +147,7 @@ class EngineLoop:
         try:
             while not self._stopping:
                 moved = self._obey(engine)
-                flushed = all([edge.flush() for edge in self._outgoing.values()])
-                congested = not flushed and self._congested()
+                congested = self._flush() > CONGESTED_BYTES
                 if not congested:
                     moved |= self._receive(engine)
                     if engine.busy:
@@ -153,7 +157,8 @@ class EngineLoop:
                     self._sleep(receiving=not congested)
             engine.close()
         finally:
-            for edge in (*self._incoming.values(), *self._outgoing.values()):
+            edges: list[_Incoming | _Outgoing] = [*self._incoming.values(), *self._outgoing.values()]
+            for edge in edges:
                 edge.close()
             os.close(self._bell)
 
@@ -235,17 +240,16 @@ class EngineLoop:
 
     def _step(self, engine: StageEngine) -> None:
         began = time.monotonic()
-        active = list(self._active.values())
         for output in engine.step():
             if isinstance(output, StageFailure):
                 self._refuse(output.request_id, output.error)
             else:
-                self._emit(output)
+                self._emit(output, began)
         took = time.monotonic() - began
-        for request in active:
+        for request in self._active.values():
             request.step_s += took
 
-    def _emit(self, output: StageOutput) -> None:
+    def _emit(self, output: StageOutput, step_began: float) -> None:
         active = self._active[output.request_id]
         header = ChunkHeader(output.request_id, self._address.stage, active.seq, output.last, dict(output.data))
         buffers = chunks.encode(header, output.tensors)
@@ -255,6 +259,7 @@ class EngineLoop:
             active.sent_bytes[str(target)] += self._outgoing[target].send(buffers)
         if output.last:
             del self._active[output.request_id]
+            active.step_s += time.monotonic() - step_began
             self._notify(Finished(output.request_id, active.stats(self._address.stage)))
 
     def _refuse(self, request: int, error: InvalidRequest) -> None:
@@ -263,8 +268,11 @@ class EngineLoop:
 
     # sleep
 
-    def _congested(self) -> bool:
-        return any(edge.waiting_bytes > CONGESTED_BYTES for edge in self._outgoing.values())
+    def _flush(self) -> int:
+        """Send what there is room for; the bytes that wait on the fullest edge."""
+        for edge in self._outgoing.values():
+            edge.flush()
+        return max((edge.waiting_bytes for edge in self._outgoing.values()), default=0)
 
     def _sleep(self, *, receiving: bool) -> None:
         poll = select.poll()

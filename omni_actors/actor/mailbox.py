@@ -1,9 +1,9 @@
 """A control socket as two bounded trio memory channels.
 
 Rules
-1. One packet is one message (SOCK_SEQPACKET): no framing, and a reader sees b"" exactly when the other side is gone.
-2. ``post`` never waits, so that no caller ever hangs on a worker that has stopped reading: it raises ``MailboxFull``, and
-   the owner kills the worker.
+1. One packet is one message (SOCK_SEQPACKET): no framing, and b"" is read exactly when the other side is gone.
+2. ``post`` never waits, so that no caller ever hangs on a worker that has stopped reading: it raises ``MailboxFull``,
+   and the owner kills the worker.
 3. Descriptors are duplicated when posted and closed when sent or dropped: who posts keeps its own.
 """
 

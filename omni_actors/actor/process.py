@@ -1,7 +1,7 @@
 """Worker processes: how one is spawned, named, killed, and seen to die.
 
 Rules
-1. A worker is a fresh interpreter (`multiprocess`, spawn). It never imports the parent's main module, so a user's script
+1. A worker is a fresh interpreter (`multiprocess`, spawn). It never imports the parent's main module: a user's script
    needs no ``if __name__ == "__main__"``.
 2. Death is an event: a pidfd in the nursery, never a poll.
 3. No orphans: a worker asks the kernel to be killed with the thread that spawned it (PDEATHSIG), checks that its parent

@@ -17,13 +17,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import trio
-from ringbuf import Consumer, Frame, RingError
 
 from omni_actors.actor.edges import Edges, receive_frames
 from omni_actors.actor.mailbox import Mailbox, MailboxFull
 from omni_actors.actor.process import Spawner, Worker
 from omni_actors.errors import StageFailed, WorkerExit
-from omni_actors.messages import Address, Configure, FromWorker, Loading, LoadFailed, Ready, Stop, ToWorker
+from omni_actors.messages import Address, Configure, FromWorker, LoadFailed, Loading, Ready, Stop, ToWorker
+from ringbuf import Consumer, Frame, RingError
 
 LAST_WORDS_S = 0.5
 
@@ -39,7 +39,7 @@ class State(enum.Enum):
 
 @dataclass(frozen=True)
 class RestartPolicy:
-    """More than ``intensity`` restarts within ``period_s`` seconds give the stage up; delays double from ``backoff_s``."""
+    """More than ``intensity`` restarts within ``period_s`` give the stage up; delays double from ``backoff_s``."""
 
     intensity: int
     period_s: float

@@ -17,17 +17,16 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
 import trio
-from ringbuf import Ring
 
 from omni_actors.actor.loop import Attach, EngineLoop
 from omni_actors.actor.mailbox import Mailbox, open_mailbox
-from omni_actors.messages import Abort, Configure, Connect, Loading, LoadFailed, Message, Ready, Start, Stop
+from omni_actors.messages import Abort, Configure, Connect, LoadFailed, Loading, Message, Ready, Start, Stop
 from omni_actors.stages.base import StageContext, StageEngine
+from ringbuf import Ring
 
 PR_SET_PDEATHSIG = 1
 SWITCH_INTERVAL_S = 0.001
@@ -54,7 +53,7 @@ def worker_main(control_fd: int, stderr_fd: int, parent_pid: int) -> NoReturn:
     try:
         trio.run(_serve, sock, restrict_keyboard_interrupt_to_checkpoints=True)
         code = 0
-    except BaseException:
+    except BaseException:  # noqa: BLE001 - reported here, and by the exit code
         traceback.print_exc()
     finally:
         sys.stdout.flush()
@@ -67,11 +66,16 @@ async def _serve(sock: socket.socket) -> None:
         configure, _ = await mailbox.incoming.receive()
         if not isinstance(configure, Configure):
             raise TypeError(f"the first message to a worker is Configure, not {type(configure).__name__}")
-        loop = EngineLoop(configure.address, configure.fence, partial(trio.from_thread.run, mailbox.send))
+
+        def notify(message: Message) -> None:
+            """For the engine's thread: queue a message, waiting for room."""
+            trio.from_thread.run(mailbox.send, message)
+
+        loop = EngineLoop(configure.address, configure.fence, notify)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(_obey, loop, mailbox, nursery.cancel_scope)
             try:
-                await trio.to_thread.run_sync(_run_engine, configure, loop, mailbox, abandon_on_cancel=True)
+                await trio.to_thread.run_sync(_run_engine, configure, loop, notify, abandon_on_cancel=True)
             finally:
                 with trio.move_on_after(LAST_WORDS_S, shield=True):
                     await mailbox.drain()
@@ -96,12 +100,8 @@ async def _obey(loop: EngineLoop, mailbox: Mailbox, worker_scope: trio.CancelSco
     worker_scope.cancel()
 
 
-def _run_engine(configure: Configure, loop: EngineLoop, mailbox: Mailbox) -> None:
+def _run_engine(configure: Configure, loop: EngineLoop, notify: Callable[[Message], None]) -> None:
     """The engine's thread: load, then serve."""
-
-    def notify(message: Message) -> None:
-        trio.from_thread.run(mailbox.send, message)
-
     began = time.monotonic()
     try:
         _limit_threads(configure.threads)
@@ -124,7 +124,7 @@ def _run_engine(configure: Configure, loop: EngineLoop, mailbox: Mailbox) -> Non
 
 
 def _limit_threads(threads: int) -> None:
-    """Before the first native library is loaded: two processes of two spinning threads on two cores are 20 times slower."""
+    """Before the first native library loads: two processes with two spinning threads each make two cores crawl."""
     for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
         os.environ[variable] = str(threads)
     os.environ["OMP_WAIT_POLICY"] = "PASSIVE"

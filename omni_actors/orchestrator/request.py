@@ -70,7 +70,7 @@ class Request:
 
     @property
     def readable(self) -> bool:
-        """Whether a piece can be read now. The final one waits for the stages to have finished, so that statistics are whole."""
+        """Whether a piece can be read now. The final one waits for the stages to finish: statistics are whole then."""
         if self.open_outputs or len(self.pieces) > 1:
             return bool(self.pieces)
         return bool(self.pieces) and self.lifecycle.state is State.DONE
@@ -80,7 +80,7 @@ class OutputStream:
     """The outputs of one request: ``async for piece in stream``.
 
     The final piece comes once every stage has finished. Iteration raises the RequestError that ended the request, after
-    the outputs that came before it. Cancellation: a piece is returned or stays queued. A stream that is dropped aborts its request.
+    the outputs that came before it. Cancellation: a piece is returned or stays queued. Dropping the stream aborts.
     """
 
     def __init__(self, request: Request, abort: Callable[[Request], None]) -> None:

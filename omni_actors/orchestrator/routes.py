@@ -72,7 +72,9 @@ def plan(nodes: Mapping[str, Node], kinds: Iterable[str], modalities: Iterable[s
         stages,
         {name: _ends(name in entries, nodes[name].inputs, stages) for name in stages},
         {
-            name: _ends(nodes[name].emits in modalities, [below for below in stages if name in nodes[below].inputs], stages)
+            name: _ends(
+                nodes[name].emits in modalities, [below for below in stages if name in nodes[below].inputs], stages
+            )
             for name in stages
         },
         entries,

@@ -2,10 +2,10 @@
 
 Rules
 1. A request number is given at dispatch, so numbers reach every worker in increasing order.
-2. ``Start`` is posted to every stage of a route, last stage first, before any input moves: downstream is ready (prewarm).
-3. A request ends once, in ``_end``: there its outcome is set, its client woken, and every stage that still holds it told.
-4. Nothing here waits on a worker. Bounded are: requests (``max_requests``), outputs not yet read (``output_bytes``), time
-   (its deadline).
+2. ``Start`` is posted to every stage of a route, last stage first, before any input moves (prewarm).
+3. A request ends once, in ``_end``: its outcome is set, its client woken, every stage that still holds it told.
+4. Nothing here waits on a worker. Bounded are: requests (``max_requests``), outputs not yet read (``output_bytes``),
+   time (the deadline).
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from contextlib import suppress
 from typing import Any
 
 import trio
-from ringbuf import Frame
 
 from omni_actors.actor import chunks
 from omni_actors.actor.chunks import ChunkHeader, SequenceCheck
@@ -40,6 +39,7 @@ from omni_actors.messages import CLIENT, CLIENT_ADDRESS, Abort, Address, Finishe
 from omni_actors.orchestrator.lifecycle import Event, State
 from omni_actors.orchestrator.request import Input, OutputStream, Piece, Request
 from omni_actors.orchestrator.routes import Node, plan
+from ringbuf import Frame
 
 RETRY_AFTER_S = 1.0
 
@@ -167,7 +167,9 @@ class Orchestrator:
         """The least loaded ready replica of each stage, or None where a stage has none."""
         placement: dict[str, Address] = {}
         for stage in request.route.stages:
-            ready = [r.address for r in self._replicas.values() if r.address.stage == stage and r.state is ReplicaState.READY]
+            ready = [
+                r.address for r in self._replicas.values() if r.address.stage == stage and r.state is ReplicaState.READY
+            ]
             if not ready:
                 return None
             placement[stage] = min(ready, key=self.load)
