@@ -51,8 +51,11 @@ def worker_main(control_fd: int, stderr_fd: int, parent_pid: int) -> NoReturn:
     sock.setblocking(False)
     code = 1
     try:
-        trio.run(_serve, sock, restrict_keyboard_interrupt_to_checkpoints=True)
-        code = 0
+        engine_error = trio.run(_serve, sock, restrict_keyboard_interrupt_to_checkpoints=True)
+        if engine_error is None:
+            code = 0
+        else:
+            traceback.print_exception(engine_error)
     except BaseException:  # noqa: BLE001 - reported here, and by the exit code
         traceback.print_exc()
     finally:
@@ -61,7 +64,8 @@ def worker_main(control_fd: int, stderr_fd: int, parent_pid: int) -> NoReturn:
         os._exit(code)
 
 
-async def _serve(sock: socket.socket) -> None:
+async def _serve(sock: socket.socket) -> Exception | None:
+    """Until told to stop, or until the engine fails: with what."""
     async with open_mailbox(sock, MAILBOX_CAPACITY) as mailbox:
         configure, _ = await mailbox.incoming.receive()
         if not isinstance(configure, Configure):
@@ -72,14 +76,14 @@ async def _serve(sock: socket.socket) -> None:
             trio.from_thread.run(mailbox.send, message)
 
         loop = EngineLoop(configure.address, configure.fence, notify)
+        error: Exception | None = None  # what stays when the engine's thread is abandoned
         async with trio.open_nursery() as nursery:
             nursery.start_soon(_obey, loop, mailbox, nursery.cancel_scope)
-            try:
-                await trio.to_thread.run_sync(_run_engine, configure, loop, notify, abandon_on_cancel=True)
-            finally:
-                with trio.move_on_after(LAST_WORDS_S, shield=True):
-                    await mailbox.drain()
+            error = await trio.to_thread.run_sync(_run_engine, configure, loop, notify, abandon_on_cancel=True)
+            with trio.move_on_after(LAST_WORDS_S):
+                await mailbox.drain()
             nursery.cancel_scope.cancel()
+    return error
 
 
 async def _obey(loop: EngineLoop, mailbox: Mailbox, worker_scope: trio.CancelScope) -> None:
@@ -100,8 +104,8 @@ async def _obey(loop: EngineLoop, mailbox: Mailbox, worker_scope: trio.CancelSco
     worker_scope.cancel()
 
 
-def _run_engine(configure: Configure, loop: EngineLoop, notify: Callable[[Message], None]) -> None:
-    """The engine's thread: load, then serve."""
+def _run_engine(configure: Configure, loop: EngineLoop, notify: Callable[[Message], None]) -> Exception | None:
+    """The engine's thread: load, then serve until ``Stop``. An exception is returned, to be reported by itself."""
     began = time.monotonic()
     try:
         _limit_threads(configure.threads)
@@ -116,11 +120,15 @@ def _run_engine(configure: Configure, loop: EngineLoop, notify: Callable[[Messag
                 report=lambda note: notify(Loading(note)),
             )
         )
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 - it ends the worker
         notify(LoadFailed(f"{type(error).__name__}: {error}"[:LONGEST_ERROR]))
-        raise
+        return error
     notify(Ready(time.monotonic() - began))
-    loop.run(engine)
+    try:
+        loop.run(engine)
+    except Exception as error:  # noqa: BLE001 - it ends the worker
+        return error
+    return None
 
 
 def _limit_threads(threads: int) -> None:

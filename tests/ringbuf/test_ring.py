@@ -1,0 +1,203 @@
+"""The ring's own life: making, attaching, claiming, checking, closing."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import ringbuf
+from ringbuf import AlreadyClaimed, Ring, RingClosed, RingCorrupted, RingMisuse, WrongGeneration
+from ringbuf._words import HEADER
+
+
+def descriptors() -> set[str]:
+    with os.scandir("/proc/self/fd") as entries:
+        return {entry.name for entry in entries}
+
+
+def duplicates(ring: Ring) -> list[int]:
+    return [os.dup(fd) for fd in ring.fds]
+
+
+def test_a_ring_has_no_name() -> None:
+    before = os.listdir("/dev/shm")
+    with Ring.create() as ring:
+        assert os.listdir("/dev/shm") == before
+        assert os.fstat(ring.fds[0]).st_nlink == 0
+        assert os.fstat(ring.fds[0]).st_mode & 0o777 == 0o600
+
+
+def test_capacity_is_rounded_up_to_a_page() -> None:
+    for asked, given in ((1, 4096), (4096, 4096), (4097, 8192)):
+        with Ring.create(asked) as ring:
+            assert ring.capacity == given
+            assert os.fstat(ring.fds[0]).st_size == HEADER + given
+    with pytest.raises(ValueError, match="positive"):
+        Ring.create(0)
+
+
+def test_closing_frees_every_descriptor_and_is_idempotent() -> None:
+    before = descriptors()
+    ring = Ring.create()
+    twin = Ring.attach(duplicates(ring), generation=0)
+    ring.claim_producer()
+    twin.claim_consumer()
+    for one in (ring, twin):
+        one.close()
+        one.close()
+        for call in (one.statistics, one.claim_producer, one.claim_consumer, lambda one=one: one.peer_pids):
+            with pytest.raises(RingMisuse):
+                call()
+    assert descriptors() == before
+
+
+def test_a_ring_that_cannot_be_made_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(fd: int, offset: int, size: int) -> None:
+        raise OSError(errno.ENOSPC, "full")
+
+    before = descriptors()
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(OSError, match="full"):
+        Ring.create()
+    assert descriptors() == before
+
+
+def test_descriptors_are_not_inherited(ring: Ring) -> None:
+    fds = duplicates(ring)
+    for fd in fds:
+        os.set_inheritable(fd, True)
+    with Ring.attach(fds, generation=0) as twin:
+        for fd in (*ring.fds, *twin.fds):
+            assert not os.get_inheritable(fd)
+
+
+def test_an_end_is_claimed_once(ring: Ring) -> None:
+    with Ring.attach(duplicates(ring), generation=0) as twin:
+        assert ring.peer_pids == (None, None)
+        ring.claim_producer()
+        twin.claim_consumer()
+        for one in (ring, twin):
+            assert one.peer_pids == (os.getpid(), os.getpid())
+            for end, claim in (("producer", one.claim_producer), ("consumer", one.claim_consumer)):
+                with pytest.raises(AlreadyClaimed) as caught:
+                    claim()
+                assert (caught.value.end, caught.value.pid) == (end, os.getpid())
+
+
+def test_a_closed_end_is_not_claimed_again(ring: Ring) -> None:
+    ring.claim_producer().close()
+    with pytest.raises(RingClosed):
+        ring.claim_producer()
+
+
+def test_both_mappings_see_one_ring(ring: Ring) -> None:
+    with Ring.attach(duplicates(ring), generation=0) as twin:
+        ring.claim_producer().send(b"through")
+        assert twin.statistics() == ring.statistics()
+        with twin.claim_consumer().recv() as frame:
+            assert bytes(frame.data) == b"through"
+        assert twin.statistics() == ring.statistics()
+        assert ring.statistics() == (ring.capacity, 0, 1, 7)
+
+
+def test_another_generation_is_refused() -> None:
+    before = descriptors()
+    with Ring.create(generation=7) as ring:
+        with pytest.raises(WrongGeneration) as caught:
+            Ring.attach(duplicates(ring), generation=8)
+        assert (caught.value.expected, caught.value.found) == (8, 7)
+        with Ring.attach(duplicates(ring), generation=7) as twin:
+            assert twin.generation == 7
+    assert descriptors() == before
+
+
+@pytest.mark.parametrize(("word", "offset"), [(0, 0), (1, 0), (2, 16)])
+def test_a_header_of_another_layout_is_refused(ring: Ring, word: int, offset: int) -> None:
+    before = descriptors()
+    ring._segment.words[word] += 1
+    with pytest.raises(RingCorrupted) as caught:
+        Ring.attach(duplicates(ring), generation=0)
+    assert caught.value.offset == offset
+    assert ring._segment.words[word] in caught.value.words
+    assert descriptors() == before
+
+
+def test_a_segment_of_another_size_is_refused(ring: Ring) -> None:
+    os.ftruncate(ring.fds[0], HEADER + 2 * ring.capacity)
+    with pytest.raises(RingCorrupted, match="data bytes"):
+        Ring.attach(duplicates(ring), generation=0)
+
+
+def test_descriptors_of_something_else_are_refused_and_closed(ring: Ring) -> None:
+    before = descriptors()
+    with pytest.raises(RingCorrupted):
+        Ring.attach(list(reversed(duplicates(ring))), generation=0)
+    with pytest.raises(ValueError, match="unpack"):
+        Ring.attach(duplicates(ring)[:2] + duplicates(ring), generation=0)
+    assert descriptors() == before
+
+
+RECORD_WORDS = {
+    "no kind": (0, 0x500),
+    "unknown kind": (0, 0x506),
+    "longer than the ring": (0, (1 << 40) | 1),
+    "beyond the tail": (0, (65 << 8) | 1),
+    "another position": (1, 128),
+    "a fragment of nothing": (0, 0x503),
+}
+
+
+@pytest.mark.parametrize(("word", "value"), RECORD_WORDS.values(), ids=RECORD_WORDS.keys())
+def test_a_corrupted_record_is_refused_with_its_place_and_words(ring: Ring, word: int, value: int) -> None:
+    producer, consumer = ring.claim_producer(), ring.claim_consumer()
+    producer.send(b"12345")
+    at = HEADER // 8 + word
+    ring._segment.words[at] = value
+    for _ in range(2):
+        with pytest.raises(RingCorrupted) as caught:
+            consumer.try_recv()
+        assert caught.value.offset == HEADER
+        assert caught.value.words[word] == value
+
+
+@pytest.mark.parametrize("total", [0, 5, 1 << 63], ids=["empty", "no more than the fragment", "absurd"])
+def test_a_first_fragment_with_an_impossible_total_is_refused(ring: Ring, total: int) -> None:
+    producer, consumer = ring.claim_producer(), ring.claim_consumer()
+    producer.send(b"12345")
+    first = HEADER // 8
+    ring._segment.words[first] = 5 << 8 | 2
+    ring._segment.words[first + 2] = total
+    with pytest.raises(RingCorrupted, match="impossible size"):
+        consumer.try_recv()
+
+
+@pytest.mark.parametrize("tail", [1 << 40, (1 << 64) - 64])
+def test_a_tail_that_left_the_ring_is_refused(ring: Ring, tail: int) -> None:
+    producer, consumer = ring.claim_producer(), ring.claim_consumer()
+    producer.send(b"a")
+    consumer.recv().release()
+    ring._segment.words[16] = tail
+    with pytest.raises(RingCorrupted):
+        consumer.try_recv()
+
+
+def test_a_head_that_left_the_ring_is_refused(ring: Ring) -> None:
+    producer = ring.claim_producer()
+    while producer.try_send(bytes(64)):
+        pass
+    ring._segment.words[32] = 1 << 40
+    with pytest.raises(RingCorrupted) as caught:
+        producer.try_send(bytes(64))
+    assert (caught.value.offset, caught.value.words) == (256, (1 << 40,))
+
+
+def test_another_machine_is_refused_at_import() -> None:
+    script = "import platform; platform.machine = lambda: 'aarch64'; import ringbuf"
+    environment = {**os.environ, "PYTHONPATH": str(Path(ringbuf.__file__).parent.parent)}
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment, check=False)
+    assert result.returncode == 1
+    assert "UnsupportedMachine: ringbuf relies on the total store order of x86-64; this machine is 'aarch64'" in result.stderr

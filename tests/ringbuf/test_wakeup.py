@@ -1,0 +1,169 @@
+"""Sleeping and waking. Every test forces its interleaving; none relies on time."""
+
+from __future__ import annotations
+
+import select
+from collections.abc import Callable
+
+import pytest
+from ringbuf import Consumer, Producer, Ring, RingClosed
+
+
+def rung(end: Producer | Consumer) -> bool:
+    return bool(select.select([end], [], [], 0)[0])
+
+
+class Interrupted:
+    """Shared words that let something happen between two accesses."""
+
+    def __init__(self, words: memoryview, after: int, happen: Callable[[], None]) -> None:
+        self._words, self._left, self._happen = words, after, happen
+        self.happened = False
+
+    def _step(self) -> None:
+        if self._left == 0 and not self.happened:
+            self.happened = True
+            self._happen()
+        self._left -= 1
+
+    def __getitem__(self, index: int) -> int:
+        self._step()
+        return self._words[index]
+
+    def __setitem__(self, index: int, value: int) -> None:
+        self._step()
+        self._words[index] = value
+
+
+def test_send_between_empty_check_and_park_wakes_consumer(ring: Ring) -> None:
+    producer, consumer = ring.claim_producer(), ring.claim_consumer()
+    assert consumer.try_recv() is None
+    assert producer.try_send(b"now")
+    assert consumer.park() is False
+    frame = consumer.try_recv()
+    assert frame is not None
+
+
+@pytest.mark.parametrize("step", range(4))
+def test_send_at_any_step_of_park_wakes_consumer(ring: Ring, step: int) -> None:
+    producer, consumer = ring.claim_producer(), ring.claim_consumer()
+    words = Interrupted(ring._segment.words, step, lambda: producer.send(b"now"))
+    consumer._end._words = words  # type: ignore[assignment]
+    asleep = consumer.park()
+    if not words.happened:
+        producer.send(b"now")
+    assert not asleep or rung(consumer)
+    frame = consumer.try_recv()
+    assert frame is not None
+
+
+@pytest.mark.parametrize("step", range(3))
+def test_park_at_any_step_of_send_is_woken(ring: Ring, step: int) -> None:
+    producer, consumer = ring.claim_producer(), ring.claim_consumer()
+    asleep: list[bool] = []
+    words = Interrupted(ring._segment.words, step, lambda: asleep.append(consumer.park()))
+    producer._end._words = words  # type: ignore[assignment]
+    producer.send(b"now")
+    assert words.happened
+    assert not asleep[0] or rung(consumer)
+
+
+@pytest.mark.parametrize("step", range(4))
+def test_release_at_any_step_of_waiting_for_space_wakes_producer(ring: Ring, step: int) -> None:
+    producer, consumer = ring.claim_producer(), ring.claim_consumer()
+    while producer.try_send(bytes(64)):
+        pass
+    frame = consumer.recv()
+    assert not producer.try_send(bytes(64))
+    words = Interrupted(ring._segment.words, step, frame.release)
+    producer._end._words = words  # type: ignore[assignment]
+    asleep = producer._end.park(producer._wanted)
+    frame.release()
+    assert not asleep or rung(producer)
+    producer._end._words = ring._segment.words
+    assert producer.try_send(bytes(64))
+
+
+@pytest.mark.parametrize("step", range(4))
+def test_close_at_any_step_of_park_wakes_consumer(ring: Ring, step: int) -> None:
+    producer, consumer = ring.claim_producer(), ring.claim_consumer()
+    consumer._end._words = Interrupted(ring._segment.words, step, producer.close)  # type: ignore[assignment]
+    asleep = consumer.park()
+    producer.close()
+    assert not asleep or rung(consumer)
+    with pytest.raises(RingClosed):
+        consumer.try_recv()
+
+
+def test_the_bell_is_rung_for_a_sleeper_only_and_once(ring: Ring) -> None:
+    producer, consumer = ring.claim_producer(), ring.claim_consumer()
+    producer.send(b"awake")
+    assert not rung(consumer)
+    consumer.recv().release()
+    assert consumer.park()
+    assert not rung(consumer)
+    producer.send(b"first")
+    assert rung(consumer)
+    producer.send(b"second")
+    frame = consumer.try_recv()
+    assert frame is not None
+    assert not rung(consumer)
+    producer.send(b"third")
+    assert not rung(consumer)
+
+
+def test_a_consumer_woken_for_nothing_parks_again(ring: Ring) -> None:
+    producer, consumer = ring.claim_producer(), ring.claim_consumer()
+    for _ in range(3):
+        assert consumer.park()
+        assert consumer.try_recv() is None
+    assert consumer.park()
+    producer.send(b"")
+    assert rung(consumer)
+
+
+def test_a_producer_is_woken_when_its_message_fits_and_not_before(ring: Ring) -> None:
+    producer, consumer = ring.claim_producer(), ring.claim_consumer()
+    while producer.try_send(bytes(64)):
+        pass
+    frames = [consumer.recv() for _ in range(4)]
+    parts = producer.sending(bytes(64 + 2 * 128))
+    next(parts)
+    for frame in frames[:2]:
+        frame.release()
+        assert not rung(producer)
+    frames[2].release()
+    assert rung(producer)
+    assert list(parts) == []
+    assert not rung(producer)
+    frames[3].release()
+    assert not rung(producer)
+
+
+def test_resuming_early_only_waits_again(ring: Ring) -> None:
+    producer, consumer = ring.claim_producer(), ring.claim_consumer()
+    while producer.try_send(bytes(64)):
+        pass
+    parts = producer.sending(b"last")
+    for _ in range(3):
+        next(parts)
+    consumer.recv().release()
+    assert list(parts) == []
+
+
+def test_closing_the_consumer_wakes_a_producer_that_waits_for_space(ring: Ring) -> None:
+    producer, consumer = ring.claim_producer(), ring.claim_consumer()
+    parts = producer.sending(bytes(2 * ring.capacity))
+    next(parts)
+    assert not rung(producer)
+    consumer.close()
+    assert rung(producer)
+    with pytest.raises(RingClosed):
+        next(parts)
+
+
+def test_claiming_wakes_a_peer_that_sleeps(ring: Ring) -> None:
+    consumer = ring.claim_consumer()
+    assert consumer.park()
+    ring.claim_producer()
+    assert rung(consumer)
