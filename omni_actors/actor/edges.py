@@ -10,13 +10,14 @@ Rules
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
+from contextlib import closing, suppress
 from dataclasses import dataclass
 
 import trio
 
 from omni_actors.actor.mailbox import Mailbox
 from omni_actors.messages import CLIENT, CLIENT_ADDRESS, Address, Connect
-from ringbuf import Consumer, Frame, Producer, Ring, RingClosed, RingStatistics
+from ringbuf import AlreadyClaimed, Consumer, Frame, Producer, Ring, RingClosed, RingStatistics
 
 
 @dataclass(frozen=True)
@@ -41,8 +42,12 @@ class InputEdge:
         Cancellation: the message is sent whole or never seen. Raises trio.ClosedResourceError when the worker dies.
         """
         async with self._turn:
-            for _ in self._producer.sending(*buffers):
-                await trio.lowlevel.wait_readable(self._producer.fileno())
+            try:
+                with closing(self._producer.sending(*buffers)) as sending:
+                    for _ in sending:
+                        await trio.lowlevel.wait_readable(self._producer.fileno())
+            except RingClosed as error:
+                raise trio.ClosedResourceError from error
 
     def close(self) -> None:
         trio.lowlevel.notify_closing(self._producer.fileno())
@@ -92,12 +97,18 @@ class Edges:
         return output
 
     def leave(self, address: Address) -> None:
-        """Drop a worker and every ring it shared."""
+        """Drop a worker and every ring it shared. Its ends are closed for it: its peers neither wait nor fill up."""
         self._mailboxes.pop(address, None)
         if client_end := self.inputs.pop(address, None):
             client_end.close()
         for pair in [pair for pair in self._rings if address in pair]:
-            self._rings.pop(pair).close()
+            ring = self._rings.pop(pair)
+            with suppress(AlreadyClaimed, RingClosed):  # it lives still, or closed its end itself
+                if address == pair[0]:
+                    ring.claim_producer()
+                else:
+                    ring.claim_consumer()
+            ring.close()
 
     def statistics(self) -> dict[tuple[Address, Address], RingStatistics]:
         return {pair: ring.statistics() for pair, ring in self._rings.items()}

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 import pytest
+
 import ringbuf
 from ringbuf import Ring
 
@@ -19,10 +20,20 @@ PROLOGUE = """
 import os, signal, sys, time
 from ringbuf import *
 from ringbuf._words import CONSUMER, PRODUCER
-ring = Ring.attach([int(fd) for fd in sys.argv[1:4]], generation=int(sys.argv[4]))
+
+def attach(numbers):
+    generation, *fds = map(int, numbers.split(","))
+    return Ring.attach(fds, generation=generation)
+
+def wait_until_asleep(column):
+    while not ring._segment.words[column.waits]:
+        time.sleep(0.001)
+
+ring, *others = map(attach, sys.argv[1:])
 """
 
-Peer: TypeAlias = Callable[[Ring, str], "subprocess.Popen[str]"]
+Peer: TypeAlias = Callable[..., "subprocess.Popen[str]"]
+"""peer(script, *rings)"""
 
 
 @pytest.fixture
@@ -34,13 +45,18 @@ def ring() -> Iterator[Ring]:
 
 @pytest.fixture
 def peer() -> Iterator[Peer]:
-    """Run a script in another process, in which ``ring`` is attached. It is killed and reaped when the test is over."""
+    """Run a script in another process, in which ``ring`` and ``others`` are attached. It is reaped at the end."""
     with ExitStack() as stack:
 
-        def start(ring: Ring, script: str) -> subprocess.Popen[str]:
+        def start(script: str, *rings: Ring) -> subprocess.Popen[str]:
             process = subprocess.Popen(
-                [sys.executable, "-c", PROLOGUE + script, *map(str, ring.fds), str(ring.generation)],
-                pass_fds=ring.fds,
+                [
+                    sys.executable,
+                    "-c",
+                    PROLOGUE + script,
+                    *(",".join(map(str, (ring.generation, *ring.fds))) for ring in rings),
+                ],
+                pass_fds=[fd for ring in rings for fd in ring.fds],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
+
 from ringbuf import Consumer, MessageTooLarge, Ring, RingClosed, RingMisuse
 
 
@@ -50,7 +53,14 @@ def test_a_full_ring_refuses_and_takes_again_after_a_release(ring: Ring) -> None
 def test_try_send_gathers_buffers_of_every_kind(ring: Ring) -> None:
     producer, consumer = ring.claim_producer(), ring.claim_consumer()
     array = np.arange(6, dtype=np.complex64).reshape(2, 3)
-    parts = [b"ab", bytearray(b"cd"), memoryview(b"efgh")[1:3], array, np.zeros((0, 4)), np.float64(2.5).reshape(())]
+    parts: list[Any] = [
+        b"ab",
+        bytearray(b"cd"),
+        memoryview(b"efgh")[1:3],
+        array,
+        np.zeros((0, 4)),
+        np.float64(2.5).reshape(()),
+    ]
     assert producer.try_send(*parts)
     assert drain(consumer) == [b"abcdfg" + array.tobytes() + np.float64(2.5).tobytes()]
     assert producer.try_send()
@@ -108,7 +118,11 @@ def test_misuse_is_refused_and_changes_nothing(ring: Ring) -> None:
     with pytest.raises(RingMisuse, match="nothing is reserved"):
         producer.commit()
     producer.try_reserve(8)
-    for call in (lambda: producer.try_reserve(1), lambda: producer.try_send(b"x"), lambda: next(producer.sending(b"x"))):
+    for call in (
+        lambda: producer.try_reserve(1),
+        lambda: producer.try_send(b"x"),
+        lambda: next(producer.sending(b"x")),
+    ):
         with pytest.raises(RingMisuse, match="reservation is open"):
             call()
     producer.abandon()
@@ -204,8 +218,7 @@ def test_closing_the_producer_between_fragments_ends_the_stream_without_the_mess
 def test_a_closed_consumer_stops_the_producer(ring: Ring) -> None:
     producer, consumer = ring.claim_producer(), ring.claim_consumer()
     assert producer.try_reserve(4) is not None
-    waiting = consumer
-    waiting.close()
+    consumer.close()
     with pytest.raises(RingClosed) as caught:
         producer.commit()
     assert caught.value.end == "consumer"

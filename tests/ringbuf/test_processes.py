@@ -2,36 +2,20 @@
 
 from __future__ import annotations
 
+import random
 import signal
 import subprocess
 import zlib
 from collections.abc import Callable
+from typing import TypeAlias
 
-import numpy as np
 import pytest
+
 from ringbuf import AlreadyClaimed, Frame, PeerDied, Ring, RingClosed
 
 WATCHDOG_S = 60.0
 
-Peer = Callable[[Ring, str], "subprocess.Popen[str]"]
-
-PRODUCE = """
-import random, zlib
-producer = ring.claim_producer()
-rng = random.Random(int(sys.stdin.readline()))
-for number in range(3000):
-    size = rng.choice((rng.randrange(200), rng.randrange(8000), rng.randrange(60000)))
-    payload = rng.randbytes(size)
-    check = zlib.crc32(payload).to_bytes(4, "little")
-    producer.send(number.to_bytes(4, "little"), check, payload, timeout=60)
-producer.close()
-"""
-
-WAIT_UNTIL_CONSUMER_SLEEPS = """
-def wait_until_consumer_sleeps():
-    while not ring._segment.words[CONSUMER.waits]:
-        time.sleep(0.001)
-"""
+Peer: TypeAlias = Callable[..., "subprocess.Popen[str]"]
 
 
 def line(process: subprocess.Popen[str]) -> str:
@@ -39,60 +23,65 @@ def line(process: subprocess.Popen[str]) -> str:
     return process.stdout.readline().strip()
 
 
-def tell(process: subprocess.Popen[str], text: str) -> None:
-    assert process.stdin is not None
-    process.stdin.write(text + "\n")
-    process.stdin.flush()
-
-
-def killed(process: subprocess.Popen[str]) -> None:
+def kill(process: subprocess.Popen[str]) -> None:
     process.kill()
     assert process.wait(WATCHDOG_S) == -signal.SIGKILL
+
+
+PRODUCE = """
+import random, zlib
+producer = ring.claim_producer()
+rng = random.Random(5)
+for number in range(3000):
+    payload = rng.randbytes(rng.choice((rng.randrange(200), rng.randrange(8000), rng.randrange(60000))))
+    check = zlib.crc32(payload).to_bytes(4, "little")
+    producer.send(number.to_bytes(4, "little"), check, payload, timeout=60)
+producer.close()
+"""
 
 
 @pytest.mark.parametrize("capacity", [4 << 10, 64 << 10])
 def test_soak_of_random_sizes_keeps_every_byte_and_the_order(capacity: int, peer: Peer) -> None:
     with Ring.create(capacity, generation=3) as ring:
         consumer = ring.claim_consumer()
-        child = peer(ring, PRODUCE)
-        tell(child, str(capacity))
-        rng = np.random.default_rng(1)
+        child = peer(PRODUCE, ring)
+        rng = random.Random(1)
         held: list[Frame] = []
         for number in range(3000):
             frame = consumer.try_recv()
             if frame is None:
                 while held:
-                    held.pop(int(rng.integers(len(held)))).release()
+                    held.pop(rng.randrange(len(held))).release()
                 frame = consumer.recv(WATCHDOG_S)
             data = bytes(frame.data)
             assert int.from_bytes(data[:4], "little") == number
             assert int.from_bytes(data[4:8], "little") == zlib.crc32(data[8:])
             held.append(frame)
             if len(held) > 3:
-                held.pop(int(rng.integers(len(held)))).release()
+                held.pop(rng.randrange(len(held))).release()
         with pytest.raises(RingClosed):
             consumer.recv(WATCHDOG_S)
         for frame in held:
             frame.release()
         assert child.wait(WATCHDOG_S) == 0
-        statistics = ring.statistics()
-        assert (statistics.used, statistics.messages) == (0, 3000)
+        assert (ring.statistics().used, ring.statistics().messages) == (0, 3000)
 
 
-def test_ping_pong_loses_no_wake_up(peer: Peer) -> None:
-    with Ring.create(4096) as there, Ring.create(4096) as back:
-        script = """
-back = Ring.attach([int(fd) for fd in sys.stdin.readline().split()], generation=0)
+ECHO = """
+back = others[0]
 consumer, producer = ring.claim_consumer(), back.claim_producer()
 try:
     while True:
         with consumer.recv(60) as frame:
             producer.send(frame.data)
 except RingClosed:
-    back.close()
-    ring.close()
+    pass
 """
-        child = Passing(peer).start(there, back, script)
+
+
+def test_ping_pong_loses_no_wake_up(peer: Peer) -> None:
+    with Ring.create(4096) as there, Ring.create(4096) as back:
+        child = peer(ECHO, there, back)
         producer, consumer = there.claim_producer(), back.claim_consumer()
         for number in range(5000):
             producer.send(number.to_bytes(8, "little"))
@@ -102,15 +91,129 @@ except RingClosed:
         assert child.wait(WATCHDOG_S) == 0
 
 
-class Passing:
-    """A second ring reaches the child by inheritance too."""
+def test_a_message_larger_than_the_ring_waits_for_a_slow_reader(ring: Ring, peer: Peer) -> None:
+    child = peer(
+        """
+producer = ring.claim_producer()
+parks = sum(1 for _ in producer.sending(bytes(range(256)) * 4096) if not producer._waiter.wait(None) or True)
+print(parks, flush=True)
+""",
+        ring,
+    )
+    with ring.claim_consumer().recv(WATCHDOG_S) as frame:
+        assert bytes(frame.data) == bytes(range(256)) * 4096
+    assert int(line(child)) > 0
+    assert child.wait(WATCHDOG_S) == 0
 
-    def __init__(self, peer: Peer) -> None:
-        self._peer = peer
 
-    def start(self, first: Ring, second: Ring, script: str) -> subprocess.Popen[str]:
-        class Both:
-            fds = (*first.fds, *second.fds)
-            generation = 0
+def test_an_end_claimed_by_a_living_process_is_refused_and_a_dead_one_succeeded(ring: Ring, peer: Peer) -> None:
+    child = peer("ring.claim_producer(); ring.claim_consumer(); print('claimed', flush=True); signal.pause()", ring)
+    assert line(child) == "claimed"
+    assert ring.peer_pids == (child.pid, child.pid)
+    for claim in (ring.claim_producer, ring.claim_consumer):
+        with pytest.raises(AlreadyClaimed) as caught:
+            claim()
+        assert caught.value.pid == child.pid
+    kill(child)
+    ring.claim_producer().send(b"succeeded")
+    assert bytes(ring.claim_consumer().recv(WATCHDOG_S).data) == b"succeeded"
 
-        raise NotImplementedError
+
+def test_producer_killed_inside_a_reservation_leaves_nothing_visible(ring: Ring, peer: Peer) -> None:
+    consumer = ring.claim_consumer()
+    child = peer(
+        """
+producer = ring.claim_producer()
+producer.send(b"before")
+producer.try_reserve(1000)[:] = b"x" * 1000
+print("reserved", flush=True)
+signal.pause()
+""",
+        ring,
+    )
+    assert line(child) == "reserved"
+    kill(child)
+    assert bytes(consumer.recv(WATCHDOG_S).data) == b"before"
+    assert consumer.try_recv() is None
+    with pytest.raises(PeerDied):
+        consumer.recv(WATCHDOG_S)
+    ring.claim_producer().send(b"after")
+    assert bytes(consumer.recv(WATCHDOG_S).data) == b"after"
+    assert ring.statistics()[2:] == (2, 11)
+
+
+def test_producer_killed_between_fragments_leaves_no_part_of_the_message(ring: Ring, peer: Peer) -> None:
+    consumer = ring.claim_consumer()
+    child = peer(
+        """
+parts = ring.claim_producer().sending(b"x" * 100_000)
+next(parts)
+print("waits", flush=True)
+signal.pause()
+""",
+        ring,
+    )
+    assert line(child) == "waits"
+    assert consumer.try_recv() is None
+    kill(child)
+    ring.claim_producer().send(b"after")
+    assert bytes(consumer.recv(WATCHDOG_S).data) == b"after"
+
+
+def test_producer_killed_between_publish_and_bell_does_not_lose_the_message(ring: Ring, peer: Peer) -> None:
+    consumer = ring.claim_consumer()
+    peer(
+        """
+producer = ring.claim_producer()
+os.eventfd_write = lambda fd, value: os.kill(os.getpid(), signal.SIGKILL)
+wait_until_asleep(CONSUMER)
+producer.send(b"the last words")
+""",
+        ring,
+    )
+    assert bytes(consumer.recv(WATCHDOG_S).data) == b"the last words"
+    with pytest.raises(PeerDied):
+        consumer.recv(WATCHDOG_S)
+
+
+def test_consumer_asleep_when_the_producer_dies_is_told(ring: Ring, peer: Peer) -> None:
+    child = peer("ring.claim_producer(); wait_until_asleep(CONSUMER); os.kill(os.getpid(), signal.SIGKILL)", ring)
+    with pytest.raises(PeerDied) as caught:
+        ring.claim_consumer().recv(WATCHDOG_S)
+    assert (caught.value.end, caught.value.pid) == ("producer", child.pid)
+
+
+def test_producer_asleep_when_the_consumer_dies_is_told(ring: Ring, peer: Peer) -> None:
+    child = peer(
+        """
+consumer = ring.claim_consumer()
+print("claimed", flush=True)
+wait_until_asleep(PRODUCER)
+os.kill(os.getpid(), signal.SIGKILL)
+""",
+        ring,
+    )
+    assert line(child) == "claimed"
+    with pytest.raises(PeerDied) as caught:
+        ring.claim_producer().send(bytes(100_000), timeout=WATCHDOG_S)
+    assert (caught.value.end, caught.value.pid) == ("consumer", child.pid)
+
+
+def test_frames_that_a_killed_consumer_held_come_again(ring: Ring, peer: Peer) -> None:
+    producer = ring.claim_producer()
+    for message in (b"released", b"held", b"unread"):
+        producer.send(message)
+    child = peer(
+        """
+consumer = ring.claim_consumer()
+consumer.recv().release()
+frame = consumer.recv()
+print(bytes(frame.data).decode(), flush=True)
+signal.pause()
+""",
+        ring,
+    )
+    assert line(child) == "held"
+    kill(child)
+    consumer = ring.claim_consumer()
+    assert [bytes(consumer.recv(WATCHDOG_S).data) for _ in range(2)] == [b"held", b"unread"]

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 import ringbuf
 from ringbuf import AlreadyClaimed, Ring, RingClosed, RingCorrupted, RingMisuse, WrongGeneration
 from ringbuf._words import HEADER
@@ -137,7 +138,7 @@ def test_descriptors_of_something_else_are_refused_and_closed(ring: Ring) -> Non
     with pytest.raises(RingCorrupted):
         Ring.attach(list(reversed(duplicates(ring))), generation=0)
     with pytest.raises(ValueError, match="unpack"):
-        Ring.attach(duplicates(ring)[:2] + duplicates(ring), generation=0)
+        Ring.attach(duplicates(ring) + duplicates(ring), generation=0)
     assert descriptors() == before
 
 
@@ -198,6 +199,11 @@ def test_a_head_that_left_the_ring_is_refused(ring: Ring) -> None:
 def test_another_machine_is_refused_at_import() -> None:
     script = "import platform; platform.machine = lambda: 'aarch64'; import ringbuf"
     environment = {**os.environ, "PYTHONPATH": str(Path(ringbuf.__file__).parent.parent)}
-    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment, check=False)
+    result = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, env=environment, check=False
+    )
     assert result.returncode == 1
-    assert "UnsupportedMachine: ringbuf relies on the total store order of x86-64; this machine is 'aarch64'" in result.stderr
+    assert (
+        "UnsupportedMachine: ringbuf relies on the total store order of x86-64; this machine is 'aarch64'"
+        in result.stderr
+    )

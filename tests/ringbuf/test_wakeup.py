@@ -6,6 +6,7 @@ import select
 from collections.abc import Callable
 
 import pytest
+
 from ringbuf import Consumer, Producer, Ring, RingClosed
 
 

@@ -22,7 +22,7 @@ __all__ = ["SlottedCache"]
 _FIRST_LENGTH = 256
 
 
-class SlottedCache(Cache):  # type: ignore[misc]
+class SlottedCache(Cache):
     """Layer tensors are (rows, heads, length, head size), in the model's dtype, made when a layer first writes."""
 
     def __init__(self, max_rows: int, max_length: int, dtype: torch.dtype, device: torch.device) -> None:

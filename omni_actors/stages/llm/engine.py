@@ -4,8 +4,8 @@ Rules
 1. A request is collecting (its input is not complete), waiting, prefilling or running; it can leave from each of these.
 2. One step is at most one piece of one prompt, then one forward that brings every running request its next token. So a
    long prompt slows the others down, but never stops them.
-3. Row i of the cache is the i-th running request's, the row after those the prefilling one's. Requests wait in the order
-   in which their input became complete; at most ``max_batch`` have a row.
+3. Row i of the cache is the i-th running request's, the row after those the prefilling one's. Requests wait in the
+   order in which their input became complete; at most ``max_batch`` have a row.
 4. A prompt is prefilled by itself, in pieces that depend on nothing else: alone or in company, a request starts from
    the same numbers.
 """
@@ -189,12 +189,12 @@ def open_engine(context: StageContext) -> LLMEngine:
     if tokenizer.chat_template is None:
         raise ValueError(f"{context.model}: no chat template; the llm engine serves conversations only")
     context.report("reading the weights")
-    logging.disable_progress_bar()  # it would fill the end of stderr, which is kept to explain a crash
-    model = AutoModelForCausalLM.from_pretrained(
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # it would fill the end of stderr, which is kept to explain a crash
+    model: Any = AutoModelForCausalLM.from_pretrained(
         context.model, dtype=_dtype(options.dtype), attn_implementation="sdpa", local_files_only=True
     )
     _check(model.config, options)
-    model = model.to(context.device).eval()
+    model = model.eval().to(torch.device(context.device))
     pack_linears(model, options.max_batch)
     return LLMEngine(model, tokenizer, options)
 
@@ -207,7 +207,7 @@ def _dtype(name: str) -> torch.dtype:
 
 
 def _check(config: Any, options: LLMOptions) -> None:
-    """Refuse what would be computed wrongly: positions past the model's, and layers that do not see the whole context."""
+    """Refuse what would be computed wrongly: positions past the model's, layers that do not see the whole context."""
     positions = getattr(config, "max_position_embeddings", options.context)
     if options.context > positions:
         raise ValueError(f"context: found {options.context}; the model has {positions} positions")

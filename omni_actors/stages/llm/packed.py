@@ -10,8 +10,6 @@ Rules
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
@@ -22,7 +20,7 @@ class _PackedLinear(nn.Module):
     def __init__(self, linear: nn.Linear, rows: int) -> None:
         super().__init__()
         self.weight = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), rows)
-        self.bias = None if linear.bias is None else linear.bias.detach()
+        self.bias = linear.bias
 
     def forward(self, states: Tensor) -> Tensor:
         result: Tensor = torch.ops.mkldnn._linear_pointwise(states, self.weight, self.bias, "none", [], "")
@@ -38,7 +36,8 @@ def pack_linears(model: nn.Module, rows: int) -> None:
 
 
 def _can_pack(weight: Tensor) -> bool:
-    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
+    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return False
-    supported: Any = torch.ops.mkldnn._is_mkldnn_bf16_supported
-    return weight.dtype == torch.float32 or (weight.dtype == torch.bfloat16 and bool(supported()))
+    if weight.dtype == torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return weight.dtype == torch.float32

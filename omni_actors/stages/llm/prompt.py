@@ -3,7 +3,7 @@
 Rules
 1. The user's chunk is a conversation, each part of a message a text or the number of an audio input.
 2. The chunks of the stage above are the transcripts of those inputs, in pieces.
-3. The model sees text only: an audio part is replaced by its transcript, and the parts of a message are joined by newlines.
+3. The model sees text only: an audio part is replaced by its transcript, and a message's parts are joined by newlines.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Message(msgspec.Struct, frozen=True):
 
 
 class ClientData(msgspec.Struct, frozen=True):
-    messages: list[Message]
+    messages: list[Message] = []
 
 
 class TranscriptData(msgspec.Struct, frozen=True):

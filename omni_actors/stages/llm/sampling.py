@@ -2,9 +2,9 @@
 
 Rules
 1. Temperature 0 is greedy: the first of the most likely tokens.
-2. A sampled sequence owns a generator and draws one number a token: what others in the batch do cannot change its text.
-3. The draw runs through the tokens in order of id, not of probability: rounding differs a little with the batch's shape,
-   and two nearly equal tokens that swap ranks must not change the text.
+2. A sampled sequence owns a generator and draws one number a token: others in the batch cannot change its text.
+3. The draw runs through the tokens in order of id, not of probability: rounding differs a little with the shape of the
+   batch, and two nearly equal tokens that swap ranks must not change the text.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Sampler:
             logits = logits.where(logits >= logits.topk(self._top_k).values[-1], float("-inf"))
         weights = logits.softmax(0)
         if self._top_p < 1:
-            # Tokens below this floor hold 1 - top_p together at most, so the nucleus is among the rest: sort only those.
+            # All tokens below this floor hold 1 - top_p at most, so the nucleus is among the rest: sort only those.
             likely = weights[weights >= (1 - self._top_p) / len(weights)].sort(descending=True).values
             size = int((likely.cumsum(0) < self._top_p).sum()) + 1
             weights = weights.where(weights >= likely[min(size, len(likely)) - 1], 0.0)

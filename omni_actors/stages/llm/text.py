@@ -14,15 +14,16 @@ from typing import Any
 __all__ = ["Answer", "Detokenizer", "StopFilter", "Vocabulary"]
 
 _BROKEN = "\N{REPLACEMENT CHARACTER}"
-_UNFINISHED_BYTES = 3  # of a UTF-8 character of 4
-_KEPT = 16  # tokens; bytes of four characters at the least
+_CHARACTER = 4
+"""The most bytes, and so the most tokens, that a UTF-8 character takes."""
+_KEPT = 4 * _CHARACTER
 
 
 class Detokenizer:
     """Decodes a window of the last tokens, since a token's text can depend on those before it.
 
-    decode: ids to text; what it gives for a longer list starts with what it gave for a shorter one, but for a tail of
-    replacement characters: an unfinished UTF-8 character, or bytes that are none.
+    decode: ids to text. A longer list must give what a shorter one gave and more, but for replacement characters at the
+    end of the shorter one's: they may be a character that is not complete yet.
     """
 
     def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
@@ -35,11 +36,13 @@ class Detokenizer:
         """Return the text that is certain now and was not before."""
         self._window.append(token)
         self._text = self._decode(self._window)
-        whole = self._text.rstrip(_BROKEN)
-        # A run of replacement characters longer than an unfinished character cannot become whole, except its end.
-        certain = max(len(whole), len(self._text) - _UNFINISHED_BYTES)
+        certain = len(self._text.rstrip(_BROKEN))
+        full = len(self._window) >= 2 * _KEPT
+        if full:
+            # So much broken text is no character in the making, except at its very end.
+            certain = max(certain, len(self._text) - _CHARACTER + 1)
         piece = self._take(certain)
-        if len(self._window) >= 2 * _KEPT:
+        if full:
             self._shorten()
         return piece
 
@@ -53,16 +56,17 @@ class Detokenizer:
         return piece
 
     def _shorten(self) -> None:
-        """Forget all but the last tokens, if the text that is still to come cannot depend on those forgotten.
+        """Forget all but the last tokens, where the text that is still to come cannot depend on the others.
 
-        That is so where the rest alone decodes to the same ending and reaches back beyond all that is held; if not now
-        (a character may be split here), then after one of the next tokens.
+        That is so if the rest alone decodes to the same ending, and that ending reaches back beyond all that is held.
         """
-        newer = self._window[-_KEPT:]
-        text = self._decode(newer)
-        forgotten = len(self._text) - len(text)
-        if self._text.endswith(text) and self._given - forgotten > _UNFINISHED_BYTES:
-            self._window, self._text, self._given = newer, text, self._given - forgotten
+        for kept in range(_KEPT, _KEPT + _CHARACTER):  # one of these cuts is not inside a character
+            newer = self._window[-kept:]
+            text = self._decode(newer)
+            forgotten = len(self._text) - len(text)
+            if self._text.endswith(text) and self._given - forgotten >= _CHARACTER:
+                self._window, self._text, self._given = newer, text, self._given - forgotten
+                return
 
 
 class StopFilter:
@@ -117,7 +121,7 @@ class Answer:
         self._detokenizer, self._stops = Detokenizer(vocabulary.decode), StopFilter(stops)
 
     def push(self, token: int) -> dict[str, Any]:
-        """Return the output's data, empty where the token makes no text certain. ``finish_reason`` is set at the end."""
+        """Return the output's data, empty where no text became certain. ``finish_reason`` is set at the end."""
         self._tokens += 1
         ended = token in self._vocabulary.end
         # Kept from the window, since tokens without text would fill it.

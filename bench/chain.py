@@ -1,0 +1,98 @@
+"""The baseline of ``bench.voice``: the same models in one process, one after the other, without workers or rings.
+
+Reads a question a line on standard input; answers each with a line of JSON: ttft_s, ttfa_s, last_token_s, total_s,
+audio_s, text. Run by ``bench.voice``; the argument is the number of native threads.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+
+import numpy as np
+
+from omni_actors import config
+from omni_actors.stages import assets
+from omni_actors.stages.base import CLIENT, Chunk, StageContext, StageEngine, StageFailure, StageOutput, StageRequest
+from omni_actors.stages.registry import ENGINES
+
+
+def open_stage(name: str, threads: int) -> StageEngine:
+    """The engine of a stage of the voice pipeline, in this process."""
+    pipeline = config.load("voice")
+    stage = pipeline.stages[name]
+    module, _, factory = ENGINES[stage.engine].factory.partition(":")
+    engine: StageEngine = getattr(__import__(module, fromlist=[factory]), factory)(
+        StageContext(
+            stage=name,
+            model=assets.resolve(stage.model) if stage.model else None,
+            options=pipeline.options(name),
+            threads=threads,
+            device=stage.device,
+            report=lambda note: None,
+        )
+    )
+    return engine
+
+
+def outputs(engine: StageEngine) -> list[StageOutput]:
+    """What the engine gives until it has nothing more to do."""
+    given: list[StageOutput] = []
+    while engine.busy:
+        for output in engine.step():
+            if isinstance(output, StageFailure):
+                raise output.error
+            given.append(output)
+    return given
+
+
+def passed_on(source: str, seq: int, output: StageOutput) -> Chunk:
+    """An output as the next stage's input."""
+    from ringbuf import Tensor
+
+    tensors = {
+        name: Tensor.of_numpy(value) if isinstance(value, np.ndarray) else value for name, value in output.tensors.items()
+    }
+    return Chunk(source, seq, output.last, tensors, output.data)
+
+
+def answer(number: int, question: str, llm: StageEngine, acoustic: StageEngine, vocoder: StageEngine) -> dict[str, object]:
+    """One question through the chain: each stage runs as far as it can before the one above goes on."""
+    began = time.monotonic()
+    llm.start(StageRequest(number, (CLIENT,), {"max_tokens": 256}))
+    acoustic.start(StageRequest(number, ("llm",), {}))
+    vocoder.start(StageRequest(number, ("acoustic",), {}))
+    llm.feed(number, Chunk(CLIENT, 0, True, {}, {"messages": [{"role": "user", "content": question}]}))
+    times: dict[str, float] = {}
+    text, samples, spoken, heard = [], 0, 0, 0
+    while llm.busy:
+        for output in llm.step():
+            if isinstance(output, StageFailure):
+                raise output.error
+            text.append(output.data.get("text", ""))
+            times.setdefault("ttft_s", time.monotonic() - began)
+            times["last_token_s"] = time.monotonic() - began
+            acoustic.feed(number, passed_on("llm", spoken, output))
+            spoken += 1
+            for features in outputs(acoustic):
+                vocoder.feed(number, passed_on("acoustic", heard, features))
+                heard += 1
+                for sound in outputs(vocoder):
+                    samples += len(sound.tensors.get("audio", ()))
+                    times.setdefault("ttfa_s", time.monotonic() - began)
+    return {**times, "total_s": time.monotonic() - began, "audio_s": samples / 24000, "text": "".join(text)}
+
+
+def main() -> None:
+    threads = int(sys.argv[1])
+    os.environ |= {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"}
+    llm, acoustic, vocoder = (open_stage(name, threads) for name in ("llm", "acoustic", "vocoder"))
+    print("ready", flush=True)
+    for number, line in enumerate(sys.stdin, start=1):
+        print(json.dumps(answer(number, line.strip(), llm, acoustic, vocoder)), flush=True)
+
+
+if __name__ == "__main__":
+    main()

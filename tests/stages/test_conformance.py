@@ -1,0 +1,262 @@
+"""What ``stages.base`` asks of every engine, asked of every engine."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from omni_actors.stages.base import CLIENT, InvalidRequest
+
+FeedArgs = tuple[dict[str, Any], dict[str, Any]]
+"""data and tensors of a chunk."""
+
+
+class Case:
+    """How to use one engine.
+
+    inputs: two requests, of two chunks at least. refused: a chunk that no request may bring. gist: outputs to what can
+    be compared; it also checks what is in them.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        inputs: list[list[FeedArgs]],
+        refused: FeedArgs,
+        gist: Callable[[list[Any]], Any],
+        source: str = CLIENT,
+        **params: Any,
+    ) -> None:
+        self.name, self.inputs, self.refused, self.gist = name, inputs, refused, gist
+        self.source, self.params = source, params
+        self._expected: dict[int, Any] = {}
+
+    def start(self, driver: Any, request_id: int) -> None:
+        driver.start(request_id, (self.source,), **self.params)
+
+    def feed(self, driver: Any, request_id: int, which: int, part: slice = slice(None)) -> None:
+        chunks = self.inputs[which]
+        for i in range(len(chunks))[part]:
+            driver.feed(request_id, *chunks[i], last=i == len(chunks) - 1, source=self.source)
+
+    def alone(self, driver: Any, request_id: int, which: int) -> Any:
+        """What input number ``which`` gives by itself."""
+        self.start(driver, request_id)
+        self.feed(driver, request_id, which)
+        return self.gist(driver.run()[request_id])
+
+    def check(self, driver: Any, outputs: list[Any], which: int) -> None:
+        """They are what input number ``which`` gives by itself."""
+        if which not in self._expected:
+            self._expected[which] = self.alone(driver, 1000 + which, which)
+        np.testing.assert_equal(self.gist(outputs), self._expected[which])
+
+
+def echo(_: pytest.FixtureRequest) -> Case:
+    def chunks(text: str) -> list[FeedArgs]:
+        return [({"text": text, "n": n}, {"x": np.full(n, n, np.float32)}) for n in range(4)]
+
+    def gist(outputs: list[Any]) -> Any:
+        assert [output.data["n"] for output in outputs] == [0, 1, 2, 3]
+        return [(dict(o.data), {k: (t.dtype, t.shape, bytes(t.data)) for k, t in o.tensors.items()}) for o in outputs]
+
+    return Case("echo", [chunks("one"), chunks("another")], ({"echo": {"invalid": "feed"}}, {}), gist)
+
+
+def whisper(request: pytest.FixtureRequest) -> Case:
+    speak = request.getfixturevalue("speak")
+
+    def chunks(text: str) -> list[FeedArgs]:
+        data = {"sample_rate": 24000, "index": 0}
+        return [(data, {"audio": piece}) for piece in np.array_split(speak(text), 3)]
+
+    def gist(outputs: list[Any]) -> Any:
+        assert len(outputs) > 1, "the text does not come as it is heard"
+        return "".join(output.data["text"] for output in outputs), outputs[-1].data["duration_s"]
+
+    inputs = [chunks("The capital of France is Paris."), chunks("Seven ships came home.")]
+    return Case("whisper", inputs, ({"sample_rate": 24000, "index": 0}, {"audio": np.zeros((2, 9))}), gist)
+
+
+def llm(_: pytest.FixtureRequest) -> Case:
+    def chunks(question: str) -> list[FeedArgs]:
+        parts = ("Answer in one word.", question)
+        return [({"messages": [{"role": "user", "content": part}]}, {}) for part in parts]
+
+    def gist(outputs: list[Any]) -> Any:
+        end = outputs[-1].data
+        return (
+            "".join(output.data.get("text", "") for output in outputs),
+            end["finish_reason"],
+            end["completion_tokens"],
+        )
+
+    inputs = [chunks("What is the capital of France?"), chunks("What colour is the sky?")]
+    return Case("llm", inputs, ({"messages": "none"}, {}), gist, max_tokens=4)
+
+
+def hibari_acoustic(_: pytest.FixtureRequest) -> Case:
+    def chunks(text: str) -> list[FeedArgs]:
+        return [({"text": piece}, {}) for piece in (text[:9], text[9:])]
+
+    def gist(outputs: list[Any]) -> Any:
+        places = [(output.data["sentence"], output.data["start"]) for output in outputs]
+        assert places == sorted(places)
+        return [(dict(output.data), dict(output.tensors)) for output in outputs]
+
+    inputs = [chunks("It is late. Good night."), chunks("Who is there? It is me.")]
+    return Case("hibari_acoustic", inputs, ({"text": 5}, {}), gist, source="thinker")
+
+
+def hibari_vocoder(_: pytest.FixtureRequest) -> Case:
+    def chunks(seed: int) -> list[FeedArgs]:
+        rng = np.random.default_rng(seed)
+        made: list[FeedArgs] = []
+        for sentence, start in itertools.product(range(2), (0, 3)):
+            tensors = {n: rng.normal(-3, 1, (601, 3)).astype(np.float32) for n in ("lh", "theta", "ln", "lr", "phi")}
+            if start == 0:
+                tensors["f0"] = rng.uniform(20, 300, 6).astype(np.float32)
+            made.append(({"sentence": sentence, "start": start}, tensors))
+        return made
+
+    def gist(outputs: list[Any]) -> Any:
+        sentences = [output.data["sentence"] for output in outputs]
+        assert sentences == sorted(sentences)
+        audio = np.concatenate([output.tensors["audio"] for output in outputs])
+        assert audio.shape == (2 * 6 * 300,)
+        return audio
+
+    refused = ({"sentence": 0, "start": 0}, {"lh": np.zeros((601, 3), np.float32)})
+    return Case("hibari_vocoder", [chunks(1), chunks(2)], refused, gist, source="talker")
+
+
+VOICE = (whisper, llm, hibari_acoustic, hibari_vocoder)
+
+
+@pytest.fixture(
+    scope="module", params=[echo, *(pytest.param(f, marks=pytest.mark.voice, id=f.__name__) for f in VOICE)]
+)
+def case(request: pytest.FixtureRequest) -> Case:
+    made: Case = request.param(request)
+    return made
+
+
+@pytest.fixture
+def driver(case: Case, drive: Callable[..., Any]) -> Any:
+    return drive(case.name)
+
+
+def test_a_request_gives_its_outputs_and_exactly_one_last(case: Case, driver: Any) -> None:
+    case.start(driver, 1)
+    case.feed(driver, 1, 0)
+    outputs = driver.run()
+    assert outputs.keys() == {1}
+    assert [output.last for output in outputs[1]].count(True) == 1
+    assert outputs[1][-1].last
+    assert not driver.live
+
+
+def test_an_engine_without_work_is_not_busy(case: Case, driver: Any) -> None:
+    assert not driver.engine.busy
+    case.start(driver, 1)
+    assert not driver.engine.busy, "busy with a request that has no input yet"
+    case.feed(driver, 1, 0)
+    assert driver.engine.busy
+    driver.run()
+    assert not driver.engine.busy
+
+
+def test_requests_side_by_side_give_what_each_gives_alone(case: Case, driver: Any) -> None:
+    for number in (0, 1):
+        case.start(driver, 10 + number)
+    for i in range(max(map(len, case.inputs))):
+        for number in (0, 1):
+            case.feed(driver, 10 + number, number, slice(i, i + 1))
+    outputs = driver.run()
+    assert outputs.keys() == {10, 11}
+    for number in (0, 1):
+        case.check(driver, outputs[10 + number], number)
+
+
+def test_a_request_that_joins_between_steps_gives_what_it_gives_alone(case: Case, driver: Any) -> None:
+    case.start(driver, 10)
+    case.feed(driver, 10, 0)
+    outputs = {10: driver.step(), 11: []}
+    case.start(driver, 11)
+    case.feed(driver, 11, 1)
+    for request_id, more in driver.run().items():
+        outputs[request_id] += more
+    for number in (0, 1):
+        case.check(driver, outputs[10 + number], number)
+
+
+def test_an_id_can_be_used_again_after_its_end(case: Case, driver: Any) -> None:
+    for _ in range(2):
+        case.start(driver, 1)
+        case.feed(driver, 1, 0)
+        case.check(driver, driver.run()[1], 0)
+
+
+@pytest.mark.parametrize("state", ["started", "half fed", "half fed and stepped", "fed", "stepped"])
+def test_abort_frees_a_request_in_every_state(case: Case, driver: Any, state: str) -> None:
+    case.start(driver, 2)
+    if state.startswith("half fed"):
+        case.feed(driver, 2, 0, slice(0, 1))
+        if "stepped" in state:
+            driver.run()
+    elif state != "started":
+        case.feed(driver, 2, 0)
+        if state == "stepped":
+            assert not any(output.last for output in driver.step())
+    case.start(driver, 3)
+    case.feed(driver, 3, 1)
+    driver.abort(2)
+    outputs = driver.run()
+    assert outputs.keys() == {3}
+    case.check(driver, outputs[3], 1)
+    assert not driver.engine.busy
+    case.start(driver, 2)
+    driver.abort(2)
+
+
+@pytest.mark.parametrize("fed_before", [0, 1])
+def test_a_bad_chunk_refuses_its_own_request_only(case: Case, driver: Any, fed_before: int) -> None:
+    case.start(driver, 2)
+    case.start(driver, 3)
+    case.feed(driver, 2, 0, slice(0, fed_before))
+    case.feed(driver, 3, 1, slice(0, 1))
+    with pytest.raises(InvalidRequest) as refusal:
+        driver.feed(2, *case.refused, last=True, source=case.source)
+    assert refusal.value.param
+    driver.abort(2)  # as the worker does: it may come too late for anything
+    case.feed(driver, 3, 1, slice(1, None))
+    outputs = driver.run()
+    assert outputs.keys() == {3}
+    case.check(driver, outputs[3], 1)
+    case.start(driver, 2)
+    driver.abort(2)
+
+
+def test_close_ends_the_engines_threads(case: Case, driver: Any, open_stage: Callable[..., Any], drive: Any) -> None:
+    case.alone(driver, 1, 0)  # threads that a library starts once, for good, are running now
+    before = _tasks()
+    engine = open_stage(case.name)
+    case.alone(drive(engine), 1, 0)
+    engine.close()
+    del engine
+    deadline = time.monotonic() + 10
+    while (left := _tasks() - before) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not left, f"threads left: {left}; of Python: {threading.enumerate()}"
+
+
+def _tasks() -> set[str]:
+    """This process's threads, native ones too."""
+    return set(os.listdir("/proc/self/task"))
