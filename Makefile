@@ -54,7 +54,7 @@ lint: .venv/installed
 	$(BIN)/mypy omni_actors ringbuf
 
 bench: setup
-	$(BIN)/omni-actors bench
+	$(BIN)/python -m bench.voice $(BENCH_ARGS)
 
 clean:
 	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist answer.wav

@@ -17,6 +17,7 @@ from omni_actors import config
 from omni_actors.stages import assets
 from omni_actors.stages.base import CLIENT, Chunk, StageContext, StageEngine, StageFailure, StageOutput, StageRequest
 from omni_actors.stages.registry import ENGINES
+from ringbuf import Tensor
 
 
 def open_stage(name: str, threads: int) -> StageEngine:
@@ -50,15 +51,17 @@ def outputs(engine: StageEngine) -> list[StageOutput]:
 
 def passed_on(source: str, seq: int, output: StageOutput) -> Chunk:
     """An output as the next stage's input."""
-    from ringbuf import Tensor
 
     tensors = {
-        name: Tensor.of_numpy(value) if isinstance(value, np.ndarray) else value for name, value in output.tensors.items()
+        name: Tensor.of_numpy(value) if isinstance(value, np.ndarray) else value
+        for name, value in output.tensors.items()
     }
     return Chunk(source, seq, output.last, tensors, output.data)
 
 
-def answer(number: int, question: str, llm: StageEngine, acoustic: StageEngine, vocoder: StageEngine) -> dict[str, object]:
+def answer(
+    number: int, question: str, llm: StageEngine, acoustic: StageEngine, vocoder: StageEngine
+) -> dict[str, object]:
     """One question through the chain: each stage runs as far as it can before the one above goes on."""
     began = time.monotonic()
     llm.start(StageRequest(number, (CLIENT,), {"max_tokens": 256}))

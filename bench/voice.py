@@ -1,8 +1,8 @@
 """`python -m bench.voice`: the voice pipeline against the same models in one process, and batching against a sequence.
 
-Rounds alternate between the system and the chain, so that a machine whose speed drifts is the same for both; medians are
-printed, and ratios of medians. The chain runs in a process of its own (``bench.chain``), once with one native thread and
-once with two; the system is compared with the better of the two.
+Rounds alternate between the system and the chain, so that a machine whose speed drifts is the same for both; medians
+are printed, and ratios of medians. The chain runs in a process of its own (``bench.chain``), once with one native
+thread and once with two; the system is compared with the better of the two.
 """
 
 from __future__ import annotations
@@ -116,7 +116,9 @@ async def measure(rounds: int, overrides: dict[str, Any]) -> Row:
         async with OmniSystem.open("voice", overrides=overrides) as omni:
             for number in range(rounds + 1):
                 row = await ask(omni, QUESTION)
-                others = {threads: await trio.to_thread.run_sync(chain.ask, QUESTION) for threads, chain in chains.items()}
+                others = {
+                    threads: await trio.to_thread.run_sync(chain.ask, QUESTION) for threads, chain in chains.items()
+                }
                 if number == 0:
                     continue  # warms all of them
                 ours.append(row)
@@ -157,7 +159,9 @@ def verdicts(result: Row) -> list[tuple[str, float, str, bool]]:
 @click.command()
 @click.option("--rounds", default=5, show_default=True, help="Counted rounds, after one that warms up.")
 @click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write the figures here.")
-@click.option("-s", "--set", "assignments", multiple=True, metavar="PATH=VALUE", help="Override a value of the pipeline.")
+@click.option(
+    "-s", "--set", "assignments", multiple=True, metavar="PATH=VALUE", help="Override a value of the pipeline."
+)
 def main(rounds: int, json_file: Path | None, assignments: tuple[str, ...]) -> None:
     """Measure, print tables, and say which bounds held."""
     from omni_actors.config import parse_overrides

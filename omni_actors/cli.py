@@ -73,10 +73,12 @@ async def _cancel_on_signal(scope: trio.CancelScope) -> None:
             return
 
 
+class _BadConfig(click.ClickException):
+    exit_code = 2
+
+
 def _as_click(error: OmniError) -> click.ClickException:
-    exception = click.ClickException(str(error))
-    exception.exit_code = 2 if isinstance(error, ConfigError) else 1
-    return exception
+    return _BadConfig(str(error)) if isinstance(error, ConfigError) else click.ClickException(str(error))
 
 
 override_option = click.option(

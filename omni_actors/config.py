@@ -139,7 +139,7 @@ def explain(config: str | Path | Pipeline, overrides: Mapping[str, Any] | None =
     del document["file"]
     for stage in pipeline.stages:
         document["stages"][stage]["options"] = pipeline.options(stage)
-    return [Explained(path, value, _origin(path, origins)) for path, value in _leaves(document)]
+    return [Explained(path, value, origins.get(path, "default")) for path, value in _leaves(document)]
 
 
 def parse_overrides(assignments: tuple[str, ...] | list[str]) -> dict[str, Any]:
@@ -151,7 +151,7 @@ def parse_overrides(assignments: tuple[str, ...] | list[str]) -> dict[str, Any]:
             raise ConfigError(OVERRIDES, assignment, assignment, "path.to.value=VALUE")
         try:
             overrides[path] = yaml.safe_load(value)
-        except yaml.YAMLError as error:
+        except (yaml.YAMLError, ValueError) as error:
             raise ConfigError(OVERRIDES, path, value, f"a YAML value ({error})") from error
     return overrides
 
@@ -161,8 +161,9 @@ def parse_overrides(assignments: tuple[str, ...] | list[str]) -> dict[str, Any]:
 
 def _read(config: str | Path | Pipeline, overrides: Mapping[str, Any]) -> tuple[Pipeline, dict[str, str]]:
     if isinstance(config, Pipeline):
-        file, document, origins = config.file, msgspec.to_builtins(config), {"": config.file}
+        file, document = config.file, msgspec.to_builtins(config)
         del document["file"]
+        origins = {place: file for place, _ in _leaves(document)}
     else:
         path = _find(str(config))
         file = str(path)
@@ -170,9 +171,12 @@ def _read(config: str | Path | Pipeline, overrides: Mapping[str, Any]) -> tuple[
         origins = {place: f"{file}:{line}" for place, line in lines.items()}
     for place, value in overrides.items():
         _assign(document, place, value)
-        origins[place] = OVERRIDES
+        replaced = [old for old in origins if f"{old}.".startswith(f"{place}.")]
+        for old in replaced:
+            del origins[old]
+        origins.update(dict.fromkeys((place, *(leaf for leaf, _ in _leaves(value, place))), OVERRIDES))
     pipeline = _convert(document, file, origins)
-    _check_graph(pipeline)
+    _check_graph(pipeline, origins)
     for stage in pipeline.stages:
         _check_engine(pipeline, stage, origins)
     return pipeline, origins
@@ -198,10 +202,6 @@ def _find(name: str) -> Path:
 
 def _parse(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
     """The document, and the line of each value by dotted path."""
-    try:
-        node = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(str(path), "(document)", str(error), "a YAML document in UTF-8") from error
     lines: dict[str, int] = {}
     constructor = yaml.SafeLoader("")
 
@@ -218,7 +218,13 @@ def _parse(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
             built[key] = build(value_node, where)
         return built
 
-    document = build(node, "") if node is not None else None
+    try:
+        node = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
+        document = build(node, "") if node is not None else None
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: no UTF-8, or a value such as the date 2026-99-99
+        raise ConfigError(str(path), "(document)", str(error), "a YAML document in UTF-8") from error
+    except RecursionError as error:
+        raise ConfigError(str(path), "(document)", str(error), "a document that does not contain itself") from error
     if not isinstance(document, dict):
         raise ConfigError(str(path), "(document)", document, "a mapping with name and stages")
     return document, lines
@@ -251,7 +257,8 @@ def _convert(document: dict[str, Any], file: str, origins: Mapping[str, str]) ->
     pattern = re.compile(r"^[a-z][a-z0-9_]*$")
     for name in converted:
         if not pattern.match(name) or name == CLIENT:
-            raise ConfigError(file, f"stages.{name}", name, f"a name like {pattern.pattern}, other than {CLIENT!r}")
+            where, accepted = f"stages.{name}", f"a name like {pattern.pattern}, other than {CLIENT!r}"
+            raise ConfigError(_file(where, file, origins), where, name, accepted)
     return msgspec.structs.replace(whole, stages=converted)
 
 
@@ -271,31 +278,37 @@ def _section(value: Any, schema: type[Any], place: str, file: str, origins: Mapp
         raise ConfigError(_file(where, file, origins), where or "(document)", found, message) from error
 
 
-def _check_graph(pipeline: Pipeline) -> None:
-    stages, file = pipeline.stages, pipeline.file
+def _check_graph(pipeline: Pipeline, origins: Mapping[str, str]) -> None:
+    stages = pipeline.stages
+
+    def wrong(place: str, found: Any, accepted: str) -> ConfigError:
+        return ConfigError(_file(place, pipeline.file, origins), place, found, accepted)
+
     emitters: dict[str, str] = {}
     for name, stage in stages.items():
         for i, source in enumerate(stage.inputs):
             if source not in stages:
                 others = sorted(set(stages) - {name})
                 accepted = f"the name of a stage: {', '.join(others)}{_meant(source, others)}"
-                raise ConfigError(file, f"stages.{name}.inputs.{i}", source, accepted)
+                raise wrong(f"stages.{name}.inputs.{i}", source, accepted)
+            if source in stage.inputs[:i]:
+                raise wrong(f"stages.{name}.inputs.{i}", source, "each stage once")
         if not stage.inputs and not stage.accepts:
-            raise ConfigError(file, f"stages.{name}", name, "a stage with inputs, or one that accepts input")
+            raise wrong(f"stages.{name}", name, "a stage with inputs, or one that accepts input")
         if stage.emits is not None:
             if stage.emits in emitters:
                 accepted = f"a modality of its own; stage {emitters[stage.emits]!r} emits this one"
-                raise ConfigError(file, f"stages.{name}.emits", stage.emits, accepted)
+                raise wrong(f"stages.{name}.emits", stage.emits, accepted)
             emitters[stage.emits] = name
     try:
         graphlib.TopologicalSorter({name: stage.inputs for name, stage in stages.items()}).prepare()
     except graphlib.CycleError as error:
         cycle = " -> ".join(error.args[1])
-        raise ConfigError(file, "stages", cycle, "inputs that form no cycle") from error
+        raise wrong("stages", cycle, "inputs that form no cycle") from error
     read = {source for stage in stages.values() for source in stage.inputs}
     for name, stage in stages.items():
         if name not in read and stage.emits is None:
-            raise ConfigError(file, f"stages.{name}", name, "a stage that another one reads, or one that emits")
+            raise wrong(f"stages.{name}", name, "a stage that another one reads, or one that emits")
 
 
 def _check_engine(pipeline: Pipeline, name: str, origins: Mapping[str, str]) -> None:
@@ -305,7 +318,7 @@ def _check_engine(pipeline: Pipeline, name: str, origins: Mapping[str, str]) -> 
         raise ConfigError(_file(f"{place}.engine", file, origins), f"{place}.engine", stage.engine, accepted)
     spec = pipeline.spec(name)
     if spec.needs_model and stage.model is None:
-        raise ConfigError(file, f"{place}.model", None, "a model: this engine needs one")
+        raise ConfigError(_file(place, file, origins), f"{place}.model", None, "a model: this engine needs one")
     if spec.options is not None:
         _section(stage.options, spec.options, f"{place}.options", file, origins)
     if spec.params is not None:
@@ -316,12 +329,11 @@ def _check_engine(pipeline: Pipeline, name: str, origins: Mapping[str, str]) -> 
 
 
 def _file(place: str, file: str, origins: Mapping[str, str]) -> str:
-    return _origin(place, origins) if place and origins else file
-
-
-def _origin(place: str, origins: Mapping[str, str]) -> str:
-    """Of the value itself, or of the mapping that holds it where that was given whole."""
-    return origins.get(place, "default")
+    """Where what is at ``place`` was written: it, or the nearest thing around it that was."""
+    place = place.replace("[", ".[")
+    while place and place not in origins:
+        place = place.rpartition(".")[0]
+    return origins[place] if place else file
 
 
 def _look_up(value: Any, inner: str) -> Any:

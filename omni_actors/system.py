@@ -231,6 +231,7 @@ class OmniSystem:
                 left_by = error  # raised below as it is, not inside the nursery's exception group
             finally:
                 system._running = False
+                nursery.cancel_scope.shield = True  # so that a cancellation from outside does not replace ``left_by``
                 nursery.cancel_scope.cancel()
         if left_by is not None:
             raise left_by
@@ -278,7 +279,7 @@ class OmniSystem:
         """``generate`` for a pipeline of your own: pieces of input by the kinds that its stages accept."""
         route = plan(self._nodes, inputs, modalities)
         by_stage = self._params(route.stages, params)
-        deadline_s = deadline_s or self.pipeline.limits.deadline_s
+        deadline_s = self.pipeline.limits.deadline_s if deadline_s is None else deadline_s
         stream = self._orchestrator.submit(inputs, modalities, by_stage, deadline_s, request_id)
         return Generation(stream, self.pipeline)
 
@@ -307,7 +308,7 @@ class OmniSystem:
     @property
     def errored(self) -> bool:
         """Whether failed stages leave no way from any input to any output."""
-        failed = {failure.stage for failure in self._failures()}
+        failed = set(self._nodes) - {r.address.stage for r in self._replicas if r.state is not State.FAILED}
         served: set[str] = set()
         for name, node in self._nodes.items():
             if name not in failed and (node.accepts or served & set(node.inputs)):

@@ -29,11 +29,11 @@ LAYERS: dict[str, set[str]] = {
     "omni_actors.errors": set(),
     "omni_actors.messages": {"omni_actors.errors"},
     "omni_actors.metrics": {"omni_actors.errors"},
-    "omni_actors.stages.base": {"omni_actors.errors", "ringbuf"},
+    "omni_actors.stages.base": {"omni_actors.errors", "omni_actors.messages", "ringbuf"},
     "omni_actors.stages.assets": {"omni_actors.errors"},
     "omni_actors.stages.registry": {"omni_actors.errors", "omni_actors.stages.base"},
     "omni_actors.stages": {"omni_actors.errors", "ringbuf", *ENGINE_DATA},
-    "omni_actors.config": {"omni_actors.errors", "omni_actors.stages.registry"},
+    "omni_actors.config": {"omni_actors.errors", "omni_actors.messages", "omni_actors.stages.registry"},
     "omni_actors.actor": {
         "omni_actors.errors",
         "omni_actors.messages",

@@ -1,4 +1,4 @@
-"""The main job, end to end, with the real models: a question is answered in text and speech, and survives its workers."""
+"""The main job, end to end, with the real models: answers in text and speech, through the death of any worker."""
 
 from __future__ import annotations
 

@@ -27,6 +27,7 @@ CONGESTED_BYTES = 8 * 1024 * 1024
 RECEIVE_FRAMES = 64
 RECEIVE_BYTES = 1024 * 1024
 """What one edge may bring in between two steps, so that a fast producer does not keep a busy engine from stepping."""
+LONGEST_REFUSAL = 16_384
 
 
 class Attach:
@@ -74,20 +75,27 @@ class _Outgoing:
         return size
 
     def flush(self) -> None:
-        """Send what there is room for."""
-        while self._waiting:
-            sending, size = self._waiting[0]
-            for _ in sending:
-                return  # parked: the doorbell will tell
-            self._waiting.popleft()
-            self.waiting_bytes -= size
+        """Send what there is room for. When the consumer is gone nothing waits: its requests have failed."""
+        try:
+            while self._waiting:
+                sending, size = self._waiting[0]
+                for _ in sending:
+                    return  # parked: the doorbell will tell
+                self._waiting.popleft()
+                self.waiting_bytes -= size
+        except RingClosed:
+            self._drop_waiting()
 
     def close(self) -> None:
+        self._drop_waiting()
+        self.producer.close()
+        self.ring.close()
+
+    def _drop_waiting(self) -> None:
         for sending, _ in self._waiting:
             sending.close()
         self._waiting.clear()
-        self.producer.close()
-        self.ring.close()
+        self.waiting_bytes = 0
 
 
 class _Active:
@@ -211,11 +219,10 @@ class EngineLoop:
                     break
                 edge.early = None
                 moved = True
-                received += frame.data.nbytes
-                if active := self._active.get(header.request):
-                    self._feed(engine, active, Chunk(header.source, header.seq, header.last, tensors, header.data))
-                del tensors
-                frame.release()
+                with frame:
+                    received += frame.data.nbytes
+                    if active := self._active.get(header.request):
+                        self._feed(engine, active, Chunk(header.source, header.seq, header.last, tensors, header.data))
                 if received >= RECEIVE_BYTES:
                     break
         return moved
@@ -264,7 +271,7 @@ class EngineLoop:
 
     def _refuse(self, request: int, error: InvalidRequest) -> None:
         del self._active[request]
-        self._notify(Refused(request, error.message, error.param, error.code))
+        self._notify(Refused(request, error.message[:LONGEST_REFUSAL], error.param, error.code))
 
     # sleep
 

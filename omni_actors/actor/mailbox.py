@@ -5,6 +5,7 @@ Rules
 2. ``post`` never waits, so that no caller ever hangs on a worker that has stopped reading: it raises ``MailboxFull``,
    and the owner kills the worker.
 3. Descriptors are duplicated when posted and closed when sent or dropped: who posts keeps its own.
+4. The connection outlives the cancellation of its block, so that the last words of a cancelled owner are still sent.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ class Mailbox:
         self._in_send, self.incoming = trio.open_memory_channel[Envelope](capacity)
         self._peer_gone = False
         self._written = trio.Event()
+        self._open = trio.CancelScope(shield=True)
 
     def post(self, message: Message, fds: Sequence[int] = ()) -> None:
         """Queue a message in order. Raises MailboxFull; a message to a peer that is gone is dropped."""
@@ -68,6 +70,14 @@ class Mailbox:
         self._out_send.close()
         await self._written.wait()
 
+    @trio.lowlevel.enable_ki_protection
+    async def _carry(self) -> None:
+        with self._open:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._read)
+                nursery.start_soon(self._write)
+
+    @trio.lowlevel.enable_ki_protection
     async def _write(self) -> None:
         async for message, fds in self._out_receive:
             try:
@@ -80,6 +90,7 @@ class Mailbox:
                 _close_all(fds)
         self._written.set()
 
+    @trio.lowlevel.enable_ki_protection
     async def _read(self) -> None:
         async with self._in_send:
             while True:
@@ -121,10 +132,11 @@ async def open_mailbox(sock: socket.socket, capacity: int) -> AsyncIterator[Mail
     mailbox = Mailbox(sock, capacity)
     try:
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(mailbox._read)
-            nursery.start_soon(mailbox._write)
-            yield mailbox
-            nursery.cancel_scope.cancel()
+            nursery.start_soon(mailbox._carry)
+            try:
+                yield mailbox
+            finally:
+                mailbox._open.cancel()
     finally:
         mailbox._drop_queued()
         mailbox._sock.close()

@@ -77,6 +77,9 @@ class _Popen(popen_spawn_posix.Popen):  # type: ignore[misc]
             self._fds.append(child_read)
             command = spawn.get_command_line(tracker_fd=None, pipe_handle=child_read)
             self.pid = util.spawnv_passfds(spawn.get_executable(), command, self._fds)
+        except BaseException:
+            os.close(parent_write)
+            raise
         finally:
             os.close(child_read)
         self.sentinel = parent_write
@@ -109,34 +112,41 @@ class LocalWorker:
         self.pid: int = process.pid
         self.stderr_tail: collections.deque[str] = collections.deque(maxlen=STDERR_TAIL_LINES)
         self._stderr_ended = trio.Event()
+        self._following = trio.CancelScope(shield=True)
+        self._reaping = trio.Lock()
+        self._exit: WorkerExit | None = None
 
     def kill(self) -> None:
         if self._process.exitcode is None:
             signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
 
     async def wait_dead(self) -> WorkerExit:
-        await trio.lowlevel.wait_readable(self._pidfd)
-        self._process.join()
-        with trio.move_on_after(STDERR_DRAIN_S):  # ends at once unless a grandchild still holds the pipe
-            await self._stderr_ended.wait()
-        code: int = self._process.exitcode
-        if code < 0:
-            return WorkerExit(self.pid, signal.Signals(-code).name, None, tuple(self.stderr_tail))
-        return WorkerExit(self.pid, None, code, tuple(self.stderr_tail))
+        async with self._reaping:  # one may wait on the descriptor, the others wait for that one
+            if self._exit is None:
+                await trio.lowlevel.wait_readable(self._pidfd)
+                self._process.join()
+                with trio.move_on_after(STDERR_DRAIN_S):  # ends at once unless a grandchild still holds the pipe
+                    await self._stderr_ended.wait()
+                code: int = self._process.exitcode
+                name, code_or_none = (_signal_name(-code), None) if code < 0 else (None, code)
+                self._exit = WorkerExit(self.pid, name, code_or_none, tuple(self.stderr_tail))
+        return self._exit
 
+    @trio.lowlevel.enable_ki_protection
     async def _follow_stderr(self, name: str, read_fd: int) -> None:
         log = logging.getLogger(f"omni_actors.worker.{name}")
         pending = b""
-        async with trio.lowlevel.FdStream(read_fd) as stream:
-            async for data in stream:
-                *lines, pending = (pending + data).split(b"\n")
-                pending = pending[-LONGEST_LINE:]
-                for line in lines:
-                    text = line[-LONGEST_LINE:].decode(errors="replace").rstrip()
-                    self.stderr_tail.append(text)
-                    log.info(text)
-            if pending:
-                self.stderr_tail.append(pending.decode(errors="replace"))
+        with self._following:
+            async with trio.lowlevel.FdStream(read_fd) as stream:
+                async for data in stream:
+                    *lines, pending = (pending + data).split(b"\n")
+                    pending = pending[-LONGEST_LINE:]
+                    for line in lines:
+                        text = line[-LONGEST_LINE:].decode(errors="replace").rstrip()
+                        self.stderr_tail.append(text)
+                        log.info(text)
+                if pending:
+                    self.stderr_tail.append(pending.decode(errors="replace"))
         self._stderr_ended.set()
 
 
@@ -157,14 +167,17 @@ class LocalSpawner:
         try:
             with _sigint_blocked():
                 process.start()
+            pidfd = os.pidfd_open(process.pid)
         except BaseException:
             ours.close()
             os.close(stderr_read)
+            if process.pid is not None:
+                process.kill()
+                process.join()
             raise
         finally:
             theirs.close()
             os.close(stderr_write)
-        pidfd = os.pidfd_open(process.pid)
         async with open_mailbox(ours, mailbox_capacity) as mailbox, trio.open_nursery() as nursery:
             worker = LocalWorker(process, mailbox, pidfd)
             nursery.start_soon(worker._follow_stderr, str(address), stderr_read)
@@ -174,9 +187,16 @@ class LocalSpawner:
                 with trio.CancelScope(shield=True):
                     worker.kill()
                     await worker.wait_dead()
-                nursery.cancel_scope.cancel()
+                worker._following.cancel()
                 process.close()
                 os.close(pidfd)
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # most real-time signals have no name
+        return f"signal {number}"
 
 
 class _InheritedFd:

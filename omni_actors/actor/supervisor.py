@@ -5,6 +5,7 @@ Rules
 2. Restarts are counted as in Erlang/OTP: more than ``intensity`` of them within ``period_s`` and the stage is given up.
    A failed start counts. A first start that fails with the engine's own exception is given up at once: it would again.
 3. What happens is told to one listener, in order, by plain calls: it never waits on a worker.
+4. The system's own tasks are shielded from KeyboardInterrupt: it is for the user's task, whose end ends them.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from omni_actors.actor.mailbox import Mailbox, MailboxFull
 from omni_actors.actor.process import Spawner, Worker
 from omni_actors.errors import StageFailed, WorkerExit
 from omni_actors.messages import Address, Configure, FromWorker, LoadFailed, Loading, Ready, Stop, ToWorker
-from ringbuf import Consumer, Frame, RingError
+from ringbuf import Consumer, RingError
 
 LAST_WORDS_S = 0.5
 
@@ -110,8 +111,8 @@ class Listener(Protocol):
     def worker_lost(self, address: Address, generation: int, exit: WorkerExit) -> None: ...
     def stage_failed(self, failure: StageFailed) -> None: ...
     def heard(self, address: Address, message: FromWorker) -> None: ...
-    def received(self, address: Address, frame: Frame) -> None:
-        """A frame on the worker's output edge; released after the call."""
+    def received(self, address: Address, data: memoryview) -> None:
+        """A chunk on the worker's output edge: a view, valid during the call."""
         ...
 
 
@@ -126,11 +127,13 @@ class Supervisor:
         self.changes = trio.lowlevel.ParkingLot()
         """Woken whenever a replica's state or note changes."""
 
+    @trio.lowlevel.enable_ki_protection
     async def run(self) -> None:
         async with trio.open_nursery() as nursery:
             for replica in self.replicas.values():
                 nursery.start_soon(self._keep_running, replica)
 
+    @trio.lowlevel.enable_ki_protection
     async def _keep_running(self, replica: Replica) -> None:
         policy = replica.blueprint.restart
         restarts: collections.deque[float] = collections.deque()
@@ -176,7 +179,12 @@ class Supervisor:
                         self._listener.newest_request(),
                     )
                 )
-                output = self._edges.join(replica.address, worker.mailbox)
+                try:
+                    output = self._edges.join(replica.address, worker.mailbox)
+                except OSError as error:
+                    replica.load_error = f"no rings for it: {error}"
+                    worker.kill()
+                    return await worker.wait_dead()
                 return await self._attend(replica, worker, output)
             finally:
                 replica.post(Stop(blueprint.shutdown_s))
@@ -198,6 +206,7 @@ class Supervisor:
             nursery.cancel_scope.cancel()
         return exit
 
+    @trio.lowlevel.enable_ki_protection
     async def _hear(self, replica: Replica, mailbox: Mailbox, all_heard: trio.Event) -> None:
         async for message, _ in mailbox.incoming:
             match message:
@@ -213,11 +222,12 @@ class Supervisor:
             self.changes.unpark_all()
         all_heard.set()
 
+    @trio.lowlevel.enable_ki_protection
     async def _read_output(self, replica: Replica, consumer: Consumer) -> None:
         try:
             async for frame in receive_frames(consumer):
                 with frame:
-                    self._listener.received(replica.address, frame)
+                    self._listener.received(replica.address, frame.data)
         except RingError as error:
             replica.fault = f"{type(error).__name__}: {error}"
             if replica.worker is not None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +16,7 @@ import trio
 from omni_actors.actor.chunks import SequenceCheck
 from omni_actors.errors import RequestError
 from omni_actors.messages import Address, StageStats
-from omni_actors.orchestrator.lifecycle import Lifecycle, State
+from omni_actors.orchestrator.lifecycle import Lifecycle
 from omni_actors.orchestrator.routes import Route
 
 
@@ -48,8 +49,6 @@ class Request:
     inputs: Mapping[str, Sequence[Input]]
     params: Mapping[str, Mapping[str, Any]]
     deadline_s: float
-    expires: float
-    """In trio's clock."""
     submitted: float
     """CLOCK_MONOTONIC, comparable with the times in ``stats``."""
     first_arrived: dict[str, float] = field(default_factory=dict)
@@ -63,7 +62,8 @@ class Request:
     unread_bytes: int = 0
     news: trio.lowlevel.ParkingLot = field(default_factory=trio.lowlevel.ParkingLot)
     dispatched: trio.Event = field(default_factory=trio.Event)
-    ended: trio.Event = field(default_factory=trio.Event)
+    work: trio.CancelScope = field(default_factory=trio.CancelScope)
+    """Around what the orchestrator does for it: its deadline is the request's, its end cancels it."""
     stats: dict[str, StageStats] = field(default_factory=dict)
     open_outputs: dict[str, SequenceCheck] = field(default_factory=dict)
     """The stages whose last output for the client has not come yet."""
@@ -73,7 +73,7 @@ class Request:
         """Whether a piece can be read now. The final one waits for the stages to finish: statistics are whole then."""
         if self.open_outputs or len(self.pieces) > 1:
             return bool(self.pieces)
-        return bool(self.pieces) and self.lifecycle.state is State.DONE
+        return bool(self.pieces) and self.lifecycle.ended
 
 
 class OutputStream:
@@ -85,6 +85,7 @@ class OutputStream:
 
     def __init__(self, request: Request, abort: Callable[[Request], None]) -> None:
         self.request, self._abort = request, abort
+        self._trio = trio.lowlevel.current_trio_token()
 
     def abort(self) -> None:
         """End the request now, in every stage. Harmless after its end."""
@@ -95,16 +96,19 @@ class OutputStream:
 
     async def __anext__(self) -> Piece:
         request = self.request
-        while not request.readable and not request.lifecycle.ended:
-            await request.news.park()
         await trio.lowlevel.checkpoint()
-        if request.readable:
-            piece = request.pieces.popleft()
-            request.unread_bytes -= piece.nbytes
-            return piece
-        if request.error is not None:
-            raise request.error
-        raise StopAsyncIteration
+        while not request.readable:
+            if request.error is not None:
+                raise request.error
+            if request.lifecycle.ended:
+                raise StopAsyncIteration
+            await request.news.park()
+        piece = request.pieces.popleft()
+        request.unread_bytes -= piece.nbytes
+        return piece
 
     def __del__(self) -> None:
-        self.abort()
+        """The collector may run anywhere, in another thread too: only the event loop touches a request."""
+        if not self.request.lifecycle.ended:
+            with suppress(trio.RunFinishedError):
+                self._trio.run_sync_soon(self._abort, self.request)

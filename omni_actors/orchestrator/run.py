@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
+import msgspec
 import trio
 
 from omni_actors.actor import chunks
@@ -35,13 +36,24 @@ from omni_actors.errors import (
     StageUnavailable,
     WorkerExit,
 )
-from omni_actors.messages import CLIENT, CLIENT_ADDRESS, Abort, Address, Finished, FromWorker, Refused, Start
+from omni_actors.messages import (
+    CLIENT,
+    CLIENT_ADDRESS,
+    MAX_BYTES,
+    Abort,
+    Address,
+    Finished,
+    FromWorker,
+    Refused,
+    Start,
+)
 from omni_actors.orchestrator.lifecycle import Event, State
 from omni_actors.orchestrator.request import Input, OutputStream, Piece, Request
 from omni_actors.orchestrator.routes import Node, plan
-from ringbuf import Frame
 
 RETRY_AFTER_S = 1.0
+PARAMS_BYTES = MAX_BYTES // 2
+"""Largest parameters of a request at one stage, encoded: they travel in one control message."""
 
 
 class Orchestrator:
@@ -69,6 +81,7 @@ class Orchestrator:
         self._names = itertools.count(1)
         self._nursery: trio.Nursery | None = None
 
+    @trio.lowlevel.enable_ki_protection
     async def run(self, replicas: Mapping[Address, Replica], task_status: trio.TaskStatus[None]) -> None:
         """Attend to requests until cancelled; then every request that is left ends as ``Aborted``."""
         self._replicas = replicas
@@ -97,7 +110,8 @@ class Orchestrator:
         """
         if self._nursery is None:
             raise RuntimeError("the system is closed")
-        route = plan(self._nodes, inputs, modalities)
+        route = plan(self._nodes, [kind for kind, pieces in inputs.items() if pieces], modalities)
+        _require_portable(params)
         for stage in route.stages:
             if stage in self._failed:
                 raise StageUnavailable(self._failed[stage])
@@ -109,8 +123,8 @@ class Orchestrator:
             inputs,
             params,
             deadline_s,
-            expires=trio.current_time() + deadline_s,
             submitted=time.monotonic(),
+            work=trio.CancelScope(deadline=trio.current_time() + deadline_s),
         )
         self._queued.append(request)
         self._nursery.start_soon(self._attend, request)
@@ -131,13 +145,14 @@ class Orchestrator:
         if not request.lifecycle.ended:
             self._end(request, Event.ABORT, Aborted())
 
+    @trio.lowlevel.enable_ki_protection
     async def _attend(self, request: Request) -> None:
         """A request's own task: moves its input in, and watches its deadline."""
-        with trio.move_on_at(request.expires):
+        with request.work:
             await request.dispatched.wait()
-            with suppress(trio.ClosedResourceError):  # the entry stage died meanwhile
+            with suppress(trio.ClosedResourceError):  # the entry stage died: its loss ends the request, with the cause
                 await self._feed(request)
-            await request.ended.wait()
+            await trio.sleep_forever()
         if not request.lifecycle.ended:
             self._end(request, Event.FAIL, DeadlineExceeded(request.deadline_s))
 
@@ -145,13 +160,17 @@ class Orchestrator:
         for stage, kinds in request.route.entries.items():
             pieces = [piece for kind in kinds for piece in request.inputs[kind]]
             for seq, piece in enumerate(pieces):
-                if request.lifecycle.ended or request.number is None:
-                    return
+                assert request.number is not None, "it is dispatched"
                 header = ChunkHeader(request.number, CLIENT, seq, seq == len(pieces) - 1, dict(piece.data))
+                try:
+                    buffers = chunks.encode(header, piece.tensors)
+                except (TypeError, ValueError, OverflowError, RecursionError) as error:
+                    self._end(request, Event.FAIL, InvalidRequest(f"input that cannot be sent: {error}"))
+                    return
                 edge = self._edges.inputs.get(request.placement[stage])
                 if edge is None:
-                    return  # the entry stage died: its loss ends the request, with the cause
-                await edge.send(chunks.encode(header, piece.tensors))
+                    raise trio.ClosedResourceError
+                await edge.send(buffers)
         request.inputs = {}
 
     # dispatch
@@ -226,9 +245,9 @@ class Orchestrator:
             case _:
                 raise TypeError(f"{address} sent {message!r}")
 
-    def received(self, address: Address, frame: Frame) -> None:
-        """Takes one private copy of the frame's bytes. Raises ringbuf.RingError where they make no sense."""
-        payload = memoryview(bytearray(frame.data))
+    def received(self, address: Address, data: memoryview) -> None:
+        """Takes one private copy. Raises ringbuf.RingError where the bytes make no sense."""
+        payload = memoryview(bytearray(data))
         header, tensors = chunks.decode(payload)
         request = self._requests.get(header.request)
         if request is None or address.stage not in request.open_outputs:
@@ -266,7 +285,16 @@ class Orchestrator:
             for stage, address in request.placement.items():
                 if stage not in request.stats:
                     self._replicas[address].post(Abort(request.number))
-        request.dispatched.set()
-        request.ended.set()
+        request.work.cancel()
         request.news.unpark_all()
         self._on_end(request)
+
+
+def _require_portable(params: Mapping[str, Mapping[str, Any]]) -> None:
+    for stage, share in params.items():
+        try:
+            size = len(msgspec.msgpack.encode(share))
+        except (TypeError, ValueError, OverflowError, RecursionError) as error:
+            raise InvalidRequest(f"parameters of stage {stage!r} that cannot be sent: {error}") from error
+        if size > PARAMS_BYTES:
+            raise InvalidRequest(f"parameters of stage {stage!r} take {size} bytes; the limit is {PARAMS_BYTES}")

@@ -8,10 +8,10 @@ Rules
 1. One thread calls an engine: the worker's engine loop. An engine needs no locks.
 2. A chunk's tensors are views into shared memory, valid until ``feed`` returns. Copy what you keep; a view kept
    longer stops the worker with ``FrameBorrowed``, because its bytes would change under the engine.
-3. Each request ends exactly once: by a ``StageOutput`` with ``last=True``, by a ``StageFailure``, or by ``abort``. After that
-   the engine holds nothing of it, and neither names it again.
-4. An engine that raises ``InvalidRequest`` from ``start`` or ``feed`` refuses that one request and stays in service. Any other exception
-   ends the worker: the supervisor restarts it and the cause is reported.
+3. Each request ends exactly once: by a ``StageOutput`` with ``last=True``, by a ``StageFailure``, or by ``abort``.
+   After that the engine holds nothing of it, and neither names it again.
+4. An engine that raises ``InvalidRequest`` from ``start`` or ``feed`` refuses that one request and stays in service.
+   Any other exception ends the worker: the supervisor restarts it and the cause is reported.
 5. Engines import no layer of omni_actors but this module; heavy libraries are imported in the worker only.
 """
 
@@ -23,9 +23,10 @@ from typing import Any, Protocol, TypeAlias
 
 import msgspec
 import numpy as np
-from ringbuf import Tensor
 
 from omni_actors.errors import InvalidRequest
+from omni_actors.messages import CLIENT
+from ringbuf import Tensor
 
 __all__ = [
     "CLIENT",
@@ -46,9 +47,6 @@ RequestId: TypeAlias = int
 """A request's number: unique within a system and increasing in order of admission."""
 
 TensorLike: TypeAlias = "np.ndarray[Any, Any] | Tensor"
-
-CLIENT = "client"
-"""The ``source`` of a chunk that comes from the user and not from a stage."""
 
 
 class NoOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -78,11 +76,14 @@ class StageRequest(msgspec.Struct, frozen=True):
     sources: tuple[str, ...]
     """Who feeds this request here: ``CLIENT``, names of stages, or both. Each ends its part with ``chunk.last``."""
     params: Mapping[str, Any]
-    """The request's parameters for this engine, after the stage's defaults; validated against the engine's ``Params``."""
+    """The request's parameters for this engine over the stage's defaults; validated against the engine's ``params``."""
 
 
 class Chunk(msgspec.Struct, frozen=True):
-    """A piece of a request's input. ``tensors`` are views (rule 2); ``data`` is small: text, counts, flags."""
+    """A piece of a request's input, from the stage named ``source`` or from ``CLIENT``.
+
+    ``tensors`` are views (rule 2); ``data`` is small: text, counts, flags.
+    """
 
     source: str
     seq: int
@@ -92,7 +93,7 @@ class Chunk(msgspec.Struct, frozen=True):
 
 
 class StageOutput(msgspec.Struct, frozen=True):
-    """A piece of a request's output: it goes to the stages below and, where the stage's output was asked for, to the client.
+    """A piece of a request's output: for the stages below and, where this stage's output was asked for, the client.
 
     ``tensors`` are copied once, into the ring, after ``step`` returns: do not write to them after that call.
     """

@@ -99,7 +99,9 @@ ENGINES: dict[str, EngineSpec] = {
     "echo": EngineSpec("omni_actors.stages.echo:EchoEngine", EchoOptions, needs_model=False),
     "llm": EngineSpec("omni_actors.stages.llm:open_engine", LLMOptions, LLMParams, extra="voice"),
     "whisper": EngineSpec("omni_actors.stages.whisper:WhisperEngine", WhisperOptions, WhisperParams, extra="voice"),
-    "hibari_acoustic": EngineSpec("omni_actors.stages.hibari:AcousticEngine", AcousticOptions, AcousticParams, extra="voice"),
+    "hibari_acoustic": EngineSpec(
+        "omni_actors.stages.hibari:AcousticEngine", AcousticOptions, AcousticParams, extra="voice"
+    ),
     "hibari_vocoder": EngineSpec(
         "omni_actors.stages.hibari:VocoderEngine", NoOptions, VocoderParams, needs_model=False, extra="voice"
     ),

