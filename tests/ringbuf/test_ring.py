@@ -165,6 +165,20 @@ def test_a_corrupted_record_is_refused_with_its_place_and_words(ring: Ring, word
         assert caught.value.words[word] == value
 
 
+def test_a_record_that_crosses_the_end_of_the_data_area_is_refused(ring: Ring) -> None:
+    producer, consumer = ring.claim_producer(), ring.claim_consumer()
+    while ring.statistics().used < ring.capacity - 128:
+        producer.send(bytes(64))
+    while ring.statistics().used:
+        consumer.recv().release()
+    for message in (b"last of the lap", b"first of the next"):
+        producer.send(message.ljust(64))
+    ring._segment.words[(HEADER + ring.capacity - 128) // 8] = 128 << 8 | 1
+    with pytest.raises(RingCorrupted) as caught:
+        consumer.try_recv()
+    assert caught.value.offset == HEADER + ring.capacity - 128
+
+
 @pytest.mark.parametrize("total", [0, 5, 1 << 63], ids=["empty", "no more than the fragment", "absurd"])
 def test_a_first_fragment_with_an_impossible_total_is_refused(ring: Ring, total: int) -> None:
     producer, consumer = ring.claim_producer(), ring.claim_consumer()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import select
 from collections.abc import Callable
 
@@ -104,8 +105,8 @@ def test_the_bell_is_rung_for_a_sleeper_only_and_once(ring: Ring) -> None:
     assert consumer.park()
     assert not rung(consumer)
     producer.send(b"first")
-    assert rung(consumer)
     producer.send(b"second")
+    assert os.eventfd_read(consumer.fileno()) == 1
     frame = consumer.try_recv()
     assert frame is not None
     assert not rung(consumer)
@@ -163,8 +164,17 @@ def test_closing_the_consumer_wakes_a_producer_that_waits_for_space(ring: Ring) 
         next(parts)
 
 
-def test_claiming_wakes_a_peer_that_sleeps(ring: Ring) -> None:
+def test_claiming_wakes_a_consumer_that_sleeps(ring: Ring) -> None:
     consumer = ring.claim_consumer()
     assert consumer.park()
     ring.claim_producer()
     assert rung(consumer)
+
+
+def test_claiming_wakes_a_producer_that_sleeps(ring: Ring) -> None:
+    producer = ring.claim_producer()
+    parts = producer.sending(bytes(2 * ring.capacity))
+    next(parts)
+    assert not rung(producer)
+    ring.claim_consumer()
+    assert rung(producer)

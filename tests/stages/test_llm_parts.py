@@ -1,7 +1,334 @@
-"""The parts of the llm engine by themselves: cache, sampling, text, packed layers, prompt."""
+"""The parts of the llm engine by themselves: cache, sampling, text, packed layers."""
 
 from __future__ import annotations
 
-import pytest
+import math
+from collections.abc import Sequence
+from typing import Any
 
-torch = pytest.importorskip("torch", reason="the voice extra is not installed")
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from transformers.generation import LogitsProcessorList, TopKLogitsWarper, TopPLogitsWarper
+
+from omni_actors.stages.llm.cache import SlottedCache
+from omni_actors.stages.llm.packed import pack_linears
+from omni_actors.stages.llm.sampling import Sampler, choose
+from omni_actors.stages.llm.text import Detokenizer, StopFilter
+from omni_actors.stages.registry import LLMParams
+
+HEADS, SIZE = 2, 3
+
+# cache: against a list of lists
+
+
+def cells(values: Sequence[float]) -> torch.Tensor:
+    """(heads, tokens, size), every number of a token the same."""
+    return torch.tensor(values)[None, :, None].expand(HEADS, -1, SIZE)
+
+
+class CheckedCache:
+    """A ``SlottedCache`` of two layers beside the plainest model of one."""
+
+    def __init__(self, max_rows: int, max_length: int) -> None:
+        self.cache = SlottedCache(max_rows, max_length, torch.float32, torch.device("cpu"))
+        self.rows: list[list[float]] = []
+        self.made = 0
+
+    def add(self) -> None:
+        assert self.cache.add_row() == len(self.rows)
+        self.rows.append([])
+
+    def remove(self, row: int, last: int) -> None:
+        self.cache.remove_row(row, last)
+        self.rows[row] = self.rows[last]
+        del self.rows[last]
+
+    @torch.inference_mode()
+    def extend(self, first: int, end: int, count: int, value: float | None = None) -> None:
+        positions, mask = self.cache.extend(first, end, count)
+        starts = [len(row) for row in self.rows[first:end]]
+        assert positions.tolist() == [[start + i for i in range(count)] for start in starts]
+        fresh = [
+            [value if value is not None else float(self.made + n * count + i) for i in range(count)]
+            for n in range(end - first)
+        ]
+        self.made += count * (end - first)
+        for row, new in zip(self.rows[first:end], fresh, strict=True):
+            row += new
+        longest = max(len(row) for row in self.rows[first:end])
+        assert mask.shape == (end - first, 1, count, longest)
+        for n, start in enumerate(starts):
+            for i in range(count):
+                seen = start + i + 1
+                assert mask[n, 0, i].tolist() == [0.0] * seen + [-math.inf] * (longest - seen)
+        states = torch.stack([cells(new) for new in fresh])
+        for layer in range(2):
+            sign = -1 if layer else 1
+            keys, values = self.cache.update(sign * states, 2 * sign * states, layer)
+            assert keys.shape == values.shape == (end - first, HEADS, longest, SIZE)
+            for n, row in enumerate(self.rows[first:end]):
+                expected = cells([*row, *[0.0] * (longest - len(row))])
+                torch.testing.assert_close(keys[n], sign * expected, rtol=0, atol=0, equal_nan=True)
+                torch.testing.assert_close(values[n], 2 * sign * expected, rtol=0, atol=0, equal_nan=True)
+
+    def check(self) -> None:
+        assert self.cache.lengths == [len(row) for row in self.rows]
+        for store in (*self.cache._keys, *self.cache._values):
+            for row in range(len(store)):
+                length = len(self.rows[row]) if row < len(self.rows) else 0
+                assert not store[row, :, length:].any(), "something is left beyond a row's end"
+
+
+@given(st.data())
+def test_cache_holds_what_was_written_through_any_joins_leaves_and_growth(data: st.DataObject) -> None:
+    checked = CheckedCache(max_rows=5, max_length=40)
+    for _ in range(data.draw(st.integers(1, 25))):
+        rows = len(checked.rows)
+        act = data.draw(st.sampled_from(["add", "extend", "remove"]))
+        if act == "add" and rows < 5:
+            checked.add()
+        elif act == "remove" and rows:
+            last = data.draw(st.integers(max(0, rows - 2), rows - 1))
+            checked.remove(data.draw(st.integers(0, last)), last)
+        elif act == "extend" and rows:
+            first = data.draw(st.integers(0, rows - 1))
+            end = data.draw(st.integers(first + 1, rows))
+            count = data.draw(st.integers(1, 9))
+            if max(len(row) for row in checked.rows[first:end]) + count <= 40:
+                checked.extend(first, end, count)
+        checked.check()
+
+
+@pytest.mark.parametrize("poison", [math.nan, math.inf])
+@pytest.mark.parametrize(("row", "last"), [(0, 2), (1, 2), (2, 2), (0, 1), (1, 1)])
+def test_cache_wipes_poison_that_a_row_leaves_behind(poison: float, row: int, last: int) -> None:
+    checked = CheckedCache(max_rows=3, max_length=20)
+    for n in range(3):
+        checked.add()
+        checked.extend(n, n + 1, 2 + n, None if n != row else poison)
+    checked.extend(row, row + 1, 9, poison)
+    checked.remove(row, last)
+    checked.check()
+    checked.add()
+    checked.extend(0, 3, 1)
+    assert all(store[:3].isfinite().all() for store in (*checked.cache._keys, *checked.cache._values))
+
+
+def test_cache_keeps_no_memory_when_it_is_empty() -> None:
+    checked = CheckedCache(max_rows=4, max_length=1000)
+    checked.add()
+    checked.extend(0, 1, 300)
+    assert checked.cache._keys[0].shape == (1, HEADS, 512, SIZE)
+    checked.remove(0, 0)
+    assert not checked.cache._keys
+    checked.add()
+    checked.extend(0, 1, 3)
+    assert checked.cache._keys[0].shape == (1, HEADS, 256, SIZE)
+
+
+def test_cache_refuses_more_than_it_was_made_for() -> None:
+    cache = SlottedCache(1, 10, torch.float32, torch.device("cpu"))
+    cache.add_row()
+    with pytest.raises(ValueError, match="all 1 rows"):
+        cache.add_row()
+    with pytest.raises(ValueError, match="11 tokens; the cache holds 10"):
+        cache.extend(0, 1, 11)
+
+
+# sampling: against transformers
+
+
+@given(
+    st.integers(0, 2**32 - 1),
+    st.sampled_from([0.3, 1.0, 1.7]),
+    st.sampled_from([0, 1, 5, 1000]),
+    st.sampled_from([0.05, 0.5, 0.9, 1.0]),
+)
+def test_sampling_weighs_tokens_as_transformers_does(seed: int, temperature: float, top_k: int, top_p: float) -> None:
+    logits = torch.randn(50, generator=torch.Generator().manual_seed(seed)) * 3
+    warpers = LogitsProcessorList()
+    if top_k:
+        warpers.append(TopKLogitsWarper(top_k))
+    if top_p < 1:
+        warpers.append(TopPLogitsWarper(top_p))
+    expected = warpers(torch.zeros(1, 1, dtype=torch.int64), (logits / temperature)[None])[0].softmax(0)
+    tokens, weights = Sampler(LLMParams(temperature=temperature, top_k=top_k, top_p=top_p)).candidates(logits)
+    assert tokens.tolist() == expected.nonzero()[:, 0].tolist()
+    torch.testing.assert_close((weights / weights.sum()).float(), expected[tokens])
+
+
+def test_samples_are_drawn_as_often_as_they_are_likely() -> None:
+    probabilities = torch.tensor([0.5, 0.0, 0.2, 0.3])
+    sampler = Sampler(LLMParams(temperature=1.0, seed=5))
+    drawn = torch.tensor([sampler(probabilities.log()) for _ in range(4000)])
+    torch.testing.assert_close(drawn.bincount(minlength=4) / 4000, probabilities, rtol=0, atol=0.02)
+    assert not (drawn == 1).any()
+
+
+def test_a_seed_gives_the_same_draws_whatever_rounding_does_to_near_ties() -> None:
+    logits = torch.zeros(200)
+    noisy = logits + torch.linspace(1e-6, -1e-6, 200)
+    params = LLMParams(temperature=1.0, seed=-3)
+    first, second = Sampler(params), Sampler(params)
+    assert [first(logits) for _ in range(50)] == [second(noisy) for _ in range(50)]
+
+
+def test_without_a_seed_draws_differ() -> None:
+    logits = torch.zeros(1000)
+    draws = [[sampler(logits) for _ in range(8)] for sampler in (Sampler(LLMParams(temperature=1.0)) for _ in range(2))]
+    assert draws[0] != draws[1]
+
+
+@pytest.mark.parametrize("extreme", [{"temperature": 5e-324}, {"top_p": 5e-324}, {"top_k": 2**40}, {"seed": 2**70}])
+def test_extreme_parameters_are_served(extreme: dict[str, Any]) -> None:
+    logits = torch.tensor([0.0, 30.0, -1e30])
+    assert Sampler(LLMParams(**{"temperature": 1.0, **extreme}))(logits) == 1
+
+
+def test_rows_choose_for_themselves() -> None:
+    logits = torch.tensor([[0.0, 5.0, 5.0], [9.0, 0.0, 0.0], [0.0, 0.0, 90.0]])
+    sampler = Sampler(LLMParams(temperature=1.0, seed=1))
+    assert choose(logits, [None, None, sampler]) == [1, 0, 2]
+    assert choose(logits[2:], [sampler]) == [2]
+
+
+# text
+
+
+def byte_level() -> Tokenizer:
+    """Every byte is a token, and some longer ones."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    trainer = trainers.BpeTrainer(vocab_size=290, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator(["the cat sat on the mat", "é你好", "the other cat"] * 9, trainer)
+    return tokenizer
+
+
+def byte_fallback() -> Tokenizer:
+    """As Llama's first: a space at the front that decoding drops, and byte tokens for what has no token of its own."""
+    vocabulary = {f"<0x{byte:02X}>": byte for byte in range(256)}
+    vocabulary |= {piece: 256 + n for n, piece in enumerate(["<unk>", "▁", "a", "b", "▁a", "▁b", "ab"])}
+    model = models.BPE(vocabulary, [("▁", "a"), ("▁", "b"), ("a", "b")], unk_token="<unk>", byte_fallback=True)
+    tokenizer = Tokenizer(model)
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    tokenizer.decoder = decoders.Sequence(steps)
+    return tokenizer
+
+
+TOKENIZERS = {"byte level": byte_level(), "byte fallback": byte_fallback()}
+WORDS = st.lists(
+    st.sampled_from(["a", " a", " b", "ab", "é", "你好", "🙂", "👩\u200d🚀", " ", "\n", "the cat "]), max_size=40
+)
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+@given(words=WORDS)
+def test_pieces_are_whole_characters_and_together_the_text(kind: str, words: list[str]) -> None:
+    tokenizer = TOKENIZERS[kind]
+    tokens = tokenizer.encode("".join(words)).ids
+    detokenizer = Detokenizer(tokenizer.decode)
+    pieces = [detokenizer.push(token) for token in tokens]
+    assert not any("\ufffd" in piece for piece in pieces)
+    assert "".join(pieces) == tokenizer.decode(tokens)
+    assert detokenizer.finish() == ""
+
+
+@given(st.lists(st.integers(0, 289), max_size=150))
+def test_random_bytes_decode_as_they_do_at_once(tokens: list[int]) -> None:
+    decode = TOKENIZERS["byte level"].decode
+    detokenizer = Detokenizer(decode)
+    text = "".join(detokenizer.push(token) for token in tokens)
+    assert text + detokenizer.finish() == decode(tokens)
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+@pytest.mark.parametrize("text", ["the cat sat ", "é", "你好", "🙂", "a a b ab", "\ufffd", "a"])
+def test_the_cost_of_a_token_does_not_grow(kind: str, text: str) -> None:
+    tokenizer = TOKENIZERS[kind]
+    sizes = []
+
+    def decode(tokens: Sequence[int]) -> str:
+        sizes.append(len(tokens))
+        return str(tokenizer.decode(tokens))
+
+    detokenizer = Detokenizer(decode)
+    tokens = tokenizer.encode(text * 200).ids
+    for token in tokens:
+        detokenizer.push(token)
+    assert max(sizes) <= 40
+    assert sum(sizes) <= 40 * len(tokens)
+
+
+def test_garbage_does_not_grow_the_cost_either() -> None:
+    tokenizer = TOKENIZERS["byte level"]
+    sizes = []
+
+    def decode(tokens: Sequence[int]) -> str:
+        sizes.append(len(tokens))
+        return str(tokenizer.decode(tokens))
+
+    detokenizer = Detokenizer(decode)
+    broken = tokenizer.encode("你").ids
+    tokens = [tokenizer.token_to_id("Ł")] * 500 + broken[:1] * 500
+    text = "".join(detokenizer.push(token) for token in tokens) + detokenizer.finish()
+    assert text == tokenizer.decode(tokens)
+    assert max(sizes) <= 40
+
+
+def cut_at_stop(text: str, stops: Sequence[str]) -> tuple[str, bool]:
+    """A character at a time: the plainest reading of what a stop string does."""
+    for end in range(len(text) + 1):
+        if found := [stop for stop in stops if text[:end].endswith(stop)]:
+            return text[: end - max(map(len, found))], True
+    return text, False
+
+
+@given(st.lists(st.text("ab", max_size=4), max_size=12), st.lists(st.text("ab", min_size=1, max_size=5), max_size=3))
+def test_no_part_of_a_stop_string_gets_out_however_the_text_is_cut(pieces: list[str], stops: list[str]) -> None:
+    stop_filter, out, stopped = StopFilter(stops), "", False
+    expected = cut_at_stop("".join(pieces), stops)
+    for piece in pieces:
+        more, stopped = stop_filter.push(piece)
+        out += more
+        assert expected[0].startswith(out)
+        if stopped:
+            break
+    else:
+        out += stop_filter.finish()
+    assert (out, stopped) == expected
+
+
+def test_text_that_can_begin_no_stop_string_is_not_held() -> None:
+    stop_filter = StopFilter(["end", "stop"])
+    assert stop_filter.push("the en") == ("the ", False)
+    assert stop_filter.push("emy") == ("enemy", False)
+    assert stop_filter.push("s") == ("", False)
+    assert stop_filter.finish() == "s"
+
+
+# packed layers
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@torch.inference_mode()
+def test_packed_layers_compute_what_the_plain_ones_do(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(48, 64), torch.nn.Sequential(torch.nn.Linear(64, 16, bias=False)))
+    model.to(dtype)
+    states = torch.randn(3, 5, 48, dtype=dtype)
+    plain = model(states)
+    pack_linears(model, rows=4)
+    torch.testing.assert_close(model(states), plain)
+
+
+@torch.inference_mode()
+def test_packing_reaches_every_linear_layer() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Sequential(torch.nn.Linear(8, 8)))
+    pack_linears(model, rows=4)
+    assert not [module for module in model.modules() if isinstance(module, torch.nn.Linear)]

@@ -37,11 +37,13 @@ class SlottedCache(Cache):
         self._first, self._end, self._longest = 0, 0, 0
         self._row_index = self._positions = torch.empty(0, dtype=torch.int64)
 
+    @torch.inference_mode()
     def add_row(self) -> int:
         """Take an empty row, the last one."""
         if len(self.lengths) == self._max_rows:
             raise ValueError(f"all {self._max_rows} rows are in use")
         self.lengths.append(0)
+        self._reserve(len(self.lengths), 1)
         return len(self.lengths) - 1
 
     @torch.inference_mode()

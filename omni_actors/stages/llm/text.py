@@ -37,12 +37,13 @@ class Detokenizer:
         self._window.append(token)
         self._text = self._decode(self._window)
         certain = len(self._text.rstrip(_BROKEN))
-        full = len(self._window) >= 2 * _KEPT
-        if full:
-            # So much broken text is no character in the making, except at its very end.
+        whole = certain == len(self._text)
+        hopeless = len(self._window) >= 2 * _KEPT
+        if hopeless:
+            # Whole text would have been shortened: this is broken for good, and only its end may be a character yet.
             certain = max(certain, len(self._text) - _CHARACTER + 1)
         piece = self._take(certain)
-        if full:
+        if hopeless or (whole and len(self._window) >= _KEPT + 2 * _CHARACTER):
             self._shorten()
         return piece
 
@@ -81,9 +82,10 @@ class StopFilter:
     def push(self, text: str) -> tuple[str, bool]:
         """Return the text that may go out, and whether a stop string was found (then nothing more may follow)."""
         self._held += text
-        found = [place for stop in self._stops if (place := self._held.find(stop)) >= 0]
+        # The one that is complete first wins, however the text was cut into pieces; of several, the longest.
+        found = [(place + len(stop), place) for stop in self._stops if (place := self._held.find(stop)) >= 0]
         if found:
-            return self._held[: min(found)], True
+            return self._held[: min(found)[1]], True
         size = min(self._longest, len(self._held))
         while size and self._held[-size:] not in self._beginnings:
             size -= 1

@@ -1,0 +1,150 @@
+"""The stream of a request's outputs, without a system around it."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import trio
+import trio.testing
+
+from omni_actors.actor.chunks import SequenceCheck
+from omni_actors.errors import Aborted, RequestError
+from omni_actors.orchestrator.lifecycle import Event
+from omni_actors.orchestrator.request import OutputStream, Piece, Request
+from omni_actors.orchestrator.routes import Route
+
+
+class Client:
+    """A request at one stage, and what the orchestrator would do to it."""
+
+    def __init__(self) -> None:
+        self.request = Request("r", Route(("s",), {}, {}, {}), {}, {}, 1.0, 0.0)
+        self.request.open_outputs["s"] = SequenceCheck(1, "s")
+        self.request.lifecycle.advance(Event.DISPATCH)
+        self.aborted: list[Request] = []
+        self.stream = OutputStream(self.request, self.aborted.append)
+        self._seq = 0
+
+    def arrive(self, *, last: bool = False) -> None:
+        self.request.lifecycle.advance(Event.OUTPUT)
+        self.request.pieces.append(Piece("s", {"seq": self._seq}, {}, last, 0.0, 10))
+        self.request.unread_bytes += 10
+        self._seq += 1
+        if last:
+            del self.request.open_outputs["s"]
+        self.request.news.unpark_all()
+
+    def end(self, event: Event, error: RequestError | None = None) -> None:
+        self.request.lifecycle.advance(event)
+        self.request.error = error
+        self.request.news.unpark_all()
+
+    async def read(self) -> int:
+        return (await anext(self.stream)).data["seq"]
+
+
+@pytest.fixture
+async def client() -> Client:
+    return Client()
+
+
+async def test_the_final_piece_waits_for_the_statistics(client: Client) -> None:
+    client.arrive()
+    client.arrive(last=True)
+    assert await client.read() == 0
+    with trio.move_on_after(0) as scope:
+        await client.read()
+    assert scope.cancelled_caught
+    client.end(Event.COMPLETE)
+    assert await client.read() == 1
+    assert client.request.unread_bytes == 0
+    with pytest.raises(StopAsyncIteration):
+        await client.read()
+
+
+async def test_a_failure_comes_after_all_that_came_before_it_the_final_piece_too(client: Client) -> None:
+    client.arrive()
+    client.arrive(last=True)
+    client.end(Event.FAIL, Aborted())
+    assert [await client.read(), await client.read()] == [0, 1]
+    for _ in range(2):
+        with pytest.raises(Aborted):
+            await client.read()
+
+
+async def test_a_cancelled_reader_takes_no_piece_with_it(client: Client) -> None:
+    """Cancelled in every place: before the wait, in it, and between the arrival and the wake-up."""
+    got: list[int] = []
+
+    async def reader() -> None:
+        got.append(await client.read())
+
+    client.arrive()
+    client.arrive()
+    with trio.CancelScope() as before:
+        before.cancel()
+        await reader()
+    assert got == []
+    await reader()
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(reader)
+        await trio.testing.wait_all_tasks_blocked()
+        nursery.cancel_scope.cancel()
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(reader)
+        await trio.testing.wait_all_tasks_blocked()
+        client.arrive()  # wakes the reader, which is cancelled before it runs
+        nursery.cancel_scope.cancel()
+    client.arrive()
+    while len(got) < 4:
+        with trio.fail_after(1):
+            await reader()
+    assert got == [0, 1, 2, 3]
+
+
+async def test_two_readers_share_the_pieces_and_both_see_the_end(client: Client) -> None:
+    got: list[int] = []
+    ends: list[str] = []
+
+    async def reader() -> None:
+        async for piece in client.stream:
+            got.append(piece.data["seq"])
+        ends.append("end")
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(reader)
+        nursery.start_soon(reader)
+        for _ in range(3):
+            await trio.testing.wait_all_tasks_blocked()
+            client.arrive()
+        await trio.testing.wait_all_tasks_blocked()
+        client.arrive(last=True)
+        client.end(Event.COMPLETE)
+    assert got == [0, 1, 2, 3]
+    assert ends == ["end", "end"]
+
+
+async def test_dropping_the_stream_aborts_from_the_event_loop(client: Client) -> None:
+    request, aborted = client.request, client.aborted
+    del client.stream
+    assert not aborted, "not inside the collector, which may run in the middle of anything"
+    await trio.testing.wait_all_tasks_blocked()
+    assert aborted == [request]
+
+
+async def test_a_stream_dropped_by_another_thread_aborts_from_the_event_loop(client: Client) -> None:
+    request, aborted = client.request, client.aborted
+    await trio.to_thread.run_sync(client.__dict__.pop, "stream")  # the last reference may go there, or here
+    gc.collect()
+    await trio.testing.wait_all_tasks_blocked()
+    assert aborted == [request]
+
+
+def test_a_stream_may_outlive_its_event_loop() -> None:
+    async def make() -> Client:
+        return Client()
+
+    client = trio.run(make)
+    del client.stream
+    assert not client.aborted
