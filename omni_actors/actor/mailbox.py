@@ -106,7 +106,11 @@ class Mailbox:
                 for level, kind, data in ancillary:
                     if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
                         fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
-                await self._in_send.send((messages.decode(packet), tuple(fds)))
+                try:
+                    await self._in_send.send((messages.decode(packet), tuple(fds)))
+                except BaseException:
+                    _close_all(tuple(fds))
+                    raise
 
     def _drop_queued(self) -> None:
         for channel in (self._out_receive, self.incoming):

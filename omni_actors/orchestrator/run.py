@@ -161,10 +161,10 @@ class Orchestrator:
             pieces = [piece for kind in kinds for piece in request.inputs[kind]]
             for seq, piece in enumerate(pieces):
                 assert request.number is not None, "it is dispatched"
-                header = ChunkHeader(request.number, CLIENT, seq, seq == len(pieces) - 1, dict(piece.data))
                 try:
+                    header = ChunkHeader(request.number, CLIENT, seq, seq == len(pieces) - 1, dict(piece.data))
                     buffers = chunks.encode(header, piece.tensors)
-                except (TypeError, ValueError, OverflowError, RecursionError) as error:
+                except Exception as error:  # noqa: BLE001 - whatever a caller brought, only its own request pays
                     self._end(request, Event.FAIL, InvalidRequest(f"input that cannot be sent: {error}"))
                     return
                 edge = self._edges.inputs.get(request.placement[stage])

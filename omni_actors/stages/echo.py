@@ -2,7 +2,8 @@
 
 Rules
 1. Each chunk gives ``fan_out`` outputs with the chunk's own data and tensors; output number ``seq`` of a request also
-   carries ``payload(request_id, seq, payload_bytes)`` when that is not empty.
+   carries ``payload(request_id, seq, payload_bytes)`` when that is not empty. A conversation ``data["messages"]`` is
+   answered with its last message, as ``data["text"]``.
 2. A step serves one output of every request that has something to give, at the cost of one ``step_s``: that is what
    batching looks like from outside.
 3. The last output of the chunk that ends the last open source is the request's last. A request without sources gives
@@ -66,6 +67,14 @@ def payload(request_id: RequestId, seq: int, size: int) -> np.ndarray[Any, np.dt
     return _noise(size)[start : start + size]
 
 
+def _answered(data: Mapping[str, Any]) -> Mapping[str, Any]:
+    if not data.get("messages"):
+        return data
+    content = data["messages"][-1].get("content") or ""
+    parts = [{"text": content}] if isinstance(content, str) else content
+    return {**data, "text": "\n".join(part["text"] for part in parts if "text" in part)}
+
+
 class _Pending(msgspec.Struct):
     data: Mapping[str, Any]
     tensors: dict[str, Tensor]
@@ -108,7 +117,7 @@ class EchoEngine:
             raise InvalidRequest("the chunk asked to be refused", param="echo")
         request = self._requests[request_id]
         tensors = {name: Tensor(t.dtype, t.shape, bytes(t.data)) for name, t in chunk.tensors.items()}
-        request.pending.append(_Pending(chunk.data, tensors, self._options.fan_out))
+        request.pending.append(_Pending(_answered(chunk.data), tensors, self._options.fan_out))
         if chunk.last:
             request.open.discard(chunk.source)
 

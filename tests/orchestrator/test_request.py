@@ -87,6 +87,7 @@ async def test_a_cancelled_reader_takes_no_piece_with_it(client: Client) -> None
         await reader()
     assert got == []
     await reader()
+    await reader()
     async with trio.open_nursery() as nursery:
         nursery.start_soon(reader)
         await trio.testing.wait_all_tasks_blocked()

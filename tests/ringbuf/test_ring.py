@@ -190,6 +190,25 @@ def test_a_first_fragment_with_an_impossible_total_is_refused(ring: Ring, total:
         consumer.try_recv()
 
 
+def test_a_fragment_that_continues_an_abandoned_message_is_refused(ring: Ring) -> None:
+    producer, consumer = ring.claim_producer(), ring.claim_consumer()
+    parts = producer.sending(bytes(2 * ring.capacity))
+    next(parts)
+    parts.close()
+    assert consumer.try_recv() is None
+    filled = ring.statistics().payload_bytes
+    producer.send(b"another")
+    at = ring._segment.words[16]
+    with consumer.recv() as frame:
+        assert bytes(frame.data) == b"another"
+    producer.send(b"forged")
+    record = (HEADER + at % ring.capacity) // 8
+    ring._segment.words[record] = 6 << 8 | 3
+    ring._segment.words[record + 2] = filled
+    with pytest.raises(RingCorrupted, match="continues nothing"):
+        consumer.try_recv()
+
+
 @pytest.mark.parametrize("tail", [1 << 40, (1 << 64) - 64])
 def test_a_tail_that_left_the_ring_is_refused(ring: Ring, tail: int) -> None:
     producer, consumer = ring.claim_producer(), ring.claim_consumer()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 from omni_actors.stages.base import CLIENT, Chunk, InvalidRequest, StageContext, StageOutput, StageRequest
 from omni_actors.stages.llm import open_engine
 from omni_actors.stages.llm.engine import LLMEngine
+from omni_actors.stages.llm.text import Answer, Vocabulary
 
 CONTEXT = 96
 TEMPLATE = (
@@ -72,17 +73,20 @@ def opened(path: Path | None, **options: Any) -> LLMEngine:
 
 
 @pytest.fixture(scope="module")
-def engine(tiny: Path) -> Iterator[LLMEngine]:
+def shared_tiny(tiny: Path) -> Iterator[LLMEngine]:
     with closing(opened(tiny)) as engine:
         yield engine
 
 
-@pytest.fixture(autouse=True)
-def nothing_is_held(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Whatever a test did with the shared engine, it ends without a request in it."""
-    yield
-    if "engine" in request.fixturenames:
-        assert_empty(request.getfixturevalue("engine"))
+@pytest.fixture
+def engine(shared_tiny: LLMEngine) -> Iterator[LLMEngine]:
+    """The tiny model's engine. A test that leaves a request in it fails, and the next one starts clean."""
+    yield shared_tiny
+    left = list(shared_tiny._requests)
+    for request_id in left:
+        shared_tiny.abort(request_id)
+    assert not left
+    assert_empty(shared_tiny)
 
 
 def assert_empty(engine: LLMEngine) -> None:
@@ -201,21 +205,24 @@ def engine_running(engine: LLMEngine) -> list[int]:
 
 
 def test_the_first_text_comes_before_the_others_are_decoded(engine: LLMEngine) -> None:
-    submit(engine, 1, "x", max_tokens=90)
-    list(engine.step())
-    while engine._prefilling:
+    submit(engine, 1, "x", max_tokens=80)
+    while 1 not in engine_running(engine):
         list(engine.step())
     submit(engine, 2, "x", max_tokens=1)
     while True:
         tokens = engine._running[0].answer._tokens
-        for output in engine.step():
-            if output.request_id == 2:
-                assert engine._running[0].answer._tokens == tokens
-                break
-        else:
-            continue
-        break
+        if first := [output for output in engine.step() if seen_before(output, 2, engine, tokens)]:
+            break
+    assert first[0].last
     engine.abort(1)
+
+
+def seen_before(output: StageOutput, request_id: int, engine: LLMEngine, tokens: int) -> bool:
+    """Whether this is that request's, given out while the first running one still had so many tokens."""
+    if output.request_id != request_id:
+        return False
+    assert engine._running[0].answer._tokens == tokens
+    return True
 
 
 # in company
@@ -246,6 +253,22 @@ def test_a_seeded_sample_is_the_same_alone_and_in_a_batch(engine: LLMEngine, par
     assert [(results.text(n), results.ends[n]) for n in range(len(PROMPTS))] == alone
 
 
+def test_several_that_end_in_one_step_leave_the_others_as_they_were(tiny: Path) -> None:
+    with closing(opened(tiny, max_batch=5, prefill_chunk=100)) as engine:
+        lengths = [12, 11, 30, 9, 30]  # each joins a step after the one before, so 0, 1 and 3 end together
+        expected = [answer(engine, prompt, max_tokens=n) for prompt, n in zip(PROMPTS, lengths, strict=False)]
+        results = Results()
+        for number, length in enumerate(lengths):
+            submit(engine, number, PROMPTS[number], max_tokens=length)
+            results.step(engine)
+        while not results.ends:
+            results.step(engine)
+        assert list(results.ends) == [0, 1, 3]
+        check(engine, {2, 4})
+        results.run(engine)
+        assert [(results.text(n), results.ends[n]) for n in range(5)] == expected
+
+
 def test_those_beyond_the_batch_wait_in_order(engine: LLMEngine) -> None:
     for n in range(5):
         submit(engine, n, PROMPTS[n], max_tokens=30 if n != 1 else 12)
@@ -258,61 +281,66 @@ def test_those_beyond_the_batch_wait_in_order(engine: LLMEngine) -> None:
     assert list(results.ends) == [1, 0, 2, 3, 4]
 
 
+Case = tuple[int, int, bool]
+"""Which prompt, how many tokens, sampled or greedy."""
+CASES = st.tuples(st.integers(0, len(PROMPTS) - 1), st.integers(1, 14), st.booleans())
 SCHEDULE = st.lists(
     st.one_of(
-        st.tuples(st.just("start"), st.integers(0, len(PROMPTS) - 1), st.integers(1, 14), st.booleans()),
+        st.tuples(st.just("start"), CASES),
         st.tuples(st.just("abort"), st.integers(0, 7)),
         st.tuples(st.just("step"), st.integers(1, 6)),
     ),
     max_size=24,
 )
-ALONE: dict[tuple[int, int, bool], tuple[str, Mapping[str, Any]]] = {}
+ALONE: dict[Case, tuple[str, Mapping[str, Any]]] = {}
+
+
+def submit_case(engine: LLMEngine, request_id: int, case: Case) -> None:
+    which, length, sampled = case
+    submit(engine, request_id, PROMPTS[which], max_tokens=length, temperature=float(sampled), seed=which)
+
+
+def alone(engine: LLMEngine, case: Case) -> tuple[str, Mapping[str, Any]]:
+    if case not in ALONE:
+        submit_case(engine, 0, case)
+        results = Results().run(engine)
+        ALONE[case] = (results.text(0), results.ends[0])
+    return ALONE[case]
 
 
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(schedule=SCHEDULE)
 def test_any_schedule_of_joins_aborts_and_steps_gives_what_each_gives_alone(
-    engine: LLMEngine, schedule: list[tuple[Any, ...]]
+    engine: LLMEngine, schedule: list[tuple[str, Any]]
 ) -> None:
-    started: dict[int, tuple[int, int, bool]] = {}
-    expected: dict[int, tuple[str, Mapping[str, Any]]] = {}
-    results, live = Results(), []
-
-    def params(which: int, length: int, sampled: bool) -> dict[str, Any]:
-        return {"max_tokens": length, "temperature": 1.0 if sampled else 0.0, "seed": which}
-
-    for act, *arguments in schedule:
-        if act == "start" and (case := tuple(arguments)) not in ALONE:
-            ALONE[case] = {}  # type: ignore[assignment]
-    for case in [case for case, known in ALONE.items() if not known]:
-        ALONE[case] = answer(engine, PROMPTS[case[0]], **params(*case))
-    for act, *arguments in schedule:
-        match act:
-            case "start":
-                case_ = (arguments[0], arguments[1], arguments[2])
-                request_id = 100 + len(started)
-                started[request_id], expected[request_id] = case_, ALONE[case_]
-                submit(engine, request_id, PROMPTS[case_[0]], **params(*case_))
-                live.append(request_id)
-            case "abort" if live:
-                engine.abort(live.pop(arguments[0] % len(live)))
-            case "step":
-                for _ in range(arguments[0] if engine.busy else 0):
-                    if engine.busy:
-                        results.step(engine)
-        live = [request_id for request_id in live if request_id not in results.ends]
+    cases = [argument for act, argument in schedule if act == "start"]
+    expected = [alone(engine, case) for case in cases]
+    results, live, started = Results(), set[int](), 0
+    for act, argument in schedule:
+        if act == "start":
+            submit_case(engine, started, argument)
+            live.add(started)
+            started += 1
+        elif act == "abort" and live:
+            gone = sorted(live)[argument % len(live)]
+            engine.abort(gone)
+            live.remove(gone)
+        elif act == "step":
+            for _ in range(argument):
+                if engine.busy:
+                    results.step(engine)
+        live -= results.ends.keys()
         check(engine, live)
     results.run(engine)
-    for request_id, (text, end) in expected.items():
+    assert live <= results.ends.keys()
+    for request_id, (text, end) in enumerate(expected):
+        assert text.startswith(results.text(request_id))
         if request_id in results.ends:
             assert (results.text(request_id), results.ends[request_id]) == (text, end)
-        else:
-            assert request_id not in live
-            assert text.startswith(results.text(request_id))
     assert_empty(engine)
 
 
-def check(engine: LLMEngine, live: list[int]) -> None:
+def check(engine: LLMEngine, live: set[int]) -> None:
     """The engine holds the live requests and nothing else, in rows without a hole and with nothing beyond their end."""
     assert sorted(engine._requests) == sorted(live)
     holders = [*engine._running, *([engine._prefilling] if engine._prefilling else [])]
@@ -322,3 +350,359 @@ def check(engine: LLMEngine, live: list[int]) -> None:
         for row in range(len(store)):
             length = engine._cache.lengths[row] if row < len(holders) else 0
             assert not store[row, :, length:].any()
+
+
+@pytest.mark.parametrize("place", ["first row", "middle row", "last row", "prefilling", "waiting", "collecting"])
+def test_abort_in_any_state_frees_the_request_and_harms_no_other(engine: LLMEngine, place: str) -> None:
+    expected = [answer(engine, prompt, max_tokens=25) for prompt in PROMPTS]
+    results = Results()
+    rows = 3 if place in ("first row", "middle row", "last row", "waiting") else 2
+    for n in range(rows):
+        submit(engine, n, PROMPTS[n], max_tokens=25)
+    while len(engine._running) < rows:
+        results.step(engine)
+    submit(engine, 6, PROMPTS[6], max_tokens=25)
+    if place == "prefilling":
+        results.step(engine)
+        assert engine._prefilling
+    if place == "collecting":
+        engine.start(StageRequest(7, (CLIENT, "ear"), {}))
+        engine.feed(7, Chunk(CLIENT, 0, True, {}, user("hello")))
+    victim = {"first row": 0, "middle row": 1, "last row": 2, "prefilling": 6, "waiting": 6, "collecting": 7}[place]
+    engine.abort(victim)
+    check(engine, {*range(rows), 6} - {victim})
+    results.run(engine)
+    assert victim not in results.ends
+    for n in {*range(rows), 6} - {victim}:
+        assert (results.text(n), results.ends[n]) == expected[n]
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_abort_while_another_prefills_moves_its_row_too(engine: LLMEngine, victim: int) -> None:
+    expected = [answer(engine, prompt, max_tokens=25) for prompt in PROMPTS]
+    results = Results()
+    for n in (0, 1):
+        submit(engine, n, PROMPTS[n], max_tokens=25)
+    while len(engine._running) < 2:
+        results.step(engine)
+    submit(engine, 6, PROMPTS[6], max_tokens=25)
+    results.step(engine)
+    assert engine._prefilling
+    engine.abort(victim)
+    check(engine, {0, 1, 6} - {victim})
+    results.run(engine)
+    for n in {0, 1, 6} - {victim}:
+        assert (results.text(n), results.ends[n]) == expected[n]
+
+
+def test_a_request_that_computes_nan_harms_no_other(engine: LLMEngine) -> None:
+    expected = answer(engine, PROMPTS[1], max_tokens=30)
+    results = Results()
+    submit(engine, 1, PROMPTS[0], max_tokens=10)
+    submit(engine, 2, PROMPTS[1], max_tokens=30)
+    while len(engine._running) < 2:
+        results.step(engine)
+    with torch.inference_mode():
+        for store in (*engine._cache._keys, *engine._cache._values):
+            store[0, :, : engine._cache.lengths[0]] = torch.nan
+    results.run(engine)
+    assert (results.text(2), results.ends[2]) == expected
+    assert answer(engine, PROMPTS[1], max_tokens=30) == expected
+
+
+# the end of the text
+
+
+@pytest.mark.parametrize("start", range(0, 12, 3))
+@pytest.mark.parametrize("size", [1, 2, 7])
+def test_a_stop_string_cuts_the_text_wherever_tokens_end(engine: LLMEngine, start: int, size: int) -> None:
+    full, _ = answer(engine, PROMPTS[2], max_tokens=30)
+    stop = full[start : start + size]
+    submit(engine, 0, PROMPTS[2], max_tokens=30, stop=(stop, "never said"))
+    results = Results().run(engine)
+    assert results.text(0) == full[: full.index(stop)]
+    assert results.ends[0]["finish_reason"] == "stop"
+    assert results.ends[0]["completion_tokens"] <= 30
+
+
+def test_text_held_for_a_stop_string_comes_at_the_end(engine: LLMEngine) -> None:
+    full, _ = answer(engine, PROMPTS[2], max_tokens=12)
+    text, end = answer(engine, PROMPTS[2], max_tokens=12, stop=(full[-3:] + "!",))
+    assert text == full
+    assert end["text"] == full[-3:]
+    assert end["finish_reason"] == "length"
+
+
+def save_chain(path: Path, script: Sequence[str]) -> None:
+    """A model that answers anything with these tokens, which must differ: each is the successor of the one before."""
+    size = save_tokenizer(path)
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    last = tokenizer.apply_chat_template(user("x")["messages"], add_generation_prompt=True, return_dict=False)[-1]
+    chain = [last, *tokenizer.convert_tokens_to_ids(list(script))]
+    assert len(set(chain)) == len(chain)
+    assert None not in chain
+    width = size + size % 2
+    sizes = {"vocab_size": size, "hidden_size": width, "num_attention_heads": 1, "num_hidden_layers": 1}
+    config = LlamaConfig(**sizes, intermediate_size=8, max_position_embeddings=128, eos_token_id=None)
+    model = LlamaForCausalLM(config)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "norm" not in name:
+                weight.zero_()
+        model.model.embed_tokens.weight.copy_(torch.eye(size, width))
+        model.lm_head.weight[chain[1:], chain[:-1]] = 1
+    model.save_pretrained(path)
+
+
+def byte_tokens(text: str) -> list[str]:
+    """The tokens of the text's single bytes."""
+    letters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str(text)
+    return list(letters[0][0])
+
+
+def test_a_character_of_several_tokens_comes_whole(tmp_path: Path) -> None:
+    script = byte_tokens("é🙂 你")
+    assert len(script) == 10
+    save_chain(tmp_path, script)
+    with closing(opened(tmp_path)) as engine:
+        submit(engine, 0, "x", max_tokens=10)
+        results = Results().run(engine)
+        assert [piece for piece in results.pieces[0] if piece] == ["é", "🙂", " ", "你"]
+        assert answer(engine, "x", max_tokens=9)[0] == "é🙂 \ufffd"
+        assert answer(engine, "x", max_tokens=10, stop=("🙂",))[0] == "é"
+        assert answer(engine, "x", max_tokens=10, stop=("\ufffd", " 你!"))[0] == "é🙂 你"
+        text, end = answer(engine, "x", max_tokens=9, stop=("\ufffd",))
+        assert (text, end["finish_reason"], end["completion_tokens"]) == ("é🙂 ", "stop", 9)
+
+
+def test_special_tokens_are_counted_and_not_shown(tmp_path: Path) -> None:
+    save_chain(tmp_path, ["a", "<|im_start|>", "b", "<|im_end|>"])
+    with closing(opened(tmp_path)) as engine:
+        text, end = answer(engine, "x", max_tokens=10)
+        assert (text, end["finish_reason"], end["completion_tokens"]) == ("ab", "stop", 4)
+
+
+def test_special_tokens_cost_nothing_to_decode(tiny: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(tiny)
+    silent = tokenizer.convert_tokens_to_ids("<|im_start|>")
+    passed: list[Sequence[int]] = []
+    vocabulary = Vocabulary(tokenizer, None)
+    vocabulary.decode = lambda tokens: passed.append(tuple(tokens)) or "a"  # type: ignore[method-assign, func-returns-value]
+    reply = Answer(vocabulary, 1, 1000, ())
+    for token in [silent] * 100 + tokenizer.encode("a") + [silent] * 100:
+        reply.push(token)
+    assert passed == [tuple(tokenizer.encode("a"))]
+
+
+def test_an_answer_that_ends_at_once_is_empty(tmp_path: Path) -> None:
+    save_chain(tmp_path, ["<|im_end|>"])
+    with closing(opened(tmp_path)) as engine:
+        submit(engine, 0, "x", max_tokens=10)
+        results = Results().run(engine)
+        assert results.pieces[0] == [""]
+        assert (results.ends[0]["finish_reason"], results.ends[0]["completion_tokens"]) == ("stop", 1)
+        assert_empty(engine)
+
+
+def test_max_tokens_is_cut_to_what_the_context_has_left(tiny: Path, engine: LLMEngine) -> None:
+    text, end = answer(engine, "hello", max_tokens=1000)
+    assert end["prompt_tokens"] + end["completion_tokens"] == CONTEXT
+    assert end["finish_reason"] == "length"
+    _, after = reference(tiny, "hello", end["completion_tokens"])
+    assert text == decoded(tiny, after)
+
+
+def test_a_prompt_may_fill_the_context_but_for_one_token(tiny: Path) -> None:
+    size = len(reference(tiny, "hello", 1)[0])
+    with closing(opened(tiny, context=size + 1)) as engine:
+        assert answer(engine, "hello")[1]["completion_tokens"] == 1
+        engine.start(StageRequest(1, (CLIENT,), {}))
+        with pytest.raises(InvalidRequest) as refusal:
+            engine.feed(1, Chunk(CLIENT, 0, True, {}, user("hello!")))
+        assert refusal.value.param == "messages"
+        assert refusal.value.code == "context_length_exceeded"
+        assert f"prompt has {size + 1} tokens" in refusal.value.message
+        assert f"holds {size + 1}" in refusal.value.message
+        assert_empty(engine)
+
+
+# the prompt
+
+
+def heard(engine: LLMEngine, content: Any, chunks: Sequence[dict[str, Any]], messages: Sequence[Any] = ()) -> str:
+    """The prompt, as text, of a conversation with audio and of what the stage above heard in it."""
+    engine.start(StageRequest(0, (CLIENT, "ear"), {"max_tokens": 1}))
+    data = {"messages": [*messages, {"role": "user", "content": content}]}
+    engine.feed(0, Chunk(CLIENT, 0, True, {}, data))
+    for number, chunk in enumerate(chunks):
+        assert not engine.busy
+        engine.feed(0, Chunk("ear", number, number == len(chunks) - 1, {}, chunk))
+    prompt = str(engine._tokenizer.decode(engine._waiting[0].unseen))
+    engine.abort(0)
+    return prompt
+
+
+def test_transcripts_take_the_place_of_audio(engine: LLMEngine) -> None:
+    content = [{"type": "audio", "index": 1}, {"type": "text", "text": "and"}, {"type": "audio", "index": 0}]
+    chunks = [{"text": " the", "index": 0}, {"text": " sea", "index": 1}, {"text": " fox ", "index": 0}, {}]
+    assert heard(engine, content, chunks) == ("<|im_start|>user\nsea\nand\nthe fox<|im_end|>\n<|im_start|>assistant\n")
+
+
+def test_generation_waits_for_every_source_in_any_order(engine: LLMEngine) -> None:
+    engine.start(StageRequest(0, (CLIENT, "ear"), {"max_tokens": 5}))
+    engine.feed(0, Chunk("ear", 0, True, {}, {"text": "hello", "index": 0}))
+    assert not engine.busy
+    audio = {"messages": [{"role": "user", "content": [{"type": "audio", "index": 0}]}]}
+    engine.feed(0, Chunk(CLIENT, 0, True, {}, audio))
+    assert engine.busy
+    results = Results().run(engine)
+    assert (results.text(0), results.ends[0]) == answer(engine, "hello", max_tokens=5)
+
+
+def test_the_system_prompt_is_for_conversations_without_one(tiny: Path) -> None:
+    with closing(opened(tiny, system_prompt="be brief")) as engine:
+        text = heard(engine, "hi", [{"text": ""}])
+        assert text == "<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+        text = heard(engine, "hi", [{"text": ""}], [{"role": "system", "content": "rhyme"}])
+        assert text == "<|im_start|>system\nrhyme<|im_end|>\n<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+
+
+@pytest.mark.parametrize(
+    ("messages", "param"),
+    [
+        ([], "messages"),
+        ([{"role": "user", "content": " \n"}], "messages"),
+        ([{"role": "system", "content": "be brief"}, {"role": "user", "content": []}], "messages"),
+        ([{"role": "user", "content": [{"type": "audio", "index": 0}]}], "messages"),
+        ("hello", "messages"),
+        ([{"role": "ghost", "content": "hello"}], "messages[0].role"),
+        ([{"role": "user", "content": [{"type": "video"}]}], "messages[0].content[0].type"),
+        ([{"role": "user"}], "messages[0]"),
+    ],
+)
+def test_a_prompt_that_cannot_be_is_refused(engine: LLMEngine, messages: Any, param: str) -> None:
+    engine.start(StageRequest(0, (CLIENT,), {}))
+    with pytest.raises(InvalidRequest) as refusal:
+        engine.feed(0, Chunk(CLIENT, 0, True, {}, {"messages": messages}))
+    assert refusal.value.param == param
+    assert_empty(engine)
+
+
+def test_silence_is_an_empty_prompt(engine: LLMEngine) -> None:
+    with pytest.raises(InvalidRequest, match="the prompt is empty"):
+        heard(engine, [{"type": "audio", "index": 0}], [{"text": " ", "index": 0}])
+
+
+def test_what_the_chat_template_refuses_is_the_requests_fault(tmp_path: Path) -> None:
+    save_model(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text("{{ raise_exception('roles must alternate') }}")
+    with closing(opened(tmp_path)) as engine:
+        engine.start(StageRequest(0, (CLIENT,), {}))
+        with pytest.raises(InvalidRequest, match="roles must alternate") as refusal:
+            engine.feed(0, Chunk(CLIENT, 0, True, {}, user("hello")))
+        assert refusal.value.param == "messages"
+        assert_empty(engine)
+
+
+@pytest.mark.parametrize(
+    ("params", "param"),
+    [
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"temperature": 3}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"stop": ["a", ""]}, "stop"),
+        ({"stop": "a"}, "stop"),
+        ({"voice": "low"}, None),
+    ],
+)
+def test_parameters_are_checked_at_the_start(engine: LLMEngine, params: dict[str, Any], param: str | None) -> None:
+    with pytest.raises(InvalidRequest) as refusal:
+        engine.start(StageRequest(0, (CLIENT,), params))
+    assert refusal.value.param == param
+    assert_empty(engine)
+
+
+# opening
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "message"),
+    [
+        ({}, {"context": 129}, "found 129; the model has 128"),
+        ({}, {"dtype": "int8"}, "found 'int8'"),
+        ({}, {"dtype": "nonsense"}, "found 'nonsense'"),
+        ({"sliding_window": 50}, {}, "window 50"),
+        ({"layer_types": ["full_attention", "linear_attention"]}, {}, "linear_attention"),
+    ],
+)
+def test_a_model_or_option_that_would_compute_wrongly_is_refused(
+    tmp_path: Path, config: dict[str, Any], options: dict[str, Any], message: str
+) -> None:
+    save_model(tmp_path)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **config}))
+    with pytest.raises(ValueError, match=message):
+        opened(tmp_path, **options)
+
+
+def test_a_checkpoint_needs_a_chat_template(tmp_path: Path) -> None:
+    save_model(tmp_path)
+    (tmp_path / "chat_template.jinja").unlink()
+    with pytest.raises(ValueError, match="no chat template"):
+        opened(tmp_path)
+
+
+def test_no_model_is_refused() -> None:
+    with pytest.raises(ValueError, match="'thinker': the llm engine needs a model"):
+        opened(None)
+
+
+def test_another_kind_of_model_and_dtype_works_too(tmp_path: Path) -> None:
+    """Tied embeddings, biases, one head for all, bfloat16: what is not Llama's usual."""
+    save_model(tmp_path, num_key_value_heads=1, attention_bias=True, mlp_bias=True, tie_word_embeddings=True)
+    _, after = reference(tmp_path, PROMPTS[0], 20)
+    with closing(opened(tmp_path)) as engine:
+        assert answer(engine, PROMPTS[0], max_tokens=20)[0] == decoded(tmp_path, after)
+    with closing(opened(tmp_path, dtype="bfloat16")) as engine:
+        assert answer(engine, PROMPTS[0], max_tokens=20)[1]["completion_tokens"] == 20
+
+
+# the real model
+
+
+@pytest.fixture(scope="module")
+def real(request: pytest.FixtureRequest) -> Iterator[LLMEngine]:
+    with closing(opened(request.getfixturevalue("smollm2"), max_batch=8, context=2048, prefill_chunk=256)) as engine:
+        yield engine
+
+
+QUESTIONS = [
+    "What is the capital of France?",
+    "Why is the sky blue?",
+    "Tell me a story about the sea.",
+    "Write a poem about autumn leaves.",
+    "How do I bake bread?",
+    "Explain what a prime number is.",
+    "Who wrote Hamlet?",
+    "What are the planets of the solar system, in order?",
+]
+
+
+@pytest.mark.voice
+def test_the_capital_of_france_is_paris(real: LLMEngine) -> None:
+    text, end = answer(real, QUESTIONS[0], max_tokens=32)
+    assert "Paris" in text
+    assert end["finish_reason"] == "stop"
+
+
+@pytest.mark.voice
+@pytest.mark.parametrize("params", [{}, {"temperature": 0.8, "top_p": 0.9, "seed": 7}], ids=["greedy", "sampled"])
+def test_the_real_model_says_the_same_alone_and_in_a_batch(real: LLMEngine, params: dict[str, Any]) -> None:
+    alone = [answer(real, question, max_tokens=16, **params)[0] for question in QUESTIONS]
+    results = Results()
+    for number, question in enumerate(QUESTIONS):
+        submit(real, number, question, max_tokens=16, **params)
+        results.step(real)
+    results.run(real)
+    assert [results.text(number) for number in range(len(QUESTIONS))] == alone
+    assert_empty(real)

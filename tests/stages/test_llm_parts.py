@@ -281,6 +281,17 @@ def test_garbage_does_not_grow_the_cost_either() -> None:
     assert max(sizes) <= 40
 
 
+def test_tokens_without_text_do_not_make_the_ones_before_forgotten() -> None:
+    """The first space of a text is not shown: a window that began after "x" would lose one that is."""
+    words = [" x", "", " y"]
+
+    def decode(tokens: Sequence[int]) -> str:
+        return "".join(words[token] for token in tokens).removeprefix(" ")
+
+    detokenizer = Detokenizer(decode)
+    assert "".join(detokenizer.push(token) for token in [0, *[1] * 60, 2]) == "x y"
+
+
 def cut_at_stop(text: str, stops: Sequence[str]) -> tuple[str, bool]:
     """A character at a time: the plainest reading of what a stop string does."""
     for end in range(len(text) + 1):

@@ -1,0 +1,164 @@
+"""POST /v1/chat/completions.
+
+Rules
+1. The text of a spoken answer is its transcript: then ``content`` is null, as in OpenAI's API.
+2. An answer's sound is not kept: it expires when it is made.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import trio
+from starlette.requests import Request
+from starlette.responses import Response
+
+from omni_actors.serve.audio import Encoder, decode, from_base64, to_base64, whole_file
+from omni_actors.serve.problems import invalid, renamed
+from omni_actors.serve.replies import DONE, SSE, Json, Pieces, Stream, error_event, event
+from omni_actors.serve.schemas import Chat, Message, TextPart, parse, parse_json, require_model
+from omni_actors.system import AudioChunk, Generation, OmniSystem, Output
+
+_NAMES = {"audio": "messages"}
+"""What engines call a field, and what the client does."""
+
+
+class _Answer:
+    """What of an answer the reply's shape needs, gathered from its outputs."""
+
+    def __init__(self, body: Chat) -> None:
+        now = int(time.time())
+        self.id, self.created, self.model = f"chatcmpl-{uuid.uuid4().hex}", now, body.model
+        self.audio_id = f"audio_{uuid.uuid4().hex}"
+        self.speaks = "audio" in body.modalities
+        self.encoder = Encoder("wav" if body.audio.format == "wav" else "pcm")
+        self.finish_reason = "stop"
+        self.usage: dict[str, int] | None = None
+
+    def take(self, output: Output) -> tuple[str, bytes]:
+        """The text and the sound, encoded, that this output adds."""
+        self.finish_reason = output.data.get("finish_reason", self.finish_reason)
+        if "completion_tokens" in output.data:
+            prompt, completion = output.data["prompt_tokens"], output.data["completion_tokens"]
+            self.usage = {
+                "prompt_tokens": prompt,
+                "completion_tokens": completion,
+                "total_tokens": prompt + completion,
+            }
+        match output.modality, output.delta:
+            case "text", str(text):
+                return text, b""
+            case "audio", AudioChunk() as chunk:
+                return "", self.encoder.push(chunk)
+        return "", b""
+
+    def envelope(self, kind: str, choices: list[Any], usage: Any) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "object": kind,
+            "created": self.created,
+            "model": self.model,
+            "choices": choices,
+            "usage": usage,
+        }
+
+
+async def chat(request: Request) -> Response:
+    """Answer a conversation, whole or as server-sent events."""
+    system: OmniSystem = request.app.state.system
+    body, params = parse(parse_json(await request.body()), Chat)
+    require_model(body.model, system.pipeline.name)
+    messages, files = _conversation(body.messages)
+    clips = await trio.to_thread.run_sync(decode, files, abandon_on_cancel=True) if files else []
+    with renamed(_NAMES):
+        generation = system.generate(
+            messages,
+            multi_modal_data={"audio": clips},
+            modalities=("text", "audio") if "audio" in body.modalities else ("text",),
+            max_tokens=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
+            stop=[body.stop] if isinstance(body.stop, str) else body.stop,
+            **params,
+        )
+        answer = _Answer(body)
+        if body.stream:
+            pieces = _events(answer, generation, include_usage=body.stream_options.include_usage)
+            return await Stream(generation, pieces, SSE, error_event).begun()
+        return await _whole(answer, generation, body.audio.format)
+
+
+def _conversation(messages: Sequence[Message]) -> tuple[list[dict[str, Any]], list[tuple[bytes, str]]]:
+    """As the pipeline takes it, and its audio files, each with its place. Raises Problem."""
+    conversation: list[dict[str, Any]] = []
+    files: list[tuple[bytes, str]] = []
+    for i, message in enumerate(messages):
+        content: Any = message.content
+        if content is None:
+            text = f"messages[{i}].content is missing; where it was an answer in sound, send its transcript"
+            raise invalid(text, f"messages[{i}].content", "missing_required_parameter")
+        if not isinstance(content, str):
+            parts: list[Mapping[str, Any]] = []
+            for j, part in enumerate(content):
+                if isinstance(part, TextPart):
+                    parts.append({"type": "text", "text": part.text})
+                else:
+                    param = f"messages[{i}].content[{j}].input_audio.data"
+                    parts.append({"type": "audio", "index": len(files)})
+                    files.append((from_base64(part.input_audio.data, param), param))
+            content = parts
+        conversation.append({"role": "system" if message.role == "developer" else message.role, "content": content})
+    return conversation, files
+
+
+async def _whole(answer: _Answer, generation: Generation, format: str) -> Response:
+    texts: list[str] = []
+    sounds: list[bytes] = []
+    try:
+        async for output in generation:
+            text, sound = answer.take(output)
+            texts.append(text)
+            sounds.append(sound)
+    finally:
+        generation.abort()
+    text = "".join(texts)
+    message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+    if answer.speaks:
+        message["content"] = None
+        message["audio"] = {
+            "id": answer.audio_id,
+            "data": to_base64(whole_file([*sounds, answer.encoder.finish()], format)),
+            "transcript": text,
+            "expires_at": answer.created,
+        }
+    choice = {"index": 0, "message": message, "finish_reason": answer.finish_reason, "logprobs": None}
+    return Json(answer.envelope("chat.completion", [choice], answer.usage))
+
+
+async def _events(answer: _Answer, generation: Generation, *, include_usage: bool) -> Pieces:
+    def chunk(delta: Mapping[str, Any], finish_reason: str | None = None) -> bytes:
+        choice = {"index": 0, "delta": delta, "finish_reason": finish_reason, "logprobs": None}
+        return event(answer.envelope("chat.completion.chunk", [choice], None))
+
+    def sound_chunk(**fields: Any) -> bytes:
+        return chunk({"audio": {"id": answer.audio_id, **fields}})
+
+    begun = False
+    async for output in generation:
+        if not begun:
+            begun = True
+            yield chunk({"role": "assistant", "content": None if answer.speaks else ""})
+        text, sound = answer.take(output)
+        if text:
+            yield sound_chunk(transcript=text) if answer.speaks else chunk({"content": text})
+        if sound:
+            yield sound_chunk(data=to_base64(sound))
+    if sound := answer.encoder.finish():
+        yield sound_chunk(data=to_base64(sound))
+    if answer.speaks:
+        yield sound_chunk(expires_at=answer.created)
+    yield chunk({}, answer.finish_reason)
+    if include_usage:
+        yield event(answer.envelope("chat.completion.chunk", [], answer.usage))
+    yield DONE

@@ -1,0 +1,84 @@
+"""Answers that are sent while they are made.
+
+Rules
+1. ``begun`` waits for the first piece: what fails before it is an ordinary error, with a status of its own.
+2. What fails later ends the stream by ``farewell``: an event where the format has events, else the connection is cut,
+   so that nobody takes half an answer for a whole one.
+3. However an answer ends, its generation is aborted: that is harmless when it was complete.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from typing import Any
+
+import msgspec
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from omni_actors.errors import RequestError
+from omni_actors.serve.problems import as_problem
+from omni_actors.system import Generation
+
+SSE = "text/event-stream"
+DONE = b"data: [DONE]\n\n"
+
+Pieces = AsyncGenerator[bytes, None]
+
+
+def event(data: Any) -> bytes:
+    """A server-sent event."""
+    return b"data: " + msgspec.json.encode(data) + b"\n\n"
+
+
+def error_event(error: RequestError) -> bytes:
+    return b"data: " + as_problem(error).body() + b"\n\n"
+
+
+class Json(Response):
+    """A whole answer."""
+
+    def __init__(self, data: Any, status: int = 200) -> None:
+        super().__init__(msgspec.json.encode(data), status, media_type="application/json")
+
+
+class Stream(Response):
+    """See the module. farewell: the last piece for an error, or None to cut the connection."""
+
+    def __init__(
+        self, generation: Generation, pieces: Pieces, media_type: str, farewell: Callable[[RequestError], bytes] | None
+    ) -> None:
+        super().__init__(media_type=media_type)
+        del self.headers["content-length"]
+        self.headers["cache-control"] = "no-cache"
+        self.headers["x-accel-buffering"] = "no"  # a proxy in between must not collect it
+        self._generation, self._pieces, self._farewell = generation, pieces, farewell
+        self._first = b""
+
+    async def begun(self) -> Stream:
+        """Wait for the first piece. Raises RequestError."""
+        try:
+            self._first = await anext(self._pieces, b"")
+        except BaseException:
+            self._generation.abort()
+            raise
+        return self
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_piece(piece: bytes, *, more: bool = True) -> None:
+            await send({"type": "http.response.body", "body": piece, "more_body": more})
+
+        try:
+            async with aclosing(self._pieces):
+                await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+                await send_piece(self._first)
+                async for piece in self._pieces:
+                    await send_piece(piece)
+        except RequestError as error:
+            if self._farewell is None:
+                return
+            await send_piece(self._farewell(error))
+        finally:
+            self._generation.abort()
+        await send_piece(b"", more=False)

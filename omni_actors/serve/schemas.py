@@ -1,0 +1,188 @@
+"""The bodies of requests: what they may hold, and what of OpenAI's API has no effect here.
+
+Rules
+1. A null is an absent field.
+2. What OpenAI's API knows and this server cannot do is refused by name, unless it asks for what happens anyway.
+3. Any other field is a parameter of the pipeline's engines ("top_k"), which know whether they take it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, Literal, TypeVar
+
+import msgspec
+from msgspec import Meta, field
+from msgspec.inspect import ListType, LiteralType, StructType, Type, UnionType
+
+from omni_actors.serve.problems import Problem, from_validation, invalid, unsupported
+from omni_actors.system import OmniSystem
+
+Text = Annotated[str, Meta(min_length=1)]
+
+HARMLESS = frozenset(
+    {
+        *("user", "metadata", "store", "service_tier", "parallel_tool_calls"),
+        *("safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
+    }
+)
+"""Fields without effect on an answer."""
+
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "n": (1,),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "logit_bias": ({},),
+    "logprobs": (False,),
+    "top_logprobs": (0,),
+    "response_format": ({"type": "text"},),
+    "tools": ([],),
+    "functions": ([],),
+    "tool_choice": ("none", "auto"),
+    "function_call": ("none", "auto"),
+    "prediction": (),
+    "reasoning_effort": ("none",),
+    "verbosity": ("medium",),
+    "web_search_options": (),
+    "moderation": (),
+    "instructions": ("",),
+    "prompt": ("",),
+}
+"""Fields whose effect this server cannot give, and the values that ask for none."""
+
+
+class TextPart(msgspec.Struct, frozen=True, tag="text"):
+    text: str
+
+
+class InputAudio(msgspec.Struct, frozen=True):
+    data: Text
+    """base64 of an audio file."""
+    format: Literal["wav", "mp3", "flac", "ogg"]
+
+
+class AudioPart(msgspec.Struct, frozen=True, tag="input_audio"):
+    input_audio: InputAudio
+
+
+class Message(msgspec.Struct, frozen=True):
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[TextPart | AudioPart] | None = None
+
+
+class AudioFormat(msgspec.Struct, frozen=True):
+    """voice: accepted and without effect, as a pipeline speaks with the voice it has."""
+
+    format: Literal["wav", "pcm16"] = "wav"
+    voice: Any = None
+
+
+class StreamOptions(msgspec.Struct, frozen=True):
+    include_usage: bool = False
+    include_obfuscation: bool = False
+
+
+class Chat(msgspec.Struct, frozen=True, kw_only=True):
+    """The body of /v1/chat/completions."""
+
+    model: str
+    messages: Annotated[list[Message], Meta(min_length=1)]
+    modalities: Annotated[list[Literal["text", "audio"]], Meta(min_length=1)] = field(default_factory=lambda: ["text"])
+    audio: AudioFormat = AudioFormat()
+    stream: bool = False
+    stream_options: StreamOptions = StreamOptions()
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    stop: str | Annotated[list[str], Meta(max_length=4)] | None = None
+
+
+class Speech(msgspec.Struct, frozen=True, kw_only=True):
+    """The body of /v1/audio/speech. voice: as in ``AudioFormat``."""
+
+    model: str
+    input: str
+    voice: Any = None
+    response_format: Literal["wav", "pcm"] = "wav"
+    stream_format: Literal["audio"] = "audio"
+
+
+class Transcription(msgspec.Struct, frozen=True, kw_only=True):
+    """The fields of /v1/audio/transcriptions beside the file; a form's values are strings."""
+
+    model: str
+    response_format: Literal["json", "text"] = "json"
+    stream: bool = False
+    temperature: Annotated[float, Meta(ge=0, le=0)] = 0.0
+
+
+Body = TypeVar("Body", Chat, Speech, Transcription)
+
+_OURS = {name for call in (OmniSystem.generate, OmniSystem.submit) for name in inspect.signature(call).parameters}
+"""Arguments beside the engines' parameters: a client's field of that name is not one."""
+
+
+def parse_json(body: bytes) -> dict[str, Any]:
+    """An object, without its nulls. Raises Problem."""
+    try:
+        fields = msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise invalid(f"the body is not JSON: {error}", code="invalid_json") from error
+    if not isinstance(fields, dict):
+        raise invalid("the body is not a JSON object", code="invalid_json")
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def parse(fields: Mapping[str, Any], schema: type[Body], *, strict: bool = True) -> tuple[Body, dict[str, Any]]:
+    """The body, and the engines' parameters that came with it. Raises Problem.
+
+    strict: False reads numbers from strings.
+    """
+    try:
+        body = msgspec.convert(fields, schema, strict=strict)
+    except msgspec.ValidationError as error:
+        raise from_validation(error, lambda place: _accepted(schema, place)) from error
+    params: dict[str, Any] = {}
+    for name, value in fields.items():
+        if name in schema.__struct_fields__ or name in HARMLESS:
+            continue
+        if name not in NEUTRAL:
+            if name in _OURS:
+                raise invalid(f"unknown parameter {name!r}", name, "unknown_parameter")
+            params[name] = value
+        elif value not in NEUTRAL[name]:
+            accepted = " or ".join(map(repr, NEUTRAL[name])) or "its absence"
+            raise unsupported(name, value, accepted)
+    return body, params
+
+
+def _accepted(schema: type[msgspec.Struct], place: str) -> list[Any]:
+    """The values that a field of ``schema`` can have, where they are listed. place: "messages[0].role"."""
+    nodes = [msgspec.inspect.type_info(schema)]
+    for key in re.findall(r"[^.\[\]]+", place):
+        nodes = [below for node in _alternatives(nodes) for below in _below(node, key)]
+    return [value for node in _alternatives(nodes) if isinstance(node, LiteralType) for value in node.values]
+
+
+def _alternatives(nodes: list[Type]) -> Iterator[Type]:
+    for node in nodes:
+        yield from node.types if isinstance(node, UnionType) else (node,)
+
+
+def _below(node: Type, key: str) -> list[Type]:
+    match node:
+        case ListType(item_type=item) if key.isdigit():
+            return [item]
+        case StructType(tag_field=tag_field, tag=tag) if key == tag_field:
+            return [LiteralType((tag,))]
+        case StructType(fields=fields):
+            return [each.type for each in fields if each.encode_name == key]
+    return []
+
+
+def require_model(asked: str, served: str) -> None:
+    """Raises Problem 404."""
+    if asked != served:
+        message = f"the model {asked!r} does not exist; this server serves {served!r}"
+        raise Problem(404, message, param="model", code="model_not_found")

@@ -1,0 +1,199 @@
+"""The server's life: listen, load, serve, drain, end.
+
+Rules
+1. What cannot work is said before anything starts: a configuration (ConfigError), an address (CannotListen).
+2. The socket listens while the stages load; until they have, work is refused and /health says how far they are. A stage
+   that cannot load ends the server with StageFailed. One that fails later does not: what goes without it goes on.
+3. The first SIGINT or SIGTERM drains: no new connections, ``drain_s`` for what is under way, then it is cancelled. The
+   second one kills; the kernel then takes the workers along.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import stat
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import hypercorn.config
+import hypercorn.trio
+import trio
+
+from omni_actors import config as configuration
+from omni_actors.config import Pipeline
+from omni_actors.errors import OmniError, StageFailed
+from omni_actors.serve.app import build
+from omni_actors.system import Health, OmniSystem
+
+if TYPE_CHECKING:
+    from hypercorn.typing import Framework
+
+MAX_BODY_BYTES = 32 * 1024 * 1024
+DRAIN_S = 5.0
+CUT_S = 0.5
+"""After the drain: connections to clients that do not even read are shut then."""
+UNREAD_S = 60
+"""A client that takes nothing off its connection for so long is dropped."""
+
+log = logging.getLogger("omni_actors.serve")
+
+
+class CannotListen(OmniError):
+    def __init__(self, host: str, port: int, reason: str) -> None:
+        self.host, self.port = host, port
+        super().__init__(f"cannot listen on {host}:{port}: {reason}")
+
+
+async def serve(
+    config: str | Path | Pipeline = "voice",
+    *,
+    host: str = "127.0.0.1",
+    port: int = 8091,
+    api_key: str | None = None,
+    max_body_bytes: int = MAX_BODY_BYTES,
+    overrides: Mapping[str, Any] | None = None,
+    drain_s: float = DRAIN_S,
+    announce: Callable[[str], None] = print,
+) -> None:
+    """Serve a pipeline until SIGINT or SIGTERM; then every process is reaped. port 0: one that is free.
+
+    announce: called with one line when the server listens and one when it is ready.
+    Raises ConfigError, CannotListen, StageFailed (a stage that cannot load).
+    """
+    pipeline = configuration.load(config, overrides)
+    with _listening_socket(host, port) as listener:
+        async with OmniSystem.open(pipeline, wait_ready=False) as system:
+            await _Server(system, listener, drain_s, announce).run(api_key, max_body_bytes)
+
+
+class _Server:
+    def __init__(
+        self, system: OmniSystem, listener: socket.socket, drain_s: float, announce: Callable[[str], None]
+    ) -> None:
+        self._system, self._listener, self._drain_s, self._announce = system, listener, drain_s, announce
+        self._stop = trio.Event()
+        self._has_loaded = False
+        self._failure: StageFailed | None = None
+        host, port, *_ = listener.getsockname()
+        self._port = port
+        self._url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+    async def run(self, api_key: str | None, max_body_bytes: int) -> None:
+        app = build(
+            self._system, api_key=api_key, max_body_bytes=max_body_bytes, has_loaded=lambda: self._has_loaded
+        )
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._follow_signals)
+            nursery.start_soon(self._follow_stages)
+            nursery.start_soon(self._cut_those_left)
+            framework = cast("Framework", app)  # Starlette's names for the same types
+            serve_http = partial(
+                hypercorn.trio.serve, framework, self._http_config(), shutdown_trigger=self._stop.wait, mode="asgi"
+            )
+            async with trio.open_nursery() as connections:
+                await connections.start(serve_http)
+                self._announce(f"listening on {self._url}; {self._system.pipeline.name!r} is loading")
+            nursery.cancel_scope.cancel()
+        if self._failure is not None:
+            raise self._failure
+
+    def _http_config(self) -> hypercorn.config.Config:
+        config = hypercorn.config.Config()
+        config.bind = [f"fd://{os.dup(self._listener.fileno())}"]  # hypercorn closes the one that it gets
+        config.graceful_timeout = self._drain_s
+        config.loglevel = "WARNING"
+        config.include_server_header = False
+        return config
+
+    async def _follow_signals(self) -> None:
+        with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
+            async for number in signals:
+                if self._stop.is_set():
+                    signal.signal(number, signal.SIG_DFL)
+                    os.kill(os.getpid(), number)
+                self._stop.set()
+
+    async def _follow_stages(self) -> None:
+        """Say when all are loaded, and when one dies."""
+        exits: dict[tuple[str, int], str | None] = {}
+        while True:
+            health = self._system.health()
+            if not self._has_loaded and self._system.dead_error is not None:
+                self._failure = self._system.dead_error
+                self._stop.set()
+                return
+            if not self._has_loaded and health.ready:
+                self._has_loaded = True
+                self._announce(f"ready: {self._url}/v1 serves {self._system.pipeline.name!r}")
+            _log_exits(health, exits)
+            await self._system.wait_changed()
+
+    async def _cut_those_left(self) -> None:
+        """hypercorn's sends cannot be cancelled: one to a client that does not read would hold the server up."""
+        await self._stop.wait()
+        await trio.sleep(self._drain_s + CUT_S)
+        for connection in _connections(self._port):
+            with connection:
+                connection.shutdown(socket.SHUT_RDWR)
+
+
+def _log_exits(health: Health, known: dict[tuple[str, int], str | None]) -> None:
+    for stage, replicas in health.stages.items():
+        for replica in replicas:
+            place = (stage, replica.replica)
+            if replica.last_exit != known.get(place):
+                known[place] = replica.last_exit
+                log.warning("stage %r (replica %d): %s; %s", stage, replica.replica, replica.last_exit, replica.state)
+
+
+@contextmanager
+def _listening_socket(host: str, port: int) -> Iterator[socket.socket]:
+    """Raises CannotListen."""
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind)
+    except OSError as error:
+        raise CannotListen(host, port, str(error)) from error
+    with listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        # Connections inherit both.
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNREAD_S * 1000)
+        try:
+            listener.bind(address)
+            # Another server that has bound the address may not listen yet; this is where the second one is told.
+            listener.listen()
+        except OSError as error:
+            raise CannotListen(host, port, os.strerror(error.errno or 0)) from error
+        yield listener
+
+
+def _connections(port: int) -> Iterator[socket.socket]:
+    """Duplicates of this process's connections on a local port. hypercorn keeps them to itself."""
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            fd = os.dup(int(name))
+        except OSError:
+            continue  # the listing's own descriptor
+        if not stat.S_ISSOCK(os.fstat(fd).st_mode):
+            os.close(fd)
+            continue
+        connection = socket.socket(fileno=fd)
+        is_ours = (
+            connection.family in (socket.AF_INET, socket.AF_INET6)
+            and connection.type == socket.SOCK_STREAM
+            and not connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+            and connection.getsockname()[1] == port
+        )
+        if is_ours:
+            yield connection
+        else:
+            connection.close()

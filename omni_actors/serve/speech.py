@@ -1,0 +1,36 @@
+"""POST /v1/audio/speech: a text, spoken; the sound is sent while it is made."""
+
+from __future__ import annotations
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from omni_actors.serve.audio import Encoder
+from omni_actors.serve.problems import invalid, renamed
+from omni_actors.serve.replies import Pieces, Stream
+from omni_actors.serve.schemas import Speech, parse, parse_json, require_model
+from omni_actors.system import AudioChunk, Generation, OmniSystem
+
+_MEDIA_TYPES = {"wav": "audio/wav", "pcm": "audio/pcm"}
+_NAMES = {"script": "input", "text": "input"}
+
+
+async def speech(request: Request) -> Response:
+    """Speak a text."""
+    system: OmniSystem = request.app.state.system
+    body, params = parse(parse_json(await request.body()), Speech)
+    require_model(body.model, system.pipeline.name)
+    if not body.input.strip():
+        raise invalid("input: there is no text to speak", "input", "empty")
+    with renamed(_NAMES):
+        generation = system.generate(script=body.input, modalities=("audio",), **params)
+        pieces = _sound(generation, Encoder(body.response_format))
+        return await Stream(generation, pieces, _MEDIA_TYPES[body.response_format], farewell=None).begun()
+
+
+async def _sound(generation: Generation, encoder: Encoder) -> Pieces:
+    async for output in generation:
+        if isinstance(output.delta, AudioChunk):
+            yield encoder.push(output.delta)
+    if rest := encoder.finish():
+        yield rest

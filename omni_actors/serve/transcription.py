@@ -1,0 +1,71 @@
+"""POST /v1/audio/transcriptions: an audio file, as text."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import trio
+from starlette.datastructures import UploadFile
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+
+from omni_actors.serve.audio import decode
+from omni_actors.serve.problems import invalid, renamed
+from omni_actors.serve.replies import SSE, Json, Pieces, Stream, error_event, event
+from omni_actors.serve.schemas import Transcription, parse, require_model
+from omni_actors.system import AudioChunk, Generation, OmniSystem
+
+_NAMES = {"audio": "file"}
+_MAX_FIELDS = 32
+
+
+async def transcription(request: Request) -> Response:
+    """Write down what is said in a file."""
+    system: OmniSystem = request.app.state.system
+    data, fields = await _form(request)
+    body, params = parse(fields, Transcription, strict=False)
+    require_model(body.model, system.pipeline.name)
+    if data is None:
+        message = "missing required parameter 'file', an audio file in a multipart form"
+        raise invalid(message, "file", "missing_required_parameter")
+    clips = await trio.to_thread.run_sync(decode, [(data, "file")], abandon_on_cancel=True)
+    with renamed(_NAMES):
+        generation = system.generate(multi_modal_data={"audio": clips}, modalities=("transcript",), **params)
+        if body.stream:
+            return await Stream(generation, _events(generation), SSE, error_event).begun()
+        return await _whole(generation, clips[0], body.response_format)
+
+
+async def _form(request: Request) -> tuple[bytes | None, dict[str, Any]]:
+    """The file's bytes, and the other fields. Raises HTTPException for a form that makes no sense."""
+    data, fields = None, {}
+    async with request.form(max_files=1, max_fields=_MAX_FIELDS) as form:
+        for name, value in form.multi_items():
+            if isinstance(value, UploadFile):
+                if name != "file":
+                    raise invalid(f"unknown file {name!r}; accepted: 'file'", name)
+                data = await value.read()
+            elif value:
+                fields[name] = value
+    return data, fields
+
+
+async def _whole(generation: Generation, clip: AudioChunk, format: str) -> Response:
+    try:
+        texts = [output.delta async for output in generation if isinstance(output.delta, str)]
+    finally:
+        generation.abort()
+    text = "".join(texts).strip()
+    if format == "text":
+        return PlainTextResponse(text + "\n")
+    return Json({"text": text, "usage": {"type": "duration", "seconds": math.ceil(clip.duration_s)}})
+
+
+async def _events(generation: Generation) -> Pieces:
+    texts: list[str] = []
+    async for output in generation:
+        if isinstance(output.delta, str):
+            texts.append(output.delta)
+            yield event({"type": "transcript.text.delta", "delta": output.delta})
+    yield event({"type": "transcript.text.done", "text": "".join(texts).strip()})

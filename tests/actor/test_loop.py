@@ -1,0 +1,371 @@
+"""The engine loop in a thread of this process, with real rings and the echo engine."""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+
+import ringbuf
+from omni_actors.actor import chunks, loop
+from omni_actors.actor.chunks import ChunkCorrupted, ChunkHeader
+from omni_actors.actor.loop import Attach, EngineLoop
+from omni_actors.messages import CLIENT, CLIENT_ADDRESS, Abort, Address, Finished, Message, Refused, Start, Stop
+from omni_actors.stages.base import Chunk, InvalidRequest, StageContext, StageEngine, StageRequest
+from omni_actors.stages.echo import EchoEngine
+from ringbuf import Consumer, Producer, Ring, RingClosed
+
+WATCHDOG_S = 20.0
+HERE = Address("here", 0)
+
+
+def echo(**options: Any) -> EchoEngine:
+    return EchoEngine(StageContext("here", None, options, 1, "cpu", lambda note: None))
+
+
+class Watched(EngineLoop):
+    """Tells each time it goes to sleep, and whether it does so because its output is stuck."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.asleep: queue.Queue[bool] = queue.Queue()
+
+    def _sleep(self, *, receiving: bool) -> None:
+        self.asleep.put(receiving)
+        super()._sleep(receiving=receiving)
+
+
+class Bench:
+    """A loop, the far ends of its rings, and what it says."""
+
+    def __init__(self) -> None:
+        self.said: queue.Queue[Message] = queue.Queue()
+        self.loop = Watched(HERE, 0, self.said.put)
+        self.error: BaseException | None = None
+        self._thread: threading.Thread | None = None
+        self._rings: list[Ring] = []
+
+    def input(self, ring_bytes: int = 1 << 20, source: str = CLIENT) -> Producer:
+        ring = self._ring(ring_bytes)
+        self.loop.post(Attach(Address(source, 0), HERE, self._share(ring)))
+        return ring.claim_producer()
+
+    def output(self, ring_bytes: int = 1 << 20) -> Consumer:
+        ring = self._ring(ring_bytes)
+        self.loop.post(Attach(HERE, CLIENT_ADDRESS, self._share(ring)))
+        return ring.claim_consumer()
+
+    def _ring(self, ring_bytes: int) -> Ring:
+        ring = Ring.create(ring_bytes)
+        self._rings.append(ring)
+        return ring
+
+    def _share(self, ring: Ring) -> Ring:
+        return Ring.attach([os.dup(fd) for fd in ring.fds], generation=0)
+
+    def run(self, engine: StageEngine) -> None:
+        def target() -> None:
+            try:
+                self.loop.run(engine)
+            except BaseException as error:  # noqa: BLE001 - the test looks at it
+                self.error = error
+
+        self._thread = threading.Thread(target=target)
+        self._thread.start()
+
+    def start(self, request: int, sources: tuple[str, ...] = (CLIENT,)) -> None:
+        self.loop.post(Start(request, sources, (CLIENT_ADDRESS,), {}))
+
+    def heard(self) -> Message:
+        return self.said.get(timeout=WATCHDOG_S)
+
+    def wait_asleep(self, *, receiving: bool = True) -> None:
+        """Until the loop has nothing left to do; what was posted and sent before this call it has seen then."""
+        while not self.loop.asleep.empty():
+            self.loop.asleep.get()
+        os.eventfd_write(self.loop._bell, 1)
+        while self.loop.asleep.get(timeout=WATCHDOG_S) != receiving:
+            pass
+
+    def wait_ended(self) -> BaseException | None:
+        assert self._thread is not None
+        self._thread.join(WATCHDOG_S)
+        assert not self._thread.is_alive()
+        return self.error
+
+    def close(self) -> None:
+        if self._thread is not None and self._thread.is_alive():
+            self.loop.post(Stop(0.0))
+            assert self.wait_ended() is None
+        for ring in self._rings:
+            ring.close()
+
+
+@pytest.fixture
+def bench() -> Iterator[Bench]:
+    before = len(os.listdir("/proc/self/fd"))
+    bench = Bench()
+    yield bench
+    bench.close()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def send(
+    producer: Producer,
+    request: int,
+    seq: int,
+    *,
+    last: bool = False,
+    source: str = CLIENT,
+    tensors: Mapping[str, Any] | None = None,
+    **data: Any,
+) -> None:
+    header = ChunkHeader(request, source, seq, last, data)
+    producer.send(*chunks.encode(header, tensors or {}), timeout=WATCHDOG_S)
+
+
+def receive(consumer: Consumer) -> ChunkHeader:
+    with consumer.recv(timeout=WATCHDOG_S) as frame:
+        return chunks.decode(frame.data)[0]
+
+
+def test_chunks_go_through_in_order_and_the_end_is_told_after_the_last(bench: Bench) -> None:
+    into, out = bench.input(), bench.output()
+    bench.run(echo(fan_out=2))
+    bench.start(1)
+    send(into, 1, 0, text="a")
+    send(into, 1, 1, text="b", last=True)
+    got = [receive(out) for _ in range(4)]
+    assert [(chunk.seq, chunk.data["text"], chunk.last) for chunk in got] == [
+        (0, "a", False),
+        (1, "a", False),
+        (2, "b", False),
+        (3, "b", True),
+    ]
+    finished = bench.heard()
+    assert isinstance(finished, Finished)
+    stats = finished.stats
+    assert (finished.request, stats.stage, stats.chunks) == (1, "here", 4)
+    assert set(stats.sent_bytes) == {"client.0"}
+    assert stats.first_input is not None
+    assert stats.first_output is not None
+    assert stats.started <= stats.first_input <= stats.first_output <= stats.finished
+
+
+def test_a_chunk_before_its_start_waits_and_holds_what_is_behind_it(bench: Bench) -> None:
+    into, out = bench.input(), bench.output()
+    bench.run(echo())
+    bench.start(1)
+    send(into, 2, 0, text="early", last=True)
+    send(into, 1, 0, text="behind", last=True)
+    bench.wait_asleep()
+    assert out.try_recv() is None
+    bench.start(2)
+    assert {receive(out).data["text"], receive(out).data["text"]} == {"early", "behind"}
+
+
+def test_an_early_chunk_holds_up_no_other_edge(bench: Bench) -> None:
+    early, other, out = bench.input(), bench.input(source="above"), bench.output()
+    bench.run(echo())
+    bench.start(1, ("above",))
+    send(early, 2, 0, last=True)
+    bench.wait_asleep()
+    send(other, 1, 0, source="above", text="through", last=True)
+    assert receive(out).data["text"] == "through"
+
+
+def test_a_stale_chunk_is_dropped(bench: Bench) -> None:
+    """Of a request that ended here, that was aborted here, and that this incarnation never knew."""
+    bench.loop._newest = 5  # the fence
+    into, out = bench.input(), bench.output()
+    bench.run(echo())
+    send(into, 5, 0, text="of the dead", last=True)
+    bench.start(6)
+    send(into, 6, 0, text="six", last=True)
+    assert receive(out).data["text"] == "six"
+    send(into, 6, 1, text="after the end")
+    bench.start(7)
+    bench.loop.post(Abort(7))
+    bench.start(8)
+    send(into, 7, 0, text="aborted", last=True)
+    send(into, 8, 0, text="eight", last=True)
+    assert receive(out).data["text"] == "eight"
+
+
+def test_a_request_aborted_while_it_waits_is_gone_from_the_engine(bench: Bench) -> None:
+    engine = echo()
+    into, out = bench.input(), bench.output()
+    bench.run(engine)
+    bench.start(1)
+    send(into, 1, 0, text="half")
+    assert receive(out).data["text"] == "half"
+    bench.loop.post(Abort(1))
+    bench.loop.post(Abort(1))  # harmless
+    bench.loop.post(Abort(99))  # never seen
+    bench.wait_asleep()
+    assert engine._requests == {}
+    assert bench.said.empty()
+
+
+def test_a_new_ring_replaces_the_old_one_in_both_directions(bench: Bench) -> None:
+    old_in, old_out = bench.input(), bench.output()
+    bench.run(echo())
+    bench.start(1)
+    send(old_in, 9, 0, text="held for a start that never comes")
+    bench.wait_asleep()
+    new_in, new_out = bench.input(), bench.output()
+    send(new_in, 1, 0, text="new", last=True)
+    assert receive(new_out).data["text"] == "new"
+    with pytest.raises(RingClosed):
+        old_in.try_send(b"")
+    with pytest.raises(RingClosed):
+        old_out.try_recv()
+
+
+def test_a_stuck_output_stops_stepping_and_receiving_until_there_is_room(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop, "CONGESTED_BYTES", 10_000)
+    engine = echo(fan_out=100, payload_bytes=3000)
+    into, out = bench.input(), bench.output(4096)
+    bench.run(engine)
+    bench.start(1)
+    bench.start(2)
+    send(into, 1, 0, last=True)
+    bench.wait_asleep(receiving=False)
+    stepped = engine._requests[1].seq
+    assert stepped < 10
+    send(into, 2, 0, last=True)
+    bench.wait_asleep(receiving=False)
+    assert engine._requests[1].seq == stepped
+    assert not engine._requests[2].pending
+    got = [receive(out) for _ in range(200)]
+    for request in (1, 2):
+        assert [chunk.seq for chunk in got if chunk.request == request] == list(range(100))
+
+
+def test_a_consumer_that_leaves_takes_its_backlog_with_it(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stage that dies must not stop the one above, which serves others: neither by an error nor by its backlog."""
+    monkeypatch.setattr(loop, "CONGESTED_BYTES", 10_000)
+    into, out = bench.input(), bench.output(4096)
+    bench.run(echo(fan_out=10, payload_bytes=3000))
+    bench.start(1)
+    send(into, 1, 0, last=True)
+    bench.wait_asleep(receiving=False)
+    out.close()
+    assert isinstance(bench.heard(), Finished)
+    bench.start(2)
+    send(into, 2, 0, last=True)
+    assert isinstance(bench.heard(), Finished)
+    again = bench.output()
+    bench.start(3)
+    send(into, 3, 0, last=True)
+    assert [receive(again).request for _ in range(10)] == [3] * 10
+
+
+def test_a_producer_that_leaves_is_not_an_error(bench: Bench) -> None:
+    into, out = bench.input(), bench.output()
+    bench.run(echo())
+    bench.start(1)
+    send(into, 1, 0, text="last words", last=True)
+    into.close()
+    assert receive(out).data["text"] == "last words"
+    bench.wait_asleep()
+    again = bench.input()
+    bench.start(2)
+    send(again, 2, 0, text="back", last=True)
+    assert receive(out).data["text"] == "back"
+
+
+@pytest.mark.parametrize("seqs", [(1,), (0, 2), (0, 0)])
+def test_a_gap_or_a_repetition_in_a_sequence_is_corruption(bench: Bench, seqs: tuple[int, ...]) -> None:
+    into, _ = bench.input(), bench.output()
+    bench.run(echo())
+    bench.start(1)
+    for seq in seqs:
+        send(into, 1, seq)
+    assert isinstance(bench.wait_ended(), ChunkCorrupted)
+
+
+def test_a_frame_that_is_no_chunk_is_corruption(bench: Bench) -> None:
+    into = bench.input()
+    bench.run(echo())
+    into.send(*ringbuf.encode_bundle({"not": "a chunk"}, {}))
+    assert isinstance(bench.wait_ended(), ChunkCorrupted)
+
+
+@pytest.mark.parametrize("where", ["feed", "step"])
+def test_a_refused_request_is_told_once_and_the_others_go_on(bench: Bench, where: str) -> None:
+    engine = echo()
+    into, out = bench.input(), bench.output()
+    bench.run(engine)
+    bench.start(1)
+    bench.start(2)
+    send(into, 1, 0, echo={"invalid": where})
+    assert bench.heard() == Refused(1, "the chunk asked to be refused", "echo", "invalid_value")
+    send(into, 1, 1, last=True)
+    send(into, 2, 0, text="fine", last=True)
+    assert receive(out).data["text"] == "fine"
+    assert isinstance(bench.heard(), Finished)
+    assert bench.said.empty()
+
+
+class Refusing(EchoEngine):
+    def start(self, request: StageRequest) -> None:
+        raise InvalidRequest("x" * 1_000_000)
+
+
+def test_a_refusal_fits_into_a_control_message_however_long_it_is(bench: Bench) -> None:
+    bench.run(Refusing(StageContext("here", None, {}, 1, "cpu", lambda note: None)))
+    bench.start(1)
+    refused = bench.heard()
+    assert isinstance(refused, Refused)
+    assert len(refused.message) < 100_000
+
+
+class Viewing(EchoEngine):
+    def feed(self, request_id: int, chunk: Chunk) -> None:
+        view = chunk.tensors["audio"].numpy()
+        raise ArithmeticError(f"{len(view)} samples are too many")
+
+
+def test_an_engine_s_error_is_not_hidden_by_the_views_that_its_traceback_keeps(bench: Bench) -> None:
+    into = bench.input()
+    bench.run(Viewing(StageContext("here", None, {}, 1, "cpu", lambda note: None)))
+    bench.start(1)
+    send(into, 1, 0, tensors={"audio": np.zeros(7, np.float32)})
+    assert isinstance(bench.wait_ended(), ArithmeticError)
+
+
+def test_a_payload_larger_than_the_ring_passes_through(bench: Bench) -> None:
+    into, out = bench.input(8192), bench.output(8192)
+    bench.run(echo())
+    bench.start(1)
+    pixels = np.random.default_rng(0).integers(0, 255, 1_000_000, np.uint8)
+    send(into, 1, 0, last=True, tensors={"pixels": pixels})
+    with out.recv(timeout=WATCHDOG_S) as frame:
+        tensors = chunks.decode(frame.data)[1]
+        assert np.array_equal(tensors["pixels"].numpy(), pixels)
+
+
+def test_stop_closes_the_engine_and_both_kinds_of_rings(bench: Bench) -> None:
+    closed = threading.Event()
+
+    class Closing(EchoEngine):
+        def close(self) -> None:
+            closed.set()
+
+    into, out = bench.input(), bench.output()
+    bench.run(Closing(StageContext("here", None, {}, 1, "cpu", lambda note: None)))
+    bench.loop.post(Stop(1.0))
+    assert bench.wait_ended() is None
+    assert closed.is_set()
+    with pytest.raises(RingClosed):
+        into.try_send(b"")
+    with pytest.raises(RingClosed):
+        out.try_recv()

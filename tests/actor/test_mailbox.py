@@ -1,0 +1,154 @@
+"""The control connection: messages and descriptors cross it, and none of either is left behind."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+import trio
+import trio.testing
+
+from omni_actors import messages
+from omni_actors.actor.mailbox import Mailbox, MailboxFull, open_mailbox
+from omni_actors.messages import CLIENT_ADDRESS, Abort, Address, Connect, Loading, Ready, Stop
+
+CONNECT = Connect(Address("a", 0), CLIENT_ADDRESS, 3)
+
+
+def count_fds() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+@asynccontextmanager
+async def pair(capacity: int = 8) -> AsyncIterator[tuple[Mailbox, Mailbox]]:
+    ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    for end in ends:
+        end.setblocking(False)
+    async with open_mailbox(ends[0], capacity) as one, open_mailbox(ends[1], capacity) as other:
+        yield one, other
+
+
+async def test_messages_cross_in_order_in_both_directions() -> None:
+    async with pair() as (parent, worker):
+        for number in range(8):
+            parent.post(Abort(number))
+        await worker.send(Ready(1.5))
+        assert [await worker.incoming.receive() for _ in range(8)] == [(Abort(number), ()) for number in range(8)]
+        assert await parent.incoming.receive() == (Ready(1.5), ())
+
+
+async def test_descriptors_cross_and_whoever_posts_keeps_its_own() -> None:
+    read, write = os.pipe()
+    async with pair() as (parent, worker):
+        parent.post(CONNECT, (read, write))
+        message, (their_read, their_write) = await worker.incoming.receive()
+        assert message == CONNECT
+        os.write(their_write, b"over there")
+        assert os.read(read, 100) == b"over there"
+        os.close(their_read)
+        os.close(their_write)
+    os.close(read)
+    os.close(write)
+
+
+@pytest.mark.parametrize("arrived", [0, 3, 8])
+async def test_descriptors_that_nobody_takes_are_closed(arrived: int) -> None:
+    """0: they are queued here. 3: they are queued there. 8: and more wait in the socket, and in the reader's hands."""
+    before = count_fds()
+    read, write = os.pipe()
+    async with pair() as (parent, worker):
+        for _ in range(arrived or 3):
+            parent.post(CONNECT, (read, write))
+        while worker.incoming.statistics().current_buffer_used < arrived:
+            await trio.lowlevel.checkpoint()
+        if arrived == 8:
+            for _ in range(3):
+                parent.post(CONNECT, (read, write))
+            await trio.testing.wait_all_tasks_blocked(0.01)
+    os.close(read)
+    os.close(write)
+    assert count_fds() == before
+
+
+async def test_descriptors_for_a_peer_that_is_gone_are_closed() -> None:
+    before = count_fds()
+    read, write = os.pipe()
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ours.setblocking(False)
+    theirs.close()
+    async with open_mailbox(ours, 8) as mailbox:
+        for _ in range(20):  # more than fit: they do not pile up
+            mailbox.post(CONNECT, (read, write))
+            await trio.testing.wait_all_tasks_blocked()
+        await mailbox.send(Ready(0.0))
+        with pytest.raises(trio.EndOfChannel):
+            await mailbox.incoming.receive()
+    os.close(read)
+    os.close(write)
+    assert count_fds() == before
+
+
+async def test_a_full_mailbox_says_so_and_keeps_nothing_of_the_message() -> None:
+    read, write = os.pipe()
+    async with pair(capacity=2) as (parent, _):
+        parent.post(Abort(1))
+        parent.post(Abort(2))
+        before = count_fds()
+        with pytest.raises(MailboxFull) as caught:
+            parent.post(CONNECT, (read, write))
+        assert caught.value.pending == 2
+        assert count_fds() == before
+    os.close(read)
+    os.close(write)
+
+
+async def test_what_a_peer_said_before_it_went_is_read_before_the_end() -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    for end in (ours, theirs):
+        end.setblocking(False)
+    async with open_mailbox(ours, 8) as parent:
+        async with open_mailbox(theirs, 8) as worker:
+            await worker.send(Loading("one"))
+            await worker.send(Loading("two"))
+            await worker.drain()
+            with pytest.raises(trio.ClosedResourceError):
+                await worker.send(Loading("three"))
+        assert [message async for message, _ in parent.incoming] == [Loading("one"), Loading("two")]
+
+
+async def test_a_cancelled_owner_still_sends_its_last_words() -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    for end in (ours, theirs):
+        end.setblocking(False)
+    async with open_mailbox(theirs, 8) as worker, trio.open_nursery() as nursery:
+
+        async def owner() -> None:
+            async with open_mailbox(ours, 8) as mailbox:
+                try:
+                    await trio.sleep_forever()
+                finally:
+                    mailbox.post(Stop(1.0))
+                    with trio.CancelScope(shield=True):
+                        assert await worker.incoming.receive() == (Stop(1.0), ())
+
+        nursery.start_soon(owner)
+        await trio.testing.wait_all_tasks_blocked()
+        with trio.fail_after(10):
+            nursery.cancel_scope.cancel()
+
+
+def test_a_message_is_one_packet_or_refused() -> None:
+    with pytest.raises(ValueError, match="Loading of .* bytes"):
+        messages.encode(Loading("x" * messages.MAX_BYTES))
+    largest = messages.encode(Loading("x" * (messages.MAX_BYTES - 100)))
+    assert messages.decode(largest) == Loading("x" * (messages.MAX_BYTES - 100))
+
+
+async def test_the_largest_message_crosses() -> None:
+    note = Loading("x" * (messages.MAX_BYTES - 100))
+    async with pair() as (parent, worker):
+        parent.post(note)
+        assert await worker.incoming.receive() == (note, ())

@@ -1,0 +1,193 @@
+"""A worker process by itself: it is seen to die however it dies, its last words are kept, nothing of it is left."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import textwrap
+from pathlib import Path
+
+import psutil
+import pytest
+import trio
+import trio.testing
+
+from omni_actors.actor.process import LocalSpawner
+from omni_actors.actor.supervisor import RestartPolicy
+from omni_actors.actor.worker import SWITCH_INTERVAL_S
+from omni_actors.errors import WorkerExit
+from omni_actors.messages import Address, Configure, LoadFailed, Loading, Message, Ready, Stop
+
+HERE = Address("here", 0)
+WATCHDOG_S = 20.0
+ENGINES = """
+    import json, os, signal, subprocess, sys
+    from omni_actors.stages.echo import EchoEngine
+
+    def tells(context):
+        threads = {name: os.environ.get(name) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
+        main = sys.modules["__main__"]
+        context.report(json.dumps({
+            "threads": threads,
+            "wait": os.environ.get("OMP_WAIT_POLICY"),
+            "main": getattr(main, "__file__", None),
+            "sigint": signal.getsignal(signal.SIGINT) == signal.SIG_IGN,
+            "interval": sys.getswitchinterval(),
+            "torch": "torch" in sys.modules,
+        }))
+        return EchoEngine(type(context)(context.stage, None, {}, 1, "cpu", context.report))
+
+    def leaves_a_child(context):
+        child = subprocess.Popen(["sleep", "3600"], stdin=subprocess.DEVNULL)
+        print(f"child {child.pid}", file=sys.stderr, flush=True)
+        os._exit(9)
+
+    def talks(context):
+        for number in range(100):
+            print(f"line {number}", file=sys.stderr)
+        sys.stderr.write("x" * 10_000_000)
+        sys.stderr.flush()
+        os._exit(9)
+"""
+
+
+@pytest.fixture(autouse=True)
+def engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "process_engines.py").write_text(textwrap.dedent(ENGINES))
+    monkeypatch.syspath_prepend(tmp_path)
+
+
+def configure(factory: str, threads: int = 1) -> Configure:
+    return Configure(HERE, 1, factory, None, {}, threads, "cpu", 0)
+
+
+async def run_until_dead(factory: str) -> tuple[WorkerExit, list[Message]]:
+    with trio.fail_after(WATCHDOG_S):
+        async with LocalSpawner().spawn(HERE, 8) as worker:
+            worker.mailbox.post(configure(factory))
+            said = [message async for message, _ in worker.mailbox.incoming]
+            return await worker.wait_dead(), said
+
+
+async def test_a_worker_loads_serves_and_stops() -> None:
+    with trio.fail_after(WATCHDOG_S):
+        async with LocalSpawner().spawn(HERE, 8) as worker:
+            worker.mailbox.post(configure("process_engines:tells", threads=3))
+            loading, _ = await worker.mailbox.incoming.receive()
+            assert isinstance(loading, Loading)
+            told = json.loads(loading.note)
+            assert set(told.pop("threads").values()) == {"3"}
+            assert told == {
+                "wait": "PASSIVE",
+                "main": None,
+                "sigint": True,
+                "interval": SWITCH_INTERVAL_S,
+                "torch": False,
+            }
+            while not isinstance((await worker.mailbox.incoming.receive())[0], Ready):
+                pass
+            worker.mailbox.post(Stop(5.0))
+            assert await worker.wait_dead() == WorkerExit(worker.pid, None, 0, ())
+
+
+async def test_any_number_may_wait_for_a_death_and_hear_the_same() -> None:
+    exits: list[WorkerExit] = []
+    with trio.fail_after(WATCHDOG_S):
+        async with LocalSpawner().spawn(HERE, 8) as worker, trio.open_nursery() as nursery:
+
+            async def wait() -> None:
+                exits.append(await worker.wait_dead())
+
+            for _ in range(3):
+                nursery.start_soon(wait)
+            await trio.testing.wait_all_tasks_blocked()
+            worker.kill()
+        worker_pid = exits[0].pid
+    assert exits == [WorkerExit(worker_pid, "SIGKILL", None, ())] * 3
+
+
+async def test_killing_the_dead_is_harmless() -> None:
+    with trio.fail_after(WATCHDOG_S):
+        async with LocalSpawner().spawn(HERE, 8) as worker:
+            worker.kill()
+            await worker.wait_dead()
+            worker.kill()
+
+
+@pytest.mark.parametrize("how", ["normally", "by an exception", "by cancellation"])
+async def test_leaving_reaps_the_worker_and_closes_every_descriptor(how: str) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    process: psutil.Process | None = None
+    with trio.CancelScope() as scope:
+        try:
+            async with LocalSpawner().spawn(HERE, 8) as worker:
+                process = psutil.Process(worker.pid)
+                if how == "by an exception":
+                    raise ExceptionGroup("mine", [ArithmeticError()])
+                if how == "by cancellation":
+                    scope.cancel()
+                    await trio.sleep_forever()
+        except* ArithmeticError:
+            assert how == "by an exception"
+    assert process is not None
+    assert not process.is_running()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+async def test_a_start_that_fails_half_way_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No descriptors left for the pidfd, and none for the process's own pipe."""
+    before = len(os.listdir("/proc/self/fd"))
+
+    def none_left(*_: object) -> int:
+        raise OSError(24, "Too many open files")
+
+    for place in ("os.pidfd_open", "multiprocess.util.spawnv_passfds"):
+        with monkeypatch.context() as patch:
+            patch.setattr(place, none_left)
+            with pytest.raises(OSError, match="Too many"):
+                async with LocalSpawner().spawn(HERE, 8):
+                    pytest.fail("it started")
+        assert len(os.listdir("/proc/self/fd")) == before
+        assert not psutil.Process().children()
+
+
+async def test_a_worker_ends_when_its_connection_does() -> None:
+    with trio.fail_after(WATCHDOG_S):
+        async with LocalSpawner().spawn(HERE, 8) as worker:
+            worker.mailbox.post(configure("omni_actors.stages.echo:EchoEngine"))
+            while not isinstance((await worker.mailbox.incoming.receive())[0], Ready):
+                pass
+            worker.mailbox._sock.shutdown(2)
+            assert (await worker.wait_dead()).exit_code == 0
+
+
+async def test_a_load_error_is_told_and_its_traceback_is_the_tail() -> None:
+    exit, said = await run_until_dead("process_engines:nothing")
+    assert exit.exit_code == 1
+    assert isinstance(said[-1], LoadFailed)
+    assert "nothing" in said[-1].error
+    assert exit.stderr_tail[0].startswith("Traceback")
+    assert exit.stderr_tail[-1].startswith("AttributeError")
+
+
+async def test_the_tail_of_stderr_is_bounded_in_lines_and_in_their_length() -> None:
+    exit, _ = await run_until_dead("process_engines:talks")
+    assert exit.exit_code == 9
+    assert len(exit.stderr_tail) == 40
+    assert exit.stderr_tail[-2] == "line 99"
+    assert exit.stderr_tail[-1] == "x" * 4096
+
+
+async def test_a_child_of_the_worker_that_keeps_its_stderr_open_does_not_hide_its_death() -> None:
+    exit, _ = await run_until_dead("process_engines:leaves_a_child")
+    assert exit.exit_code == 9
+    (line,) = exit.stderr_tail
+    os.kill(int(line.split()[1]), signal.SIGKILL)
+
+
+def test_delays_double_up_to_the_bound_and_spread() -> None:
+    policy = RestartPolicy(intensity=5, period_s=60.0, backoff_s=0.1, backoff_max_s=1.0)
+    for recent, most in ((0, 0.1), (1, 0.2), (2, 0.4), (3, 0.8), (4, 1.0), (50, 1.0), (5000, 1.0)):
+        delays = [policy.delay_s(recent) for _ in range(100)]
+        assert most / 2 <= min(delays) < max(delays) <= most

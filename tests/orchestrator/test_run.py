@@ -1,0 +1,386 @@
+"""The orchestrator's promises to requests, over real workers: order, joins, bounds, deadlines, aborts."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import trio
+import trio.testing
+
+from omni_actors.config import Pipeline, Restart, Stage
+from omni_actors.errors import Aborted, DeadlineExceeded, InvalidRequest, Overloaded, SlowConsumer
+from omni_actors.orchestrator.request import Input
+from omni_actors.system import Generation, OmniSystem, Output
+
+WATCHDOG_S = 30.0
+CENSUS = """
+    from collections import deque
+    from omni_actors.stages.base import StageOutput
+
+    class Census:
+        '''Says how many requests it holds besides the one that asks. One that is to be held here gets no answer.'''
+
+        def __init__(self, context):
+            self.stage, self.held, self.due = context.stage, set(), deque()
+
+        @property
+        def busy(self):
+            return bool(self.due)
+
+        def start(self, request):
+            self.held.add(request.request_id)
+
+        def feed(self, request_id, chunk):
+            if chunk.last and chunk.data.get("hold") != self.stage:
+                self.due.append((request_id, chunk.data))
+
+        def abort(self, request_id):
+            self.held.discard(request_id)
+            self.due = deque(each for each in self.due if each[0] != request_id)
+
+        def step(self):
+            while self.due:
+                request_id, data = self.due.popleft()
+                self.held.remove(request_id)
+                census = {**data.get("census", {}), self.stage: len(self.held)}
+                yield StageOutput(request_id, {}, {**data, "census": census}, last=True)
+
+        def close(self):
+            pass
+"""
+
+
+@pytest.fixture
+def census(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pipeline:
+    (tmp_path / "census_engine.py").write_text(textwrap.dedent(CENSUS))
+    monkeypatch.syspath_prepend(tmp_path)
+    engine, quick = "census_engine:Census", Restart(backoff_s=0.01)
+    return Pipeline(
+        name="census",
+        stages={
+            "top": Stage(engine=engine, accepts=("script",), emits="text", restart=quick),
+            "bottom": Stage(engine=engine, inputs=("top",), emits="audio", restart=quick),
+        },
+    )
+
+
+def ask(omni: OmniSystem, *, modalities: tuple[str, ...] = ("audio",), **data: Any) -> Generation:
+    return omni.submit({"script": [Input({"text": "x", **data})]}, modalities)
+
+
+async def read(generation: Generation) -> list[Output]:
+    with trio.fail_after(WATCHDOG_S):
+        return [output async for output in generation]
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    with trio.fail_after(WATCHDOG_S):
+        while not condition():
+            await trio.sleep(0.002)
+
+
+def in_flight(omni: OmniSystem) -> float:
+    value = omni.metrics.registry.get_sample_value("omni_requests_in_flight")
+    assert value is not None
+    return value
+
+
+async def is_free_everywhere(omni: OmniSystem) -> bool:
+    """No stage holds any request, by the engines' own count. Aborts precede this request in every mailbox."""
+    assert in_flight(omni) == 0
+    (final,) = await read(ask(omni))
+    return final.data["census"] == {"top": 0, "bottom": 0}
+
+
+# abort, deadlines, dropping
+
+
+async def test_abort_of_a_queued_request(census: Pipeline) -> None:
+    async with OmniSystem.open(census) as omni:
+        pid = omni.health().stages["bottom"][0].pid
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        await until(lambda: omni.health().stages["bottom"][0].state != "ready")
+        queued = ask(omni)
+        assert omni.metrics.registry.get_sample_value("omni_requests_queued") == 1
+        queued.abort()
+        with pytest.raises(Aborted):
+            await read(queued)
+        await until(lambda: omni.health().ready)
+        assert await is_free_everywhere(omni)
+
+
+@pytest.mark.parametrize("where", ["top", "bottom"])
+async def test_abort_of_a_running_request(census: Pipeline, where: str) -> None:
+    async with OmniSystem.open(census) as omni:
+        held = ask(omni, hold=where)
+        held.abort()
+        held.abort()
+        with pytest.raises(Aborted):
+            await read(held)
+        assert await is_free_everywhere(omni)
+
+
+async def test_abort_of_a_streaming_request(census: Pipeline) -> None:
+    async with OmniSystem.open(census) as omni:
+        held = ask(omni, modalities=("text", "audio"), hold="bottom")
+        with trio.fail_after(WATCHDOG_S):
+            assert (await anext(aiter(held))).stage == "top"
+        held.abort()
+        with pytest.raises(Aborted):
+            await read(held)
+        assert await is_free_everywhere(omni)
+        assert omni.metrics.registry.get_sample_value("omni_requests_total", {"outcome": "Aborted"}) == 1
+
+
+async def test_abort_after_the_end_changes_nothing(census: Pipeline) -> None:
+    async with OmniSystem.open(census) as omni:
+        generation = ask(omni)
+        assert len(await read(generation)) == 1
+        generation.abort()
+        assert await read(generation) == []
+        assert omni.metrics.registry.get_sample_value("omni_requests_total", {"outcome": "Aborted"}) is None
+
+
+async def test_abort_of_a_request_whose_stage_hangs_is_immediate() -> None:
+    overrides = {"stages.second.shutdown_s": 0.1}
+    async with OmniSystem.open("echo", overrides=overrides) as omni:
+        hanging = ask(omni, echo={"stage": "second", "hang": True})
+        hanging.abort()
+        assert in_flight(omni) == 0
+        with pytest.raises(Aborted):
+            await read(hanging)
+        assert [output.delta for output in await read(ask(omni, modalities=("text",)))] == ["x"]
+
+
+async def test_a_deadline_ends_the_request_everywhere(census: Pipeline) -> None:
+    async with OmniSystem.open(census) as omni:
+        for deadline_s in (0.05, 0.0):
+            late = omni.submit({"script": [Input({"hold": "bottom"})]}, ["audio"], deadline_s=deadline_s)
+            with pytest.raises(DeadlineExceeded) as caught:
+                await read(late)
+            assert caught.value.deadline_s == deadline_s
+        assert await is_free_everywhere(omni)
+
+
+async def test_a_deadline_of_the_pipeline_counts_where_the_request_has_none(census: Pipeline) -> None:
+    async with OmniSystem.open(census, overrides={"limits.deadline_s": 0.05}) as omni:
+        with pytest.raises(DeadlineExceeded):
+            await read(ask(omni, hold="top"))
+
+
+async def test_a_dropped_answer_aborts_its_request(census: Pipeline) -> None:
+    async with OmniSystem.open(census) as omni:
+        held = ask(omni, hold="bottom")
+        assert in_flight(omni) == 1
+        del held
+        await until(lambda: in_flight(omni) == 0)
+        async for output in ask(omni, modalities=("text", "audio"), hold="bottom"):
+            assert output.stage == "top"
+            break
+        await until(lambda: in_flight(omni) == 0)
+        assert await is_free_everywhere(omni)
+
+
+async def test_a_cancelled_reader_loses_nothing() -> None:
+    overrides = {"stages.first.options.fan_out": 50, "stages.first.options.step_s": 0.001}
+    async with OmniSystem.open("echo", overrides=overrides) as omni:
+        generation = omni.submit({"script": [Input({"text": "x"})]}, ["text"])
+        got: list[Output] = []
+        dice = random.Random(0)
+        with trio.fail_after(WATCHDOG_S):
+            while not (got and got[-1].finished):
+                with trio.move_on_after(dice.choice([0, 0.0005, 0.002])):
+                    got.append(await anext(generation))  # noqa: PERF401
+        assert len(got) == 50
+
+
+async def test_aborted_requests_do_not_pile_up_behind_a_stage_that_takes_nothing() -> None:
+    """Their input waits for room in a ring; it, and the task that would send it, go with them."""
+    overrides = {"stages.first.ring_bytes": 4096, "stages.first.shutdown_s": 0.1, "limits.max_requests": 4}
+    async with OmniSystem.open("echo", overrides=overrides) as omni:
+        hanging = ask(omni, echo={"stage": "first", "hang": True})
+        tasks: list[int] = []
+        for _ in range(4):
+            aborted = omni.submit({"script": [Input({}, {"pixels": np.zeros(100_000, np.uint8)})]}, ["audio"])
+            await trio.testing.wait_all_tasks_blocked()  # its input waits
+            aborted.abort()
+            await until(lambda: in_flight(omni) == 1)
+            tasks.append(trio.lowlevel.current_statistics().tasks_living)
+        await until(lambda: trio.lowlevel.current_statistics().tasks_living <= tasks[0])
+        hanging.abort()
+
+
+# bounds
+
+
+async def test_past_max_requests_admission_is_refused(census: Pipeline) -> None:
+    async with OmniSystem.open(census, overrides={"limits.max_requests": 3}) as omni:
+        held = [ask(omni, hold="top") for _ in range(3)]
+        with pytest.raises(Overloaded) as caught:
+            ask(omni)
+        assert caught.value.limit == 3
+        assert caught.value.retry_after_s > 0
+        held.pop().abort()
+        assert len(await read(ask(omni))) == 1
+        assert in_flight(omni) == 2
+
+
+async def test_outputs_that_nobody_reads_are_bounded() -> None:
+    overrides = {
+        "limits.output_bytes": 100_000,
+        "stages.first.options.payload_bytes": 9_000,
+        "stages.first.options.fan_out": 1000,
+    }
+    async with OmniSystem.open("echo", overrides=overrides) as omni:
+        slow = omni.submit({"script": [Input({})]}, ["text"])
+        await until(lambda: in_flight(omni) == 0)
+        got = []
+        with pytest.raises(SlowConsumer) as caught, trio.fail_after(WATCHDOG_S):
+            async for output in slow:
+                got.append(output)  # noqa: PERF401 - it ends by an exception
+        assert caught.value.limit_bytes == 100_000
+        assert 10 <= len(got) <= 12
+        assert len(await read(omni.submit({"script": [Input({"text": "x"})]}, ["audio"]))) == 1000
+
+
+# what a request may bring
+
+
+async def test_input_that_cannot_travel_fails_its_own_request_only() -> None:
+    deep: dict[str, Any] = {}
+    for _ in range(100_000):
+        deep = {"deeper": deep}
+    async with OmniSystem.open("echo") as omni:
+        for piece in (
+            Input({"thing": object()}),
+            Input({"number": 10**30}),
+            Input(deep),
+            Input({}, {"array": np.array([object()])}),
+            Input({}, {"array": [1, 2, 3]}),
+            Input(5),  # type: ignore[arg-type]
+        ):
+            fine = omni.submit({"script": [Input({"text": "x"})]}, ["audio"])
+            with pytest.raises(InvalidRequest, match="cannot be sent"):
+                await read(omni.submit({"script": [piece]}, ["audio"]))
+            assert len(await read(fine)) == 1
+
+
+async def test_parameters_that_cannot_travel_are_refused(census: Pipeline) -> None:
+    async with OmniSystem.open(census) as omni:
+        for value in (object(), 10**30, "x" * 200_000):
+            with pytest.raises(InvalidRequest, match="parameters of stage"):
+                omni.submit({"script": [Input({})]}, ["audio"], anything=value)
+        assert len(await read(omni.submit({"script": [Input({})]}, ["audio"], anything="x" * 60_000))) == 1
+        assert await is_free_everywhere(omni)
+
+
+async def test_a_kind_of_input_without_a_piece_is_no_input(census: Pipeline) -> None:
+    async with OmniSystem.open(census) as omni:
+        with pytest.raises(InvalidRequest, match="no input"):
+            omni.submit({"script": []}, ["audio"])
+
+
+async def test_a_request_that_fits_no_stage_is_refused_at_once() -> None:
+    async with OmniSystem.open("echo") as omni:
+        for kind, modalities, params in (
+            ("smell", ["audio"], {}),
+            ("script", ["smell"], {}),
+            ("script", [], {}),
+            ("script", ["audio"], {"temperature": 1.0}),
+        ):
+            with pytest.raises(InvalidRequest):
+                omni.submit({kind: [Input({})]}, modalities, **params)
+        assert in_flight(omni) == 0
+
+
+# graphs
+
+
+async def test_requests_wait_for_a_stage_that_restarts_and_then_run(census: Pipeline) -> None:
+    async with OmniSystem.open(census) as omni:
+        pid = omni.health().stages["bottom"][0].pid
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        await until(lambda: omni.health().stages["bottom"][0].state != "ready")
+        waiting = [ask(omni) for _ in range(3)]
+        assert omni.metrics.registry.get_sample_value("omni_requests_queued") == 3
+        for generation in waiting:
+            assert len(await read(generation)) == 1
+
+
+async def test_a_stage_with_two_entries_joins_and_one_read_by_two_fans_out() -> None:
+    """      script ─► top ─► left ──► join ─► audio
+                        └──► right ─► ┘  ▲
+               words ────────────────────┘"""
+    pipeline = Pipeline(
+        name="diamond",
+        stages={
+            "top": Stage(engine="echo", accepts=("script",), options={"fan_out": 3}),
+            "left": Stage(engine="echo", inputs=("top",)),
+            "right": Stage(engine="echo", inputs=("top",), options={"fan_out": 2}),
+            "join": Stage(engine="echo", accepts=("words",), inputs=("left", "right"), emits="audio"),
+        },
+    )
+    async with OmniSystem.open(pipeline) as omni:
+        words, script = [Input({"text": "words"}) for _ in range(4)], [Input({"text": "script"})]
+        outputs = await read(omni.submit({"script": script, "words": words}, ["audio"]))
+        texts = [output.data["text"] for output in outputs]
+        assert sorted(texts) == ["script"] * 9 + ["words"] * 4
+        assert [output.finished for output in outputs] == [False] * 12 + [True]
+        metrics = outputs[-1].metrics
+        assert metrics is not None
+        assert set(metrics.stages) == {"top", "left", "right", "join"}
+        assert set(metrics.stages["top"].sent_bytes) == {"left.0", "right.0"}
+        assert len(await read(omni.submit({"script": script}, ["audio"]))) == 9
+        assert len(await read(omni.submit({"words": words}, ["audio"]))) == 4
+
+
+async def test_a_payload_larger_than_every_ring_arrives_as_it_was() -> None:
+    overrides = {"stages.first.ring_bytes": 8192, "stages.second.ring_bytes": 4096}
+    pixels = np.random.default_rng(1).integers(0, 255, (3, 333, 777), np.uint8)
+    async with OmniSystem.open("echo", overrides=overrides) as omni:
+        inputs = {"script": [Input({"n": n}, {"pixels": pixels + n}) for n in range(3)]}
+        outputs = await read(omni.submit(inputs, ["audio"]))
+        assert [output.data["n"] for output in outputs] == [0, 1, 2]
+        for n, output in enumerate(outputs):
+            assert np.array_equal(output.tensors["pixels"].numpy(), pixels + n)
+
+
+async def test_32_requests_at_once_each_get_their_own_in_order() -> None:
+    overrides = {"stages.first.options.fan_out": 3, "stages.second.replicas": 2, "stages.second.ring_bytes": 4096}
+    got: dict[int, list[Any]] = {}
+
+    async def client(omni: OmniSystem, number: int) -> None:
+        pieces = [Input({"who": number, "seq": seq}, {"mark": np.full(500, number)}) for seq in range(5)]
+        outputs = await read(omni.submit({"script": pieces}, ["text", "audio"], request_id=f"r{number}"))
+        assert {output.request_id for output in outputs} == {f"r{number}"}
+        assert all((output.tensors["mark"].numpy() == number).all() for output in outputs)
+        got[number] = [(o.modality, o.data["who"], o.data["seq"]) for o in outputs]
+
+    async with OmniSystem.open("echo", overrides=overrides) as omni, trio.open_nursery() as nursery:
+        for number in range(32):
+            nursery.start_soon(client, omni, number)
+    for number in range(32):
+        for modality in ("text", "audio"):
+            mine = [(who, seq) for what, who, seq in got[number] if what == modality]
+            assert mine == [(number, seq) for seq in range(5) for _ in range(3)]
+
+
+async def test_load_is_spread_over_replicas(census: Pipeline) -> None:
+    async with OmniSystem.open(census, overrides={"stages.bottom.replicas": 2}) as omni:
+        held = [ask(omni, hold="bottom") for _ in range(4)]
+        loads = [
+            omni.metrics.registry.get_sample_value("omni_stage_requests", {"stage": "bottom", "replica": str(replica)})
+            for replica in range(2)
+        ]
+        assert loads == [2, 2]
+        assert len(held) == 4

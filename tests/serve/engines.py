@@ -1,0 +1,84 @@
+"""A mouth and an ear without models, for pipelines that are shaped as speech is. Workers import this module by name.
+
+Speaker: each word of ``text`` is one chunk of ``WORD_S`` seconds at ``RATE`` Hz, a constant ``LEVEL``; each takes ``step_s``.
+Ear: a recording's transcript is its length and its rate, in words.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from omni_actors.stages.base import Chunk, InvalidRequest, RequestId, StageContext, StageOutput, StageRequest
+
+RATE = 16000
+WORD_S = 0.1
+LEVEL = 0.5
+
+
+class _Work(msgspec.Struct):
+    open: set[str]
+    pieces: deque[Any] = msgspec.field(default_factory=deque)
+
+
+class _Engine:
+    def __init__(self, context: StageContext) -> None:
+        self._step_s = context.options.get("step_s", 0.0)
+        self._work: dict[RequestId, _Work] = {}
+
+    @property
+    def busy(self) -> bool:
+        return any(work.pieces or not work.open for work in self._work.values())
+
+    def start(self, request: StageRequest) -> None:
+        self._work[request.request_id] = _Work(set(request.sources))
+
+    def feed(self, request_id: RequestId, chunk: Chunk) -> None:
+        work = self._work[request_id]
+        work.pieces.extend(self._pieces(chunk))
+        if chunk.last:
+            work.open.discard(chunk.source)
+
+    def abort(self, request_id: RequestId) -> None:
+        self._work.pop(request_id, None)
+
+    def step(self) -> Iterator[StageOutput]:
+        time.sleep(self._step_s)
+        for request_id, work in list(self._work.items()):
+            if work.pieces or not work.open:
+                tensors, data = work.pieces.popleft() if work.pieces else ({}, {})
+                last = not work.open and not work.pieces
+                if last:
+                    del self._work[request_id]
+                yield StageOutput(request_id, tensors, data, last)
+
+    def close(self) -> None:
+        self._work.clear()
+
+    def _pieces(self, chunk: Chunk) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+        raise NotImplementedError
+
+
+class Speaker(_Engine):
+    def _pieces(self, chunk: Chunk) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+        for word in chunk.data.get("text", "").split():
+            if word == "unspeakable":
+                raise InvalidRequest("there is no way to say that", param="script")
+            yield {"audio": np.full(round(RATE * WORD_S), LEVEL, np.float32)}, {"sample_rate": RATE}
+
+
+class Ear(_Engine):
+    def _pieces(self, chunk: Chunk) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+        if "audio" in chunk.tensors:
+            rate = chunk.data["sample_rate"]
+            [samples] = chunk.tensors["audio"].shape
+            yield {}, {"text": f"{samples / rate:.1f} s at {rate} Hz", "index": chunk.data["index"]}
+
+
+def broken(context: StageContext) -> _Engine:
+    raise OSError("the weights of this model are not there")

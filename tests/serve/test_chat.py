@@ -1,0 +1,99 @@
+"""/v1/chat/completions, as OpenAI's own client sees it."""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Callable
+from typing import Any
+
+import openai
+import pytest
+import soundfile
+
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+def ask(client: openai.OpenAI, **arguments: Any) -> Any:
+    return client.chat.completions.create(**{"model": "studio", "messages": HELLO, **arguments})
+
+
+def test_a_whole_answer(client: openai.OpenAI) -> None:
+    answer = ask(client)
+    assert (answer.object, answer.model) == ("chat.completion", "studio")
+    [choice] = answer.choices
+    assert (choice.index, choice.finish_reason) == (0, "stop")
+    assert (choice.message.role, choice.message.content, choice.message.audio) == ("assistant", "hello" * 3, None)
+
+
+def test_a_streamed_answer(client: openai.OpenAI) -> None:
+    first, *rest = list(ask(client, stream=True))
+    assert {chunk.id for chunk in rest} == {first.id}
+    assert first.object == "chat.completion.chunk"
+    assert first.choices[0].delta.role == "assistant"
+    assert [chunk.choices[0].delta.content for chunk in rest] == ["hello", "hello", "hello", None]
+    assert [chunk.choices[0].finish_reason for chunk in rest] == [None, None, None, "stop"]
+
+
+def test_usage_comes_last_when_it_is_asked_for(client: openai.OpenAI) -> None:
+    *_, last = ask(client, stream=True, stream_options={"include_usage": True})
+    assert last.choices == []
+
+
+@pytest.mark.parametrize(("format", "rate"), [("wav", 16000), ("pcm16", 24000)])
+def test_a_spoken_answer(client: openai.OpenAI, format: str, rate: int) -> None:
+    answer = ask(client, modalities=["text", "audio"], audio={"format": format, "voice": "any"})
+    message = answer.choices[0].message
+    assert message.content is None
+    assert message.audio.transcript == "hello" * 3
+    assert message.audio.expires_at == answer.created
+    seconds = _seconds(base64.b64decode(message.audio.data), format, rate)
+    assert seconds == pytest.approx(0.3, abs=0.001)
+
+
+@pytest.mark.parametrize(("format", "rate"), [("wav", 16000), ("pcm16", 24000)])
+def test_a_streamed_spoken_answer(client: openai.OpenAI, format: str, rate: int) -> None:
+    chunks = list(ask(client, stream=True, modalities=["text", "audio"], audio={"format": format, "voice": "any"}))
+    deltas = [chunk.choices[0].delta.audio for chunk in chunks if chunk.choices[0].delta.audio]
+    assert len({delta.id for delta in deltas}) == 1
+    assert "".join(delta.transcript or "" for delta in deltas) == "hello" * 3
+    assert deltas[-1].expires_at is not None
+    sound = b"".join(base64.b64decode(delta.data) for delta in deltas if delta.data)
+    assert _seconds(sound, format, rate) == pytest.approx(0.3, abs=0.001)
+    assert chunks[-1].choices[0].finish_reason == "stop"
+
+
+def _seconds(data: bytes, format: str, rate: int) -> float:
+    if format == "wav":
+        samples, found = soundfile.read(io.BytesIO(data))
+        assert found == rate
+        return len(samples) / rate
+    return len(data) / 2 / rate
+
+
+@pytest.mark.parametrize(("format", "rate"), [("wav", 8000), ("flac", 44100), ("ogg", 48000), ("mp3", 24000)])
+def test_a_spoken_question(client: openai.OpenAI, recording: Callable[..., bytes], format: str, rate: int) -> None:
+    data = base64.b64encode(recording(1.0, rate, format.upper(), channels=2)).decode()
+    parts = [{"type": "text", "text": "hm?"}, {"type": "input_audio", "input_audio": {"data": data, "format": format}}]
+    content = ask(client, messages=[{"role": "user", "content": parts}]).choices[0].message.content
+    # An MP3 comes back a little longer than it was.
+    assert f" s at {rate} Hz" in content
+    assert "1.0 s" in content or "1.1 s" in content
+    assert "hm?" in content
+
+
+def test_what_asks_for_nothing_special_is_accepted(client: openai.OpenAI) -> None:
+    answer = ask(
+        client,
+        n=1,
+        user="somebody",
+        metadata={"a": "b"},
+        presence_penalty=0,
+        frequency_penalty=0.0,
+        logprobs=False,
+        tools=[],
+        response_format={"type": "text"},
+        seed=None,
+        messages=[{"role": "developer", "content": "be brief"}, {"role": "user", "content": "hello"}],
+    )
+    assert answer.choices[0].message.content == "hello" * 3

@@ -1,0 +1,356 @@
+"""What the system does when its workers crash, hang, refuse, or cannot load. Real processes, real signals."""
+
+from __future__ import annotations
+
+import os
+import signal
+import textwrap
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import trio
+
+from omni_actors.errors import InvalidRequest, StageCrashed, StageFailed, StageUnavailable
+from omni_actors.messages import Address
+from omni_actors.orchestrator.request import Input
+from omni_actors.system import Generation, OmniSystem, Output
+
+WATCHDOG_S = 30.0
+QUICK = {f"stages.{stage}.restart.backoff_s": 0.01 for stage in ("first", "second")}
+
+
+def ask(omni: OmniSystem, *, modalities: tuple[str, ...] = ("audio",), **echo: Any) -> Generation:
+    """A request of one chunk through both stages; ``echo`` are the failures it asks for."""
+    return omni.submit({"script": [Input({"text": "x", "echo": echo})]}, modalities)
+
+
+async def read(generation: Generation) -> list[Output]:
+    with trio.fail_after(WATCHDOG_S):
+        return [output async for output in generation]
+
+
+async def wait_for(omni: OmniSystem, condition: Callable[[], bool]) -> None:
+    with trio.fail_after(WATCHDOG_S):
+        while not condition():
+            await omni.wait_changed()
+
+
+async def wait_back(omni: OmniSystem, stage: str, generation: int, replica: int = 0) -> None:
+    def back() -> bool:
+        health = omni.health().stages[stage][replica]
+        return (health.state, health.generation) == ("ready", generation)
+
+    await wait_for(omni, back)
+
+
+def pid_of(omni: OmniSystem, stage: str, replica: int = 0) -> int:
+    pid = omni.health().stages[stage][replica].pid
+    assert pid is not None
+    return pid
+
+
+
+
+# crashes
+
+
+@pytest.mark.parametrize("stage", ["first", "second"])
+async def test_sigkill_ends_the_request_with_the_facts_and_the_stage_comes_back(stage: str) -> None:
+    async with OmniSystem.open("echo", overrides=QUICK) as omni:
+        hanging = ask(omni, stage=stage, hang=True)
+        pid = pid_of(omni, stage)
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(StageCrashed, match=f"'{stage}'.*SIGKILL") as caught:
+            await read(hanging)
+        error = caught.value
+        assert (error.stage, error.replica, error.generation) == (stage, 0, 1)
+        assert (error.pid, error.signal, error.exit_code) == (pid, "SIGKILL", None)
+        assert error.retryable
+        await wait_back(omni, stage, generation=2)
+        other = "second" if stage == "first" else "first"
+        assert omni.health().stages[other][0].generation == 1, "its neighbour did not notice"
+        assert omni.health().stages[stage][0].restarts == 1
+        assert "SIGKILL" in (omni.health().stages[stage][0].last_exit or "")
+        assert [output.finished for output in await read(ask(omni))] == [True]
+
+
+@pytest.mark.parametrize(("stage", "where"), [("first", "feed"), ("second", "step")])
+async def test_an_engine_s_exception_is_exit_code_1_with_its_traceback(stage: str, where: str) -> None:
+    async with OmniSystem.open("echo", overrides=QUICK) as omni:
+        with pytest.raises(StageCrashed) as caught:
+            await read(ask(omni, stage=stage, **{"raise": where}))
+        assert (caught.value.signal, caught.value.exit_code) == (None, 1)
+        tail = caught.value.stderr_tail
+        assert tail[0] == "Traceback (most recent call last):"
+        assert tail[-1] == f"RuntimeError: the chunk asked for a crash in {where}"
+        await wait_back(omni, stage, generation=2)
+        assert len(await read(ask(omni))) == 1
+
+
+async def test_what_a_worker_wrote_to_stderr_and_its_exit_code_are_kept() -> None:
+    async with OmniSystem.open("echo", overrides=QUICK) as omni:
+        with pytest.raises(StageCrashed) as caught:
+            await read(ask(omni, stage="second", stderr="out of ideas", exit=42))
+        assert (caught.value.exit_code, caught.value.stderr_tail) == (42, ("out of ideas",))
+
+
+async def test_a_signal_without_a_name_is_a_signal() -> None:
+    async with OmniSystem.open("echo", overrides=QUICK) as omni:
+        hanging = ask(omni, stage="second", hang=True)
+        os.kill(pid_of(omni, "second"), signal.SIGRTMIN + 5)
+        with pytest.raises(StageCrashed) as caught:
+            await read(hanging)
+        assert caught.value.signal == f"signal {signal.SIGRTMIN + 5}"
+
+
+async def test_outputs_that_came_before_the_crash_are_read_before_the_error() -> None:
+    async with OmniSystem.open("echo", overrides=QUICK) as omni:
+        generation = ask(omni, modalities=("text", "audio"), stage="second", exit=3)
+        got = []
+        with pytest.raises(StageCrashed), trio.fail_after(WATCHDOG_S):
+            async for output in generation:
+                got.append(output.stage)  # noqa: PERF401 - it ends by an exception
+        assert got == ["first"]
+
+
+async def test_requests_on_the_other_replica_do_not_notice() -> None:
+    overrides = {**QUICK, "stages.second.replicas": 2, "stages.second.options.step_s": 0.002}
+    async with OmniSystem.open("echo", overrides={**overrides, "stages.second.options.fan_out": 100}) as omni:
+        doomed, safe = ask(omni), ask(omni)
+        placed = [g._stream.request.placement["second"].replica for g in (doomed, safe)]
+        assert sorted(placed) == [0, 1]
+        with trio.fail_after(WATCHDOG_S):
+            await anext(aiter(doomed))
+            await anext(aiter(safe))  # both are in the middle
+        os.kill(pid_of(omni, "second", placed[0]), signal.SIGKILL)
+        assert len(await read(safe)) == 99
+        with pytest.raises(StageCrashed) as caught:
+            await read(doomed)
+        assert caught.value.replica == placed[0]
+        await wait_back(omni, "second", 2, replica=placed[0])
+        assert omni.health().stages["second"][placed[1]].generation == 1
+
+
+async def test_a_crash_does_not_reach_the_stage_above_that_is_still_sending() -> None:
+    """The consumer closes its rings on the way out, with much of the producer's output still waiting for room."""
+    overrides = {"stages.first.ring_bytes": 4096, "stages.first.options.payload_bytes": 1_000_000}
+    async with OmniSystem.open("echo", overrides={**QUICK, **overrides, "stages.first.options.fan_out": 30}) as omni:
+        with pytest.raises(StageCrashed, match="'second'"):
+            await read(ask(omni, stage="second", **{"raise": "feed"}))
+        await wait_back(omni, "second", generation=2)
+        assert len(await read(ask(omni))) == 30
+        assert omni.health().stages["first"][0].generation == 1
+
+
+async def test_a_crash_does_not_reach_the_system_that_is_still_sending_input() -> None:
+    async with OmniSystem.open("echo", overrides={**QUICK, "stages.first.ring_bytes": 4096}) as omni:
+        failing = {"text": "x", "echo": {"stage": "first", "raise": "feed"}}
+        big = {"pixels": np.zeros(3_000_000, np.uint8)}
+        requests = [omni.submit({"script": [Input(failing), Input({}, big)]}, ["audio"]) for _ in range(4)]
+        for request in requests:
+            with pytest.raises(StageCrashed, match="'first'"):
+                await read(request)
+        await wait_back(omni, "first", generation=2)
+        assert len(await read(ask(omni))) == 1
+
+
+async def test_a_replica_that_is_given_up_does_not_stop_the_stage_above_it() -> None:
+    """Its backlog there exceeds what the stage above lets wait."""
+    overrides = {
+        "stages.second.replicas": 2,
+        "stages.second.restart.intensity": 0,
+        "stages.first.options.payload_bytes": 20_000_000,
+    }
+    async with OmniSystem.open("echo", overrides=overrides) as omni:
+        doomed = ask(omni, stage="second", hang=True)
+        replica = doomed._stream.request.placement["second"].replica
+        with trio.fail_after(WATCHDOG_S):
+            while "first" not in doomed._stream.request.stats:  # it has given its output, which waits for room
+                await trio.sleep(0.01)
+        os.kill(pid_of(omni, "second", replica), signal.SIGKILL)
+        with pytest.raises(StageCrashed):
+            await read(doomed)
+        await wait_for(omni, lambda: omni.dead_error is not None)
+        assert not omni.errored, "the other replica serves"
+        assert omni.is_running
+        assert len(await read(ask(omni))) == 1
+
+
+async def test_a_refused_request_costs_nobody_else_anything() -> None:
+    async with OmniSystem.open("echo", overrides=QUICK) as omni:
+        for where in ("feed", "step"):
+            for stage in ("first", "second"):
+                with pytest.raises(InvalidRequest, match="asked to be refused"):
+                    await read(ask(omni, stage=stage, invalid=where))
+        assert len(await read(ask(omni))) == 1
+        assert [omni.health().stages[stage][0].generation for stage in ("first", "second")] == [1, 1]
+
+
+# giving up
+
+
+async def test_a_stage_past_its_intensity_is_given_up_and_the_rest_still_serves() -> None:
+    overrides = {**QUICK, "stages.second.restart.intensity": 1}
+    async with OmniSystem.open("echo", overrides=overrides) as omni:
+        for generation in (1, 2):
+            await wait_back(omni, "second", generation)
+            with pytest.raises(StageCrashed):
+                await read(ask(omni, stage="second", exit=generation))
+        await wait_for(omni, lambda: omni.dead_error is not None)
+        error = omni.dead_error
+        assert isinstance(error, StageFailed)
+        assert (error.stage, [exit.exit_code for exit in error.exits]) == ("second", [1, 2])
+        assert "intensity 1" in error.reason
+        with pytest.raises(StageUnavailable, match="'second'") as caught:
+            ask(omni)
+        assert caught.value.cause is error
+        assert not omni.errored, "the first stage still gives text"
+        assert [output.delta for output in await read(ask(omni, modalities=("text",)))] == ["x"]
+        health = await omni.check_health()
+        assert (health.ready, health.stages["second"][0].state) == (False, "failed")
+        assert health.error == str(error)
+
+
+async def test_a_system_that_can_serve_nothing_is_errored() -> None:
+    async with OmniSystem.open("echo", overrides={"stages.first.restart.intensity": 0}) as omni:
+        with pytest.raises(StageCrashed):
+            await read(ask(omni, stage="first", exit=7))
+        await wait_for(omni, lambda: omni.errored)
+        assert not omni.is_running
+        with pytest.raises(StageUnavailable):
+            ask(omni, modalities=("text",))
+        with pytest.raises(StageFailed, match="exited with code 7") as caught:
+            await omni.check_health()
+        assert caught.value is omni.dead_error
+
+
+async def test_requests_that_wait_for_a_stage_fail_when_it_is_given_up() -> None:
+    overrides = {"stages.second.restart.intensity": 1, "stages.second.restart.backoff_s": 0.01}
+    async with OmniSystem.open("echo", overrides=overrides) as omni:
+        with pytest.raises(StageCrashed):
+            await read(ask(omni, stage="second", exit=1))
+        waiting = ask(omni)
+        assert omni._orchestrator.queued == 1
+        await wait_for(omni, lambda: omni.health().stages["second"][0].pid is not None)
+        os.kill(pid_of(omni, "second"), signal.SIGKILL)  # before it is ready: the request still waits
+        with pytest.raises((StageUnavailable, StageCrashed)):
+            await read(waiting)
+        await wait_for(omni, lambda: omni.dead_error is not None)
+
+
+# loading
+
+
+ENGINES = """
+    import os, pathlib, signal, time
+    from omni_actors.stages.echo import EchoEngine
+
+    def broken(context):
+        context.report("about to fail")
+        raise ValueError("the weights are upside down")
+
+    def killed_once(context):
+        marker = pathlib.Path(context.options["marker"])
+        if not marker.exists():
+            marker.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return EchoEngine(type(context)(context.stage, None, {}, 1, "cpu", context.report))
+
+    def never(context):
+        context.report("thinking")
+        time.sleep(3600)
+"""
+
+
+@pytest.fixture
+def engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines of a user, importable here and thus in the workers."""
+    (tmp_path / "faulty_engines.py").write_text(textwrap.dedent(ENGINES))
+    monkeypatch.syspath_prepend(tmp_path)
+
+
+@pytest.mark.usefixtures("engines")
+async def test_an_engine_that_cannot_load_fails_the_opening_in_its_own_words() -> None:
+    with pytest.raises(StageFailed) as caught:
+        async with OmniSystem.open("echo", overrides={"stages.second.engine": "faulty_engines:broken"}):
+            pytest.fail("it opened")
+    assert caught.value.stage == "second"
+    assert caught.value.reason == "ValueError: the weights are upside down"
+    assert caught.value.exits[0].exit_code == 1
+    assert "faulty_engines.py" in str(caught.value)
+
+
+@pytest.mark.parametrize("engine", ["no_such_module:Engine", "faulty_engines:no_such_name"])
+@pytest.mark.usefixtures("engines")
+async def test_an_engine_that_is_nowhere_fails_the_opening(engine: str) -> None:
+    with pytest.raises(StageFailed, match="no_such"):
+        async with OmniSystem.open("echo", overrides={"stages.first.engine": engine}):
+            pytest.fail("it opened")
+
+
+@pytest.mark.usefixtures("engines")
+async def test_a_worker_killed_while_it_loads_is_started_again(tmp_path: Path) -> None:
+    overrides = {
+        **QUICK,
+        "stages.first.engine": "faulty_engines:killed_once",
+        "stages.first.options": {"marker": str(tmp_path / "was here")},
+    }
+    async with OmniSystem.open("echo", overrides=overrides) as omni:
+        assert omni.health().stages["first"][0].generation == 2
+        assert len(await read(ask(omni))) == 1
+
+
+@pytest.mark.usefixtures("engines")
+async def test_a_stage_that_never_loads_holds_up_neither_the_opening_nor_the_leaving() -> None:
+    overrides = {"stages.second.engine": "faulty_engines:never"}
+    async with OmniSystem.open("echo", overrides=overrides, wait_ready=False) as omni:
+        await wait_for(omni, lambda: omni.health().stages["second"][0].note == "thinking")
+        await wait_back(omni, "first", generation=1)
+        assert [output.delta for output in await read(ask(omni, modalities=("text",)))] == ["x"]
+        began = time.monotonic()
+    assert time.monotonic() - began < 2.0
+
+
+async def test_rings_that_cannot_be_made_fail_the_opening() -> None:
+    with pytest.raises(StageFailed, match="rings"):
+        async with OmniSystem.open("echo", overrides={"stages.second.ring_bytes": 1 << 60}):
+            pytest.fail("it opened")
+
+
+# wedged
+
+
+@pytest.mark.parametrize("how", ["stopped", "hung in a step"])
+async def test_a_worker_that_does_not_stop_is_killed_after_its_time(how: str) -> None:
+    async with OmniSystem.open("echo", overrides={"stages.second.shutdown_s": 0.3}) as omni:
+        process = psutil.Process(pid_of(omni, "second"))
+        if how == "stopped":
+            process.suspend()
+        else:
+            ask_hang = ask(omni, stage="second", stderr="now", hang=True)
+            tail = omni._supervisor.replicas[Address("second", 0)].worker
+            with trio.fail_after(WATCHDOG_S):
+                while tail is not None and not tail.stderr_tail:
+                    await trio.sleep(0.005)
+            ask_hang.abort()
+        began = time.monotonic()
+    assert 0.25 < time.monotonic() - began < 3.0
+    assert not process.is_running()
+
+
+async def test_a_worker_that_reads_no_mail_is_killed_and_replaced() -> None:
+    """What waits for it is bounded."""
+    overrides = {**QUICK, "limits.max_requests": 4, "stages.second.ring_bytes": 4096}
+    async with OmniSystem.open("echo", overrides=overrides) as omni:
+        psutil.Process(pid_of(omni, "second")).suspend()
+        with trio.fail_after(WATCHDOG_S):
+            while omni.health().stages["second"][0].generation == 1:
+                ask(omni).abort()
+                await trio.lowlevel.checkpoint()
+        await wait_back(omni, "second", generation=2)
+        assert len(await read(ask(omni))) == 1
