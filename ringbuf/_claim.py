@@ -2,8 +2,8 @@
 
 Rule 1: a claim word is start time << 22 | pid. No two processes of a boot share one, so a recycled pid is not mistaken
 for the owner. A zombie is dead.
-Rule 2: the kernel's record lock makes a claim's load, check and store one step among processes; it goes with a process
-that dies inside.
+Rule 2: the kernel's record lock, of a byte for each end, makes a claim's load, check and store one step among processes;
+it goes with a process that dies inside. Who claims one end never waits for a process at the other.
 Rule 3: the death of the owner is an event (a pidfd), not a timeout.
 """
 
@@ -26,7 +26,7 @@ _among_threads = threading.Lock()
 def claim(segment: Segment, column: Column, memory_fd: int) -> None:
     """Make this process the owner of an end; a dead owner is succeeded. Raises AlreadyClaimed, RingClosed."""
     with _among_threads:
-        fcntl.lockf(memory_fd, fcntl.LOCK_EX, 1)
+        fcntl.lockf(memory_fd, fcntl.LOCK_EX, 1, column.claim)
         try:
             if segment.is_closed(column):
                 raise RingClosed(column.end)
@@ -37,7 +37,7 @@ def claim(segment: Segment, column: Column, memory_fd: int) -> None:
             assert mine is not None, "this process lives"
             segment.store_claim(column, mine)
         finally:
-            fcntl.lockf(memory_fd, fcntl.LOCK_UN, 1)
+            fcntl.lockf(memory_fd, fcntl.LOCK_UN, 1, column.claim)
 
 
 def pid_of(claim_word: int) -> int:

@@ -68,7 +68,14 @@ BROKEN: dict[str, tuple[str, str, int | None, str, object, str]] = {
     "cycle": ("accepts: [script]", "inputs: [second]", 3, "stages", "first -> second -> first", "no cycle"),
     "a stage that feeds itself": ("[first]", "[first, second]", 3, "stages", "second -> second", "no cycle"),
     "a source twice": ("[first]", "[first, first]", 8, "stages.second.inputs.1", "first", "once"),
-    "two stages of one modality": ("[script]", "[script]\n    emits: audio", 10, "stages.second.emits", "audio", "first"),
+    "two stages of one modality": (
+        "[script]",
+        "[script]\n    emits: audio",
+        10,
+        "stages.second.emits",
+        "audio",
+        "first",
+    ),
     "a stage that nobody reads": ("    emits: audio\n", "", 7, "stages.second", "second", "emits"),
     "a stage that gets nothing": ("    accepts: [script]\n", "", 4, "stages.first", "first", "accepts"),
     "bad name of a stage": ("second:", "Second:", 7, "stages.Second", "Second", "name"),
@@ -79,7 +86,14 @@ BROKEN: dict[str, tuple[str, str, int | None, str, object, str]] = {
     "unknown field at the top": ("name: two", "name: two\nlimit: {}", None, "(document)", "limit", "'limits'"),
     "empty": (GOOD, "", None, "(document)", None, "mapping"),
     "a list": (GOOD, "- 1\n", None, "(document)", [1], "mapping"),
-    "a model that is nowhere": ("[script]", "[script]\n    model: nowhere", None, "stages.first.model", "nowhere", "nowhere"),
+    "a model that is nowhere": (
+        "[script]",
+        "[script]\n    model: nowhere",
+        None,
+        "stages.first.model",
+        "nowhere",
+        "nowhere",
+    ),
 }
 
 

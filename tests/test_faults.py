@@ -54,8 +54,6 @@ def pid_of(omni: OmniSystem, stage: str, replica: int = 0) -> int:
     return pid
 
 
-
-
 # crashes
 
 

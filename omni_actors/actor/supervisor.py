@@ -49,7 +49,7 @@ class RestartPolicy:
 
     def delay_s(self, recent: int) -> float:
         """Before the restart that follows ``recent`` others: exponential, with jitter so that replicas spread."""
-        bounded = min(self.backoff_max_s, self.backoff_s * 2.0**recent)
+        bounded = min(self.backoff_max_s, self.backoff_s * 2.0 ** min(recent, 64))
         return bounded * random.uniform(0.5, 1.0)
 
 
@@ -190,8 +190,11 @@ class Supervisor:
                 replica.post(Stop(blueprint.shutdown_s))
                 with trio.move_on_after(blueprint.shutdown_s, shield=True):
                     await worker.wait_dead()
+                worker.kill()
+                with trio.CancelScope(shield=True):
+                    await worker.wait_dead()
                 replica.worker = None
-                self._edges.leave(replica.address)
+                self._edges.leave(replica.address)  # only now: nobody else holds the ends that it closes
 
     async def _attend(self, replica: Replica, worker: Worker, output: Consumer | None) -> WorkerExit:
         async with trio.open_nursery() as nursery:

@@ -4,7 +4,8 @@ Rules
 1. Who may not enter is told so from the head of the request alone.
 2. A body is read whole, and counted while it comes, before its handler starts. One that is refused is read on for a
    while and thrown away, since a client that is still sending does not see the answer.
-3. While a handler runs, only the door listens to the client. One that leaves cancels the handler.
+3. While a handler runs, only the door listens to the client. One that leaves cancels the handler, unless its answer is
+   complete: then "disconnect" only means that the exchange is over, and the server is still at work on its end.
 """
 
 from __future__ import annotations
@@ -114,6 +115,7 @@ async def _next_piece(receive: Receive) -> tuple[bytes, bool]:
 async def _listening(app: ASGIApp, scope: Scope, body: bytes, receive: Receive, send: Send) -> None:
     """Run ``app`` on a body that is here already, until it is done or the client leaves."""
     unread = [body]
+    answered = False
 
     async def replay() -> Message:
         if unread:
@@ -121,12 +123,18 @@ async def _listening(app: ASGIApp, scope: Scope, body: bytes, receive: Receive, 
         await trio.sleep_forever()
         raise AssertionError
 
+    async def noting_send(message: Message) -> None:
+        nonlocal answered
+        answered = message["type"] == "http.response.body" and not message.get("more_body", False)
+        await send(message)
+
     async def watch() -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
-        nursery.cancel_scope.cancel()
+        if not answered:
+            nursery.cancel_scope.cancel()
 
     async with trio.open_nursery() as nursery:
         nursery.start_soon(watch)
-        await app(scope, replay, send)
+        await app(scope, replay, noting_send)
         nursery.cancel_scope.cancel()

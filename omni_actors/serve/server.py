@@ -105,7 +105,7 @@ class _Server:
 
     def _http_config(self) -> hypercorn.config.Config:
         config = hypercorn.config.Config()
-        config.bind = [f"fd://{os.dup(self._listener.fileno())}"]  # hypercorn closes the one that it gets
+        config.bind = [f"fd://{self._listener.detach()}"]  # hypercorn closes it, first of all when it drains
         config.graceful_timeout = self._drain_s
         config.loglevel = "WARNING"
         config.include_server_header = False

@@ -318,9 +318,9 @@ async def test_requests_wait_for_a_stage_that_restarts_and_then_run(census: Pipe
 
 
 async def test_a_stage_with_two_entries_joins_and_one_read_by_two_fans_out() -> None:
-    """      script ─► top ─► left ──► join ─► audio
-                        └──► right ─► ┘  ▲
-               words ────────────────────┘"""
+    """script ─► top ─► left ──► join ─► audio
+             └──► right ─► ┘  ▲
+    words ────────────────────┘"""
     pipeline = Pipeline(
         name="diamond",
         stages={

@@ -124,7 +124,7 @@ def start(
 
     @contextmanager
     def open_server(
-        config: str = STUDIO, *arguments: str, api_key: str | None = None, ready: bool = True
+        *arguments: str, config: str = STUDIO, api_key: str | None = None, ready: bool = True
     ) -> Iterator[Server]:
         folder = tmp_path_factory.mktemp("server")
         if "\n" in config:
@@ -152,7 +152,7 @@ def start(
 @pytest.fixture(scope="session")
 def studio(start: Start) -> Iterator[Server]:
     """A pipeline without models in the shape of "voice": what it hears and reads comes back, in text and sound."""
-    with start(STUDIO, "--max-body-bytes", "1000000") as server:
+    with start("--max-body-bytes", "1000000") as server:
         yield server
 
 
@@ -160,9 +160,9 @@ def studio(start: Start) -> Iterator[Server]:
 def slow(start: Start) -> Iterator[Server]:
     """Answers for longer than its requests may take; two at once; asks for a key."""
     options = ["stages.mind.options.fan_out=100000", "stages.mind.options.step_s=0.01", "stages.mouth.options.step_s=0.01"]
-    limits = ["limits.max_requests=2", "limits.deadline_s=4"]
+    limits = ["limits.max_requests=2", "limits.deadline_s=3"]
     overrides = [argument for each in (*options, *limits) for argument in ("-o", each)]
-    with start(STUDIO, *overrides, api_key="sesame") as server:
+    with start(*overrides, api_key="sesame") as server:
         yield server
 
 

@@ -1,0 +1,137 @@
+"""What happens to requests that cannot run to their end: too many, too long, abandoned, their stage killed."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import os
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+ENDLESS = ("-o", "stages.mind.options.fan_out=1000000", "-o", "stages.mind.options.step_s=0.01")
+SLOW_SPEECH = ("-o", "stages.mouth.options.step_s=0.01")
+IN_FLIGHT = "omni_requests_in_flight"
+LONG = "word " * 100_000
+
+
+def talk(client: openai.OpenAI, **arguments: Any) -> Any:
+    messages = [{"role": "user", "content": "hello"}]
+    return client.chat.completions.create(**{"model": "studio", "messages": messages, **arguments})
+
+
+def test_pieces_come_while_the_answer_is_made(slow: Any) -> None:
+    with slow.openai() as client, talk(client, stream=True) as answer:
+        pieces = iter(answer)
+        assert [next(pieces).choices[0].delta.content for _ in range(3)] == ["", "hello", "hello"]
+        assert slow.metric(IN_FLIGHT) == 1
+    slow.wait_metric(IN_FLIGHT, 0)
+
+
+def test_sound_comes_while_it_is_made(slow: Any) -> None:
+    with slow.openai() as client:
+        speech = client.audio.speech.with_streaming_response.create(model="studio", voice="any", input=LONG)
+        with speech as answer:
+            pieces = answer.iter_bytes()
+            assert next(pieces).startswith(b"RIFF")
+            assert slow.metric(IN_FLIGHT) == 1
+    slow.wait_metric(IN_FLIGHT, 0)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_who_leaves_takes_the_request_along(slow: Any, stream: bool) -> None:
+    """Long before its deadline, and by an abort."""
+    slow.wait_metric(IN_FLIGHT, 0)
+    before = slow.aborted()
+    with connection(slow, {"model": "studio", "messages": [{"role": "user", "content": "hi"}], "stream": stream}) as leaver:
+        slow.wait_metric(IN_FLIGHT, 1)
+        if stream:
+            assert leaver.recv(12) == b"HTTP/1.1 200"
+    slow.wait_metric(IN_FLIGHT, 0)
+    assert slow.aborted() == before + 1
+    for stage in ("mind", "mouth"):
+        assert slow.metric(f'omni_stage_requests{{replica="0",stage="{stage}"}}') == 0
+
+
+@contextlib.contextmanager
+def connection(server: Any, body: dict[str, Any]) -> Iterator[socket.socket]:
+    """A bare connection on which a chat has been asked for. Leaving closes it at once."""
+    request = httpx.Request(
+        "POST", f"{server.url}/v1/chat/completions", json=body, headers={"authorization": "Bearer sesame"}
+    )
+    head = "".join(f"{name}: {value}\r\n" for name, value in request.headers.items())
+    with socket.create_connection(("127.0.0.1", server.port)) as bare:
+        bare.sendall(f"POST /v1/chat/completions HTTP/1.1\r\n{head}\r\n".encode() + request.read())
+        yield bare
+
+
+def test_more_requests_than_fit_are_told_when_to_come_back(slow: Any) -> None:
+    slow.wait_metric(IN_FLIGHT, 0)
+    with slow.openai() as client, talk(client, stream=True) as one, talk(client, stream=True) as two:
+        next(iter(one)), next(iter(two))
+        with pytest.raises(openai.RateLimitError) as caught:
+            talk(client)
+        assert int(caught.value.response.headers["retry-after"]) >= 1
+    slow.wait_metric(IN_FLIGHT, 0)
+
+
+def test_a_deadline_ends_a_whole_answer_with_504_and_a_stream_with_an_event(slow: Any) -> None:
+    slow.wait_metric(IN_FLIGHT, 0)
+    with slow.openai() as client, talk(client, stream=True) as stream:
+        next(iter(stream))
+        with pytest.raises(openai.InternalServerError, match="did not finish within 3 s") as caught:
+            talk(client)
+        assert caught.value.status_code == 504
+        with pytest.raises(openai.APIError, match="did not finish within 3 s"):
+            for _ in stream:
+                pass
+
+
+Start = Callable[..., AbstractContextManager[Any]]
+
+
+def test_a_killed_stage_fails_its_requests_by_name_and_serves_the_next(start: Start) -> None:
+    with start(*ENDLESS) as server, server.openai() as client:
+        stream = talk(client, stream=True)
+        next(iter(stream))
+        os.kill(server.pid_of("mind"), signal.SIGKILL)
+        with pytest.raises(openai.APIError, match=r"stage 'mind' .*SIGKILL") as caught:
+            for _ in stream:
+                pass
+        assert (caught.value.type, caught.value.code) == ("server_error", "stage_crashed")
+        with talk(client, stream=True) as stream:
+            assert next(iter(stream)).choices[0].delta.role == "assistant"
+        assert "SIGKILL" in server.stderr
+
+
+def test_a_killed_stage_fails_a_whole_answer_with_500(start: Start) -> None:
+    with start(*ENDLESS) as server:
+        body = {"model": "studio", "messages": [{"role": "user", "content": "hi"}]}
+        with connection(server, body) as bare:
+            server.wait_metric(IN_FLIGHT, 1)
+            os.kill(server.pid_of("mind"), signal.SIGKILL)
+            answer = http.client.HTTPResponse(bare)
+            answer.begin()
+            assert answer.status == 500
+            assert b"SIGKILL" in answer.read()
+            answer.close()
+
+
+def test_sound_that_cannot_go_on_is_cut_not_ended(start: Start) -> None:
+    body = {"model": "studio", "input": LONG}
+    with start(*SLOW_SPEECH) as server:
+        with server.http.stream("POST", "/v1/audio/speech", json=body) as answer:
+            pieces = answer.iter_bytes()
+            assert next(pieces).startswith(b"RIFF")
+            os.kill(server.pid_of("mouth"), signal.SIGKILL)
+            with pytest.raises(httpx.RemoteProtocolError):
+                for _ in pieces:
+                    pass
+        body["input"] = "hello"
+        assert server.http.post("/v1/audio/speech", json=body).content.startswith(b"RIFF")

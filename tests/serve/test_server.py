@@ -1,0 +1,191 @@
+"""The server's life, as its process shows it: start, health, drain, end, exit codes; nothing is left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import openai
+import psutil
+import pytest
+
+Start = Callable[..., AbstractContextManager[Any]]
+Command = Callable[..., "subprocess.Popen[bytes]"]
+
+ENDLESS = ("-o", "stages.mind.options.fan_out=1000000", "-o", "stages.mind.options.step_s=0.01")
+HELLO: Any = [{"role": "user", "content": "hello"}]
+
+
+def test_health_models_and_metrics(studio: Any) -> None:
+    health = studio.http.get("/health")
+    assert health.status_code == 200
+    body = health.json()
+    assert (body["status"], body["model"], body["error"]) == ("ready", "studio", None)
+    assert {stage: [replica["state"] for replica in replicas] for stage, replicas in body["stages"].items()} == {
+        "ear": ["ready"],
+        "mind": ["ready"],
+        "mouth": ["ready"],
+    }
+    [model] = studio.http.get("/v1/models").json()["data"]
+    assert (model["id"], model["object"]) == ("studio", "model")
+    assert studio.http.get("/v1/models/studio").json() == model
+    before = studio.metric('omni_http_answers_total{path="/v1/models",status="200"}')
+    studio.http.get("/v1/models")
+    assert studio.metric('omni_http_answers_total{path="/v1/models",status="200"}') == before + 1
+    assert studio.metric('omni_stage_ready{replica="0",stage="mind"}') == 1
+
+
+def test_it_listens_while_it_loads_and_says_so(start: Start) -> None:
+    with start("-o", "stages.mind.options.load_s=60", ready=False) as server:
+        health = server.http.get("/health")
+        assert (health.status_code, health.json()["status"]) == (503, "loading")
+        answer = server.http.post("/v1/chat/completions", json={"model": "studio", "messages": HELLO})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "loading")
+        assert int(answer.headers["retry-after"]) >= 1
+        assert server.http.get("/v1/models").status_code == 200
+        assert ends(server, signal.SIGTERM) == (0, "")
+
+
+def ends(server: Any, number: signal.Signals) -> tuple[int, str]:
+    """Its exit code and what it said on stderr; that none of its processes is left."""
+    workers = psutil.Process(server.process.pid).children(recursive=True)
+    assert workers
+    server.signal(number)
+    code = server.wait_end()
+    _, alive = psutil.wait_procs(workers, timeout=5)
+    assert not alive
+    return code, server.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_idle_server_ends_at_once(start: Start, number: signal.Signals) -> None:
+    """Though a client keeps its connection open."""
+    with start() as server:
+        assert server.http.get("/health").status_code == 200
+        began = time.monotonic()
+        assert ends(server, number) == (0, "")
+        assert time.monotonic() - began < 4
+
+
+def test_what_is_under_way_may_end_and_nothing_new_begins(start: Start) -> None:
+    # 150 pieces, 10 ms each.
+    options = ("-o", "stages.mind.options.fan_out=150", "-o", "stages.mind.options.step_s=0.01", "--drain-s", "60")
+    with start(*options) as server, server.openai() as client:
+        stream = client.chat.completions.create(model="studio", messages=HELLO, stream=True)
+        pieces = iter(stream)
+        next(pieces)
+        server.signal(signal.SIGINT)
+        rest = list(pieces)
+        assert rest[-1].choices[0].finish_reason == "stop"
+        assert len(rest) == 151
+        with pytest.raises(openai.APIConnectionError):
+            client.models.list()
+        assert (server.wait_end(), server.stderr) == (0, "")
+
+
+def test_what_does_not_end_in_time_is_cut(start: Start) -> None:
+    with start(*ENDLESS, "--drain-s", "0.2") as server, server.openai() as client:
+        stream = client.chat.completions.create(model="studio", messages=HELLO, stream=True)
+        next(iter(stream))
+        assert ends(server, signal.SIGINT) == (0, "")
+        with pytest.raises(openai.APIConnectionError):
+            for _ in stream:
+                pass
+
+
+def test_a_client_that_does_not_read_holds_nothing_up(start: Start) -> None:
+    endless = ("-o", "stages.mind.options.fan_out=1000000", "-o", "limits.output_bytes=100000")
+    with start(*endless, "--drain-s", "0.2") as server, socket.socket() as deaf:
+        deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        deaf.connect(("127.0.0.1", server.port))
+        body = b'{"model":"studio","stream":true,"messages":[{"role":"user","content":"hello"}]}'
+        deaf.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body))
+        # What it does not read fills its connection, then its share of memory, and then its request is over.
+        server.wait_metric('omni_requests_total{outcome="SlowConsumer"}', 1)
+        assert ends(server, signal.SIGINT) == (0, "")
+
+
+def test_a_second_signal_ends_it_at_once(start: Start) -> None:
+    with start(*ENDLESS, "--drain-s", "600") as server, server.openai() as client:
+        stream = client.chat.completions.create(model="studio", messages=HELLO, stream=True)
+        next(iter(stream))
+        workers = psutil.Process(server.process.pid).children(recursive=True)
+        server.signal(signal.SIGINT)
+        with pytest.raises(openai.APIConnectionError):
+            while True:
+                client.models.list()  # until the first signal has had its effect
+        server.signal(signal.SIGTERM)
+        assert server.wait_end() == -signal.SIGTERM
+        _, alive = psutil.wait_procs(workers, timeout=5)
+        assert not alive
+        stream.close()
+
+
+# what cannot start
+
+
+def run(command: Command, *arguments: str) -> tuple[int, str, str]:
+    with command(*arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        out, err = process.communicate(timeout=60)
+    return process.returncode, out.decode(), err.decode()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["nowhere"], "nowhere"),
+        (["echo", "-o", "stages.fist.replicas=2"], "did you mean 'first'"),
+        (["echo", "-o", "stages.first.threads=-1"], "stages.first.threads"),
+        (["echo", "-o", "nonsense"], "path.to.value=VALUE"),
+        (["echo", "--port", "x"], "--port"),
+        (["echo", "--drain-s", "-1"], "--drain-s"),
+        ([], "CONFIG"),
+    ],
+)
+def test_a_configuration_that_cannot_work(command: Command, arguments: list[str], words: str) -> None:
+    code, out, err = run(command, *arguments)
+    assert (code, out) == (2, "")
+    assert words in err
+    assert "Traceback" not in err
+
+
+def test_an_address_that_is_taken(command: Command, taken_port: int) -> None:
+    code, out, err = run(command, "echo", "--port", str(taken_port))
+    assert (code, out, err) == (1, "", f"Error: cannot listen on 127.0.0.1:{taken_port}: Address already in use\n")
+
+
+def test_an_address_that_is_none(command: Command) -> None:
+    code, out, err = run(command, "echo", "--port", "0", "--host", "not a host")
+    assert (code, out) == (1, "")
+    assert err.startswith("Error: cannot listen on not a host:0: ")
+
+
+def test_a_stage_that_cannot_load_ends_the_server_with_its_error(command: Command, tmp_path: Path) -> None:
+    pipeline = tmp_path / "broken.yaml"
+    pipeline.write_text('name: broken\nstages:\n  one: {engine: "engines:broken", accepts: [script], emits: text}\n')
+    code, out, err = run(command, str(pipeline), "--port", "0")
+    assert code == 1
+    assert out.startswith("listening on ")
+    assert "stage 'one'" in err
+    assert "the weights of this model are not there" in err
+
+
+def test_one_stage_that_dies_too_often_leaves_the_others_serving(start: Start) -> None:
+    with start("-o", "stages.mouth.restart={intensity: 0}") as server, server.openai() as client:
+        os.kill(server.pid_of("mouth"), signal.SIGKILL)
+        server.wait_metric('omni_stage_ready{replica="0",stage="mouth"}', 0)
+        while (health := server.http.get("/health").json())["status"] != "failed":
+            assert health["status"] in ("ready", "restarting")
+        with pytest.raises(openai.InternalServerError, match="mouth") as caught:
+            client.audio.speech.create(model="studio", voice="any", input="hello")
+        assert caught.value.status_code == 503
+        assert int(caught.value.response.headers["retry-after"]) >= 1
+        answer = client.chat.completions.create(model="studio", messages=HELLO)
+        assert answer.choices[0].message.content == "hello" * 3

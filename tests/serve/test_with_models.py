@@ -1,0 +1,152 @@
+"""The server on the real pipeline, as OpenAI's own client uses it."""
+
+from __future__ import annotations
+
+import base64
+import io
+import re
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import openai
+import pytest
+import soundfile
+
+from omni_actors.stages import assets
+
+pytestmark = pytest.mark.voice
+
+FRANCE: Any = [{"role": "user", "content": "What is the capital of France?"}]
+IN_FLIGHT = "omni_requests_in_flight"
+
+
+@pytest.fixture(scope="module")
+def server(start: Callable[..., AbstractContextManager[Any]]) -> Iterator[Any]:
+    for model in assets.NAMES:
+        assets.prepare(model, print)
+    with start(config="voice") as server:
+        yield server
+
+
+@pytest.fixture
+def client(server: Any) -> Iterator[openai.OpenAI]:
+    with server.openai() as client:
+        yield client
+
+
+def chat(client: openai.OpenAI, messages: Any = FRANCE, **arguments: Any) -> Any:
+    return client.chat.completions.create(**{"model": "voice", "messages": messages, **arguments})
+
+
+def words(text: str) -> list[str]:
+    return re.findall(r"[a-z']+", text.lower())
+
+
+def seconds(wav: bytes) -> float:
+    samples, rate = soundfile.read(io.BytesIO(wav))
+    assert rate == 24000
+    return len(samples) / rate
+
+
+def test_a_question_is_answered_whole_and_streamed_alike(client: openai.OpenAI) -> None:
+    answer = chat(client)
+    [choice] = answer.choices
+    assert "Paris" in choice.message.content
+    assert choice.finish_reason == "stop"
+    assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens > 10
+    chunks = list(chat(client, stream=True, stream_options={"include_usage": True}))
+    deltas = [chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices]
+    assert len(deltas) > 5
+    assert "".join(deltas) == choice.message.content
+    assert chunks[-1].usage == answer.usage
+
+
+def test_parameters_reach_the_model(client: openai.OpenAI) -> None:
+    cut = chat(client, max_tokens=3)
+    assert (cut.choices[0].finish_reason, cut.usage.completion_tokens) == ("length", 3)
+    assert chat(client, max_completion_tokens=2).usage.completion_tokens == 2
+    stopped = chat(client, stop=[" of", "Paris"]).choices[0].message.content
+    assert stopped == "The capital"
+    warm = {"temperature": 1.5, "top_p": 0.9, "seed": 7, "max_tokens": 12, "extra_body": {"top_k": 50}}
+    assert chat(client, **warm).choices[0].message == chat(client, **warm).choices[0].message
+
+
+def test_an_answer_is_spoken_whole_and_streamed(client: openai.OpenAI) -> None:
+    spoken = {"modalities": ["text", "audio"], "audio": {"format": "wav", "voice": "any"}}
+    message = chat(client, **spoken).choices[0].message
+    assert "Paris" in message.audio.transcript
+    assert 1 < seconds(base64.b64decode(message.audio.data)) < 10
+    spoken["audio"] = {"format": "pcm16", "voice": "any"}
+    deltas = [chunk.choices[0].delta.audio for chunk in chat(client, stream=True, **spoken)]
+    assert "".join(delta.transcript or "" for delta in deltas if delta) == message.audio.transcript
+    sound = b"".join(base64.b64decode(delta.data) for delta in deltas if delta and delta.data)
+    assert 1 < len(sound) / 2 / 24000 < 10
+
+
+def test_its_own_speech_is_understood_as_a_question_and_as_a_text(client: openai.OpenAI) -> None:
+    text = FRANCE[0]["content"]
+    wav = client.audio.speech.create(model="voice", voice="any", input=text, response_format="wav").content
+    heard = client.audio.transcriptions.create(model="voice", file=("question.wav", wav), language="en")
+    assert words(heard.text) == words(text)
+    data = base64.b64encode(wav).decode()
+    parts = [{"type": "input_audio", "input_audio": {"data": data, "format": "wav"}}]
+    assert "Paris" in chat(client, [{"role": "user", "content": parts}]).choices[0].message.content
+
+
+def test_speed_shortens_speech(client: openai.OpenAI) -> None:
+    def speak(speed: float) -> float:
+        sound = client.audio.speech.create(model="voice", voice="any", input="It is late.", speed=speed, response_format="wav")
+        return seconds(sound.content)
+
+    assert speak(2.0) < 0.7 * speak(1.0)
+
+
+def test_speech_comes_while_it_is_made(server: Any, client: openai.OpenAI) -> None:
+    text = "The sea is wide and deep. " * 30
+    speech = client.audio.speech.with_streaming_response.create(model="voice", voice="any", input=text)
+    with speech as answer:
+        pieces = answer.iter_bytes()
+        assert len(next(pieces)) > 44
+        assert server.metric(IN_FLIGHT) == 1
+    server.wait_metric(IN_FLIGHT, 0)
+    assert server.aborted() == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "param", "code"),
+    [
+        ({"messages": [{"role": "user", "content": " "}]}, "messages", "invalid_value"),
+        ({"messages": [{"role": "user", "content": "word " * 3000}]}, "messages", "context_length_exceeded"),
+        ({"max_tokens": 0}, "max_tokens", "invalid_value"),
+        ({"max_tokens": -1}, "max_tokens", "invalid_value"),
+        ({"temperature": 3}, "temperature", "invalid_value"),
+        ({"top_p": 0}, "top_p", "invalid_value"),
+        ({"seed": "x"}, "seed", "invalid_value"),
+        ({"stop": ""}, "stop", "invalid_value"),
+        ({"extra_body": {"top_k": -1}}, "top_k", "invalid_value"),
+        ({"extra_body": {"temprature": 1}}, "temprature", "invalid_value"),
+        ({"extra_body": {"speed": 2}}, "speed", "invalid_value"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_the_engines_refuse(
+    client: openai.OpenAI, changes: dict[str, Any], param: str, code: str, stream: bool
+) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        chat(client, **{"messages": FRANCE, "stream": stream, **changes})
+    assert (caught.value.param, caught.value.code) == (param, code)
+
+
+def test_a_speed_that_is_none_and_a_language_that_it_does_not_know(
+    client: openai.OpenAI, recording: Callable[..., bytes]
+) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.audio.speech.create(model="voice", voice="any", input="hello", speed=9)
+    assert caught.value.param == "speed"
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.audio.transcriptions.create(model="voice", file=("a.wav", recording()), language="xx")
+    assert caught.value.param == "language"
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.audio.transcriptions.create(model="voice", file=("a.wav", recording(0.01)))
+    assert (caught.value.param, caught.value.code) == ("file", "too_short")

@@ -1,0 +1,393 @@
+"""Opening and leaving a system, by every door: nothing stays behind, and what left the block is what comes out of it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pytest
+import trio
+import trio.testing
+
+import omni_actors
+from omni_actors.errors import ConfigError
+from omni_actors.orchestrator.request import Input
+from omni_actors.system import Generation, OmniSystem
+
+ROOT = Path(omni_actors.__file__).parent.parent
+WATCHDOG_S = 30.0
+
+
+def ask(omni: OmniSystem, text: str = "x") -> Generation:
+    return omni.submit({"script": [Input({"text": text})]}, ["text", "audio"])
+
+
+def count_fds() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+# leaving, in this process
+
+
+async def test_five_systems_one_after_the_other_leave_no_descriptor() -> None:
+    counts = []
+    for _ in range(5):
+        async with OmniSystem.open("echo") as omni:
+            assert len([output async for output in ask(omni)]) == 2
+        counts.append(count_fds())
+    assert len(set(counts)) == 1
+
+
+async def test_a_restart_leaves_no_descriptor() -> None:
+    async with OmniSystem.open("echo", overrides={"stages.first.restart.backoff_s": 0.01}) as omni:
+        counts = []
+        for generation in range(1, 4):
+            with trio.fail_after(WATCHDOG_S):
+                while not (omni.health().ready and omni.health().stages["first"][0].generation == generation):
+                    await omni.wait_changed()
+            await trio.testing.wait_all_tasks_blocked()
+            counts.append(count_fds())
+            os.kill(omni.health().stages["first"][0].pid or 0, signal.SIGKILL)
+        assert len(set(counts)) == 1
+
+
+async def test_the_very_exception_of_the_block_comes_out() -> None:
+    error = ArithmeticError("mine")
+    with pytest.raises(ArithmeticError) as caught:
+        async with OmniSystem.open("echo") as omni:
+            ask(omni)
+            raise error
+    assert caught.value is error
+    assert error.__cause__ is None
+
+
+async def test_the_very_exception_comes_out_when_the_block_is_cancelled_too() -> None:
+    error = ArithmeticError("while cleaning up")
+    with trio.CancelScope() as scope, pytest.raises(ArithmeticError) as caught:
+        async with OmniSystem.open("echo"):
+            scope.cancel()
+            try:
+                await trio.sleep_forever()
+            finally:
+                raise error
+    assert caught.value is error
+
+
+async def test_leaving_by_cancellation() -> None:
+    with trio.CancelScope() as scope:
+        async with OmniSystem.open("echo") as omni:
+            generation = ask(omni)
+            scope.cancel()
+            async for _ in generation:
+                pytest.fail("it is cancelled")
+    assert scope.cancelled_caught
+
+
+@pytest.mark.parametrize("ticks", [0, 1, 2, 3, 5, 10, 50])
+async def test_cancelled_while_it_opens(ticks: int) -> None:
+    before = count_fds()
+    with trio.CancelScope() as scope:
+        async with trio.open_nursery() as nursery:
+
+            async def cancel() -> None:
+                for _ in range(ticks):
+                    await trio.lowlevel.checkpoint()
+                scope.cancel()
+
+            nursery.start_soon(cancel)
+            async with OmniSystem.open("echo"):
+                pytest.fail("it opened")
+    assert scope.cancelled_caught
+    assert count_fds() == before
+
+
+async def test_a_closed_system_takes_no_request() -> None:
+    async with OmniSystem.open("echo") as omni:
+        assert omni.is_running
+        left = ask(omni)
+    assert not omni.is_running
+    assert not omni.health().ready
+    with pytest.raises(RuntimeError, match="closed"):
+        ask(omni)
+    with suppress(omni_actors.OmniError):  # it had ended, or was aborted; either way reading it ends
+        with trio.fail_after(1):
+            async for _ in left:
+                pass
+
+
+async def test_a_bad_configuration_starts_no_process() -> None:
+    with pytest.raises(ConfigError):
+        async with OmniSystem.open("echo", overrides={"stages.second.threads": "many"}):
+            pytest.fail("it opened")
+    assert psutil.Process().children() == []
+
+
+async def test_two_systems_at_once_do_not_mix() -> None:
+    async with OmniSystem.open("echo") as one, OmniSystem.open("echo") as other:
+        async with trio.open_nursery() as nursery:
+            for omni, text in ((one, "a"), (other, "b")):
+
+                async def check(omni: OmniSystem = omni, text: str = text) -> None:
+                    assert [output.data["text"] async for output in ask(omni, text)] == [text, text]
+
+                nursery.start_soon(check)
+        for omni in (one, other):
+            assert omni.metrics.registry.get_sample_value("omni_requests_total", {"outcome": "done"}) == 1
+        assert b"omni_ring_payload_bytes" in one.metrics.exposition()
+
+
+# a user's script, in a process of its own
+
+
+Script = Callable[[str], "subprocess.Popen[str]"]
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Iterator[Script]:
+    """Run a script file: a plain one, with no guard around what it does."""
+    running: list[subprocess.Popen[str]] = []
+
+    def run(text: str) -> subprocess.Popen[str]:
+        path = tmp_path / "script.py"
+        path.write_text(PROLOGUE + textwrap.dedent(text))
+        process = subprocess.Popen(
+            [sys.executable, path],
+            cwd="/",
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            start_new_session=True,
+        )
+        running.append(process)
+        return process
+
+    yield run
+    for process in running:
+        process.kill()
+        process.communicate()
+
+
+PROLOGUE = """\
+import os, signal, sys, trio
+from omni_actors import OmniSystem
+from omni_actors.orchestrator.request import Input
+
+print("began", flush=True)
+
+def ask(omni, **data):
+    return omni.submit({"script": [Input({"text": "x", **data})]}, ["text", "audio"])
+
+"""
+
+
+def workers_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
+    return psutil.Process(process.pid).children(recursive=True)
+
+
+def wait_gone(processes: list[psutil.Process]) -> None:
+    _, alive = psutil.wait_procs(processes, timeout=WATCHDOG_S)
+    assert not alive
+
+
+def expect(process: subprocess.Popen[str], line: str) -> None:
+    assert process.stdout is not None
+    for said in process.stdout:
+        if said.strip() == line:
+            return
+    assert process.stderr is not None
+    pytest.fail(f"it did not say {line!r}: {process.stderr.read()}")
+
+
+def test_a_script_needs_no_main_guard(script: Script) -> None:
+    process = script("""
+        async def main():
+            async with OmniSystem.open("echo") as omni:
+                async for output in ask(omni):
+                    print(output.modality, output.delta)
+
+        trio.run(main)
+    """)
+    out, err = process.communicate(timeout=WATCHDOG_S)
+    assert (process.returncode, out, err) == (0, "began\ntext x\naudio x\n", "")
+
+
+def test_an_engine_beside_the_script_is_found(script: Script, tmp_path: Path) -> None:
+    (tmp_path / "my_engine.py").write_text(
+        textwrap.dedent("""
+            from omni_actors.stages.echo import EchoEngine
+
+            class Shouting(EchoEngine):
+                def __init__(self, context):
+                    super().__init__(type(context)(context.stage, None, {}, 1, "cpu", context.report))
+
+                def feed(self, request_id, chunk):
+                    super().feed(request_id, chunk)
+                    self._requests[request_id].pending[-1].data = {"text": chunk.data["text"].upper()}
+        """)
+    )
+    process = script("""
+        async def main():
+            async with OmniSystem.open("echo", overrides={"stages.second.engine": "my_engine:Shouting"}) as omni:
+                async for output in ask(omni):
+                    print(output.modality, output.delta)
+
+        trio.run(main)
+    """)
+    out, err = process.communicate(timeout=WATCHDOG_S)
+    assert (process.returncode, out, err) == (0, "began\ntext x\naudio X\n", "")
+
+
+SLEEPS = """
+    async def main():
+        async with OmniSystem.open("echo") as omni:
+            hanging = ask(omni, echo={"stage": "second", "hang": True})
+            print("open", flush=True)
+            await trio.sleep_forever()
+
+    trio.run(main)
+"""
+
+
+def test_workers_die_with_their_parent(script: Script) -> None:
+    process = script(SLEEPS)
+    expect(process, "open")
+    workers = workers_of(process)
+    assert len(workers) == 2
+    process.kill()
+    process.wait(WATCHDOG_S)
+    wait_gone(workers)
+
+
+def test_workers_die_with_a_parent_that_is_killed_while_they_start(script: Script) -> None:
+    process = script("""
+        async def main():
+            async with OmniSystem.open("echo", wait_ready=False) as omni:
+                while not all(each[0].pid for each in omni.health().stages.values()):
+                    await trio.lowlevel.checkpoint()
+                print("started", flush=True)
+                await trio.sleep_forever()
+
+        trio.run(main)
+    """)
+    expect(process, "started")
+    workers = workers_of(process)
+    process.kill()
+    process.wait(WATCHDOG_S)
+    wait_gone(workers)
+
+
+@pytest.mark.parametrize("whom", ["the process", "its group, as a terminal does"])
+def test_ctrl_c_ends_a_script_as_it_ends_any_other(script: Script, whom: str) -> None:
+    process = script("""
+        async def main():
+            async with OmniSystem.open("echo") as omni:
+                print("open", flush=True)
+                await trio.sleep_forever()
+
+        trio.run(main)
+    """)
+    expect(process, "open")
+    workers = workers_of(process)
+    if whom == "the process":
+        process.send_signal(signal.SIGINT)
+    else:
+        os.killpg(process.pid, signal.SIGINT)
+    _, err = process.communicate(timeout=WATCHDOG_S)
+    assert process.returncode == -signal.SIGINT
+    assert "ExceptionGroup" not in err
+    assert err.rstrip().endswith("KeyboardInterrupt")
+    wait_gone(workers)
+
+
+def test_ctrl_c_that_meets_the_system_at_work_ends_the_users_task(script: Script) -> None:
+    """In the middle of the supervisor's own code, of the orchestrator's, and of a worker's start."""
+    process = script("""
+        from omni_actors.actor.edges import Edges
+        from omni_actors.actor.process import LocalWorker
+        from omni_actors.orchestrator.run import Orchestrator
+
+        def interrupted(owner, name):
+            original = getattr(owner, name)
+
+            def patched(*args, **kwargs):
+                setattr(owner, name, original)
+                print(name, flush=True)
+                signal.raise_signal(signal.SIGINT)
+                return original(*args, **kwargs)
+
+            setattr(owner, name, patched)
+
+        async def main():
+            async with OmniSystem.open("echo") as omni:
+                async for output in ask(omni):
+                    pass
+                await trio.sleep_forever()
+
+        for owner, name in ((LocalWorker, "__init__"), (Edges, "join"), (Orchestrator, "heard")):
+            interrupted(owner, name)
+            try:
+                trio.run(main)
+            except BaseException as error:
+                print(type(error).__name__, len(os.listdir("/proc/self/fd")), flush=True)
+    """)
+    out, err = process.communicate(timeout=WATCHDOG_S)
+    lines = out.split("\n")[1:-1]
+    assert err == ""
+    assert lines[::2] == ["__init__", "join", "heard"]
+    assert {line.split()[0] for line in lines[1::2]} == {"KeyboardInterrupt"}
+    assert len(set(lines[1::2])) == 1, "descriptors stay"
+
+
+# at rest
+
+
+def test_a_system_at_rest_does_nothing(script: Script) -> None:
+    """Over two seconds nobody wakes: neither the parent nor a worker, in any thread."""
+    process = script("""
+        async def main():
+            async with OmniSystem.open("echo") as omni:
+                async for output in ask(omni):
+                    pass
+                print("open", flush=True)
+                await trio.sleep_forever()
+
+        trio.run(main)
+    """)
+    expect(process, "open")
+    watched = [psutil.Process(process.pid), *workers_of(process)]
+    wait_quiet(watched)
+    before = [(wakes(each), sum(each.cpu_times()[:2])) for each in watched]
+    trio.run(trio.sleep, 2.0)
+    after = [(wakes(each), sum(each.cpu_times()[:2])) for each in watched]
+    assert [woken - at for (at, _), (woken, _) in zip(before, after, strict=True)] == [0, 0, 0]
+    assert all(spent - at < 0.02 for (_, at), (_, spent) in zip(before, after, strict=True))
+
+
+def wakes(process: psutil.Process) -> int:
+    """How often its threads went to sleep of their own accord: as often as they woke."""
+    total = 0
+    for task in Path(f"/proc/{process.pid}/task").iterdir():
+        with suppress(FileNotFoundError):
+            (line,) = [at for at in (task / "status").read_text().splitlines() if at.startswith("voluntary_ctxt")]
+            total += int(line.split()[1])
+    return total
+
+
+def wait_quiet(processes: list[psutil.Process]) -> None:
+    """Until what the last request set off is over."""
+    last: list[int] = []
+    for _ in range(50):
+        now = [wakes(each) for each in processes]
+        if now == last:
+            return
+        last = now
+        trio.run(trio.sleep, 0.2)
+    pytest.fail(f"they do not come to rest: {last}")
