@@ -9,7 +9,7 @@ from __future__ import annotations
 import signal
 import sys
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -47,30 +47,32 @@ def run(work: Callable[[], Coroutine[Any, Any, T]]) -> T:
 
     async def until_interrupted() -> tuple[T] | None:
         result: tuple[T] | None = None
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(_cancel_on_signal, nursery.cancel_scope)
-            try:
-                result = (await work(),)
-            except (ConfigError, OmniError) as error:
-                failure.append(error)
-            nursery.cancel_scope.cancel()
+        with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(_cancel_on_signal, signals, nursery.cancel_scope)
+                try:
+                    result = (await work(),)
+                except Exception as error:  # noqa: BLE001 - raised below as it is, not inside an exception group
+                    failure.append(error)
+                nursery.cancel_scope.cancel()
         return result
 
-    failure: list[OmniError] = []
-    result = trio.run(until_interrupted)
+    failure: list[Exception] = []
+    try:
+        result = trio.run(until_interrupted)
+    except KeyboardInterrupt:  # a second Ctrl-C, while the workers were being stopped
+        result = None
     if failure:
-        raise _as_click(failure[0])
+        raise _as_click(failure[0]) if isinstance(failure[0], OmniError) else failure[0]
     if result is None:
         sys.exit(INTERRUPTED)
     return result[0]
 
 
-async def _cancel_on_signal(scope: trio.CancelScope) -> None:
-    with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
-        async for _ in signals:
-            notes.print("interrupted", style="yellow")
-            scope.cancel()
-            return
+async def _cancel_on_signal(signals: AsyncIterator[int], scope: trio.CancelScope) -> None:
+    async for _ in signals:
+        notes.print("interrupted", style="yellow")
+        scope.cancel()
 
 
 class _BadConfig(click.ClickException):
@@ -207,14 +209,18 @@ def _print_metrics(metrics: RequestMetrics) -> None:
     table = Table(box=None, header_style="bold", pad_edge=False)
     for column in ("stage", "first in", "first out", "finished", "in steps", "chunks", "sent"):
         table.add_column(column, justify="left" if column == "stage" else "right")
+    table.add_row("(you)", *[""] * 5, _sent(metrics.sent_bytes))
     for name, stage in metrics.stages.items():
-        sent = ", ".join(f"{_size(size)} → {consumer.partition('.')[0]}" for consumer, size in stage.sent_bytes.items())
         times = [_seconds(t) for t in (stage.first_input_s, stage.first_output_s, stage.finished_s, stage.step_s)]
-        table.add_row(name, *times, str(stage.chunks), sent)
+        table.add_row(name, *times, str(stage.chunks), _sent(stage.sent_bytes))
     notes.print(table)
     facts = {"TTFT": metrics.ttft_s, "TTFA": metrics.ttfa_s, "total": metrics.total_s}
     line = "   ".join(f"{name} {_seconds(value)}" for name, value in facts.items() if value is not None)
     notes.print(line + (f"   RTF {metrics.rtf:.2f}" if metrics.rtf else ""))
+
+
+def _sent(sent_bytes: Mapping[str, int]) -> str:
+    return "\n".join(f"{_size(size)} → {consumer.partition('.')[0]}" for consumer, size in sent_bytes.items())
 
 
 def _seconds(value: float | None) -> str:

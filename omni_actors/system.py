@@ -66,6 +66,8 @@ class RequestMetrics(msgspec.Struct, frozen=True):
     audio_s: float
     """Duration of the audio that it gave."""
     stages: dict[str, StageTimes]
+    sent_bytes: dict[str, int] = {}
+    """Bytes of the request's input, by the ring's consumer."""
 
     @property
     def rtf(self) -> float | None:
@@ -155,6 +157,7 @@ class Generation:
             ttfa_s=self._first.get("AudioChunk"),
             total_s=(request.finished or began) - began,
             audio_s=self._audio_s,
+            sent_bytes=request.sent_bytes,
             stages={
                 stage: StageTimes(
                     stats.started - began,

@@ -101,7 +101,7 @@ BROKEN: dict[str, tuple[str, str, int | None, str, object, str]] = {
 async def test_a_broken_pipeline_is_refused_where_it_is_broken(case: str, good: Path) -> None:
     old, new, line, place, found, accepted = BROKEN[case]
     assert GOOD.count(old) == 1
-    good.write_text(GOOD.replace(old, new))
+    good.write_text(GOOD.replace(old, new))  # noqa: ASYNC240
     with pytest.raises(ConfigError) as caught:
         async with OmniSystem.open(good):
             pytest.fail("it opened")

@@ -15,6 +15,7 @@ import psutil
 import pytest
 import trio
 
+from omni_actors.actor.process import LocalWorker
 from omni_actors.errors import InvalidRequest, StageCrashed, StageFailed, StageUnavailable
 from omni_actors.messages import Address
 from omni_actors.orchestrator.request import Input
@@ -24,7 +25,7 @@ WATCHDOG_S = 30.0
 QUICK = {f"stages.{stage}.restart.backoff_s": 0.01 for stage in ("first", "second")}
 
 
-def ask(omni: OmniSystem, *, modalities: tuple[str, ...] = ("audio",), **echo: Any) -> Generation:
+def ask(omni: OmniSystem, modalities: tuple[str, ...] = ("audio",), /, **echo: Any) -> Generation:
     """A request of one chunk through both stages; ``echo`` are the failures it asks for."""
     return omni.submit({"script": [Input({"text": "x", "echo": echo})]}, modalities)
 
@@ -108,9 +109,9 @@ async def test_a_signal_without_a_name_is_a_signal() -> None:
 
 async def test_outputs_that_came_before_the_crash_are_read_before_the_error() -> None:
     async with OmniSystem.open("echo", overrides=QUICK) as omni:
-        generation = ask(omni, modalities=("text", "audio"), stage="second", exit=3)
+        generation = ask(omni, ("text", "audio"), stage="second", exit=3)
         got = []
-        with pytest.raises(StageCrashed), trio.fail_after(WATCHDOG_S):
+        with pytest.raises(StageCrashed), trio.fail_after(WATCHDOG_S):  # noqa: PT012
             async for output in generation:
                 got.append(output.stage)  # noqa: PERF401 - it ends by an exception
         assert got == ["first"]
@@ -163,12 +164,14 @@ async def test_a_replica_that_is_given_up_does_not_stop_the_stage_above_it() -> 
         "stages.second.replicas": 2,
         "stages.second.restart.intensity": 0,
         "stages.first.options.payload_bytes": 20_000_000,
+        "stages.first.options.fan_out": 2,
     }
     async with OmniSystem.open("echo", overrides=overrides) as omni:
         doomed = ask(omni, stage="second", hang=True)
         replica = doomed._stream.request.placement["second"].replica
         with trio.fail_after(WATCHDOG_S):
-            while "first" not in doomed._stream.request.stats:  # it has given its output, which waits for room
+            # It has given its second output, which waits for room: the stage below hangs in the first.
+            while "first" not in doomed._stream.request.stats:  # noqa: ASYNC110 - nobody tells
                 await trio.sleep(0.01)
         os.kill(pid_of(omni, "second", replica), signal.SIGKILL)
         with pytest.raises(StageCrashed):
@@ -176,7 +179,7 @@ async def test_a_replica_that_is_given_up_does_not_stop_the_stage_above_it() -> 
         await wait_for(omni, lambda: omni.dead_error is not None)
         assert not omni.errored, "the other replica serves"
         assert omni.is_running
-        assert len(await read(ask(omni))) == 1
+        assert len(await read(ask(omni))) == 2
 
 
 async def test_a_refused_request_costs_nobody_else_anything() -> None:
@@ -208,7 +211,7 @@ async def test_a_stage_past_its_intensity_is_given_up_and_the_rest_still_serves(
             ask(omni)
         assert caught.value.cause is error
         assert not omni.errored, "the first stage still gives text"
-        assert [output.delta for output in await read(ask(omni, modalities=("text",)))] == ["x"]
+        assert [output.delta for output in await read(ask(omni, ("text",)))] == ["x"]
         health = await omni.check_health()
         assert (health.ready, health.stages["second"][0].state) == (False, "failed")
         assert health.error == str(error)
@@ -221,7 +224,7 @@ async def test_a_system_that_can_serve_nothing_is_errored() -> None:
         await wait_for(omni, lambda: omni.errored)
         assert not omni.is_running
         with pytest.raises(StageUnavailable):
-            ask(omni, modalities=("text",))
+            ask(omni, ("text",))
         with pytest.raises(StageFailed, match="exited with code 7") as caught:
             await omni.check_health()
         assert caught.value is omni.dead_error
@@ -309,7 +312,7 @@ async def test_a_stage_that_never_loads_holds_up_neither_the_opening_nor_the_lea
     async with OmniSystem.open("echo", overrides=overrides, wait_ready=False) as omni:
         await wait_for(omni, lambda: omni.health().stages["second"][0].note == "thinking")
         await wait_back(omni, "first", generation=1)
-        assert [output.delta for output in await read(ask(omni, modalities=("text",)))] == ["x"]
+        assert [output.delta for output in await read(ask(omni, ("text",)))] == ["x"]
         began = time.monotonic()
     assert time.monotonic() - began < 2.0
 
@@ -330,12 +333,13 @@ async def test_a_worker_that_does_not_stop_is_killed_after_its_time(how: str) ->
         if how == "stopped":
             process.suspend()
         else:
-            ask_hang = ask(omni, stage="second", stderr="now", hang=True)
-            tail = omni._supervisor.replicas[Address("second", 0)].worker
+            hanging = ask(omni, stage="second", stderr="now", hang=True)
+            worker = omni._supervisor.replicas[Address("second", 0)].worker
+            assert isinstance(worker, LocalWorker)
             with trio.fail_after(WATCHDOG_S):
-                while tail is not None and not tail.stderr_tail:
+                while not worker.stderr_tail:  # noqa: ASYNC110 - nobody tells
                     await trio.sleep(0.005)
-            ask_hang.abort()
+            hanging.abort()
         began = time.monotonic()
     assert 0.25 < time.monotonic() - began < 3.0
     assert not process.is_running()

@@ -65,6 +65,8 @@ class Request:
     work: trio.CancelScope = field(default_factory=trio.CancelScope)
     """Around what the orchestrator does for it: its deadline is the request's, its end cancels it."""
     stats: dict[str, StageStats] = field(default_factory=dict)
+    sent_bytes: dict[str, int] = field(default_factory=dict)
+    """What the client's side put into the ring of each replica it feeds."""
     open_outputs: dict[str, SequenceCheck] = field(default_factory=dict)
     """The stages whose last output for the client has not come yet."""
 

@@ -171,6 +171,9 @@ class Orchestrator:
                 if edge is None:
                     raise trio.ClosedResourceError
                 await edge.send(buffers)
+                consumer = str(request.placement[stage])
+                size = sum(buffer.nbytes for buffer in buffers)
+                request.sent_bytes[consumer] = request.sent_bytes.get(consumer, 0) + size
         request.inputs = {}
 
     # dispatch

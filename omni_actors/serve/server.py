@@ -5,7 +5,8 @@ Rules
 2. The socket listens while the stages load; until they have, work is refused and /health says how far they are. A stage
    that cannot load ends the server with StageFailed. One that fails later does not: what goes without it goes on.
 3. The first SIGINT or SIGTERM drains: no new connections, ``drain_s`` for what is under way, then it is cancelled. The
-   second one kills; the kernel then takes the workers along.
+   second one kills; the kernel then takes the workers along. One that follows at once is the same one: process managers
+   that signal a process and its group send two.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ MAX_BODY_BYTES = 32 * 1024 * 1024
 DRAIN_S = 5.0
 CUT_S = 0.5
 """After the drain: connections to clients that do not even read are shut then."""
+SAME_SIGNAL_S = 0.25
 UNREAD_S = 60
 """A client that takes nothing off its connection for so long is dropped."""
 
@@ -67,17 +69,44 @@ async def serve(
     Raises ConfigError, CannotListen, StageFailed (a stage that cannot load).
     """
     pipeline = configuration.load(config, overrides)
-    with _listening_socket(host, port) as listener:
-        async with OmniSystem.open(pipeline, wait_ready=False) as system:
-            await _Server(system, listener, drain_s, announce).run(api_key, max_body_bytes)
+    failure: OmniError | None = None
+    async with trio.open_nursery() as nursery:
+        stop: trio.Event = await nursery.start(_follow_signals)
+        try:
+            with _listening_socket(host, port) as listener:
+                async with OmniSystem.open(pipeline, wait_ready=False) as system:
+                    await _Server(system, listener, stop, drain_s, announce).run(api_key, max_body_bytes)
+        except OmniError as error:
+            failure = error  # raised below as it is, not inside the nursery's exception group
+        nursery.cancel_scope.cancel()
+    if failure is not None:
+        raise failure
+
+
+async def _follow_signals(task_status: trio.TaskStatus[trio.Event]) -> None:
+    stop = trio.Event()
+    with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
+        task_status.started(stop)
+        first = float("inf")
+        async for number in signals:
+            if stop.is_set() and trio.current_time() > first + SAME_SIGNAL_S:
+                signal.signal(number, signal.SIG_DFL)
+                os.kill(os.getpid(), number)
+            first = min(first, trio.current_time())
+            stop.set()
 
 
 class _Server:
     def __init__(
-        self, system: OmniSystem, listener: socket.socket, drain_s: float, announce: Callable[[str], None]
+        self,
+        system: OmniSystem,
+        listener: socket.socket,
+        stop: trio.Event,
+        drain_s: float,
+        announce: Callable[[str], None],
     ) -> None:
-        self._system, self._listener, self._drain_s, self._announce = system, listener, drain_s, announce
-        self._stop = trio.Event()
+        self._system, self._listener, self._stop = system, listener, stop
+        self._drain_s, self._announce = drain_s, announce
         self._has_loaded = False
         self._failure: StageFailed | None = None
         host, port, *_ = listener.getsockname()
@@ -89,7 +118,6 @@ class _Server:
             self._system, api_key=api_key, max_body_bytes=max_body_bytes, has_loaded=lambda: self._has_loaded
         )
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(self._follow_signals)
             nursery.start_soon(self._follow_stages)
             nursery.start_soon(self._cut_those_left)
             framework = cast("Framework", app)  # Starlette's names for the same types
@@ -110,14 +138,6 @@ class _Server:
         config.loglevel = "WARNING"
         config.include_server_header = False
         return config
-
-    async def _follow_signals(self) -> None:
-        with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
-            async for number in signals:
-                if self._stop.is_set():
-                    signal.signal(number, signal.SIG_DFL)
-                    os.kill(os.getpid(), number)
-                self._stop.set()
 
     async def _follow_stages(self) -> None:
         """Say when all are loaded, and when one dies."""

@@ -136,12 +136,11 @@ async def test_a_cancelled_owner_still_sends_its_last_words() -> None:
 
         nursery.start_soon(owner)
         await trio.testing.wait_all_tasks_blocked()
-        with trio.fail_after(10):
-            nursery.cancel_scope.cancel()
+        nursery.cancel_scope.cancel()
 
 
 def test_a_message_is_one_packet_or_refused() -> None:
-    with pytest.raises(ValueError, match="Loading of .* bytes"):
+    with pytest.raises(ValueError, match=r"Loading of \d+ bytes"):
         messages.encode(Loading("x" * messages.MAX_BYTES))
     largest = messages.encode(Loading("x" * (messages.MAX_BYTES - 100)))
     assert messages.decode(largest) == Loading("x" * (messages.MAX_BYTES - 100))

@@ -26,10 +26,10 @@ ENGINES = """
     from omni_actors.stages.echo import EchoEngine
 
     def tells(context):
-        threads = {name: os.environ.get(name) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
+        variables = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
         main = sys.modules["__main__"]
         context.report(json.dumps({
-            "threads": threads,
+            "threads": {name: os.environ.get(name) for name in variables},
             "wait": os.environ.get("OMP_WAIT_POLICY"),
             "main": getattr(main, "__file__", None),
             "sigint": signal.getsignal(signal.SIGINT) == signal.SIG_IGN,
@@ -177,6 +177,21 @@ async def test_the_tail_of_stderr_is_bounded_in_lines_and_in_their_length() -> N
     assert len(exit.stderr_tail) == 40
     assert exit.stderr_tail[-2] == "line 99"
     assert exit.stderr_tail[-1] == "x" * 4096
+
+
+async def test_a_cancelled_owner_still_hears_a_worker_s_last_words() -> None:
+    exit: WorkerExit | None = None
+    with trio.fail_after(WATCHDOG_S), trio.CancelScope() as scope:
+        async with LocalSpawner().spawn(HERE, 8) as worker:
+            scope.cancel()
+            try:
+                await trio.sleep_forever()
+            finally:
+                worker.mailbox.post(configure("process_engines:talks"))
+                with trio.CancelScope(shield=True):
+                    exit = await worker.wait_dead()
+    assert exit is not None
+    assert (exit.exit_code, len(exit.stderr_tail)) == (9, 40)
 
 
 async def test_a_child_of_the_worker_that_keeps_its_stderr_open_does_not_hide_its_death() -> None:

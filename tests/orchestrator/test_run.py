@@ -83,7 +83,7 @@ async def read(generation: Generation) -> list[Output]:
 
 async def until(condition: Callable[[], bool]) -> None:
     with trio.fail_after(WATCHDOG_S):
-        while not condition():
+        while not condition():  # noqa: ASYNC110 - what is looked at tells nobody when it changes
             await trio.sleep(0.002)
 
 
@@ -97,7 +97,7 @@ async def is_free_everywhere(omni: OmniSystem) -> bool:
     """No stage holds any request, by the engines' own count. Aborts precede this request in every mailbox."""
     assert in_flight(omni) == 0
     (final,) = await read(ask(omni))
-    return final.data["census"] == {"top": 0, "bottom": 0}
+    return bool(final.data["census"] == {"top": 0, "bottom": 0})
 
 
 # abort, deadlines, dropping
@@ -199,7 +199,7 @@ async def test_a_cancelled_reader_loses_nothing() -> None:
         with trio.fail_after(WATCHDOG_S):
             while not (got and got[-1].finished):
                 with trio.move_on_after(dice.choice([0, 0.0005, 0.002])):
-                    got.append(await anext(generation))  # noqa: PERF401
+                    got.append(await anext(generation))
         assert len(got) == 50
 
 
@@ -243,12 +243,12 @@ async def test_outputs_that_nobody_reads_are_bounded() -> None:
     async with OmniSystem.open("echo", overrides=overrides) as omni:
         slow = omni.submit({"script": [Input({})]}, ["text"])
         await until(lambda: in_flight(omni) == 0)
-        got = []
-        with pytest.raises(SlowConsumer) as caught, trio.fail_after(WATCHDOG_S):
-            async for output in slow:
-                got.append(output)  # noqa: PERF401 - it ends by an exception
+        got = 0
+        with pytest.raises(SlowConsumer) as caught, trio.fail_after(WATCHDOG_S):  # noqa: PT012
+            async for _ in slow:
+                got += 1
         assert caught.value.limit_bytes == 100_000
-        assert 10 <= len(got) <= 12
+        assert 10 <= got <= 12
         assert len(await read(omni.submit({"script": [Input({"text": "x"})]}, ["audio"]))) == 1000
 
 
@@ -291,11 +291,12 @@ async def test_a_kind_of_input_without_a_piece_is_no_input(census: Pipeline) -> 
 
 async def test_a_request_that_fits_no_stage_is_refused_at_once() -> None:
     async with OmniSystem.open("echo") as omni:
+        unknown: dict[str, Any] = {"temperature": 1.0}
         for kind, modalities, params in (
             ("smell", ["audio"], {}),
             ("script", ["smell"], {}),
             ("script", [], {}),
-            ("script", ["audio"], {"temperature": 1.0}),
+            ("script", ["audio"], unknown),
         ):
             with pytest.raises(InvalidRequest):
                 omni.submit({kind: [Input({})]}, modalities, **params)

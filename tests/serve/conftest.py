@@ -60,8 +60,8 @@ class Server:
 
     def metric(self, sample: str) -> float:
         """A sample by its name and labels, as it stands in the exposition; 0 where it is not there."""
-        text = self.http.get("/metrics").text
-        return next((float(line.rpartition(" ")[2]) for line in text.splitlines() if line.startswith(f"{sample} ")), 0.0)
+        lines = self.http.get("/metrics").text.splitlines()
+        return next((float(line.rpartition(" ")[2]) for line in lines if line.startswith(f"{sample} ")), 0.0)
 
     def aborted(self) -> float:
         return self.metric('omni_requests_total{outcome="Aborted"}')
@@ -104,7 +104,7 @@ Start = Callable[..., AbstractContextManager[Server]]
 
 @pytest.fixture(scope="session")
 def command() -> Callable[..., subprocess.Popen[bytes]]:
-    """Start ``python -m omni_actors.serve`` with arguments; the engines of these tests can be imported in its workers."""
+    """Start ``python -m omni_actors.serve`` with arguments. Its workers can import the engines of these tests."""
 
     def start(*arguments: str, stdout: Any, stderr: Any) -> subprocess.Popen[bytes]:
         root = HERE.parent.parent
@@ -154,16 +154,18 @@ def studio(start: Start) -> Iterator[Server]:
     """A pipeline without models in the shape of "voice": what it hears and reads comes back, in text and sound."""
     with start("--max-body-bytes", "1000000") as server:
         yield server
+        assert server.stderr == ""
 
 
 @pytest.fixture(scope="session")
 def slow(start: Start) -> Iterator[Server]:
     """Answers for longer than its requests may take; two at once; asks for a key."""
-    options = ["stages.mind.options.fan_out=100000", "stages.mind.options.step_s=0.01", "stages.mouth.options.step_s=0.01"]
-    limits = ["limits.max_requests=2", "limits.deadline_s=3"]
-    overrides = [argument for each in (*options, *limits) for argument in ("-o", each)]
-    with start(*overrides, api_key="sesame") as server:
+    mind = ("-o", "stages.mind.options.fan_out=100000", "-o", "stages.mind.options.step_s=0.01")
+    mouth = ("-o", "stages.mouth.options.step_s=0.01")
+    limits = ("-o", "limits.max_requests=2", "-o", "limits.deadline_s=3")
+    with start(*mind, *mouth, *limits, api_key="sesame") as server:
         yield server
+        assert server.stderr == ""
 
 
 @pytest.fixture

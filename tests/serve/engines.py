@@ -1,6 +1,6 @@
 """A mouth and an ear without models, for pipelines that are shaped as speech is. Workers import this module by name.
 
-Speaker: each word of ``text`` is one chunk of ``WORD_S`` seconds at ``RATE`` Hz, a constant ``LEVEL``; each takes ``step_s``.
+Speaker: each word of ``text`` is a chunk of ``WORD_S`` seconds at ``RATE`` Hz, all ``LEVEL``, and takes ``step_s``.
 Ear: a recording's transcript is its length and its rate, in words.
 """
 

@@ -118,7 +118,8 @@ def test_a_form_that_cannot_be_served(
 
 def test_a_recording_without_sound(studio: Any, recording: Callable[..., bytes]) -> None:
     files = {"file": ("a.wav", recording(0.0))}
-    assert "no sound" in refusal(studio.http.post(TRANSCRIPTIONS, data={"model": "studio"}, files=files), 400)["message"]
+    error = refusal(studio.http.post(TRANSCRIPTIONS, data={"model": "studio"}, files=files), 400)
+    assert "no sound" in error["message"]
 
 
 def test_a_small_file_of_a_long_silence_is_not_unpacked(studio: Any, recording: Callable[..., bytes]) -> None:
@@ -175,6 +176,15 @@ def test_a_body_at_the_limit(studio: Any) -> None:
     assert refusal(studio.http.post(CHAT, content=big(1_000_001)), 413)
 
 
+@pytest.mark.parametrize("path", [CHAT, "/v1/embeddings"])
+def test_a_client_that_writes_before_it_reads_gets_its_answer(studio: Any, path: str) -> None:
+    """Its connection is not reset while it writes."""
+    with socket.create_connection(("127.0.0.1", studio.port)) as connection:
+        head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: 20000000\r\n\r\n"
+        connection.sendall(head.encode() + bytes(20_000_000))
+        assert connection.recv(12) == b"HTTP/1.1 413"
+
+
 def test_a_client_that_never_ends_its_body_costs_others_nothing(studio: Any) -> None:
     with socket.create_connection(("127.0.0.1", studio.port)) as connection:
         connection.sendall(f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n{{".encode())
@@ -187,7 +197,7 @@ def test_a_client_that_never_ends_its_body_costs_others_nothing(studio: Any) -> 
 @pytest.mark.parametrize("header", [None, "Bearer wrong", "Bearer", "Basic sesame", "sesame", "Bearer séame"])
 @pytest.mark.parametrize("path", ["/v1/models", "/metrics", "/v1/nothing", CHAT])
 def test_who_has_no_key_stays_outside(slow: Any, header: str | None, path: str) -> None:
-    headers = {"authorization": header.encode()} if header else {}
+    headers = {b"authorization": header.encode()} if header else {}
     method, content = ("POST", b"x" * 2_000_000) if path == CHAT else ("GET", b"")
     with httpx.Client(base_url=slow.url, timeout=60) as stranger:
         answer = stranger.request(method, path, headers=headers, content=content)

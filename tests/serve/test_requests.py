@@ -49,7 +49,8 @@ def test_who_leaves_takes_the_request_along(slow: Any, stream: bool) -> None:
     """Long before its deadline, and by an abort."""
     slow.wait_metric(IN_FLIGHT, 0)
     before = slow.aborted()
-    with connection(slow, {"model": "studio", "messages": [{"role": "user", "content": "hi"}], "stream": stream}) as leaver:
+    body = {"model": "studio", "messages": [{"role": "user", "content": "hi"}], "stream": stream}
+    with connection(slow, body) as leaver:
         slow.wait_metric(IN_FLIGHT, 1)
         if stream:
             assert leaver.recv(12) == b"HTTP/1.1 200"

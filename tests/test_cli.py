@@ -1,0 +1,200 @@
+"""The command line, as a user meets it: what goes to which stream, exit codes, Ctrl-C. On the echo pipeline."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import soundfile
+from click.testing import CliRunner, Result
+
+import omni_actors
+from omni_actors import config as configuration
+from omni_actors.cli import main
+
+ROOT = Path(omni_actors.__file__).parent.parent
+WATCHDOG_S = 30.0
+PROGRAM = "from omni_actors.cli import main; main(prog_name='omni-actors')"
+
+
+def invoke(*arguments: str) -> Result:
+    return CliRunner().invoke(main, arguments)
+
+
+class Command:
+    """The real thing, in a process group of its own, as a shell starts it."""
+
+    def __init__(self, *arguments: str) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, *arguments],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+
+    def finish(self) -> tuple[int, str, str]:
+        out, err = self.process.communicate(timeout=WATCHDOG_S)
+        return self.process.returncode, out, err
+
+
+@pytest.fixture
+def talkative(tmp_path: Path) -> Path:
+    """A pipeline that repeats its input for minutes."""
+    path = tmp_path / "talkative.yaml"
+    path.write_text("""\
+name: talkative
+stages:
+  first:
+    engine: echo
+    accepts: [messages]
+    emits: text
+    options: {fan_out: 1000000, step_s: 0.01}
+""")
+    return path
+
+
+# ask
+
+
+def test_ask_as_json_is_one_object_on_standard_output() -> None:
+    code, out, err = Command("ask", "--config", "echo", "hello", "--json").finish()
+    assert (code, err) == (0, "")
+    answer = json.loads(out)
+    assert answer["text"] == "hello"
+    assert answer["output"] is None
+    assert set(answer["metrics"]["stages"]) == {"first"}
+    assert answer["metrics"]["ttft_s"] > 0
+
+
+def test_ask_prints_the_answer_alone_on_standard_output() -> None:
+    code, out, err = Command("ask", "--config", "echo", "hello").finish()
+    assert (code, out) == (0, "hello\n")
+    assert "2 stages ready" in err
+    assert "TTFT" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["ask", "--config", "ecco", "hi"], "did you mean 'echo'?"),
+        (["ask", "--config", "echo", "hi", "-s", "stages.frist.threads=1"], "did you mean 'first'?"),
+        (["ask", "--config", "echo", "hi", "-s", "nonsense"], "path.to.value=VALUE"),
+        (["ask", "--config", "echo"], "QUESTION"),
+        (["ask", "--config", "echo", "hi", "--max-tokens", "0"], "--max-tokens"),
+        (["ask", "--config", "echo", "--audio", "nowhere.wav"], "nowhere.wav"),
+        (["ask", "--config", "echo", "--audio", str(Path(__file__))], "--audio"),
+        (["config", "explain", "ecco"], "did you mean 'echo'?"),
+        (["config", "explain", "echo", "-s", "stages.first.threads=many"], "stages.first.threads: found 'many'"),
+        (["nonsense"], "nonsense"),
+    ],
+)
+def test_what_cannot_be_asked_for_that_way_is_2_and_says_why(arguments: list[str], says: str) -> None:
+    result = invoke(*arguments)
+    assert result.exit_code == 2
+    assert says in result.stderr
+    assert result.stdout == ""
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["hi", "--temperature", "1"], "'temperature'"),
+        (["hi", "-s", "stages.second.engine=no_such_module:engine"], "no_such_module"),
+        (["hi", "-s", "stages.first.restart.intensity=0", "-s", "stages.first.engine=sys:exit"], "exited with code 1"),
+    ],
+)
+def test_work_that_fails_is_1_and_says_why(arguments: list[str], says: str) -> None:
+    result = invoke("ask", "--config", "echo", *arguments)
+    assert result.exit_code == 1
+    assert says in result.stderr
+    assert isinstance(result.exception, SystemExit), "a sentence, not a traceback"
+
+
+def test_a_spoken_question_to_a_pipeline_without_ears_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "question.wav"
+    soundfile.write(path, np.zeros(1600, np.float32), 16_000)
+    result = invoke("ask", "--config", "echo", "--audio", str(path))
+    assert result.exit_code == 1
+    assert "'audio'" in result.stderr
+
+
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+def test_interrupted_while_it_answers_is_130_and_leaves_no_process(talkative: Path, sent: signal.Signals) -> None:
+    command = Command("ask", "--config", str(talkative), "hello ")
+    assert command.process.stdout is not None
+    assert command.process.stdout.read(12) == "hello hello "
+    workers = psutil.Process(command.process.pid).children(recursive=True)
+    assert len(workers) == 1
+    if sent is signal.SIGINT:
+        os.killpg(command.process.pid, sent)  # as a terminal does
+    else:
+        command.process.send_signal(sent)
+    code, _, err = command.finish()
+    assert code == 130
+    assert "interrupted" in err
+    assert "Traceback" not in err
+    _, alive = psutil.wait_procs(workers, timeout=WATCHDOG_S)
+    assert not alive
+
+
+def test_a_reader_that_goes_away_ends_the_answer(talkative: Path) -> None:
+    command = Command("ask", "--config", str(talkative), "hello ")
+    assert command.process.stdout is not None
+    command.process.stdout.read(12)
+    command.process.stdout.close()
+    assert command.process.wait(WATCHDOG_S) == 1
+    assert command.process.stderr is not None
+    with command.process.stderr as stderr:
+        assert "Traceback" not in stderr.read()
+
+
+# config
+
+
+def test_config_list_names_every_pipeline() -> None:
+    result = invoke("config", "list")
+    assert result.exit_code == 0
+    assert [line.split()[0] for line in result.stdout.splitlines()] == configuration.config_names()
+    assert configuration.load("echo").description in result.stdout
+
+
+def test_config_explain_shows_values_and_origins() -> None:
+    result = invoke("config", "explain", "echo", "-s", "stages.first.threads=3")
+    assert result.exit_code == 0
+    rows = {line.split()[0]: line.split() for line in result.stdout.splitlines()}
+    assert rows["stages.first.threads"] == ["stages.first.threads", "3", "overrides"]
+    assert rows["stages.first.replicas"] == ["stages.first.replicas", "1", "default"]
+    assert rows["stages.second.engine"][1:] == ['"echo"', rows["stages.second.engine"][2]]
+    file, line = rows["stages.second.engine"][2].rsplit(":", 1)
+    assert "engine: echo" in Path(file).read_text().splitlines()[int(line) - 1]
+
+
+def test_config_explain_as_json_is_the_same() -> None:
+    result = invoke("config", "explain", "echo", "--json")
+    rows = json.loads(result.stdout)
+    assert {"path": "limits.max_requests", "value": 64, "origin": "default"} in rows
+    assert len(rows) == len(invoke("config", "explain", "echo").stdout.splitlines())
+
+
+def test_help_names_every_command() -> None:
+    result = invoke("--help")
+    assert result.exit_code == 0
+    for command in ("ask", "config", "prepare", "serve"):
+        assert command in result.stdout
+
+
+def test_prepare_of_what_is_not_there_says_so() -> None:
+    result = invoke("prepare", "ecco")
+    assert result.exit_code == 2
+    assert "did you mean 'echo'?" in result.stderr
+    assert invoke("prepare", "echo").exit_code == 0, "no models, nothing to do"
