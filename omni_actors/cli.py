@@ -22,7 +22,7 @@ from rich.table import Table
 
 from omni_actors import config as configuration
 from omni_actors.errors import ConfigError, OmniError
-from omni_actors.serve.command import serve_command
+from omni_actors.serve.command import BadConfig, serve_command
 from omni_actors.stages import assets
 from omni_actors.system import AudioChunk, OmniSystem, RequestMetrics
 
@@ -75,12 +75,8 @@ async def _cancel_on_signal(signals: AsyncIterator[int], scope: trio.CancelScope
         scope.cancel()
 
 
-class _BadConfig(click.ClickException):
-    exit_code = 2
-
-
 def _as_click(error: OmniError) -> click.ClickException:
-    return _BadConfig(str(error)) if isinstance(error, ConfigError) else click.ClickException(str(error))
+    return BadConfig(str(error)) if isinstance(error, ConfigError) else click.ClickException(str(error))
 
 
 override_option = click.option(

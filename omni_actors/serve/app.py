@@ -32,9 +32,7 @@ WORK = {
 """What needs the pipeline's stages."""
 
 
-def build(
-    system: OmniSystem, *, api_key: str | None, max_body_bytes: int, has_loaded: Callable[[], bool]
-) -> Door:
+def build(system: OmniSystem, *, api_key: str | None, max_body_bytes: int, has_loaded: Callable[[], bool]) -> Door:
     """The whole ASGI app. has_loaded: whether all stages have been ready once; until then there is no work."""
 
     def refuse(path: str) -> Problem | None:

@@ -15,7 +15,9 @@ from omni_actors import config as configuration
 from omni_actors.errors import ConfigError, OmniError
 
 
-class _BadConfig(click.ClickException):
+class BadConfig(click.ClickException):
+    """How a command line ends on a configuration that cannot work."""
+
     exit_code = 2
 
 
@@ -28,7 +30,7 @@ class _BadConfig(click.ClickException):
 @click.option(
     "--drain-s", default=5.0, show_default=True, type=click.FloatRange(min=0), help="Time for what is under way."
 )
-@click.option("-o", "--override", "overrides", multiple=True, metavar="PATH=VALUE", help="Such as stages.llm.threads=2")
+@click.option("-s", "--set", "assignments", multiple=True, metavar="PATH=VALUE", help="Such as stages.llm.threads=2")
 def serve_command(
     config: str,
     host: str,
@@ -36,7 +38,7 @@ def serve_command(
     api_key: str | None,
     max_body_bytes: int,
     drain_s: float,
-    overrides: tuple[str, ...],
+    assignments: tuple[str, ...],
 ) -> None:
     """Serve the pipeline CONFIG (a name or a path) behind an API in the shape of OpenAI's."""
     from omni_actors.serve.server import serve  # the web stack: only a server waits for its import
@@ -49,12 +51,12 @@ def serve_command(
             port=port,
             api_key=api_key or None,
             max_body_bytes=max_body_bytes,
-            overrides=configuration.parse_overrides(overrides),
+            overrides=configuration.parse_overrides(assignments),
             drain_s=drain_s,
             announce=lambda line: click.echo(line),
         )
         trio.run(server)
     except ConfigError as error:
-        raise _BadConfig(str(error)) from error
+        raise BadConfig(str(error)) from error
     except OmniError as error:
         raise click.ClickException(str(error)) from error

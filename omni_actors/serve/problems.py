@@ -70,9 +70,7 @@ def as_problem(error: OmniError) -> Problem:
         case Overloaded(retry_after_s=seconds):
             return Problem(429, text, type="rate_limit_error", code="overloaded", retry_after_s=seconds)
         case StageUnavailable():
-            return Problem(
-                503, text, type="server_error", code="stage_unavailable", retry_after_s=UNAVAILABLE_RETRY_S
-            )
+            return Problem(503, text, type="server_error", code="stage_unavailable", retry_after_s=UNAVAILABLE_RETRY_S)
         case StageCrashed():
             return Problem(500, text, type="server_error", code="stage_crashed")
         case DeadlineExceeded():

@@ -114,9 +114,7 @@ class _Server:
         self._url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
     async def run(self, api_key: str | None, max_body_bytes: int) -> None:
-        app = build(
-            self._system, api_key=api_key, max_body_bytes=max_body_bytes, has_loaded=lambda: self._has_loaded
-        )
+        app = build(self._system, api_key=api_key, max_body_bytes=max_body_bytes, has_loaded=lambda: self._has_loaded)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._follow_stages)
             nursery.start_soon(self._cut_those_left)
@@ -176,9 +174,9 @@ def _log_exits(health: Health, known: dict[tuple[str, int], str | None]) -> None
 def _listening_socket(host: str, port: int) -> Iterator[socket.socket]:
     """Raises CannotListen."""
     try:
-        family, kind, _, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
+        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[
+            0
+        ]
         listener = socket.socket(family, kind)
     except OSError as error:
         raise CannotListen(host, port, str(error)) from error

@@ -160,9 +160,9 @@ def studio(start: Start) -> Iterator[Server]:
 @pytest.fixture(scope="session")
 def slow(start: Start) -> Iterator[Server]:
     """Answers for longer than its requests may take; two at once; asks for a key."""
-    mind = ("-o", "stages.mind.options.fan_out=100000", "-o", "stages.mind.options.step_s=0.01")
-    mouth = ("-o", "stages.mouth.options.step_s=0.01")
-    limits = ("-o", "limits.max_requests=2", "-o", "limits.deadline_s=3")
+    mind = ("-s", "stages.mind.options.fan_out=100000", "-s", "stages.mind.options.step_s=0.01")
+    mouth = ("-s", "stages.mouth.options.step_s=0.01")
+    limits = ("-s", "limits.max_requests=2", "-s", "limits.deadline_s=3")
     with start(*mind, *mouth, *limits, api_key="sesame") as server:
         yield server
         assert server.stderr == ""

@@ -15,8 +15,8 @@ import httpx
 import openai
 import pytest
 
-ENDLESS = ("-o", "stages.mind.options.fan_out=1000000", "-o", "stages.mind.options.step_s=0.01")
-SLOW_SPEECH = ("-o", "stages.mouth.options.step_s=0.01")
+ENDLESS = ("-s", "stages.mind.options.fan_out=1000000", "-s", "stages.mind.options.step_s=0.01")
+SLOW_SPEECH = ("-s", "stages.mouth.options.step_s=0.01")
 IN_FLIGHT = "omni_requests_in_flight"
 LONG = "word " * 100_000
 

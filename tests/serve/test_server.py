@@ -19,7 +19,7 @@ import pytest
 Start = Callable[..., AbstractContextManager[Any]]
 Command = Callable[..., "subprocess.Popen[bytes]"]
 
-ENDLESS = ("-o", "stages.mind.options.fan_out=1000000", "-o", "stages.mind.options.step_s=0.01")
+ENDLESS = ("-s", "stages.mind.options.fan_out=1000000", "-s", "stages.mind.options.step_s=0.01")
 HELLO: Any = [{"role": "user", "content": "hello"}]
 
 
@@ -43,7 +43,7 @@ def test_health_models_and_metrics(studio: Any) -> None:
 
 
 def test_it_listens_while_it_loads_and_says_so(start: Start) -> None:
-    with start("-o", "stages.mind.options.load_s=60", ready=False) as server:
+    with start("-s", "stages.mind.options.load_s=60", ready=False) as server:
         health = server.http.get("/health")
         assert (health.status_code, health.json()["status"]) == (503, "loading")
         answer = server.http.post("/v1/chat/completions", json={"model": "studio", "messages": HELLO})
@@ -85,7 +85,7 @@ def test_a_signal_that_comes_twice_at_once_is_one(start: Start) -> None:
 
 def test_what_is_under_way_may_end_and_nothing_new_begins(start: Start) -> None:
     # 60 pieces, 10 ms each.
-    options = ("-o", "stages.mind.options.fan_out=60", "-o", "stages.mind.options.step_s=0.01", "--drain-s", "60")
+    options = ("-s", "stages.mind.options.fan_out=60", "-s", "stages.mind.options.step_s=0.01", "--drain-s", "60")
     with start(*options) as server, server.openai() as client:
         stream = client.chat.completions.create(model="studio", messages=HELLO, stream=True)
         pieces = iter(stream)
@@ -110,7 +110,7 @@ def test_what_does_not_end_in_time_is_cut(start: Start) -> None:
 
 
 def test_a_client_that_does_not_read_holds_nothing_up(start: Start) -> None:
-    endless = ("-o", "stages.mind.options.fan_out=1000000", "-o", "limits.output_bytes=100000")
+    endless = ("-s", "stages.mind.options.fan_out=1000000", "-s", "limits.output_bytes=100000")
     with start(*endless, "--drain-s", "0.2") as server, socket.socket() as deaf:
         deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         deaf.connect(("127.0.0.1", server.port))
@@ -160,8 +160,8 @@ def run(command: Command, *arguments: str) -> tuple[int, str, str]:
     ("arguments", "words"),
     [
         (["nowhere"], "nowhere"),
-        (["echo", "-o", "stages.fist.replicas=2"], "did you mean 'first'"),
-        (["echo", "-o", "stages.first.threads=-1"], "stages.first.threads"),
+        (["echo", "-s", "stages.fist.replicas=2"], "did you mean 'first'"),
+        (["echo", "-s", "stages.first.threads=-1"], "stages.first.threads"),
         (["echo", "-o", "nonsense"], "path.to.value=VALUE"),
         (["echo", "--port", "x"], "--port"),
         (["echo", "--drain-s", "-1"], "--drain-s"),
@@ -197,7 +197,7 @@ def test_a_stage_that_cannot_load_ends_the_server_with_its_error(command: Comman
 
 
 def test_one_stage_that_dies_too_often_leaves_the_others_serving(start: Start) -> None:
-    with start("-o", "stages.mouth.restart={intensity: 0}") as server, server.openai() as client:
+    with start("-s", "stages.mouth.restart={intensity: 0}") as server, server.openai() as client:
         os.kill(server.pid_of("mouth"), signal.SIGKILL)
         server.wait_metric('omni_stage_ready{replica="0",stage="mouth"}', 0)
         while (health := server.http.get("/health").json())["status"] != "failed":

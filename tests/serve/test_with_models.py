@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
+import jiwer
 import openai
 import pytest
 import soundfile
@@ -92,6 +93,31 @@ def test_its_own_speech_is_understood_as_a_question_and_as_a_text(client: openai
     data = base64.b64encode(wav).decode()
     parts = [{"type": "input_audio", "input_audio": {"data": data, "format": "wav"}}]
     assert "Paris" in chat(client, [{"role": "user", "content": parts}]).choices[0].message.content
+
+
+DICTATION = (
+    "The capital of France is Paris.",
+    "Please close the window before you leave the house.",
+    "My brother bought three red apples at the market this morning.",
+    "Water freezes at zero degrees and boils at one hundred.",
+    "The old fisherman rowed his small boat far beyond the harbour.",
+    "She reads a long book every evening after dinner.",
+    "We will meet again next Tuesday at the railway station.",
+    "The children played in the garden until it was dark.",
+    "Most birds can fly, but some of them prefer to swim.",
+    "He answered the question slowly, with a gentle smile.",
+)
+
+
+def test_what_is_dictated_is_heard(client: openai.OpenAI) -> None:
+    """Word error rate: (substitutions + deletions + insertions) / words, over all sentences."""
+    heard = []
+    for sentence in DICTATION:
+        speech = client.audio.speech.create(model="voice", voice="heart", input=sentence, response_format="wav")
+        wav = ("speech.wav", speech.content)
+        heard.append(client.audio.transcriptions.create(model="voice", file=wav).text)
+    rate = jiwer.wer(*([" ".join(words(text)) for text in texts] for texts in (DICTATION, heard)))
+    assert rate <= 0.10, list(zip(DICTATION, heard, strict=True))
 
 
 def test_speed_shortens_speech(client: openai.OpenAI) -> None:
