@@ -83,9 +83,7 @@ def answer(
                 vocoder.feed(number, passed_on("acoustic", heard, features))
                 heard += 1
                 for sound in outputs(vocoder):
-                    samples += (
-                        sum(passed_on("vocoder", 0, sound).tensors["audio"].shape) if "audio" in sound.tensors else 0
-                    )
+                    samples += sum(tensor.shape[0] for tensor in sound.tensors.values())
                     times.setdefault("ttfa_s", time.monotonic() - began)
     return {**times, "total_s": time.monotonic() - began, "audio_s": samples / 24000, "text": "".join(text)}
 

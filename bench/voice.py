@@ -113,7 +113,7 @@ async def measure(rounds: int, overrides: dict[str, Any]) -> Row:
     ours: list[Row] = []
     theirs: dict[int, list[Row]] = {threads: [] for threads in chains}
     try:
-        async with OmniSystem.open("voice", overrides=overrides) as omni:
+        async with OmniSystem.open("voice", **overrides) as omni:
             for number in range(rounds + 1):
                 row = await ask(omni, QUESTION)
                 others = {

@@ -11,16 +11,17 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from omni_actors.config import Pipeline
     from omni_actors.errors import OmniError
-    from omni_actors.system import AudioChunk, OmniSystem, Output
+    from omni_actors.generation import AudioChunk, Output
+    from omni_actors.system import OmniSystem
 
 __version__ = "0.1.0"
 __all__ = ["AudioChunk", "OmniError", "OmniSystem", "Output", "Pipeline"]
 
 _HOME = {
-    "AudioChunk": "omni_actors.system",
+    "AudioChunk": "omni_actors.generation",
     "OmniError": "omni_actors.errors",
     "OmniSystem": "omni_actors.system",
-    "Output": "omni_actors.system",
+    "Output": "omni_actors.generation",
     "Pipeline": "omni_actors.config",
 }
 

@@ -22,9 +22,10 @@ from rich.table import Table
 
 from omni_actors import config as configuration
 from omni_actors.errors import ConfigError, OmniError
+from omni_actors.generation import AudioChunk, RequestMetrics
 from omni_actors.serve.command import BadConfig, serve_command
 from omni_actors.stages import assets
-from omni_actors.system import AudioChunk, OmniSystem, RequestMetrics
+from omni_actors.system import OmniSystem
 
 INTERRUPTED = 130
 
@@ -122,7 +123,7 @@ async def _ask(
 ) -> None:
     overrides = configuration.parse_overrides(assignments)
     clip = _read_audio(audio) if audio else None
-    async with OmniSystem.open(config, overrides=overrides, wait_ready=False) as omni:
+    async with OmniSystem.open(config, **overrides, wait_ready=False) as omni:
         await _wait_ready(omni, quiet=as_json)
         answer = omni.generate(
             question,

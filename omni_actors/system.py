@@ -17,79 +17,17 @@ from omni_actors.actor.process import LocalSpawner, Spawner
 from omni_actors.actor.supervisor import Blueprint, Replica, RestartPolicy, State, Supervisor
 from omni_actors.config import Pipeline
 from omni_actors.errors import ConfigError, InvalidRequest, StageFailed, WorkerExit
+from omni_actors.generation import AudioChunk, Generation, RequestMetrics
 from omni_actors.messages import CLIENT, Address
 from omni_actors.metrics import Gauges, Metrics
-from omni_actors.orchestrator.request import Input, OutputStream, Piece, Request
+from omni_actors.orchestrator.request import Input, Request
 from omni_actors.orchestrator.routes import Node, plan
 from omni_actors.orchestrator.run import Orchestrator
 from omni_actors.stages import assets
-from ringbuf import Tensor
 
 Messages: TypeAlias = Sequence[Mapping[str, Any]]
 """A conversation: {"role": "user", "content": "…"}, where content may be a list of parts, as in OpenAI's chat API:
 {"type": "text", "text": "…"} and {"type": "audio", "index": i}, the i-th of ``multi_modal_data["audio"]``."""
-
-
-class AudioChunk(msgspec.Struct, frozen=True):
-    """Sound: samples float32 (n,) in [-1, 1], mono; sample_rate in Hz."""
-
-    samples: np.ndarray[Any, np.dtype[np.float32]]
-    sample_rate: int
-
-    @property
-    def duration_s(self) -> float:
-        return len(self.samples) / self.sample_rate
-
-
-class StageTimes(msgspec.Struct, frozen=True):
-    """One stage's part in one request; seconds since the request was submitted."""
-
-    started_s: float
-    first_input_s: float | None
-    first_output_s: float | None
-    finished_s: float
-    step_s: float
-    """Time in the engine's steps while the request was active (shared with the requests in its batch)."""
-    chunks: int
-    sent_bytes: dict[str, int]
-    """Bytes this stage put into each ring, by consumer."""
-
-
-class RequestMetrics(msgspec.Struct, frozen=True):
-    """What a request took, in seconds from its submission."""
-
-    ttft_s: float | None
-    """To the first text."""
-    ttfa_s: float | None
-    """To the first audio."""
-    total_s: float
-    audio_s: float
-    """Duration of the audio that it gave."""
-    stages: dict[str, StageTimes]
-    sent_bytes: dict[str, int] = {}
-    """Bytes of the request's input, by the ring's consumer."""
-
-    @property
-    def rtf(self) -> float | None:
-        """Total time / audio duration."""
-        return self.total_s / self.audio_s if self.audio_s else None
-
-
-class Output(msgspec.Struct, frozen=True):
-    """A piece of an answer.
-
-    delta: new text (str), new sound (AudioChunk), or None where this piece only closes its stage's output.
-    finished: this stage's output is complete. metrics: on the request's final output only.
-    """
-
-    request_id: str
-    stage: str
-    modality: str
-    delta: str | AudioChunk | None
-    finished: bool
-    data: Mapping[str, Any]
-    tensors: Mapping[str, Tensor]
-    metrics: RequestMetrics | None = None
 
 
 class ReplicaHealth(msgspec.Struct, frozen=True):
@@ -112,74 +50,6 @@ class Health(msgspec.Struct, frozen=True):
     errored: bool
     stages: dict[str, list[ReplicaHealth]]
     error: str | None
-
-
-class Generation:
-    """The answer to one request: ``async for output in omni.generate(...)``.
-
-    Iteration raises the RequestError that ended the request. Leaving the loop early, or cancelling it, drops this
-    object and with it the request; ``abort()`` does so at once.
-    """
-
-    def __init__(self, stream: OutputStream, pipeline: Pipeline) -> None:
-        self._stream, self._pipeline = stream, pipeline
-        self._audio_s = 0.0
-        self._first: dict[str, float] = {}
-
-    @property
-    def request_id(self) -> str:
-        return self._stream.request.name
-
-    def abort(self) -> None:
-        """End the request now, in every stage. Harmless after its end; iteration then raises ``Aborted``."""
-        self._stream.abort()
-
-    def __aiter__(self) -> AsyncIterator[Output]:
-        return self
-
-    async def __anext__(self) -> Output:
-        piece = await self._stream.__anext__()
-        request = self._stream.request
-        delta = _delta(piece)
-        if isinstance(delta, AudioChunk):
-            self._audio_s += delta.duration_s
-        if delta is not None:
-            self._first.setdefault(type(delta).__name__, piece.arrived - request.submitted)
-        final = request.finished is not None and not request.pieces and request.error is None
-        modality = self._pipeline.stages[piece.stage].emits or ""
-        metrics = self._metrics(request) if final else None
-        return Output(request.name, piece.stage, modality, delta, piece.last, piece.data, piece.tensors, metrics)
-
-    def _metrics(self, request: Request) -> RequestMetrics:
-        began = request.submitted
-        return RequestMetrics(
-            ttft_s=self._first.get("str"),
-            ttfa_s=self._first.get("AudioChunk"),
-            total_s=(request.finished or began) - began,
-            audio_s=self._audio_s,
-            sent_bytes=request.sent_bytes,
-            stages={
-                stage: StageTimes(
-                    stats.started - began,
-                    None if stats.first_input is None else stats.first_input - began,
-                    None if stats.first_output is None else stats.first_output - began,
-                    stats.finished - began,
-                    stats.step_s,
-                    stats.chunks,
-                    stats.sent_bytes,
-                )
-                for stage in request.route.stages
-                if (stats := request.stats.get(stage))
-            },
-        )
-
-
-def _delta(piece: Piece) -> str | AudioChunk | None:
-    """By the field's names for content: ``text`` in the data, ``audio`` among the tensors."""
-    if (audio := piece.tensors.get("audio")) is not None:
-        samples = audio.numpy()
-        return AudioChunk(samples, piece.data["sample_rate"]) if len(samples) else None
-    return piece.data.get("text") or None
 
 
 class OmniSystem:
@@ -211,9 +81,9 @@ class OmniSystem:
         *,
         wait_ready: bool = True,
         spawner: Spawner | None = None,
-        overrides: Mapping[str, Any] | None = None,
+        **overrides: Any,
     ) -> AsyncIterator[OmniSystem]:
-        """Start a pipeline: a name in configs/, a path, or a Pipeline. overrides: {"stages.llm.threads": 2}.
+        """Start a pipeline: a name in configs/, a path, or a Pipeline. overrides: ``**{"stages.llm.threads": 2}``.
 
         With ``wait_ready`` the block begins when every stage is loaded. Leaving it, also by cancellation or
         KeyboardInterrupt, has reaped every process and freed every byte.
@@ -284,7 +154,11 @@ class OmniSystem:
         by_stage = self._params(route.stages, params)
         deadline_s = self.pipeline.limits.deadline_s if deadline_s is None else deadline_s
         stream = self._orchestrator.submit(inputs, modalities, by_stage, deadline_s, request_id)
-        return Generation(stream, self.pipeline)
+        return Generation(stream, self.pipeline, self._observe)
+
+    def abort(self, request_id: str) -> None:
+        """End a request now, in every stage; reading it then raises ``Aborted``. Harmless when it has ended."""
+        self._orchestrator.abort_named(request_id)
 
     def _params(self, stages: Sequence[str], given: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         """Each stage's share: its defaults, and what the request gives that its engine knows."""
@@ -359,10 +233,17 @@ class OmniSystem:
     # metrics
 
     def _count(self, request: Request) -> None:
-        outcome = type(request.error).__name__ if request.error else "done"
-        self.metrics.requests.labels(outcome).inc()
-        if request.error is None and request.finished is not None:
-            self.metrics.latency.observe(request.finished - request.submitted)
+        self.metrics.requests.labels(type(request.error).__name__ if request.error else "done").inc()
+
+    def _observe(self, metrics: RequestMetrics) -> None:
+        self.metrics.latency.observe(metrics.total_s)
+        for histogram, value in (
+            (self.metrics.ttft, metrics.ttft_s),
+            (self.metrics.ttfa, metrics.ttfa_s),
+            (self.metrics.rtf, metrics.rtf),
+        ):
+            if value is not None:
+                histogram.observe(value)
 
     def _gauges(self) -> Gauges:
         yield "omni_requests_in_flight", "Requests admitted and not ended", {}, self._orchestrator.in_flight

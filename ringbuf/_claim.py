@@ -2,8 +2,8 @@
 
 Rule 1: a claim word is start time << 22 | pid. No two processes of a boot share one, so a recycled pid is not mistaken
 for the owner. A zombie is dead.
-Rule 2: the kernel's record lock, of a byte for each end, makes a claim's load, check and store one step among processes;
-it goes with a process that dies inside. Who claims one end never waits for a process at the other.
+Rule 2: the kernel's record lock, of a byte for each end, makes a claim's load, check and store one step among
+processes; it goes with a process that dies inside. Who claims one end never waits for a process at the other.
 Rule 3: the death of the owner is an event (a pidfd), not a timeout.
 """
 

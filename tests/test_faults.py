@@ -17,9 +17,10 @@ import trio
 
 from omni_actors.actor.process import LocalWorker
 from omni_actors.errors import InvalidRequest, StageCrashed, StageFailed, StageUnavailable
+from omni_actors.generation import Generation, Output
 from omni_actors.messages import Address
 from omni_actors.orchestrator.request import Input
-from omni_actors.system import Generation, OmniSystem, Output
+from omni_actors.system import OmniSystem
 
 WATCHDOG_S = 30.0
 QUICK = {f"stages.{stage}.restart.backoff_s": 0.01 for stage in ("first", "second")}
@@ -60,7 +61,7 @@ def pid_of(omni: OmniSystem, stage: str, replica: int = 0) -> int:
 
 @pytest.mark.parametrize("stage", ["first", "second"])
 async def test_sigkill_ends_the_request_with_the_facts_and_the_stage_comes_back(stage: str) -> None:
-    async with OmniSystem.open("echo", overrides=QUICK) as omni:
+    async with OmniSystem.open("echo", **QUICK) as omni:
         hanging = ask(omni, stage=stage, hang=True)
         pid = pid_of(omni, stage)
         os.kill(pid, signal.SIGKILL)
@@ -80,7 +81,7 @@ async def test_sigkill_ends_the_request_with_the_facts_and_the_stage_comes_back(
 
 @pytest.mark.parametrize(("stage", "where"), [("first", "feed"), ("second", "step")])
 async def test_an_engine_s_exception_is_exit_code_1_with_its_traceback(stage: str, where: str) -> None:
-    async with OmniSystem.open("echo", overrides=QUICK) as omni:
+    async with OmniSystem.open("echo", **QUICK) as omni:
         with pytest.raises(StageCrashed) as caught:
             await read(ask(omni, stage=stage, **{"raise": where}))
         assert (caught.value.signal, caught.value.exit_code) == (None, 1)
@@ -92,14 +93,14 @@ async def test_an_engine_s_exception_is_exit_code_1_with_its_traceback(stage: st
 
 
 async def test_what_a_worker_wrote_to_stderr_and_its_exit_code_are_kept() -> None:
-    async with OmniSystem.open("echo", overrides=QUICK) as omni:
+    async with OmniSystem.open("echo", **QUICK) as omni:
         with pytest.raises(StageCrashed) as caught:
             await read(ask(omni, stage="second", stderr="out of ideas", exit=42))
         assert (caught.value.exit_code, caught.value.stderr_tail) == (42, ("out of ideas",))
 
 
 async def test_a_signal_without_a_name_is_a_signal() -> None:
-    async with OmniSystem.open("echo", overrides=QUICK) as omni:
+    async with OmniSystem.open("echo", **QUICK) as omni:
         hanging = ask(omni, stage="second", hang=True)
         os.kill(pid_of(omni, "second"), signal.SIGRTMIN + 5)
         with pytest.raises(StageCrashed) as caught:
@@ -108,7 +109,7 @@ async def test_a_signal_without_a_name_is_a_signal() -> None:
 
 
 async def test_outputs_that_came_before_the_crash_are_read_before_the_error() -> None:
-    async with OmniSystem.open("echo", overrides=QUICK) as omni:
+    async with OmniSystem.open("echo", **QUICK) as omni:
         generation = ask(omni, ("text", "audio"), stage="second", exit=3)
         got = []
         with pytest.raises(StageCrashed), trio.fail_after(WATCHDOG_S):  # noqa: PT012
@@ -119,7 +120,7 @@ async def test_outputs_that_came_before_the_crash_are_read_before_the_error() ->
 
 async def test_requests_on_the_other_replica_do_not_notice() -> None:
     overrides = {**QUICK, "stages.second.replicas": 2, "stages.second.options.step_s": 0.002}
-    async with OmniSystem.open("echo", overrides={**overrides, "stages.second.options.fan_out": 100}) as omni:
+    async with OmniSystem.open("echo", **{**overrides, "stages.second.options.fan_out": 100}) as omni:
         doomed, safe = ask(omni), ask(omni)
         placed = [g._stream.request.placement["second"].replica for g in (doomed, safe)]
         assert sorted(placed) == [0, 1]
@@ -138,7 +139,7 @@ async def test_requests_on_the_other_replica_do_not_notice() -> None:
 async def test_a_crash_does_not_reach_the_stage_above_that_is_still_sending() -> None:
     """The consumer closes its rings on the way out, with much of the producer's output still waiting for room."""
     overrides = {"stages.first.ring_bytes": 4096, "stages.first.options.payload_bytes": 1_000_000}
-    async with OmniSystem.open("echo", overrides={**QUICK, **overrides, "stages.first.options.fan_out": 30}) as omni:
+    async with OmniSystem.open("echo", **{**QUICK, **overrides, "stages.first.options.fan_out": 30}) as omni:
         with pytest.raises(StageCrashed, match="'second'"):
             await read(ask(omni, stage="second", **{"raise": "feed"}))
         await wait_back(omni, "second", generation=2)
@@ -147,7 +148,7 @@ async def test_a_crash_does_not_reach_the_stage_above_that_is_still_sending() ->
 
 
 async def test_a_crash_does_not_reach_the_system_that_is_still_sending_input() -> None:
-    async with OmniSystem.open("echo", overrides={**QUICK, "stages.first.ring_bytes": 4096}) as omni:
+    async with OmniSystem.open("echo", **{**QUICK, "stages.first.ring_bytes": 4096}) as omni:
         failing = {"text": "x", "echo": {"stage": "first", "raise": "feed"}}
         big = {"pixels": np.zeros(3_000_000, np.uint8)}
         requests = [omni.submit({"script": [Input(failing), Input({}, big)]}, ["audio"]) for _ in range(4)]
@@ -166,7 +167,7 @@ async def test_a_replica_that_is_given_up_does_not_stop_the_stage_above_it() -> 
         "stages.first.options.payload_bytes": 20_000_000,
         "stages.first.options.fan_out": 2,
     }
-    async with OmniSystem.open("echo", overrides=overrides) as omni:
+    async with OmniSystem.open("echo", **overrides) as omni:
         doomed = ask(omni, stage="second", hang=True)
         replica = doomed._stream.request.placement["second"].replica
         with trio.fail_after(WATCHDOG_S):
@@ -183,7 +184,7 @@ async def test_a_replica_that_is_given_up_does_not_stop_the_stage_above_it() -> 
 
 
 async def test_a_refused_request_costs_nobody_else_anything() -> None:
-    async with OmniSystem.open("echo", overrides=QUICK) as omni:
+    async with OmniSystem.open("echo", **QUICK) as omni:
         for where in ("feed", "step"):
             for stage in ("first", "second"):
                 with pytest.raises(InvalidRequest, match="asked to be refused"):
@@ -197,7 +198,7 @@ async def test_a_refused_request_costs_nobody_else_anything() -> None:
 
 async def test_a_stage_past_its_intensity_is_given_up_and_the_rest_still_serves() -> None:
     overrides = {**QUICK, "stages.second.restart.intensity": 1}
-    async with OmniSystem.open("echo", overrides=overrides) as omni:
+    async with OmniSystem.open("echo", **overrides) as omni:
         for generation in (1, 2):
             await wait_back(omni, "second", generation)
             with pytest.raises(StageCrashed):
@@ -218,7 +219,7 @@ async def test_a_stage_past_its_intensity_is_given_up_and_the_rest_still_serves(
 
 
 async def test_a_system_that_can_serve_nothing_is_errored() -> None:
-    async with OmniSystem.open("echo", overrides={"stages.first.restart.intensity": 0}) as omni:
+    async with OmniSystem.open("echo", **{"stages.first.restart.intensity": 0}) as omni:
         with pytest.raises(StageCrashed):
             await read(ask(omni, stage="first", exit=7))
         await wait_for(omni, lambda: omni.errored)
@@ -232,7 +233,7 @@ async def test_a_system_that_can_serve_nothing_is_errored() -> None:
 
 async def test_requests_that_wait_for_a_stage_fail_when_it_is_given_up() -> None:
     overrides = {"stages.second.restart.intensity": 1, "stages.second.restart.backoff_s": 0.01}
-    async with OmniSystem.open("echo", overrides=overrides) as omni:
+    async with OmniSystem.open("echo", **overrides) as omni:
         with pytest.raises(StageCrashed):
             await read(ask(omni, stage="second", exit=1))
         waiting = ask(omni)
@@ -278,7 +279,7 @@ def engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("engines")
 async def test_an_engine_that_cannot_load_fails_the_opening_in_its_own_words() -> None:
     with pytest.raises(StageFailed) as caught:
-        async with OmniSystem.open("echo", overrides={"stages.second.engine": "faulty_engines:broken"}):
+        async with OmniSystem.open("echo", **{"stages.second.engine": "faulty_engines:broken"}):
             pytest.fail("it opened")
     assert caught.value.stage == "second"
     assert caught.value.reason == "ValueError: the weights are upside down"
@@ -290,7 +291,7 @@ async def test_an_engine_that_cannot_load_fails_the_opening_in_its_own_words() -
 @pytest.mark.usefixtures("engines")
 async def test_an_engine_that_is_nowhere_fails_the_opening(engine: str) -> None:
     with pytest.raises(StageFailed, match="no_such"):
-        async with OmniSystem.open("echo", overrides={"stages.first.engine": engine}):
+        async with OmniSystem.open("echo", **{"stages.first.engine": engine}):
             pytest.fail("it opened")
 
 
@@ -301,7 +302,7 @@ async def test_a_worker_killed_while_it_loads_is_started_again(tmp_path: Path) -
         "stages.first.engine": "faulty_engines:killed_once",
         "stages.first.options": {"marker": str(tmp_path / "was here")},
     }
-    async with OmniSystem.open("echo", overrides=overrides) as omni:
+    async with OmniSystem.open("echo", **overrides) as omni:
         assert omni.health().stages["first"][0].generation == 2
         assert len(await read(ask(omni))) == 1
 
@@ -309,7 +310,7 @@ async def test_a_worker_killed_while_it_loads_is_started_again(tmp_path: Path) -
 @pytest.mark.usefixtures("engines")
 async def test_a_stage_that_never_loads_holds_up_neither_the_opening_nor_the_leaving() -> None:
     overrides = {"stages.second.engine": "faulty_engines:never"}
-    async with OmniSystem.open("echo", overrides=overrides, wait_ready=False) as omni:
+    async with OmniSystem.open("echo", **overrides, wait_ready=False) as omni:
         await wait_for(omni, lambda: omni.health().stages["second"][0].note == "thinking")
         await wait_back(omni, "first", generation=1)
         assert [output.delta for output in await read(ask(omni, ("text",)))] == ["x"]
@@ -319,7 +320,7 @@ async def test_a_stage_that_never_loads_holds_up_neither_the_opening_nor_the_lea
 
 async def test_rings_that_cannot_be_made_fail_the_opening() -> None:
     with pytest.raises(StageFailed, match="rings"):
-        async with OmniSystem.open("echo", overrides={"stages.second.ring_bytes": 1 << 60}):
+        async with OmniSystem.open("echo", **{"stages.second.ring_bytes": 1 << 60}):
             pytest.fail("it opened")
 
 
@@ -328,7 +329,7 @@ async def test_rings_that_cannot_be_made_fail_the_opening() -> None:
 
 @pytest.mark.parametrize("how", ["stopped", "hung in a step"])
 async def test_a_worker_that_does_not_stop_is_killed_after_its_time(how: str) -> None:
-    async with OmniSystem.open("echo", overrides={"stages.second.shutdown_s": 0.3}) as omni:
+    async with OmniSystem.open("echo", **{"stages.second.shutdown_s": 0.3}) as omni:
         process = psutil.Process(pid_of(omni, "second"))
         if how == "stopped":
             process.suspend()
@@ -348,7 +349,7 @@ async def test_a_worker_that_does_not_stop_is_killed_after_its_time(how: str) ->
 async def test_a_worker_that_reads_no_mail_is_killed_and_replaced() -> None:
     """What waits for it is bounded."""
     overrides = {**QUICK, "limits.max_requests": 4, "stages.second.ring_bytes": 4096}
-    async with OmniSystem.open("echo", overrides=overrides) as omni:
+    async with OmniSystem.open("echo", **overrides) as omni:
         psutil.Process(pid_of(omni, "second")).suspend()
         with trio.fail_after(WATCHDOG_S):
             while omni.health().stages["second"][0].generation == 1:
@@ -356,3 +357,13 @@ async def test_a_worker_that_reads_no_mail_is_killed_and_replaced() -> None:
                 await trio.lowlevel.checkpoint()
         await wait_back(omni, "second", generation=2)
         assert len(await read(ask(omni))) == 1
+
+
+async def test_a_machine_out_of_descriptors_fails_the_stage_not_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none_left(*_: object) -> int:
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr("socket.socketpair", none_left)
+    with pytest.raises(StageFailed, match="Too many open files"):
+        async with OmniSystem.open("echo"):
+            pytest.fail("it started")

@@ -18,8 +18,9 @@ import trio.testing
 
 import omni_actors
 from omni_actors.errors import ConfigError
+from omni_actors.generation import Generation
 from omni_actors.orchestrator.request import Input
-from omni_actors.system import Generation, OmniSystem
+from omni_actors.system import OmniSystem
 
 ROOT = Path(omni_actors.__file__).parent.parent
 WATCHDOG_S = 30.0
@@ -46,7 +47,7 @@ async def test_five_systems_one_after_the_other_leave_no_descriptor() -> None:
 
 
 async def test_a_restart_leaves_no_descriptor() -> None:
-    async with OmniSystem.open("echo", overrides={"stages.first.restart.backoff_s": 0.01}) as omni:
+    async with OmniSystem.open("echo", **{"stages.first.restart.backoff_s": 0.01}) as omni:
         counts = []
         for generation in range(1, 4):
             with trio.fail_after(WATCHDOG_S):
@@ -123,7 +124,7 @@ async def test_a_closed_system_takes_no_request() -> None:
 
 async def test_a_bad_configuration_starts_no_process() -> None:
     with pytest.raises(ConfigError):
-        async with OmniSystem.open("echo", overrides={"stages.second.threads": "many"}):
+        async with OmniSystem.open("echo", **{"stages.second.threads": "many"}):
             pytest.fail("it opened")
     assert psutil.Process().children() == []
 
@@ -233,7 +234,7 @@ def test_an_engine_beside_the_script_is_found(script: Script, tmp_path: Path) ->
     )
     process = script("""
         async def main():
-            async with OmniSystem.open("echo", overrides={"stages.second.engine": "my_engine:Shouting"}) as omni:
+            async with OmniSystem.open("echo", **{"stages.second.engine": "my_engine:Shouting"}) as omni:
                 print(sorted([f"{output.modality} {output.delta}" async for output in ask(omni)]))
 
         trio.run(main)

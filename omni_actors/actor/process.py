@@ -26,12 +26,16 @@ from multiprocess import context, popen_spawn_posix, reduction, spawn, util
 
 from omni_actors.actor.mailbox import Mailbox, open_mailbox
 from omni_actors.actor.worker import worker_main
-from omni_actors.errors import WorkerExit
+from omni_actors.errors import OmniError, WorkerExit
 from omni_actors.messages import Address
 
 STDERR_TAIL_LINES = 40
 LONGEST_LINE = 4096
 STDERR_DRAIN_S = 0.5
+
+
+class SpawnFailed(OmniError):
+    """The machine gives no process, or no descriptors for one; ``__cause__`` says what is short."""
 
 
 class Worker(Protocol):
@@ -54,7 +58,10 @@ class Spawner(Protocol):
     """Where workers come from: this machine (``LocalSpawner``) or, behind the same calls, others or a simulation."""
 
     def spawn(self, address: Address, mailbox_capacity: int) -> AbstractAsyncContextManager[Worker]:
-        """Start a worker; leaving the block kills it if it still lives, and reaps it."""
+        """Start a worker; leaving the block kills it if it still lives, and reaps it.
+
+        Entering raises SpawnFailed where no process can be started.
+        """
         ...
 
 
@@ -155,9 +162,10 @@ class LocalSpawner:
 
     @asynccontextmanager
     async def spawn(self, address: Address, mailbox_capacity: int) -> AsyncIterator[Worker]:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        ours.setblocking(False)
-        stderr_read, stderr_write = os.pipe()
+        try:
+            ours, theirs, stderr_read, stderr_write = _channels()
+        except OSError as error:
+            raise SpawnFailed(f"no channels for a worker of {address}: {error}") from error
         process = _Process(
             target=worker_main,
             args=(_InheritedFd(theirs.fileno()), _InheritedFd(stderr_write), os.getpid()),
@@ -168,12 +176,14 @@ class LocalSpawner:
             with _sigint_blocked():
                 process.start()
             pidfd = os.pidfd_open(process.pid)
-        except BaseException:
+        except BaseException as error:
             ours.close()
             os.close(stderr_read)
             if process.pid is not None:
                 process.kill()
                 process.join()
+            if isinstance(error, OSError):
+                raise SpawnFailed(f"no process for {address}: {error}") from error
             raise
         finally:
             theirs.close()
@@ -190,6 +200,18 @@ class LocalSpawner:
                 worker._following.cancel()
                 process.close()
                 os.close(pidfd)
+
+
+def _channels() -> tuple[socket.socket, socket.socket, int, int]:
+    """A control connection, and a pipe for stderr. Raises OSError (no descriptors), having opened nothing."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ours.setblocking(False)
+    try:
+        return ours, theirs, *os.pipe()
+    except OSError:
+        ours.close()
+        theirs.close()
+        raise
 
 
 def _signal_name(number: int) -> str:

@@ -21,12 +21,14 @@ import trio
 
 from omni_actors.actor.edges import Edges, receive_frames
 from omni_actors.actor.mailbox import Mailbox, MailboxFull
-from omni_actors.actor.process import Spawner, Worker
+from omni_actors.actor.process import Spawner, SpawnFailed, Worker
 from omni_actors.errors import StageFailed, WorkerExit
 from omni_actors.messages import Address, Configure, FromWorker, LoadFailed, Loading, Ready, Stop, ToWorker
 from ringbuf import Consumer, RingError
 
 LAST_WORDS_S = 0.5
+NOT_STARTED = 127
+"""Exit code of a worker that never was, as a shell gives it; its pid is 0."""
 
 
 class State(enum.Enum):
@@ -162,39 +164,46 @@ class Supervisor:
 
     async def _live_once(self, replica: Replica) -> WorkerExit:
         """One incarnation, from spawn to death. Cancelled: stops the worker, by SIGKILL after ``shutdown_s``."""
-        blueprint = replica.blueprint
         replica.load_error = replica.fault = None
-        async with self._spawner.spawn(replica.address, self._mailbox_capacity) as worker:
-            replica.worker = worker
-            try:
-                worker.mailbox.post(
-                    Configure(
-                        blueprint.address,
-                        replica.generation,
-                        blueprint.factory,
-                        blueprint.model,
-                        blueprint.options,
-                        blueprint.threads,
-                        blueprint.device,
-                        self._listener.newest_request(),
-                    )
+        try:
+            async with self._spawner.spawn(replica.address, self._mailbox_capacity) as worker:
+                return await self._live_in(replica, worker)
+        except SpawnFailed as error:
+            replica.state, replica.load_error = State.RESTARTING, str(error)
+            return WorkerExit(0, None, NOT_STARTED, (str(error),))
+
+    async def _live_in(self, replica: Replica, worker: Worker) -> WorkerExit:
+        blueprint = replica.blueprint
+        replica.worker = worker
+        try:
+            worker.mailbox.post(
+                Configure(
+                    blueprint.address,
+                    replica.generation,
+                    blueprint.factory,
+                    blueprint.model,
+                    blueprint.options,
+                    blueprint.threads,
+                    blueprint.device,
+                    self._listener.newest_request(),
                 )
-                try:
-                    output = self._edges.join(replica.address, worker.mailbox)
-                except OSError as error:
-                    replica.load_error = f"no rings for it: {error}"
-                    worker.kill()
-                    return await worker.wait_dead()
-                return await self._attend(replica, worker, output)
-            finally:
-                replica.post(Stop(blueprint.shutdown_s))
-                with trio.move_on_after(blueprint.shutdown_s, shield=True):
-                    await worker.wait_dead()
+            )
+            try:
+                output = self._edges.join(replica.address, worker.mailbox)
+            except OSError as error:
+                replica.load_error = f"no rings for it: {error}"
                 worker.kill()
-                with trio.CancelScope(shield=True):
-                    await worker.wait_dead()
-                replica.worker = None
-                self._edges.leave(replica.address)  # only now: nobody else holds the ends that it closes
+                return await worker.wait_dead()
+            return await self._attend(replica, worker, output)
+        finally:
+            replica.post(Stop(blueprint.shutdown_s))
+            with trio.move_on_after(blueprint.shutdown_s, shield=True):
+                await worker.wait_dead()
+            worker.kill()
+            with trio.CancelScope(shield=True):
+                await worker.wait_dead()
+            replica.worker = None
+            self._edges.leave(replica.address)  # only now: nobody else holds the ends that it closes
 
     async def _attend(self, replica: Replica, worker: Worker, output: Consumer | None) -> WorkerExit:
         async with trio.open_nursery() as nursery:

@@ -43,7 +43,8 @@ def worker_main(control_fd: int, stderr_fd: int, parent_pid: int) -> NoReturn:
     """Entry point of the process. Leaves by ``os._exit``: native libraries' exit handlers are not waited for."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-    os.dup2(stderr_fd, 2)
+    for fd in (1, 2):  # what an engine prints is a worker's talk, not the answer of the parent's command
+        os.dup2(stderr_fd, fd)
     os.close(stderr_fd)
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent_pid:  # it died before prctl took effect

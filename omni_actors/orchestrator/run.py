@@ -91,7 +91,7 @@ class Orchestrator:
                 await trio.sleep_forever()
         finally:
             self._nursery = None
-            for request in (*self._queued, *self._requests.values()):
+            for request in self._in_flight():
                 self._end(request, Event.ABORT, Aborted())
 
     # the client's side
@@ -131,14 +131,23 @@ class Orchestrator:
         self._dispatch_queued()
         return OutputStream(request, self.abort)
 
+    def _in_flight(self) -> list[Request]:
+        return [*self._queued, *self._requests.values()]
+
     @property
     def in_flight(self) -> int:
-        return len(self._queued) + len(self._requests)
+        return len(self._in_flight())
 
     @property
     def queued(self) -> int:
         """Admitted requests that wait for a stage to be ready."""
         return len(self._queued)
+
+    def abort_named(self, name: str) -> None:
+        """Harmless where no such request is in flight."""
+        for request in self._in_flight():
+            if request.name == name:
+                self.abort(request)
 
     def abort(self, request: Request) -> None:
         """Harmless after the request's end."""

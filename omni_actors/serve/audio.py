@@ -18,8 +18,8 @@ import numpy as np
 import soundfile
 import soxr
 
+from omni_actors.generation import AudioChunk
 from omni_actors.serve.problems import Problem, invalid
-from omni_actors.system import AudioChunk
 
 Floats: TypeAlias = "np.ndarray[Any, np.dtype[np.float32]]"
 

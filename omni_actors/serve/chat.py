@@ -16,11 +16,12 @@ import trio
 from starlette.requests import Request
 from starlette.responses import Response
 
+from omni_actors.generation import AudioChunk, Generation, Output
 from omni_actors.serve.audio import Encoder, decode, from_base64, to_base64, whole_file
 from omni_actors.serve.problems import invalid, renamed
 from omni_actors.serve.replies import DONE, SSE, Json, Pieces, Stream, error_event, event
 from omni_actors.serve.schemas import Chat, Message, TextPart, parse, parse_json, require_model
-from omni_actors.system import AudioChunk, Generation, OmniSystem, Output
+from omni_actors.system import OmniSystem
 
 _NAMES = {"audio": "messages"}
 """What engines call a field, and what the client does."""

@@ -18,8 +18,8 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from omni_actors.errors import RequestError
+from omni_actors.generation import Generation
 from omni_actors.serve.problems import as_problem
-from omni_actors.system import Generation
 
 SSE = "text/event-stream"
 DONE = b"data: [DONE]\n\n"

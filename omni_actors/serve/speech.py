@@ -5,11 +5,12 @@ from __future__ import annotations
 from starlette.requests import Request
 from starlette.responses import Response
 
+from omni_actors.generation import AudioChunk, Generation
 from omni_actors.serve.audio import Encoder
 from omni_actors.serve.problems import invalid, renamed
 from omni_actors.serve.replies import Pieces, Stream
 from omni_actors.serve.schemas import Speech, parse, parse_json, require_model
-from omni_actors.system import AudioChunk, Generation, OmniSystem
+from omni_actors.system import OmniSystem
 
 _MEDIA_TYPES = {"wav": "audio/wav", "pcm": "audio/pcm"}
 _NAMES = {"script": "input", "text": "input"}

@@ -10,11 +10,12 @@ from starlette.datastructures import UploadFile
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
+from omni_actors.generation import AudioChunk, Generation
 from omni_actors.serve.audio import decode
 from omni_actors.serve.problems import invalid, renamed
 from omni_actors.serve.replies import SSE, Json, Pieces, Stream, error_event, event
 from omni_actors.serve.schemas import Transcription, parse, require_model
-from omni_actors.system import AudioChunk, Generation, OmniSystem
+from omni_actors.system import OmniSystem
 
 _NAMES = {"audio": "file"}
 _MAX_FIELDS = 32

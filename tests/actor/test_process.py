@@ -13,7 +13,7 @@ import pytest
 import trio
 import trio.testing
 
-from omni_actors.actor.process import LocalSpawner
+from omni_actors.actor.process import LocalSpawner, SpawnFailed
 from omni_actors.actor.supervisor import RestartPolicy
 from omni_actors.actor.worker import SWITCH_INTERVAL_S
 from omni_actors.errors import WorkerExit
@@ -145,7 +145,7 @@ async def test_a_start_that_fails_half_way_leaves_nothing(monkeypatch: pytest.Mo
     for place in ("os.pidfd_open", "multiprocess.util.spawnv_passfds"):
         with monkeypatch.context() as patch:
             patch.setattr(place, none_left)
-            with pytest.raises(OSError, match="Too many"):
+            with pytest.raises(SpawnFailed, match="Too many"):
                 async with LocalSpawner().spawn(HERE, 8):
                     pytest.fail("it started")
         assert len(os.listdir("/proc/self/fd")) == before

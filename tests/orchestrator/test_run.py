@@ -17,8 +17,9 @@ import trio.testing
 
 from omni_actors.config import Pipeline, Restart, Stage
 from omni_actors.errors import Aborted, DeadlineExceeded, InvalidRequest, Overloaded, SlowConsumer
+from omni_actors.generation import Generation, Output
 from omni_actors.orchestrator.request import Input
-from omni_actors.system import Generation, OmniSystem, Output
+from omni_actors.system import OmniSystem
 
 WATCHDOG_S = 30.0
 CENSUS = """
@@ -152,7 +153,7 @@ async def test_abort_after_the_end_changes_nothing(census: Pipeline) -> None:
 
 async def test_abort_of_a_request_whose_stage_hangs_is_immediate() -> None:
     overrides = {"stages.second.shutdown_s": 0.1}
-    async with OmniSystem.open("echo", overrides=overrides) as omni:
+    async with OmniSystem.open("echo", **overrides) as omni:
         hanging = ask(omni, echo={"stage": "second", "hang": True})
         hanging.abort()
         assert in_flight(omni) == 0
@@ -172,7 +173,7 @@ async def test_a_deadline_ends_the_request_everywhere(census: Pipeline) -> None:
 
 
 async def test_a_deadline_of_the_pipeline_counts_where_the_request_has_none(census: Pipeline) -> None:
-    async with OmniSystem.open(census, overrides={"limits.deadline_s": 0.05}) as omni:
+    async with OmniSystem.open(census, **{"limits.deadline_s": 0.05}) as omni:
         with pytest.raises(DeadlineExceeded):
             await read(ask(omni, hold="top"))
 
@@ -192,7 +193,7 @@ async def test_a_dropped_answer_aborts_its_request(census: Pipeline) -> None:
 
 async def test_a_cancelled_reader_loses_nothing() -> None:
     overrides = {"stages.first.options.fan_out": 50, "stages.first.options.step_s": 0.001}
-    async with OmniSystem.open("echo", overrides=overrides) as omni:
+    async with OmniSystem.open("echo", **overrides) as omni:
         generation = omni.submit({"script": [Input({"text": "x"})]}, ["text"])
         got: list[Output] = []
         dice = random.Random(0)
@@ -206,7 +207,7 @@ async def test_a_cancelled_reader_loses_nothing() -> None:
 async def test_aborted_requests_do_not_pile_up_behind_a_stage_that_takes_nothing() -> None:
     """Their input waits for room in a ring; it, and the task that would send it, go with them."""
     overrides = {"stages.first.ring_bytes": 4096, "stages.first.shutdown_s": 0.1, "limits.max_requests": 4}
-    async with OmniSystem.open("echo", overrides=overrides) as omni:
+    async with OmniSystem.open("echo", **overrides) as omni:
         hanging = ask(omni, echo={"stage": "first", "hang": True})
         tasks: list[int] = []
         for _ in range(4):
@@ -223,7 +224,7 @@ async def test_aborted_requests_do_not_pile_up_behind_a_stage_that_takes_nothing
 
 
 async def test_past_max_requests_admission_is_refused(census: Pipeline) -> None:
-    async with OmniSystem.open(census, overrides={"limits.max_requests": 3}) as omni:
+    async with OmniSystem.open(census, **{"limits.max_requests": 3}) as omni:
         held = [ask(omni, hold="top") for _ in range(3)]
         with pytest.raises(Overloaded) as caught:
             ask(omni)
@@ -240,7 +241,7 @@ async def test_outputs_that_nobody_reads_are_bounded() -> None:
         "stages.first.options.payload_bytes": 9_000,
         "stages.first.options.fan_out": 1000,
     }
-    async with OmniSystem.open("echo", overrides=overrides) as omni:
+    async with OmniSystem.open("echo", **overrides) as omni:
         slow = omni.submit({"script": [Input({})]}, ["text"])
         await until(lambda: in_flight(omni) == 0)
         got = 0
@@ -348,7 +349,7 @@ async def test_a_stage_with_two_entries_joins_and_one_read_by_two_fans_out() -> 
 async def test_a_payload_larger_than_every_ring_arrives_as_it_was() -> None:
     overrides = {"stages.first.ring_bytes": 8192, "stages.second.ring_bytes": 4096}
     pixels = np.random.default_rng(1).integers(0, 255, (3, 333, 777), np.uint8)
-    async with OmniSystem.open("echo", overrides=overrides) as omni:
+    async with OmniSystem.open("echo", **overrides) as omni:
         inputs = {"script": [Input({"n": n}, {"pixels": pixels + n}) for n in range(3)]}
         outputs = await read(omni.submit(inputs, ["audio"]))
         assert [output.data["n"] for output in outputs] == [0, 1, 2]
@@ -367,7 +368,7 @@ async def test_32_requests_at_once_each_get_their_own_in_order() -> None:
         assert all((output.tensors["mark"].numpy() == number).all() for output in outputs)
         got[number] = [(o.modality, o.data["who"], o.data["seq"]) for o in outputs]
 
-    async with OmniSystem.open("echo", overrides=overrides) as omni, trio.open_nursery() as nursery:
+    async with OmniSystem.open("echo", **overrides) as omni, trio.open_nursery() as nursery:
         for number in range(32):
             nursery.start_soon(client, omni, number)
     for number in range(32):
@@ -377,7 +378,7 @@ async def test_32_requests_at_once_each_get_their_own_in_order() -> None:
 
 
 async def test_load_is_spread_over_replicas(census: Pipeline) -> None:
-    async with OmniSystem.open(census, overrides={"stages.bottom.replicas": 2}) as omni:
+    async with OmniSystem.open(census, **{"stages.bottom.replicas": 2}) as omni:
         held = [ask(omni, hold="bottom") for _ in range(4)]
         loads = [
             omni.metrics.registry.get_sample_value("omni_stage_requests", {"stage": "bottom", "replica": str(replica)})

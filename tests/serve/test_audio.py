@@ -13,8 +13,8 @@ import soundfile
 from hypothesis import given
 from hypothesis import strategies as st
 
+from omni_actors.generation import AudioChunk
 from omni_actors.serve.audio import Encoder, whole_file
-from omni_actors.system import AudioChunk
 
 
 def test_speech_as_wav(client: openai.OpenAI) -> None:
