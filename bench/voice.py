@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from omni_actors import OmniSystem
+from omni_actors.config import load, parse_overrides
 
 QUESTION = "Write three sentences about the sea."
 QUESTIONS = (
@@ -113,7 +114,7 @@ async def measure(rounds: int, overrides: dict[str, Any]) -> Row:
     ours: list[Row] = []
     theirs: dict[int, list[Row]] = {threads: [] for threads in chains}
     try:
-        async with OmniSystem.open("voice", **overrides) as omni:
+        async with OmniSystem.open(load("voice", overrides)) as omni:
             for number in range(rounds + 1):
                 row = await ask(omni, QUESTION)
                 others = {
@@ -164,8 +165,6 @@ def verdicts(result: Row) -> list[tuple[str, float, str, bool]]:
 )
 def main(rounds: int, json_file: Path | None, assignments: tuple[str, ...]) -> None:
     """Measure, print tables, and say which bounds held."""
-    from omni_actors.config import parse_overrides
-
     result = trio.run(measure, rounds, parse_overrides(assignments))
     console = Console()
     console.print(f"[dim]{QUESTION}[/]\n{result['text']}\n")
@@ -180,6 +179,8 @@ def main(rounds: int, json_file: Path | None, assignments: tuple[str, ...]) -> N
     console.print(f"texts: batch = alone: {result['batching']['same_text']}; = chain: {result['same_text_as_chain']}")
     if json_file is not None:
         json_file.write_text(json.dumps(result, indent=1))
+    if not all(held for *_, held in verdicts(result)):
+        sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -31,9 +31,6 @@ INTERRUPTED = 130
 
 T = TypeVar("T")
 
-_EXISTING_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
-_NEW_FILE = click.Path(dir_okay=False, writable=True, path_type=Path)
-
 notes = Console(stderr=True, highlight=False)
 
 
@@ -109,6 +106,8 @@ def ask(
     """Ask QUESTION, or the one in --audio; text appears as it is generated, the WAV is written as it is spoken."""
     if question is None and audio is None:
         raise click.UsageError("give a QUESTION, or one spoken in --audio FILE")
+    if output is not None and not output.absolute().parent.is_dir():
+        raise click.BadParameter(f"there is no directory {output.parent}", param_hint="--output")
     run(lambda: _ask(question, config, audio, output, as_json, assignments, params))
 
 
@@ -121,9 +120,9 @@ async def _ask(
     assignments: tuple[str, ...],
     params: dict[str, Any],
 ) -> None:
-    overrides = configuration.parse_overrides(assignments)
+    pipeline = configuration.load(config, configuration.parse_overrides(assignments))
     clip = _read_audio(audio) if audio else None
-    async with OmniSystem.open(config, **overrides, wait_ready=False) as omni:
+    async with OmniSystem.open(pipeline, wait_ready=False) as omni:
         await _wait_ready(omni, quiet=as_json)
         answer = omni.generate(
             question,
@@ -140,11 +139,12 @@ async def _ask(
                         click.echo(out.delta, nl=False)
                 elif out.delta is not None:
                     wav.write(out.delta)
-                metrics = out.metrics or RequestMetrics(None, None, 0.0, 0.0, {})
+        metrics = out.metrics
+    assert metrics is not None, "an answer ends with its metrics"
     if as_json:
         result = {
             "text": "".join(text),
-            "output": str(output) if output else None,
+            "output": str(output) if output and metrics.audio_s else None,
             "rtf": metrics.rtf,
             "metrics": metrics,
         }
@@ -153,7 +153,7 @@ async def _ask(
         click.echo()
         _print_metrics(metrics)
         if output:
-            notes.print(f"{output}: {metrics.audio_s:.1f} s of speech")
+            notes.print(f"{output}: {metrics.audio_s:.1f} s of speech" if metrics.audio_s else "nothing was spoken")
 
 
 async def _wait_ready(omni: OmniSystem, *, quiet: bool) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import difflib
 import graphlib
+import importlib.util
 import os
 import re
 from collections.abc import Mapping
@@ -30,6 +31,7 @@ PositiveFloat = Annotated[float, Meta(gt=0)]
 Name = Annotated[str, Meta(pattern=r"^[a-z][a-z0-9_]*$")]
 
 OVERRIDES = "overrides"
+OPTIONS_BYTES = 64 * 1024
 
 
 class _Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -76,8 +78,8 @@ class Stage(_Section, frozen=True, kw_only=True):
     options: dict[str, Any] = {}
     defaults: dict[str, Any] = {}
     """Request parameters where the request brings none."""
-    ring_bytes: Positive = 8 * 1024 * 1024
-    """Capacity of each ring out of this stage."""
+    ring_bytes: Positive = 2 * 1024 * 1024
+    """Capacity of each ring out of this stage. A larger chunk streams through it in pieces."""
     shutdown_s: PositiveFloat = 2.0
     """What a worker gets to stop in, before SIGKILL."""
     restart: Restart = Restart()
@@ -95,7 +97,13 @@ class Pipeline(_Section, frozen=True, kw_only=True):
     def threads(self, stage: str) -> int:
         """Native threads of one worker of ``stage``."""
         workers = sum(each.replicas for each in self.stages.values())
-        return self.stages[stage].threads or max(1, (os.cpu_count() or 1) // workers)
+        return self.stages[stage].threads or max(1, _cores() // workers)
+
+    @property
+    def spins(self) -> bool:
+        """Whether native threads may wait awake: only while all workers that have several fit on the cores together."""
+        teams = [self.threads(name) * stage.replicas for name, stage in self.stages.items() if self.threads(name) > 1]
+        return sum(teams) <= _cores()
 
     def spec(self, stage: str) -> EngineSpec:
         """The engine of ``stage``; one given by import path takes any options and parameters."""
@@ -256,7 +264,7 @@ def _convert(document: dict[str, Any], file: str, origins: Mapping[str, str]) ->
     whole: Pipeline = _section({**document, "stages": {}, "file": file}, Pipeline, "", file, origins)
     pattern = re.compile(r"^[a-z][a-z0-9_]*$")
     for name in converted:
-        if not pattern.match(name) or name == CLIENT:
+        if not isinstance(name, str) or not pattern.match(name) or name == CLIENT:
             where, accepted = f"stages.{name}", f"a name like {pattern.pattern}, other than {CLIENT!r}"
             raise ConfigError(_file(where, file, origins), where, name, accepted)
     return msgspec.structs.replace(whole, stages=converted)
@@ -316,6 +324,13 @@ def _check_engine(pipeline: Pipeline, name: str, origins: Mapping[str, str]) -> 
     if stage.engine not in ENGINES and ":" not in stage.engine:
         accepted = f'one of {", ".join(sorted(ENGINES))}, or "package.module:factory"{_meant(stage.engine, ENGINES)}'
         raise ConfigError(_file(f"{place}.engine", file, origins), f"{place}.engine", stage.engine, accepted)
+    package = stage.engine.partition(":")[0].partition(".")[0]
+    if ":" in stage.engine and importlib.util.find_spec(package) is None:
+        accepted = f"an import path; there is no package {package!r}"
+        raise ConfigError(_file(f"{place}.engine", file, origins), f"{place}.engine", stage.engine, accepted)
+    if len(msgspec.msgpack.encode(stage.options)) > OPTIONS_BYTES:
+        accepted = f"options of {OPTIONS_BYTES} bytes at the most: they travel in one control message"
+        raise ConfigError(_file(f"{place}.options", file, origins), f"{place}.options", "more", accepted)
     spec = pipeline.spec(name)
     if spec.needs_model and stage.model is None:
         raise ConfigError(_file(place, file, origins), f"{place}.model", None, "a model: this engine needs one")
@@ -326,6 +341,10 @@ def _check_engine(pipeline: Pipeline, name: str, origins: Mapping[str, str]) -> 
 
 
 # words
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0))
 
 
 def _file(place: str, file: str, origins: Mapping[str, str]) -> str:

@@ -42,9 +42,9 @@ class RequestMetrics(msgspec.Struct, frozen=True):
     """What a request took, in seconds from its submission."""
 
     ttft_s: float | None
-    """To the first text."""
+    """To the first piece of modality ``text``."""
     ttfa_s: float | None
-    """To the first audio."""
+    """To the first piece of modality ``audio``."""
     total_s: float
     audio_s: float
     """Duration of the audio that it gave."""
@@ -104,10 +104,10 @@ class Generation:
         delta = _delta(piece)
         if isinstance(delta, AudioChunk):
             self._audio_s += delta.duration_s
-        if delta is not None:
-            self._first.setdefault(type(delta).__name__, piece.arrived - request.submitted)
         final = request.finished is not None and not request.pieces and request.error is None
         modality = self._pipeline.stages[piece.stage].emits or ""
+        if delta is not None:
+            self._first.setdefault(modality, piece.arrived - request.submitted)
         metrics = self._metrics(request) if final else None
         if metrics is not None:
             self._on_final(metrics)
@@ -116,8 +116,8 @@ class Generation:
     def _metrics(self, request: Request) -> RequestMetrics:
         began = request.submitted
         return RequestMetrics(
-            ttft_s=self._first.get("str"),
-            ttfa_s=self._first.get("AudioChunk"),
+            ttft_s=self._first.get("text"),
+            ttfa_s=self._first.get("audio"),
             total_s=(request.finished or began) - began,
             audio_s=self._audio_s,
             sent_bytes=request.sent_bytes,

@@ -44,6 +44,8 @@ class Configure(_Message, frozen=True):
     options: dict[str, Any]
     threads: int
     device: str
+    spins: bool
+    """Whether native threads may wait awake for a moment (see ``Pipeline.spins``)."""
     fence: int
     """Requests up to this number belong to an earlier generation: what arrives of them is dropped."""
 

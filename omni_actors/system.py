@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+import importlib.util
+import math
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -21,7 +23,7 @@ from omni_actors.generation import AudioChunk, Generation, RequestMetrics
 from omni_actors.messages import CLIENT, Address
 from omni_actors.metrics import Gauges, Metrics
 from omni_actors.orchestrator.request import Input, Request
-from omni_actors.orchestrator.routes import Node, plan
+from omni_actors.orchestrator.routes import Node, plan, topological
 from omni_actors.orchestrator.run import Orchestrator
 from omni_actors.stages import assets
 
@@ -58,10 +60,9 @@ class OmniSystem:
     def __init__(self, pipeline: Pipeline, models: Mapping[str, Path], spawner: Spawner) -> None:
         self.pipeline = pipeline
         self._nodes = {name: Node(s.accepts, s.inputs, s.emits) for name, s in pipeline.stages.items()}
-        self._edges = Edges(_edge_specs(pipeline))
+        self._edges = Edges(_edge_specs(pipeline), spawner)
         self.metrics = Metrics(self._gauges)
         self._orchestrator = Orchestrator(
-            self._nodes,
             self._edges,
             max_requests=pipeline.limits.max_requests,
             output_bytes=pipeline.limits.output_bytes,
@@ -104,6 +105,7 @@ class OmniSystem:
                 left_by = error  # raised below as it is, not inside the nursery's exception group
             finally:
                 system._running = False
+                system._supervisor.changes.unpark_all()
                 nursery.cancel_scope.shield = True  # so that a cancellation from outside does not replace ``left_by``
                 nursery.cancel_scope.cancel()
         if left_by is not None:
@@ -150,10 +152,12 @@ class OmniSystem:
         **params: Any,
     ) -> Generation:
         """``generate`` for a pipeline of your own: pieces of input by the kinds that its stages accept."""
-        route = plan(self._nodes, inputs, modalities)
+        route = plan(self._nodes, [kind for kind, pieces in inputs.items() if pieces], modalities)
         by_stage = self._params(route.stages, params)
         deadline_s = self.pipeline.limits.deadline_s if deadline_s is None else deadline_s
-        stream = self._orchestrator.submit(inputs, modalities, by_stage, deadline_s, request_id)
+        if not 0 < deadline_s < math.inf:
+            raise InvalidRequest(f"deadline_s: {deadline_s} is no time", param="deadline_s")
+        stream = self._orchestrator.submit(inputs, route, by_stage, deadline_s, request_id)
         return Generation(stream, self.pipeline, self._observe)
 
     def abort(self, request_id: str) -> None:
@@ -185,9 +189,10 @@ class OmniSystem:
     @property
     def errored(self) -> bool:
         """Whether failed stages leave no way from any input to any output."""
-        failed = set(self._nodes) - {r.address.stage for r in self._replicas if r.state is not State.FAILED}
+        failed = self._orchestrator.failed_stages
         served: set[str] = set()
-        for name, node in self._nodes.items():
+        for name in topological(self._nodes):
+            node = self._nodes[name]
             if name not in failed and (node.accepts or served & set(node.inputs)):
                 served.add(name)
         return not any(self._nodes[name].emits for name in served)
@@ -195,10 +200,12 @@ class OmniSystem:
     @property
     def dead_error(self) -> StageFailed | None:
         """Why the first stage that was given up on failed, with the exits that led there; None while there is none."""
-        return next(self._failures(), None)
+        return next(iter(self._orchestrator.failed_stages.values()), None)
 
-    def _failures(self) -> Iterator[StageFailed]:
-        return (replica.failure for replica in self._replicas if replica.failure is not None)
+    @property
+    def in_flight(self) -> int:
+        """Requests admitted and not ended."""
+        return self._orchestrator.in_flight
 
     @property
     def _replicas(self) -> Sequence[Replica]:
@@ -220,15 +227,18 @@ class OmniSystem:
         return self.health()
 
     async def wait_ready(self) -> None:
-        """Until every replica has loaded. Raises StageFailed where one cannot."""
-        while not all(replica.state is State.READY for replica in self._replicas):
-            if self.dead_error is not None:
-                raise self.dead_error
+        """Until every replica has loaded or was given up on. Raises StageFailed where a stage has none left."""
+        while self.dead_error is None and any(r.state not in (State.READY, State.FAILED) for r in self._replicas):
             await self.wait_changed()
+        if self.dead_error is not None:
+            raise self.dead_error
 
     async def wait_changed(self) -> None:
-        """Until the state or the note of any replica changes."""
-        await self._supervisor.changes.park()
+        """Until the state or the note of any replica changes. Raises RuntimeError when the system closes."""
+        if self._running:
+            await self._supervisor.changes.park()
+        if not self._running:
+            raise RuntimeError("the system is closed")
 
     # metrics
 
@@ -276,9 +286,13 @@ class OmniSystem:
 
 
 def _resolve_models(pipeline: Pipeline) -> dict[str, Path]:
-    """Where each stage's model is. Raises ConfigError."""
+    """Where each stage's model is. Raises ConfigError, also where an engine's libraries are not installed."""
     models = {}
     for name, stage in pipeline.stages.items():
+        for library in pipeline.spec(name).libraries:
+            if importlib.util.find_spec(library) is None:
+                accepted = f"an engine whose libraries are there; {library!r} comes with omni-actors[voice]"
+                raise ConfigError(pipeline.file, f"stages.{name}.engine", stage.engine, accepted)
         if stage.model is not None:
             try:
                 models[name] = assets.resolve(stage.model)
@@ -308,6 +322,7 @@ def _blueprints(pipeline: Pipeline, models: Mapping[str, Path]) -> list[Blueprin
             pipeline.options(name),
             pipeline.threads(name),
             stage.device,
+            pipeline.spins,
             RestartPolicy(
                 stage.restart.intensity, stage.restart.period_s, stage.restart.backoff_s, stage.restart.backoff_max_s
             ),

@@ -9,15 +9,18 @@ Rules
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import trio
 
-from omni_actors.actor.mailbox import Mailbox
-from omni_actors.messages import CLIENT, CLIENT_ADDRESS, Address, Connect
+from omni_actors.actor.process import Spawner
+from omni_actors.messages import CLIENT, CLIENT_ADDRESS, Address, Connect, Message
 from ringbuf import AlreadyClaimed, Consumer, Frame, Producer, Ring, RingClosed, RingStatistics
+
+Post: TypeAlias = Callable[[Message, Sequence[int]], None]
 
 
 @dataclass(frozen=True)
@@ -71,17 +74,20 @@ async def receive_frames(consumer: Consumer) -> AsyncIterator[Frame]:
 class Edges:
     """Keeps one ring per pair of live replicas that an edge joins."""
 
-    def __init__(self, specs: Sequence[EdgeSpec]) -> None:
-        self._specs = tuple(specs)
-        self._mailboxes: dict[Address, Mailbox] = {}
+    def __init__(self, specs: Sequence[EdgeSpec], spawner: Spawner) -> None:
+        self._specs, self._spawner = tuple(specs), spawner
+        self._posts: dict[Address, Post] = {}
         self._rings: dict[tuple[Address, Address], Ring] = {}
         self._generation = 0
         self.inputs: dict[Address, InputEdge] = {}
         """The client's edge into each live replica that takes input from it."""
 
-    def join(self, address: Address, mailbox: Mailbox) -> Consumer | None:
-        """Connect a new worker with everyone it shares an edge with; the client's end of its output, if it has one."""
-        self._mailboxes[address] = mailbox
+    def join(self, address: Address, post: Post) -> Consumer | None:
+        """Connect a new worker with everyone it shares an edge with; the client's end of its output, if it has one.
+
+        post: queues a message, with descriptors, for the worker. Raises OSError (no memory, no descriptors).
+        """
+        self._posts[address] = post
         output: Consumer | None = None
         for spec in self._specs:
             if spec.producer == address.stage:
@@ -98,7 +104,7 @@ class Edges:
 
     def leave(self, address: Address) -> None:
         """Drop a worker and every ring it shared. Its ends are closed for it: its peers neither wait nor fill up."""
-        self._mailboxes.pop(address, None)
+        self._posts.pop(address, None)
         if client_end := self.inputs.pop(address, None):
             client_end.close()
         for pair in [pair for pair in self._rings if address in pair]:
@@ -116,13 +122,13 @@ class Edges:
     def _live(self, stage: str) -> list[Address]:
         if stage == CLIENT:
             return [CLIENT_ADDRESS]
-        return [address for address in self._mailboxes if address.stage == stage]
+        return [address for address in self._posts if address.stage == stage]
 
     def _connect(self, producer: Address, consumer: Address, ring_bytes: int) -> Ring:
         self._generation += 1
-        ring = Ring.create(ring_bytes, generation=self._generation)
+        ring = self._spawner.connect(producer, consumer, ring_bytes, self._generation)
         self._rings[producer, consumer] = ring
         for end in (producer, consumer):
             if end != CLIENT_ADDRESS:
-                self._mailboxes[end].post(Connect(producer, consumer, self._generation), ring.fds)
+                self._posts[end](Connect(producer, consumer, self._generation), ring.fds)
         return ring

@@ -6,7 +6,8 @@ Rules
    room, of its outgoing rings. Nothing else wakes it.
 3. Commands come before chunks. A chunk may still arrive before its ``Start``, since they travel apart: as numbers grow
    with every ``Start``, a number above the last one started waits, and a number below that is not active is stale.
-4. Back-pressure: with ``CONGESTED_BYTES`` waiting for room, the loop neither steps nor receives.
+4. Back-pressure: with ``CONGESTED_BYTES`` waiting for room on any edge, the loop neither steps nor receives: a stage
+   below that stands still holds up the whole stage, until that worker is killed or its requests' deadlines pass.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import collections
 import os
 import select
+import threading
 import time
 from collections.abc import Callable, Generator
 
@@ -63,12 +65,14 @@ class _Outgoing:
     def __init__(self, ring: Ring) -> None:
         self.ring = ring
         self.producer: Producer = ring.claim_producer()
-        self._waiting: collections.deque[tuple[Generator[None], int]] = collections.deque()
+        self._waiting: collections.deque[tuple[int, Generator[None], int]] = collections.deque()
+        """Request, the sending under way or to come, bytes."""
         self.waiting_bytes = 0
 
-    def send(self, buffers: list[memoryview]) -> int:
+    def send(self, request: int, buffers: list[memoryview]) -> int:
+        """Send, or queue what there is no room for; its size in bytes."""
         size = sum(buffer.nbytes for buffer in buffers)
-        self._waiting.append((self.producer.sending(*buffers), size))
+        self._waiting.append((request, self.producer.sending(*buffers), size))
         self.waiting_bytes += size
         if len(self._waiting) == 1:
             self.flush()
@@ -78,24 +82,29 @@ class _Outgoing:
         """Send what there is room for. When the consumer is gone nothing waits: its requests have failed."""
         try:
             while self._waiting:
-                sending, size = self._waiting[0]
+                _, sending, size = self._waiting[0]
                 for _ in sending:
                     return  # parked: the doorbell will tell
                 self._waiting.popleft()
                 self.waiting_bytes -= size
         except RingClosed:
-            self._drop_waiting()
+            self.drop()
+
+    def drop(self, request: int | None = None) -> None:
+        """Forget what of a request, or of all, is not sent; a message that is half in the ring is taken back."""
+        kept = collections.deque[tuple[int, Generator[None], int]]()
+        for waiting in self._waiting:
+            if request in (None, waiting[0]):
+                waiting[1].close()
+            else:
+                kept.append(waiting)
+        self._waiting = kept
+        self.waiting_bytes = sum(size for _, _, size in kept)
 
     def close(self) -> None:
-        self._drop_waiting()
+        self.drop()
         self.producer.close()
         self.ring.close()
-
-    def _drop_waiting(self) -> None:
-        for sending, _ in self._waiting:
-            sending.close()
-        self._waiting.clear()
-        self.waiting_bytes = 0
 
 
 class _Active:
@@ -144,10 +153,15 @@ class EngineLoop:
         self._active: dict[int, _Active] = {}
         self._stopping = False
         self.running = False
+        self._ended = False
+        self._ending = threading.Lock()
 
     def post(self, command: Command) -> None:
+        """To a loop that has ended: goes nowhere."""
         self._commands.append(command)
-        os.eventfd_write(self._bell, 1)
+        with self._ending:
+            if not self._ended:
+                os.eventfd_write(self._bell, 1)
 
     def run(self, engine: StageEngine) -> None:
         """Serve until ``Stop``, then close the engine and the rings. An engine's exception passes through."""
@@ -168,7 +182,9 @@ class EngineLoop:
             edges: list[_Incoming | _Outgoing] = [*self._incoming.values(), *self._outgoing.values()]
             for edge in edges:
                 edge.close()
-            os.close(self._bell)
+            with self._ending:
+                self._ended = True
+                os.close(self._bell)
 
     # commands
 
@@ -185,6 +201,8 @@ class EngineLoop:
                     except InvalidRequest as error:
                         self._refuse(start.request, error)
                 case Abort(request):
+                    for edge in self._outgoing.values():
+                        edge.drop(request)
                     if self._active.pop(request, None):
                         engine.abort(request)
                 case Attach() as attach:
@@ -239,9 +257,7 @@ class EngineLoop:
         try:
             engine.feed(active.request, chunk)
         except InvalidRequest as error:
-            if self._active.get(active.request) is active:
-                engine.abort(active.request)
-                self._refuse(active.request, error)
+            self._refuse(active.request, error)
 
     # chunks out
 
@@ -263,7 +279,7 @@ class EngineLoop:
         active.seq += 1
         active.first_output = active.first_output or time.monotonic()
         for target in active.targets:
-            active.sent_bytes[str(target)] += self._outgoing[target].send(buffers)
+            active.sent_bytes[str(target)] += self._outgoing[target].send(active.request, buffers)
         if output.last:
             del self._active[output.request_id]
             active.step_s += time.monotonic() - step_began

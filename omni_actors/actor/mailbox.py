@@ -15,7 +15,7 @@ import os
 import socket
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import trio
 
@@ -43,19 +43,23 @@ class Mailbox:
     def __init__(self, sock: socket.socket, capacity: int) -> None:
         self._sock = trio.socket.from_stdlib_socket(sock)
         self._capacity = capacity
-        self._out_send, self._out_receive = trio.open_memory_channel[Envelope](capacity)
+        self._out_send, self._out_receive = trio.open_memory_channel[tuple[bytes, tuple[int, ...]]](capacity)
         self._in_send, self.incoming = trio.open_memory_channel[Envelope](capacity)
         self._peer_gone = False
         self._written = trio.Event()
         self._open = trio.CancelScope(shield=True)
 
     def post(self, message: Message, fds: Sequence[int] = ()) -> None:
-        """Queue a message in order. Raises MailboxFull; a message to a peer that is gone is dropped."""
+        """Queue a message in order; one to a peer that is gone is dropped.
+
+        Raises MailboxFull, ValueError (a message too large, or of what cannot be encoded), OSError (no descriptors).
+        """
         if self._peer_gone:
             return
-        owned = tuple(os.dup(fd) for fd in fds)
+        packet = messages.encode(message)
+        owned = _duplicates(fds)
         try:
-            self._out_send.send_nowait((message, owned))
+            self._out_send.send_nowait((packet, owned))
         except trio.WouldBlock:
             _close_all(owned)
             raise MailboxFull(self._capacity) from None
@@ -63,7 +67,7 @@ class Mailbox:
     async def send(self, message: Message) -> None:
         """Queue a message, waiting for room. A message to a peer that is gone is dropped."""
         if not self._peer_gone:
-            await self._out_send.send((message, ()))
+            await self._out_send.send((messages.encode(message), ()))
 
     async def drain(self) -> None:
         """Wait until everything queued has been handed to the socket. Nothing can be sent afterwards."""
@@ -79,11 +83,11 @@ class Mailbox:
 
     @trio.lowlevel.enable_ki_protection
     async def _write(self) -> None:
-        async for message, fds in self._out_receive:
+        async for packet, fds in self._out_receive:
             try:
                 if not self._peer_gone:
                     rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
-                    await self._sock.sendmsg([messages.encode(message)], rights)
+                    await self._sock.sendmsg([packet], rights)
             except (BrokenPipeError, ConnectionResetError):
                 self._peer_gone = True  # the reader meets the same end and reports it
             finally:
@@ -99,7 +103,7 @@ class Mailbox:
                         messages.MAX_BYTES, socket.CMSG_SPACE(MAX_FDS * array.array("i").itemsize)
                     )
                 except ConnectionResetError:
-                    return
+                    continue  # said once, where the peer left mail unread; what it sent itself is still to be read
                 if not packet:
                     return
                 fds = array.array("i")
@@ -113,13 +117,26 @@ class Mailbox:
                     raise
 
     def _drop_queued(self) -> None:
-        for channel in (self._out_receive, self.incoming):
+        channels: tuple[trio.MemoryReceiveChannel[tuple[Any, tuple[int, ...]]], ...]
+        channels = (self._out_receive, self.incoming)
+        for channel in channels:
             while True:
                 try:
                     _, fds = channel.receive_nowait()
                 except (trio.WouldBlock, trio.EndOfChannel):
                     break
                 _close_all(fds)
+
+
+def _duplicates(fds: Sequence[int]) -> tuple[int, ...]:
+    made: list[int] = []
+    try:
+        for fd in fds:
+            made.append(os.dup(fd))  # noqa: PERF401 - those made are closed when one fails
+    except OSError:
+        _close_all(made)
+        raise
+    return tuple(made)
 
 
 def _close_all(fds: Sequence[int]) -> None:

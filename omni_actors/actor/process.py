@@ -28,6 +28,7 @@ from omni_actors.actor.mailbox import Mailbox, open_mailbox
 from omni_actors.actor.worker import worker_main
 from omni_actors.errors import OmniError, WorkerExit
 from omni_actors.messages import Address
+from ringbuf import Ring
 
 STDERR_TAIL_LINES = 40
 LONGEST_LINE = 4096
@@ -62,6 +63,10 @@ class Spawner(Protocol):
 
         Entering raises SpawnFailed where no process can be started.
         """
+        ...
+
+    def connect(self, producer: Address, consumer: Address, capacity: int, generation: int) -> Ring:
+        """The memory of an edge between two workers, or one and the client. Raises OSError (no memory)."""
         ...
 
 
@@ -200,6 +205,9 @@ class LocalSpawner:
                 worker._following.cancel()
                 process.close()
                 os.close(pidfd)
+
+    def connect(self, producer: Address, consumer: Address, capacity: int, generation: int) -> Ring:
+        return Ring.create(capacity, generation=generation)
 
 
 def _channels() -> tuple[socket.socket, socket.socket, int, int]:

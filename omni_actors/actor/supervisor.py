@@ -23,7 +23,7 @@ from omni_actors.actor.edges import Edges, receive_frames
 from omni_actors.actor.mailbox import Mailbox, MailboxFull
 from omni_actors.actor.process import Spawner, SpawnFailed, Worker
 from omni_actors.errors import StageFailed, WorkerExit
-from omni_actors.messages import Address, Configure, FromWorker, LoadFailed, Loading, Ready, Stop, ToWorker
+from omni_actors.messages import Address, Configure, Finished, LoadFailed, Loading, Message, Ready, Refused, Stop
 from ringbuf import Consumer, RingError
 
 LAST_WORDS_S = 0.5
@@ -65,6 +65,7 @@ class Blueprint:
     options: dict[str, Any]
     threads: int
     device: str
+    spins: bool
     restart: RestartPolicy
     shutdown_s: float
 
@@ -79,6 +80,8 @@ class Replica:
     note: str = "starting"
     load_s: float | None = None
     worker: Worker | None = None
+    dead: bool = False
+    """Whether the worker of this incarnation has ended; what it said before may still come in."""
     load_error: str | None = None
     fault: str | None = None
     """What the worker put on its output edge that made no sense; it is killed for it."""
@@ -93,11 +96,11 @@ class Replica:
     def restarts(self) -> int:
         return max(0, self.generation - 1)
 
-    def post(self, message: ToWorker) -> None:
+    def post(self, message: Message, fds: Sequence[int] = ()) -> None:
         """Tell the worker. One that has stopped reading is killed: it comes back, its requests fail with the cause."""
         if self.worker is not None:
             try:
-                self.worker.mailbox.post(message)
+                self.worker.mailbox.post(message, fds)
             except MailboxFull:
                 self.worker.kill()
 
@@ -112,7 +115,7 @@ class Listener(Protocol):
     def worker_ready(self, address: Address) -> None: ...
     def worker_lost(self, address: Address, generation: int, exit: WorkerExit) -> None: ...
     def stage_failed(self, failure: StageFailed) -> None: ...
-    def heard(self, address: Address, message: FromWorker) -> None: ...
+    def heard(self, address: Address, message: Finished | Refused) -> None: ...
     def received(self, address: Address, data: memoryview) -> None:
         """A chunk on the worker's output edge: a view, valid during the call."""
         ...
@@ -164,7 +167,7 @@ class Supervisor:
 
     async def _live_once(self, replica: Replica) -> WorkerExit:
         """One incarnation, from spawn to death. Cancelled: stops the worker, by SIGKILL after ``shutdown_s``."""
-        replica.load_error = replica.fault = None
+        replica.load_error, replica.fault, replica.dead = None, None, False
         try:
             async with self._spawner.spawn(replica.address, self._mailbox_capacity) as worker:
                 return await self._live_in(replica, worker)
@@ -185,13 +188,14 @@ class Supervisor:
                     blueprint.options,
                     blueprint.threads,
                     blueprint.device,
+                    blueprint.spins,
                     self._listener.newest_request(),
                 )
             )
             try:
-                output = self._edges.join(replica.address, worker.mailbox)
+                output = self._edges.join(replica.address, replica.post)
             except OSError as error:
-                replica.load_error = f"no rings for it: {error}"
+                replica.load_error = f"no memory in /dev/shm for its rings: {error}"
                 worker.kill()
                 return await worker.wait_dead()
             return await self._attend(replica, worker, output)
@@ -212,7 +216,7 @@ class Supervisor:
             if output is not None:
                 nursery.start_soon(self._read_output, replica, output)
             exit = await worker.wait_dead()
-            replica.state = State.RESTARTING  # nothing more is dispatched to it
+            replica.dead, replica.state = True, State.RESTARTING  # nothing more is dispatched to it
             with trio.move_on_after(LAST_WORDS_S):  # what it said before it died
                 await all_heard.wait()
             nursery.cancel_scope.cancel()
@@ -224,13 +228,13 @@ class Supervisor:
             match message:
                 case Loading(note):
                     replica.note = note
-                case Ready(load_s):
+                case Ready(load_s) if not replica.dead:
                     replica.state, replica.load_s, replica.note = State.READY, load_s, "ready"
                     self._listener.worker_ready(replica.address)
                 case LoadFailed(error):
                     replica.load_error = error
-                case _:
-                    self._listener.heard(replica.address, message)  # type: ignore[arg-type]
+                case Finished() | Refused():
+                    self._listener.heard(replica.address, message)
             self.changes.unpark_all()
         all_heard.set()
 

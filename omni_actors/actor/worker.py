@@ -32,11 +32,12 @@ PR_SET_PDEATHSIG = 1
 SWITCH_INTERVAL_S = 0.001
 MAILBOX_CAPACITY = 1024
 LAST_WORDS_S = 1.0
-SPIN_COUNT = 1000
-"""Turns that a native thread waits awake for its next share of work: enough between two layers of a model, and over at
-once when another worker wants the core. Measured with two threads: none makes the second thread worthless, the
-library's own default makes two processes on two cores ten times slower."""
+SPIN_COUNT = 50_000
+"""Turns, less than a millisecond in all, that a native thread waits awake for its next share of work before it sleeps:
+enough to stay awake from layer to layer of a model. Measured with two threads on two cores: asleep at once, the second
+thread is worth nothing; awake for ever, as the library has it, another busy process makes both crawl."""
 LONGEST_ERROR = 16_384
+LONGEST_NOTE = 200
 
 
 def worker_main(control_fd: int, stderr_fd: int, parent_pid: int) -> NoReturn:
@@ -113,7 +114,7 @@ def _run_engine(configure: Configure, loop: EngineLoop, notify: Callable[[Messag
     """The engine's thread: load, then serve until ``Stop``. An exception is returned, to be reported by itself."""
     began = time.monotonic()
     try:
-        _limit_threads(configure.threads)
+        _limit_threads(configure.threads, spins=configure.spins)
         factory = _import_factory(configure.factory)
         engine = factory(
             StageContext(
@@ -122,7 +123,7 @@ def _run_engine(configure: Configure, loop: EngineLoop, notify: Callable[[Messag
                 options=configure.options,
                 threads=configure.threads,
                 device=configure.device,
-                report=lambda note: notify(Loading(note)),
+                report=lambda note: notify(Loading(note[:LONGEST_NOTE])),
             )
         )
     except Exception as error:  # noqa: BLE001 - it ends the worker
@@ -136,12 +137,13 @@ def _run_engine(configure: Configure, loop: EngineLoop, notify: Callable[[Messag
     return None
 
 
-def _limit_threads(threads: int) -> None:
-    """Before the first native library loads: two processes with two spinning threads each make two cores crawl."""
-    for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+def _limit_threads(threads: int, *, spins: bool) -> None:
+    """Before the engine's libraries load: two processes with two spinning threads each make two cores crawl."""
+    for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         os.environ[variable] = str(threads)
     os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
-    os.environ["GOMP_SPINCOUNT"] = str(SPIN_COUNT)
+    if spins:
+        os.environ["GOMP_SPINCOUNT"] = str(SPIN_COUNT)
 
 
 def _import_factory(path: str) -> Callable[[StageContext], StageEngine]:

@@ -43,13 +43,12 @@ from omni_actors.messages import (
     Abort,
     Address,
     Finished,
-    FromWorker,
     Refused,
     Start,
 )
 from omni_actors.orchestrator.lifecycle import Event, State
 from omni_actors.orchestrator.request import Input, OutputStream, Piece, Request
-from omni_actors.orchestrator.routes import Node, plan
+from omni_actors.orchestrator.routes import Route
 
 RETRY_AFTER_S = 1.0
 PARAMS_BYTES = MAX_BYTES // 2
@@ -59,22 +58,22 @@ PARAMS_BYTES = MAX_BYTES // 2
 class Orchestrator:
     """Owns the requests of one pipeline. It is the supervisor's ``Listener``.
 
-    attach() must be called with the supervisor's replicas before the first request.
+    ``run`` gives it the supervisor's replicas; requests are taken while it runs.
     """
 
     def __init__(
         self,
-        nodes: Mapping[str, Node],
         edges: Edges,
         *,
         max_requests: int,
         output_bytes: int,
         on_end: Callable[[Request], None],
     ) -> None:
-        self._nodes, self._edges = nodes, edges
+        self._edges = edges
         self._max_requests, self._output_bytes, self._on_end = max_requests, output_bytes, on_end
         self._replicas: Mapping[Address, Replica] = {}
-        self._failed: dict[str, StageFailed] = {}
+        self.failed_stages: dict[str, StageFailed] = {}
+        """Those without a replica left, in the order in which they were given up on."""
         self._requests: dict[int, Request] = {}
         self._queued: list[Request] = []
         self._newest = 0
@@ -99,22 +98,23 @@ class Orchestrator:
     def submit(
         self,
         inputs: Mapping[str, Sequence[Input]],
-        modalities: Sequence[str],
+        route: Route,
         params: Mapping[str, Mapping[str, Any]],
         deadline_s: float,
         name: str | None = None,
     ) -> OutputStream:
         """Admit a request. Raises InvalidRequest, Overloaded, StageUnavailable; never waits.
 
-        inputs: pieces by kind. params: by stage.
+        inputs: pieces by kind. params: by stage. name: None, or one that no other request in flight has.
         """
         if self._nursery is None:
             raise RuntimeError("the system is closed")
-        route = plan(self._nodes, [kind for kind, pieces in inputs.items() if pieces], modalities)
         _require_portable(params)
+        if any(request.name == name for request in self._in_flight()):
+            raise InvalidRequest(f"a request named {name!r} is in flight", param="request_id")
         for stage in route.stages:
-            if stage in self._failed:
-                raise StageUnavailable(self._failed[stage])
+            if stage in self.failed_stages:
+                raise StageUnavailable(self.failed_stages[stage])
         if self.in_flight >= self._max_requests:
             raise Overloaded(self._max_requests, RETRY_AFTER_S)
         request = Request(
@@ -234,18 +234,18 @@ class Orchestrator:
 
     def worker_lost(self, address: Address, generation: int, exit: WorkerExit) -> None:
         for request in list(self._requests.values()):
-            if address in request.placement.values():
+            if address in request.placement.values() and not _is_past(request, address.stage):
                 self._end(request, Event.FAIL, StageCrashed(address.stage, address.replica, generation, exit))
 
     def stage_failed(self, failure: StageFailed) -> None:
         others = [r for r in self._replicas.values() if r.address.stage == failure.stage]
         if all(replica.state is ReplicaState.FAILED for replica in others):
-            self._failed[failure.stage] = failure
+            self.failed_stages[failure.stage] = failure
             for request in list(self._queued):
                 if failure.stage in request.route.stages:
                     self._end(request, Event.FAIL, StageUnavailable(failure))
 
-    def heard(self, address: Address, message: FromWorker) -> None:
+    def heard(self, address: Address, message: Finished | Refused) -> None:
         match message:
             case Finished(number, stats):
                 if request := self._requests.get(number):
@@ -254,8 +254,6 @@ class Orchestrator:
             case Refused(number, text, param, code):
                 if request := self._requests.get(number):
                     self._end(request, Event.FAIL, InvalidRequest(text, param=param, code=code))
-            case _:
-                raise TypeError(f"{address} sent {message!r}")
 
     def received(self, address: Address, data: memoryview) -> None:
         """Takes one private copy. Raises ringbuf.RingError where the bytes make no sense."""
@@ -310,3 +308,9 @@ def _require_portable(params: Mapping[str, Mapping[str, Any]]) -> None:
             raise InvalidRequest(f"parameters of stage {stage!r} that cannot be sent: {error}") from error
         if size > PARAMS_BYTES:
             raise InvalidRequest(f"parameters of stage {stage!r} take {size} bytes; the limit is {PARAMS_BYTES}")
+
+
+def _is_past(request: Request, stage: str) -> bool:
+    """Whether nothing of a stage's work for the request can be missing: it and all whom it feeds have finished."""
+    below = set(request.route.targets[stage]) - {CLIENT}
+    return stage not in request.open_outputs and {stage, *below} <= set(request.stats)

@@ -13,6 +13,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from omni_actors.errors import RequestError
+from omni_actors.serve.arrivals import Arrival, Arrivals
 from omni_actors.serve.chat import chat
 from omni_actors.serve.door import Door
 from omni_actors.serve.problems import Problem, as_problem
@@ -23,6 +24,8 @@ from omni_actors.serve.transcription import transcription
 from omni_actors.system import OmniSystem
 
 LOADING_RETRY_S = 1
+HELD_BODIES = 4
+"""The bodies that are read or wait to be decoded may together be so many times as large as one may be."""
 
 WORK = {
     "/v1/chat/completions": chat,
@@ -35,11 +38,16 @@ WORK = {
 def build(system: OmniSystem, *, api_key: str | None, max_body_bytes: int, has_loaded: Callable[[], bool]) -> Door:
     """The whole ASGI app. has_loaded: whether all stages have been ready once; until then there is no work."""
 
-    def refuse(path: str) -> Problem | None:
-        if path in WORK and not has_loaded():
+    max_requests = system.pipeline.limits.max_requests
+    arrivals = Arrivals(lambda: system.in_flight, max_requests=max_requests, max_bytes=HELD_BODIES * max_body_bytes)
+
+    def admit(path: str) -> Arrival | None:
+        if path not in WORK:
+            return None
+        if not has_loaded():
             message = "the model is loading; see /health"
-            return Problem(503, message, type="server_error", code="loading", retry_after_s=LOADING_RETRY_S)
-        return None
+            raise Problem(503, message, type="server_error", code="loading", retry_after_s=LOADING_RETRY_S)
+        return arrivals.admit()
 
     readable = {"/health": health, "/metrics": metrics, "/v1/models": models}
     routes = [Route(path, handler, methods=["POST"]) for path, handler in WORK.items()]
@@ -64,7 +72,7 @@ def build(system: OmniSystem, *, api_key: str | None, max_body_bytes: int, has_l
         max_body_bytes=max_body_bytes,
         public={"/health"},
         routes={*WORK, *readable},
-        refuse=refuse,
+        admit=admit,
     )
 
 
@@ -77,12 +85,16 @@ def _http_problem(request: Request, error: Exception) -> Response:
 
 
 async def health(request: Request) -> Response:
-    """200 while every stage serves, else 503; the body says how each replica is."""
+    """200 while every stage serves, else 503; the body says how each replica is.
+
+    Everybody may read it: of what failed it gives the reason, not what the worker wrote before.
+    """
     system: OmniSystem = request.app.state.system
     now = system.health()
     states = [replica.state for stage in now.stages.values() for replica in stage]
     status = "ready" if now.ready else next((s for s in ("failed", "restarting", "loading") if s in states), "loading")
-    body = {"status": status, "model": system.pipeline.name, **msgspec.to_builtins(now)}
+    error = system.dead_error.reason if system.dead_error else None
+    body = {"status": status, "model": system.pipeline.name, **msgspec.to_builtins(now), "error": error}
     return Json(body, 200 if now.ready else 503)
 
 

@@ -3,7 +3,8 @@
 Rules
 1. Inside, sound is float32, mono, full scale ±1; outside, samples are int16, little-endian.
 2. Headerless PCM is at ``PCM_RATE``, as OpenAI's API has it; a WAV is at the pipeline's own rate.
-3. A file's size says little about its sound's (a FLAC of silence): decoding counts samples and stops at the limit.
+3. A file's size says little about its sound's (a FLAC of silence), and its header may lie: decoding counts samples,
+   grows one array as they come, and stops at the limit. Few files are decoded at a time.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import soundfile
 import soxr
+import trio
 
 from omni_actors.generation import AudioChunk
 from omni_actors.serve.problems import Problem, invalid
@@ -28,11 +30,19 @@ MAX_AUDIO_S = 600
 MAX_SAMPLES = MAX_AUDIO_S * 48000
 """Of all the sound in one request."""
 _BLOCK = 1 << 18
+_DECODERS = trio.CapacityLimiter(2)
+"""A decoder may hold a request's whole sound, also after its client has left: trio's own 40 threads are too many."""
 _UNKNOWN = 0xFFFFFFFF
 
 
-def decode(files: list[tuple[bytes, str]]) -> list[AudioChunk]:
-    """Read audio files, each with the parameter that it came in. For a worker thread. Raises Problem."""
+async def decode(files: list[tuple[bytes, str]]) -> list[AudioChunk]:
+    """Read audio files, each with the parameter that it came in. Raises Problem."""
+    if not files:
+        return []
+    return await trio.to_thread.run_sync(_decode_all, files, abandon_on_cancel=True, limiter=_DECODERS)
+
+
+def _decode_all(files: list[tuple[bytes, str]]) -> list[AudioChunk]:
     clips: list[AudioChunk] = []
     left = MAX_SAMPLES
     for data, param in files:
@@ -45,21 +55,22 @@ def decode(files: list[tuple[bytes, str]]) -> list[AudioChunk]:
 def _decode(data: bytes, param: str, limit: int) -> AudioChunk:
     try:
         with soundfile.SoundFile(io.BytesIO(data)) as file:
-            blocks, total = [], 0
+            samples, total = np.empty(0, np.float32), 0
             limit = min(limit, MAX_AUDIO_S * file.samplerate)
             # The first look costs one block, however many channels the file claims.
             for block in file.blocks(max(1, _BLOCK // file.channels), dtype="float32", always_2d=True):
-                total += len(block)
+                begin, total = total, total + len(block)
                 if total > limit:
                     raise _too_long(param)
-                blocks.append(block.mean(axis=1, dtype=np.float32))
+                samples.resize(total, refcheck=False)  # in place: nothing else refers to it
+                block.mean(axis=1, dtype=np.float32, out=samples[begin:])
             rate = file.samplerate
     except soundfile.LibsndfileError as error:
         message = f"{param}: this is not audio that can be read: {error.error_string}"
         raise invalid(message, param, "invalid_audio") from error
     if not total:
         raise invalid(f"{param}: there is no sound in it", param, "invalid_audio")
-    return AudioChunk(np.concatenate(blocks), rate)
+    return AudioChunk(samples, rate)
 
 
 def _too_long(param: str) -> Problem:

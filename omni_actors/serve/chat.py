@@ -3,6 +3,7 @@
 Rules
 1. The text of a spoken answer is its transcript: then ``content`` is null, as in OpenAI's API.
 2. An answer's sound is not kept: it expires when it is made.
+3. What a request brought is not kept either: when its answer begins, nothing here refers to its body or its sound.
 """
 
 from __future__ import annotations
@@ -12,30 +13,34 @@ import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import trio
 from starlette.requests import Request
 from starlette.responses import Response
 
 from omni_actors.generation import AudioChunk, Generation, Output
+from omni_actors.serve.arrivals import SCOPE_KEY
 from omni_actors.serve.audio import Encoder, decode, from_base64, to_base64, whole_file
 from omni_actors.serve.problems import invalid, renamed
 from omni_actors.serve.replies import DONE, SSE, Json, Pieces, Stream, error_event, event
-from omni_actors.serve.schemas import Chat, Message, TextPart, parse, parse_json, require_model
+from omni_actors.serve.schemas import Chat, Message, TextPart, parse, read_json, require_model
 from omni_actors.system import OmniSystem
-
-_NAMES = {"audio": "messages"}
-"""What engines call a field, and what the client does."""
 
 
 class _Answer:
-    """What of an answer the reply's shape needs, gathered from its outputs."""
+    """What of a request and of its answer's outputs the reply's shape needs.
+
+    names: what engines call a field, and what this client does.
+    """
 
     def __init__(self, body: Chat) -> None:
         now = int(time.time())
         self.id, self.created, self.model = f"chatcmpl-{uuid.uuid4().hex}", now, body.model
         self.audio_id = f"audio_{uuid.uuid4().hex}"
-        self.speaks = "audio" in body.modalities
-        self.encoder = Encoder("wav" if body.audio.format == "wav" else "pcm")
+        self.speaks, self.format = "audio" in body.modalities, body.audio.format
+        self.streams, self.include_usage = body.stream, body.stream_options.include_usage
+        self.names = {"audio": "messages"}
+        if body.max_completion_tokens is not None:
+            self.names["max_tokens"] = "max_completion_tokens"
+        self.encoder = Encoder("wav" if self.format == "wav" else "pcm")
         self.finish_reason = "stop"
         self.usage: dict[str, int] | None = None
 
@@ -69,25 +74,31 @@ class _Answer:
 
 async def chat(request: Request) -> Response:
     """Answer a conversation, whole or as server-sent events."""
+    answer, generation = await _begin(request)
+    with renamed(answer.names):
+        if answer.streams:
+            return await Stream(generation, _events(answer, generation), SSE, error_event).begun()
+        return await _whole(answer, generation)
+
+
+async def _begin(request: Request) -> tuple[_Answer, Generation]:
     system: OmniSystem = request.app.state.system
-    body, params = parse(parse_json(await request.body()), Chat)
+    body, params = parse(await read_json(request), Chat)
     require_model(body.model, system.pipeline.name)
+    answer = _Answer(body)
     messages, files = _conversation(body.messages)
-    clips = await trio.to_thread.run_sync(decode, files, abandon_on_cancel=True) if files else []
-    with renamed(_NAMES):
+    clips = await decode(files)
+    request.scope[SCOPE_KEY].leave()
+    with renamed(answer.names):
         generation = system.generate(
             messages,
             multi_modal_data={"audio": clips},
-            modalities=("text", "audio") if "audio" in body.modalities else ("text",),
+            modalities=("text", "audio") if answer.speaks else ("text",),
             max_tokens=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
             stop=[body.stop] if isinstance(body.stop, str) else body.stop,
             **params,
         )
-        answer = _Answer(body)
-        if body.stream:
-            pieces = _events(answer, generation, include_usage=body.stream_options.include_usage)
-            return await Stream(generation, pieces, SSE, error_event).begun()
-        return await _whole(answer, generation, body.audio.format)
+    return answer, generation
 
 
 def _conversation(messages: Sequence[Message]) -> tuple[list[dict[str, Any]], list[tuple[bytes, str]]]:
@@ -113,7 +124,7 @@ def _conversation(messages: Sequence[Message]) -> tuple[list[dict[str, Any]], li
     return conversation, files
 
 
-async def _whole(answer: _Answer, generation: Generation, format: str) -> Response:
+async def _whole(answer: _Answer, generation: Generation) -> Response:
     texts: list[str] = []
     sounds: list[bytes] = []
     try:
@@ -129,7 +140,7 @@ async def _whole(answer: _Answer, generation: Generation, format: str) -> Respon
         message["content"] = None
         message["audio"] = {
             "id": answer.audio_id,
-            "data": to_base64(whole_file([*sounds, answer.encoder.finish()], format)),
+            "data": to_base64(whole_file([*sounds, answer.encoder.finish()], answer.format)),
             "transcript": text,
             "expires_at": answer.created,
         }
@@ -137,7 +148,7 @@ async def _whole(answer: _Answer, generation: Generation, format: str) -> Respon
     return Json(answer.envelope("chat.completion", [choice], answer.usage))
 
 
-async def _events(answer: _Answer, generation: Generation, *, include_usage: bool) -> Pieces:
+async def _events(answer: _Answer, generation: Generation) -> Pieces:
     def chunk(delta: Mapping[str, Any], finish_reason: str | None = None) -> bytes:
         choice = {"index": 0, "delta": delta, "finish_reason": finish_reason, "logprobs": None}
         return event(answer.envelope("chat.completion.chunk", [choice], None))
@@ -160,6 +171,6 @@ async def _events(answer: _Answer, generation: Generation, *, include_usage: boo
     if answer.speaks:
         yield sound_chunk(expires_at=answer.created)
     yield chunk({}, answer.finish_reason)
-    if include_usage:
+    if answer.include_usage:
         yield event(answer.envelope("chat.completion.chunk", [], answer.usage))
     yield DONE

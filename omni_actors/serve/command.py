@@ -1,11 +1,12 @@
 """The command line of the server: ``omni-actors serve`` and ``python -m omni_actors.serve``.
 
 Exit codes: 0 stopped by a signal, 1 it could not go on (an address that is taken, a stage that does not load), 2 a
-configuration that cannot work.
+configuration that cannot work, or an API key that is empty.
 """
 
 from __future__ import annotations
 
+import os
 from functools import partial
 
 import click
@@ -13,6 +14,14 @@ import trio
 
 from omni_actors import config as configuration
 from omni_actors.errors import ConfigError, OmniError
+from omni_actors.serve.defaults import DRAIN_S, HOST, MAX_BODY_BYTES, PORT
+
+API_KEY_VARIABLE = "OMNI_ACTORS_API_KEY"
+
+override_option = click.option(
+    "-s", "--set", "assignments", multiple=True, metavar="PATH=VALUE", help="Override a value: stages.llm.threads=2"
+)
+"""For every command that reads a pipeline; ``config.parse_overrides`` understands it."""
 
 
 class BadConfig(click.ClickException):
@@ -21,16 +30,31 @@ class BadConfig(click.ClickException):
     exit_code = 2
 
 
+def _require_words(context: click.Context, option: click.Parameter, given: str | None) -> str | None:
+    """A key that is meant to be there and is empty must not open the server to everybody."""
+    # click takes a variable that is empty for one that is not set.
+    if not (os.environ.get(API_KEY_VARIABLE, "unset") if given is None else given).strip():
+        message = f"the key is empty; to serve everybody, leave out --api-key and unset {API_KEY_VARIABLE}"
+        raise click.BadParameter(message)
+    return given
+
+
 @click.command()
 @click.argument("config")
-@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
-@click.option("--port", default=8091, show_default=True, type=click.IntRange(0, 65535), help="0: one that is free.")
-@click.option("--api-key", envvar="OMNI_ACTORS_API_KEY", show_envvar=True, help="What a client must send.")
-@click.option("--max-body-bytes", default=32 * 1024 * 1024, show_default=True, type=click.IntRange(min=1))
+@click.option("--host", default=HOST, show_default=True, help="Address to listen on.")
+@click.option("--port", default=PORT, show_default=True, type=click.IntRange(0, 65535), help="0: one that is free.")
 @click.option(
-    "--drain-s", default=5.0, show_default=True, type=click.FloatRange(min=0), help="Time for what is under way."
+    "--api-key",
+    envvar=API_KEY_VARIABLE,
+    show_envvar=True,
+    callback=_require_words,
+    help="What a client must send; without one, everybody is served.",
 )
-@click.option("-s", "--set", "assignments", multiple=True, metavar="PATH=VALUE", help="Such as stages.llm.threads=2")
+@click.option("--max-body-bytes", default=MAX_BODY_BYTES, show_default=True, type=click.IntRange(min=1))
+@click.option(
+    "--drain-s", default=DRAIN_S, show_default=True, type=click.FloatRange(min=0), help="Time for what is under way."
+)
+@override_option
 def serve_command(
     config: str,
     host: str,
@@ -49,7 +73,7 @@ def serve_command(
             config,
             host=host,
             port=port,
-            api_key=api_key or None,
+            api_key=api_key,
             max_body_bytes=max_body_bytes,
             overrides=configuration.parse_overrides(assignments),
             drain_s=drain_s,

@@ -2,8 +2,9 @@
 
 Rules
 1. Who may not enter is told so from the head of the request alone.
-2. A body is read whole, and counted while it comes, before its handler starts. One that is refused is read on for a
-   while and thrown away, since a client that is still sending does not see the answer.
+2. A body is read whole, and counted while it comes, before its handler starts; where no handler reads it, it is not
+   kept. One that is refused is read on for a while and thrown away, since a client that is still sending does not see
+   the answer. Nothing here holds on to a body that its handler has taken.
 3. While a handler runs, only the door listens to the client. One that leaves cancels the handler, unless its answer is
    complete: then "disconnect" only means that the exchange is over, and the server is still at work on its end.
 """
@@ -17,6 +18,7 @@ import trio
 from prometheus_client import CollectorRegistry, Counter
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from omni_actors.serve.arrivals import SCOPE_KEY, Arrival
 from omni_actors.serve.problems import Problem
 
 BODY_S = 60.0
@@ -32,7 +34,8 @@ class Door:
     """An ASGI app around another.
 
     api_key: None lets everyone in. public: paths that need no key. routes: the paths that are counted by name.
-    refuse: a Problem for a path that cannot be served now.
+    admit: called with a request's path; gives None where no handler reads a body. Raises Problem where there is no
+    service now.
     """
 
     def __init__(
@@ -44,10 +47,10 @@ class Door:
         max_body_bytes: int,
         public: Collection[str],
         routes: Collection[str],
-        refuse: Callable[[str], Problem | None],
+        admit: Callable[[str], Arrival | None],
     ) -> None:
         self._app, self._key, self._max_body_bytes = app, api_key, max_body_bytes
-        self._public, self._routes, self._refuse = public, routes, refuse
+        self._public, self._routes, self._admit = public, routes, admit
         self._answers = Counter("omni_http_answers", "HTTP answers begun", ["path", "status"], registry=registry)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -62,59 +65,79 @@ class Door:
                 self._answers.labels(counted_as, str(message["status"])).inc()
             await send(message)
 
+        incoming = _Incoming(receive)
+        arrival: Arrival | None = None
+        app, unread = self._app, [b""]
         try:
-            problem = self._forbidden(scope) or self._refuse(path)
-            body = await self._read(receive, 0 if problem else self._max_body_bytes)
-            if body is None:
-                problem = problem or Problem(
-                    413, f"the body is larger than {self._max_body_bytes} bytes", code="body_too_large"
-                )
+            try:
+                self._require_key(scope)
+                arrival = scope[SCOPE_KEY] = self._admit(path)
+                unread = [await self._read(incoming, arrival)]
+            except Problem as problem:
+                if arrival is not None:
+                    arrival.leave()
+                app = problem.response()
+                await incoming.discard()
+            await _listening(app, scope, unread, receive, counting_send)
         except _Gone:
             return
-        except trio.TooSlowError:
-            body, problem = None, Problem(408, f"the body did not come within {BODY_S:g} s", code="body_too_slow")
-        app = problem.response() if problem else self._app
-        await _listening(app, scope, body or b"", receive, counting_send)
+        finally:
+            if arrival is not None:
+                arrival.leave()
 
-    def _forbidden(self, scope: Scope) -> Problem | None:
+    def _require_key(self, scope: Scope) -> None:
+        """Raises Problem 401."""
         if self._key is None or scope["path"] in self._public:
-            return None
+            return
         given = next((value for name, value in scope["headers"] if name.lower() == b"authorization"), b"")
         scheme, _, token = given.partition(b" ")
         # Bytes of any length, compared in constant time.
         if scheme.lower() == b"bearer" and hmac.compare_digest(token.strip(), self._key.encode()):
-            return None
+            return
         message = "a valid API key is needed: send it as 'Authorization: Bearer KEY'"
-        return Problem(401, message, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
+        raise Problem(401, message, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
 
-    async def _read(self, receive: Receive, limit: int) -> bytes | None:
-        """The body, or None where it is larger than ``limit``. Raises _Gone, TooSlowError."""
-        body, more = bytearray(), True
-        with trio.fail_after(BODY_S):
-            while more:
-                piece, more = await _next_piece(receive)
-                body += piece
-                if len(body) > limit:
-                    break
-            else:
-                return bytes(body)
-        body.clear()
+    async def _read(self, incoming: _Incoming, arrival: Arrival | None) -> bytes:
+        """The body; without an arrival it is counted and not kept. Raises Problem, _Gone."""
+        body, size = bytearray(), 0
+        with trio.move_on_after(BODY_S):
+            while incoming.more:
+                piece = await incoming.next()
+                size += len(piece)
+                if size > self._max_body_bytes:
+                    message = f"the body is larger than {self._max_body_bytes} bytes"
+                    raise Problem(413, message, code="body_too_large")
+                if arrival is not None:
+                    arrival.hold(len(piece))
+                    body += piece
+            return bytes(body)
+        raise Problem(408, f"the body did not come within {BODY_S:g} s", code="body_too_slow")
+
+
+class _Incoming:
+    """A request's body, as it comes. more: whether there is some yet."""
+
+    def __init__(self, receive: Receive) -> None:
+        self._receive, self.more = receive, True
+
+    async def next(self) -> bytes:
+        """Raises _Gone."""
+        message = await self._receive()
+        if message["type"] == "http.disconnect":
+            raise _Gone
+        self.more = message.get("more_body", False)
+        piece: bytes = message.get("body", b"")
+        return piece
+
+    async def discard(self) -> None:
+        """Raises _Gone."""
         with trio.move_on_after(DISCARD_S):
-            while more:
-                _, more = await _next_piece(receive)
-        return None
+            while self.more:
+                await self.next()
 
 
-async def _next_piece(receive: Receive) -> tuple[bytes, bool]:
-    message = await receive()
-    if message["type"] == "http.disconnect":
-        raise _Gone
-    return message.get("body", b""), message.get("more_body", False)
-
-
-async def _listening(app: ASGIApp, scope: Scope, body: bytes, receive: Receive, send: Send) -> None:
-    """Run ``app`` on a body that is here already, until it is done or the client leaves."""
-    unread = [body]
+async def _listening(app: ASGIApp, scope: Scope, unread: list[bytes], receive: Receive, send: Send) -> None:
+    """Run ``app`` on a body that is here already, until it is done or the client leaves. unread: the body, alone."""
     answered = False
 
     async def replay() -> Message:

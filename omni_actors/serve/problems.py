@@ -21,6 +21,7 @@ from omni_actors.errors import (
     InvalidRequest,
     OmniError,
     Overloaded,
+    SlowConsumer,
     StageCrashed,
     StageUnavailable,
 )
@@ -69,6 +70,8 @@ def as_problem(error: OmniError) -> Problem:
             return invalid(text, param, code)
         case Overloaded(retry_after_s=seconds):
             return Problem(429, text, type="rate_limit_error", code="overloaded", retry_after_s=seconds)
+        case SlowConsumer():
+            return invalid(text, code="slow_consumer")
         case StageUnavailable():
             return Problem(503, text, type="server_error", code="stage_unavailable", retry_after_s=UNAVAILABLE_RETRY_S)
         case StageCrashed():
@@ -89,7 +92,9 @@ def renamed(names: Mapping[str, str]) -> Iterator[None]:
     except InvalidRequest as error:
         if error.param is None or error.param not in names:
             raise
-        raise invalid(error.message, names[error.param], error.code) from error
+        theirs, ours = error.param, names[error.param]
+        message = error.message.replace(f"{theirs}:", f"{ours}:").replace(repr(theirs), repr(ours))
+        raise invalid(message, ours, error.code) from error
 
 
 def from_validation(error: msgspec.ValidationError, accepted_at: Callable[[str], Sequence[Any]]) -> Problem:

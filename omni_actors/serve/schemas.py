@@ -16,9 +16,13 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 from msgspec import Meta, field
 from msgspec.inspect import ListType, LiteralType, StructType, Type, UnionType
+from starlette.requests import Request
 
 from omni_actors.serve.problems import Problem, from_validation, invalid, unsupported
 from omni_actors.system import OmniSystem
+
+MAX_SPEECH_CHARACTERS = 4096
+"""OpenAI's own limit."""
 
 Text = Annotated[str, Meta(min_length=1)]
 
@@ -99,10 +103,14 @@ class Chat(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Speech(msgspec.Struct, frozen=True, kw_only=True):
-    """The body of /v1/audio/speech. voice: as in ``AudioFormat``."""
+    """The body of /v1/audio/speech.
+
+    voice: any is accepted, also one that nobody knows, and none has an effect: a pipeline speaks with the voice it has,
+    and OpenAI's clients must send one.
+    """
 
     model: str
-    input: str
+    input: Annotated[str, Meta(max_length=MAX_SPEECH_CHARACTERS)]
     voice: Any = None
     response_format: Literal["wav", "pcm"] = "wav"
     stream_format: Literal["audio"] = "audio"
@@ -123,8 +131,9 @@ _OURS = {name for call in (OmniSystem.generate, OmniSystem.submit) for name in i
 """Arguments beside the engines' parameters: a client's field of that name is not one."""
 
 
-def parse_json(body: bytes) -> dict[str, Any]:
-    """An object, without its nulls. Raises Problem."""
+async def read_json(request: Request) -> dict[str, Any]:
+    """The body's object, without its nulls. The body itself is not kept. Raises Problem."""
+    body = b"".join([piece async for piece in request.stream()])
     try:
         fields = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:

@@ -17,7 +17,7 @@ import signal
 import socket
 import stat
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -30,13 +30,12 @@ from omni_actors import config as configuration
 from omni_actors.config import Pipeline
 from omni_actors.errors import OmniError, StageFailed
 from omni_actors.serve.app import build
+from omni_actors.serve.defaults import DRAIN_S, HOST, MAX_BODY_BYTES, PORT
 from omni_actors.system import Health, OmniSystem
 
 if TYPE_CHECKING:
     from hypercorn.typing import Framework
 
-MAX_BODY_BYTES = 32 * 1024 * 1024
-DRAIN_S = 5.0
 CUT_S = 0.5
 """After the drain: connections to clients that do not even read are shut then."""
 SAME_SIGNAL_S = 0.25
@@ -55,8 +54,8 @@ class CannotListen(OmniError):
 async def serve(
     config: str | Path | Pipeline = "voice",
     *,
-    host: str = "127.0.0.1",
-    port: int = 8091,
+    host: str = HOST,
+    port: int = PORT,
     api_key: str | None = None,
     max_body_bytes: int = MAX_BODY_BYTES,
     overrides: Mapping[str, Any] | None = None,
@@ -65,9 +64,12 @@ async def serve(
 ) -> None:
     """Serve a pipeline until SIGINT or SIGTERM; then every process is reaped. port 0: one that is free.
 
-    announce: called with one line when the server listens and one when it is ready.
-    Raises ConfigError, CannotListen, StageFailed (a stage that cannot load).
+    api_key: what a client must send; None serves everybody. announce: called with one line when the server listens and
+    one when it is ready.
+    Raises ValueError (an empty key), ConfigError, CannotListen, StageFailed (a stage that cannot load).
     """
+    if api_key is not None and not api_key.strip():
+        raise ValueError("an empty API key: None serves everybody")
     pipeline = configuration.load(config, overrides)
     failure: OmniError | None = None
     async with trio.open_nursery() as nursery:
@@ -156,9 +158,7 @@ class _Server:
         """hypercorn's sends cannot be cancelled: one to a client that does not read would hold the server up."""
         await self._stop.wait()
         await trio.sleep(self._drain_s + CUT_S)
-        for connection in _connections(self._port):
-            with connection:
-                connection.shutdown(socket.SHUT_RDWR)
+        _cut_connections(self._port)
 
 
 def _log_exits(health: Health, known: dict[tuple[str, int], str | None]) -> None:
@@ -192,6 +192,13 @@ def _listening_socket(host: str, port: int) -> Iterator[socket.socket]:
         except OSError as error:
             raise CannotListen(host, port, os.strerror(error.errno or 0)) from error
         yield listener
+
+
+def _cut_connections(port: int) -> None:
+    for connection in _connections(port):
+        # One that its peer has reset is no longer connected (ENOTCONN): that is as good.
+        with connection, suppress(OSError):
+            connection.shutdown(socket.SHUT_RDWR)
 
 
 def _connections(port: int) -> Iterator[socket.socket]:

@@ -6,10 +6,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from omni_actors.generation import AudioChunk, Generation
+from omni_actors.serve.arrivals import SCOPE_KEY
 from omni_actors.serve.audio import Encoder
 from omni_actors.serve.problems import invalid, renamed
 from omni_actors.serve.replies import Pieces, Stream
-from omni_actors.serve.schemas import Speech, parse, parse_json, require_model
+from omni_actors.serve.schemas import Speech, parse, read_json, require_model
 from omni_actors.system import OmniSystem
 
 _MEDIA_TYPES = {"wav": "audio/wav", "pcm": "audio/pcm"}
@@ -19,10 +20,11 @@ _NAMES = {"script": "input", "text": "input"}
 async def speech(request: Request) -> Response:
     """Speak a text."""
     system: OmniSystem = request.app.state.system
-    body, params = parse(parse_json(await request.body()), Speech)
+    body, params = parse(await read_json(request), Speech)
     require_model(body.model, system.pipeline.name)
     if not body.input.strip():
         raise invalid("input: there is no text to speak", "input", "empty")
+    request.scope[SCOPE_KEY].leave()
     with renamed(_NAMES):
         generation = system.generate(script=body.input, modalities=("audio",), **params)
         pieces = _sound(generation, Encoder(body.response_format))

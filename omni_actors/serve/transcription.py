@@ -1,16 +1,16 @@
-"""POST /v1/audio/transcriptions: an audio file, as text."""
+"""POST /v1/audio/transcriptions: an audio file, as text. Once its answer begins, nothing here refers to its sound."""
 
 from __future__ import annotations
 
 import math
 from typing import Any
 
-import trio
 from starlette.datastructures import UploadFile
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
-from omni_actors.generation import AudioChunk, Generation
+from omni_actors.generation import Generation
+from omni_actors.serve.arrivals import SCOPE_KEY
 from omni_actors.serve.audio import decode
 from omni_actors.serve.problems import invalid, renamed
 from omni_actors.serve.replies import SSE, Json, Pieces, Stream, error_event, event
@@ -23,6 +23,15 @@ _MAX_FIELDS = 32
 
 async def transcription(request: Request) -> Response:
     """Write down what is said in a file."""
+    with renamed(_NAMES):
+        body, seconds, generation = await _begin(request)
+        if body.stream:
+            return await Stream(generation, _events(generation), SSE, error_event).begun()
+        return await _whole(generation, seconds, body.response_format)
+
+
+async def _begin(request: Request) -> tuple[Transcription, float, Generation]:
+    """The fields, the sound's duration, and its answer."""
     system: OmniSystem = request.app.state.system
     data, fields = await _form(request)
     body, params = parse(fields, Transcription, strict=False)
@@ -30,12 +39,10 @@ async def transcription(request: Request) -> Response:
     if data is None:
         message = "missing required parameter 'file', an audio file in a multipart form"
         raise invalid(message, "file", "missing_required_parameter")
-    clips = await trio.to_thread.run_sync(decode, [(data, "file")], abandon_on_cancel=True)
-    with renamed(_NAMES):
-        generation = system.generate(multi_modal_data={"audio": clips}, modalities=("transcript",), **params)
-        if body.stream:
-            return await Stream(generation, _events(generation), SSE, error_event).begun()
-        return await _whole(generation, clips[0], body.response_format)
+    [clip] = await decode([(data, "file")])
+    request.scope[SCOPE_KEY].leave()
+    generation = system.generate(multi_modal_data={"audio": clip}, modalities=("transcript",), **params)
+    return body, clip.duration_s, generation
 
 
 async def _form(request: Request) -> tuple[bytes | None, dict[str, Any]]:
@@ -52,7 +59,7 @@ async def _form(request: Request) -> tuple[bytes | None, dict[str, Any]]:
     return data, fields
 
 
-async def _whole(generation: Generation, clip: AudioChunk, format: str) -> Response:
+async def _whole(generation: Generation, seconds: float, format: str) -> Response:
     try:
         texts = [output.delta async for output in generation if isinstance(output.delta, str)]
     finally:
@@ -60,7 +67,7 @@ async def _whole(generation: Generation, clip: AudioChunk, format: str) -> Respo
     text = "".join(texts).strip()
     if format == "text":
         return PlainTextResponse(text + "\n")
-    return Json({"text": text, "usage": {"type": "duration", "seconds": math.ceil(clip.duration_s)}})
+    return Json({"text": text, "usage": {"type": "duration", "seconds": math.ceil(seconds)}})
 
 
 async def _events(generation: Generation) -> Pieces:

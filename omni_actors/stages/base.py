@@ -10,8 +10,8 @@ Rules
    longer stops the worker with ``FrameBorrowed``, because its bytes would change under the engine.
 3. Each request ends exactly once: by a ``StageOutput`` with ``last=True``, by a ``StageFailure``, or by ``abort``.
    After that the engine holds nothing of it, and neither names it again.
-4. An engine that raises ``InvalidRequest`` from ``start`` or ``feed`` refuses that one request and stays in service.
-   Any other exception ends the worker: the supervisor restarts it and the cause is reported.
+4. An engine that raises ``InvalidRequest`` from ``start`` or ``feed`` has refused and forgotten that one request and
+   stays in service. Any other exception ends the worker: the supervisor restarts it and the cause is reported.
 5. Engines import no layer of omni_actors but this module; heavy libraries are imported in the worker only.
 """
 
@@ -95,7 +95,9 @@ class Chunk(msgspec.Struct, frozen=True):
 class StageOutput(msgspec.Struct, frozen=True):
     """A piece of a request's output: for the stages below and, where this stage's output was asked for, the client.
 
-    ``tensors`` are copied once, into the ring, after ``step`` returns: do not write to them after that call.
+    For a client, ``data["text"]`` (str) is text, and ``tensors["audio"]`` (float32 (n,), mono) is sound, which needs
+    ``data["sample_rate"]`` (Hz). ``tensors`` are copied once, into the ring, after ``step`` returns: do not write to
+    them after that call.
     """
 
     request_id: RequestId

@@ -15,6 +15,7 @@ from omni_actors.stages.base import NoOptions, NoParams
 
 Positive = Annotated[int, Meta(ge=1)]
 Seconds = Annotated[float, Meta(ge=0)]
+StopString = Annotated[str, Meta(min_length=1, max_length=256)]
 
 
 class EngineSpec(msgspec.Struct, frozen=True):
@@ -25,8 +26,8 @@ class EngineSpec(msgspec.Struct, frozen=True):
     params: type[msgspec.Struct] | None = NoParams
     """None: the engine validates its own, in the worker."""
     needs_model: bool = True
-    extra: str | None = None
-    """The extra of omni-actors that brings the engine's libraries."""
+    libraries: tuple[str, ...] = ()
+    """What the engine imports that a plain install lacks; the extra ``voice`` brings all of it."""
 
 
 class EchoOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -66,7 +67,8 @@ class LLMParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     top_k: Annotated[int, Meta(ge=0)] = 0
     """0 means no limit."""
     seed: int | None = None
-    stop: tuple[str, ...] = ()
+    stop: Annotated[tuple[StopString, ...], Meta(max_length=16)] = ()
+    """Each new piece of text is compared with all of them."""
 
 
 class WhisperOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -97,12 +99,14 @@ class VocoderParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 ENGINES: dict[str, EngineSpec] = {
     "echo": EngineSpec("omni_actors.stages.echo:EchoEngine", EchoOptions, needs_model=False),
-    "llm": EngineSpec("omni_actors.stages.llm:open_engine", LLMOptions, LLMParams, extra="voice"),
-    "whisper": EngineSpec("omni_actors.stages.whisper:WhisperEngine", WhisperOptions, WhisperParams, extra="voice"),
+    "llm": EngineSpec("omni_actors.stages.llm:open_engine", LLMOptions, LLMParams, libraries=("torch", "transformers")),
+    "whisper": EngineSpec(
+        "omni_actors.stages.whisper:WhisperEngine", WhisperOptions, WhisperParams, libraries=("faster_whisper",)
+    ),
     "hibari_acoustic": EngineSpec(
-        "omni_actors.stages.hibari:AcousticEngine", AcousticOptions, AcousticParams, extra="voice"
+        "omni_actors.stages.hibari:AcousticEngine", AcousticOptions, AcousticParams, libraries=("hibari", "onnxruntime")
     ),
     "hibari_vocoder": EngineSpec(
-        "omni_actors.stages.hibari:VocoderEngine", NoOptions, VocoderParams, needs_model=False, extra="voice"
+        "omni_actors.stages.hibari:VocoderEngine", NoOptions, VocoderParams, needs_model=False, libraries=("scipy",)
     ),
 }

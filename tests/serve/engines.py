@@ -1,11 +1,13 @@
 """A mouth and an ear without models, for pipelines that are shaped as speech is. Workers import this module by name.
 
 Speaker: each word of ``text`` is a chunk of ``WORD_S`` seconds at ``RATE`` Hz, all ``LEVEL``, and takes ``step_s``.
+"unspeakable" is refused, and "deadly" ends the worker, which has something to say about it.
 Ear: a recording's transcript is its length and its rate, in words.
 """
 
 from __future__ import annotations
 
+import os
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -69,6 +71,9 @@ class Speaker(_Engine):
         for word in chunk.data.get("text", "").split():
             if word == "unspeakable":
                 raise InvalidRequest("there is no way to say that", param="script")
+            if word == "deadly":
+                os.write(2, b"words of the worker\n")
+                os._exit(3)
             yield {"audio": np.full(round(RATE * WORD_S), LEVEL, np.float32)}, {"sample_rate": RATE}
 
 

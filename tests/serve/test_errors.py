@@ -15,6 +15,19 @@ import openai
 import pytest
 import soundfile
 
+from omni_actors.errors import (
+    Aborted,
+    DeadlineExceeded,
+    InvalidRequest,
+    Overloaded,
+    SlowConsumer,
+    StageCrashed,
+    StageFailed,
+    StageUnavailable,
+    WorkerExit,
+)
+from omni_actors.serve.problems import Problem, as_problem, renamed
+
 CHAT, SPEECH, TRANSCRIPTIONS = "/v1/chat/completions", "/v1/audio/speech", "/v1/audio/transcriptions"
 
 
@@ -56,10 +69,13 @@ BODIES: list[tuple[str, dict[str, Any], int, str | None, str]] = [
     (CHAT, {"deadline_s": 1000}, 400, "deadline_s", "unknown"),
     (CHAT, {"request_id": "mine"}, 400, "request_id", "unknown"),
     (CHAT, {"self": 1}, 400, "self", "unknown"),
+    (CHAT, {"max_tokens": 0}, 400, "max_tokens", "'max_tokens'"),
+    (CHAT, {"max_completion_tokens": 0}, 400, "max_completion_tokens", "'max_completion_tokens'"),
     (SPEECH, {"model": None}, 400, "model", "missing"),
     (SPEECH, {"model": "tts-1"}, 404, "model", "studio"),
     (SPEECH, {"input": None}, 400, "input", "missing"),
     (SPEECH, {"input": "  "}, 400, "input", "no text"),
+    (SPEECH, {"input": "é" * 4097}, 400, "input", "<= 4096"),
     (SPEECH, {"input": "an unspeakable word"}, 400, "input", "no way to say"),
     (SPEECH, {"response_format": "mp3"}, 400, "response_format", "'pcm', 'wav'"),
     (SPEECH, {"stream_format": "sse"}, 400, "stream_format", "'audio'"),
@@ -87,6 +103,33 @@ def refusal(answer: httpx.Response, status: int) -> dict[str, Any]:
     assert error["message"]
     assert error["type"] == ("server_error" if status >= 500 else "invalid_request_error")
     return dict(error)
+
+
+def test_a_speech_of_openais_longest_input(studio: Any) -> None:
+    body = {"model": "studio", "input": "é" * 4096}
+    assert studio.http.post(SPEECH, json=body).content.startswith(b"RIFF")
+
+
+def test_an_engines_name_for_a_field_becomes_the_clients() -> None:
+    error = InvalidRequest("max_tokens: Expected `int` >= 1; no engine takes 'max_tokens'", param="max_tokens")
+    with pytest.raises(Problem) as caught, renamed({"max_tokens": "max_completion_tokens"}):
+        raise error
+    assert caught.value.param == "max_completion_tokens"
+    words = "max_completion_tokens: Expected `int` >= 1; no engine takes 'max_completion_tokens'"
+    assert caught.value.message == words
+
+
+def test_every_error_of_a_request_has_a_status_and_a_code_of_its_own() -> None:
+    unread = as_problem(SlowConsumer(1000))
+    assert (unread.status, unread.type, unread.code) == (400, "invalid_request_error", "slow_consumer")
+    failed = StageFailed("mouth", 0, "its restarts ran out", [])
+    died = WorkerExit(1, "SIGKILL", None)
+    others = [
+        *(Aborted(), Overloaded(1, 1.0), DeadlineExceeded(1.0)),
+        *(StageUnavailable(failed), StageCrashed("mouth", 0, 0, died), InvalidRequest("no")),
+    ]
+    codes = [as_problem(error).code for error in others]
+    assert len({*codes, unread.code, "internal_error"}) == len(others) + 2
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"\xff", b"[]", b'"hello"', b"{'model': 1}"])

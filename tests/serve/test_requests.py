@@ -17,8 +17,10 @@ import pytest
 
 ENDLESS = ("-s", "stages.mind.options.fan_out=1000000", "-s", "stages.mind.options.step_s=0.01")
 SLOW_SPEECH = ("-s", "stages.mouth.options.step_s=0.01")
+Start = Callable[..., AbstractContextManager[Any]]
+
 IN_FLIGHT = "omni_requests_in_flight"
-LONG = "word " * 100_000
+LONG = "w " * 2000
 
 
 def talk(client: openai.OpenAI, **arguments: Any) -> Any:
@@ -82,6 +84,22 @@ def test_more_requests_than_fit_are_told_when_to_come_back(slow: Any) -> None:
     slow.wait_metric(IN_FLIGHT, 0)
 
 
+def test_a_request_that_still_comes_in_takes_a_place(start: Start) -> None:
+    """So what is sent at once is refused before anybody looks at its body; and leaving gives the place back."""
+    with start("-s", "limits.max_requests=1") as server:
+
+        def is_full() -> bool:
+            answer = server.http.post("/v1/chat/completions", content=b"no JSON")
+            assert answer.status_code in (400, 429)
+            return answer.status_code == 429 and int(answer.headers["retry-after"]) >= 1
+
+        assert not is_full()
+        with socket.create_connection(("127.0.0.1", server.port)) as bare:
+            bare.sendall(b"POST /v1/audio/transcriptions HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{")
+            until(is_full, "the first request to take the only place")
+        until(lambda: not is_full(), "the place to be free again")
+
+
 def test_a_deadline_ends_a_whole_answer_with_504_and_a_stream_with_an_event(slow: Any) -> None:
     slow.wait_metric(IN_FLIGHT, 0)
     with slow.openai() as client, talk(client, stream=True) as stream:
@@ -92,9 +110,6 @@ def test_a_deadline_ends_a_whole_answer_with_504_and_a_stream_with_an_event(slow
         with pytest.raises(openai.APIError, match="did not finish within 3 s"):
             for _ in stream:
                 pass
-
-
-Start = Callable[..., AbstractContextManager[Any]]
 
 
 def test_a_killed_stage_fails_its_requests_by_name_and_serves_the_next(start: Start) -> None:

@@ -147,6 +147,19 @@ def until_refused(port: int) -> None:
     raise AssertionError(f"port {port} still takes connections")
 
 
+def test_a_connection_that_its_client_reset_does_not_keep_the_others_from_being_cut() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = listener.getsockname()
+        reset, waiting = socket.create_connection(address), socket.create_connection(address)
+        with listener.accept()[0] as first, listener.accept()[0], waiting:
+            reset.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            reset.close()
+            select.select([first], [], [], 60)  # the reset is here
+            _cut_connections(address[1])
+            waiting.settimeout(60)
+            assert waiting.recv(1) == b""
+
+
 # what cannot start
 
 
@@ -175,6 +188,39 @@ def test_a_configuration_that_cannot_work(command: Command, arguments: list[str]
     assert "Traceback" not in err
 
 
+@pytest.mark.parametrize("key", ["", " "])
+@pytest.mark.parametrize("source", ["option", "variable"])
+def test_an_empty_key_does_not_open_the_server(
+    command: Command, monkeypatch: pytest.MonkeyPatch, key: str, source: str
+) -> None:
+    if source == "variable":
+        monkeypatch.setenv("OMNI_ACTORS_API_KEY", key)
+    code, out, err = run(command, "echo", "--port", "0", *(["--api-key", key] if source == "option" else []))
+    assert (code, out) == (2, "")
+    assert "the key is empty" in err
+    assert "OMNI_ACTORS_API_KEY" in err
+
+
+async def test_an_empty_key_in_a_program_is_an_error_too() -> None:
+    with pytest.raises(ValueError, match="empty API key"):
+        await serve("echo", api_key="")
+
+
+def test_a_key_from_the_environment(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMNI_ACTORS_API_KEY", "sesame")
+    with start(ready=False) as server:
+        assert server.http.get("/v1/models").status_code == 401
+        assert server.http.get("/v1/models", headers={"authorization": "Bearer sesame"}).status_code == 200
+
+
+def test_the_command_and_the_function_have_the_same_defaults() -> None:
+    function = inspect.signature(serve).parameters
+    options = {option.name: option.default for option in serve_command.params if option.name in function}
+    shared = {"host", "port", "max_body_bytes", "drain_s"}
+    assert {name: options[name] for name in shared} == {name: function[name].default for name in shared}
+    assert override_option in (override_option,) and "assignments" in {option.name for option in serve_command.params}
+
+
 def test_an_address_that_is_taken(command: Command, taken_port: int) -> None:
     code, out, err = run(command, "echo", "--port", str(taken_port))
     assert (code, out, err) == (1, "", f"Error: cannot listen on 127.0.0.1:{taken_port}: Address already in use\n")
@@ -194,6 +240,16 @@ def test_a_stage_that_cannot_load_ends_the_server_with_its_error(command: Comman
     assert out.startswith("listening on ")
     assert "stage 'one'" in err
     assert "the weights of this model are not there" in err
+
+
+def test_health_tells_everybody_the_reason_and_not_the_workers_words(start: Start) -> None:
+    with start("-s", "stages.mouth.restart={intensity: 0}") as server:
+        answer = server.http.post("/v1/audio/speech", json={"model": "studio", "input": "a deadly word"})
+        assert answer.status_code == 500
+        until(lambda: server.http.get("/health").json()["status"] == "failed", "the stage to be given up")
+        health = server.http.get("/health")
+        assert "exited with code 3" in health.json()["error"]
+        assert "words of the worker" not in health.text
 
 
 def test_one_stage_that_dies_too_often_leaves_the_others_serving(start: Start) -> None:

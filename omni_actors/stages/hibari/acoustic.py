@@ -1,6 +1,7 @@
 """hibari's acoustic network as a stage: text to spectral features, a sentence at a time.
 
-Input, from the client or from a language model: ``data["text"]``, a whole script or a piece of one.
+Input, from the client or from a language model: ``data["text"]``, a whole script or a piece of one. A client's script
+has at most ``LONGEST_SCRIPT`` characters, as all of it comes at once; a language model's context bounds its own.
 
 Output, for sentence ``k`` of F frames (80 a second), in chunks of ``chunk_frames`` frames from frame ``start``:
 ``data``: sentence k, start, frames F and, in the sentence's first chunk, its text. ``tensors``, float32: lh, theta, ln,
@@ -29,7 +30,10 @@ from omni_actors.stages.registry import AcousticOptions, AcousticParams
 if TYPE_CHECKING:
     from hibari import Hibari
 
-__all__ = ["AcousticEngine"]
+__all__ = ["LONGEST_SCRIPT", "AcousticEngine"]
+
+LONGEST_SCRIPT = 16_384
+"""Characters: about 18 minutes of speech."""
 
 _WARM_UP = "This warms up the voice, Xylander."  # with a word that no lexicon has, so that every part of it is loaded
 
@@ -41,6 +45,8 @@ class _Request:
         self.reader = reader
         self.blank = request.sources == (CLIENT,)
         """Nobody but the client speaks here, and so far it has said nothing."""
+        self.script = 0
+        """Characters that the client has sent."""
         self.sentences: deque[str] = deque()
         self.phrases: deque[tuple[str, str]] = deque()
         """(phonemes, text): the next sentence, made ready."""
@@ -79,6 +85,12 @@ class AcousticEngine:
         if not isinstance(text, str):
             del self._requests[request_id]
             raise InvalidRequest(f"a text was expected, not {type(text).__name__}", param="input")
+        if chunk.source == CLIENT:
+            request.script += len(text)
+        if request.script > LONGEST_SCRIPT:
+            del self._requests[request_id]
+            found = f"the text has {request.script} characters or more; at most {LONGEST_SCRIPT} can be spoken"
+            raise InvalidRequest(found, param="input", code="string_above_max_length")
         request.sentences += request.reader.read(text)
         request.blank = request.blank and not text.strip()
         if chunk.last:

@@ -12,6 +12,7 @@ Rules
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -65,9 +66,12 @@ class LLMEngine:
         return bool(self._running or self._prefilling or self._waiting)
 
     def start(self, request: StageRequest) -> None:
-        params = validated(request.params, LLMParams)
-        if "" in params.stop:
-            raise InvalidRequest("a stop string is empty", param="stop")
+        try:
+            params = validated(request.params, LLMParams)
+        except InvalidRequest as error:
+            # To a user who may give one stop string without a list, "stop[0]" is no field.
+            error.param = error.param and error.param.partition("[")[0]
+            raise
         self._requests[request.request_id] = _Request(request, params)
 
     def feed(self, request_id: RequestId, chunk: Chunk) -> None:
@@ -75,11 +79,13 @@ class LLMEngine:
         try:
             if not request.prompt.feed(chunk):
                 return
-            request.unseen = request.prompt.encode(self._tokenizer, self._options.system_prompt)
-            request.answer = self._answer(request)
+            request.unseen = self._encode(request.prompt)
         except InvalidRequest:
             self.abort(request_id)
             raise
+        size = len(request.unseen)
+        limit = min(request.params.max_tokens, self._options.context - size)
+        request.answer = Answer(self._vocabulary, size, limit, request.params.stop)
         self._waiting.append(request)
 
     def abort(self, request_id: RequestId) -> None:
@@ -111,16 +117,27 @@ class LLMEngine:
         self._prefilling = None
         del self._model, self._cache
 
-    def _answer(self, request: _Request) -> Answer:
-        prompt, context = len(request.unseen), self._options.context
-        if prompt + 1 > context:
+    def _encode(self, prompt: Prompt) -> list[int]:
+        """Return the prompt's tokens, few enough for the context. Raises ``InvalidRequest``.
+
+        What cannot fit is refused before it is rendered or tokenized: both take a time that grows with it, and all the
+        other requests would wait. A message is a token at least, whatever the chat template.
+        """
+        self._refuse_beyond_context(prompt.messages, f"{prompt.messages} messages of 1 token at least")
+        text = prompt.render(self._tokenizer, self._options.system_prompt)
+        least = math.ceil(len(text) / self._vocabulary.longest)
+        self._refuse_beyond_context(least, f"{len(text)} characters, which are {least} tokens at least,")
+        tokens: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
+        self._refuse_beyond_context(len(tokens), f"{len(tokens)} tokens")
+        return tokens
+
+    def _refuse_beyond_context(self, tokens: int, found: str) -> None:
+        if tokens + 1 > self._options.context:
             raise InvalidRequest(
-                f"the prompt has {prompt} tokens and the answer needs 1 at least; the context holds {context}",
+                f"the prompt has {found} and the answer needs 1 at least; the context holds {self._options.context}",
                 param="messages",
                 code="context_length_exceeded",
             )
-        limit = min(request.params.max_tokens, context - prompt)
-        return Answer(self._vocabulary, prompt, limit, request.params.stop)
 
     def _prefill(self, request: _Request) -> list[StageOutput]:
         row, size = len(self._running), self._options.prefill_chunk

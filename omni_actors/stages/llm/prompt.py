@@ -1,4 +1,4 @@
-"""From a request's chunks to prompt tokens.
+"""From a request's chunks to the text of the prompt.
 
 Rules
 1. The user's chunk is a conversation, each part of a message a text or the number of an audio input.
@@ -66,8 +66,13 @@ class Prompt:
             self._open.discard(chunk.source)
         return not self._open
 
-    def encode(self, tokenizer: Any, system_prompt: str) -> list[int]:
-        """Return the prompt's tokens, ready for the model's answer. Raises ``InvalidRequest``."""
+    @property
+    def messages(self) -> int:
+        """How many the client has sent."""
+        return len(self._messages)
+
+    def render(self, tokenizer: Any, system_prompt: str) -> str:
+        """Return the text that the model is to go on from, with its special tokens. Raises ``InvalidRequest``."""
         conversation = self._messages or [Message("user", [AudioPart(index) for index in sorted(self._transcripts)])]
         messages = [{"role": message.role, "content": self._text(message)} for message in conversation]
         if not any(message["content"].strip() for message in messages if message["role"] != "system"):
@@ -75,11 +80,11 @@ class Prompt:
         if system_prompt and all(message["role"] != "system" for message in messages):
             messages.insert(0, {"role": "system", "content": system_prompt})
         try:
-            tokens: list[int] = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+            text: str = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
         except jinja2.TemplateError as error:
             # Some templates refuse some conversations, such as two messages of the user in a row.
             raise InvalidRequest(f"the model's chat template refuses it: {error}", param="messages") from error
-        return tokens
+        return text
 
     def _text(self, message: Message) -> str:
         if isinstance(message.content, str):

@@ -75,7 +75,6 @@ class StopFilter:
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(stops)
-        self._beginnings = {stop[:size] for stop in stops for size in range(1, len(stop))}
         self._longest = max(map(len, stops), default=1) - 1
         self._held = ""
 
@@ -87,7 +86,7 @@ class StopFilter:
         if found:
             return self._held[: min(found)[1]], True
         size = min(self._longest, len(self._held))
-        while size and self._held[-size:] not in self._beginnings:
+        while size and not self._begins_a_stop(self._held[-size:]):
             size -= 1
         cut = len(self._held) - size
         out, self._held = self._held[:cut], self._held[cut:]
@@ -98,14 +97,22 @@ class StopFilter:
         held, self._held = self._held, ""
         return held
 
+    def _begins_a_stop(self, text: str) -> bool:
+        return any(stop.startswith(text) for stop in self._stops)
+
 
 class Vocabulary:
-    """What a tokenizer's ids mean. end_tokens: the model's own, an id, several or None; the tokenizer's is added."""
+    """What a tokenizer's ids mean. end_tokens: the model's own, an id, several or None; the tokenizer's is added.
+
+    longest: characters of the longest token. A text has at least its length divided by this in tokens, unless the
+    tokenizer shortens what it reads (by normalizing it, or by one unknown token for many characters).
+    """
 
     def __init__(self, tokenizer: Any, end_tokens: int | Sequence[int] | None) -> None:
         several = [end_tokens] if isinstance(end_tokens, int) else list(end_tokens or ())
         self.end = frozenset([*several, tokenizer.eos_token_id])
         self.silent = frozenset(token for token, added in tokenizer.added_tokens_decoder.items() if added.special)
+        self.longest = max(map(len, tokenizer.get_vocab()))
         self._tokenizer = tokenizer
 
     def decode(self, tokens: Sequence[int]) -> str:

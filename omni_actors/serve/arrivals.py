@@ -1,0 +1,63 @@
+"""Who may come in. Decided on a request's head: its body and its sound cost memory before the system is asked.
+
+Rules
+1. A request that arrives (its body is read, its sound decoded) takes one of the system's ``max_requests`` places, as
+   one in flight does. It leaves for the system without a wait in between, so nobody else gets its place.
+2. The bodies of all that arrive share one budget, and count while they come: what a client declares costs nothing.
+3. Place and bytes are given back together, once: when the system takes the request over, or at its end before that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from omni_actors.errors import Overloaded
+from omni_actors.serve.problems import Problem, as_problem
+
+RETRY_S = 1.0
+SCOPE_KEY = "omni_actors.arrival"
+"""Where in its ASGI scope a request's Arrival is."""
+
+
+class Arrivals:
+    """The requests that arrive now. in_flight: how many the system has. max_bytes: of their bodies, in all."""
+
+    def __init__(self, in_flight: Callable[[], int], *, max_requests: int, max_bytes: int) -> None:
+        self._in_flight, self._max_requests, self.max_bytes = in_flight, max_requests, max_bytes
+        self._present: set[Arrival] = set()
+
+    @property
+    def bytes(self) -> int:
+        return sum(arrival.bytes for arrival in self._present)
+
+    def admit(self) -> Arrival:
+        """Take a place. Raises Problem 429."""
+        if self._in_flight() + len(self._present) >= self._max_requests:
+            raise as_problem(Overloaded(self._max_requests, RETRY_S))
+        arrival = Arrival(self)
+        self._present.add(arrival)
+        return arrival
+
+    def remove(self, arrival: Arrival) -> None:
+        self._present.discard(arrival)
+
+
+class Arrival:
+    """One request that arrives. bytes: of its body, so far."""
+
+    def __init__(self, arrivals: Arrivals) -> None:
+        self._arrivals = arrivals
+        self.bytes = 0
+
+    def hold(self, size: int) -> None:
+        """Count ``size`` more bytes of its body. Raises Problem 429."""
+        if self._arrivals.bytes + size > self._arrivals.max_bytes:
+            message = (
+                f"more than {self._arrivals.max_bytes} bytes of requests are coming in; try again in {RETRY_S:g} s"
+            )
+            raise Problem(429, message, type="rate_limit_error", code="overloaded", retry_after_s=RETRY_S)
+        self.bytes += size
+
+    def leave(self) -> None:
+        """The system takes the request over, or it is over. Harmless when it has left."""
+        self._arrivals.remove(self)

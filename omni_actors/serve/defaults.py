@@ -1,0 +1,8 @@
+"""What the server does unless told otherwise: the same for its command line and for ``serve``. Imports nothing."""
+
+from __future__ import annotations
+
+HOST = "127.0.0.1"
+PORT = 8091
+MAX_BODY_BYTES = 32 * 1024 * 1024
+DRAIN_S = 5.0
