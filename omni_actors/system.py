@@ -155,7 +155,7 @@ class OmniSystem:
         route = plan(self._nodes, [kind for kind, pieces in inputs.items() if pieces], modalities)
         by_stage = self._params(route.stages, params)
         deadline_s = self.pipeline.limits.deadline_s if deadline_s is None else deadline_s
-        if not 0 < deadline_s < math.inf:
+        if not 0 <= deadline_s < math.inf:
             raise InvalidRequest(f"deadline_s: {deadline_s} is no time", param="deadline_s")
         stream = self._orchestrator.submit(inputs, route, by_stage, deadline_s, request_id)
         return Generation(stream, self.pipeline, self._observe)

@@ -109,7 +109,7 @@ def test_what_cannot_be_asked_for_that_way_is_2_and_says_why(arguments: list[str
     ("arguments", "says"),
     [
         (["hi", "--temperature", "1"], "'temperature'"),
-        (["hi", "-s", "stages.second.engine=no_such_module:engine"], "no_such_module"),
+        (["hi", "-s", "stages.second.engine=sys:no_such_name"], "no_such_name"),
         (["hi", "-s", "stages.first.restart.intensity=0", "-s", "stages.first.engine=sys:exit"], "exited with code 1"),
     ],
 )

@@ -238,6 +238,8 @@ def test_parse_overrides_refuses_what_is_no_assignment(assignment: str) -> None:
 
 
 def test_threads_share_the_machine_unless_they_are_given(good: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("os.cpu_count", lambda: 8)
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(8)))
     pipeline = config.load(good, {"stages.second.replicas": 3, "stages.first.threads": 5})
     assert (pipeline.threads("first"), pipeline.threads("second")) == (5, 2)
+    assert not pipeline.spins, "5 + 3 x 2 threads are too many for 8 cores"
+    assert config.load(good, {"stages.first.threads": 8, "stages.second.threads": 1}).spins, "one team"

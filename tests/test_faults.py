@@ -14,11 +14,12 @@ import numpy as np
 import psutil
 import pytest
 import trio
+import trio.testing
 
 from omni_actors.actor.process import LocalWorker
-from omni_actors.errors import InvalidRequest, StageCrashed, StageFailed, StageUnavailable
+from omni_actors.errors import Aborted, ConfigError, InvalidRequest, StageCrashed, StageFailed, StageUnavailable
 from omni_actors.generation import Generation, Output
-from omni_actors.messages import Address
+from omni_actors.messages import Abort, Address
 from omni_actors.orchestrator.request import Input
 from omni_actors.system import OmniSystem
 
@@ -177,8 +178,9 @@ async def test_a_replica_that_is_given_up_does_not_stop_the_stage_above_it() -> 
         os.kill(pid_of(omni, "second", replica), signal.SIGKILL)
         with pytest.raises(StageCrashed):
             await read(doomed)
-        await wait_for(omni, lambda: omni.dead_error is not None)
+        await wait_for(omni, lambda: omni.health().stages["second"][replica].state == "failed")
         assert not omni.errored, "the other replica serves"
+        assert omni.dead_error is None
         assert omni.is_running
         assert len(await read(ask(omni))) == 2
 
@@ -287,10 +289,12 @@ async def test_an_engine_that_cannot_load_fails_the_opening_in_its_own_words() -
     assert "faulty_engines.py" in str(caught.value)
 
 
-@pytest.mark.parametrize("engine", ["no_such_module:Engine", "faulty_engines:no_such_name"])
+@pytest.mark.parametrize(
+    ("engine", "error"), [("no_such_module:Engine", ConfigError), ("faulty_engines:no_such_name", StageFailed)]
+)
 @pytest.mark.usefixtures("engines")
-async def test_an_engine_that_is_nowhere_fails_the_opening(engine: str) -> None:
-    with pytest.raises(StageFailed, match="no_such"):
+async def test_an_engine_that_is_nowhere_fails_the_opening(engine: str, error: type[Exception]) -> None:
+    with pytest.raises(error, match="no_such"):
         async with OmniSystem.open("echo", **{"stages.first.engine": engine}):
             pytest.fail("it opened")
 
@@ -367,3 +371,50 @@ async def test_a_machine_out_of_descriptors_fails_the_stage_not_the_caller(monke
     with pytest.raises(StageFailed, match="Too many open files"):
         async with OmniSystem.open("echo"):
             pytest.fail("it started")
+
+
+async def test_a_full_mailbox_at_the_moment_its_neighbour_comes_back_costs_that_worker_only() -> None:
+    """The new worker's rings are announced to a neighbour that has stopped reading: it is killed, nothing else is."""
+    async with OmniSystem.open("echo", **QUICK, **{"limits.max_requests": 1}) as omni:
+        replica = omni._supervisor.replicas[Address("second", 0)]
+        assert replica.worker is not None
+        mailbox = replica.worker.mailbox
+        os.kill(replica.worker.pid, signal.SIGSTOP)
+        with trio.fail_after(WATCHDOG_S):
+            while (room := mailbox._capacity - mailbox._out_send.statistics().current_buffer_used) > 0:
+                for _ in range(room):
+                    mailbox.post(Abort(0))
+                await trio.testing.wait_all_tasks_blocked()  # its writer moves what the socket still takes
+        os.kill(pid_of(omni, "first"), signal.SIGKILL)
+        await wait_back(omni, "first", 2)
+        await wait_back(omni, "second", 2)
+        assert len(await read(ask(omni))) == 1
+
+
+async def test_a_stage_s_place_in_the_file_does_not_matter(tmp_path: Path) -> None:
+    path = tmp_path / "upside_down.yaml"
+    path.write_text(
+        "name: upside_down\nstages:\n"
+        "  second: {engine: echo, inputs: [first], emits: audio}\n"
+        "  first: {engine: echo, accepts: [script]}\n"
+    )
+    async with OmniSystem.open(path) as omni:
+        assert not omni.errored
+        assert omni.is_running
+        assert len(await read(omni.generate(script="x", modalities=("audio",)))) == 1
+
+
+async def test_two_requests_of_one_name_and_times_that_are_none_are_refused() -> None:
+    async with OmniSystem.open("echo") as omni:
+        held = omni.generate(script="x", modalities=("audio",), request_id="mine")
+        with pytest.raises(InvalidRequest) as caught:
+            omni.generate(script="x", modalities=("audio",), request_id="mine")
+        assert caught.value.param == "request_id"
+        for deadline_s in (float("nan"), float("inf"), -1.0):
+            with pytest.raises(InvalidRequest) as caught:
+                omni.generate(script="x", modalities=("audio",), deadline_s=deadline_s)
+            assert caught.value.param == "deadline_s"
+        omni.abort("mine")
+        with pytest.raises(Aborted):
+            await read(held)
+        omni.abort("nobody")

@@ -37,7 +37,7 @@ SPIN_COUNT = 50_000
 enough to stay awake from layer to layer of a model. Measured with two threads on two cores: asleep at once, the second
 thread is worth nothing; awake for ever, as the library has it, another busy process makes both crawl."""
 LONGEST_ERROR = 16_384
-LONGEST_NOTE = 200
+LONGEST_NOTE = 1000
 
 
 def worker_main(control_fd: int, stderr_fd: int, parent_pid: int) -> NoReturn:

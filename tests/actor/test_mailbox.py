@@ -151,3 +151,22 @@ async def test_the_largest_message_crosses() -> None:
     async with pair() as (parent, worker):
         parent.post(note)
         assert await worker.incoming.receive() == (note, ())
+
+
+async def test_what_a_peer_said_before_it_left_mail_unread_is_still_heard() -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ours.setblocking(False)
+    async with open_mailbox(ours, 8) as mailbox:
+        mailbox.post(Stop(1.0))
+        await trio.testing.wait_all_tasks_blocked()  # it lies in the peer's buffer now
+        theirs.send(messages.encode(Ready(1.5)))
+        theirs.close()
+        assert [message async for message, _ in mailbox.incoming] == [Ready(1.5)]
+
+
+async def test_a_message_that_cannot_be_sent_is_its_sender_s_error() -> None:
+    async with pair() as (parent, worker):
+        with pytest.raises(ValueError, match="control messages end"):
+            parent.post(Loading("x" * messages.MAX_BYTES))
+        parent.post(Abort(1))
+        assert (await worker.incoming.receive())[0] == Abort(1)

@@ -26,7 +26,7 @@ ENGINES = """
     from omni_actors.stages.echo import EchoEngine
 
     def tells(context):
-        variables = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+        variables = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
         main = sys.modules["__main__"]
         context.report(json.dumps({
             "threads": {name: os.environ.get(name) for name in variables},
@@ -59,7 +59,7 @@ def engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def configure(factory: str, threads: int = 1) -> Configure:
-    return Configure(HERE, 1, factory, None, {}, threads, "cpu", 0)
+    return Configure(HERE, 1, factory, None, {}, threads, "cpu", False, 0)
 
 
 async def run_until_dead(factory: str) -> tuple[WorkerExit, list[Message]]:

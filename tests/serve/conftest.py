@@ -66,6 +66,9 @@ class Server:
     def aborted(self) -> float:
         return self.metric('omni_requests_total{outcome="Aborted"}')
 
+    def wait(self, condition: Callable[[], bool], what: str) -> None:
+        until(condition, what)
+
     def wait_metric(self, sample: str, value: float) -> None:
         until(lambda: self.metric(sample) == value, f"{sample} to become {value}")
 

@@ -42,7 +42,11 @@ class _Engine:
 
     def feed(self, request_id: RequestId, chunk: Chunk) -> None:
         work = self._work[request_id]
-        work.pieces.extend(self._pieces(chunk))
+        try:
+            work.pieces.extend(self._pieces(chunk))
+        except InvalidRequest:
+            del self._work[request_id]
+            raise
         if chunk.last:
             work.open.discard(chunk.source)
 

@@ -96,8 +96,32 @@ def test_a_request_that_still_comes_in_takes_a_place(start: Start) -> None:
         assert not is_full()
         with socket.create_connection(("127.0.0.1", server.port)) as bare:
             bare.sendall(b"POST /v1/audio/transcriptions HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{")
-            until(is_full, "the first request to take the only place")
-        until(lambda: not is_full(), "the place to be free again")
+            server.wait(is_full, "the first request to take the only place")
+        server.wait(lambda: not is_full(), "the place to be free again")
+
+
+def test_a_request_under_way_takes_one_place_and_not_two(start: Start, recording: Callable[..., bytes]) -> None:
+    """Its arrival's place is free when the system counts it."""
+    limits = ("-s", "limits.max_requests=2", "-s", "stages.ear.options.step_s=2")
+    form = httpx.Request(
+        "POST", "http://x/", data={"model": "studio"}, files={"file": ("a.wav", recording())}, headers={"host": "x"}
+    )
+    asked = [
+        (
+            "/v1/audio/speech",
+            {"content-type": "application/json"},
+            b'{"model": "studio", "input": "%s"}' % LONG.encode(),
+        ),
+        ("/v1/audio/transcriptions", dict(form.headers), form.read()),
+    ]
+    with start(*limits, *SLOW_SPEECH) as server:
+        for path, headers, body in asked:
+            head = "".join(f"{name}: {value}\r\n" for name, value in {**headers, "content-length": len(body)}.items())
+            with socket.create_connection(("127.0.0.1", server.port)) as bare:
+                bare.sendall(f"POST {path} HTTP/1.1\r\n{head}".encode() + b"\r\n" + body)
+                server.wait_metric(IN_FLIGHT, 1)
+                assert server.http.post("/v1/chat/completions", content=b"no JSON").status_code == 400
+            server.wait_metric(IN_FLIGHT, 0)
 
 
 def test_a_deadline_ends_a_whole_answer_with_504_and_a_stream_with_an_event(slow: Any) -> None:

@@ -164,6 +164,13 @@ def test_what_the_engines_refuse(
     assert (caught.value.param, caught.value.code) == (param, code)
 
 
+@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
+def test_an_answer_of_no_tokens_is_refused_by_the_name_that_was_sent(client: openai.OpenAI, name: str) -> None:
+    with pytest.raises(openai.BadRequestError, match=f"{name}: ") as caught:
+        chat(client, **{name: 0})
+    assert caught.value.param == name
+
+
 def test_a_speed_that_is_none_and_a_language_that_it_does_not_know(
     client: openai.OpenAI, recording: Callable[..., bytes]
 ) -> None:

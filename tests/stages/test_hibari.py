@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import itertools
 import re
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from omni_actors.stages.base import InvalidRequest
+from omni_actors.stages.hibari.acoustic import LONGEST_SCRIPT
 from omni_actors.stages.hibari.text import LONGEST, SentenceReader
 
 pytestmark = pytest.mark.voice
@@ -84,6 +86,42 @@ def test_a_long_run_is_cut_without_waiting_for_its_end() -> None:
     assert " ".join([*parts, *reader.finish()]) == (clause * 40).strip()
     assert [len(part) for part in read("x" * (2 * LONGEST + 5))] == [LONGEST, LONGEST, 5]
     assert " ".join(read("word " * 200)) == ("word " * 200).strip()
+
+
+@given(text=WORDS, spaces=st.lists(st.text(" \t\r\n\u2028", min_size=1, max_size=3), min_size=1, max_size=5))
+def test_white_space_in_a_row_is_one_space_or_one_line_break(text: str, spaces: list[str]) -> None:
+    words, gaps = text.split(), list(itertools.islice(itertools.cycle(spaces), len(text.split())))
+    wide = "".join(word + gap for word, gap in zip(words, gaps, strict=True))
+    narrow = "".join(word + ("\n" if "\n" in gap else " ") for word, gap in zip(words, gaps, strict=True))
+    assert read(wide, [len(wide) // 2]) == read(narrow)
+
+
+def test_what_is_held_of_a_text_stays_small() -> None:
+    from hibari import Hibari
+
+    seen: list[int] = []
+
+    def split(text: str) -> list[str]:
+        seen.append(len(text))
+        return list(Hibari.split_sentences(text))
+
+    reader = SentenceReader(split)
+    for piece in ("word", " ", "\n", "\t", "-") * 400:
+        reader.read(piece)
+    for piece in ("\n", " ") * 1000:
+        reader.read(piece)
+    assert max(seen) <= LONGEST + len(" word")
+
+
+@pytest.mark.parametrize("end", ["", "later! The end."], ids=["open", "complete"])
+def test_a_long_text_is_cut_in_a_time_that_grows_with_its_length(end: str) -> None:
+    """It takes less than 1 s; where each cut copies the rest, 8 s and more."""
+    text = "now " * 2_000_000 + end
+    before = time.process_time()
+    parts = read(text)
+    assert time.process_time() - before < 5
+    assert max(map(len, parts)) <= LONGEST
+    assert " ".join(parts) == text.strip()
 
 
 # the acoustic network
@@ -160,6 +198,29 @@ def test_a_client_who_says_nothing_is_refused(acoustic: Any, pieces: list[str]) 
     with pytest.raises(InvalidRequest) as refusal:
         acoustic.feed(1, {"text": pieces[-1]}, last=True)
     assert refusal.value.param == "input"
+    acoustic.abort(1)
+
+
+@pytest.mark.parametrize("sizes", [[LONGEST_SCRIPT + 1], [LONGEST_SCRIPT, 1]])
+def test_a_clients_script_has_a_longest(acoustic: Any, sizes: list[int]) -> None:
+    acoustic.start(1)
+    for size in sizes[:-1]:
+        acoustic.feed(1, {"text": "a" * size})
+    with pytest.raises(InvalidRequest, match=rf"has {LONGEST_SCRIPT + 1} .* {LONGEST_SCRIPT} can") as refusal:
+        acoustic.feed(1, {"text": "a" * sizes[-1]})
+    assert (refusal.value.param, refusal.value.code) == ("input", "string_above_max_length")
+    assert not acoustic.engine.busy
+    acoustic.start(1)
+    acoustic.abort(1)
+
+
+@pytest.mark.parametrize(("source", "size"), [("client", LONGEST_SCRIPT), ("thinker", LONGEST_SCRIPT + 1)])
+def test_a_script_of_the_longest_length_and_a_models_longer_text_are_taken(
+    acoustic: Any, source: str, size: int
+) -> None:
+    acoustic.start(1, (source,))
+    acoustic.feed(1, {"text": "a" * size}, source=source)
+    assert acoustic.engine.busy
     acoustic.abort(1)
 
 

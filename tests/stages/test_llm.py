@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
@@ -526,6 +527,44 @@ def test_a_prompt_may_fill_the_context_but_for_one_token(tiny: Path) -> None:
         assert_empty(engine)
 
 
+def refused(engine: LLMEngine, messages: Sequence[Any]) -> str:
+    engine.start(StageRequest(1, (CLIENT,), {}))
+    with pytest.raises(InvalidRequest) as refusal:
+        engine.feed(1, Chunk(CLIENT, 0, True, {}, {"messages": messages}))
+    assert (refusal.value.param, refusal.value.code) == ("messages", "context_length_exceeded")
+    assert_empty(engine)
+    return refusal.value.message
+
+
+def test_what_cannot_fit_is_refused_before_it_is_tokenized(engine: LLMEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    longest = len("<|im_start|>")
+    frame = len("<|im_start|>user\n<|im_end|>\n<|im_start|>assistant\n")
+    room = longest * (CONTEXT - 1) - frame
+    fits = {"role": "user", "content": "a" * room}
+    assert re.search(r"prompt has \d+ tokens and", refused(engine, [fits])), "it was tokenized"
+    monkeypatch.setattr(engine, "_tokenizer", AutoTokenizer.from_pretrained(engine._tokenizer.name_or_path))
+    monkeypatch.setattr(engine._tokenizer, "encode", lambda *_, **__: pytest.fail("it was tokenized"))
+    said = refused(engine, [{"role": "user", "content": "a" * (room + 1)}])
+    assert f"{longest * (CONTEXT - 1) + 1} characters, which are {CONTEXT} tokens at least" in said
+    assert f"holds {CONTEXT}" in said
+
+
+def test_the_longest_prompt_that_fits_is_not_refused(engine: LLMEngine) -> None:
+    """Of nothing but the longest token, as far as can be."""
+    frame = len(engine._tokenizer.encode("<|im_start|>user\n<|im_end|>\n<|im_start|>assistant\n"))
+    prompt = "<|im_start|>" * (CONTEXT - 1 - frame)
+    assert answer(engine, prompt)[1]["prompt_tokens"] == CONTEXT - 1
+
+
+def test_more_messages_than_tokens_are_refused_before_they_are_rendered(
+    engine: LLMEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine, "_tokenizer", None)
+    said = refused(engine, [{"role": "user", "content": ""}] * CONTEXT)
+    assert f"prompt has {CONTEXT} messages" in said
+    assert f"holds {CONTEXT}" in said
+
+
 # the prompt
 
 
@@ -612,6 +651,8 @@ def test_what_the_chat_template_refuses_is_the_requests_fault(tmp_path: Path) ->
         ({"top_p": 0}, "top_p"),
         ({"stop": ["a", ""]}, "stop"),
         ({"stop": "a"}, "stop"),
+        ({"stop": ["a", "b" * 257]}, "stop"),
+        ({"stop": ["a"] * 17}, "stop"),
         ({"voice": "low"}, None),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import tracemalloc
 from collections.abc import Sequence
 from typing import Any
 
@@ -321,6 +322,18 @@ def test_text_that_can_begin_no_stop_string_is_not_held() -> None:
     assert stop_filter.push("emy") == ("enemy", False)
     assert stop_filter.push("s") == ("", False)
     assert stop_filter.finish() == "s"
+
+
+def test_the_memory_of_a_stop_string_is_its_length() -> None:
+    stop = "x" * 10_000 + "."
+    tracemalloc.start()
+    try:
+        stop_filter = StopFilter([stop])
+        assert stop_filter.push("y" + stop[:-1]) == ("y", False)
+        assert tracemalloc.get_traced_memory()[1] < 10 * len(stop)
+    finally:
+        tracemalloc.stop()
+    assert stop_filter.push(".") == ("", True)
 
 
 # packed layers

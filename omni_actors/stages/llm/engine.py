@@ -120,8 +120,8 @@ class LLMEngine:
     def _encode(self, prompt: Prompt) -> list[int]:
         """Return the prompt's tokens, few enough for the context. Raises ``InvalidRequest``.
 
-        What cannot fit is refused before it is rendered or tokenized: both take a time that grows with it, and all the
-        other requests would wait. A message is a token at least, whatever the chat template.
+        What cannot fit is refused as soon as that shows, since rendering and tokenizing take a time that grows with the
+        prompt, in which all the other requests wait. A message is a token at least, whatever the chat template.
         """
         self._refuse_beyond_context(prompt.messages, f"{prompt.messages} messages of 1 token at least")
         text = prompt.render(self._tokenizer, self._options.system_prompt)

@@ -1,0 +1,238 @@
+"""Who comes in, in this process: arrivals and their bytes, counted and given back whatever becomes of them."""
+
+from __future__ import annotations
+
+import io
+import threading
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+import pytest
+import soundfile
+import trio
+import trio.testing
+from prometheus_client import CollectorRegistry
+from starlette.types import Message, Receive, Scope, Send
+
+from omni_actors.generation import AudioChunk
+from omni_actors.serve import audio
+from omni_actors.serve.arrivals import SCOPE_KEY, Arrivals
+from omni_actors.serve.door import BODY_S, DISCARD_S, Door
+from omni_actors.serve.problems import Problem
+
+
+class Handler:
+    """An app that reads its body, says that its work has begun when it may, and answers when it may."""
+
+    def __init__(self) -> None:
+        self.bodies: list[bytes] = []
+        self.may_begin, self.may_answer = trio.Event(), trio.Event()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.bodies.append((await receive())["body"])
+        await self.may_begin.wait()
+        if scope[SCOPE_KEY] is not None:
+            scope[SCOPE_KEY].leave()
+        await self.may_answer.wait()
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b""})
+
+
+class Building:
+    """A door with its handler, three places and 100 bytes for all bodies; one may have 60."""
+
+    def __init__(self) -> None:
+        self.handler, self.in_flight = Handler(), 0
+        self.arrivals = Arrivals(lambda: self.in_flight, max_requests=3, max_bytes=100)
+        self.door = Door(
+            self.handler,
+            CollectorRegistry(),
+            api_key=None,
+            max_body_bytes=60,
+            public=(),
+            routes=(),
+            admit=lambda path: self.arrivals.admit() if path == "/work" else None,
+        )
+
+    def state(self) -> tuple[int, int]:
+        """Places that are free, and bytes that are held."""
+        taken = []
+        with suppress(Problem):
+            while True:
+                taken.append(self.arrivals.admit())
+        for arrival in taken:
+            arrival.leave()
+        return len(taken), self.arrivals.bytes
+
+
+class Visitor:
+    """A client. Its messages are what an ASGI server would pass on."""
+
+    def __init__(self, building: Building, nursery: trio.Nursery, path: str = "/work") -> None:
+        self._say, receive = trio.open_memory_channel[Message](100)
+        self.answer: list[Message] = []
+
+        async def send(message: Message) -> None:
+            await trio.lowlevel.checkpoint()
+            self.answer.append(message)
+
+        scope = {"type": "http", "path": path, "headers": []}
+        nursery.start_soon(building.door, scope, receive.receive, send)
+
+    async def sends(self, body: bytes, *, more: bool = False) -> None:
+        await self._says({"type": "http.request", "body": body, "more_body": more})
+
+    async def leaves(self) -> None:
+        await self._says({"type": "http.disconnect"})
+
+    async def _says(self, message: Message) -> None:
+        self._say.send_nowait(message)
+        await trio.testing.wait_all_tasks_blocked()
+
+    @property
+    def status(self) -> int:
+        status: int = self.answer[0]["status"]
+        return status
+
+    @property
+    def retry_after(self) -> str:
+        headers: dict[bytes, bytes] = dict(self.answer[0]["headers"])
+        return headers.get(b"retry-after", b"").decode()
+
+
+async def test_a_request_holds_place_and_bytes_until_its_work_begins(nursery: trio.Nursery) -> None:
+    building = Building()
+    visitor = Visitor(building, nursery)
+    await visitor.sends(bytes(20), more=True)
+    assert building.state() == (2, 20)
+    await visitor.sends(bytes(30))
+    assert building.handler.bodies == [bytes(50)]
+    assert building.state() == (2, 50)
+    building.handler.may_begin.set()
+    await trio.testing.wait_all_tasks_blocked()
+    assert building.state() == (3, 0)
+    assert not visitor.answer
+    building.handler.may_answer.set()
+    await trio.testing.wait_all_tasks_blocked()
+    assert visitor.status == 200
+    assert building.state() == (3, 0)
+
+
+@pytest.mark.parametrize("in_flight", [0, 2, 3])
+async def test_arrivals_and_requests_in_flight_share_the_places(nursery: trio.Nursery, in_flight: int) -> None:
+    building = Building()
+    building.in_flight = in_flight
+    visitors = [Visitor(building, nursery) for _ in range(4)]
+    for visitor in visitors:
+        await visitor.sends(b"x")
+    assert len(building.handler.bodies) == 3 - in_flight
+    refused = [visitor for visitor in visitors if visitor.answer]
+    assert [(visitor.status, visitor.retry_after) for visitor in refused] == [(429, "1")] * (1 + in_flight)
+
+
+async def test_bodies_share_one_budget_and_the_one_that_passes_it_is_refused(nursery: trio.Nursery) -> None:
+    building = Building()
+    first, second, third = (Visitor(building, nursery) for _ in range(3))
+    await first.sends(bytes(60))
+    await second.sends(bytes(40), more=True)
+    assert building.state() == (0, 100)
+    await third.sends(b"x", more=True)
+    assert building.state() == (1, 100)
+    assert not third.answer  # it is still sending
+    await third.sends(b"x")
+    assert (third.status, third.retry_after) == (429, "1")
+    assert building.state() == (1, 100)
+    await second.sends(b"")
+    assert building.handler.bodies == [bytes(60), bytes(40)]
+
+
+@pytest.mark.parametrize("sent", [0, 50])
+async def test_who_leaves_before_its_request_is_whole_gives_all_back(nursery: trio.Nursery, sent: int) -> None:
+    building = Building()
+    visitor = Visitor(building, nursery)
+    await visitor.sends(bytes(sent), more=True)
+    assert building.state() == (2, sent)
+    await visitor.leaves()
+    assert (building.state(), visitor.answer) == ((3, 0), [])
+
+
+async def test_who_leaves_before_its_work_begins_gives_all_back(nursery: trio.Nursery) -> None:
+    building = Building()
+    visitor = Visitor(building, nursery)
+    await visitor.sends(bytes(50))
+    assert building.state() == (2, 50)
+    await visitor.leaves()
+    assert (building.state(), visitor.answer) == ((3, 0), [])
+
+
+async def test_a_body_over_its_own_limit_gives_all_back_and_is_told_so(nursery: trio.Nursery) -> None:
+    building = Building()
+    visitor = Visitor(building, nursery)
+    await visitor.sends(bytes(61), more=True)
+    assert building.state() == (3, 0)
+    await visitor.sends(bytes(1000))
+    assert visitor.status == 413
+
+
+async def test_a_body_that_does_not_come_gives_all_back(
+    nursery: trio.Nursery, autojump_clock: trio.testing.MockClock
+) -> None:
+    building = Building()
+    visitor = Visitor(building, nursery)
+    await visitor.sends(bytes(50), more=True)
+    await trio.sleep(BODY_S + 0.1)
+    assert building.state() == (3, 0)
+    await trio.sleep(DISCARD_S)
+    assert visitor.status == 408
+
+
+async def test_where_nobody_reads_a_body_none_is_kept(nursery: trio.Nursery) -> None:
+    building = Building()
+    visitor = Visitor(building, nursery, "/health")
+    await visitor.sends(bytes(60))
+    assert building.handler.bodies == [b""]
+    assert building.state() == (3, 0)
+
+
+async def test_two_files_are_decoded_at_a_time(
+    nursery: trio.Nursery, recording: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The third waits until one of them is done."""
+    at_work, may_go_on = threading.Semaphore(0), threading.Event()
+    inside: list[str] = []
+    read = audio._decode
+
+    def slowly(data: bytes, param: str, limit: int) -> AudioChunk:
+        inside.append(param)
+        at_work.release()
+        assert may_go_on.wait(60)
+        return read(data, param, limit)
+
+    monkeypatch.setattr(audio, "_decode", slowly)
+    clips: list[Any] = []
+
+    async def ask(param: str) -> None:
+        clips.extend(await audio.decode([(recording(0.5), param)]))
+
+    for param in "abc":
+        nursery.start_soon(ask, param)
+    for _ in range(2):
+        await trio.to_thread.run_sync(at_work.acquire)
+    await trio.testing.wait_all_tasks_blocked()
+    assert len(inside) == 2
+    may_go_on.set()
+    await trio.to_thread.run_sync(at_work.acquire)
+    with trio.fail_after(60):
+        while len(clips) < 3:
+            await trio.lowlevel.checkpoint()
+    assert [clip.duration_s for clip in clips] == [0.5] * 3
+
+
+async def test_a_file_of_many_blocks_is_decoded_as_it_is(recording: Any) -> None:
+    tone = np.sin(np.arange(3 * audio._BLOCK + 7) / 50).astype(np.float32)
+    file = io.BytesIO()
+    soundfile.write(file, np.stack([tone, np.zeros_like(tone)], axis=1), 48000, format="WAV", subtype="FLOAT")
+    [clip] = await audio.decode([(file.getvalue(), "file")])
+    assert clip.sample_rate == 48000
+    assert np.array_equal(clip.samples, tone / 2)
