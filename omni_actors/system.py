@@ -352,7 +352,7 @@ def _validated(share: dict[str, Any], schema: type[msgspec.Struct]) -> dict[str,
         validated: dict[str, Any] = msgspec.to_builtins(msgspec.convert(share, schema))
     except msgspec.ValidationError as error:
         message, _, place = str(error).partition(" - at `$.")
-        param = place.rstrip("`") or None
+        param = place.rstrip("`").partition("[")[0] or None
         raise InvalidRequest(f"{param}: {message}" if param else message, param=param) from error
     return validated
 

@@ -24,6 +24,7 @@ async def speech(request: Request) -> Response:
     require_model(body.model, system.pipeline.name)
     if not body.input.strip():
         raise invalid("input: there is no text to speak", "input", "empty")
+    request.scope[SCOPE_KEY].leave()
     with renamed(_NAMES):
         generation = system.generate(script=body.input, modalities=("audio",), **params)
         pieces = _sound(generation, Encoder(body.response_format))

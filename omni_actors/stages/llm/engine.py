@@ -66,12 +66,7 @@ class LLMEngine:
         return bool(self._running or self._prefilling or self._waiting)
 
     def start(self, request: StageRequest) -> None:
-        try:
-            params = validated(request.params, LLMParams)
-        except InvalidRequest as error:
-            # To a user who may give one stop string without a list, "stop[0]" is no field.
-            error.param = error.param and error.param.partition("[")[0]
-            raise
+        params = validated(request.params, LLMParams)
         self._requests[request.request_id] = _Request(request, params)
 
     def feed(self, request_id: RequestId, chunk: Chunk) -> None:
