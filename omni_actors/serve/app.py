@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 
 import msgspec
+from prometheus_client import Gauge
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -40,6 +41,8 @@ def build(system: OmniSystem, *, api_key: str | None, max_body_bytes: int, has_l
 
     max_requests = system.pipeline.limits.max_requests
     arrivals = Arrivals(lambda: system.in_flight, max_requests=max_requests, max_bytes=HELD_BODIES * max_body_bytes)
+    arriving = Gauge("omni_http_arriving", "Requests that are read or decoded", registry=system.metrics.registry)
+    arriving.set_function(lambda: len(arrivals))
 
     def admit(path: str) -> Arrival | None:
         if path not in WORK:

@@ -26,13 +26,16 @@ class Arrivals:
         self._in_flight, self._max_requests, self.max_bytes = in_flight, max_requests, max_bytes
         self._present: set[Arrival] = set()
 
+    def __len__(self) -> int:
+        return len(self._present)
+
     @property
     def bytes(self) -> int:
         return sum(arrival.bytes for arrival in self._present)
 
     def admit(self) -> Arrival:
         """Take a place. Raises Problem 429."""
-        if self._in_flight() + len(self._present) >= self._max_requests:
+        if self._in_flight() + len(self) >= self._max_requests:
             raise as_problem(Overloaded(self._max_requests, RETRY_S))
         arrival = Arrival(self)
         self._present.add(arrival)

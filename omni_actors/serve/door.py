@@ -59,14 +59,16 @@ class Door:
             return
         path = scope["path"]
         counted_as = path if path in self._routes else "other"
+        arrival: Arrival | None = None
 
         async def counting_send(message: Message) -> None:
             if message["type"] == "http.response.start":
+                if arrival is not None:
+                    arrival.leave()  # before the client sees its answer, and may come again
                 self._answers.labels(counted_as, str(message["status"])).inc()
             await send(message)
 
         incoming = _Incoming(receive)
-        arrival: Arrival | None = None
         app, unread = self._app, [b""]
         try:
             try:

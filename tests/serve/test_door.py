@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -13,7 +14,7 @@ import soundfile
 import trio
 import trio.testing
 from prometheus_client import CollectorRegistry
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from omni_actors.generation import AudioChunk
 from omni_actors.serve import audio
@@ -42,11 +43,11 @@ class Handler:
 class Building:
     """A door with its handler, three places and 100 bytes for all bodies; one may have 60."""
 
-    def __init__(self) -> None:
+    def __init__(self, app: ASGIApp | None = None) -> None:
         self.handler, self.in_flight = Handler(), 0
         self.arrivals = Arrivals(lambda: self.in_flight, max_requests=3, max_bytes=100)
         self.door = Door(
-            self.handler,
+            app or self.handler,
             CollectorRegistry(),
             api_key=None,
             max_body_bytes=60,
@@ -69,12 +70,19 @@ class Building:
 class Visitor:
     """A client. Its messages are what an ASGI server would pass on."""
 
-    def __init__(self, building: Building, nursery: trio.Nursery, path: str = "/work") -> None:
+    def __init__(
+        self,
+        building: Building,
+        nursery: trio.Nursery,
+        path: str = "/work",
+        on_answer: Callable[[], None] = lambda: None,
+    ) -> None:
         self._say, receive = trio.open_memory_channel[Message](100)
         self.answer: list[Message] = []
 
         async def send(message: Message) -> None:
             await trio.lowlevel.checkpoint()
+            on_answer()
             self.answer.append(message)
 
         scope = {"type": "http", "path": path, "headers": []}
@@ -185,6 +193,20 @@ async def test_a_body_that_does_not_come_gives_all_back(
     assert building.state() == (3, 0)
     await trio.sleep(DISCARD_S)
     assert visitor.status == 408
+
+
+async def test_a_place_is_free_before_its_client_sees_the_answer(nursery: trio.Nursery) -> None:
+    """Also where its handler refused it, and its work never began."""
+    free: list[tuple[int, int]] = []
+
+    async def refuse(scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 400, "headers": []})
+        await send({"type": "http.response.body", "body": b""})
+
+    building = Building(refuse)
+    visitor = Visitor(building, nursery, on_answer=lambda: free.append(building.state()))
+    await visitor.sends(bytes(50))
+    assert free[0] == (3, 0)
 
 
 async def test_where_nobody_reads_a_body_none_is_kept(nursery: trio.Nursery) -> None:

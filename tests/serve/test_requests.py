@@ -20,6 +20,7 @@ SLOW_SPEECH = ("-s", "stages.mouth.options.step_s=0.01")
 Start = Callable[..., AbstractContextManager[Any]]
 
 IN_FLIGHT = "omni_requests_in_flight"
+ARRIVING = "omni_http_arriving"
 LONG = "w " * 2000
 
 
@@ -85,19 +86,16 @@ def test_more_requests_than_fit_are_told_when_to_come_back(slow: Any) -> None:
 
 
 def test_a_request_that_still_comes_in_takes_a_place(start: Start) -> None:
-    """So what is sent at once is refused before anybody looks at its body; and leaving gives the place back."""
+    """So what is sent meanwhile is refused before anybody looks at its body; and leaving gives the place back."""
     with start("-s", "limits.max_requests=1") as server:
-
-        def is_full() -> bool:
-            answer = server.http.post("/v1/chat/completions", content=b"no JSON")
-            assert answer.status_code in (400, 429)
-            return answer.status_code == 429 and int(answer.headers["retry-after"]) >= 1
-
-        assert not is_full()
         with socket.create_connection(("127.0.0.1", server.port)) as bare:
             bare.sendall(b"POST /v1/audio/transcriptions HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{")
-            server.wait(is_full, "the first request to take the only place")
-        server.wait(lambda: not is_full(), "the place to be free again")
+            server.wait_metric(ARRIVING, 1)
+            answer = server.http.post("/v1/chat/completions", content=b"no JSON")
+            assert (answer.status_code, answer.json()["error"]["code"]) == (429, "overloaded")
+            assert int(answer.headers["retry-after"]) >= 1
+        server.wait_metric(ARRIVING, 0)
+        assert server.http.post("/v1/chat/completions", content=b"no JSON").status_code == 400
 
 
 def test_a_request_under_way_takes_one_place_and_not_two(start: Start, recording: Callable[..., bytes]) -> None:
@@ -109,7 +107,7 @@ def test_a_request_under_way_takes_one_place_and_not_two(start: Start, recording
     asked = [
         (
             "/v1/audio/speech",
-            {"content-type": "application/json"},
+            {"content-type": "application/json", "host": "x"},
             b'{"model": "studio", "input": "%s"}' % LONG.encode(),
         ),
         ("/v1/audio/transcriptions", dict(form.headers), form.read()),
