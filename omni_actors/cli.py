@@ -23,7 +23,7 @@ from rich.table import Table
 from omni_actors import config as configuration
 from omni_actors.errors import ConfigError, OmniError
 from omni_actors.generation import AudioChunk, RequestMetrics
-from omni_actors.serve.command import BadConfig, serve_command
+from omni_actors.serve.command import BadConfig, override_option, serve_command
 from omni_actors.stages import assets
 from omni_actors.system import OmniSystem
 
@@ -75,11 +75,6 @@ async def _cancel_on_signal(signals: AsyncIterator[int], scope: trio.CancelScope
 
 def _as_click(error: OmniError) -> click.ClickException:
     return BadConfig(str(error)) if isinstance(error, ConfigError) else click.ClickException(str(error))
-
-
-override_option = click.option(
-    "-s", "--set", "assignments", multiple=True, metavar="PATH=VALUE", help="Override a value: stages.llm.threads=2"
-)
 
 
 @main.command()
