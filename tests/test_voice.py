@@ -81,21 +81,19 @@ async def test_a_question_is_answered_in_text_and_speech_written_and_spoken_alik
     assert all(size > 0 for stage in final.stages.values() for size in stage.sent_bytes.values())
 
 
-async def test_concurrent_requests_give_each_the_text_that_it_gives_alone(omni: OmniSystem) -> None:
-    alone = [(await answer(omni, question, max_tokens=40))[0] for question in QUESTIONS]
+async def test_requests_side_by_side_give_each_its_text_and_speech_comes_early(omni: OmniSystem) -> None:
+    alone = [(await answer(omni, question, max_tokens=16))[0] for question in QUESTIONS]
     together: dict[str, str] = {}
 
     async def ask(question: str) -> None:
-        together[question] = (await answer(omni, question, max_tokens=40))[0]
+        together[question] = (await answer(omni, question, max_tokens=16))[0]
 
     async with trio.open_nursery() as nursery:
         for question in QUESTIONS:
             nursery.start_soon(ask, question)
     assert [together[question] for question in QUESTIONS] == alone
 
-
-async def test_speech_starts_before_the_text_is_complete(omni: OmniSystem) -> None:
-    """Forced by order, not measured: the first sound comes before the last text."""
+    # Speech starts before the text is complete: by the order of the outputs, not by a clock.
     order = [
         type(out.delta).__name__
         async for out in omni.generate("Write three sentences about the sea.", modalities=("text", "audio"))
