@@ -32,8 +32,8 @@ PR_SET_PDEATHSIG = 1
 SWITCH_INTERVAL_S = 0.001
 MAILBOX_CAPACITY = 1024
 LAST_WORDS_S = 1.0
-SPIN_COUNT = 50_000
-"""Turns, less than a millisecond in all, that a native thread waits awake for its next share of work before it sleeps:
+SPIN_COUNT = 100_000
+"""Turns, about a millisecond in all, that a native thread waits awake for its next share of work before it sleeps:
 enough to stay awake from layer to layer of a model. Measured with two threads on two cores: asleep at once, the second
 thread is worth nothing; awake for ever, as the library has it, another busy process makes both crawl."""
 LONGEST_ERROR = 16_384
