@@ -63,7 +63,7 @@ class Tensor:
     shape: tuple[int, ...]
 
     def __init__(self, dtype: str, shape: Sequence[int], data: Buffer) -> None:
-        view = flat(data)
+        view = memoryview(flat(data))
         if dtype not in ITEM_SIZES:
             raise ValueError(f"unknown dtype {dtype!r}; known: {', '.join(ITEM_SIZES)}")
         if min(shape, default=0) < 0 or math.prod(shape) * ITEM_SIZES[dtype] != len(view):

@@ -3,7 +3,8 @@
 Rule 1: every header is checked before a byte of its payload is touched; nonsense is RingCorrupted, never a guess.
 Rule 2: a frame's bytes are the consumer's until it is released. Frames are released in any order; space goes back in
 order.
-Rule 3: a message in fragments is put together in private memory, so that it may be larger than the ring.
+Rule 3: a message in fragments is put together in private memory, so that it may be larger than the ring. That memory
+is kept for the next one: at most one message of it.
 Rule 4: a frame is given back only when no array or view made from it is alive: its bytes would change under that.
 """
 
@@ -14,24 +15,25 @@ import traceback
 from collections import deque
 from pickle import PickleBuffer
 from types import TracebackType
+from typing import Any
 
 import numpy as np
 
 from ringbuf._claim import Waiter
-from ringbuf._errors import FrameBorrowed, FrameReleased, PeerDied, RingClosed
+from ringbuf._errors import FrameBorrowed, FrameReleased, PeerDied, RingClosed, RingCorrupted
 from ringbuf._producer import MAX_MESSAGE
-from ringbuf._words import FIRST, LAST, PAD, RECORD, WHOLE, End, Segment
+from ringbuf._words import FIRST, LAST, PAD, PRODUCER, RECORD, WHOLE, ConsumerEnd, Segment
 
 
 class Frame:
     """A message. It is a view into the ring, or, when it came in fragments, of private memory."""
 
-    __slots__ = ("_base", "_consumer", "_data", "_end")
+    __slots__ = ("_base", "_data", "_end", "_owner")
 
-    def __init__(self, base: memoryview, consumer: Consumer | None, end: int) -> None:
+    def __init__(self, base: memoryview, owner: Consumer | _Whole, end: int) -> None:
         self._base: memoryview | None = base
         self._data: memoryview | None = None
-        self._consumer = consumer
+        self._owner = owner
         self._end = end
 
     @property
@@ -67,8 +69,7 @@ class Frame:
         except BufferError as error:
             raise FrameBorrowed("the frame") from error
         self._base = None
-        if self._consumer is not None:
-            self._consumer._released()
+        self._owner._released()
 
     def __enter__(self) -> Frame:
         return self
@@ -86,27 +87,36 @@ class Frame:
             self.release()
 
 
-class _Partial:
-    """A message of which fragments are missing."""
+class _Whole:
+    """Private memory in which a message in fragments becomes whole."""
 
-    __slots__ = ("filled", "memory", "total")
+    __slots__ = ("_consumer", "_raw", "filled", "memory", "total")
 
-    def __init__(self, total: int) -> None:
-        raw = np.empty(total + RECORD, np.uint8)  # pages are taken as they are written: memory follows what arrives
+    def __init__(self, total: int, consumer: Consumer) -> None:
+        size = total + RECORD
+        raw, consumer._spare = consumer._spare, None
+        if raw is None or not size <= len(raw) <= 2 * size:
+            raw = np.empty(size, np.uint8)  # pages are taken as they are written: memory follows what arrives
         skip = -raw.__array_interface__["data"][0] % RECORD
         self.memory = raw.data[skip : skip + total]
         self.total, self.filled = total, 0
+        self._raw, self._consumer = raw, consumer
+
+    def _released(self) -> None:
+        """New pages cost as much as the copy into them, so the next message of about this size has these."""
+        self._consumer._spare = self._raw
 
 
 class Consumer:
     """Made by ``Ring.claim_consumer``. Used by one thread at a time, its frames included."""
 
-    def __init__(self, segment: Segment, end: End, waiter: Waiter, fd: int) -> None:
+    def __init__(self, segment: Segment, end: ConsumerEnd, waiter: Waiter, fd: int) -> None:
         self._segment, self._end, self._waiter, self._fd = segment, end, waiter, fd
         self._data, self._capacity = segment.data, segment.capacity
-        self._next = end.position()
+        self._next = self._tail = end.position()
         self._held: deque[Frame] = deque()
-        self._partial: _Partial | None = None
+        self._partial: _Whole | None = None
+        self._spare: np.ndarray[Any, np.dtype[np.uint8]] | None = None
         self._closed = False
 
     def fileno(self) -> int:
@@ -124,15 +134,9 @@ class Consumer:
             raise RingClosed("consumer")
         if end.parked:
             end.unpark()
-        tail = end.peer_position()
-        if self._next == tail and end.peer_closed():
-            tail = end.peer_position()
-            if self._next == tail:
-                self._partial = None
-                raise RingClosed("producer")
-        while self._next != tail:
+        while self._next != self._tail or self._load_tail():
             start = self._next
-            kind, length, place, after = self._segment.read_record(start, tail)
+            kind, length, place, after = end.read_record(start, self._tail)
             at = start % self._capacity + RECORD
             if kind == WHOLE:
                 self._partial = None
@@ -144,15 +148,23 @@ class Consumer:
             self._next = after
             self._reclaim(after)
             if whole is not None:
-                return Frame(whole, None, after)
+                return Frame(whole.memory, whole, after)
         return None
 
-    def recv(self, timeout: float | None = None) -> Frame:
+    def recv(self, timeout: float | None = None, *, spin_s: float = 0.0) -> Frame:
         """``try_recv``, blocking the thread. timeout: seconds.
 
+        spin_s: seconds to look again before sleeping. A producer that finds its consumer awake is spared waking it,
+        which costs it 5 to 10 µs; the price is that much of a core each time the ring runs empty.
         Raises TimeoutError, PeerDied (and all that it had sent was received), and what ``try_recv`` raises.
         """
-        deadline = None if timeout is None else time.monotonic() + timeout
+        if (frame := self.try_recv()) is not None:
+            return frame
+        begin = time.monotonic()
+        while time.monotonic() - begin < spin_s:
+            if (frame := self.try_recv()) is not None:
+                return frame
+        deadline = None if timeout is None else begin + timeout
         while (frame := self.try_recv()) is None:
             if not self.park():
                 continue
@@ -185,17 +197,35 @@ class Consumer:
         for frame in tuple(self._held):
             frame.release()
         self._closed = True
-        self._partial = None
+        self._partial = self._spare = None
         self._end.close()
         self._waiter.close()
 
-    def _gather(self, start: int, kind: int, length: int, place: int) -> memoryview | None:
+    def _load_tail(self) -> bool:
+        """False: nothing has come since. Raises RingClosed, RingCorrupted."""
+        end, following = self._end, self._next
+        tail = end.peer_position()
+        if tail == following:
+            if not end.peer_closed():
+                return False
+            tail = end.peer_position()
+            if tail == following:
+                self._partial = None
+                raise RingClosed("producer")
+        if not following < tail <= following + self._capacity:
+            raise RingCorrupted(
+                8 * PRODUCER.position, (tail,), f"the tail left [{following}, {following + self._capacity}]"
+            )
+        self._tail = tail
+        return True
+
+    def _gather(self, start: int, kind: int, length: int, place: int) -> _Whole | None:
         """Add a fragment; the message when it is whole."""
         partial = self._partial
         if kind == FIRST:
             if not length < place <= MAX_MESSAGE:
                 raise self._segment.corrupted(start, "the first fragment of a message of impossible size")
-            partial = self._partial = _Partial(place)
+            partial = self._partial = _Whole(place, self)
             filled = 0
         else:
             if partial is None or place != partial.filled or place + length > partial.total:
@@ -209,7 +239,7 @@ class Consumer:
         if kind != LAST:
             return None
         self._partial = None
-        return partial.memory
+        return partial
 
     def _reclaim(self, after: int) -> None:
         """Give back space that no frame holds: at once, or with the frame before it."""

@@ -5,6 +5,7 @@ no trace.
 Rule 2: a record is contiguous; where it would cross the end of the data area a PAD record takes the rest. Up to half
 the ring always finds a place that way once the ring is empty; more goes in fragments.
 Rule 3: an unfinished run of fragments is undone by the next FIRST or WHOLE: the consumer drops what it had of it.
+Rule 4: an empty ring begins again at its start once WARM bytes were passed: what is written next is in the cache still.
 """
 
 from __future__ import annotations
@@ -15,11 +16,13 @@ from collections.abc import Generator, Sequence
 from ringbuf._buffers import Buffer, flat
 from ringbuf._claim import Waiter
 from ringbuf._errors import FrameBorrowed, MessageTooLarge, RingClosed, RingCorrupted, RingMisuse
-from ringbuf._words import CONSUMER, FIRST, LAST, MIDDLE, PAD, RECORD, WHOLE, End, Segment, record_bytes
+from ringbuf._words import CONSUMER, FIRST, LAST, MIDDLE, RECORD, WHOLE, ProducerEnd, Segment
 
 MAX_MESSAGE = 1 << 36
 FRAGMENT = 256 << 10
 """Payload bytes of a fragment: both ends' copies of one then meet in the cache."""
+WARM = 4 << 20
+"""Bytes of a ring that a consumer which keeps up leaves in use, however large the ring."""
 
 
 class Producer:
@@ -28,14 +31,13 @@ class Producer:
     max_reserve: int
     """The most that ``try_reserve`` and ``try_send`` take: bytes."""
 
-    def __init__(self, segment: Segment, end: End, waiter: Waiter, fd: int) -> None:
-        self._segment, self._end, self._waiter, self._fd = segment, end, waiter, fd
-        self._capacity = segment.capacity
+    def __init__(self, segment: Segment, end: ProducerEnd, waiter: Waiter, fd: int) -> None:
+        self._end, self._waiter, self._fd = end, waiter, fd
+        self._data, self._capacity = segment.data, segment.capacity
         self.max_reserve = self._capacity // 2 - RECORD
         self._fragment = min(FRAGMENT, self._capacity // 4 - RECORD)
         self._tail = end.position()
         self._head = end.peer_position()
-        self._messages, self._payload_bytes = segment.counts()
         self._wanted = 0
         self._reserved: memoryview | None = None
         self._start = 0
@@ -58,7 +60,7 @@ class Producer:
             return None
         at = start % self._capacity + RECORD
         self._start = start
-        self._reserved = self._segment.data[at : at + n]
+        self._reserved = self._data[at : at + n]
         return self._reserved
 
     def commit(self) -> None:
@@ -70,7 +72,7 @@ class Producer:
         self._drop(reserved)
         if self._end.peer_closed():
             raise RingClosed("consumer")
-        self._publish(self._start, WHOLE, n, 0)
+        self._tail = self._end.publish_record(self._start, WHOLE, n, 0)
 
     def abandon(self) -> None:
         """Give a reservation up: nothing was sent. Without one, nothing happens."""
@@ -83,8 +85,8 @@ class Producer:
         Raises MessageTooLarge (more than max_reserve: use ``sending``), RingClosed, TypeError (not contiguous).
         """
         self._check_idle()
-        pieces = [flat(buffer) for buffer in buffers]
-        return self._try_whole(pieces, sum(map(len, pieces)))
+        pieces = tuple(map(flat, buffers))
+        return self._try_whole(pieces, len(pieces[0]) if len(pieces) == 1 else sum(map(len, pieces)))
 
     def sending(self, *buffers: Buffer) -> Generator[None, None, None]:
         """Send one message of any size; yields each time it has to wait for space.
@@ -112,7 +114,7 @@ class Producer:
                     yield from self._wait_space()
                 self._fill(start, part)
                 kind = FIRST if not sent else LAST if sent + length == total else MIDDLE
-                self._publish(start, kind, length, sent or total)
+                self._tail = self._end.publish_record(start, kind, length, sent or total)
                 sent += length
         finally:
             self._sending = False
@@ -164,45 +166,39 @@ class Producer:
         if n > self.max_reserve:
             raise MessageTooLarge(n, self.max_reserve, "use sending(), which takes any size")
         capacity, tail = self._capacity, self._tail
-        need = record_bytes(n)
+        need = RECORD + (n + RECORD - 1) // RECORD * RECORD
         offset = tail % capacity
-        pad = capacity - offset if offset + need > capacity else 0
-        self._wanted = wanted = tail + pad + need - capacity
-        if self._head < wanted:
-            head = self._end.peer_position()
-            if not self._head <= head <= tail:
-                raise RingCorrupted(8 * CONSUMER.position, (head,), f"the head left [{self._head}, {tail}]")
-            self._head = head
-            if head < wanted:
-                return None
-        if pad:
-            self._segment.write_record(tail, PAD, pad - RECORD, 0)
-        return tail + pad
+        start = tail
+        if offset + need > capacity or (need <= offset >= WARM and self._load_head() == tail):
+            start += capacity - offset
+        self._wanted = wanted = start + need - capacity
+        if self._head < wanted and self._load_head() < wanted:
+            return None
+        if start != tail:
+            self._end.write_pad(tail)
+        return start
 
-    def _publish(self, start: int, kind: int, length: int, place: int) -> None:
-        segment = self._segment
-        segment.write_record(start, kind, length, place)
-        self._payload_bytes += length
-        if kind in (WHOLE, LAST):
-            self._messages += 1
-        segment.store_counts(self._messages, self._payload_bytes)
-        self._tail = tail = start + record_bytes(length)
-        self._end.publish(tail)
+    def _load_head(self) -> int:
+        head = self._end.peer_position()
+        if not self._head <= head <= self._tail:
+            raise RingCorrupted(8 * CONSUMER.position, (head,), f"the head left [{self._head}, {self._tail}]")
+        self._head = head
+        return head
 
-    def _fill(self, start: int, pieces: Sequence[memoryview]) -> None:
-        data = self._segment.data
+    def _fill(self, start: int, pieces: Sequence[bytes | memoryview]) -> None:
+        data = self._data
         at = start % self._capacity + RECORD
         for piece in pieces:
             end = at + len(piece)
             data[at:end] = piece
             at = end
 
-    def _try_whole(self, pieces: Sequence[memoryview], n: int) -> bool:
+    def _try_whole(self, pieces: Sequence[bytes | memoryview], n: int) -> bool:
         start = self._place(n)
         if start is None:
             return False
         self._fill(start, pieces)
-        self._publish(start, WHOLE, n, 0)
+        self._tail = self._end.publish_record(start, WHOLE, n, 0)
         return True
 
     def _wait_space(self) -> Generator[None, None, None]:
@@ -214,11 +210,12 @@ class Producer:
                     self._end.unpark()
 
 
-def _regroup(pieces: Sequence[memoryview], size: int) -> Generator[list[memoryview], None, None]:
+def _regroup(pieces: Sequence[bytes | memoryview], size: int) -> Generator[list[memoryview], None, None]:
     """The same bytes in groups of ``size`` bytes, the last one smaller."""
     group: list[memoryview] = []
     room = size
-    for piece in pieces:
+    for buffer in pieces:
+        piece = memoryview(buffer)
         at = 0
         while at < len(piece):
             part = piece[at : at + room]

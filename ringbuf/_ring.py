@@ -19,7 +19,7 @@ from ringbuf._claim import Waiter, claim, pid_of
 from ringbuf._consumer import Consumer
 from ringbuf._errors import RingMisuse
 from ringbuf._producer import Producer
-from ringbuf._words import CONSUMER, HEADER, PAGE, PRODUCER, End, Segment
+from ringbuf._words import CONSUMER, HEADER, PAGE, PRODUCER, Bell, ConsumerEnd, ProducerEnd, Segment
 
 DEFAULT_CAPACITY = 4 << 20
 
@@ -95,7 +95,7 @@ class Ring:
         segment = self._mapped()
         memory, data_bell, space_bell = self.fds
         claim(segment, PRODUCER, memory)
-        end = End(segment, PRODUCER, CONSUMER, space_bell, data_bell)
+        end = ProducerEnd(segment, Bell(space_bell), Bell(data_bell))
         end.wake()  # a consumer that waits for nobody in particular learns whose death to watch for
         self._producer = Producer(segment, end, Waiter(segment, CONSUMER, space_bell), space_bell)
         return self._producer
@@ -108,7 +108,7 @@ class Ring:
         segment = self._mapped()
         memory, data_bell, space_bell = self.fds
         claim(segment, CONSUMER, memory)
-        end = End(segment, CONSUMER, PRODUCER, data_bell, space_bell)
+        end = ConsumerEnd(segment, Bell(data_bell), Bell(space_bell))
         end.wake()
         self._consumer = Consumer(segment, end, Waiter(segment, PRODUCER, data_bell), data_bell)
         return self._consumer

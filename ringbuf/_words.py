@@ -5,7 +5,8 @@ Rule 1: a shared word is read and written through ``memoryview.cast("Q")`` only:
 Rule 2: one writer a word. A producer writes the producer's column, a consumer the consumer's.
 Rule 3: positions only grow. A position is the count of bytes since the ring began; its place is position % capacity.
 
-Segment, in bytes (one header page, then the data area):
+Segment, in bytes (one header page, then the data area). Words that change with each message and words that seldom do
+stand two cache lines apart, so that looking at the latter costs nothing while both sides run:
 
     off size field           writer    ordering
       0    8 magic           creator   stored last: a reader that sees it sees all below
@@ -13,15 +14,15 @@ Segment, in bytes (one header page, then the data area):
      16    8 capacity        creator   data bytes, a multiple of the page
      24    8 generation      creator
     128    8 tail            producer  SYNC DATA: stored after the record it ends
-    136    8 waits for       producer  SYNC BELL: the head it sleeps for; 0 while awake
-    144    8 closed          producer  stored after the last tail
-    152    8 claim           producer  who owns the end: see _claim
-    160    8 messages        producer  cumulative
-    168    8 payload bytes   producer  cumulative
-    256    8 head            consumer  SYNC DATA: stored after the last read of what it gives back
-    264    8 waits for       consumer  SYNC BELL: the tail it sleeps for; 0 while awake
-    272    8 closed          consumer
-    280    8 claim           consumer
+    256    8 waits for       producer  SYNC BELL: the head it sleeps for; 0 while awake
+    264    8 closed          producer  stored after the last tail
+    272    8 claim           producer  who owns the end: see _claim
+    384    8 messages        producer  cumulative
+    392    8 payload bytes   producer  cumulative
+    512    8 head            consumer  SYNC DATA: stored after the last read of what it gives back
+    640    8 waits for       consumer  SYNC BELL: the tail it sleeps for; 0 while awake
+    648    8 closed          consumer
+    656    8 claim           consumer
    4096      data
 
 Record (64-byte header, then the payload, then padding to the next multiple of 64):
@@ -60,15 +61,16 @@ RECORD: Final = 64
 """Bytes of a record's header, and the alignment of records and payloads."""
 
 MAGIC: Final = int.from_bytes(b"ringbuf\n", "little")
-VERSION: Final = 1
+VERSION: Final = 2
 _MAGIC, _VERSION, _CAPACITY, _GENERATION = 0, 1, 2, 3
-_MESSAGES, _PAYLOAD_BYTES = 20, 21
+_MESSAGES, _PAYLOAD_BYTES = 48, 49
 
 WHOLE: Final = 1
 FIRST: Final = 2
 MIDDLE: Final = 3
 LAST: Final = 4
 PAD: Final = 5
+_ENDS_MESSAGE: Final = (WHOLE, LAST)
 
 
 class Column(NamedTuple):
@@ -81,13 +83,8 @@ class Column(NamedTuple):
     claim: int
 
 
-PRODUCER: Final = Column("producer", 16, 17, 18, 19)
-CONSUMER: Final = Column("consumer", 32, 33, 34, 35)
-
-
-def record_bytes(length: int) -> int:
-    """What a payload of ``length`` bytes takes in the data area."""
-    return RECORD + (length + RECORD - 1) // RECORD * RECORD
+PRODUCER: Final = Column("producer", 16, 32, 33, 34)
+CONSUMER: Final = Column("consumer", 64, 80, 81, 82)
 
 
 class Segment:
@@ -131,9 +128,6 @@ class Segment:
     def is_closed(self, column: Column) -> bool:
         return self.words[column.closed] != 0
 
-    def store_counts(self, messages: int, payload_bytes: int) -> None:
-        self.words[_MESSAGES], self.words[_PAYLOAD_BYTES] = messages, payload_bytes
-
     def counts(self) -> tuple[int, int]:
         """(messages, payload bytes) since the ring began; each right, the pair not of one instant."""
         return self.words[_MESSAGES], self.words[_PAYLOAD_BYTES]
@@ -143,30 +137,14 @@ class Segment:
         head = self.words[CONSUMER.position]
         return min(self.words[PRODUCER.position] - head, self.capacity)
 
-    def write_record(self, position: int, kind: int, length: int, place: int) -> None:
-        """Visible only when a tail beyond it is published."""
-        words = self.words
-        at = (HEADER + position % self.capacity) >> 3
-        words[at] = length << 8 | kind
-        words[at + 1] = position
-        words[at + 2] = place
-
-    def read_record(self, position: int, tail: int) -> tuple[int, int, int, int]:
-        """(kind, length, place, position of the next) of a record below a published ``tail``. Raises RingCorrupted."""
-        words, capacity = self.words, self.capacity
-        offset = position % capacity
-        at = (HEADER + offset) >> 3
-        first, sequence, place = words[at], words[at + 1], words[at + 2]
-        kind, length = first & 0xFF, first >> 8
-        after = position + RECORD + (length + RECORD - 1) // RECORD * RECORD
-        if sequence != position or not WHOLE <= kind <= PAD or after > tail or offset + after - position > capacity:
-            raise self.corrupted(position, f"no record of position {position} below {tail}")
-        return kind, length, place, after
-
     def corrupted(self, position: int, why: str) -> RingCorrupted:
         """The error for a record that is none."""
         offset = HEADER + position % self.capacity
         return RingCorrupted(offset, self.words[offset >> 3 : (offset >> 3) + 3].tolist(), why)
+
+    def fence(self) -> threading.Lock:
+        """One end's own: to acquire and release it is a full fence."""
+        return threading.Lock()
 
     def close(self) -> None:
         """Unmap; idempotent. Raises FrameBorrowed, the mapping intact, when a view of it is alive."""
@@ -179,12 +157,32 @@ class Segment:
             raise FrameBorrowed("the ring's memory") from error
 
 
+class Bell:
+    """An eventfd that one end rings and the other sleeps at."""
+
+    __slots__ = ("fd",)
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+
+    def ring(self) -> None:
+        os.eventfd_write(self.fd, 1)
+
+    def hush(self) -> None:
+        """Empty it."""
+        try:
+            os.eventfd_read(self.fd)
+        except BlockingIOError:
+            return
+
+
 class End:
     """One claimed end: publishes its position, watches and wakes its peer. Both directions are the same protocol."""
 
     __slots__ = (
         "_acquire",
         "_bell",
+        "_capacity",
         "_mine",
         "_peer",
         "_peer_bell",
@@ -193,16 +191,18 @@ class End:
         "_position",
         "_release",
         "_rung",
+        "_segment",
         "_words",
         "parked",
     )
 
-    def __init__(self, segment: Segment, mine: Column, peer: Column, bell: int, peer_bell: int) -> None:
-        self._words, self._mine, self._peer = segment.words, mine, peer
+    def __init__(self, segment: Segment, mine: Column, peer: Column, bell: Bell, peer_bell: Bell) -> None:
+        self._segment, self._words, self._capacity = segment, segment.words, segment.capacity
+        self._mine, self._peer = mine, peer
         self._position, self._peer_position, self._peer_waits = mine.position, peer.position, peer.waits
         self._bell, self._peer_bell = bell, peer_bell
-        lock = threading.Lock()
-        self._acquire, self._release = lock.acquire, lock.release
+        fence = segment.fence()
+        self._acquire, self._release = fence.acquire, fence.release
         self._rung = 0
         self.parked = False
 
@@ -224,7 +224,7 @@ class End:
         wanted = words[self._peer_waits]
         if wanted and wanted != self._rung and position >= wanted:
             self._rung = wanted
-            os.eventfd_write(self._peer_bell, 1)
+            self._peer_bell.ring()
 
     def park(self, wanted: int) -> bool:
         """Announce sleep until the peer's position is ``wanted`` (> 0). False: it is already, or the peer closed."""
@@ -242,18 +242,69 @@ class End:
         """Awake again: the bell is emptied. Rung late, for this sleep, it ends the next one early: that is harmless."""
         self._words[self._mine.waits] = 0
         self.parked = False
-        try:
-            os.eventfd_read(self._bell)
-        except BlockingIOError:
-            return
+        self._bell.hush()
 
     def wake(self) -> None:
         """Wake a sleeping peer though no position moved: it has something else to see."""
         self._acquire()  # SYNC BELL: pairs with park
         self._release()
         if self._words[self._peer_waits]:
-            os.eventfd_write(self._peer_bell, 1)
+            self._peer_bell.ring()
 
     def close(self) -> None:
         self._words[self._mine.closed] = 1
         self.wake()
+
+
+class ProducerEnd(End):
+    """Writes records. The two counts are its own words, so it may keep them."""
+
+    __slots__ = ("_messages", "_payload_bytes")
+
+    def __init__(self, segment: Segment, bell: Bell, peer_bell: Bell) -> None:
+        super().__init__(segment, PRODUCER, CONSUMER, bell, peer_bell)
+        self._messages, self._payload_bytes = segment.counts()
+
+    def publish_record(self, start: int, kind: int, length: int, place: int) -> int:
+        """Publish the record that starts at ``start``, its payload written; the position after it."""
+        words = self._words
+        at = (HEADER + start % self._capacity) >> 3
+        words[at] = length << 8 | kind
+        words[at + 1] = start
+        words[at + 2] = place
+        self._payload_bytes = words[_PAYLOAD_BYTES] = self._payload_bytes + length
+        if kind in _ENDS_MESSAGE:
+            self._messages = words[_MESSAGES] = self._messages + 1
+        after = start + RECORD + (length + RECORD - 1) // RECORD * RECORD
+        self.publish(after)
+        return after
+
+    def write_pad(self, start: int) -> None:
+        """Fill the data area's rest with a record to skip; it is visible with the one that follows it."""
+        words = self._words
+        offset = start % self._capacity
+        at = (HEADER + offset) >> 3
+        words[at] = (self._capacity - offset - RECORD) << 8 | PAD
+        words[at + 1] = start
+        words[at + 2] = 0
+
+
+class ConsumerEnd(End):
+    """Reads records."""
+
+    __slots__ = ()
+
+    def __init__(self, segment: Segment, bell: Bell, peer_bell: Bell) -> None:
+        super().__init__(segment, CONSUMER, PRODUCER, bell, peer_bell)
+
+    def read_record(self, position: int, tail: int) -> tuple[int, int, int, int]:
+        """(kind, length, place, position of the next) of a record below a published ``tail``. Raises RingCorrupted."""
+        words, capacity = self._words, self._capacity
+        offset = position % capacity
+        at = (HEADER + offset) >> 3
+        first, sequence, place = words[at], words[at + 1], words[at + 2]
+        kind, length = first & 0xFF, first >> 8
+        after = position + RECORD + (length + RECORD - 1) // RECORD * RECORD
+        if sequence != position or not WHOLE <= kind <= PAD or after > tail or offset + after - position > capacity:
+            raise self._segment.corrupted(position, f"no record of position {position} below {tail}")
+        return kind, length, place, after

@@ -208,7 +208,6 @@ def test_closing_the_producer_between_fragments_ends_the_stream_without_the_mess
     parts = producer.sending(bytes(3 * ring.capacity))
     next(parts)
     producer.close()
-    assert consumer.try_recv() is None
     with pytest.raises(RingClosed):
         consumer.try_recv()
     with pytest.raises(RingClosed):

@@ -12,7 +12,7 @@ import pytest
 
 import ringbuf
 from ringbuf import AlreadyClaimed, Ring, RingClosed, RingCorrupted, RingMisuse, WrongGeneration
-from ringbuf._words import HEADER
+from ringbuf._words import CONSUMER, HEADER, PRODUCER
 
 
 def descriptors() -> set[str]:
@@ -198,7 +198,7 @@ def test_a_fragment_that_continues_an_abandoned_message_is_refused(ring: Ring) -
     assert consumer.try_recv() is None
     filled = ring.statistics().payload_bytes
     producer.send(b"another")
-    at = ring._segment.words[16]
+    at = ring._segment.words[PRODUCER.position]
     with consumer.recv() as frame:
         assert bytes(frame.data) == b"another"
     producer.send(b"forged")
@@ -214,7 +214,7 @@ def test_a_tail_that_left_the_ring_is_refused(ring: Ring, tail: int) -> None:
     producer, consumer = ring.claim_producer(), ring.claim_consumer()
     producer.send(b"a")
     consumer.recv().release()
-    ring._segment.words[16] = tail
+    ring._segment.words[PRODUCER.position] = tail
     with pytest.raises(RingCorrupted):
         consumer.try_recv()
 
@@ -223,10 +223,10 @@ def test_a_head_that_left_the_ring_is_refused(ring: Ring) -> None:
     producer = ring.claim_producer()
     while producer.try_send(bytes(64)):
         pass
-    ring._segment.words[32] = 1 << 40
+    ring._segment.words[CONSUMER.position] = 1 << 40
     with pytest.raises(RingCorrupted) as caught:
         producer.try_send(bytes(64))
-    assert (caught.value.offset, caught.value.words) == (256, (1 << 40,))
+    assert (caught.value.offset, caught.value.words) == (8 * CONSUMER.position, (1 << 40,))
 
 
 def test_another_machine_is_refused_at_import() -> None:
