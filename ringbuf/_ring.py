@@ -54,8 +54,13 @@ class Ring:
         self._closed = False
 
     @classmethod
-    def create(cls, capacity: int = DEFAULT_CAPACITY, *, generation: int = 0) -> Ring:
-        """Make a ring of ``capacity`` data bytes, rounded up to a page. Raises OSError (no memory, no descriptors)."""
+    def create(cls, capacity: int = DEFAULT_CAPACITY, *, generation: int = 0, checksums: bool = False) -> Ring:
+        """Make a ring of ``capacity`` data bytes, rounded up to a page.
+
+        checksums: each message carries the CRC-32 of its bytes, and one that does not match is RingCorrupted: against
+        a program that writes where it should not. It reads all bytes once more at both ends.
+        Raises OSError (no memory, no descriptors).
+        """
         if capacity <= 0:
             raise ValueError(f"capacity must be positive, not {capacity}")
         fds = [_unnamed_memory(HEADER + -(-capacity // PAGE) * PAGE)]
@@ -63,7 +68,7 @@ class Ring:
             fds.append(_doorbell())
             fds.append(_doorbell())
             segment = Segment(fds[0])
-            segment.initialise(generation)
+            segment.initialise(generation, checksums)
         except BaseException:
             _close_all(fds)
             raise

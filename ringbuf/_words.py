@@ -13,6 +13,7 @@ stand two cache lines apart, so that looking at the latter costs nothing while b
       8    8 version         creator
      16    8 capacity        creator   data bytes, a multiple of the page
      24    8 generation      creator
+     32    8 checksums       creator   1: every record carries one
     128    8 tail            producer  SYNC DATA: stored after the record it ends
     256    8 waits for       producer  SYNC BELL: the head it sleeps for; 0 while awake
     264    8 closed          producer  stored after the last tail
@@ -31,6 +32,7 @@ Record (64-byte header, then the payload, then padding to the next multiple of 6
       0    8 kind, length    kind in the low 8 bits, payload bytes above
       8    8 sequence        the record's own position: strictly growing, and another one in each lap
      16    8 place           FIRST: bytes of the whole message. MIDDLE, LAST: offset in the message. Else 0
+     24    8 checksum        CRC-32 of the payload, in a ring with checksums; else not written
 
 SYNC DATA  The publisher stores its position after it wrote (or read) the bytes; the peer loads the position before it
            touches them. Total store order keeps both pairs in order; no fence is needed.
@@ -48,6 +50,7 @@ import mmap
 import os
 import platform
 import threading
+import zlib
 from typing import Final, NamedTuple
 
 from ringbuf._errors import EndName, FrameBorrowed, RingCorrupted, UnsupportedMachine, WrongGeneration
@@ -62,7 +65,7 @@ RECORD: Final = 64
 
 MAGIC: Final = int.from_bytes(b"ringbuf\n", "little")
 VERSION: Final = 2
-_MAGIC, _VERSION, _CAPACITY, _GENERATION = 0, 1, 2, 3
+_MAGIC, _VERSION, _CAPACITY, _GENERATION, _CHECKSUMS = 0, 1, 2, 3, 4
 _MESSAGES, _PAYLOAD_BYTES = 48, 49
 
 WHOLE: Final = 1
@@ -103,20 +106,26 @@ class Segment:
         self.words = whole.cast("Q")
         self.data = whole[HEADER:]
 
-    def initialise(self, generation: int) -> None:
+    def initialise(self, generation: int, checksums: bool) -> None:
         words = self.words
         words[_VERSION], words[_CAPACITY], words[_GENERATION] = VERSION, self.capacity, generation
+        words[_CHECKSUMS] = checksums
         words[_MAGIC] = MAGIC
 
     def validate(self, generation: int) -> None:
         """Raises RingCorrupted, WrongGeneration."""
-        found = self.words[:4].tolist()
+        found = self.words[: _CHECKSUMS + 1].tolist()
         if found[_MAGIC] != MAGIC or found[_VERSION] != VERSION:
             raise RingCorrupted(0, found, "magic and version are not of this ring")
         if found[_CAPACITY] != self.capacity or self.capacity % PAGE:
             raise RingCorrupted(8 * _CAPACITY, found[2:3], f"the segment holds {self.capacity} data bytes")
+        if found[_CHECKSUMS] not in (0, 1):
+            raise RingCorrupted(8 * _CHECKSUMS, found[4:5], "neither with checksums nor without")
         if found[_GENERATION] != generation:
             raise WrongGeneration(generation, found[_GENERATION])
+
+    def has_checksums(self) -> bool:
+        return self.words[_CHECKSUMS] != 0
 
     def claim_of(self, column: Column) -> int:
         return self.words[column.claim]
@@ -137,10 +146,15 @@ class Segment:
         head = self.words[CONSUMER.position]
         return min(self.words[PRODUCER.position] - head, self.capacity)
 
+    def checksum(self, position: int, length: int) -> int:
+        """Of the payload of the record at ``position``."""
+        at = position % self.capacity + RECORD
+        return zlib.crc32(self.data[at : at + length])
+
     def corrupted(self, position: int, why: str) -> RingCorrupted:
         """The error for a record that is none."""
         offset = HEADER + position % self.capacity
-        return RingCorrupted(offset, self.words[offset >> 3 : (offset >> 3) + 3].tolist(), why)
+        return RingCorrupted(offset, self.words[offset >> 3 : (offset >> 3) + 4].tolist(), why)
 
     def fence(self) -> threading.Lock:
         """One end's own: to acquire and release it is a full fence."""
@@ -183,6 +197,7 @@ class End:
         "_acquire",
         "_bell",
         "_capacity",
+        "_checksums",
         "_mine",
         "_peer",
         "_peer_bell",
@@ -198,6 +213,7 @@ class End:
 
     def __init__(self, segment: Segment, mine: Column, peer: Column, bell: Bell, peer_bell: Bell) -> None:
         self._segment, self._words, self._capacity = segment, segment.words, segment.capacity
+        self._checksums = segment.has_checksums()
         self._mine, self._peer = mine, peer
         self._position, self._peer_position, self._peer_waits = mine.position, peer.position, peer.waits
         self._bell, self._peer_bell = bell, peer_bell
@@ -272,6 +288,8 @@ class ProducerEnd(End):
         words[at] = length << 8 | kind
         words[at + 1] = start
         words[at + 2] = place
+        if self._checksums:
+            words[at + 3] = self._segment.checksum(start, length)
         self._payload_bytes = words[_PAYLOAD_BYTES] = self._payload_bytes + length
         if kind in _ENDS_MESSAGE:
             self._messages = words[_MESSAGES] = self._messages + 1
@@ -307,4 +325,6 @@ class ConsumerEnd(End):
         after = position + RECORD + (length + RECORD - 1) // RECORD * RECORD
         if sequence != position or not WHOLE <= kind <= PAD or after > tail or offset + after - position > capacity:
             raise self._segment.corrupted(position, f"no record of position {position} below {tail}")
+        if self._checksums and kind != PAD and words[at + 3] != self._segment.checksum(position, length):
+            raise self._segment.corrupted(position, "the payload's checksum is another")
         return kind, length, place, after
