@@ -20,6 +20,7 @@ from ringbuf._consumer import Consumer as Consumer
 from ringbuf._consumer import Frame as Frame
 from ringbuf._errors import AlreadyClaimed as AlreadyClaimed
 from ringbuf._errors import BundleCorrupted as BundleCorrupted
+from ringbuf._errors import CudaFailed as CudaFailed
 from ringbuf._errors import FrameBorrowed as FrameBorrowed
 from ringbuf._errors import FrameReleased as FrameReleased
 from ringbuf._errors import MessageTooLarge as MessageTooLarge

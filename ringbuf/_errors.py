@@ -11,6 +11,7 @@ RingError
 ├── FrameReleased        the frame was given back, so its bytes may not be looked at
 ├── RingMisuse           calls in an order that has no meaning
 ├── BundleCorrupted      the bytes are no bundle
+├── CudaFailed           the ring's memory could not be page-locked
 └── UnsupportedMachine   the memory ordering of this machine is not one the ring relies on
 """
 
@@ -91,6 +92,14 @@ class BundleCorrupted(RingError):
     def __init__(self, why: str) -> None:
         self.why = why
         super().__init__(f"not a bundle: {why}")
+
+
+class CudaFailed(RingError):
+    """code: the CUDA runtime's; None when there is no runtime."""
+
+    def __init__(self, function: str, code: int | None, why: str) -> None:
+        self.function, self.code = function, code
+        super().__init__(f"{function} failed{'' if code is None else f' with code {code}'}: {why}")
 
 
 class UnsupportedMachine(RingError):

@@ -17,6 +17,7 @@ import posix_ipc
 
 from ringbuf._claim import Waiter, claim, pid_of
 from ringbuf._consumer import Consumer
+from ringbuf._cuda import Registration
 from ringbuf._errors import RingMisuse
 from ringbuf._producer import Producer
 from ringbuf._words import CONSUMER, HEADER, PAGE, PRODUCER, Bell, ConsumerEnd, ProducerEnd, Segment
@@ -51,6 +52,7 @@ class Ring:
         self._segment = segment
         self._producer: Producer | None = None
         self._consumer: Consumer | None = None
+        self._registration: Registration | None = None
         self._closed = False
 
     @classmethod
@@ -118,6 +120,19 @@ class Ring:
         self._consumer = Consumer(segment, end, Waiter(segment, PRODUCER, data_bell), data_bell)
         return self._consumer
 
+    def register_cuda(self) -> None:
+        """Page-lock the mapping for CUDA in this process, until ``close``.
+
+        Copies between a device and the ring are then asynchronous DMA, with no staging copy:
+        ``tensor.copy_(torch.frombuffer(frame.data[:], dtype=...), non_blocking=True)``.
+
+        Release a frame, and close the ring, when such copies are over: the ring cannot see them. Each process registers
+        for itself; a second call does nothing. Raises CudaFailed (no CUDA runtime in this process, no device).
+        """
+        segment = self._mapped()
+        if self._registration is None:
+            self._registration = Registration(*segment.span())
+
     @property
     def peer_pids(self) -> tuple[int | None, int | None]:
         """pids that claimed the producer's and the consumer's end, dead or alive; None: nobody did."""
@@ -140,6 +155,9 @@ class Ring:
             self._consumer.close()
         if self._producer is not None:
             self._producer.close()
+        if self._registration is not None:
+            self._registration.close()
+            self._registration = None
         self._segment.close()
         self._closed = True
         _close_all(self.fds)

@@ -46,6 +46,7 @@ SYNC BELL  A sleeper stores ``waits for`` and then loads the peer's position; a 
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 import platform
@@ -155,6 +156,10 @@ class Segment:
         """The error for a record that is none."""
         offset = HEADER + position % self.capacity
         return RingCorrupted(offset, self.words[offset >> 3 : (offset >> 3) + 4].tolist(), why)
+
+    def span(self) -> tuple[int, int]:
+        """(address, bytes) of the mapping."""
+        return ctypes.addressof(ctypes.c_char.from_buffer(self._map)), len(self._map)
 
     def fence(self) -> threading.Lock:
         """One end's own: to acquire and release it is a full fence."""

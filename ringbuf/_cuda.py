@@ -1,0 +1,44 @@
+"""Page-locked for CUDA: copies between a device and a ring are then DMA, asynchronous, with no staging copy.
+
+Rule 1: no CUDA of our own. The runtime that the program has loaded (torch's) registers the memory, by its C API.
+Rule 2: memory is unregistered before it is unmapped.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from typing import Final
+
+from ringbuf._errors import CudaFailed
+
+_PORTABLE: Final = 1  # cudaHostRegisterPortable: pinned for every context of the process
+
+
+class Registration:
+    """The ``size`` bytes at ``address``, page-locked until ``close``. Raises CudaFailed."""
+
+    def __init__(self, address: int, size: int) -> None:
+        self._runtime = _loaded_runtime()
+        self._address = ctypes.c_void_p(address)
+        self._check("cudaHostRegister", self._address, ctypes.c_size_t(size), ctypes.c_uint(_PORTABLE))
+
+    def close(self) -> None:
+        """Raises CudaFailed."""
+        self._check("cudaHostUnregister", self._address)
+
+    def _check(self, function: str, *arguments: ctypes.c_void_p | ctypes.c_size_t | ctypes.c_uint) -> None:
+        if code := getattr(self._runtime, function)(*arguments):
+            self._runtime.cudaGetLastError()  # it is told here: torch's next call is not to report it
+            describe = self._runtime.cudaGetErrorString
+            describe.restype = ctypes.c_char_p
+            raise CudaFailed(function, code, describe(code).decode())
+
+
+def _loaded_runtime() -> ctypes.CDLL:
+    with open("/proc/self/maps") as maps:
+        for line in maps:
+            path = line[line.find("/") :].rstrip("\n")
+            if os.path.basename(path).startswith("libcudart"):
+                return ctypes.CDLL(path)
+    raise CudaFailed("cudaHostRegister", None, "no CUDA runtime is loaded in this process: import a torch with CUDA")

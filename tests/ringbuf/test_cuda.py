@@ -1,0 +1,65 @@
+"""Rings that a GPU reads and writes by DMA. What needs a GPU runs where one is."""
+
+from __future__ import annotations
+
+import pytest
+
+from ringbuf import CudaFailed, Ring
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no NVIDIA GPU")
+
+
+@pytest.mark.skipif(torch.version.cuda is not None, reason="this torch brings a CUDA runtime")
+def test_without_cuda_registering_is_a_clear_error_and_the_ring_works_on(ring: Ring) -> None:
+    with pytest.raises(CudaFailed, match="no CUDA runtime is loaded") as caught:
+        ring.register_cuda()
+    assert caught.value.code is None
+    producer, consumer = ring.claim_producer(), ring.claim_consumer()
+    producer.send(b"payload")
+    with consumer.recv() as frame:
+        assert bytes(frame.data) == b"payload"
+
+
+@on_gpu
+def test_what_a_device_writes_arrives_and_what_arrives_goes_to_a_device() -> None:
+    values = torch.arange(1 << 18, dtype=torch.float32, device="cuda")
+    with Ring.create() as ring:
+        ring.register_cuda()
+        ring.register_cuda()
+        producer, consumer = ring.claim_producer(), ring.claim_consumer()
+        space = producer.try_reserve(values.nbytes)
+        assert space is not None
+        into = torch.frombuffer(space[:], dtype=torch.float32)
+        assert into.is_pinned()
+        into.copy_(values, non_blocking=True)
+        torch.cuda.synchronize()
+        del into
+        producer.commit()
+        with consumer.recv() as frame:
+            arrived = torch.frombuffer(frame.data[:], dtype=torch.float32)
+            assert arrived.is_pinned()
+            back = torch.empty_like(values).copy_(arrived, non_blocking=True)
+            torch.cuda.synchronize()
+            assert torch.equal(back, values)
+            del arrived
+
+
+@on_gpu
+def test_a_copy_does_not_wait_for_the_device() -> None:
+    with Ring.create() as ring:
+        ring.register_cuda()
+        producer = ring.claim_producer()
+        space = producer.try_reserve(1 << 20)
+        assert space is not None
+        into = torch.frombuffer(space[:], dtype=torch.uint8)
+        values = torch.ones(1 << 20, dtype=torch.uint8, device="cuda")
+        done = torch.cuda.Event()
+        torch.cuda._sleep(1 << 30)  # keeps the stream busy: what waits for it would find the event done
+        into.copy_(values, non_blocking=True)
+        done.record()
+        assert not done.query()
+        torch.cuda.synchronize()
+        assert bool((into == 1).all())
+        del into
+        producer.abandon()
