@@ -9,6 +9,7 @@ Rule 3: the death of the owner is an event (a pidfd), not a timeout.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import select
@@ -24,7 +25,10 @@ _among_threads = threading.Lock()
 
 
 def claim(segment: Segment, column: Column, memory_fd: int) -> None:
-    """Make this process the owner of an end; a dead owner is succeeded. Raises AlreadyClaimed, RingClosed."""
+    """Make this process the owner of an end; a dead owner is succeeded.
+
+    Raises AlreadyClaimed, RingClosed, RingCorrupted.
+    """
     with _among_threads:
         fcntl.lockf(memory_fd, fcntl.LOCK_EX, 1, column.claim)
         try:
@@ -33,6 +37,7 @@ def claim(segment: Segment, column: Column, memory_fd: int) -> None:
             owner = segment.claim_of(column)
             if owner and _claim_word(pid_of(owner)) == owner:
                 raise AlreadyClaimed(column.end, pid_of(owner))
+            segment.check_positions()
             mine = _claim_word(os.getpid())
             assert mine is not None, "this process lives"
             segment.store_claim(column, mine)
@@ -55,6 +60,16 @@ def _claim_word(pid: int) -> int | None:
     return None if state in (b"Z", b"X") else start_ticks << _PID_BITS | pid
 
 
+def _open_pidfd(pid: int) -> int | None:
+    """None: there is no such process. A number of a thread, or 0, is none either."""
+    try:
+        return os.pidfd_open(pid)
+    except OSError as error:
+        if error.errno in (errno.ESRCH, errno.EINVAL, errno.ENOENT):
+            return None
+        raise
+
+
 class Waiter:
     """Blocks a thread at its own doorbell, unless the process at the other end dies."""
 
@@ -64,7 +79,7 @@ class Waiter:
         self._pidfd: int | None = None
 
     def wait(self, deadline: float | None) -> bool:
-        """True: the bell was rung. False: ``deadline`` (time.monotonic()) passed. Raises PeerDied."""
+        """True: the bell was rung. False: ``deadline`` (time.monotonic()) passed, if rung or not. Raises PeerDied."""
         poll = select.poll()
         poll.register(self._bell, select.POLLIN)
         if (pidfd := self._watch()) is not None:
@@ -72,7 +87,7 @@ class Waiter:
         ready = poll.poll(None if deadline is None else max(0.0, deadline - time.monotonic()) * 1000)
         if ready and all(fd == pidfd for fd, _ in ready):
             raise PeerDied(self._peer.end, pid_of(self._watched))
-        return bool(ready)
+        return deadline is None or time.monotonic() < deadline
 
     def close(self) -> None:
         if self._pidfd is not None:
@@ -82,16 +97,13 @@ class Waiter:
     def _watch(self) -> int | None:
         """A pidfd of the owner; None while nobody claimed the end, and when this process did. Raises PeerDied."""
         owner = self._segment.claim_of(self._peer)
-        pid = pid_of(owner)
         if owner != self._watched:
             self.close()
-            if pid not in (0, os.getpid()):
-                try:
-                    self._pidfd = os.pidfd_open(pid)
-                except ProcessLookupError as error:
-                    raise PeerDied(self._peer.end, pid) from error
-                if _claim_word(pid) != owner:
-                    self.close()
-                    raise PeerDied(self._peer.end, pid)
+            pid = pid_of(owner)
+            if owner and pid != os.getpid():
+                self._pidfd = _open_pidfd(pid)
+            if owner and _claim_word(pid) != owner:
+                self.close()
+                raise PeerDied(self._peer.end, pid)
             self._watched = owner
         return self._pidfd

@@ -88,7 +88,7 @@ class Frame:
 
 
 class _Whole:
-    """Private memory in which a message in fragments becomes whole."""
+    """Private memory in which a message in fragments becomes whole. total 0: its beginning is lost, so it will not."""
 
     __slots__ = ("_consumer", "_raw", "filled", "memory", "total")
 
@@ -115,8 +115,9 @@ class Consumer:
         self._data, self._capacity = segment.data, segment.capacity
         self._next = self._tail = end.position()
         self._held: deque[Frame] = deque()
-        self._partial: _Whole | None = None
         self._spare: np.ndarray[Any, np.dtype[np.uint8]] | None = None
+        # A successor may begin inside a message whose first fragments its predecessor took.
+        self._partial: _Whole | None = _Whole(0, self) if self._next else None
         self._closed = False
 
     def fileno(self) -> int:
@@ -165,20 +166,19 @@ class Consumer:
             if (frame := self.try_recv()) is not None:
                 return frame
         deadline = None if timeout is None else begin + timeout
+        late = False
         while (frame := self.try_recv()) is None:
+            if late:
+                raise TimeoutError(f"no message in the ring within {timeout:g} s")
             if not self.park():
                 continue
             try:
-                rung = self._waiter.wait(deadline)
+                late = not self._waiter.wait(deadline)
             except PeerDied:
                 # It may have died between publishing and ringing.
                 if self.park():
                     self._end.unpark()
                     raise
-                continue
-            if not rung:
-                self._end.unpark()
-                raise TimeoutError(f"no message in the ring within {timeout:g} s")
         return frame
 
     def park(self) -> bool:
@@ -227,6 +227,10 @@ class Consumer:
                 raise self._segment.corrupted(start, "the first fragment of a message of impossible size")
             partial = self._partial = _Whole(place, self)
             filled = 0
+        elif partial is not None and not partial.total:
+            if kind == LAST:
+                self._partial = None
+            return None
         else:
             if partial is None or place != partial.filled or place + length > partial.total:
                 raise self._segment.corrupted(start, "a fragment that continues nothing")

@@ -126,10 +126,12 @@ class Producer:
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         parts = self.sending(*buffers)
+        late = False
         try:
             for _ in parts:
-                if not self._waiter.wait(deadline):
+                if late:
                     raise TimeoutError(f"no space in the ring within {timeout:g} s")
+                late = not self._waiter.wait(deadline)
         finally:
             parts.close()
 
@@ -180,7 +182,7 @@ class Producer:
 
     def _load_head(self) -> int:
         head = self._end.peer_position()
-        if not self._head <= head <= self._tail:
+        if not self._head <= head <= self._tail or head % RECORD:
             raise RingCorrupted(8 * CONSUMER.position, (head,), f"the head left [{self._head}, {self._tail}]")
         self._head = head
         return head

@@ -1,23 +1,22 @@
 """The ring as a thing that is made, passed on, claimed and closed. It has no ``send``: an end has to be claimed first.
 
-Rule 1: the segment is mapped and unlinked before its fd leaves ``create``. From there on nothing of the ring has a
-name, so no crash of anyone, at any point, can leave it behind.
-Rule 2: its pages are allocated at once: a full /dev/shm is an OSError in ``create``, never a SIGBUS in a worker.
+Rule 1: descriptors that come from elsewhere are looked at before anything is mapped (see _descriptors), the header
+before anything is believed.
+Rule 2: whatever fails in ``create`` and ``attach`` leaves no descriptor and no mapping.
 """
 
 from __future__ import annotations
 
 import os
-import secrets
 from collections.abc import Sequence
+from contextlib import suppress
 from types import TracebackType
 from typing import NamedTuple
-
-import posix_ipc
 
 from ringbuf._claim import Waiter, claim, pid_of
 from ringbuf._consumer import Consumer
 from ringbuf._cuda import Registration
+from ringbuf._descriptors import check_bell, check_memory, create_bell, create_memory
 from ringbuf._errors import RingMisuse
 from ringbuf._producer import Producer
 from ringbuf._words import CONSUMER, HEADER, PAGE, PRODUCER, Bell, ConsumerEnd, ProducerEnd, Segment
@@ -28,7 +27,8 @@ DEFAULT_CAPACITY = 4 << 20
 class RingStatistics(NamedTuple):
     """capacity, used: bytes, now; used includes headers and padding. messages, payload_bytes: since the ring began.
 
-    A message in fragments is counted when its last fragment is sent, its bytes as they are.
+    A message in fragments is counted when its last fragment is sent, its bytes as they are. The counts include what a
+    producer that died was about to publish: at most one record for each death.
     """
 
     capacity: int
@@ -65,10 +65,10 @@ class Ring:
         """
         if capacity <= 0:
             raise ValueError(f"capacity must be positive, not {capacity}")
-        fds = [_unnamed_memory(HEADER + -(-capacity // PAGE) * PAGE)]
+        fds = [create_memory(HEADER + -(-capacity // PAGE) * PAGE)]
         try:
-            fds.append(_doorbell())
-            fds.append(_doorbell())
+            fds.append(create_bell())
+            fds.append(create_bell())
             segment = Segment(fds[0])
             segment.initialise(generation, checksums)
         except BaseException:
@@ -80,12 +80,16 @@ class Ring:
     def attach(cls, fds: Sequence[int], *, generation: int) -> Ring:
         """Map a ring that was made elsewhere. The three fds belong to the ring from here on, also when this fails.
 
-        Raises RingCorrupted (no ring, or one of another version), WrongGeneration.
+        Raises RingCorrupted (no ring, or one of another version), WrongGeneration, OSError (no room to map it, or a
+        number that is no descriptor).
         """
         try:
             memory, data_bell, space_bell = fds
+            check_memory(memory)
             for fd in fds:
                 os.set_inheritable(fd, False)
+            check_bell(data_bell)
+            check_bell(space_bell)
             segment = Segment(memory)
             try:
                 segment.validate(generation)
@@ -98,7 +102,10 @@ class Ring:
         return cls((memory, data_bell, space_bell), segment, generation)
 
     def claim_producer(self) -> Producer:
-        """Own the sending end. A dead owner is succeeded where it stopped. Raises AlreadyClaimed, RingClosed."""
+        """Own the sending end. A dead owner is succeeded where it stopped.
+
+        Raises AlreadyClaimed, RingClosed, RingCorrupted.
+        """
         segment = self._mapped()
         memory, data_bell, space_bell = self.fds
         claim(segment, PRODUCER, memory)
@@ -108,9 +115,10 @@ class Ring:
         return self._producer
 
     def claim_consumer(self) -> Consumer:
-        """Own the receiving end. A dead owner is succeeded: frames that it had not released come again.
+        """Own the receiving end. A dead owner is succeeded: frames of the ring that it had not released come again.
 
-        Raises AlreadyClaimed, RingClosed.
+        A message in fragments of which it had received some, or all, is lost with it: their space was given back.
+        Raises AlreadyClaimed, RingClosed, RingCorrupted.
         """
         segment = self._mapped()
         memory, data_bell, space_bell = self.fds
@@ -176,22 +184,7 @@ class Ring:
         return self._segment
 
 
-def _unnamed_memory(size: int) -> int:
-    name = f"/ringbuf-{os.getpid()}-{secrets.token_hex(8)}"
-    fd: int = posix_ipc.SharedMemory(name, posix_ipc.O_CREX, mode=0o600).fd
-    try:
-        posix_ipc.unlink_shared_memory(name)
-        os.posix_fallocate(fd, 0, size)
-    except BaseException:
-        os.close(fd)
-        raise
-    return fd
-
-
-def _doorbell() -> int:
-    return os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-
-
 def _close_all(fds: Sequence[int]) -> None:
     for fd in fds:
-        os.close(fd)
+        with suppress(OSError):  # a number that is no descriptor: the others are still ours to close
+            os.close(fd)

@@ -96,7 +96,7 @@ class Segment:
 
     def __init__(self, memory_fd: int) -> None:
         size = os.fstat(memory_fd).st_size
-        if size < HEADER + PAGE:
+        if size < HEADER + PAGE or size % PAGE:
             raise RingCorrupted(0, (), f"a segment of {size} bytes holds no ring")
         self._map = mmap.mmap(memory_fd, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
         self.capacity = size - HEADER
@@ -118,7 +118,7 @@ class Segment:
         found = self.words[: _CHECKSUMS + 1].tolist()
         if found[_MAGIC] != MAGIC or found[_VERSION] != VERSION:
             raise RingCorrupted(0, found, "magic and version are not of this ring")
-        if found[_CAPACITY] != self.capacity or self.capacity % PAGE:
+        if found[_CAPACITY] != self.capacity:
             raise RingCorrupted(8 * _CAPACITY, found[2:3], f"the segment holds {self.capacity} data bytes")
         if found[_CHECKSUMS] not in (0, 1):
             raise RingCorrupted(8 * _CHECKSUMS, found[4:5], "neither with checksums nor without")
@@ -138,6 +138,14 @@ class Segment:
     def is_closed(self, column: Column) -> bool:
         return self.words[column.closed] != 0
 
+    def check_positions(self) -> None:
+        """When one of the ends stands still: whoever claims it goes on from there. Raises RingCorrupted."""
+        head, tail = self.words[CONSUMER.position], self.words[PRODUCER.position]
+        if not head <= tail <= head + self.capacity or (head | tail) % RECORD or tail >> 63:
+            raise RingCorrupted(8 * PRODUCER.position, (tail,), f"no tail to the head {head:#x}")
+        if max(counts := self.counts()) >> 63:
+            raise RingCorrupted(8 * _MESSAGES, counts, "counts that nobody reaches")
+
     def counts(self) -> tuple[int, int]:
         """(messages, payload bytes) since the ring began; each right, the pair not of one instant."""
         return self.words[_MESSAGES], self.words[_PAYLOAD_BYTES]
@@ -145,7 +153,7 @@ class Segment:
     def used(self) -> int:
         """Bytes between head and tail. Head first: it cannot pass a tail that is loaded later."""
         head = self.words[CONSUMER.position]
-        return min(self.words[PRODUCER.position] - head, self.capacity)
+        return max(0, min(self.words[PRODUCER.position] - head, self.capacity))
 
     def checksum(self, position: int, length: int) -> int:
         """Of the payload of the record at ``position``."""
@@ -185,7 +193,10 @@ class Bell:
         self.fd = fd
 
     def ring(self) -> None:
-        os.eventfd_write(self.fd, 1)
+        try:
+            os.eventfd_write(self.fd, 1)
+        except BlockingIOError:  # its count is at the limit: somebody rang it so
+            return
 
     def hush(self) -> None:
         """Empty it."""

@@ -127,12 +127,6 @@ def test_a_header_of_another_layout_is_refused(ring: Ring, word: int, offset: in
     assert descriptors() == before
 
 
-def test_a_segment_of_another_size_is_refused(ring: Ring) -> None:
-    os.ftruncate(ring.fds[0], HEADER + 2 * ring.capacity)
-    with pytest.raises(RingCorrupted, match="data bytes"):
-        Ring.attach(duplicates(ring), generation=0)
-
-
 def test_descriptors_of_something_else_are_refused_and_closed(ring: Ring) -> None:
     before = descriptors()
     with pytest.raises(RingCorrupted):

@@ -1,0 +1,333 @@
+"""A machine with total store order, that runs the sides of one ring step by step.
+
+Words, data bytes, two bells, and for each side a buffer of stores that memory has not seen yet. A load is told the
+side's own newest buffered store, else memory. The oldest entries of a buffer drain at any later time, in order. A fence
+waits until the own buffer is empty. Ringing, hushing and sleeping order nothing: that is less than a kernel gives, so
+the protocol may not lean on it. A side that dies does no more; what its buffer holds still drains, as retired stores do
+on x86, and has drained when anyone learns of the death (a dying process takes locks before its end is announced).
+
+Reductions, and why none hides anything:
+1. Only these are steps: a load of a word that another side stores, whatever touches a bell, to drop a held frame.
+   All else a side does, it does at once, for no other side can notice when: a store enters its own buffer, a fence
+   passes when that is empty, a word that only it stores has one value.
+2. Bytes of the data area drain together with the next word in the buffer. No side can notice that either, as long as
+   what one reads (until its next step) or holds (until it drops it) is nowhere among what another has stored, be it in
+   memory yet or not. This is checked at every read and every store of bytes: a machine in which it does not hold is
+   wrong whatever the values are.
+3. A side that dies does so between any two of its stores, though they are made at once: each beginning is tried.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeAlias, TypeVar
+
+from ringbuf._words import _CHECKSUMS, _MESSAGES, _PAYLOAD_BYTES, CONSUMER, PRODUCER
+from tests.ringbuf.side import SIDES, Endless, Node, Op, Parts, Role, Side, Told, claim_word
+
+Script: TypeAlias = Callable[[Side], None]
+Region: TypeAlias = tuple[int, int]
+T = TypeVar("T")
+
+NAMES = {
+    PRODUCER.position: "tail",
+    PRODUCER.waits: "producer waits for",
+    PRODUCER.closed: "producer closed",
+    PRODUCER.claim: "producer claim",
+    CONSUMER.position: "head",
+    CONSUMER.waits: "consumer waits for",
+    CONSUMER.closed: "consumer closed",
+    CONSUMER.claim: "consumer claim",
+    _MESSAGES: "messages",
+    _PAYLOAD_BYTES: "payload bytes",
+    _CHECKSUMS: "checksums",
+}
+SLOT = {word: slot for slot, word in enumerate(NAMES)}
+OWN = (set(PRODUCER[1:]) | {_MESSAGES, _PAYLOAD_BYTES}, set(CONSUMER[1:]), set())
+"""Words that a side stores, and no other."""
+LIVES, DIED, SUCCEEDED = range(3)
+
+
+class End(NamedTuple):
+    """notes: of each side, in all its lives. words: by name."""
+
+    notes: list[tuple[Any, ...]]
+    words: dict[str, int]
+
+
+class Scenario(NamedTuple):
+    """scripts: producer, consumer, and perhaps an onlooker. check: of each end, by assertions.
+
+    mortal: the side that may die once. successor: what then takes its end over. claims: the sides begin by claiming
+    their ends; else they have already.
+    """
+
+    scripts: tuple[Script, ...]
+    check: Callable[[End], None]
+    capacity: int = 256
+    mortal: int | None = None
+    successor: Script | None = None
+    claims: bool = False
+    checksums: bool = False
+
+
+class Violation(AssertionError):
+    """Of an invariant."""
+
+
+class State(NamedTuple):
+    at: tuple[tuple[Node, int], ...]
+    """Each side's next operation."""
+    buffers: tuple[tuple[Op, ...], ...]
+    words: tuple[int, ...]
+    data: bytes
+    rung: tuple[bool, ...]
+    held: tuple[tuple[Region, ...], ...]
+    reading: tuple[tuple[Region, ...], ...]
+    life: int
+    """Of the mortal side."""
+    past: tuple[Any, ...]
+    """What it noted before it died."""
+
+    def next_of(self, side: int) -> Op:
+        node, at = self.at[side]
+        return node.ops[at]
+
+    def notes_of(self, side: int) -> tuple[Any, ...]:
+        node, at = self.at[side]
+        return tuple(op[1] for op in (*node.before, *node.ops[:at]) if op[0] == "note")
+
+
+class Step(NamedTuple):
+    side: int
+    kind: str
+    what: Any = None
+    told: Told = None
+
+
+class Machine:
+    def __init__(self, scenario: Scenario, parts: Parts) -> None:
+        self._scenario, self._mortal = scenario, scenario.mortal
+        self._sides = range(len(scenario.scripts))
+        self._common = set(SLOT) - {_CHECKSUMS}
+        """Words that one side stores and another loads."""
+        if not scenario.claims and scenario.mortal is None:
+            self._common -= {PRODUCER.claim, CONSUMER.claim}
+        if len(scenario.scripts) == 2:
+            self._common -= {_MESSAGES, _PAYLOAD_BYTES}
+
+        def root(side: int, life: int, script: Script) -> Node:
+            return Node(Role(side, life, scenario.capacity, parts, bool(life) or scenario.claims), script)
+
+        self._roots = [root(side, 0, script) for side, script in enumerate(scenario.scripts)]
+        self._heir = None if scenario.successor is None else root(scenario.mortal or 0, 1, scenario.successor)
+
+    def runs(self) -> int:
+        """How often a script was run."""
+        return sum(node.count() for node in (*self._roots, self._heir) if node is not None)
+
+    def beginnings(self) -> list[State]:
+        words = dict.fromkeys(SLOT, 0)
+        words[_CHECKSUMS] = int(self._scenario.checksums)
+        if not self._scenario.claims:
+            words[PRODUCER.claim], words[CONSUMER.claim] = claim_word(0, 0), claim_word(1, 0)
+        nothing: tuple[tuple[Any, ...], ...] = tuple(() for _ in self._sides)
+        state = State(
+            at=tuple((root, 0) for root in self._roots),
+            buffers=nothing,
+            words=tuple(words.values()),
+            data=bytes(self._scenario.capacity),
+            rung=(False, False),
+            held=nothing,
+            reading=nothing,
+            life=LIVES,
+            past=(),
+        )
+        deaths: list[State] = []
+        for side in self._sides:
+            state = self._run_on(state, side, deaths)
+        return [state, *deaths]
+
+    def steps(self, state: State) -> list[Step]:
+        """All that may happen next."""
+        steps = []
+        for side in self._sides:
+            dead = side == self._mortal and state.life == DIED
+            kind, *what = state.next_of(side)
+            buffer = state.buffers[side]
+            if buffer and (dead or kind == "fence" or any(self._is_sync(entry) for entry in buffer)):
+                steps.append(Step(side, "drain"))
+            if dead:
+                if self._heir and not buffer:
+                    steps.append(Step(side, "succeed"))
+                continue
+            if side == self._mortal and state.life == LIVES:
+                steps.append(Step(side, "die"))
+            if kind == "wait":
+                bell, claim, timed = what
+                if state.rung[bell]:
+                    steps.append(Step(side, kind, bell, "rung"))
+                if self._is_known_dead(state, claim):
+                    steps.append(Step(side, kind, bell, "died"))
+                if timed:
+                    steps.append(Step(side, kind, bell, "late"))
+            elif kind == "load":
+                steps.append(Step(side, kind, what[0], _load(state, side, what[0])))
+            elif kind in ("ring", "hush") or (kind == "await successor" and state.life == SUCCEEDED):
+                steps.append(Step(side, kind, what[0]))
+            elif kind == "drop":
+                steps.append(Step(side, kind, tuple(what)))
+        return steps
+
+    def take(self, state: State, step: Step) -> list[State]:
+        """The state after it, and those in which the side died on the way there. Raises Violation."""
+        side, kind, what, told = step
+        if kind == "die":
+            return [self._death(state, side)]
+        node, at = state.at[side]
+        if kind == "drain":
+            state = self._drain(state, side)
+        elif kind == "succeed":
+            assert self._heir is not None
+            state = state._replace(at=_put(state.at, side, (self._heir, 0)), life=SUCCEEDED)
+        else:
+            here = (_after(node, side, told), 0) if kind in ("load", "wait", "await successor") else (node, at + 1)
+            state = state._replace(at=_put(state.at, side, here), reading=_put(state.reading, side, ()))
+            if kind in ("ring", "hush"):
+                state = state._replace(rung=_put(state.rung, what, kind == "ring"))
+            elif kind == "drop":
+                held = list(state.held[side])
+                held.remove(what)
+                state = state._replace(held=_put(state.held, side, tuple(held)))
+        deaths: list[State] = []
+        return [self._run_on(state, side, deaths), *deaths]
+
+    def check_end(self, state: State) -> None:
+        """Nothing more happens. Raises Violation."""
+        notes = []
+        for side in self._sides:
+            died = side == self._mortal and state.life != LIVES
+            if not (died and state.life == DIED) and state.next_of(side)[0] != "done":
+                raise Violation(f"the {SIDES[side]} is at {state.next_of(side)} for ever")
+            notes.append((*(state.past if died else ()), *(() if died and not self._heir else state.notes_of(side))))
+        try:
+            self._scenario.check(End(notes, dict(zip(NAMES.values(), state.words, strict=True))))
+        except AssertionError as error:
+            raise Violation(f"at the end: {error}; {notes}") from None
+
+    def _run_on(self, state: State, side: int, deaths: list[State]) -> State:
+        """All up to the next step."""
+        if side == self._mortal and state.life == DIED:
+            return state
+        mortal = side == self._mortal and state.life == LIVES
+        node, at = state.at[side]
+        stored, held, reading = list(state.buffers[side]), list(state.held[side]), list(state.reading[side])
+
+        def here() -> State:
+            return state._replace(
+                at=_put(state.at, side, (node, at)),
+                buffers=_put(state.buffers, side, tuple(stored)),
+                held=_put(state.held, side, tuple(held)),
+                reading=_put(state.reading, side, tuple(reading)),
+            )
+
+        while True:
+            op = node.ops[at]
+            kind, *what = op
+            if kind in ("store", "write"):
+                if mortal:
+                    deaths.append(self._death(here(), side))
+                if kind == "write":
+                    _check_unused(state, side, what[0], what[0] + len(what[1]))
+                stored.append(op)
+            elif kind == "hold":
+                held.append((what[0], what[1]))
+            elif kind == "read":
+                _check_complete(state, side, what[0], what[1])
+                reading.append((what[0], what[1]))
+                node, at = _after(node, side, _read(state.data, stored, what[0], what[1])), 0
+                continue
+            elif kind == "load" and (what[0] in OWN[side] or what[0] not in self._common):
+                node, at = _after(node, side, _load(here(), side, what[0])), 0
+                continue
+            elif kind == "raised":
+                raise Violation(f"the {SIDES[side]} fails: {what[0]}")
+            elif kind != "note" and (kind != "fence" or stored):
+                return here()
+            at += 1
+
+    def _drain(self, state: State, side: int) -> State:
+        """Up to the next word that others look at."""
+        words, data = list(state.words), bytearray(state.data)
+        buffer = state.buffers[side]
+        for drained, entry in enumerate(buffer, 1):
+            kind, where, value = entry
+            if kind == "write":
+                data[where : where + len(value)] = value
+                continue
+            words[SLOT[where]] = value
+            if self._is_sync(entry):
+                break
+        tail, head = words[SLOT[PRODUCER.position]], words[SLOT[CONSUMER.position]]
+        if not head <= tail <= head + self._scenario.capacity:
+            raise Violation(f"head {head} and tail {tail} of {self._scenario.capacity} bytes")
+        return state._replace(
+            words=tuple(words), data=bytes(data), buffers=_put(state.buffers, side, buffer[drained:])
+        )
+
+    def _death(self, state: State, side: int) -> State:
+        return state._replace(
+            held=_put(state.held, side, ()),
+            reading=_put(state.reading, side, ()),
+            life=DIED,
+            past=state.notes_of(side),
+        )
+
+    def _is_sync(self, entry: Op) -> bool:
+        return entry[0] == "store" and entry[1] in self._common
+
+    def _is_known_dead(self, state: State, claim: int) -> bool:
+        if self._mortal is None or state.life == LIVES or claim != claim_word(self._mortal, 0):
+            return False
+        return state.life == SUCCEEDED or not state.buffers[self._mortal]
+
+
+def _after(node: Node, side: int, answer: Told) -> Node:
+    try:
+        return node.after(answer)
+    except Endless:
+        raise Violation(f"the {SIDES[side]} runs in circles") from None
+
+
+def _put(items: tuple[T, ...], index: int, item: T) -> tuple[T, ...]:
+    return (*items[:index], item, *items[index + 1 :])
+
+
+def _load(state: State, side: int, word: int) -> int:
+    for kind, where, value in reversed(state.buffers[side]):
+        if kind == "store" and where == word:
+            assert isinstance(value, int)
+            return value
+    return state.words[SLOT[word]]
+
+
+def _read(memory: bytes, stored: list[Op], begin: int, end: int) -> bytes:
+    data = bytearray(memory)
+    for kind, where, value in stored:
+        if kind == "write":
+            data[where : where + len(value)] = value
+    return bytes(data[begin:end])
+
+
+def _check_complete(state: State, side: int, begin: int, end: int) -> None:
+    for other, buffer in enumerate(state.buffers):
+        for entry in buffer:
+            if other != side and entry[0] == "write" and entry[1] < end and begin < entry[1] + len(entry[2]):
+                raise Violation(f"the {SIDES[side]} reads data {begin}:{end} that memory may not have: torn")
+
+
+def _check_unused(state: State, side: int, begin: int, end: int) -> None:
+    for other, regions in enumerate(zip(state.held, state.reading, strict=True)):
+        for a, b in (*regions[0], *regions[1]):
+            if other != side and a < end and begin < b:
+                raise Violation(f"the {SIDES[side]} writes data {begin}:{end} while the {SIDES[other]} uses {a}:{b}")
