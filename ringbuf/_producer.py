@@ -5,7 +5,6 @@ no trace.
 Rule 2: a record is contiguous; where it would cross the end of the data area a PAD record takes the rest. Up to half
 the ring always finds a place that way once the ring is empty; more goes in fragments.
 Rule 3: an unfinished run of fragments is undone by the next FIRST or WHOLE: the consumer drops what it had of it.
-Rule 4: an empty ring begins again at its start once WARM bytes were passed: what is written next is in the cache still.
 """
 
 from __future__ import annotations
@@ -15,14 +14,12 @@ from collections.abc import Generator, Sequence
 
 from ringbuf._buffers import Buffer, flat
 from ringbuf._claim import Waiter
-from ringbuf._errors import FrameBorrowed, MessageTooLarge, RingClosed, RingCorrupted, RingMisuse
-from ringbuf._words import CONSUMER, FIRST, LAST, MIDDLE, RECORD, WHOLE, ProducerEnd, Segment
+from ringbuf._errors import FrameBorrowed, MessageTooLarge, RingClosed, RingMisuse
+from ringbuf._words import FIRST, LAST, MIDDLE, RECORD, WHOLE, ProducerEnd, Segment
 
 MAX_MESSAGE = 1 << 36
 FRAGMENT = 256 << 10
 """Payload bytes of a fragment: both ends' copies of one then meet in the cache."""
-WARM = 4 << 20
-"""Bytes of a ring that a consumer which keeps up leaves in use, however large the ring."""
 
 
 class Producer:
@@ -36,12 +33,9 @@ class Producer:
         self._data, self._capacity = segment.data, segment.capacity
         self.max_reserve = self._capacity // 2 - RECORD
         self._fragment = min(FRAGMENT, self._capacity // 4 - RECORD)
-        self._tail = end.position()
-        self._head = end.peer_position()
-        self._wanted = 0
         self._reserved: memoryview | None = None
         self._start = 0
-        self._sending = False
+        self._sending_now = False
         self._closed = False
 
     def fileno(self) -> int:
@@ -55,13 +49,31 @@ class Producer:
         Raises MessageTooLarge (n > max_reserve), RingClosed.
         """
         self._check_idle()
-        start = self._place(n)
+        self._check_size(n)
+        start = self._end.place(n)
         if start is None:
             return None
         at = start % self._capacity + RECORD
         self._start = start
         self._reserved = self._data[at : at + n]
         return self._reserved
+
+    def reserve(self, n: int, timeout: float | None = None, *, spin_s: float = 0.0) -> memoryview:
+        """``try_reserve``, blocking the thread. timeout: seconds. spin_s: as in ``send``.
+
+        Raises TimeoutError, PeerDied, and what ``try_reserve`` raises.
+        """
+        self._block(self._reserving(n, spin_s), timeout)
+        assert self._reserved is not None
+        return self._reserved
+
+    def park(self) -> bool:
+        """After ``try_reserve`` or ``try_send`` found no room: announce sleep until there is, and look again.
+
+        True: wait until ``fileno()`` is readable. False: there is room already. Waking is not a promise: try again.
+        """
+        self._check_idle()
+        return self._end.park(self._end.wanted)
 
     def commit(self) -> None:
         """Send what was reserved; its view is released. Raises RingMisuse (nothing was), RingClosed (nobody reads)."""
@@ -72,7 +84,7 @@ class Producer:
         self._drop(reserved)
         if self._end.peer_closed():
             raise RingClosed("consumer")
-        self._tail = self._end.publish_record(self._start, WHOLE, n, 0)
+        self._end.publish_record(self._start, WHOLE, n, 0)
 
     def abandon(self) -> None:
         """Give a reservation up: nothing was sent. Without one, nothing happens."""
@@ -86,7 +98,9 @@ class Producer:
         """
         self._check_idle()
         pieces = tuple(map(flat, buffers))
-        return self._try_whole(pieces, len(pieces[0]) if len(pieces) == 1 else sum(map(len, pieces)))
+        total = len(pieces[0]) if len(pieces) == 1 else sum(map(len, pieces))
+        self._check_size(total)
+        return self._try_whole(pieces, total)
 
     def sending(self, *buffers: Buffer) -> Generator[None, None, None]:
         """Send one message of any size; yields each time it has to wait for space.
@@ -96,44 +110,19 @@ class Producer:
         buffers must not change.
         Raises RingClosed, RingMisuse (a reservation, or another message, is under way), MessageTooLarge (MAX_MESSAGE).
         """
-        self._check_idle()
-        self._sending = True
-        try:
-            pieces = [flat(buffer) for buffer in buffers]
-            total = sum(map(len, pieces))
-            if total <= self.max_reserve:
-                while not self._try_whole(pieces, total):
-                    yield from self._wait_space()
-                return
-            if total > MAX_MESSAGE:
-                raise MessageTooLarge(total, MAX_MESSAGE, "no ring takes that")
-            sent = 0
-            for part in _regroup(pieces, self._fragment):
-                length = sum(map(len, part))
-                while (start := self._place(length)) is None:
-                    yield from self._wait_space()
-                self._fill(start, part)
-                kind = FIRST if not sent else LAST if sent + length == total else MIDDLE
-                self._tail = self._end.publish_record(start, kind, length, sent or total)
-                sent += length
-        finally:
-            self._sending = False
+        return self._sending(tuple(map(flat, buffers)), 0.0)
 
-    def send(self, *buffers: Buffer, timeout: float | None = None) -> None:
+    def send(self, *buffers: Buffer, timeout: float | None = None, spin_s: float = 0.0) -> None:
         """``sending``, blocking the thread. timeout: seconds.
 
+        spin_s: seconds to look again before sleeping, as in ``Consumer.recv``.
         Raises TimeoutError and PeerDied (the message was not sent), and what ``sending`` raises.
         """
-        deadline = None if timeout is None else time.monotonic() + timeout
-        parts = self.sending(*buffers)
-        late = False
-        try:
-            for _ in parts:
-                if late:
-                    raise TimeoutError(f"no space in the ring within {timeout:g} s")
-                late = not self._waiter.wait(deadline)
-        finally:
-            parts.close()
+        self._check_idle()
+        pieces = tuple(map(flat, buffers))
+        total = len(pieces[0]) if len(pieces) == 1 else sum(map(len, pieces))
+        if total > self.max_reserve or not self._try_whole(pieces, total):
+            self._block(self._sending(pieces, spin_s), timeout)
 
     def close(self) -> None:
         """No message follows: the consumer gets RingClosed after the last one. Idempotent. Raises FrameBorrowed."""
@@ -149,8 +138,10 @@ class Producer:
             raise RingClosed("producer")
         if self._reserved is not None:
             raise RingMisuse("a reservation is open: commit or abandon it first")
-        if self._sending:
+        if self._sending_now:
             raise RingMisuse("a message is being sent: finish or close that iteration first")
+        if self._end.parked:
+            self._end.unpark()
 
     def _drop(self, reserved: memoryview) -> None:
         try:
@@ -159,33 +150,9 @@ class Producer:
             raise FrameBorrowed("the reservation") from error
         self._reserved = None
 
-    def _place(self, n: int) -> int | None:
-        """Position at which a record of ``n`` payload bytes may start. None: no room until the head is ``_wanted``."""
-        if self._closed:
-            raise RingClosed("producer")
-        if self._end.peer_closed():
-            raise RingClosed("consumer")
+    def _check_size(self, n: int) -> None:
         if n > self.max_reserve:
             raise MessageTooLarge(n, self.max_reserve, "use sending(), which takes any size")
-        capacity, tail = self._capacity, self._tail
-        need = RECORD + (n + RECORD - 1) // RECORD * RECORD
-        offset = tail % capacity
-        start = tail
-        if offset + need > capacity or (need <= offset >= WARM and self._load_head() == tail):
-            start += capacity - offset
-        self._wanted = wanted = start + need - capacity
-        if self._head < wanted and self._load_head() < wanted:
-            return None
-        if start != tail:
-            self._end.write_pad(tail)
-        return start
-
-    def _load_head(self) -> int:
-        head = self._end.peer_position()
-        if not self._head <= head <= self._tail or head % RECORD:
-            raise RingCorrupted(8 * CONSUMER.position, (head,), f"the head left [{self._head}, {self._tail}]")
-        self._head = head
-        return head
 
     def _fill(self, start: int, pieces: Sequence[bytes | memoryview]) -> None:
         data = self._data
@@ -196,20 +163,67 @@ class Producer:
             at = end
 
     def _try_whole(self, pieces: Sequence[bytes | memoryview], n: int) -> bool:
-        start = self._place(n)
+        start = self._end.place(n)
         if start is None:
             return False
         self._fill(start, pieces)
-        self._tail = self._end.publish_record(start, WHOLE, n, 0)
+        self._end.publish_record(start, WHOLE, n, 0)
         return True
 
-    def _wait_space(self) -> Generator[None, None, None]:
-        if self._end.park(self._wanted):
+    def _sending(self, pieces: Sequence[bytes | memoryview], spin_s: float) -> Generator[None, None, None]:
+        self._check_idle()
+        self._sending_now = True
+        try:
+            total = sum(map(len, pieces))
+            if total <= self.max_reserve:
+                while not self._try_whole(pieces, total):
+                    yield from self._wait_space(spin_s)
+                return
+            if total > MAX_MESSAGE:
+                raise MessageTooLarge(total, MAX_MESSAGE, "no ring takes that")
+            sent = 0
+            for part in _regroup(pieces, self._fragment):
+                length = sum(map(len, part))
+                while (start := self._end.place(length)) is None:
+                    yield from self._wait_space(spin_s)
+                self._fill(start, part)
+                kind = FIRST if not sent else LAST if sent + length == total else MIDDLE
+                self._end.publish_record(start, kind, length, sent or total)
+                sent += length
+        finally:
+            self._sending_now = False
+
+    def _reserving(self, n: int, spin_s: float) -> Generator[None, None, None]:
+        while self.try_reserve(n) is None:
+            yield from self._wait_space(spin_s)
+
+    def _wait_space(self, spin_s: float) -> Generator[None, None, None]:
+        """Until there may be room: awake for ``spin_s``, then parked, for the caller to sleep when this yields."""
+        end = self._end
+        until = time.monotonic() + spin_s
+        while time.monotonic() < until:
+            if end.peer_position() >= end.wanted:
+                return
+        if end.park(end.wanted):
             try:
                 yield
             finally:
                 if not self._closed:
-                    self._end.unpark()
+                    end.unpark()
+        if self._closed:
+            raise RingClosed("producer")
+
+    def _block(self, parts: Generator[None, None, None], timeout: float | None) -> None:
+        """Sleep each time that ``parts`` has to wait. After ``timeout`` it has one more look."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        late = False
+        try:
+            for _ in parts:
+                if late:
+                    raise TimeoutError(f"no space in the ring within {timeout:g} s")
+                late = not self._waiter.wait(deadline)
+        finally:
+            parts.close()
 
 
 def _regroup(pieces: Sequence[bytes | memoryview], size: int) -> Generator[list[memoryview], None, None]:

@@ -54,7 +54,7 @@ import threading
 import zlib
 from typing import Final, NamedTuple
 
-from ringbuf._errors import EndName, FrameBorrowed, RingCorrupted, UnsupportedMachine, WrongGeneration
+from ringbuf._errors import EndName, FrameBorrowed, RingClosed, RingCorrupted, UnsupportedMachine, WrongGeneration
 
 if platform.machine() not in ("x86_64", "AMD64"):
     raise UnsupportedMachine(platform.machine())
@@ -74,6 +74,9 @@ FIRST: Final = 2
 MIDDLE: Final = 3
 LAST: Final = 4
 PAD: Final = 5
+WARM: Final = 4 << 20
+"""Bytes that a consumer which keeps up leaves in use, however large the ring: an empty ring begins again at its start,
+where what is written next is in the cache still."""
 _ENDS_MESSAGE: Final = (WHOLE, LAST)
 
 
@@ -217,6 +220,7 @@ class End:
         "_mine",
         "_peer",
         "_peer_bell",
+        "_peer_closed",
         "_peer_position",
         "_peer_waits",
         "_position",
@@ -231,7 +235,8 @@ class End:
         self._segment, self._words, self._capacity = segment, segment.words, segment.capacity
         self._checksums = segment.has_checksums()
         self._mine, self._peer = mine, peer
-        self._position, self._peer_position, self._peer_waits = mine.position, peer.position, peer.waits
+        self._position = mine.position
+        self._peer_position, self._peer_waits, self._peer_closed = peer.position, peer.waits, peer.closed
         self._bell, self._peer_bell = bell, peer_bell
         fence = segment.fence()
         self._acquire, self._release = fence.acquire, fence.release
@@ -246,7 +251,7 @@ class End:
 
     def peer_closed(self) -> bool:
         """Once this is true the peer's position is its last: load it again."""
-        return self._words[self._peer.closed] != 0
+        return self._words[self._peer_closed] != 0
 
     def publish(self, position: int) -> None:
         words = self._words
@@ -264,7 +269,7 @@ class End:
         words[self._mine.waits] = wanted
         self._acquire()  # SYNC BELL: pairs with publish and wake
         self._release()
-        if words[self._peer_position] >= wanted or words[self._peer.closed]:
+        if words[self._peer_position] >= wanted or words[self._peer_closed]:
             words[self._mine.waits] = 0
             return False
         self.parked = True
@@ -289,16 +294,43 @@ class End:
 
 
 class ProducerEnd(End):
-    """Writes records. The two counts are its own words, so it may keep them."""
+    """Writes records."""
 
-    __slots__ = ("_messages", "_payload_bytes")
+    __slots__ = ("_head", "_messages", "_payload_bytes", "_tail", "wanted")
+
+    wanted: int
+    """The head that the last ``place`` had no room without."""
 
     def __init__(self, segment: Segment, bell: Bell, peer_bell: Bell) -> None:
         super().__init__(segment, PRODUCER, CONSUMER, bell, peer_bell)
+        self._tail, self._head, self.wanted = self.position(), self.peer_position(), 0
         self._messages, self._payload_bytes = segment.counts()
 
-    def publish_record(self, start: int, kind: int, length: int, place: int) -> int:
-        """Publish the record that starts at ``start``, its payload written; the position after it."""
+    def place(self, length: int) -> int | None:
+        """Position for a record of ``length`` payload bytes. None: no room. Raises RingClosed, RingCorrupted.
+
+        Where it would cross the end of the data area, a PAD fills the rest, visible with the record that follows it.
+        """
+        words, capacity, tail = self._words, self._capacity, self._tail
+        if words[self._peer_closed]:
+            raise RingClosed(self._peer.end)
+        need = RECORD + (length + RECORD - 1) // RECORD * RECORD
+        offset = tail % capacity
+        start = tail
+        if offset + need > capacity or (need <= offset >= WARM and self._load_head() == tail):
+            start += capacity - offset
+        self.wanted = wanted = start + need - capacity
+        if self._head < wanted and self._load_head() < wanted:
+            return None
+        if start != tail:
+            at = (HEADER + offset) >> 3
+            words[at] = (capacity - offset - RECORD) << 8 | PAD
+            words[at + 1] = tail
+            words[at + 2] = 0
+        return start
+
+    def publish_record(self, start: int, kind: int, length: int, place: int) -> None:
+        """Publish the record at ``start``, its payload written."""
         words = self._words
         at = (HEADER + start % self._capacity) >> 3
         words[at] = length << 8 | kind
@@ -306,21 +338,19 @@ class ProducerEnd(End):
         words[at + 2] = place
         if self._checksums:
             words[at + 3] = self._segment.checksum(start, length)
+        # Their only writer keeps the counts, too.
         self._payload_bytes = words[_PAYLOAD_BYTES] = self._payload_bytes + length
         if kind in _ENDS_MESSAGE:
             self._messages = words[_MESSAGES] = self._messages + 1
-        after = start + RECORD + (length + RECORD - 1) // RECORD * RECORD
-        self.publish(after)
-        return after
+        self._tail = tail = start + RECORD + (length + RECORD - 1) // RECORD * RECORD
+        self.publish(tail)
 
-    def write_pad(self, start: int) -> None:
-        """Fill the data area's rest with a record to skip; it is visible with the one that follows it."""
-        words = self._words
-        offset = start % self._capacity
-        at = (HEADER + offset) >> 3
-        words[at] = (self._capacity - offset - RECORD) << 8 | PAD
-        words[at + 1] = start
-        words[at + 2] = 0
+    def _load_head(self) -> int:
+        head = self.peer_position()
+        if not self._head <= head <= self._tail or head % RECORD:
+            raise RingCorrupted(8 * CONSUMER.position, (head,), f"the head left [{self._head}, {self._tail}]")
+        self._head = head
+        return head
 
 
 class ConsumerEnd(End):

@@ -23,9 +23,8 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from ringbuf._words import _CHECKSUMS, _MESSAGES, _PAYLOAD_BYTES, CONSUMER, PRODUCER
-from tests.ringbuf.side import SIDES, Endless, Node, Op, Parts, Role, Side, Told, claim_word
+from tests.ringbuf.side import SIDES, Endless, Node, Op, Origin, Parts, Role, Script, Told, claim_word
 
-Script: TypeAlias = Callable[[Side], None]
 Region: TypeAlias = tuple[int, int]
 T = TypeVar("T")
 
@@ -95,7 +94,7 @@ class State(NamedTuple):
 
     def notes_of(self, side: int) -> tuple[Any, ...]:
         node, at = self.at[side]
-        return tuple(op[1] for op in (*node.before, *node.ops[:at]) if op[0] == "note")
+        return (*node.notes, *(op[1] for op in node.ops[:at] if op[0] == "note"))
 
 
 class Step(NamedTuple):
@@ -116,15 +115,19 @@ class Machine:
         if len(scenario.scripts) == 2:
             self._common -= {_MESSAGES, _PAYLOAD_BYTES}
 
+        self._origins: list[Origin] = []
+
         def root(side: int, life: int, script: Script) -> Node:
-            return Node(Role(side, life, scenario.capacity, parts, bool(life) or scenario.claims), script)
+            role = Role(side, life, scenario.capacity, parts, bool(life) or scenario.claims)
+            self._origins.append(Origin(role, script))
+            return Node(self._origins[-1])
 
         self._roots = [root(side, 0, script) for side, script in enumerate(scenario.scripts)]
         self._heir = None if scenario.successor is None else root(scenario.mortal or 0, 1, scenario.successor)
 
     def runs(self) -> int:
         """How often a script was run."""
-        return sum(node.count() for node in (*self._roots, self._heir) if node is not None)
+        return sum(origin.runs for origin in self._origins)
 
     def beginnings(self) -> list[State]:
         words = dict.fromkeys(SLOT, 0)
@@ -249,6 +252,9 @@ class Machine:
                 continue
             elif kind == "load" and (what[0] in OWN[side] or what[0] not in self._common):
                 node, at = _after(node, side, _load(here(), side, what[0])), 0
+                continue
+            elif kind == "rest":
+                node, at = _after(node, side, None), 0
                 continue
             elif kind == "raised":
                 raise Violation(f"the {SIDES[side]} fails: {what[0]}")

@@ -5,16 +5,23 @@ ended), so a run with a list of answers gives its next operations, up to the fir
 Rule 2: nothing is kept here. Stores, fences and bells are handed out as operations, in program order; what they do to
 memory, and what a load is told, is the machine's business.
 Rule 3: the ring's own code runs. Mapping, eventfd and poll are replaced beneath it; nothing in it knows.
+Rule 4: a script is a sequence of actions, and between two of them a side *rests*: no code of the ring is running, so
+the side is what its objects hold. Histories that rest alike are one from there on.
 """
 
 from __future__ import annotations
 
 from array import array
+from collections import deque
 from collections.abc import Callable
+from types import MethodType
 from typing import Any, NamedTuple, TypeAlias
 
+import numpy as np
+
 from ringbuf import Consumer, Frame, PeerDied, Producer
-from ringbuf._words import CONSUMER, HEADER, PRODUCER, Column, ConsumerEnd, ProducerEnd, Segment
+from ringbuf._consumer import _Whole
+from ringbuf._words import CONSUMER, HEADER, PRODUCER, Column, ConsumerEnd, End, ProducerEnd, Segment
 
 COLUMNS = (PRODUCER, CONSUMER)
 SIDES = ("producer", "consumer", "onlooker")
@@ -23,10 +30,14 @@ LINE = 64
 PATIENCE = 1000
 """Answers after which a side is said to run in circles."""
 
+Action: TypeAlias = "Callable[[Side], bool | None]"
+"""True: once more."""
+Script: TypeAlias = tuple[Action, ...]
 Told: TypeAlias = "int | bytes | str | None"
 Op: TypeAlias = tuple[Any, ...]
 """Commands: store word value | write offset bytes | fence | ring side | hush side | hold begin end | drop begin end |
-note item. Questions: load word | read begin end | wait side claim timed | await successor side. Ends: done | raised error."""
+note item. Questions: load word | read begin end | wait side claim timed | await successor side | rest likeness.
+Ends: done | raised error."""
 
 
 class Parts(NamedTuple):
@@ -55,57 +66,86 @@ def claim_word(side: int, life: int) -> int:
     return 10 * (side + 1) + life
 
 
+class OutOfAnswers(BaseException):
+    pass
+
+
+class Endless(Exception):
+    pass
+
+
 class Side:
     """What a script has in hand."""
 
     def __init__(self, role: Role, told: tuple[Told, ...]) -> None:
-        self._role, self._told, self._told_so_far = role, told, 0
+        self._role, self._told, self._answered = role, told, 0
         self.ops: list[Op] = []
         self.stopped = False
+        self.noted = 0
+        """Notes before the first of ``ops``."""
         self._line: tuple[int, bytes] | None = None
         self._slice: tuple[int, bytearray, bytes] | None = None
-        self._places: dict[int, tuple[int, int]] = {}
-        self._written = 100 * role.life
         self.segment = _Segment(self, role.capacity, role.parts.clears_words_first)
         self.waiter = _Waiter(self, role.side)
+        # From here on, what actions leave to each other.
+        self.producer: Producer | None = None
+        self.consumer: Consumer | None = None
+        self.held: list[tuple[Frame, tuple[int, int] | None]] = []
+        self.notes: list[Any] = []
+        self.written = 100 * role.life
 
-    def producer(self) -> Producer:
-        self._claim(PRODUCER)
-        end = self._role.parts.producer_end(self.segment, _Bell(self, 0), _Bell(self, 1))
-        self._wake(end)
-        return self._role.parts.producer(self.segment, end, self.waiter, -1)
-
-    def consumer(self) -> Consumer:
-        self._claim(CONSUMER)
-        end = self._role.parts.consumer_end(self.segment, _Bell(self, 1), _Bell(self, 0))
-        self._wake(end)
-        return self._role.parts.consumer(self.segment, end, self.waiter, -1)
+    def begin(self) -> None:
+        """As Ring.claim_producer and Ring.claim_consumer do."""
+        side, parts, segment = self._role.side, self._role.parts, self.segment
+        if side >= len(COLUMNS):
+            return
+        if self._role.claims:
+            segment.store_claim(COLUMNS[side], claim_word(side, self._role.life))
+            self.do("fence")  # the lock's release
+        mine, peers = _Bell(self, side), _Bell(self, 1 - side)
+        end: Any = (parts.producer_end, parts.consumer_end)[side](segment, mine, peers)
+        if self._role.claims:
+            end.wake()
+        if side == 0:
+            self.producer = parts.producer(segment, end, self.waiter, -1)
+        else:
+            self.consumer = parts.consumer(segment, end, self.waiter, -1)
 
     def message(self, size: int) -> bytes:
         """Other bytes each time."""
-        self._written += 1
-        return bytes([self._written]) * size
+        self.written += 1
+        return bytes([self.written]) * size
 
     def note(self, item: Any) -> None:
         """For the scenario's check at the end."""
         self.do("note", item)
+        self.notes.append(item)
 
-    def take(self, frame: Frame) -> Frame:
+    def take(self, frame: Frame) -> None:
         """Note a frame's bytes. From here to ``release`` nobody may write to its place in the ring."""
+        place = None
         if isinstance(frame._owner, Consumer) and self._slice is not None:
             begin, buffer, _ = self._slice
-            self._places[id(frame)] = begin, begin + len(buffer)
-            self.do("hold", *self._places[id(frame)])
+            place = begin, begin + len(buffer)
+            self.do("hold", *place)
+        self.held.append((frame, place))
         self.note(bytes(frame.data))
-        return frame
 
-    def release(self, frame: Frame) -> None:
-        if id(frame) in self._places:
-            self.do("drop", *self._places.pop(id(frame)))
+    def release(self, index: int) -> None:
+        frame, place = self.held.pop(index)
+        if place is not None:
+            self.do("drop", *place)
         frame.release()
 
-    def await_successor(self, side: int) -> None:
-        self.ask("await successor", side)
+    def await_successor(self) -> None:
+        self.ask("await successor", 1 - self._role.side)
+
+    def rest(self, action: int) -> None:
+        """Before an action."""
+        if self.producer is None or self.producer._reserved is None:
+            self._slice = None
+        kept = (self.producer, self.consumer, self.held, self.notes, self.written, self._slice)
+        self.ask("rest", None if self._answered < len(self._told) else (action, _likeness(kept, [])))
 
     def do(self, *op: Any) -> None:
         if not self.stopped:
@@ -117,12 +157,13 @@ class Side:
         if self.stopped:
             raise OutOfAnswers
         self.do(*question)
-        if self._told_so_far == len(self._told):
+        if self._answered == len(self._told):
             self.stopped = True
             raise OutOfAnswers
-        self._told_so_far += 1
+        self._answered += 1
+        self.noted = len(self.notes)
         self.ops.clear()
-        return self._told[self._told_so_far - 1]
+        return self._told[self._answered - 1]
 
     def read(self, begin: int, end: int) -> bytes:
         told: bytes = self.ask("read", begin, end)
@@ -149,23 +190,6 @@ class Side:
             if buffer != before:
                 self._slice = begin, buffer, bytes(buffer)
                 self.ops.append(("write", begin, bytes(buffer)))
-
-    def _claim(self, column: Column) -> None:
-        if self._role.claims:
-            self.segment.store_claim(column, claim_word(self._role.side, self._role.life))
-            self.do("fence")  # the lock's release
-
-    def _wake(self, end: ProducerEnd | ConsumerEnd) -> None:
-        if self._role.claims:
-            end.wake()
-
-
-class OutOfAnswers(BaseException):
-    pass
-
-
-class Endless(Exception):
-    pass
 
 
 class _Words:
@@ -250,41 +274,75 @@ class _Waiter:
         pass
 
 
+def _likeness(thing: Any, seen: list[Any]) -> Any:
+    """A value that is equal for things which will do the same. Raises TypeError for what it does not know."""
+    if thing is None or isinstance(thing, (int, str, bytes)):
+        return thing
+    if isinstance(thing, (bytearray, memoryview)):
+        return bytes(thing)
+    for number, other in enumerate(seen):
+        if other is thing:
+            return "seen", number
+    seen.append(thing)
+    if isinstance(thing, (tuple, list, deque)):
+        return tuple(_likeness(each, seen) for each in thing)
+    if isinstance(thing, np.ndarray):
+        return len(thing)  # memory to be used again
+    if isinstance(thing, _Whole):
+        return thing.total, bytes(thing.memory[: thing.filled])
+    if isinstance(thing, (_Words, _Data, _Segment, _Bell, _Waiter)) or (
+        isinstance(thing, MethodType) and isinstance(thing.__self__, _Lock)
+    ):
+        return None
+    if isinstance(thing, (Producer, Consumer, Frame, End)):
+        slots = [name for base in type(thing).__mro__ for name in getattr(base, "__slots__", ())]
+        names = (*slots, *getattr(thing, "__dict__", ()))
+        return tuple(_likeness(getattr(thing, name), seen) for name in names)
+    raise TypeError(f"what a {type(thing)} will do is not known")
+
+
 class Node:
-    """A side that has been told certain answers: what it does until it asks again."""
+    """A side that was told certain answers: what it does until it asks again."""
 
-    __slots__ = ("_after", "_role", "_script", "_told", "before", "ops")
+    __slots__ = ("_after", "_origin", "_told", "notes", "ops")
 
-    def __init__(
-        self, role: Role, script: Callable[[Side], None], told: tuple[Told, ...] = (), before: tuple[Op, ...] = ()
-    ) -> None:
-        self._role, self._script, self._told = role, script, told
-        self.before = before
-        """Its notes until then."""
+    def __init__(self, origin: Origin, told: tuple[Told, ...] = ()) -> None:
+        self._origin, self._told = origin, told
         self._after: dict[Told, Node] = {}
-        self.ops = self._run()
+        side = origin.run(told)
+        self.ops = tuple(side.ops)
+        self.notes = tuple(side.notes[: side.noted])
+        """Before the first of ``ops``."""
 
     def after(self, answer: Told) -> Node:
         """Raises Endless."""
-        if (node := self._after.get(answer)) is None:
+        kind, *what = self.ops[-1]
+        known: dict[Any, Node] = self._origin.rests if kind == "rest" else self._after
+        key = what[0] if kind == "rest" else answer
+        if (node := known.get(key)) is None:
             if len(self._told) == PATIENCE:
                 raise Endless
-            notes = tuple(op for op in self.ops if op[0] == "note")
-            node = Node(self._role, self._script, (*self._told, answer), (*self.before, *notes))
-            self._after[answer] = node
+            node = known[key] = Node(self._origin, (*self._told, answer))
         return node
 
-    def count(self) -> int:
-        """Nodes from here on."""
-        nodes = [self]
-        for node in nodes:
-            nodes.extend(node._after.values())
-        return len(nodes)
 
-    def _run(self) -> tuple[Op, ...]:
-        side = Side(self._role, self._told)
+class Origin:
+    """A script in a role, and all that is known of what it does."""
+
+    def __init__(self, role: Role, script: Script) -> None:
+        self._role, self._script = role, script
+        self.rests: dict[Any, Node] = {}
+        self.runs = 0
+
+    def run(self, told: tuple[Told, ...]) -> Side:
+        self.runs += 1
+        side = Side(self._role, told)
         try:
-            self._script(side)
+            side.begin()
+            for number, action in enumerate(self._script):
+                side.rest(number)
+                while action(side):
+                    side.rest(number)
         except OutOfAnswers:
             pass
         except Exception as error:  # noqa: BLE001  # whatever a side raises is a finding
@@ -292,4 +350,4 @@ class Node:
         else:
             side.do("done")
         side.stopped = True
-        return tuple(side.ops)
+        return side

@@ -79,7 +79,7 @@ def test_release_at_any_step_of_waiting_for_space_wakes_producer(ring: Ring, ste
     assert not producer.try_send(bytes(64))
     words = Interrupted(ring._segment.words, step, frame.release)
     producer._end._words = words  # type: ignore[assignment]
-    asleep = producer._end.park(producer._wanted)
+    asleep = producer.park()
     frame.release()
     assert not asleep or rung(producer)
     producer._end._words = ring._segment.words
