@@ -2,7 +2,8 @@
 # make test    set up and run the tests
 # make serve   set up and serve the "voice" pipeline on port 8091 (OpenAI-compatible HTTP)
 # make lint    what CI asks of every file
-# make bench   measure the figures of docs/benchmarks.md
+# make bench   measure the figures of docs/benchmarks.md: the voice pipeline
+# make bench-ring   and of the ring beside its peers, which this installs first
 # make clean   remove all that these made here (converted models stay in the user's cache)
 #
 # Only Python 3.11+ (PYTHON=…), make and a package registry are needed; everything goes into .venv.
@@ -12,6 +13,7 @@ PORT ?= 8091
 QUESTION ?= What is the capital of France?
 BIN := .venv/bin
 EXTRAS := voice,dev
+BENCH_EXTRAS := $(EXTRAS),bench
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_NO_INPUT := 1
@@ -19,7 +21,7 @@ export PIP_NO_INPUT := 1
 # $(call phase,what,command): says what goes on and how long it took. Fails as the command does.
 phase = @echo "==> $(1)"; begin=$$(date +%s); $(2) && echo "    done in $$(( $$(date +%s) - begin )) s"
 
-.PHONY: help setup demo serve test lint bench clean
+.PHONY: help setup demo serve test lint bench bench-ring clean
 .DELETE_ON_ERROR:
 
 help:
@@ -55,6 +57,14 @@ lint: .venv/installed
 
 bench: setup
 	$(BIN)/python -m bench.voice $(BENCH_ARGS)
+
+bench-ring: .venv/bench
+	$(BIN)/python -m bench.ring $(BENCH_ARGS)
+
+.venv/bench: .venv/installed requirements/bench.txt
+	$(call phase,Installing what the ring is compared with,$(BIN)/python -m pip install -qq -c requirements/constraints.txt -e '.[$(BENCH_EXTRAS)]')
+	@$(BIN)/python -m pip install -qq --no-deps --require-hashes -r requirements/bench.txt
+	@touch $@
 
 clean:
 	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist answer.wav

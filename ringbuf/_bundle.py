@@ -173,6 +173,8 @@ def decode_bundle(data: memoryview) -> Bundle:
         if dtype not in ITEM_SIZES or len(shape) > _MAX_DIMS or min(shape, default=0) < 0:
             raise BundleCorrupted(f"tensor {name!r} of dtype {dtype!r} and shape {shape}")
         nbytes = math.prod(shape) * ITEM_SIZES[dtype]
+        if not nbytes and math.prod(filter(None, shape)) * ITEM_SIZES[dtype] >> 63:
+            raise BundleCorrupted(f"tensor {name!r}: no library has an array of shape {shape}, though it is empty")
         if offset < 0 or offset % ALIGN or (nbytes and body + offset + nbytes > size):
             raise BundleCorrupted(f"tensor {name!r}: {nbytes} bytes at {offset} of a body of {max(0, size - body)}")
         start = body + offset if nbytes else 0

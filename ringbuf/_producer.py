@@ -100,7 +100,7 @@ class Producer:
         pieces = tuple(map(flat, buffers))
         total = len(pieces[0]) if len(pieces) == 1 else sum(map(len, pieces))
         self._check_size(total)
-        return self._try_whole(pieces, total)
+        return self._try_record(pieces, total, WHOLE, 0)
 
     def sending(self, *buffers: Buffer) -> Generator[None, None, None]:
         """Send one message of any size; yields each time it has to wait for space.
@@ -121,7 +121,7 @@ class Producer:
         self._check_idle()
         pieces = tuple(map(flat, buffers))
         total = len(pieces[0]) if len(pieces) == 1 else sum(map(len, pieces))
-        if total > self.max_reserve or not self._try_whole(pieces, total):
+        if total > self.max_reserve or not self._try_record(pieces, total, WHOLE, 0):
             self._block(self._sending(pieces, spin_s), timeout)
 
     def close(self) -> None:
@@ -154,20 +154,17 @@ class Producer:
         if n > self.max_reserve:
             raise MessageTooLarge(n, self.max_reserve, "use sending(), which takes any size")
 
-    def _fill(self, start: int, pieces: Sequence[bytes | memoryview]) -> None:
+    def _try_record(self, pieces: Sequence[bytes | memoryview], length: int, kind: int, place: int) -> bool:
+        start = self._end.place(length)
+        if start is None:
+            return False
         data = self._data
         at = start % self._capacity + RECORD
         for piece in pieces:
             end = at + len(piece)
             data[at:end] = piece
             at = end
-
-    def _try_whole(self, pieces: Sequence[bytes | memoryview], n: int) -> bool:
-        start = self._end.place(n)
-        if start is None:
-            return False
-        self._fill(start, pieces)
-        self._end.publish_record(start, WHOLE, n, 0)
+        self._end.publish_record(start, kind, length, place)
         return True
 
     def _sending(self, pieces: Sequence[bytes | memoryview], spin_s: float) -> Generator[None, None, None]:
@@ -176,7 +173,7 @@ class Producer:
         try:
             total = sum(map(len, pieces))
             if total <= self.max_reserve:
-                while not self._try_whole(pieces, total):
+                while not self._try_record(pieces, total, WHOLE, 0):
                     yield from self._wait_space(spin_s)
                 return
             if total > MAX_MESSAGE:
@@ -184,11 +181,9 @@ class Producer:
             sent = 0
             for part in _regroup(pieces, self._fragment):
                 length = sum(map(len, part))
-                while (start := self._end.place(length)) is None:
-                    yield from self._wait_space(spin_s)
-                self._fill(start, part)
                 kind = FIRST if not sent else LAST if sent + length == total else MIDDLE
-                self._end.publish_record(start, kind, length, sent or total)
+                while not self._try_record(part, length, kind, sent or total):
+                    yield from self._wait_space(spin_s)
                 sent += length
         finally:
             self._sending_now = False

@@ -1,19 +1,20 @@
 """All interleavings of a scenario: every state that the machine can reach is visited, once.
 
 Breadth first, so that a failure's trace is a shortest one. A state holds memory, store buffers, bells and, for each
-side, all that it was told; by rule 1 of ``side`` nothing else has a say in what follows. There is no bound: the search
-ends when no state is left, or raises.
+side, all that it was told, or what its objects hold where it rested; by rules 1 and 4 of ``side`` nothing else has a say in
+what follows. There is no bound: the search ends when no state is left, or raises.
+
+At last, from every state some end must be within reach, without a death: sides that keep each other busy for ever are
+no better than sides that sleep for ever.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from typing import NamedTuple, TypeAlias
+from array import array
+from typing import NamedTuple
 
 from tests.ringbuf.machine import NAMES, Machine, Scenario, State, Step, Violation
 from tests.ringbuf.side import SIDES, Op, Parts
-
-_Origins: TypeAlias = "dict[State, tuple[State, Step] | None]"
 
 
 class Found(NamedTuple):
@@ -28,56 +29,76 @@ class Found(NamedTuple):
 def explore(scenario: Scenario, parts: Parts | None = None) -> Found:
     """Raises Violation, with the interleaving."""
     machine = Machine(scenario, parts or Parts())
-    origins: _Origins = dict.fromkeys(machine.beginnings())
-    queue = deque(origins)
-    tried = ends = 0
-    while queue:
-        state = queue.popleft()
+    numbers = {state: number for number, state in enumerate(machine.beginnings())}
+    states = list(numbers)
+    origins: list[tuple[int, Step] | None] = [None] * len(states)
+    ends: list[int] = []
+    sources, targets = array("L"), array("L")
+    tried = 0
+    for number, state in enumerate(states):  # which grows
         steps = machine.steps(state)
         step = None
         try:
             if all(step.kind == "die" for step in steps):
-                ends += 1
+                ends.append(number)
                 machine.check_end(state)
             for step in steps:
-                for following in machine.take(state, step):
+                for nth, following in enumerate(machine.take(state, step)):
                     tried += 1
-                    if following not in origins:
-                        origins[following] = state, step
-                        queue.append(following)
+                    known = numbers.setdefault(following, len(states))
+                    if known == len(states):
+                        states.append(following)
+                        origins.append((number, step))
+                    if step.kind != "die" and nth == 0:
+                        sources.append(number)
+                        targets.append(known)
         except Violation as violation:
-            raise Violation(f"{violation}\n\n{_trace(origins, state, step)}") from None
-    return Found(len(origins), tried, ends, machine.runs())
+            raise Violation(f"{violation}\n\n{_trace(states, origins, number, step)}") from None
+    for number in _unending(len(states), ends, sources, targets):
+        raise Violation(f"this can go on for ever\n\n{_trace(states, origins, number, None)}")
+    return Found(len(states), tried, len(ends), machine.runs())
 
 
-def _trace(origins: _Origins, state: State, last: Step | None) -> str:
-    """A line a step: what each side does, and the words that memory has not seen after it."""
+def _unending(count: int, ends: list[int], sources: array[int], targets: array[int]) -> list[int]:
+    """Nodes from which no end is within reach."""
+    into: list[list[int]] = [[] for _ in range(count)]
+    for source, target in zip(sources, targets, strict=True):
+        into[target].append(source)
+    reached = bytearray(count)
+    ending = list(ends)
+    for number in ending:  # which grows
+        if not reached[number]:
+            reached[number] = True
+            ending.extend(into[number])
+    return [number for number in range(count) if not reached[number]]
+
+
+def _trace(states: list[State], origins: list[tuple[int, Step] | None], number: int, last: Step | None) -> str:
+    """A line a step: what each side does, and what its buffer holds from then on."""
     path: list[tuple[Step | None, State | None]] = [] if last is None else [(last, None)]
-    while (origin := origins[state]) is not None:
-        path.append((origin[1], state))
-        state = origin[0]
-    path.append((None, state))
-    lines = [f"step  {'producer':36}{'consumer':36}in store buffers"]
-    for number, (step, after) in enumerate(reversed(path)):
+    while (origin := origins[number]) is not None:
+        path.append((origin[1], states[number]))
+        number = origin[0]
+    path.append((None, states[number]))
+    lines = [f"step  {'producer':36}{'consumer':36}stores that memory has not seen"]
+    for at, (step, state) in enumerate(reversed(path)):
         columns = ["", "", ""]
         if step is not None:
             columns[step.side] = _show(step)
-        pending = "the step that fails" if after is None else _show_buffers(after)
-        lines.append(f"{number:>4}  {columns[0]:36}{columns[1]:36}{columns[2]}{pending}".rstrip())
+        buffers = "(fails here)" if state is None else _show_buffers(state)
+        lines.append(f"{at:>4}  {columns[0]:36}{columns[1]:36}{columns[2]}{buffers}".rstrip())
     return "\n".join(lines)
 
 
 def _show(step: Step) -> str:
-    what = NAMES[step.what] if step.kind == "load" else "" if step.what is None else step.what
-    told = "" if step.told is None else f" -> {step.told}"
-    return f"{step.kind} {what}{told}"
+    what = {"load": lambda: f" {NAMES[step.what]}", "drop": lambda: f" {step.what}"}.get(step.kind, str)()
+    return f"{step.kind}{what}" + ("" if step.told is None else f" -> {step.told}")
 
 
 def _show_buffers(state: State) -> str:
-    shown = []
-    for side, buffer in enumerate(state.buffers):
-        if buffer:
-            shown.append(f"{SIDES[side]}: {', '.join(map(_show_store, buffer))}")
+    shown = [
+        f"{SIDES[side]}: {', '.join(map(_show_store, buffer))}" for side, buffer in enumerate(state.buffers) if buffer
+    ]
     return "; ".join(shown)
 
 

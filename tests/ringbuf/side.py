@@ -212,14 +212,15 @@ class _Words:
 
 
 class _Data:
-    def __init__(self, side: Side) -> None:
-        self._side = side
+    def __init__(self, side: Side, capacity: int) -> None:
+        self._side, self._capacity = side, capacity
 
     def __getitem__(self, place: slice) -> memoryview:
-        return self._side.slice(place.start, place.stop)
+        return self._side.slice(place.start, min(place.stop, self._capacity))
 
     def __setitem__(self, place: slice, piece: bytes | memoryview) -> None:
-        assert place.stop - place.start == len(piece)
+        if min(place.stop, self._capacity) - place.start != len(piece):
+            raise ValueError(f"{len(piece)} bytes do not fit {place.start}:{place.stop}")
         if piece:
             self._side.do("write", place.start, bytes(piece))
 
@@ -239,7 +240,7 @@ class _Segment(Segment):
     def __init__(self, side: Side, capacity: int, clears_words_first: bool) -> None:
         self._side, self.capacity = side, capacity
         self.words: Any = _Words(side, clears_words_first)
-        self.data: Any = _Data(side)
+        self.data: Any = _Data(side, capacity)
 
     def fence(self) -> Any:
         return _Lock(self._side)
