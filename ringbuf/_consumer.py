@@ -145,7 +145,7 @@ class Consumer:
                 self._held.append(frame)
                 self._next = after
                 return frame
-            whole = None if kind == PAD else self._gather(start, kind, length, place)
+            whole = self._gather(start, kind, length, place)
             self._next = after
             self._reclaim(after)
             if whole is not None:
@@ -220,7 +220,11 @@ class Consumer:
         return True
 
     def _gather(self, start: int, kind: int, length: int, place: int) -> _Whole | None:
-        """Add a fragment; the message when it is whole."""
+        """Add a fragment, or pass padding; the message when it is whole."""
+        if kind == PAD:
+            if (start + RECORD + length) % self._capacity:
+                raise self._segment.corrupted(start, "padding that ends before the data area does")
+            return None
         partial = self._partial
         if kind == FIRST:
             if not length < place <= MAX_MESSAGE:

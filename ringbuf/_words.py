@@ -32,7 +32,7 @@ Record (64-byte header, then the payload, then padding to the next multiple of 6
       0    8 kind, length    kind in the low 8 bits, payload bytes above
       8    8 sequence        the record's own position: strictly growing, and another one in each lap
      16    8 place           FIRST: bytes of the whole message. MIDDLE, LAST: offset in the message. Else 0
-     24    8 checksum        CRC-32 of the payload, in a ring with checksums; else not written
+     24    8 checksum        CRC-32 of the payload, begun with the words above; not written without checksums
 
 SYNC DATA  The publisher stores its position after it wrote (or read) the bytes; the peer loads the position before it
            touches them. Total store order keeps both pairs in order; no fence is needed.
@@ -159,9 +159,14 @@ class Segment:
         return max(0, min(self.words[PRODUCER.position] - head, self.capacity))
 
     def checksum(self, position: int, length: int) -> int:
-        """Of the payload of the record at ``position``."""
-        at = position % self.capacity + RECORD
-        return zlib.crc32(self.data[at : at + length])
+        """Of the record at ``position``, its payload ``length`` bytes (a PAD's 0).
+
+        Another kind, length, position or place makes another checksum of it, not only another payload.
+        """
+        words, offset = self.words, position % self.capacity
+        at = (HEADER + offset) >> 3
+        begin = words[at] ^ words[at + 1] ^ words[at + 2]
+        return zlib.crc32(self.data[offset + RECORD : offset + RECORD + length], (begin ^ begin >> 32) & 0xFFFFFFFF)
 
     def corrupted(self, position: int, why: str) -> RingCorrupted:
         """The error for a record that is none."""
@@ -327,6 +332,8 @@ class ProducerEnd(End):
             words[at] = (capacity - offset - RECORD) << 8 | PAD
             words[at + 1] = tail
             words[at + 2] = 0
+            if self._checksums:
+                words[at + 3] = self._segment.checksum(tail, 0)
         return start
 
     def publish_record(self, start: int, kind: int, length: int, place: int) -> None:
@@ -371,6 +378,6 @@ class ConsumerEnd(End):
         after = position + RECORD + (length + RECORD - 1) // RECORD * RECORD
         if sequence != position or not WHOLE <= kind <= PAD or after > tail or offset + after - position > capacity:
             raise self._segment.corrupted(position, f"no record of position {position} below {tail}")
-        if self._checksums and kind != PAD and words[at + 3] != self._segment.checksum(position, length):
-            raise self._segment.corrupted(position, "the payload's checksum is another")
+        if self._checksums and words[at + 3] != self._segment.checksum(position, 0 if kind == PAD else length):
+            raise self._segment.corrupted(position, "the record's checksum is another")
         return kind, length, place, after

@@ -36,6 +36,17 @@ Peer: TypeAlias = Callable[..., "subprocess.Popen[str]"]
 """peer(script, *rings)"""
 
 
+def descriptors() -> set[str]:
+    """Of this process."""
+    with os.scandir("/proc/self/fd") as entries:
+        return {entry.name for entry in entries}
+
+
+def duplicates(ring: Ring) -> list[int]:
+    """What another mapping of it may have."""
+    return [os.dup(fd) for fd in ring.fds]
+
+
 @pytest.fixture
 def ring() -> Iterator[Ring]:
     """16 KiB of data area."""

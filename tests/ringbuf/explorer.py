@@ -1,8 +1,8 @@
 """All interleavings of a scenario: every state that the machine can reach is visited, once.
 
 Breadth first, so that a failure's trace is a shortest one. A state holds memory, store buffers, bells and, for each
-side, all that it was told, or what its objects hold where it rested; by rules 1 and 4 of ``side`` nothing else has a say in
-what follows. There is no bound: the search ends when no state is left, or raises.
+side, all that it was told, or what its objects hold where it rested; by rules 1 and 4 of ``side`` nothing else has a
+say in what follows. There is no bound: the search ends when no state is left, or raises.
 
 At last, from every state some end must be within reach, without a death: sides that keep each other busy for ever are
 no better than sides that sleep for ever.
@@ -13,7 +13,8 @@ from __future__ import annotations
 from array import array
 from typing import NamedTuple
 
-from tests.ringbuf.machine import NAMES, Machine, Scenario, State, Step, Violation
+from ringbuf._words import CONSUMER, PRODUCER
+from tests.ringbuf.machine import NAMES, Machine, NotConstant, Scenario, State, Step, Violation
 from tests.ringbuf.side import SIDES, Op, Parts
 
 
@@ -28,7 +29,15 @@ class Found(NamedTuple):
 
 def explore(scenario: Scenario, parts: Parts | None = None) -> Found:
     """Raises Violation, with the interleaving."""
-    machine = Machine(scenario, parts or Parts())
+    varying = {PRODUCER.position, PRODUCER.waits, CONSUMER.position, CONSUMER.waits}
+    while True:
+        try:
+            return _explore(Machine(scenario, parts or Parts(), varying))
+        except NotConstant as other:
+            varying.add(other.word)
+
+
+def _explore(machine: Machine) -> Found:
     numbers = {state: number for number, state in enumerate(machine.beginnings())}
     states = list(numbers)
     origins: list[tuple[int, Step] | None] = [None] * len(states)
@@ -96,12 +105,22 @@ def _show(step: Step) -> str:
 
 
 def _show_buffers(state: State) -> str:
-    shown = [
-        f"{SIDES[side]}: {', '.join(map(_show_store, buffer))}" for side, buffer in enumerate(state.buffers) if buffer
-    ]
+    shown = [f"{SIDES[side]}: {', '.join(_show_stores(buffer))}" for side, buffer in enumerate(state.buffers) if buffer]
     return "; ".join(shown)
 
 
-def _show_store(entry: Op) -> str:
-    kind, where, value = entry
-    return f"{NAMES[where]}={value}" if kind == "store" else f"data[{where}:{where + len(value)}]"
+def _show_stores(buffer: tuple[Op, ...]) -> list[str]:
+    """Bytes that follow each other are shown as one store."""
+    shown: list[str] = []
+    begin = end = -1
+    for kind, where, value in buffer:
+        if kind == "store":
+            shown.append(f"{NAMES[where]}={value}")
+            end = -1
+        elif where == end:
+            end += len(value)
+            shown[-1] = f"data[{begin}:{end}]"
+        else:
+            begin, end = where, where + len(value)
+            shown.append(f"data[{begin}:{end}]")
+    return shown

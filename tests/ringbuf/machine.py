@@ -19,11 +19,11 @@ Reductions, and why none hides anything:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from ringbuf._words import _CHECKSUMS, _MESSAGES, _PAYLOAD_BYTES, CONSUMER, PRODUCER
-from tests.ringbuf.side import SIDES, Endless, Node, Op, Origin, Parts, Role, Script, Told, claim_word
+from tests.ringbuf.side import PATIENCE, SIDES, Endless, Node, Op, Origin, Parts, Role, Script, Told, claim_word
 
 Region: TypeAlias = tuple[int, int]
 T = TypeVar("T")
@@ -45,6 +45,7 @@ SLOT = {word: slot for slot, word in enumerate(NAMES)}
 OWN = (set(PRODUCER[1:]) | {_MESSAGES, _PAYLOAD_BYTES}, set(CONSUMER[1:]), set())
 """Words that a side stores, and no other."""
 LIVES, DIED, SUCCEEDED = range(3)
+_STEPS = ("wait", "await successor", "ring", "hush", "drop", "done")
 
 
 class End(NamedTuple):
@@ -55,7 +56,7 @@ class End(NamedTuple):
 
 
 class Scenario(NamedTuple):
-    """scripts: producer, consumer, and perhaps an onlooker. check: of each end, by assertions.
+    """scripts: producer, consumer, and perhaps an onlooker. check: of each end, by assertions. start: both positions.
 
     mortal: the side that may die once. successor: what then takes its end over. claims: the sides begin by claiming
     their ends; else they have already.
@@ -64,6 +65,7 @@ class Scenario(NamedTuple):
     scripts: tuple[Script, ...]
     check: Callable[[End], None]
     capacity: int = 256
+    start: int = 0
     mortal: int | None = None
     successor: Script | None = None
     claims: bool = False
@@ -74,6 +76,14 @@ class Violation(AssertionError):
     """Of an invariant."""
 
 
+class NotConstant(Exception):
+    """A side stores a word that was taken to be constant."""
+
+    def __init__(self, word: int) -> None:
+        self.word = word
+        super().__init__(NAMES[word])
+
+
 class State(NamedTuple):
     at: tuple[tuple[Node, int], ...]
     """Each side's next operation."""
@@ -82,7 +92,8 @@ class State(NamedTuple):
     data: bytes
     rung: tuple[bool, ...]
     held: tuple[tuple[Region, ...], ...]
-    reading: tuple[tuple[Region, ...], ...]
+    reading: tuple[tuple[tuple[int, int, int], ...], ...]
+    """Begin, end, and the side's buffered stores that were made before: the next one drains after the read."""
     life: int
     """Of the mortal side."""
     past: tuple[Any, ...]
@@ -105,16 +116,12 @@ class Step(NamedTuple):
 
 
 class Machine:
-    def __init__(self, scenario: Scenario, parts: Parts) -> None:
+    """varying: words that one side stores and others load. All else is constant to them, or there is NotConstant."""
+
+    def __init__(self, scenario: Scenario, parts: Parts, varying: Set[int]) -> None:
+        self._varying = varying
         self._scenario, self._mortal = scenario, scenario.mortal
         self._sides = range(len(scenario.scripts))
-        self._common = set(SLOT) - {_CHECKSUMS}
-        """Words that one side stores and another loads."""
-        if not scenario.claims and scenario.mortal is None:
-            self._common -= {PRODUCER.claim, CONSUMER.claim}
-        if len(scenario.scripts) == 2:
-            self._common -= {_MESSAGES, _PAYLOAD_BYTES}
-
         self._origins: list[Origin] = []
 
         def root(side: int, life: int, script: Script) -> Node:
@@ -131,6 +138,7 @@ class Machine:
 
     def beginnings(self) -> list[State]:
         words = dict.fromkeys(SLOT, 0)
+        words[PRODUCER.position] = words[CONSUMER.position] = self._scenario.start
         words[_CHECKSUMS] = int(self._scenario.checksums)
         if not self._scenario.claims:
             words[PRODUCER.claim], words[CONSUMER.claim] = claim_word(0, 0), claim_word(1, 0)
@@ -165,7 +173,7 @@ class Machine:
                     steps.append(Step(side, "succeed"))
                 continue
             if side == self._mortal and state.life == LIVES:
-                steps.append(Step(side, "die"))
+                steps.append(Step(side, "exit" if kind == "done" else "die"))
             if kind == "wait":
                 bell, claim, timed = what
                 if state.rung[bell]:
@@ -185,7 +193,7 @@ class Machine:
     def take(self, state: State, step: Step) -> list[State]:
         """The state after it, and those in which the side died on the way there. Raises Violation."""
         side, kind, what, told = step
-        if kind == "die":
+        if kind in ("die", "exit"):
             return [self._death(state, side)]
         node, at = state.at[side]
         if kind == "drain":
@@ -207,16 +215,20 @@ class Machine:
 
     def check_end(self, state: State) -> None:
         """Nothing more happens. Raises Violation."""
-        notes = []
+        notes, stuck = [], []
         for side in self._sides:
             died = side == self._mortal and state.life != LIVES
-            if not (died and state.life == DIED) and state.next_of(side)[0] != "done":
-                raise Violation(f"the {SIDES[side]} is at {state.next_of(side)} for ever")
-            notes.append((*(state.past if died else ()), *(() if died and not self._heir else state.notes_of(side))))
+            alive = not died or state.life == SUCCEEDED
+            if alive and state.next_of(side)[0] != "done":
+                stuck.append(f"the {SIDES[side]} is at {state.next_of(side)}")
+            notes.append((*(state.past if died else ()), *(state.notes_of(side) if alive else ())))
+        if stuck:
+            raise Violation(f"{' and '.join(stuck)} for ever")
         try:
             self._scenario.check(End(notes, dict(zip(NAMES.values(), state.words, strict=True))))
         except AssertionError as error:
-            raise Violation(f"at the end: {error}; {notes}") from None
+            shown = "; ".join(f"the {SIDES[side]} notes {_show_notes(notes[side])}" for side in self._sides)
+            raise Violation(f"at the end {shown}{f', where {error}' * bool(str(error))}") from None
 
     def _run_on(self, state: State, side: int, deaths: list[State]) -> State:
         """All up to the next step."""
@@ -224,7 +236,10 @@ class Machine:
             return state
         mortal = side == self._mortal and state.life == LIVES
         node, at = state.at[side]
+        if node.ops[at][0] in _STEPS:
+            return state
         stored, held, reading = list(state.buffers[side]), list(state.held[side]), list(state.reading[side])
+        rests = 0
 
         def here() -> State:
             return state._replace(
@@ -240,6 +255,8 @@ class Machine:
             if kind in ("store", "write"):
                 if mortal:
                     deaths.append(self._death(here(), side))
+                if kind == "store" and what[0] not in self._varying and self._is_looked_at(what[0]):
+                    raise NotConstant(what[0])
                 if kind == "write":
                     _check_unused(state, side, what[0], what[0] + len(what[1]))
                 stored.append(op)
@@ -247,14 +264,17 @@ class Machine:
                 held.append((what[0], what[1]))
             elif kind == "read":
                 _check_complete(state, side, what[0], what[1])
-                reading.append((what[0], what[1]))
+                reading.append((what[0], what[1], len(stored)))
                 node, at = _after(node, side, _read(state.data, stored, what[0], what[1])), 0
                 continue
-            elif kind == "load" and (what[0] in OWN[side] or what[0] not in self._common):
+            elif kind == "load" and (what[0] in OWN[side] or what[0] not in self._varying):
                 node, at = _after(node, side, _load(here(), side, what[0])), 0
                 continue
             elif kind == "rest":
                 node, at = _after(node, side, None), 0
+                rests += 1
+                if rests == PATIENCE:
+                    raise Violation(f"the {SIDES[side]} runs in circles")
                 continue
             elif kind == "raised":
                 raise Violation(f"the {SIDES[side]} fails: {what[0]}")
@@ -266,19 +286,21 @@ class Machine:
         """Up to the next word that others look at."""
         words, data = list(state.words), bytearray(state.data)
         buffer = state.buffers[side]
-        for drained, entry in enumerate(buffer, 1):
-            kind, where, value = entry
+        drained = next((number for number, entry in enumerate(buffer, 1) if self._is_sync(entry)), len(buffer))
+        for kind, where, value in buffer[:drained]:
             if kind == "write":
                 data[where : where + len(value)] = value
-                continue
-            words[SLOT[where]] = value
-            if self._is_sync(entry):
-                break
+            else:
+                words[SLOT[where]] = value
         tail, head = words[SLOT[PRODUCER.position]], words[SLOT[CONSUMER.position]]
         if not head <= tail <= head + self._scenario.capacity:
             raise Violation(f"head {head} and tail {tail} of {self._scenario.capacity} bytes")
+        reading = tuple((begin, end, ahead - drained) for begin, end, ahead in state.reading[side] if drained <= ahead)
         return state._replace(
-            words=tuple(words), data=bytes(data), buffers=_put(state.buffers, side, buffer[drained:])
+            words=tuple(words),
+            data=bytes(data),
+            buffers=_put(state.buffers, side, buffer[drained:]),
+            reading=_put(state.reading, side, reading),
         )
 
     def _death(self, state: State, side: int) -> State:
@@ -289,13 +311,20 @@ class Machine:
             past=state.notes_of(side),
         )
 
+    def _is_looked_at(self, word: int) -> bool:
+        return word not in (_MESSAGES, _PAYLOAD_BYTES) or len(self._sides) > 2
+
     def _is_sync(self, entry: Op) -> bool:
-        return entry[0] == "store" and entry[1] in self._common
+        return entry[0] == "store" and entry[1] in self._varying
 
     def _is_known_dead(self, state: State, claim: int) -> bool:
         if self._mortal is None or state.life == LIVES or claim != claim_word(self._mortal, 0):
             return False
         return state.life == SUCCEEDED or not state.buffers[self._mortal]
+
+
+def _show_notes(notes: tuple[Any, ...]) -> str:
+    return ", ".join(f"{note[:1].hex()}x{len(note)}" if isinstance(note, bytes) else str(note) for note in notes)
 
 
 def _after(node: Node, side: int, answer: Told) -> Node:
@@ -333,7 +362,7 @@ def _check_complete(state: State, side: int, begin: int, end: int) -> None:
 
 
 def _check_unused(state: State, side: int, begin: int, end: int) -> None:
-    for other, regions in enumerate(zip(state.held, state.reading, strict=True)):
-        for a, b in (*regions[0], *regions[1]):
+    for other, (held, reading) in enumerate(zip(state.held, state.reading, strict=True)):
+        for a, b, *_ in (*held, *reading):
             if other != side and a < end and begin < b:
                 raise Violation(f"the {SIDES[side]} writes data {begin}:{end} while the {SIDES[other]} uses {a}:{b}")

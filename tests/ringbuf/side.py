@@ -21,7 +21,7 @@ import numpy as np
 
 from ringbuf import Consumer, Frame, PeerDied, Producer
 from ringbuf._consumer import _Whole
-from ringbuf._words import CONSUMER, HEADER, PRODUCER, Column, ConsumerEnd, End, ProducerEnd, Segment
+from ringbuf._words import CONSUMER, HEADER, PRODUCER, ConsumerEnd, End, ProducerEnd, Segment
 
 COLUMNS = (PRODUCER, CONSUMER)
 SIDES = ("producer", "consumer", "onlooker")
@@ -94,14 +94,16 @@ class Side:
         self.notes: list[Any] = []
         self.written = 100 * role.life
 
-    def begin(self) -> None:
-        """As Ring.claim_producer and Ring.claim_consumer do."""
+    def begin(self) -> bool:
+        """As Ring.claim_producer and Ring.claim_consumer do. False: its end is closed."""
         side, parts, segment = self._role.side, self._role.parts, self.segment
         if side >= len(COLUMNS):
-            return
+            return True
         if self._role.claims:
+            if segment.is_closed(COLUMNS[side]):
+                return False
+            segment.check_positions()
             segment.store_claim(COLUMNS[side], claim_word(side, self._role.life))
-            self.do("fence")  # the lock's release
         mine, peers = _Bell(self, side), _Bell(self, 1 - side)
         end: Any = (parts.producer_end, parts.consumer_end)[side](segment, mine, peers)
         if self._role.claims:
@@ -110,6 +112,7 @@ class Side:
             self.producer = parts.producer(segment, end, self.waiter, -1)
         else:
             self.consumer = parts.consumer(segment, end, self.waiter, -1)
+        return True
 
     def message(self, size: int) -> bytes:
         """Other bytes each time."""
@@ -339,11 +342,11 @@ class Origin:
         self.runs += 1
         side = Side(self._role, told)
         try:
-            side.begin()
-            for number, action in enumerate(self._script):
+            for number, action in enumerate(self._script if side.begin() else ()):
                 side.rest(number)
                 while action(side):
                     side.rest(number)
+            side.rest(len(self._script))
         except OutOfAnswers:
             pass
         except Exception as error:  # noqa: BLE001  # whatever a side raises is a finding

@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
@@ -167,3 +167,58 @@ def test_arrays_in_the_ring_are_aligned_and_are_the_ring(ring: Ring) -> None:
             assert np.shares_memory(out, np.frombuffer(ring._segment.data, np.uint8))
     del out
     frame.release()
+
+
+packed = st.recursive(
+    st.none()
+    | st.integers(-(2**63), 2**64 - 1)
+    | st.text(max_size=3)
+    | st.binary(max_size=3)
+    | st.just("int8")
+    | st.just(0),
+    lambda inner: (
+        st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=2) | st.integers(0, 9), inner, max_size=3)
+    ),
+    max_leaves=12,
+)
+dimensions = st.integers(0, 3) | st.sampled_from([2**31, 2**32, 2**62, 2**63, 2**64 - 1, -1])
+entries = st.tuples(
+    st.sampled_from(["int8", "float64", "complex128", "bfloat16", "bool", "O", ""]),
+    st.lists(dimensions, max_size=5) | st.lists(st.integers(0, 1), min_size=60, max_size=70),
+    st.sampled_from([0, 64, 128, 1, -64, 2**63, 2**64 - 64]),
+)
+
+
+@settings(max_examples=150)
+@given(
+    header=st.one_of(
+        packed,
+        st.lists(packed, min_size=2, max_size=2),
+        st.tuples(packed, st.dictionaries(st.text(max_size=2), entries | packed, max_size=3)),
+    ),
+    body=st.integers(0, 300),
+    cut=st.integers(0, 20),
+    flips=st.lists(st.tuples(st.integers(0, 400), st.integers(0, 255)), max_size=3),
+)
+def test_bundles_of_any_header(header: Any, body: int, cut: int, flips: list[tuple[int, int]]) -> None:
+    encoded = msgspec.msgpack.encode(header)
+    message = bytearray(len(encoded).to_bytes(8, "little") + encoded)
+    message += bytes(-len(message) % 64 + body)
+    for at, value in flips:
+        message[at % len(message)] = value
+    data = memoryview(message)[: len(message) - cut]
+    try:
+        bundle = decode_bundle(data)
+    except BundleCorrupted:
+        return
+    for tensor in bundle.tensors.values():
+        assert len(tensor.data) == tensor.nbytes <= len(data)
+        if tensor.dtype != "bfloat16":
+            assert tensor.numpy().nbytes == tensor.nbytes
+
+
+@pytest.mark.parametrize("shape", [(0, 2**63), (2**64 - 1, 0), (2**40, 0, 2**40)])
+def test_an_empty_tensor_whose_other_dimensions_are_absurd_is_refused(shape: tuple[int, ...]) -> None:
+    encoded = msgspec.msgpack.encode((None, {"x": ("int8", shape, 0)}))
+    with pytest.raises(BundleCorrupted, match="empty"):
+        decode_bundle(memoryview(len(encoded).to_bytes(8, "little") + encoded))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -18,7 +19,9 @@ import pytest
 
 from ringbuf import Consumer, PeerDied, Producer, Ring, RingClosed, WrongGeneration
 from ringbuf._words import CONSUMER, PRODUCER, Column
-from tests.ringbuf.dying import CAPACITY, FILLING, MESSAGES, START, STREAM, WATCHDOG_S, Child, Nursery
+from tests.ringbuf.conftest import descriptors, duplicates
+from tests.ringbuf.dying import CAPACITY, FILLING, MESSAGES, START, STREAM
+from tests.ringbuf.nursery import WATCHDOG_S, Child, Nursery
 
 Bear: TypeAlias = Callable[[], Child]
 
@@ -44,14 +47,8 @@ ASLEEP = {"sleep", "hush"}
 
 @pytest.fixture(scope="module")
 def nursery() -> Iterator[Nursery]:
-    nursery = Nursery()
-    yield nursery
-    nursery.close()
-
-
-def descriptors() -> set[str]:
-    with os.scandir("/proc/self/fd") as entries:
-        return {entry.name for entry in entries}
+    with Nursery("tests.ringbuf.dying") as nursery:
+        yield nursery
 
 
 def at_every_step(nursery: Nursery, script: str, checksums: bool, outlive: Callable[[Ring, Bear], Child]) -> set[str]:
@@ -62,29 +59,41 @@ def at_every_step(nursery: Nursery, script: str, checksums: bool, outlive: Calla
         with Ring.create(CAPACITY, generation=1, checksums=checksums) as ring:
             ring._segment.words[PRODUCER.position] = ring._segment.words[CONSUMER.position] = START
             try:
-                child = outlive(ring, lambda: nursery.bear(script, step, occurrence, ring))
+                child = outlive(ring, lambda: nursery.bear(ring, script, step, occurrence))
                 a_new_generation_attaches(ring)
             except BaseException as error:
-                error.add_note(f"death before {step!r}, number {occurrence}; the child told {nursery.end_child()}")
+                if (dead := nursery.child) is not None:
+                    dead.kill()
+                    error.add_note(f"death before {step!r}, number {occurrence}; the child told {dead.told}")
                 raise
+            assert child.status == (signal.SIGKILL if step and not came_to_its_end(child) else 0), child.told
         assert descriptors() == before
         return child
 
     died: set[str] = set()
-    for step in at("", 0).steps():
+    for step in at("", 0).told[-1].removeprefix("took ").split("; "):
         for occurrence in itertools.count():
-            if at(step, occurrence).status == 0:
+            if came_to_its_end(at(step, occurrence)):
                 break
             died.add(step)
     return died
 
 
+def came_to_its_end(child: Child) -> bool:
+    return child.told[-1:] != [] and child.told[-1].startswith("took ")
+
+
+def numbers(child: Child, verb: str) -> set[int]:
+    """Of the messages that it told this of."""
+    return {int(line.split()[1]) for line in child.told if line.split()[0] == verb}
+
+
 def a_new_generation_attaches(old: Ring) -> None:
     with pytest.raises(WrongGeneration):
-        Ring.attach([os.dup(fd) for fd in old.fds], generation=2)
+        Ring.attach(duplicates(old), generation=2)
     with (
         Ring.create(CAPACITY, generation=2) as new,
-        Ring.attach([os.dup(fd) for fd in new.fds], generation=2) as twin,
+        Ring.attach(duplicates(new), generation=2) as twin,
     ):
         assert passed_through(new.claim_producer(), twin.claim_consumer(), [b"new"]) == [b"new"]
 
@@ -137,7 +146,7 @@ def outlive_producer(messages: Sequence[bytes], wait_for: Callable[[Ring, Child]
         if ring.peer_pids[0] is None:
             child.wait()
             assert consumer.try_recv() is None
-            received = []
+            received: list[bytes] = []
         else:
             received, end = drained(consumer)
             child.wait()
@@ -147,7 +156,7 @@ def outlive_producer(messages: Sequence[bytes], wait_for: Callable[[Ring, Child]
             else:
                 assert isinstance(end, PeerDied)
                 assert (end.end, end.pid) == ("producer", child.pid)
-        count, committed = len(received), len(child.numbers("sent"))
+        count, committed = len(received), len(numbers(child, "sent"))
         assert received == list(messages[:count])
         assert committed <= count <= committed + 1
         assert ring.statistics().used == 0
@@ -203,7 +212,7 @@ def outlive_consumer(
         else:
             assert not claimed or isinstance(end, PeerDied)
             received = passed_through(producer, successor, rest)
-        first, last = unbroken(child.numbers("released")), unbroken(child.numbers("releasing"))
+        first, last = unbroken(numbers(child, "released")), unbroken(numbers(child, "releasing"))
         # Fragments are given back as they are taken, so a message of them may be lost with who took the last.
         last += messages[last : last + 1] == (STREAM[1],)
         assert received in [list(messages[n:]) for n in range(first, last + 1)]

@@ -1,321 +1,162 @@
-"""The protocol under all interleavings, and the bugs that would be found that way.
-
-``RINGBUF_EXPLORE=large`` explores longer scripts: minutes instead of seconds.
-"""
+"""The protocol under all interleavings; and bugs, planted in its source, that must not get by."""
 
 from __future__ import annotations
 
+import gc
 import inspect
-import os
 import sys
 import textwrap
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import pytest
 
-from ringbuf import Consumer, PeerDied, Producer, RingClosed
+from ringbuf import Consumer, Producer
 from ringbuf._words import ConsumerEnd, ProducerEnd
 from tests.ringbuf.explorer import explore
-from tests.ringbuf.machine import End, Scenario, Violation
-from tests.ringbuf.side import Action, Parts, Side
-
-MORE = os.environ.get("RINGBUF_EXPLORE") == "large"
-
-
-def producer_of(side: Side) -> Producer:
-    assert side.producer is not None
-    return side.producer
-
-
-def consumer_of(side: Side) -> Consumer:
-    assert side.consumer is not None
-    return side.consumer
-
-
-# What a producer does.
-
-
-def send(size: int) -> Action:
-    """Until the consumer is gone."""
-
-    def action(side: Side) -> None:
-        message = side.message(size)
-        try:
-            producer_of(side).send(message)
-        except (RingClosed, PeerDied):
-            return
-        side.note(message)
-
-    return action
-
-
-def send_again(size: int) -> Action:
-    """To whoever succeeds a consumer that died."""
-
-    def action(side: Side) -> None:
-        message = side.message(size)
-        while True:
-            try:
-                producer_of(side).send(message)
-                break
-            except PeerDied:
-                side.await_successor()
-        side.note(message)
-
-    return action
-
-
-def send_in_time(size: int) -> Action:
-    def action(side: Side) -> None:
-        message = side.message(size)
-        try:
-            producer_of(side).send(message, timeout=1)
-        except TimeoutError:
-            return
-        side.note(message)
-
-    return action
-
-
-def try_send(size: int) -> Action:
-    def action(side: Side) -> None:
-        message = side.message(size)
-        if producer_of(side).try_send(message):
-            side.note(message)
-
-    return action
-
-
-def unsend(size: int) -> Action:
-    """At the first wait."""
-
-    def action(side: Side) -> None:
-        message = side.message(size)
-        parts = producer_of(side).sending(message)
-        for _ in parts:
-            parts.close()
-            return
-        side.note(message)
-
-    return action
-
-
-def reserve(size: int) -> Action:
-    def action(side: Side) -> None:
-        message = side.message(size)
-        view = producer_of(side).try_reserve(size)
-        if view is not None:
-            view[:] = message
-            del view
-
-    return action
-
-
-def commit(side: Side) -> None:
-    producer = producer_of(side)
-    if producer._reserved is not None:
-        message = bytes(producer._reserved)
-        producer.commit()
-        side.note(message)
-
-
-def abandon(side: Side) -> None:
-    producer_of(side).abandon()
-
-
-def close(side: Side) -> None:
-    (side.producer or consumer_of(side)).close()
-
-
-# What a consumer does.
-
-
-def take_one(side: Side) -> None:
-    side.take(consumer_of(side).recv())
-
-
-def give_back(index: int) -> Action:
-    return lambda side: side.release(index)
-
-
-def take_all(side: Side) -> bool:
-    """Until nobody sends."""
-    try:
-        side.take(consumer_of(side).recv())
-    except (RingClosed, PeerDied):
-        return False
-    side.release(0)
-    return True
-
-
-def take_all_in_time(side: Side) -> bool:
-    """Asking again each time."""
-    try:
-        side.take(consumer_of(side).recv(timeout=1))
-    except TimeoutError:
-        return True
-    except RingClosed:
-        return False
-    side.release(0)
-    return True
-
-
-def take_all_lives(side: Side) -> bool:
-    """Also from whoever succeeds a producer that died."""
-    try:
-        side.take(consumer_of(side).recv())
-    except PeerDied:
-        side.await_successor()
-        return True
-    except RingClosed:
-        return False
-    side.release(0)
-    return True
-
-
-def take_polling(sleeps: bool) -> Action:
-    """As an event loop does, or spinning."""
-
-    def action(side: Side) -> bool:
-        consumer = consumer_of(side)
-        try:
-            frame = consumer.try_recv()
-        except RingClosed:
-            return False
-        if frame is not None:
-            side.take(frame)
-            side.release(0)
-        elif sleeps and consumer.park():
-            side.waiter.wait(None)
-        return True
-
-    return action
-
-
-def look_on(side: Side) -> None:
-    before = side.segment.counts()
-    assert 0 <= side.segment.used() <= side.segment.capacity
-    after = side.segment.counts()
-    assert before[0] <= after[0]
-    assert before[1] <= after[1]
-
-
-# How it must end.
-
-
-def all_arrived(end: End) -> None:
-    sent, received = end.notes[:2]
-    assert received == sent
-    assert end.words["messages"] == len(sent)
-    assert end.words["payload bytes"] == sum(map(len, sent))
-    assert end.words["head"] == end.words["tail"]
-    both_awake(end)
-
-
-def all_arrived_but_the_unsent(end: End) -> None:
-    """Fragments that were sent count as bytes."""
-    sent, received = end.notes
-    assert received == sent
-    assert end.words["messages"] == len(sent)
-    assert end.words["head"] == end.words["tail"]
-    both_awake(end)
-
-
-def some_arrived(end: End) -> None:
-    sent, received = end.notes
-    assert received == sent[: len(received)]
-    assert end.words["messages"] == len(sent)
-    both_awake(end)
-
-
-def both_awake(end: End) -> None:
-    assert end.words["producer waits for"] == end.words["consumer waits for"] == 0
-
-
-def the_published_arrived(end: End) -> None:
-    """The producer may have died between publishing a message and saying so, or between counting and publishing it."""
-    sent, received = end.notes
-    assert received[: len(sent)] == sent
-    assert len(received) - len(sent) in (0, 1)
-    assert end.words["messages"] - len(received) in (0, 1)
-    assert end.words["head"] == end.words["tail"]
-
-
-def the_published_and_the_successors_arrived(end: End) -> None:
-    sent, received = end.notes
-    first = tuple(message for message in received if message[0] <= 100)
-    second = tuple(message for message in received if message[0] > 100)
-    assert received == first + second
-    assert second == tuple(message for message in sent if message[0] > 100)
-    told = tuple(message for message in sent if message[0] <= 100)
-    assert first[: len(told)] == told
-    assert len(first) - len(told) in (0, 1)
-    assert end.words["head"] == end.words["tail"]
-
-
-def nobody_hangs(end: End) -> None:
-    """The consumer may have died with messages that it took."""
-    sent, received = end.notes
-    shared = min(len(sent), len(received))
-    assert received[:shared] == sent[:shared]
-    assert end.words["producer waits for"] == 0
-
-
-def the_unreleased_came_again(end: End) -> None:
-    sent, received = end.notes
-    assert any(
-        received == sent[:taken] + sent[released:]
-        for taken in range(len(sent) + 1)
-        for released in range(taken + 1)
-    ), (sent, received)
-    assert end.words["messages"] == len(sent)
-    assert end.words["head"] == end.words["tail"]
-    assert end.words["producer waits for"] == 0
-
-
-n = 2 if MORE else 1
-FRAGMENTED = 64 * (6 if MORE else 4)
-
-SCENARIOS = {
-    "blocking": Scenario(((*[send(64)] * (2 + n), close), (take_all, close)), all_arrived),
-    "polling": Scenario(((*[send(64)] * (1 + n), close), (take_polling(True), close)), all_arrived),
-    "spinning": Scenario(((*[send(64)] * (2 + n), close), (take_polling(False), close)), all_arrived),
-    "trying": Scenario(((*[try_send(64)] * (2 + n), close), (take_all, close)), all_arrived),
-    "exactly full": Scenario(((*[send(0)] * (4 + n), close), (take_all, close)), all_arrived),
-    "empty and not": Scenario(((send(0), send(64), send(1), send(0)), (*[take_one, give_back(0)] * 4,)), all_arrived),
-    "wrap": Scenario(((send(192), send(128), send(192), close), (take_all, close)), all_arrived, 512),
-    "fragments": Scenario(((send(FRAGMENTED), close), (take_all, close)), all_arrived, 512),
-    "unsent": Scenario(
-        ((unsend(640), send(64), close), (take_all, close)), all_arrived_but_the_unsent, 512
+from tests.ringbuf.machine import Violation
+from tests.ringbuf.scenarios import SCENARIOS
+from tests.ringbuf.side import Parts
+
+
+@pytest.fixture(autouse=True)
+def no_collections() -> Iterator[None]:
+    """States are many, and none is garbage: to look for it takes a third of the time."""
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.fixture(autouse=True)
+def small_rings_rewind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the scenario of that name."""
+    if "rewind" in request.node.callspec.id:
+        monkeypatch.setattr("ringbuf._words.WARM", 64)
+
+
+def edited(owner: type, method: str, *edits: tuple[str, str]) -> Any:
+    """The class with one method changed: each text, found once in its source, is another."""
+    source = textwrap.dedent(inspect.getsource(getattr(owner, method)))
+    for text, other in edits:
+        assert source.count(text) == 1, f"{method} has changed: plant this bug anew"
+        source = source.replace(text, other)
+    namespace: dict[str, Any] = {}
+    exec(source, vars(sys.modules[owner.__module__]), namespace)
+    return type(owner.__name__, (owner,), {"__slots__": (), method: namespace[method]})
+
+
+def producing(method: str, *edits: tuple[str, str]) -> Parts:
+    return Parts(producer_end=edited(ProducerEnd, method, *edits))
+
+
+def consuming(method: str, *edits: tuple[str, str]) -> Parts:
+    return Parts(consumer_end=edited(ConsumerEnd, method, *edits))
+
+
+def before(statement: str, other: str) -> tuple[tuple[str, str], tuple[str, str]]:
+    """``statement``, which comes later in the method, moved before ``other``."""
+    return (statement, ""), (other, statement + other)
+
+
+class Bug(NamedTuple):
+    parts: Parts
+    scenario: str
+    found: str
+
+
+ASLEEP = "for ever"
+NO_FENCE = "self._acquire()", "pass"
+NO_SECOND_LOOK = "words[self._peer_position] >= wanted or words[self._peer_closed]", "False"
+LOOK_FIRST = before("    wanted = words[self._peer_waits]\n", "    words[self._position] = position")
+TAIL_FIRST = before(
+    "    self._end.publish_record(start, kind, length, place)\n", "    at = start % self._capacity + RECORD\n"
+)
+RECORD_LAST = (
+    "    words = self._words\n",
+    "    words = self._words\n    words[self._position] = start + RECORD + (length + RECORD - 1) // RECORD * RECORD\n",
+)
+
+BUGS = {
+    "the producer publishes without a fence": Bug(producing("publish", NO_FENCE), "blocking", ASLEEP),
+    "the consumer publishes without a fence": Bug(consuming("publish", NO_FENCE), "blocking", ASLEEP),
+    "the producer parks without a fence": Bug(producing("park", NO_FENCE), "blocking", ASLEEP),
+    "the consumer parks without a fence": Bug(consuming("park", NO_FENCE), "blocking", ASLEEP),
+    "the producer closes without a fence": Bug(producing("wake", NO_FENCE), "both close", ASLEEP),
+    "the consumer closes without a fence": Bug(consuming("wake", NO_FENCE), "consumer closes", ASLEEP),
+    "the producer looks for a sleeper, then publishes": Bug(producing("publish", *LOOK_FIRST), "blocking", ASLEEP),
+    "the consumer looks for a sleeper, then publishes": Bug(consuming("publish", *LOOK_FIRST), "wrap", ASLEEP),
+    "the producer parks without a second look": Bug(producing("park", NO_SECOND_LOOK), "blocking", ASLEEP),
+    "the consumer parks without a second look": Bug(consuming("park", NO_SECOND_LOOK), "blocking", ASLEEP),
+    "the consumer parks though the producer closed": Bug(
+        consuming("park", (" or words[self._peer_closed]", "")), "both close", ASLEEP
     ),
-    "reserved": Scenario(
-        ((reserve(64), commit, reserve(64), abandon, reserve(0), commit, reserve(64), commit, close), (take_all, close)),
-        all_arrived,
+    "the consumer empties its bell once it is parked": Bug(
+        consuming("park", ("self.parked = True", "self.parked = True; self._bell.hush()")), "blocking", ASLEEP
     ),
-    "out of order": Scenario(
-        (
-            (*[send(0)] * (4 + n),),
-            (take_one, take_one, take_one, give_back(1), give_back(1), give_back(0), *[take_one, give_back(0)] * (1 + n)),
+    "the consumer does not look again at the tail of a producer that closed": Bug(
+        Parts(consumer=edited(Consumer, "_load_tail", ("        tail = end.peer_position()\n", ""))),
+        "both close",
+        "at the end",
+    ),
+    "the consumer does not look again at the tail of a producer that died": Bug(
+        Parts(consumer=edited(Consumer, "recv", ("if self.park():", "if True:"))), "producer dies", "at the end"
+    ),
+    "words are stored as struct.pack_into does": Bug(Parts(clears_words_first=True), "blocking", "and tail 0 of"),
+    "the tail is stored before the payload": Bug(
+        Parts(producer=edited(Producer, "_try_record", *TAIL_FIRST)), "blocking", "torn"
+    ),
+    "the tail is stored before the record": Bug(producing("publish_record", RECORD_LAST), "blocking", "torn"),
+    "the space of a frame is given back before its release": Bug(
+        Parts(consumer=edited(Consumer, "_reclaim", ("if self._held:", "if False:"))), "held past the end", "uses"
+    ),
+    "the space of a fragment is given back before it is copied": Bug(
+        Parts(
+            consumer=edited(
+                Consumer,
+                "try_recv",
+                *before("        self._reclaim(after)\n", "        whole = self._gather(start, kind, length, place)\n"),
+            )
         ),
-        all_arrived,
+        "fragments",
+        "torn",
     ),
-    "consumer closes": Scenario(((*[send(64)] * (2 + n), close), (take_one, give_back(0), close)), some_arrived),
-    "timeouts": Scenario(((*[send_in_time(64)] * (1 + n), close), (take_all_in_time, close)), all_arrived),
-    "late claims": Scenario(((*[send(64)] * (1 + n), close), (take_all, close)), all_arrived, claims=True),
-    "checksums": Scenario(((*[send(64)] * (1 + n), close), (take_all, close)), all_arrived, checksums=True),
-    "onlooker": Scenario(((send(64), close), (take_all, close), (look_on,)), all_arrived),
-    "producer dies": Scenario(
-        ((*[send(64)] * (1 + n), close), (take_all,)), the_published_arrived, mortal=0
+    "the ring is taken to be a record larger": Bug(
+        producing("place", ("start + need - capacity", "start + need - capacity - RECORD")), "exactly full", "tail"
     ),
-    "producer succeeded": Scenario(
-        ((send(64), send(64)), (take_all_lives,)),
-        the_published_and_the_successors_arrived,
-        mortal=0,
-        successor=(send(64), close),
+    "a record may stick out by a header": Bug(
+        producing("place", ("offset + need > capacity", "offset + need > capacity + RECORD")), "wrap", "fails"
     ),
-    "consumer dies": Scenario(((*[send(64)] * (2 + n),), (take_all,)), nobody_hangs, mortal=1),
-    "consumer succeeded": Scenario(
-        ((*[send_again(64)] * (2 + n), close), (take_all,)), the_unreleased_came_again, mortal=1, successor=(take_all,)
+    "padding is a header too long": Bug(
+        producing("place", ("capacity - offset - RECORD", "capacity - offset")), "wrap", "RingCorrupted"
+    ),
+    "an empty ring begins again where the record does not fit": Bug(
+        producing("place", ("need <= offset >= WARM", "need <= offset + RECORD >= WARM")), "rewind", ASLEEP
+    ),
+    "a consumer that finds nothing never looks again": Bug(
+        Parts(
+            consumer=edited(
+                Consumer,
+                "_load_tail",
+                ("    tail = end.peer_position()\n    if", "    tail = end.peer_position() and following\n    if"),
+            )
+        ),
+        "spinning",
+        "this can go on for ever",
+    ),
+    "parking always finds something": Bug(
+        Parts(consumer=edited(Consumer, "park", ("return self._end.park(self._next + 1)", "return False"))),
+        "blocking",
+        "runs in circles",
     ),
 }
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_no_interleaving_breaks_the_protocol(scenario: str) -> None:
+    assert explore(SCENARIOS[scenario]).ends
+
+
+@pytest.mark.parametrize(("bug", "scenario"), [(bug, BUGS[bug].scenario) for bug in BUGS])
+def test_a_planted_bug_is_found(bug: str, scenario: str) -> None:
+    with pytest.raises(Violation, match=BUGS[bug].found):
+        explore(SCENARIOS[scenario], BUGS[bug].parts)

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import os
-import random
 import signal
 import subprocess
-import zlib
 from collections.abc import Callable
 from typing import TypeAlias
 
 import pytest
 
-from ringbuf import AlreadyClaimed, Frame, PeerDied, Ring, RingClosed
+from ringbuf import AlreadyClaimed, PeerDied, Ring
 
 WATCHDOG_S = 60.0
 
@@ -27,45 +25,6 @@ def line(process: subprocess.Popen[str]) -> str:
 def kill(process: subprocess.Popen[str]) -> None:
     process.kill()
     assert process.wait(WATCHDOG_S) == -signal.SIGKILL
-
-
-PRODUCE = """
-import random, zlib
-producer = ring.claim_producer()
-rng = random.Random(5)
-for number in range(3000):
-    payload = rng.randbytes(rng.choice((rng.randrange(200), rng.randrange(8000), rng.randrange(60000))))
-    check = zlib.crc32(payload).to_bytes(4, "little")
-    producer.send(number.to_bytes(4, "little"), check, payload, timeout=60)
-producer.close()
-"""
-
-
-@pytest.mark.parametrize("capacity", [4 << 10, 64 << 10])
-def test_soak_of_random_sizes_keeps_every_byte_and_the_order(capacity: int, peer: Peer) -> None:
-    with Ring.create(capacity, generation=3) as ring:
-        consumer = ring.claim_consumer()
-        child = peer(PRODUCE, ring)
-        rng = random.Random(1)
-        held: list[Frame] = []
-        for number in range(3000):
-            frame = consumer.try_recv()
-            if frame is None:
-                while held:
-                    held.pop(rng.randrange(len(held))).release()
-                frame = consumer.recv(WATCHDOG_S)
-            data = bytes(frame.data)
-            assert int.from_bytes(data[:4], "little") == number
-            assert int.from_bytes(data[4:8], "little") == zlib.crc32(data[8:])
-            held.append(frame)
-            if len(held) > 3:
-                held.pop(rng.randrange(len(held))).release()
-        with pytest.raises(RingClosed):
-            consumer.recv(WATCHDOG_S)
-        for frame in held:
-            frame.release()
-        assert child.wait(WATCHDOG_S) == 0
-        assert (ring.statistics().used, ring.statistics().messages) == (0, 3000)
 
 
 ECHO = """

@@ -13,15 +13,7 @@ import pytest
 import ringbuf
 from ringbuf import AlreadyClaimed, Ring, RingClosed, RingCorrupted, RingMisuse, WrongGeneration
 from ringbuf._words import CONSUMER, HEADER, PRODUCER
-
-
-def descriptors() -> set[str]:
-    with os.scandir("/proc/self/fd") as entries:
-        return {entry.name for entry in entries}
-
-
-def duplicates(ring: Ring) -> list[int]:
-    return [os.dup(fd) for fd in ring.fds]
+from tests.ringbuf.conftest import descriptors, duplicates
 
 
 def test_a_ring_has_no_name() -> None:

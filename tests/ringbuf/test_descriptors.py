@@ -1,0 +1,184 @@
+"""What is no ring's memory and no doorbell is refused before it is mapped; what is cannot be cut short."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from ringbuf import Ring, RingCorrupted
+from ringbuf._descriptors import (
+    _ALLOW_SEALING,
+    _F_ADD_SEALS,
+    _FUTURE_WRITE,
+    _MEMFD_CREATE,
+    _SEAL,
+    _SIZE_IS_SEALED,
+    _WRITE,
+    _libc,
+    create_memory,
+)
+from ringbuf._words import HEADER, PAGE
+from tests.ringbuf.conftest import Peer, descriptors, duplicates
+
+GENERATION = 7
+
+
+@contextmanager
+def closing(*fds: int) -> Iterator[tuple[int, ...]]:
+    try:
+        yield fds
+    finally:
+        for fd in fds:
+            os.close(fd)
+
+
+def memory(size: int, seals: int, *, allocate: bool = True) -> int:
+    """A segment as ``create_memory`` makes it, with a header that is right, less what the arguments say."""
+    fd: int = _libc.syscall(_MEMFD_CREATE, b"forged", _ALLOW_SEALING)
+    with Ring.create(PAGE, generation=GENERATION) as ring:
+        header = bytearray(bytes(ring._segment.words[:8]))
+    header[16:24] = max(0, size - HEADER).to_bytes(8, "little")
+    os.ftruncate(fd, size)
+    os.pwrite(fd, header[:size], 0)
+    if allocate and size:
+        os.posix_fallocate(fd, 0, size)
+    fcntl.fcntl(fd, _F_ADD_SEALS, seals)
+    return fd
+
+
+def read_only() -> int:
+    with closing(memory(2 * PAGE, _SIZE_IS_SEALED)) as (fd,):
+        return os.open(f"/proc/self/fd/{fd}", os.O_RDONLY)
+
+
+def large_file(path: Path) -> int:
+    path.write_bytes(bytes(HEADER + PAGE))
+    return os.open(path, os.O_RDWR)
+
+
+def pipe() -> int:
+    read, write = os.pipe()
+    os.close(write)
+    return read
+
+
+NO_MEMORY: dict[str, Callable[[Path], int]] = {
+    "a pipe": lambda path: pipe(),
+    "/dev/null": lambda path: os.open("/dev/null", os.O_RDWR),
+    "/dev/zero": lambda path: os.open("/dev/zero", os.O_RDWR),
+    "a directory": lambda path: os.open(path.parent, os.O_RDONLY),
+    "a socket": lambda path: socket.socket().detach(),
+    "a doorbell": lambda path: os.eventfd(0, os.EFD_NONBLOCK),
+    "a file": large_file,
+    "memory of no size": lambda path: memory(0, _SIZE_IS_SEALED),
+    "memory of the header alone": lambda path: memory(HEADER, _SIZE_IS_SEALED),
+    "memory of no whole page": lambda path: memory(HEADER + PAGE + 100, _SIZE_IS_SEALED),
+    "memory of no whole word": lambda path: memory(HEADER + PAGE + 1, _SIZE_IS_SEALED),
+    "memory that may be truncated": lambda path: memory(2 * PAGE, _SEAL),
+    "memory whose seals may change": lambda path: memory(2 * PAGE, _SIZE_IS_SEALED & ~_SEAL),
+    "memory that is not to be written": lambda path: memory(2 * PAGE, _SIZE_IS_SEALED | _WRITE),
+    "memory that is not to be written from now on": lambda path: memory(2 * PAGE, _SIZE_IS_SEALED | _FUTURE_WRITE),
+    "memory to be read only": lambda path: read_only(),
+    "memory that is not there": lambda path: memory(1 << 26, _SIZE_IS_SEALED, allocate=False),
+}
+
+
+@pytest.mark.parametrize("what", NO_MEMORY.values(), ids=NO_MEMORY.keys())
+def test_what_is_no_memory_of_a_ring(what: Callable[[Path], int], tmp_path: Path, ring: Ring) -> None:
+    before = descriptors()
+    with pytest.raises(RingCorrupted) as caught:
+        Ring.attach([what(tmp_path / "file"), *map(os.dup, ring.fds[1:])], generation=GENERATION)
+    assert caught.value.offset == 0
+    assert descriptors() == before
+
+
+def test_memory_with_all_that_it_needs_is_taken() -> None:
+    """Else the test above would say nothing."""
+    with Ring.create(PAGE) as ring:
+        fds = [memory(2 * PAGE, _SIZE_IS_SEALED), *map(os.dup, ring.fds[1:])]
+        with Ring.attach(fds, generation=GENERATION) as forged:
+            forged.claim_producer().send(b"through")
+            assert bytes(forged.claim_consumer().recv(timeout=0).data) == b"through"
+
+
+NO_BELL: dict[str, Callable[[Path], int]] = {
+    "a pipe": lambda path: pipe(),
+    "/dev/null": lambda path: os.open("/dev/null", os.O_RDWR),
+    "a file": large_file,
+    "memory": lambda path: create_memory(2 * PAGE),
+    "a socket": lambda path: socket.socket().detach(),
+    "a bell that blocks": lambda path: os.eventfd(0),
+}
+
+
+@pytest.mark.parametrize("which", [1, 2])
+@pytest.mark.parametrize("what", NO_BELL.values(), ids=NO_BELL.keys())
+def test_what_is_no_doorbell(what: Callable[[Path], int], which: int, tmp_path: Path, ring: Ring) -> None:
+    before = descriptors()
+    fds = duplicates(ring)
+    os.close(fds[which])
+    fds[which] = what(tmp_path / "file")
+    with pytest.raises(RingCorrupted, match="doorbell"):
+        Ring.attach(fds, generation=0)
+    assert descriptors() == before
+
+
+@pytest.mark.parametrize("which", [0, 1, 2])
+def test_a_number_that_is_no_descriptor_is_an_error_of_the_system_and_the_others_are_closed(
+    which: int, ring: Ring
+) -> None:
+    before = descriptors()
+    fds = duplicates(ring)
+    os.close(fds[which])
+    fds[which] = 1 << 20
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        Ring.attach(fds, generation=0)
+    assert descriptors() == before
+
+
+def test_nobody_changes_the_size_of_the_memory_nor_its_seals(ring: Ring) -> None:
+    for change in (
+        lambda: os.ftruncate(ring.fds[0], 0),
+        lambda: os.ftruncate(ring.fds[0], 1 << 20),
+        lambda: os.posix_fallocate(ring.fds[0], 0, 1 << 20),
+        lambda: fcntl.fcntl(ring.fds[0], _F_ADD_SEALS, _FUTURE_WRITE),
+    ):
+        with pytest.raises(PermissionError):
+            change()
+
+
+def test_more_memory_than_there_is_is_an_error_and_nobody_is_killed_for_it() -> None:
+    before = descriptors()
+    with pytest.raises(OSError, match="available") as caught:
+        Ring.create(psutil.virtual_memory().total)
+    assert caught.value.errno == errno.ENOMEM
+    assert descriptors() == before
+
+
+def test_pages_that_a_peer_takes_away_are_zeros(ring: Ring, peer: Peer) -> None:
+    """The one change to the memory that no seal forbids. In a process of its own: it might have been a SIGBUS."""
+    child = peer(
+        """
+import ctypes
+producer, consumer = ring.claim_producer(), ring.claim_consumer()
+producer.send(b"x" * 5000)
+punched = ctypes.CDLL(None).fallocate(ring.fds[0], 3, ctypes.c_long(0), ctypes.c_long(4096 + ring.capacity))
+print(punched, consumer.try_recv())
+try:
+    producer.send(b"more")
+    consumer.recv(0)
+except RingError as error:
+    print(type(error).__name__)
+""",
+        ring,
+    )
+    out, _ = child.communicate(timeout=60)
+    assert (child.returncode, out.split()) == (0, ["0", "None", "RingCorrupted"])
