@@ -16,7 +16,7 @@ import re
 from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, get_args
 
 import msgspec
 import yaml
@@ -41,6 +41,10 @@ class _Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 class Restart(_Section, frozen=True, kw_only=True):
     """A stage's restarts: more than ``intensity`` of them within ``period_s`` seconds and the stage is given up."""
 
+    type: Literal["permanent", "transient", "temporary"] = "permanent"
+    """Which deaths are followed by a restart: all; all but exit code 0; none."""
+    strategy: Literal["one_for_one", "rest_for_one", "one_for_all"] = "one_for_one"
+    """Who is restarted with a worker that died: nobody; all workers of the stages below; all workers."""
     intensity: Annotated[int, Meta(ge=0)] = 3
     period_s: PositiveFloat = 60.0
     backoff_s: PositiveFloat = 0.1
@@ -56,6 +60,10 @@ class Limits(_Section, frozen=True, kw_only=True):
     """A request's time, where it brings no deadline of its own."""
     output_bytes: Positive = 64 * 1024 * 1024
     """Outputs of one request that may wait unread."""
+    replays: Annotated[int, Meta(ge=0)] = 2
+    """How often one request is replayed after the death of a worker, so that one that kills its stage ends."""
+    retain_bytes: Positive = 64 * 1024 * 1024
+    """Outputs of one request that one stage retains for a replay; with more the request cannot be replayed."""
 
 
 class Stage(_Section, frozen=True, kw_only=True):
@@ -78,8 +86,15 @@ class Stage(_Section, frozen=True, kw_only=True):
     options: dict[str, Any] = {}
     defaults: dict[str, Any] = {}
     """Request parameters where the request brings none."""
+    replays: bool | None = None
+    """Whether its outputs, and how they are cut into chunks, follow from parameters and input chunks alone, so that it
+    can be started again in the middle of a request. Null: what the engine's entry in the registry says."""
     ring_bytes: Positive = 2 * 1024 * 1024
     """Capacity of each ring out of this stage. A larger chunk streams through it in pieces."""
+    load_s: PositiveFloat = 600.0
+    """From its spawn until a worker is ready; one that takes longer is killed."""
+    step_s: PositiveFloat = 30.0
+    """A turn of the engine loop: what has come in is fed, one step. A worker that takes longer is killed."""
     shutdown_s: PositiveFloat = 2.0
     """What a worker gets to stop in, before SIGKILL."""
     restart: Restart = Restart()
@@ -109,6 +124,11 @@ class Pipeline(_Section, frozen=True, kw_only=True):
         """The engine of ``stage``; one given by import path takes any options and parameters."""
         engine = self.stages[stage].engine
         return ENGINES.get(engine) or EngineSpec(engine, options=None, params=None, needs_model=False)
+
+    def replays(self, stage: str) -> bool:
+        """Whether ``stage`` gives the same output chunks again."""
+        said = self.stages[stage].replays
+        return self.spec(stage).replays if said is None else said
 
     def options(self, stage: str) -> dict[str, Any]:
         """The effective options of ``stage``: what it says over its engine's defaults."""
@@ -281,6 +301,9 @@ def _section(value: Any, schema: type[Any], place: str, file: str, origins: Mapp
             found = unknown[1]
             known = _fields_at(schema, inner.rstrip("`").lstrip("."))
             message = f"one of {', '.join(known)}{_meant(found, known)}"
+        elif message.startswith("Invalid enum value"):
+            known = list(get_args(_type_at(schema, inner.rstrip("`").lstrip("."))))
+            message = f"one of {', '.join(known)}{_meant(found, known)}"
         elif missing := re.search(r"missing required field `(.*)`", message):
             found, message = None, f"a value for {missing[1]!r}"
         raise ConfigError(_file(where, file, origins), where or "(document)", found, message) from error
@@ -367,9 +390,13 @@ def _look_up(value: Any, inner: str) -> Any:
 
 
 def _fields_at(schema: Any, inner: str) -> list[str]:
+    return sorted(f.encode_name for f in msgspec.structs.fields(_type_at(schema, inner)))
+
+
+def _type_at(schema: Any, inner: str) -> Any:
     for key in filter(None, inner.split(".")):
         schema = next(f.type for f in msgspec.structs.fields(schema) if f.encode_name == key)
-    return sorted(f.encode_name for f in msgspec.structs.fields(schema))
+    return schema
 
 
 def _leaves(value: Any, place: str = "") -> list[tuple[str, Any]]:

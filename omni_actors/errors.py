@@ -83,24 +83,42 @@ class Aborted(RequestError):
 
 @dataclass(frozen=True)
 class WorkerExit:
-    """How a worker ended. Exactly one of ``signal`` (a name such as SIGKILL) and ``exit_code`` is not None."""
+    """How a worker ended. Exactly one of ``signal`` (a name such as SIGKILL) and ``exit_code`` is not None.
+
+    reason: why the supervisor ended it ("no progress for 30 s (step_s)"); None where it died by itself.
+    """
 
     pid: int
     signal: str | None
     exit_code: int | None
     stderr_tail: tuple[str, ...] = ()
+    reason: str | None = None
 
     def __str__(self) -> str:
         how = f"was killed by {self.signal}" if self.signal else f"exited with code {self.exit_code}"
-        return f"pid {self.pid} {how}"
+        return f"pid {self.pid} {how}" + (f": {self.reason}" if self.reason else "")
+
+
+@dataclass(frozen=True)
+class Death:
+    """The end of one incarnation of a worker. at: Unix time, s."""
+
+    generation: int
+    at: float
+    exit: WorkerExit
 
 
 class StageCrashed(RequestError):
-    """A worker that held the request died. The stage is being restarted: the same request may be sent again."""
+    """A worker that held the request died. The stage is being restarted: the same request may be sent again.
+
+    not_replayed: why the system did not do that by itself; None where it was asked not to.
+    """
 
     retryable = True
 
-    def __init__(self, stage: str, replica: int, generation: int, exit: WorkerExit) -> None:
+    def __init__(
+        self, stage: str, replica: int, generation: int, exit: WorkerExit, not_replayed: str | None = None
+    ) -> None:
         self.stage, self.replica, self.generation, self.exit = stage, replica, generation, exit
         self.pid, self.signal, self.exit_code, self.stderr_tail = (
             exit.pid,
@@ -108,15 +126,27 @@ class StageCrashed(RequestError):
             exit.exit_code,
             exit.stderr_tail,
         )
-        super().__init__(f"stage {stage!r} (replica {replica}, generation {generation}) died: {exit}")
+        self.not_replayed = not_replayed
+        message = f"stage {stage!r} (replica {replica}, generation {generation}) died: {exit}"
+        super().__init__(message + (f"; the request was not replayed: {not_replayed}" if not_replayed else ""))
 
 
 class StageFailed(OmniError):
-    """The supervisor gave up on a stage. reason: the load error's own text, or the exits that used up the restarts."""
+    """The supervisor gave up on a stage. reason: the load error's own text, or what used up the restarts.
 
-    def __init__(self, stage: str, replica: int, reason: str, exits: Sequence[WorkerExit]) -> None:
-        self.stage, self.replica, self.reason, self.exits = stage, replica, reason, tuple(exits)
-        tail = "\n".join(self.exits[-1].stderr_tail) if self.exits else ""
+    history: its latest deaths, oldest first. generation, pid, signal, exit_code, stderr_tail: of the last of them.
+    """
+
+    def __init__(self, stage: str, replica: int, reason: str, history: Sequence[Death]) -> None:
+        self.stage, self.replica, self.reason, self.history = stage, replica, reason, tuple(history)
+        self.exits = tuple(death.exit for death in self.history)
+        last = self.exits[-1] if self.exits else None
+        self.generation = self.history[-1].generation if self.history else 0
+        self.pid = last.pid if last else None
+        self.signal = last.signal if last else None
+        self.exit_code = last.exit_code if last else None
+        self.stderr_tail = last.stderr_tail if last else ()
+        tail = "\n".join(self.stderr_tail)
         super().__init__(f"stage {stage!r} (replica {replica}) failed: {reason}" + (f"\n{tail}" if tail else ""))
 
 

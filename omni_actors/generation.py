@@ -51,6 +51,8 @@ class RequestMetrics(msgspec.Struct, frozen=True):
     stages: dict[str, StageTimes]
     sent_bytes: dict[str, int] = {}
     """Bytes of the request's input, by the ring's consumer."""
+    replays: int = 0
+    """How often it was replayed after the death of a worker; the stages' figures are of the last time."""
 
     @property
     def rtf(self) -> float | None:
@@ -121,6 +123,7 @@ class Generation:
             total_s=(request.finished or began) - began,
             audio_s=self._audio_s,
             sent_bytes=request.sent_bytes,
+            replays=request.replays,
             stages={
                 stage: StageTimes(
                     stats.started - began,

@@ -59,16 +59,35 @@ class Connect(_Message, frozen=True):
 
 
 class Start(_Message, frozen=True):
-    """A request begins here. Numbers reach a worker in increasing order."""
+    """A request begins here. Numbers reach a worker in increasing order, replayed ones aside."""
 
     request: int
     sources: tuple[str, ...]
     targets: tuple[Address, ...]
     params: dict[str, Any]
+    retain_bytes: int = 0
+    """How much of its outputs is kept until its end, to be sent again."""
+    replayed: bool = False
+    """It has run before, in a worker that died: say ``Started``, so that its input is sent no sooner."""
+
+
+class Resend(_Message, frozen=True):
+    """Send the outputs of a request to ``target`` from the first one on: what is retained, then what is to come."""
+
+    request: int
+    target: Address
 
 
 class Abort(_Message, frozen=True):
+    """A request has ended, in whatever way: let go of all that is here of it."""
+
     request: int
+
+
+class Ping(_Message, frozen=True):
+    """Asks the engine loop for a sign of life: its next turn answers with ``Pong``."""
+
+    number: int
 
 
 class Stop(_Message, frozen=True):
@@ -86,6 +105,12 @@ class Loading(_Message, frozen=True):
 
 class Ready(_Message, frozen=True):
     load_s: float
+
+
+class Pong(_Message, frozen=True):
+    """The engine loop took a turn after the ``Ping`` of this number."""
+
+    number: int
 
 
 class LoadFailed(_Message, frozen=True):
@@ -114,6 +139,23 @@ class Finished(_Message, frozen=True):
     stats: StageStats
 
 
+class Started(_Message, frozen=True):
+    """A replayed request is active here: what comes of it from now on is taken in."""
+
+    request: int
+
+
+class Unreplayable(_Message, frozen=True):
+    """This stage can take no part in a replay of the request, and why.
+
+    needed: a replay that is under way has just asked for it.
+    """
+
+    request: int
+    reason: str
+    needed: bool
+
+
 class Refused(_Message, frozen=True):
     """The engine raised ``InvalidRequest`` for this request."""
 
@@ -123,8 +165,9 @@ class Refused(_Message, frozen=True):
     code: str
 
 
-ToWorker: TypeAlias = Configure | Connect | Start | Abort | Stop
-FromWorker: TypeAlias = Loading | Ready | LoadFailed | Finished | Refused
+ToWorker: TypeAlias = Configure | Connect | Start | Resend | Abort | Ping | Stop
+FromWorker: TypeAlias = Loading | Ready | Pong | LoadFailed | Started | Finished | Refused | Unreplayable
+AboutRequest: TypeAlias = Started | Finished | Refused | Unreplayable
 Message: TypeAlias = ToWorker | FromWorker
 
 MAX_BYTES = 128 * 1024

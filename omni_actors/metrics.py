@@ -29,6 +29,11 @@ class Metrics:
             ["outcome"],
             registry=self.registry,
         )
+        self.replays = Counter(
+            "omni_request_replays",
+            "Times that a request was replayed after the death of a worker",
+            registry=self.registry,
+        )
         self.ttft = Histogram(
             "omni_ttft_seconds", "Time to the first text delta", buckets=LATENCY_BUCKETS, registry=self.registry
         )

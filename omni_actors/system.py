@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import random
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, get_args
 
 import msgspec
 import numpy as np
@@ -18,11 +19,11 @@ from omni_actors.actor.edges import Edges, EdgeSpec
 from omni_actors.actor.process import LocalSpawner, Spawner
 from omni_actors.actor.supervisor import Blueprint, Replica, RestartPolicy, State, Supervisor
 from omni_actors.config import Pipeline
-from omni_actors.errors import ConfigError, InvalidRequest, StageFailed, WorkerExit
+from omni_actors.errors import ConfigError, InvalidRequest, StageFailed
 from omni_actors.generation import AudioChunk, Generation, RequestMetrics
 from omni_actors.messages import CLIENT, Address
 from omni_actors.metrics import Gauges, Metrics
-from omni_actors.orchestrator.request import Input, Request
+from omni_actors.orchestrator.request import Input, OnFailure, Request
 from omni_actors.orchestrator.routes import Node, plan, topological
 from omni_actors.orchestrator.run import Orchestrator
 from omni_actors.stages import assets
@@ -32,8 +33,22 @@ Messages: TypeAlias = Sequence[Mapping[str, Any]]
 {"type": "text", "text": "…"} and {"type": "audio", "index": i}, the i-th of ``multi_modal_data["audio"]``."""
 
 
+class PastExit(msgspec.Struct, frozen=True):
+    """How an earlier worker of a replica ended. at: Unix time, s. What it wrote to stderr is in ``dead_error`` only."""
+
+    generation: int
+    at: float
+    pid: int
+    exit_code: int | None
+    signal: str | None
+    reason: str | None
+
+
 class ReplicaHealth(msgspec.Struct, frozen=True):
-    """state: loading, ready, restarting or failed. note: what it is doing, in words."""
+    """state: loading, ready, restarting or failed. note: what it is doing, in words.
+
+    history: its latest workers, oldest first.
+    """
 
     replica: int
     state: str
@@ -43,6 +58,7 @@ class ReplicaHealth(msgspec.Struct, frozen=True):
     pid: int | None
     load_s: float | None
     last_exit: str | None
+    history: list[PastExit]
 
 
 class Health(msgspec.Struct, frozen=True):
@@ -64,13 +80,14 @@ class OmniSystem:
         self.metrics = Metrics(self._gauges)
         self._orchestrator = Orchestrator(
             self._edges,
-            max_requests=pipeline.limits.max_requests,
-            output_bytes=pipeline.limits.output_bytes,
+            limits=pipeline.limits,
+            repeatable={name for name in self._nodes if pipeline.replays(name)},
             on_end=self._count,
         )
-        # Room for a Start and an Abort of every request: a worker that lets more wait has stopped reading.
-        capacity = 2 * pipeline.limits.max_requests + 4 * len(self._nodes) + 16
-        blueprints = _blueprints(pipeline, models)
+        # Room for what every request may post: Start and Abort, and when a stage below starts again, Resend. One that
+        # follows finds the last Abort of its predecessor unread at the most. More waits where a worker reads no more.
+        capacity = 4 * pipeline.limits.max_requests + 4 * len(self._nodes) + 16
+        blueprints = _blueprints(pipeline, models, topological(self._nodes))
         self._supervisor = Supervisor(blueprints, self._edges, spawner, self._orchestrator, capacity)
         self._running = False
 
@@ -122,13 +139,17 @@ class OmniSystem:
         modalities: Sequence[str] = ("text",),
         request_id: str | None = None,
         deadline_s: float | None = None,
+        on_failure: OnFailure = "replay",
         **params: Any,
     ) -> Generation:
         """Ask for ``modalities`` of an answer. Returns at once; the answer is read by iterating.
 
         prompt: a question, or a conversation. multi_modal_data: {"audio": AudioChunk or a list of them}; a question
         comes after them, a conversation names their places. script: text to be spoken as it is, instead of a prompt.
-        params: of the engines on the way (max_tokens, temperature, seed, speed, …).
+        What is given must not change before the request's end. on_failure: what a worker's death means for it.
+        "replay": the stage starts again, and what follows is what would have followed anyway; where that cannot be, and
+        with "fail", the request ends with StageCrashed. params: of the engines on the way (max_tokens, temperature,
+        seed, speed, …).
         Raises InvalidRequest, Overloaded, StageUnavailable.
         """
         inputs: dict[str, list[Input]] = {}
@@ -140,7 +161,9 @@ class OmniSystem:
             inputs["messages"] = [Input({"messages": messages})]
         if script is not None:
             inputs["script"] = [Input({"text": script})]
-        return self.submit(inputs, modalities, request_id=request_id, deadline_s=deadline_s, **params)
+        return self.submit(
+            inputs, modalities, request_id=request_id, deadline_s=deadline_s, on_failure=on_failure, **params
+        )
 
     def submit(
         self,
@@ -149,6 +172,7 @@ class OmniSystem:
         *,
         request_id: str | None = None,
         deadline_s: float | None = None,
+        on_failure: OnFailure = "replay",
         **params: Any,
     ) -> Generation:
         """``generate`` for a pipeline of your own: pieces of input by the kinds that its stages accept."""
@@ -157,7 +181,9 @@ class OmniSystem:
         deadline_s = self.pipeline.limits.deadline_s if deadline_s is None else deadline_s
         if not 0 <= deadline_s < math.inf:
             raise InvalidRequest(f"deadline_s: {deadline_s} is no time", param="deadline_s")
-        stream = self._orchestrator.submit(inputs, route, by_stage, deadline_s, request_id)
+        if on_failure not in get_args(OnFailure):
+            raise InvalidRequest(f'on_failure: found {on_failure!r}; accepted: "replay", "fail"', param="on_failure")
+        stream = self._orchestrator.submit(inputs, route, by_stage, deadline_s, request_id, on_failure)
         return Generation(stream, self.pipeline, self._observe)
 
     def abort(self, request_id: str) -> None:
@@ -165,7 +191,10 @@ class OmniSystem:
         self._orchestrator.abort_named(request_id)
 
     def _params(self, stages: Sequence[str], given: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-        """Each stage's share: its defaults, and what the request gives that its engine knows."""
+        """Each stage's share: its defaults, and what the request gives that its engine knows.
+
+        A ``seed`` that nobody gives is drawn here: a replay starts from the same one.
+        """
         given = {name: value for name, value in given.items() if value is not None}
         taken: set[str] = set()
         by_stage: dict[str, dict[str, Any]] = {}
@@ -175,6 +204,8 @@ class OmniSystem:
             taken |= known
             share = {**self.pipeline.stages[stage].defaults, **{name: given[name] for name in known}}
             by_stage[stage] = share if schema is None else _validated(share, schema)
+            if schema is not None and by_stage[stage].get("seed", 0) is None:
+                by_stage[stage]["seed"] = random.getrandbits(63)
         if unknown := sorted(set(given) - taken):
             raise InvalidRequest(f"no stage on the way of this request takes {unknown[0]!r}", param=unknown[0])
         return by_stage
@@ -206,6 +237,11 @@ class OmniSystem:
     def in_flight(self) -> int:
         """Requests admitted and not ended."""
         return self._orchestrator.in_flight
+
+    @property
+    def retry_after_s(self) -> float:
+        """When one more request is likely to find a place, where there is none; seconds."""
+        return self._orchestrator.retry_after_s
 
     @property
     def _replicas(self) -> Sequence[Replica]:
@@ -244,6 +280,7 @@ class OmniSystem:
 
     def _count(self, request: Request) -> None:
         self.metrics.requests.labels(type(request.error).__name__ if request.error else "done").inc()
+        self.metrics.replays.inc(request.replays)
 
     def _observe(self, metrics: RequestMetrics) -> None:
         self.metrics.latency.observe(metrics.total_s)
@@ -259,7 +296,7 @@ class OmniSystem:
         yield "omni_requests_in_flight", "Requests admitted and not ended", {}, self._orchestrator.in_flight
         yield (
             "omni_requests_queued",
-            "Admitted requests that wait for a stage to be ready",
+            "Admitted requests that wait for a stage to be ready, at first or to be replayed",
             {},
             self._orchestrator.queued,
         )
@@ -313,10 +350,11 @@ def _edge_specs(pipeline: Pipeline) -> list[EdgeSpec]:
     return specs
 
 
-def _blueprints(pipeline: Pipeline, models: Mapping[str, Path]) -> list[Blueprint]:
+def _blueprints(pipeline: Pipeline, models: Mapping[str, Path], order: Sequence[str]) -> list[Blueprint]:
     return [
         Blueprint(
             Address(name, replica),
+            stage.inputs,
             pipeline.spec(name).factory,
             str(models[name]) if name in models else None,
             pipeline.options(name),
@@ -324,17 +362,27 @@ def _blueprints(pipeline: Pipeline, models: Mapping[str, Path]) -> list[Blueprin
             stage.device,
             pipeline.spins,
             RestartPolicy(
-                stage.restart.intensity, stage.restart.period_s, stage.restart.backoff_s, stage.restart.backoff_max_s
+                stage.restart.intensity,
+                stage.restart.period_s,
+                stage.restart.backoff_s,
+                stage.restart.backoff_max_s,
+                stage.restart.type,
+                stage.restart.strategy,
             ),
+            stage.load_s,
+            stage.step_s,
             stage.shutdown_s,
         )
-        for name, stage in pipeline.stages.items()
+        for name, stage in ((name, pipeline.stages[name]) for name in order)
         for replica in range(stage.replicas)
     ]
 
 
 def _replica_health(replica: Replica) -> ReplicaHealth:
-    last: WorkerExit | None = replica.exits[-1] if replica.exits else None
+    history = [
+        PastExit(death.generation, death.at, death.exit.pid, death.exit.exit_code, death.exit.signal, death.exit.reason)
+        for death in replica.history
+    ]
     return ReplicaHealth(
         replica.address.replica,
         replica.state.value,
@@ -343,7 +391,8 @@ def _replica_health(replica: Replica) -> ReplicaHealth:
         replica.restarts,
         replica.worker.pid if replica.worker else None,
         replica.load_s,
-        str(last) if last else None,
+        str(replica.history[-1].exit) if replica.history else None,
+        history,
     )
 
 

@@ -2,7 +2,8 @@
 
 Rules
 1. A test leaves no process and no /dev/shm entry behind; one that does fails, by name, whatever it asserted.
-   What was there before it (a worker of a wider fixture) is not its doing.
+   What was there before it (a worker of a wider fixture) is not its doing, nor is what that fixture has said to be its
+   own since (``its_own``).
 2. Orphans count: every process started from here inherits ``MARK`` in its environment, so one that outlived its parent
    is still known as ours. A fork that execs nothing has no environment of its own; as a child it is found all the same.
 3. In CI, Hypothesis draws the same examples each time: a red run can be run again.
@@ -10,9 +11,15 @@ Rules
 
 from __future__ import annotations
 
+import compileall
 import os
+import select
+import signal
+import subprocess
+import sys
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -21,27 +28,36 @@ from hypothesis import settings
 
 MARK = "OMNI_ACTORS_TEST_RUN"
 GRACE_S = 5.0
-"""A killed process is still seen until its parent, or the kernel's own reaper, has collected it."""
+"""For a process that is on its way out. One that has ended but was not reaped yet is over."""
+WATCHDOG_S = 60.0
+"""No wait comes near it."""
 
 os.environ[MARK] = uuid.uuid4().hex
+# Hundreds of processes are started from here, and what each does before it begins adds up.
+os.environ["OPENBLAS_NUM_THREADS"] = "1"  # with a pool of threads, numpy takes twice as long to import
+for package in ("omni_actors", "ringbuf"):  # also where PYTHONDONTWRITEBYTECODE keeps an interpreter from doing it
+    compileall.compile_dir(Path(__file__).parent.parent / package, quiet=2)
 
 settings.register_profile("ci", derandomize=True, deadline=None, print_blob=True)
 settings.register_profile("dev", deadline=None)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE") or ("ci" if os.environ.get("CI") else "dev"))
 
 
-def our_processes() -> set[psutil.Process]:
-    """Descendants of this process, and orphans of former ones."""
-    found = set(psutil.Process().children(recursive=True))
+def processes() -> set[int]:
+    """Of this machine, by pid. Cheap: it is asked before and after every test."""
+    return {int(name) for name in os.listdir("/proc") if name.isdecimal()}
+
+
+def ours(pids: Iterable[int]) -> list[psutil.Process]:
+    """Those that are descendants of this process, or orphans of former ones."""
+    children = {child.pid for child in psutil.Process().children(recursive=True)}
     mark = f"{MARK}={os.environ[MARK]}".encode()
-    for entry in Path("/proc").glob("[0-9]*"):
-        pid = int(entry.name)
-        try:
-            if pid != os.getpid() and mark in (entry / "environ").read_bytes().split(b"\0"):
-                found.add(psutil.Process(pid))
-        except (OSError, psutil.NoSuchProcess):
-            continue  # another user's, or gone between the listing and the look
-    return {process for process in found if not _is_resource_tracker(process)}
+    found = []
+    for pid in pids:
+        with suppress(OSError, psutil.NoSuchProcess):  # another user's, or gone since it was listed
+            if pid in children or mark in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+                found.append(psutil.Process(pid))
+    return [process for process in found if not _is_resource_tracker(process)]
 
 
 def _is_resource_tracker(process: psutil.Process) -> bool:
@@ -52,26 +68,48 @@ def _is_resource_tracker(process: psutil.Process) -> bool:
         return False
 
 
+def alive_after(processes: Iterable[psutil.Process], timeout_s: float) -> list[psutil.Process]:
+    """Those that have not ended by then. A zombie has: when it is reaped is its parent's affair."""
+    return [process for process in processes if not _ends_within(process.pid, timeout_s)]
+
+
+def _ends_within(pid: int, timeout_s: float) -> bool:
+    try:
+        pidfd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    try:
+        return bool(select.select([pidfd], [], [], timeout_s)[0])
+    finally:
+        os.close(pidfd)
+
+
 def shm_entries() -> set[str]:
     """Rings with a name. One has it for an instant, while it is created."""
     return {name for name in os.listdir("/dev/shm") if name.startswith("ringbuf-")}
 
 
+@pytest.fixture(scope="session")
+def its_own() -> set[int]:
+    """Where a fixture wider than a test puts the processes that it has started since: a worker that came back."""
+    return set()
+
+
 @pytest.fixture(autouse=True)
-def leaves_nothing_behind() -> Iterator[None]:
+def leaves_nothing_behind(its_own: set[int]) -> Iterator[None]:
     """Rule 1. Processes that remain are killed, so that the next test starts clean."""
-    processes_before, shm_before = our_processes(), shm_entries()
+    processes_before, shm_before = processes(), shm_entries()
     yield
-    processes = our_processes() - processes_before
-    # A child is for its test to reap: one that is still here, if only as a zombie, was not. Others may take a moment.
-    children = processes & set(psutil.Process().children())
-    _, orphans = psutil.wait_procs(processes - children, timeout=GRACE_S)
-    left = [*children, *orphans]
-    facts = [_describe(process) for process in left]
-    for process in left:
-        process.kill()
-    psutil.wait_procs(left, timeout=GRACE_S)
-    assert not left, f"processes left behind: {facts}"
+    if new := processes() - processes_before - its_own:
+        found, children = ours(new), psutil.Process().children()
+        # A child is for its test to reap: one that is here, if only as a zombie, was not. Others may take a moment.
+        left = [process for process in found if process in children]
+        left += alive_after([process for process in found if process not in children], GRACE_S)
+        facts = [_describe(process) for process in left]
+        for process in left:
+            process.kill()
+        psutil.wait_procs(left, timeout=GRACE_S)
+        assert not left, f"processes left behind: {facts}"
     shm = shm_entries() - shm_before
     assert not shm, f"/dev/shm entries left behind: {sorted(shm)}"
 
@@ -81,3 +119,35 @@ def _describe(process: psutil.Process) -> str:
         return f"pid {process.pid} ({process.status()}): {' '.join(process.cmdline())}"
     except psutil.Error as error:
         return str(error)
+
+
+@pytest.fixture(scope="session")
+def wait_ended() -> Callable[[Iterable[psutil.Process]], None]:
+    """Wait until processes have ended, whoever is to reap them."""
+
+    def wait(processes: Iterable[psutil.Process]) -> None:
+        alive = [_describe(process) for process in alive_after(processes, WATCHDOG_S)]
+        assert not alive, f"still there after {WATCHDOG_S:.0f} s: {alive}"
+
+    return wait
+
+
+@pytest.fixture(scope="session")
+def voice_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The README's server, `omni-actors serve voice`, on a free port, once it is ready: one for all who ask it."""
+    program = Path(sys.executable).parent / "omni-actors"
+    stderr = tmp_path_factory.mktemp("voice") / "stderr"
+    with (
+        stderr.open("wb") as errors,
+        subprocess.Popen([program, "serve", "voice", "--port", "0"], stdout=subprocess.PIPE, stderr=errors) as process,
+    ):
+        assert process.stdout is not None
+        said = ""
+        try:
+            while not said.startswith("ready: "):  # it says so, or ends; pytest's own time limit is the watchdog
+                said = process.stdout.readline().decode()
+                assert said, f"the server ended: {stderr.read_text()}"
+            yield said.removeprefix("ready: ").partition("/v1")[0]
+        finally:
+            process.send_signal(signal.SIGINT)
+    assert (process.returncode, stderr.read_text()) == (0, "")

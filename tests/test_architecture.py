@@ -55,7 +55,17 @@ LAYERS: dict[str, set[str]] = {
     },
     "omni_actors": {"omni_actors.generation", "omni_actors.system", *LEAVES},
     "omni_actors.serve": {"omni_actors", "omni_actors.system", "omni_actors.generation", *LEAVES, *ENGINE_DATA},
-    "omni_actors.stress": {"omni_actors", "omni_actors.system", *LEAVES, *ENGINE_DATA},
+    "omni_actors.stress": {
+        "omni_actors",
+        "omni_actors.serve",
+        "omni_actors.generation",
+        "omni_actors.system",
+        "omni_actors.orchestrator",
+        "omni_actors.actor",
+        "ringbuf",
+        *LEAVES,
+        *ENGINE_DATA,
+    },
     "omni_actors.cli": {
         "omni_actors",
         "omni_actors.generation",

@@ -20,7 +20,7 @@ from omni_actors import config as configuration
 from omni_actors.cli import main
 
 ROOT = Path(omni_actors.__file__).parent.parent
-WATCHDOG_S = 30.0
+WATCHDOG_S = 60.0
 PROGRAM = "from omni_actors.cli import main; main(prog_name='omni-actors')"
 
 

@@ -23,13 +23,13 @@ from omni_actors.messages import Abort, Address
 from omni_actors.orchestrator.request import Input
 from omni_actors.system import OmniSystem
 
-WATCHDOG_S = 30.0
+WATCHDOG_S = 60.0
 QUICK = {f"stages.{stage}.restart.backoff_s": 0.01 for stage in ("first", "second")}
 
 
 def ask(omni: OmniSystem, modalities: tuple[str, ...] = ("audio",), /, **echo: Any) -> Generation:
-    """A request of one chunk through both stages; ``echo`` are the failures it asks for."""
-    return omni.submit({"script": [Input({"text": "x", "echo": echo})]}, modalities)
+    """A request of one chunk through both stages, never replayed; ``echo`` are the failures it asks for."""
+    return omni.submit({"script": [Input({"text": "x", "echo": echo})]}, modalities, on_failure="fail")
 
 
 async def read(generation: Generation) -> list[Output]:
@@ -122,7 +122,8 @@ async def test_outputs_that_came_before_the_crash_are_read_before_the_error() ->
 async def test_requests_on_the_other_replica_do_not_notice() -> None:
     overrides = {**QUICK, "stages.second.replicas": 2, "stages.second.options.step_s": 0.002}
     async with OmniSystem.open("echo", **{**overrides, "stages.second.options.fan_out": 100}) as omni:
-        doomed, safe = ask(omni), ask(omni)
+        pieces = [Input({"text": "x"}), Input({"text": "x", "echo": {"stage": "second", "hang": True}})]
+        doomed, safe = omni.submit({"script": pieces}, ("audio",), on_failure="fail"), ask(omni)
         placed = [g._stream.request.placement["second"].replica for g in (doomed, safe)]
         assert sorted(placed) == [0, 1]
         with trio.fail_after(WATCHDOG_S):
@@ -152,7 +153,8 @@ async def test_a_crash_does_not_reach_the_system_that_is_still_sending_input() -
     async with OmniSystem.open("echo", **{**QUICK, "stages.first.ring_bytes": 4096}) as omni:
         failing = {"text": "x", "echo": {"stage": "first", "raise": "feed"}}
         big = {"pixels": np.zeros(3_000_000, np.uint8)}
-        requests = [omni.submit({"script": [Input(failing), Input({}, big)]}, ["audio"]) for _ in range(4)]
+        script = {"script": [Input(failing), Input({}, big)]}
+        requests = [omni.submit(script, ["audio"], on_failure="fail") for _ in range(4)]
         for request in requests:
             with pytest.raises(StageCrashed, match="'first'"):
                 await read(request)
@@ -233,20 +235,6 @@ async def test_a_system_that_can_serve_nothing_is_errored() -> None:
         assert caught.value is omni.dead_error
 
 
-async def test_requests_that_wait_for_a_stage_fail_when_it_is_given_up() -> None:
-    overrides = {"stages.second.restart.intensity": 1, "stages.second.restart.backoff_s": 0.01}
-    async with OmniSystem.open("echo", **overrides) as omni:
-        with pytest.raises(StageCrashed):
-            await read(ask(omni, stage="second", exit=1))
-        waiting = ask(omni)
-        assert omni._orchestrator.queued == 1
-        await wait_for(omni, lambda: omni.health().stages["second"][0].pid is not None)
-        os.kill(pid_of(omni, "second"), signal.SIGKILL)  # before it is ready: the request still waits
-        with pytest.raises((StageUnavailable, StageCrashed)):
-            await read(waiting)
-        await wait_for(omni, lambda: omni.dead_error is not None)
-
-
 # loading
 
 
@@ -258,16 +246,27 @@ ENGINES = """
         context.report("about to fail")
         raise ValueError("the weights are upside down")
 
-    def killed_once(context):
-        marker = pathlib.Path(context.options["marker"])
-        if not marker.exists():
-            marker.touch()
-            os.kill(os.getpid(), signal.SIGKILL)
+    def echo(context):
         return EchoEngine(type(context)(context.stage, None, {}, 1, "cpu", context.report))
+
+    def is_first(context):
+        marker = pathlib.Path(context.options["marker"])
+        if marker.exists():
+            return False
+        marker.touch()
+        return True
+
+    def killed_once(context):
+        if is_first(context):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return echo(context)
 
     def never(context):
         context.report("thinking")
         time.sleep(3600)
+
+    def never_again(context):
+        return echo(context) if is_first(context) else never(context)
 """
 
 
@@ -312,14 +311,33 @@ async def test_a_worker_killed_while_it_loads_is_started_again(tmp_path: Path) -
 
 
 @pytest.mark.usefixtures("engines")
+async def test_requests_that_wait_for_a_stage_fail_when_it_is_given_up(tmp_path: Path) -> None:
+    overrides = {
+        "stages.second.engine": "faulty_engines:never_again",
+        "stages.second.options": {"marker": str(tmp_path / "was here")},
+        "stages.second.restart": {"intensity": 1, "backoff_s": 0.01},
+    }
+    async with OmniSystem.open("echo", **overrides) as omni:
+        with pytest.raises(StageCrashed):
+            await read(ask(omni, stage="second", exit=1))
+        waiting = ask(omni)
+        assert omni._orchestrator.queued == 1
+        await wait_for(omni, lambda: omni.health().stages["second"][0].note == "thinking")
+        os.kill(pid_of(omni, "second"), signal.SIGKILL)
+        with pytest.raises(StageUnavailable):
+            await read(waiting)
+        assert omni.dead_error is not None
+
+
+@pytest.mark.usefixtures("engines")
 async def test_a_stage_that_never_loads_holds_up_neither_the_opening_nor_the_leaving() -> None:
-    overrides = {"stages.second.engine": "faulty_engines:never"}
+    overrides = {"stages.second.engine": "faulty_engines:never", "stages.second.shutdown_s": 2 * WATCHDOG_S}
     async with OmniSystem.open("echo", **overrides, wait_ready=False) as omni:
         await wait_for(omni, lambda: omni.health().stages["second"][0].note == "thinking")
         await wait_back(omni, "first", generation=1)
         assert [output.delta for output in await read(ask(omni, ("text",)))] == ["x"]
         began = time.monotonic()
-    assert time.monotonic() - began < 2.0
+    assert time.monotonic() - began < WATCHDOG_S
 
 
 async def test_rings_that_cannot_be_made_fail_the_opening() -> None:
@@ -333,7 +351,8 @@ async def test_rings_that_cannot_be_made_fail_the_opening() -> None:
 
 @pytest.mark.parametrize("how", ["stopped", "hung in a step"])
 async def test_a_worker_that_does_not_stop_is_killed_after_its_time(how: str) -> None:
-    async with OmniSystem.open("echo", **{"stages.second.shutdown_s": 0.3}) as omni:
+    shutdown_s = 0.3
+    async with OmniSystem.open("echo", **{"stages.second.shutdown_s": shutdown_s}) as omni:
         process = psutil.Process(pid_of(omni, "second"))
         if how == "stopped":
             process.suspend()
@@ -346,7 +365,7 @@ async def test_a_worker_that_does_not_stop_is_killed_after_its_time(how: str) ->
                     await trio.sleep(0.005)
             hanging.abort()
         began = time.monotonic()
-    assert 0.25 < time.monotonic() - began < 3.0
+    assert shutdown_s <= time.monotonic() - began < WATCHDOG_S
     assert not process.is_running()
 
 

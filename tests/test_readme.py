@@ -1,27 +1,23 @@
 """Every command and program of the README does what it says.
 
-The blocks run in the order of the page, in one empty directory, against one server where they need one. Commands of
-`make` set a machine up; CI runs those, and here only that it does is checked.
+The blocks run in the order of the page, in one empty directory, against the server that other tests ask too. Commands
+of `make` set a machine up; CI runs those, and here only that it does is checked.
 """
 
 from __future__ import annotations
 
 import os
 import re
-import signal
-import socket
 import subprocess
 import sys
-import urllib.error
-import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import soundfile
 
 ROOT = Path(__file__).parent.parent
-BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```", (ROOT / "README.md").read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+PAGE = (ROOT / "README.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
 COMMANDS = [
     line.partition("  #")[0].strip()
     for language, block in BLOCKS
@@ -40,35 +36,6 @@ def run(command: list[str] | str, where: Path, *, shell: bool = False) -> str:
     return done.stdout
 
 
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[int]:
-    """`omni-actors serve voice` on a free port, once it is ready."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    command = [str(Path(sys.executable).parent / "omni-actors"), "serve", "voice", "--port", str(port)]
-    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL) as process:
-        try:
-            wait_ready(process, f"http://127.0.0.1:{port}/health")
-            yield port
-        finally:
-            process.send_signal(signal.SIGINT)
-    assert process.returncode == 0
-
-
-def wait_ready(process: subprocess.Popen[bytes], url: str) -> None:
-    """Ask until it answers 200; pytest's own time limit is the watchdog."""
-    while process.poll() is None:
-        try:
-            with urllib.request.urlopen(url):
-                return
-        except urllib.error.HTTPError as error:
-            error.close()  # 503: it is loading
-        except urllib.error.URLError:
-            pass  # it does not listen yet
-    pytest.fail(f"the server ended with code {process.returncode}")
-
-
 def test_ci_runs_the_make_commands() -> None:
     ci = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
     made = [command for command in COMMANDS if command.startswith("make")]
@@ -76,9 +43,11 @@ def test_ci_runs_the_make_commands() -> None:
     assert [command for command in made if not re.search(rf"^[^#]*{command}\b", ci, re.MULTILINE)] == []
 
 
-def test_the_commands_do_what_they_say(tmp_path: Path, server: int) -> None:
+def test_the_commands_do_what_they_say(tmp_path: Path, voice_url: str) -> None:
+    assert f"`omni-actors serve voice --port {PORT}`" in PAGE, "the server that ``voice_url`` has started"
+    port = voice_url.rpartition(":")[2]
     printed = {
-        command: run(command.replace(str(PORT), str(server)), tmp_path, shell=True)
+        command: run(command.replace(str(PORT), port), tmp_path, shell=True)
         for command in COMMANDS
         if not command.startswith("make")
     }
@@ -94,11 +63,13 @@ def test_the_commands_do_what_they_say(tmp_path: Path, server: int) -> None:
     assert "good morning" in transcription.lower()
 
 
-def test_the_programs_run(tmp_path: Path) -> None:
-    programs = [block for language, block in BLOCKS if language == "python"]
-    assert len(programs) == 1
-    (tmp_path / "program.py").write_text(programs[0])
+def test_the_program_of_the_page_runs(tmp_path: Path) -> None:
+    [program] = [block for language, block in BLOCKS if language == "python"]
+    (tmp_path / "program.py").write_text(program)
     assert "Paris" in "".join(re.findall(r"text (.*)", run([sys.executable, "program.py"], tmp_path)))
-    for example in sorted((ROOT / "examples").glob("*.py")):
-        assert run([sys.executable, str(example)], tmp_path)
+
+
+@pytest.mark.parametrize("example", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.name)
+def test_the_examples_run(tmp_path: Path, example: Path) -> None:
+    assert run([sys.executable, str(example)], tmp_path)
     assert soundfile.info(tmp_path / "answer.wav").duration > 1

@@ -1,7 +1,13 @@
-"""How a chunk lies in a ring: one bundle, whose meta is the chunk's header and small data."""
+"""How a chunk lies in a ring: one bundle, whose meta is the chunk's header and small data.
+
+A chunk is a value, named by request, source and sequence number: whichever incarnation of the source sends it, and
+however often, it is the same. So whoever takes chunks in drops those it has, and a replay may begin again at 0.
+"""
 
 from __future__ import annotations
 
+import zlib
+from array import array
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,6 +16,9 @@ import numpy as np
 
 import ringbuf
 from ringbuf import Tensor
+
+DIGEST_BYTES = 4096
+"""Of each end of a chunk: all of its header and small data, and of its tensors enough to see that they differ."""
 
 
 class ChunkHeader(msgspec.Struct, frozen=True, array_like=True):
@@ -40,14 +49,29 @@ def decode(data: memoryview) -> tuple[ChunkHeader, dict[str, Tensor]]:
         raise ChunkCorrupted(f"not a chunk: {error}") from error
 
 
-class SequenceCheck:
-    """Holds the rule that the chunks of a request arrive on an edge complete and in order."""
+class ReplayDiverged(ChunkCorrupted):
+    """A chunk that came again is not what it was: two answers must not be spliced."""
+
+
+class Intake:
+    """Takes the chunks of one request from one source: each once, in order."""
 
     def __init__(self, request: int, source: str) -> None:
-        self._request, self._source, self._next = request, source, 0
+        self._request, self._source = request, source
+        self._digests = array("I")
 
-    def __call__(self, seq: int) -> None:
-        """Raises ChunkCorrupted at a gap or a repetition."""
-        if seq != self._next:
-            raise ChunkCorrupted(f"request {self._request} from {self._source}: chunk {seq} where {self._next} was due")
-        self._next += 1
+    def take(self, seq: int, frame: memoryview) -> bool:
+        """Whether this chunk is the next one; False for one that was taken before.
+
+        frame: the chunk as it lies in the ring. Raises ChunkCorrupted at a gap, ReplayDiverged.
+        """
+        due = len(self._digests)
+        if seq > due:
+            raise ChunkCorrupted(f"request {self._request} from {self._source}: chunk {seq} where {due} was due")
+        digest = zlib.crc32(frame[-DIGEST_BYTES:], zlib.crc32(frame[:DIGEST_BYTES]))
+        if seq == due:
+            self._digests.append(digest)
+            return True
+        if digest != self._digests[seq]:
+            raise ReplayDiverged(f"chunk {seq} of stage {self._source!r} came out differently the second time")
+        return False

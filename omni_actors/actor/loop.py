@@ -6,7 +6,8 @@ Rules
    room, of its outgoing rings. Nothing else wakes it.
 3. Commands come before chunks. A chunk may still arrive before its ``Start``, since they travel apart: as numbers grow
    with every ``Start``, a number above the last one started waits, and a number below that is not active is stale.
-4. Back-pressure: with ``CONGESTED_BYTES`` waiting for room on any edge, the loop neither steps nor receives: a stage
+4. A new ring to a consumer is a new consumer: of requests that run already it gets nothing until ``Resend``, then all.
+5. Back-pressure: with ``CONGESTED_BYTES`` waiting for room on any edge, the loop neither steps nor receives: a stage
    below that stands still holds up the whole stage, until that worker is killed or its requests' deadlines pass.
 """
 
@@ -17,13 +18,28 @@ import os
 import select
 import threading
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 
 from omni_actors.actor import chunks
-from omni_actors.actor.chunks import ChunkHeader, SequenceCheck
-from omni_actors.messages import Abort, Address, Finished, Message, Refused, StageStats, Start, Stop
+from omni_actors.actor.chunks import ChunkHeader, Intake, ReplayDiverged
+from omni_actors.actor.outgoing import Outgoing, Retained
+from omni_actors.messages import (
+    Abort,
+    Address,
+    Finished,
+    Message,
+    Ping,
+    Pong,
+    Refused,
+    Resend,
+    StageStats,
+    Start,
+    Started,
+    Stop,
+    Unreplayable,
+)
 from omni_actors.stages.base import Chunk, InvalidRequest, StageEngine, StageFailure, StageOutput, StageRequest
-from ringbuf import Consumer, Frame, Producer, Ring, RingClosed
+from ringbuf import Consumer, Frame, Ring, RingClosed
 
 CONGESTED_BYTES = 8 * 1024 * 1024
 RECEIVE_FRAMES = 64
@@ -39,7 +55,7 @@ class Attach:
         self.producer, self.consumer, self.ring = producer, consumer, ring
 
 
-Command = Start | Abort | Stop | Attach
+Command = Start | Resend | Abort | Ping | Stop | Attach
 
 
 class _Incoming:
@@ -59,60 +75,12 @@ class _Incoming:
         self.ring.close()
 
 
-class _Outgoing:
-    """An edge that this worker feeds: what waits for room stays in order."""
-
-    def __init__(self, ring: Ring) -> None:
-        self.ring = ring
-        self.producer: Producer = ring.claim_producer()
-        self._waiting: collections.deque[tuple[int, Generator[None], int]] = collections.deque()
-        """Request, the sending under way or to come, bytes."""
-        self.waiting_bytes = 0
-
-    def send(self, request: int, buffers: list[memoryview]) -> int:
-        """Send, or queue what there is no room for; its size in bytes."""
-        size = sum(buffer.nbytes for buffer in buffers)
-        self._waiting.append((request, self.producer.sending(*buffers), size))
-        self.waiting_bytes += size
-        if len(self._waiting) == 1:
-            self.flush()
-        return size
-
-    def flush(self) -> None:
-        """Send what there is room for. When the consumer is gone nothing waits: its requests have failed."""
-        try:
-            while self._waiting:
-                _, sending, size = self._waiting[0]
-                for _ in sending:
-                    return  # parked: the doorbell will tell
-                self._waiting.popleft()
-                self.waiting_bytes -= size
-        except RingClosed:
-            self.drop()
-
-    def drop(self, request: int | None = None) -> None:
-        """Forget what of a request, or of all, is not sent; a message that is half in the ring is taken back."""
-        kept = collections.deque[tuple[int, Generator[None], int]]()
-        for waiting in self._waiting:
-            if request in (None, waiting[0]):
-                waiting[1].close()
-            else:
-                kept.append(waiting)
-        self._waiting = kept
-        self.waiting_bytes = sum(size for _, _, size in kept)
-
-    def close(self) -> None:
-        self.drop()
-        self.producer.close()
-        self.ring.close()
-
-
 class _Active:
     """A request that has started here and not ended."""
 
     def __init__(self, start: Start) -> None:
         self.request, self.targets = start.request, start.targets
-        self._checks = {source: SequenceCheck(start.request, source) for source in start.sources}
+        self._intakes = {source: Intake(start.request, source) for source in start.sources}
         self.seq = 0
         self.started = time.monotonic()
         self.first_input: float | None = None
@@ -120,10 +88,19 @@ class _Active:
         self.step_s = 0.0
         self.sent_bytes = {str(target): 0 for target in start.targets}
 
-    def take_in(self, chunk: Chunk) -> None:
-        """Raises ChunkCorrupted for a gap in a source's sequence, KeyError for a source that was not announced."""
-        self._checks[chunk.source](chunk.seq)
+    def take_in(self, chunk: Chunk, frame: memoryview) -> bool:
+        """Whether it is news. Raises as ``Intake.take``, and KeyError for a source that was not announced."""
         self.first_input = self.first_input or time.monotonic()
+        return self._intakes[chunk.source].take(chunk.seq, frame)
+
+    def send_to(self, target: Address) -> None:
+        """From now on; instead of to another replica of that stage."""
+        self.cut_off(target.stage)
+        self.targets = (*self.targets, target)
+        self.sent_bytes.setdefault(str(target), 0)
+
+    def cut_off(self, stage: str) -> None:
+        self.targets = tuple(target for target in self.targets if target.stage != stage)
 
     def stats(self, stage: str) -> StageStats:
         return StageStats(
@@ -141,7 +118,7 @@ class _Active:
 class EngineLoop:
     """Runs one engine until ``Stop``. ``post`` may be called from any thread, everything else is the loop's own.
 
-    notify: takes Finished and Refused; called in the loop's thread and may block it.
+    notify: takes what is said of a request; called in the loop's thread and may block it.
     """
 
     def __init__(self, address: Address, fence: int, notify: Callable[[Message], None]) -> None:
@@ -149,8 +126,10 @@ class EngineLoop:
         self._commands: collections.deque[Command] = collections.deque()
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._incoming: dict[Address, _Incoming] = {}
-        self._outgoing: dict[Address, _Outgoing] = {}
+        self._outgoing: dict[Address, Outgoing] = {}
         self._active: dict[int, _Active] = {}
+        self._retained: dict[int, Retained] = {}
+        """Of the requests that may be replayed, those too that are finished here and have not ended."""
         self._stopping = False
         self.running = False
         self._ended = False
@@ -179,7 +158,7 @@ class EngineLoop:
                     self._sleep(receiving=not congested)
             engine.close()
         finally:
-            edges: list[_Incoming | _Outgoing] = [*self._incoming.values(), *self._outgoing.values()]
+            edges: list[_Incoming | Outgoing] = [*self._incoming.values(), *self._outgoing.values()]
             for edge in edges:
                 edge.close()
             with self._ending:
@@ -194,19 +173,28 @@ class EngineLoop:
             moved = True
             match self._commands.popleft():
                 case Start() as start:
-                    self._newest = start.request
+                    self._newest = max(self._newest, start.request)
                     self._active[start.request] = _Active(start)
+                    if start.retain_bytes:
+                        self._retained[start.request] = Retained(start.retain_bytes)
+                    if start.replayed:
+                        self._notify(Started(start.request))
                     try:
                         engine.start(StageRequest(start.request, start.sources, start.params))
                     except InvalidRequest as error:
                         self._refuse(start.request, error)
+                case Resend(request, target):
+                    self._resend(request, target)
                 case Abort(request):
                     for edge in self._outgoing.values():
                         edge.drop(request)
+                    self._retained.pop(request, None)
                     if self._active.pop(request, None):
                         engine.abort(request)
                 case Attach() as attach:
                     self._attach(attach)
+                case Ping(number):
+                    self._notify(Pong(number))
                 case Stop():
                     self._stopping = True
         return moved
@@ -219,7 +207,21 @@ class EngineLoop:
         else:
             if old_out := self._outgoing.pop(attach.consumer, None):
                 old_out.close()
-            self._outgoing[attach.consumer] = _Outgoing(attach.ring)
+            self._outgoing[attach.consumer] = Outgoing(attach.ring)
+            for active in self._active.values():
+                if attach.consumer in active.targets:
+                    active.cut_off(attach.consumer.stage)
+
+    def _resend(self, request: int, target: Address) -> None:
+        retained = self._retained.get(request)
+        if retained is None or retained.chunks is None:
+            reason = "nothing of it is retained" if retained is None else retained.too_many
+            self._notify(Unreplayable(request, reason, needed=True))
+            return
+        for buffers, size in retained.chunks:
+            self._outgoing[target].send(request, buffers, size)
+        if active := self._active.get(request):
+            active.send_to(target)
 
     # chunks in
 
@@ -240,7 +242,8 @@ class EngineLoop:
                 with frame:
                     received += frame.data.nbytes
                     if active := self._active.get(header.request):
-                        self._feed(engine, active, Chunk(header.source, header.seq, header.last, tensors, header.data))
+                        chunk = Chunk(header.source, header.seq, header.last, tensors, header.data)
+                        self._feed(engine, active, chunk, frame.data)
                 if received >= RECEIVE_BYTES:
                     break
         return moved
@@ -252,12 +255,14 @@ class EngineLoop:
             edge.ended = True
             return None
 
-    def _feed(self, engine: StageEngine, active: _Active, chunk: Chunk) -> None:
-        active.take_in(chunk)
+    def _feed(self, engine: StageEngine, active: _Active, chunk: Chunk, frame: memoryview) -> None:
         try:
-            engine.feed(active.request, chunk)
+            if active.take_in(chunk, frame):
+                engine.feed(active.request, chunk)
         except InvalidRequest as error:
             self._refuse(active.request, error)
+        except ReplayDiverged as error:
+            self._notify(Unreplayable(active.request, str(error), needed=True))
 
     # chunks out
 
@@ -276,10 +281,15 @@ class EngineLoop:
         active = self._active[output.request_id]
         header = ChunkHeader(output.request_id, self._address.stage, active.seq, output.last, dict(output.data))
         buffers = chunks.encode(header, output.tensors)
+        size = sum(buffer.nbytes for buffer in buffers)
         active.seq += 1
         active.first_output = active.first_output or time.monotonic()
+        retained = self._retained.get(output.request_id)
+        if retained is not None and not retained.add(buffers, size):
+            self._notify(Unreplayable(output.request_id, retained.too_many, needed=False))
         for target in active.targets:
-            active.sent_bytes[str(target)] += self._outgoing[target].send(active.request, buffers)
+            self._outgoing[target].send(active.request, buffers, size)
+            active.sent_bytes[str(target)] += size
         if output.last:
             del self._active[output.request_id]
             active.step_s += time.monotonic() - step_began

@@ -13,7 +13,7 @@ from __future__ import annotations
 import array
 import os
 import socket
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, TypeAlias
 
@@ -41,7 +41,7 @@ class Mailbox:
     """One end of a control connection; open it with ``open_mailbox``."""
 
     def __init__(self, sock: socket.socket, capacity: int) -> None:
-        self._sock = trio.socket.from_stdlib_socket(sock)
+        self._raw, self._sock = sock, trio.socket.from_stdlib_socket(sock)
         self._capacity = capacity
         self._out_send, self._out_receive = trio.open_memory_channel[tuple[bytes, tuple[int, ...]]](capacity)
         self._in_send, self.incoming = trio.open_memory_channel[Envelope](capacity)
@@ -63,6 +63,26 @@ class Mailbox:
         except trio.WouldBlock:
             _close_all(owned)
             raise MailboxFull(self._capacity) from None
+
+    def rest(self) -> Iterator[Message]:
+        """What a peer that says no more has said and nobody has taken from ``incoming``; for its only taker."""
+        while True:
+            try:
+                message, fds = self.incoming.receive_nowait()
+            except (trio.WouldBlock, trio.EndOfChannel):
+                break
+            _close_all(fds)
+            yield message
+        while True:
+            try:
+                packet = self._raw.recv(messages.MAX_BYTES)
+            except BlockingIOError:
+                return
+            except ConnectionResetError:
+                continue  # as in ``_read``
+            if not packet:
+                return
+            yield messages.decode(packet)
 
     async def send(self, message: Message) -> None:
         """Queue a message, waiting for room. A message to a peer that is gone is dropped."""

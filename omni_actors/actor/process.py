@@ -3,7 +3,7 @@
 Rules
 1. A worker is a fresh interpreter (`multiprocess`, spawn). It never imports the parent's main module: a user's script
    needs no ``if __name__ == "__main__"``.
-2. Death is an event: a pidfd in the nursery, never a poll.
+2. Death is an event, never a poll: first the lifeline says that it begins, then a pidfd that it is done.
 3. No orphans: a worker asks the kernel to be killed with the thread that spawned it (PDEATHSIG), checks that its parent
    is still there, and ends when its control socket closes. So workers are spawned on trio's own thread.
 4. Leaving ``LocalSpawner.spawn`` has reaped the process and closed every descriptor, whatever happened inside.
@@ -17,13 +17,14 @@ import logging
 import os
 import signal
 import socket
-from collections.abc import AsyncIterator, Iterator
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, suppress
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager, contextmanager, suppress
 from typing import Any, Protocol
 
 import trio
 from multiprocess import context, popen_spawn_posix, reduction, spawn, util
 
+from omni_actors.actor.lifeline import Lifeline, exit_of_dying
 from omni_actors.actor.mailbox import Mailbox, open_mailbox
 from omni_actors.actor.worker import worker_main
 from omni_actors.errors import OmniError, WorkerExit
@@ -32,7 +33,6 @@ from ringbuf import Ring
 
 STDERR_TAIL_LINES = 40
 LONGEST_LINE = 4096
-STDERR_DRAIN_S = 0.5
 
 
 class SpawnFailed(OmniError):
@@ -50,8 +50,12 @@ class Worker(Protocol):
         """SIGKILL. Harmless when it is dead already."""
         ...
 
+    async def wait_ending(self) -> WorkerExit:
+        """How it ends, as soon as that is known and it says no more. Any number of callers."""
+        ...
+
     async def wait_dead(self) -> WorkerExit:
-        """How it ended. Any number of callers."""
+        """The same, once nothing of it is left. Any number of callers."""
         ...
 
 
@@ -119,47 +123,105 @@ def _sigint_blocked() -> Iterator[None]:
 class LocalWorker:
     """A worker process on this machine."""
 
-    def __init__(self, process: Any, mailbox: Mailbox, pidfd: int) -> None:
-        self._process, self.mailbox, self._pidfd = process, mailbox, pidfd
+    def __init__(self, process: Any, mailbox: Mailbox, pidfd: int, lifeline: Lifeline, stderr_fd: int) -> None:
+        self._process, self.mailbox, self._pidfd, self._lifeline = process, mailbox, pidfd, lifeline
         self.pid: int = process.pid
-        self.stderr_tail: collections.deque[str] = collections.deque(maxlen=STDERR_TAIL_LINES)
-        self._stderr_ended = trio.Event()
-        self._following = trio.CancelScope(shield=True)
-        self._reaping = trio.Lock()
+        self._stderr = _Tail(stderr_fd, f"omni_actors.worker.{process.name.split()[-1]}")
         self._exit: WorkerExit | None = None
+        self._ending, self._dead = trio.Event(), trio.Event()
+
+    @property
+    def stderr_tail(self) -> Sequence[str]:
+        return self._stderr.lines
 
     def kill(self) -> None:
-        if self._process.exitcode is None:
+        if not self._dead.is_set():
             signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
 
-    async def wait_dead(self) -> WorkerExit:
-        async with self._reaping:  # one may wait on the descriptor, the others wait for that one
-            if self._exit is None:
-                await trio.lowlevel.wait_readable(self._pidfd)
-                self._process.join()
-                with trio.move_on_after(STDERR_DRAIN_S):  # ends at once unless a grandchild still holds the pipe
-                    await self._stderr_ended.wait()
-                code: int = self._process.exitcode
-                name, code_or_none = (_signal_name(-code), None) if code < 0 else (None, code)
-                self._exit = WorkerExit(self.pid, name, code_or_none, tuple(self.stderr_tail))
+    async def wait_ending(self) -> WorkerExit:
+        await self._ending.wait()
+        assert self._exit is not None
         return self._exit
 
+    async def wait_dead(self) -> WorkerExit:
+        await self._dead.wait()
+        return await self.wait_ending()
+
     @trio.lowlevel.enable_ki_protection
-    async def _follow_stderr(self, name: str, read_fd: int) -> None:
-        log = logging.getLogger(f"omni_actors.worker.{name}")
-        pending = b""
-        with self._following:
-            async with trio.lowlevel.FdStream(read_fd) as stream:
-                async for data in stream:
-                    *lines, pending = (pending + data).split(b"\n")
-                    pending = pending[-LONGEST_LINE:]
-                    for line in lines:
-                        text = line[-LONGEST_LINE:].decode(errors="replace").rstrip()
-                        self.stderr_tail.append(text)
-                        log.info(text)
-                if pending:
-                    self.stderr_tail.append(pending.decode(errors="replace"))
-        self._stderr_ended.set()
+    async def _attend(self) -> None:
+        """From its birth until nothing of it is left. Not to be cancelled: whoever leaves has killed it."""
+        with trio.CancelScope(shield=True):
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._stderr.follow)
+                async with trio.open_nursery() as watching:
+                    released = trio.Event()
+                    self._lifeline.watch(trio.lowlevel.current_trio_token(), released.set)
+                    watching.start_soon(self._see_it_end, released)
+                    await trio.lowlevel.wait_readable(self._pidfd)
+                    self._process.join()
+                    self._ends(self._process.exitcode)
+                    watching.cancel_scope.cancel()
+                self._dead.set()
+                nursery.cancel_scope.cancel()
+
+    @trio.lowlevel.enable_ki_protection
+    async def _see_it_end(self, released: trio.Event) -> None:
+        await released.wait()
+        code = exit_of_dying(self.pid)
+        if code is not None:
+            self._ends(code)
+
+    def _ends(self, code: int) -> None:
+        if self._exit is None:
+            self._stderr.drain()
+            name, code_or_none = (_signal_name(-code), None) if code < 0 else (None, code)
+            self._exit = WorkerExit(self.pid, name, code_or_none, tuple(self.stderr_tail))
+            self._ending.set()
+
+
+class _Tail:
+    """The last lines that come out of a pipe; all of them go to a logger."""
+
+    def __init__(self, read_fd: int, logger: str) -> None:
+        self.lines: collections.deque[str] = collections.deque(maxlen=STDERR_TAIL_LINES)
+        self._fd, self._log, self._pending = read_fd, logging.getLogger(logger), b""
+        os.set_blocking(read_fd, False)
+
+    @trio.lowlevel.enable_ki_protection
+    async def follow(self) -> None:
+        """Until cancelled, or until nobody can write any more."""
+        try:
+            while self._read():
+                await trio.lowlevel.wait_readable(self._fd)
+            await trio.sleep_forever()
+        finally:
+            os.close(self._fd)
+
+    def drain(self) -> None:
+        """Read what is there. Another process that holds the pipe's other end may write later; not waited for."""
+        self._read()
+        if self._pending:
+            self._add(self._pending)
+            self._pending = b""
+
+    def _read(self) -> bool:
+        """False: nobody can write any more."""
+        while True:
+            try:
+                data = os.read(self._fd, 65536)
+            except BlockingIOError:
+                return True
+            if not data:
+                return False
+            *lines, pending = (self._pending + data).split(b"\n")
+            self._pending = pending[-LONGEST_LINE:]
+            for line in lines:
+                self._add(line)
+
+    def _add(self, line: bytes) -> None:
+        text = line[-LONGEST_LINE:].decode(errors="replace").rstrip()
+        self.lines.append(text)
+        self._log.info(text)
 
 
 class LocalSpawner:
@@ -168,14 +230,12 @@ class LocalSpawner:
     @asynccontextmanager
     async def spawn(self, address: Address, mailbox_capacity: int) -> AsyncIterator[Worker]:
         try:
-            ours, theirs, stderr_read, stderr_write = _channels()
+            ours, theirs, stderr_read, stderr_write, lifeline = _channels()
         except OSError as error:
             raise SpawnFailed(f"no channels for a worker of {address}: {error}") from error
+        inherited = [_InheritedFd(fd) for fd in (theirs.fileno(), stderr_write, lifeline.fd)]
         process = _Process(
-            target=worker_main,
-            args=(_InheritedFd(theirs.fileno()), _InheritedFd(stderr_write), os.getpid()),
-            name=f"omni-actors {address}",
-            daemon=True,
+            target=worker_main, args=(*inherited, os.getpid()), name=f"omni-actors {address}", daemon=True
         )
         try:
             with _sigint_blocked():
@@ -187,6 +247,7 @@ class LocalSpawner:
             if process.pid is not None:
                 process.kill()
                 process.join()
+            lifeline.close()
             if isinstance(error, OSError):
                 raise SpawnFailed(f"no process for {address}: {error}") from error
             raise
@@ -194,15 +255,15 @@ class LocalSpawner:
             theirs.close()
             os.close(stderr_write)
         async with open_mailbox(ours, mailbox_capacity) as mailbox, trio.open_nursery() as nursery:
-            worker = LocalWorker(process, mailbox, pidfd)
-            nursery.start_soon(worker._follow_stderr, str(address), stderr_read)
+            worker = LocalWorker(process, mailbox, pidfd, lifeline, stderr_read)
+            nursery.start_soon(worker._attend)
             try:
                 yield worker
             finally:
+                worker.kill()
                 with trio.CancelScope(shield=True):
-                    worker.kill()
                     await worker.wait_dead()
-                worker._following.cancel()
+                lifeline.close()
                 process.close()
                 os.close(pidfd)
 
@@ -210,16 +271,19 @@ class LocalSpawner:
         return Ring.create(capacity, generation=generation)
 
 
-def _channels() -> tuple[socket.socket, socket.socket, int, int]:
-    """A control connection, and a pipe for stderr. Raises OSError (no descriptors), having opened nothing."""
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    ours.setblocking(False)
-    try:
-        return ours, theirs, *os.pipe()
-    except OSError:
-        ours.close()
-        theirs.close()
-        raise
+def _channels() -> tuple[socket.socket, socket.socket, int, int, Lifeline]:
+    """A control connection, a pipe for stderr, a lifeline. Raises OSError (no descriptors), having opened nothing."""
+    with ExitStack() as undo:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        undo.callback(ours.close)
+        undo.callback(theirs.close)
+        ours.setblocking(False)
+        stderr = os.pipe()
+        for fd in stderr:
+            undo.callback(os.close, fd)
+        lifeline = Lifeline()
+        undo.pop_all()
+    return ours, theirs, *stderr, lifeline
 
 
 def _signal_name(number: int) -> str:

@@ -1,108 +1,57 @@
 """Keeps every stage's workers running.
 
 Rules
-1. One task per replica owns its worker: what belongs to an incarnation lives in a nursery that ends with it.
-2. Restarts are counted as in Erlang/OTP: more than ``intensity`` of them within ``period_s`` and the stage is given up.
-   A failed start counts. A first start that fails with the engine's own exception is given up at once: it would again.
-3. What happens is told to one listener, in order, by plain calls: it never waits on a worker.
-4. The system's own tasks are shielded from KeyboardInterrupt: it is for the user's task, whose end ends them.
+1. One task per incarnation owns a worker, from its spawn to its last trace. What follows its death, by the rule in
+   ``restart``, is that task's too: it stops those who go down with it, and starts them all again after the delay.
+   So whoever is down is brought back by exactly one task; one who is down already is left to that one.
+2. Workers are started in the order of the pipeline, none waits for another to be ready (models load in parallel), and
+   stopped in reverse, stage by stage: each gets its stage's ``shutdown_s``, then SIGKILL.
+3. A first start that fails with the engine's own exception is given up at once: it would fail again.
+4. A worker that is not ready in time, or whose engine loop takes no turn in time, is killed (see ``_watch``).
+5. What happens is told to one listener, in order, by plain calls: it never waits on a worker.
+6. The system's own tasks are shielded from KeyboardInterrupt: it is for the user's task, whose end ends them.
 """
 
 from __future__ import annotations
 
-import collections
-import enum
-import random
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+import itertools
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Protocol
 
 import trio
 
 from omni_actors.actor.edges import Edges, receive_frames
-from omni_actors.actor.mailbox import Mailbox, MailboxFull
+from omni_actors.actor.mailbox import Mailbox
 from omni_actors.actor.process import Spawner, SpawnFailed, Worker
-from omni_actors.errors import StageFailed, WorkerExit
-from omni_actors.messages import Address, Configure, Finished, LoadFailed, Loading, Message, Ready, Refused, Stop
-from ringbuf import Consumer, RingError
+from omni_actors.actor.replica import Blueprint, Incarnation, Replica, State
+from omni_actors.actor.restart import RestartPolicy, stages_below
+from omni_actors.errors import Death, StageFailed, WorkerExit
+from omni_actors.messages import (
+    AboutRequest,
+    Address,
+    Configure,
+    Finished,
+    LoadFailed,
+    Loading,
+    Message,
+    Ping,
+    Pong,
+    Ready,
+    Refused,
+    Started,
+    Stop,
+    Unreplayable,
+)
+from ringbuf import Consumer, RingClosed, RingError
 
-LAST_WORDS_S = 0.5
+__all__ = ["Blueprint", "Listener", "Replica", "RestartPolicy", "State", "Supervisor"]
+
 NOT_STARTED = 127
 """Exit code of a worker that never was, as a shell gives it; its pid is 0."""
-
-
-class State(enum.Enum):
-    """loading: first start. ready: serving. restarting: down, coming back. failed: given up."""
-
-    LOADING = "loading"
-    READY = "ready"
-    RESTARTING = "restarting"
-    FAILED = "failed"
-
-
-@dataclass(frozen=True)
-class RestartPolicy:
-    """More than ``intensity`` restarts within ``period_s`` give the stage up; delays double from ``backoff_s``."""
-
-    intensity: int
-    period_s: float
-    backoff_s: float
-    backoff_max_s: float
-
-    def delay_s(self, recent: int) -> float:
-        """Before the restart that follows ``recent`` others: exponential, with jitter so that replicas spread."""
-        bounded = min(self.backoff_max_s, self.backoff_s * 2.0 ** min(recent, 64))
-        return bounded * random.uniform(0.5, 1.0)
-
-
-@dataclass(frozen=True)
-class Blueprint:
-    """Everything needed to start one replica of a stage."""
-
-    address: Address
-    factory: str
-    model: str | None
-    options: dict[str, Any]
-    threads: int
-    device: str
-    spins: bool
-    restart: RestartPolicy
-    shutdown_s: float
-
-
-@dataclass
-class Replica:
-    """A replica over all its incarnations, as the supervisor knows it."""
-
-    blueprint: Blueprint
-    state: State = State.LOADING
-    generation: int = 0
-    note: str = "starting"
-    load_s: float | None = None
-    worker: Worker | None = None
-    dead: bool = False
-    """Whether the worker of this incarnation has ended; what it said before may still come in."""
-    load_error: str | None = None
-    fault: str | None = None
-    """What the worker put on its output edge that made no sense; it is killed for it."""
-    failure: StageFailed | None = None
-    exits: collections.deque[WorkerExit] = field(default_factory=lambda: collections.deque(maxlen=16))
-
-    @property
-    def address(self) -> Address:
-        return self.blueprint.address
-
-    @property
-    def restarts(self) -> int:
-        return max(0, self.generation - 1)
-
-    def post(self, message: Message, fds: Sequence[int] = ()) -> None:
-        """Tell the worker. One that has stopped reading is killed: it comes back, its requests fail with the cause."""
-        if self.worker is not None:
-            try:
-                self.worker.mailbox.post(message, fds)
-            except MailboxFull:
-                self.worker.kill()
+PARTS = 20
+"""A ping every twentieth of ``step_s``, so that a hang is seen within 1.05 times that."""
 
 
 class Listener(Protocol):
@@ -113,130 +62,198 @@ class Listener(Protocol):
         ...
 
     def worker_ready(self, address: Address) -> None: ...
-    def worker_lost(self, address: Address, generation: int, exit: WorkerExit) -> None: ...
+    def worker_lost(self, address: Address, generation: int, exit: WorkerExit) -> None:
+        """It is dead, all that it said was heard; its edges are still to be closed."""
+        ...
+
     def stage_failed(self, failure: StageFailed) -> None: ...
-    def heard(self, address: Address, message: Finished | Refused) -> None: ...
+    def heard(self, address: Address, message: AboutRequest) -> None: ...
     def received(self, address: Address, data: memoryview) -> None:
         """A chunk on the worker's output edge: a view, valid during the call."""
         ...
 
 
 class Supervisor:
-    """Runs all replicas of a pipeline until cancelled; leaving ``run`` has stopped and reaped every one."""
+    """Runs all replicas of a pipeline until cancelled; leaving ``run`` has stopped and reaped every one.
+
+    blueprints: in topological order of their stages.
+    """
 
     def __init__(
         self, blueprints: Sequence[Blueprint], edges: Edges, spawner: Spawner, listener: Listener, mailbox_capacity: int
     ) -> None:
         self.replicas = {blueprint.address: Replica(blueprint) for blueprint in blueprints}
+        self._inputs = {blueprint.address.stage: blueprint.inputs for blueprint in blueprints}
         self._edges, self._spawner, self._listener, self._mailbox_capacity = edges, spawner, listener, mailbox_capacity
+        self._nursery: trio.Nursery | None = None
         self.changes = trio.lowlevel.ParkingLot()
         """Woken whenever a replica's state or note changes."""
 
     @trio.lowlevel.enable_ki_protection
     async def run(self) -> None:
-        async with trio.open_nursery() as nursery:
-            for replica in self.replicas.values():
-                nursery.start_soon(self._keep_running, replica)
+        async with trio.open_nursery() as self._nursery:
+            try:
+                await self._start(self.replicas.values())
+                await trio.sleep_forever()
+            finally:
+                with trio.CancelScope(shield=True):
+                    await self._stop(self.replicas.values())
+
+    async def _start(self, replicas: Iterable[Replica]) -> None:
+        """In order of the pipeline: each is being spawned when the next one's turn comes."""
+        assert self._nursery is not None, "it runs"
+        for each in replicas:
+            each.life = Incarnation()
+            each.generation += 1
+            self._nursery.start_soon(self._live, each)
+            await each.life.begun.wait()
+
+    async def _stop(self, replicas: Iterable[Replica]) -> None:
+        """In reverse order of the pipeline, the replicas of a stage at once."""
+        by_stage = [list(group) for _, group in itertools.groupby(replicas, lambda each: each.address.stage)]
+        for group in reversed(by_stage):
+            for each in group:
+                each.life.scope.cancel()
+            for each in group:
+                await each.life.ended.wait()
+
+    # one incarnation
 
     @trio.lowlevel.enable_ki_protection
-    async def _keep_running(self, replica: Replica) -> None:
-        policy = replica.blueprint.restart
-        restarts: collections.deque[float] = collections.deque()
-        while True:
-            replica.generation += 1
-            exit = await self._live_once(replica)
-            if replica.fault is not None:
-                exit = replace(exit, stderr_tail=(*exit.stderr_tail, replica.fault))
-            replica.exits.append(exit)
-            now = trio.current_time()
-            while restarts and restarts[0] < now - policy.period_s:
-                restarts.popleft()
-            reason = _give_up_reason(replica, len(restarts))
-            replica.state = State.RESTARTING if reason is None else State.FAILED
-            replica.note = str(exit)
-            self.changes.unpark_all()
-            self._listener.worker_lost(replica.address, replica.generation, exit)
-            if reason is not None:
-                stage, number = replica.address.stage, replica.address.replica
-                replica.failure = StageFailed(stage, number, reason, replica.exits)
-                self.changes.unpark_all()
-                self._listener.stage_failed(replica.failure)
-                return
-            await trio.sleep(policy.delay_s(len(restarts)))
-            restarts.append(now)
+    async def _live(self, replica: Replica) -> None:
+        """One incarnation, and what follows from its end."""
+        life = replica.life
+        try:
+            with life.scope:
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(self._watch, replica)
+                    life.begun.set()  # no checkpoint lies between this and the spawn
+                    await self._spawn(replica)
+                    nursery.cancel_scope.cancel()
+            if life.reason is not None and not life.dead:
+                self._lost(replica, WorkerExit(0, None, NOT_STARTED))  # it was still being spawned
+        finally:
+            life.ended.set()
+        if life.dead and replica.state is not State.FAILED and not life.went_with_another:
+            await self._recover(replica)
 
-    async def _live_once(self, replica: Replica) -> WorkerExit:
-        """One incarnation, from spawn to death. Cancelled: stops the worker, by SIGKILL after ``shutdown_s``."""
-        replica.load_error, replica.fault, replica.dead = None, None, False
+    async def _recover(self, replica: Replica) -> None:
+        """Bring it back, and those that its stage's strategy takes down with it."""
+        others = self._others(replica)
+        strategy = replica.blueprint.restart.strategy
+        for each in others:
+            each.state, each.life.leaving, each.life.went_with_another = State.RESTARTING, True, True
+            each.life.reason = f"restarted with stage {replica.address.stage!r} ({strategy})"
+        await self._stop(others)
+        await trio.sleep(replica.life.delay_s)
+        down = [replica, *others]
+        await self._start(each for each in self.replicas.values() if each in down and each.state is not State.FAILED)
+
+    def _others(self, replica: Replica) -> list[Replica]:
+        """Who goes down with it. One that is down already comes back after it anyway."""
+        living = [each for each in self.replicas.values() if not each.life.leaving]
+        strategy = replica.blueprint.restart.strategy
+        if strategy == "one_for_all":
+            return living
+        below = stages_below(replica.address.stage, self._inputs) if strategy == "rest_for_one" else set()
+        return [each for each in living if each.address.stage in below]
+
+    async def _spawn(self, replica: Replica) -> None:
+        """A worker, from spawn to reaping. Cancelled: stops it, by SIGKILL after ``shutdown_s``."""
+        life = replica.life
         try:
             async with self._spawner.spawn(replica.address, self._mailbox_capacity) as worker:
-                return await self._live_in(replica, worker)
+                life.worker = worker
+                try:
+                    self._lost(replica, await self._serve(replica, worker))
+                finally:
+                    if life.dead:
+                        with trio.CancelScope(shield=True):
+                            await worker.wait_dead()  # what follows needs it gone: its memory, its devices, its ends
+                    else:
+                        exit = await self._end(replica, worker)
+                        if life.reason is not None:
+                            self._lost(replica, exit)
+                    life.worker = None
+                    self._edges.leave(replica.address)  # only now: nobody else holds the ends that it closes
         except SpawnFailed as error:
-            replica.state, replica.load_error = State.RESTARTING, str(error)
-            return WorkerExit(0, None, NOT_STARTED, (str(error),))
+            life.load_error = str(error)
+            self._lost(replica, WorkerExit(0, None, NOT_STARTED, (str(error),)))
 
-    async def _live_in(self, replica: Replica, worker: Worker) -> WorkerExit:
+    async def _end(self, replica: Replica, worker: Worker) -> WorkerExit:
+        replica.life.leaving = True
+        replica.post(Stop(replica.blueprint.shutdown_s))
+        with trio.move_on_after(replica.blueprint.shutdown_s, shield=True):
+            await worker.wait_dead()
+        worker.kill()
+        with trio.CancelScope(shield=True):
+            exit = await worker.wait_dead()
+        return exit  # noqa: RET504 - a scope may end its block, as far as the type checker knows
+
+    async def _serve(self, replica: Replica, worker: Worker) -> WorkerExit:
+        """Configure a worker, connect it, hear it, until it dies."""
         blueprint = replica.blueprint
-        replica.worker = worker
-        try:
-            worker.mailbox.post(
-                Configure(
-                    blueprint.address,
-                    replica.generation,
-                    blueprint.factory,
-                    blueprint.model,
-                    blueprint.options,
-                    blueprint.threads,
-                    blueprint.device,
-                    blueprint.spins,
-                    self._listener.newest_request(),
-                )
+        worker.mailbox.post(
+            Configure(
+                blueprint.address,
+                replica.generation,
+                blueprint.factory,
+                blueprint.model,
+                blueprint.options,
+                blueprint.threads,
+                blueprint.device,
+                blueprint.spins,
+                self._listener.newest_request(),
             )
-            try:
-                output = self._edges.join(replica.address, replica.post)
-            except OSError as error:
-                replica.load_error = f"no memory in /dev/shm for its rings: {error}"
-                worker.kill()
-                return await worker.wait_dead()
-            return await self._attend(replica, worker, output)
-        finally:
-            replica.post(Stop(blueprint.shutdown_s))
-            with trio.move_on_after(blueprint.shutdown_s, shield=True):
-                await worker.wait_dead()
+        )
+        try:
+            output = self._edges.join(replica.address, replica.post)
+        except OSError as error:
+            replica.life.load_error = f"no memory in /dev/shm for its rings: {error}"
             worker.kill()
-            with trio.CancelScope(shield=True):
-                await worker.wait_dead()
-            replica.worker = None
-            self._edges.leave(replica.address)  # only now: nobody else holds the ends that it closes
-
-    async def _attend(self, replica: Replica, worker: Worker, output: Consumer | None) -> WorkerExit:
+            return await worker.wait_dead()
         async with trio.open_nursery() as nursery:
-            all_heard = trio.Event()
-            nursery.start_soon(self._hear, replica, worker.mailbox, all_heard)
+            hearing, stopped = trio.CancelScope(), trio.Event()
+            nursery.start_soon(self._hear, replica, worker.mailbox, hearing, stopped)
             if output is not None:
                 nursery.start_soon(self._read_output, replica, output)
-            exit = await worker.wait_dead()
-            replica.dead, replica.state = True, State.RESTARTING  # nothing more is dispatched to it
-            with trio.move_on_after(LAST_WORDS_S):  # what it said before it died
-                await all_heard.wait()
+            exit = await worker.wait_ending()
+            replica.state, replica.life.leaving = State.RESTARTING, True
+            hearing.cancel()
+            await stopped.wait()
+            for message in worker.mailbox.rest():  # what it said before it died
+                self._take(replica, message)
+            if output is not None:
+                self._read_rest(replica, output)
             nursery.cancel_scope.cancel()
         return exit
 
     @trio.lowlevel.enable_ki_protection
-    async def _hear(self, replica: Replica, mailbox: Mailbox, all_heard: trio.Event) -> None:
-        async for message, _ in mailbox.incoming:
-            match message:
-                case Loading(note):
-                    replica.note = note
-                case Ready(load_s) if not replica.dead:
-                    replica.state, replica.load_s, replica.note = State.READY, load_s, "ready"
-                    self._listener.worker_ready(replica.address)
-                case LoadFailed(error):
-                    replica.load_error = error
-                case Finished() | Refused():
-                    self._listener.heard(replica.address, message)
-            self.changes.unpark_all()
-        all_heard.set()
+    async def _hear(self, replica: Replica, mailbox: Mailbox, hearing: trio.CancelScope, stopped: trio.Event) -> None:
+        try:
+            with hearing:
+                async for message, _ in mailbox.incoming:
+                    self._take(replica, message)
+        finally:
+            stopped.set()
+
+    def _take(self, replica: Replica, message: Message) -> None:
+        life = replica.life
+        match message:
+            case Loading(note):
+                replica.note = note
+                self.changes.unpark_all()
+            case Ready(load_s) if not life.leaving:
+                life.ready.set()
+                replica.state, replica.load_s, replica.note = State.READY, load_s, "ready"
+                self._listener.worker_ready(replica.address)
+                self.changes.unpark_all()
+            case LoadFailed(error):
+                life.load_error = error
+            case Pong(number) if number == life.ping:
+                life.pong.set()
+            case Started() | Finished() | Refused() | Unreplayable():
+                self._listener.heard(replica.address, message)
 
     @trio.lowlevel.enable_ki_protection
     async def _read_output(self, replica: Replica, consumer: Consumer) -> None:
@@ -245,18 +262,81 @@ class Supervisor:
                 with frame:
                     self._listener.received(replica.address, frame.data)
         except RingError as error:
-            replica.fault = f"{type(error).__name__}: {error}"
-            if replica.worker is not None:
-                replica.worker.kill()
+            replica.kill(f"{type(error).__name__}: {error}")
+
+    def _read_rest(self, replica: Replica, consumer: Consumer) -> None:
+        """What lies in the ring of a dead worker: it may have said that it had finished."""
+        try:
+            while (frame := consumer.try_recv()) is not None:
+                with frame:
+                    self._listener.received(replica.address, frame.data)
+        except RingClosed:
+            pass  # it had closed it, and that was all
+        except RingError as error:
+            replica.kill(f"{type(error).__name__}: {error}")
+
+    @trio.lowlevel.enable_ki_protection
+    async def _watch(self, replica: Replica) -> None:
+        """Kill a worker that is not ready within ``load_s``, or whose engine loop takes no turn for ``step_s``.
+
+        One ping is under way at a time, and a loop that sleeps answers at once: a hang is seen when the ping that
+        follows it has waited ``step_s``.
+        """
+        blueprint, life = replica.blueprint, replica.life
+        if not await _comes_within(blueprint.load_s, life.ready):
+            replica.kill(f"not loaded within {blueprint.load_s:g} s (load_s)")
+            return
+        while True:
+            life.ping += 1
+            life.pong = trio.Event()
+            replica.post(Ping(life.ping))
+            if not await _comes_within(blueprint.step_s, life.pong):
+                replica.kill(f"no progress for {blueprint.step_s:g} s (step_s)")
+                return
+            await trio.sleep(blueprint.step_s / PARTS)
+
+    # its end
+
+    def _lost(self, replica: Replica, exit: WorkerExit) -> None:
+        """Its death, once: what follows is decided, and told."""
+        life, now = replica.life, trio.current_time()
+        exit = replace(exit, reason=life.reason)
+        replica.history.append(Death(replica.generation, time.time(), exit))
+        life.leaving = life.dead = True
+        why = self._why_given_up(replica, exit, now)
+        if why is None and not life.went_with_another:
+            life.delay_s = replica.blueprint.restart.delay_s(replica.recent.count(now, served=life.ready.is_set()))
+            replica.recent.add(now)
+        replica.state, replica.note = State.RESTARTING if why is None else State.FAILED, str(exit)
+        self.changes.unpark_all()
+        self._listener.worker_lost(replica.address, replica.generation, exit)
+        if why is not None:
+            replica.failure = StageFailed(replica.address.stage, replica.address.replica, why, replica.history)
+            self._listener.stage_failed(replica.failure)
+
+    def _why_given_up(self, replica: Replica, exit: WorkerExit, now: float) -> str | None:
+        policy, life = replica.blueprint.restart, replica.life
+        if life.went_with_another:
+            return f"{exit}; it is temporary" if policy.type == "temporary" else None
+        if life.load_error is not None and replica.generation == 1:
+            return life.load_error
+        if never := policy.why_never(exit):
+            return never
+        recent = replica.recent.count(now, served=life.ready.is_set())
+        if recent < policy.intensity:
+            return None
+        limit = f"intensity {policy.intensity} within {policy.period_s:g} s"
+        return f"{life.load_error or exit}; {recent} restarts were tried ({limit})"
 
 
-def _give_up_reason(replica: Replica, recent_restarts: int) -> str | None:
-    if replica.load_error is not None and replica.generation == 1:
-        return replica.load_error
-    policy = replica.blueprint.restart
-    if recent_restarts < policy.intensity:
-        return None
-    return (
-        f"{replica.load_error or replica.exits[-1]}; "
-        f"{recent_restarts} restarts within {policy.period_s:g} s were tried (intensity {policy.intensity})"
-    )
+async def _comes_within(patience_s: float, event: trio.Event) -> bool:
+    """Whether ``event`` comes within so many seconds of this process's own attention.
+
+    Where this process itself stood still (a caller that computes, SIGSTOP), that counts as one part of ``PARTS`` at
+    the most: what the worker said meanwhile is still unread.
+    """
+    for _ in range(PARTS):
+        with trio.move_on_after(patience_s / PARTS):
+            await event.wait()
+            return True
+    return False

@@ -9,6 +9,7 @@ Rules
 from __future__ import annotations
 
 import ctypes
+import gc
 import importlib
 import os
 import signal
@@ -22,9 +23,22 @@ from typing import NoReturn
 
 import trio
 
+from omni_actors.actor import lifeline
 from omni_actors.actor.loop import Attach, EngineLoop
 from omni_actors.actor.mailbox import Mailbox, open_mailbox
-from omni_actors.messages import Abort, Configure, Connect, LoadFailed, Loading, Message, Ready, Start, Stop
+from omni_actors.messages import (
+    Abort,
+    Configure,
+    Connect,
+    LoadFailed,
+    Loading,
+    Message,
+    Ping,
+    Ready,
+    Resend,
+    Start,
+    Stop,
+)
 from omni_actors.stages.base import StageContext, StageEngine
 from ringbuf import Ring
 
@@ -40,7 +54,7 @@ LONGEST_ERROR = 16_384
 LONGEST_NOTE = 1000
 
 
-def worker_main(control_fd: int, stderr_fd: int, parent_pid: int) -> NoReturn:
+def worker_main(control_fd: int, stderr_fd: int, lifeline_fd: int, parent_pid: int) -> NoReturn:
     """Entry point of the process. Leaves by ``os._exit``: native libraries' exit handlers are not waited for."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
@@ -50,6 +64,7 @@ def worker_main(control_fd: int, stderr_fd: int, parent_pid: int) -> NoReturn:
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent_pid:  # it died before prctl took effect
         os._exit(0)
+    lifeline.hold(lifeline_fd)
     # Engines hold the interpreter in long stretches of small operations: let control messages in between.
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     os.set_inheritable(control_fd, False)
@@ -96,7 +111,7 @@ async def _obey(loop: EngineLoop, mailbox: Mailbox, worker_scope: trio.CancelSco
     """Pass commands to the loop; end the worker when told to stop, or when the parent is gone."""
     async for message, fds in mailbox.incoming:
         match message:
-            case Start() | Abort():
+            case Start() | Resend() | Abort() | Ping():
                 loop.post(message)
             case Connect(producer, consumer, generation):
                 loop.post(Attach(producer, consumer, Ring.attach(fds, generation=generation)))
@@ -115,6 +130,7 @@ def _run_engine(configure: Configure, loop: EngineLoop, notify: Callable[[Messag
     began = time.monotonic()
     try:
         _limit_threads(configure.threads, spins=configure.spins)
+        gc.disable()  # a library of a million objects, none of them garbage, would be looked through again and again
         factory = _import_factory(configure.factory)
         engine = factory(
             StageContext(
@@ -129,6 +145,9 @@ def _run_engine(configure: Configure, loop: EngineLoop, notify: Callable[[Messag
     except Exception as error:  # noqa: BLE001 - it ends the worker
         notify(LoadFailed(f"{type(error).__name__}: {error}"[:LONGEST_ERROR]))
         return error
+    gc.collect()
+    gc.freeze()  # nor while it serves: with transformers loaded, each full collection held up every request for 0.2 s
+    gc.enable()
     notify(Ready(time.monotonic() - began))
     try:
         loop.run(engine)

@@ -9,15 +9,18 @@ import collections
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import trio
 
-from omni_actors.actor.chunks import SequenceCheck
-from omni_actors.errors import RequestError
+from omni_actors.actor.chunks import Intake
+from omni_actors.errors import RequestError, StageCrashed
 from omni_actors.messages import Address, StageStats
 from omni_actors.orchestrator.lifecycle import Lifecycle
 from omni_actors.orchestrator.routes import Route
+
+OnFailure: TypeAlias = Literal["replay", "fail"]
+"""What is to happen to a request when a worker that it needs dies."""
 
 
 @dataclass(frozen=True)
@@ -47,28 +50,51 @@ class Request:
     name: str
     route: Route
     inputs: Mapping[str, Sequence[Input]]
+    """Kept until the end where the request may be replayed."""
     params: Mapping[str, Mapping[str, Any]]
     deadline_s: float
     submitted: float
     """CLOCK_MONOTONIC, comparable with the times in ``stats``."""
+    on_failure: OnFailure = "replay"
     first_arrived: dict[str, float] = field(default_factory=dict)
     """When the first output of each stage reached the client's side."""
     number: int | None = None
     finished: float | None = None
-    placement: dict[str, Address] = field(default_factory=dict)
     lifecycle: Lifecycle = field(default_factory=Lifecycle)
     error: RequestError | None = None
     pieces: collections.deque[Piece] = field(default_factory=collections.deque)
     unread_bytes: int = 0
     news: trio.lowlevel.ParkingLot = field(default_factory=trio.lowlevel.ParkingLot)
-    dispatched: trio.Event = field(default_factory=trio.Event)
     work: trio.CancelScope = field(default_factory=trio.CancelScope)
     """Around what the orchestrator does for it: its deadline is the request's, its end cancels it."""
     stats: dict[str, StageStats] = field(default_factory=dict)
+    """Of the stages that have finished it."""
     sent_bytes: dict[str, int] = field(default_factory=dict)
     """What the client's side put into the ring of each replica it feeds."""
-    open_outputs: dict[str, SequenceCheck] = field(default_factory=dict)
+    open_outputs: dict[str, Intake] = field(default_factory=dict)
     """The stages whose last output for the client has not come yet."""
+
+    # where it is, and what was lost
+
+    placement: dict[str, Address] = field(default_factory=dict)
+    """Which worker holds it, by stage: those that live."""
+    unfed: collections.deque[str] = field(default_factory=collections.deque)
+    """Stages whose part of the input is to be sent, from its first piece on."""
+    hungry: trio.lowlevel.ParkingLot = field(default_factory=trio.lowlevel.ParkingLot)
+    """Woken when there are such."""
+    again: tuple[str, ...] = ()
+    """Stages that have to start again and wait for replicas that are ready."""
+    starting: set[str] = field(default_factory=set)
+    """Stages that were told to start again and have not said so yet: nothing is sent to them."""
+    let_go: dict[str, str] = field(default_factory=dict)
+    """Stages that can no longer send their outputs again, and why."""
+    replays: int = 0
+    crash: StageCrashed | None = None
+    """The latest death of a worker that held it."""
+
+    def feed(self, *stages: str) -> None:
+        self.unfed.extend(stages)
+        self.hungry.unpark_all()
 
     @property
     def readable(self) -> bool:

@@ -3,27 +3,28 @@
 Rules
 1. A request number is given at dispatch, so numbers reach every worker in increasing order.
 2. ``Start`` is posted to every stage of a route, last stage first, before any input moves (prewarm).
-3. A request ends once, in ``_end``: its outcome is set, its client woken, every stage that still holds it told.
-4. Nothing here waits on a worker. Bounded are: requests (``max_requests``), outputs not yet read (``output_bytes``),
-   time (the deadline).
+3. What a death means for a request is decided in ``settle`` alone; whenever the facts change, it is asked again.
+4. A stage that starts again is sent nothing before it has said ``Started``; then its sources send from the first chunk.
+5. A request ends once, in ``_end``: its outcome is set, its client woken, every stage that still holds it told.
+6. Nothing here waits on a worker. Bounded are: requests (``max_requests``), outputs not yet read (``output_bytes``),
+   time (the deadline), and what is retained for a replay (``retain_bytes`` a stage).
 """
 
 from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any
 
-import msgspec
 import trio
 
 from omni_actors.actor import chunks
-from omni_actors.actor.chunks import ChunkHeader, SequenceCheck
+from omni_actors.actor.chunks import Intake, ReplayDiverged
 from omni_actors.actor.edges import Edges
 from omni_actors.actor.supervisor import Replica
 from omni_actors.actor.supervisor import State as ReplicaState
+from omni_actors.config import Limits
 from omni_actors.errors import (
     Aborted,
     DeadlineExceeded,
@@ -39,38 +40,40 @@ from omni_actors.errors import (
 from omni_actors.messages import (
     CLIENT,
     CLIENT_ADDRESS,
-    MAX_BYTES,
     Abort,
+    AboutRequest,
     Address,
     Finished,
     Refused,
+    Resend,
     Start,
+    Started,
+    Unreplayable,
 )
+from omni_actors.orchestrator.inputs import require_portable, send_input
 from omni_actors.orchestrator.lifecycle import Event, State
-from omni_actors.orchestrator.request import Input, OutputStream, Piece, Request
+from omni_actors.orchestrator.pace import Pace
+from omni_actors.orchestrator.request import Input, OnFailure, OutputStream, Piece, Request
 from omni_actors.orchestrator.routes import Route
-
-RETRY_AFTER_S = 1.0
-PARAMS_BYTES = MAX_BYTES // 2
-"""Largest parameters of a request at one stage, encoded: they travel in one control message."""
+from omni_actors.orchestrator.settle import Facts, Fail, Replay, Unavailable, Untouched, settle
 
 
 class Orchestrator:
     """Owns the requests of one pipeline. It is the supervisor's ``Listener``.
 
-    ``run`` gives it the supervisor's replicas; requests are taken while it runs.
+    ``run`` gives it the supervisor's replicas; requests are taken while it runs. repeatable: the stages that give the
+    same output chunks for the same input chunks.
     """
 
     def __init__(
         self,
         edges: Edges,
         *,
-        max_requests: int,
-        output_bytes: int,
+        limits: Limits,
+        repeatable: Set[str],
         on_end: Callable[[Request], None],
     ) -> None:
-        self._edges = edges
-        self._max_requests, self._output_bytes, self._on_end = max_requests, output_bytes, on_end
+        self._edges, self._limits, self._repeatable, self._on_end = edges, limits, repeatable, on_end
         self._replicas: Mapping[Address, Replica] = {}
         self.failed_stages: dict[str, StageFailed] = {}
         """Those without a replica left, in the order in which they were given up on."""
@@ -78,6 +81,7 @@ class Orchestrator:
         self._queued: list[Request] = []
         self._newest = 0
         self._names = itertools.count(1)
+        self._pace = Pace()
         self._nursery: trio.Nursery | None = None
 
     @trio.lowlevel.enable_ki_protection
@@ -102,21 +106,23 @@ class Orchestrator:
         params: Mapping[str, Mapping[str, Any]],
         deadline_s: float,
         name: str | None = None,
+        on_failure: OnFailure = "replay",
     ) -> OutputStream:
         """Admit a request. Raises InvalidRequest, Overloaded, StageUnavailable; never waits.
 
-        inputs: pieces by kind. params: by stage. name: None, or one that no other request in flight has.
+        inputs: pieces by kind; they must not change before the request's end. params: by stage. name: None, or one that
+        no other request in flight has.
         """
         if self._nursery is None:
             raise RuntimeError("the system is closed")
-        _require_portable(params)
+        require_portable(params)
         if any(request.name == name for request in self._in_flight()):
             raise InvalidRequest(f"a request named {name!r} is in flight", param="request_id")
         for stage in route.stages:
             if stage in self.failed_stages:
                 raise StageUnavailable(self.failed_stages[stage])
-        if self.in_flight >= self._max_requests:
-            raise Overloaded(self._max_requests, RETRY_AFTER_S)
+        if self.in_flight >= self._limits.max_requests:
+            raise Overloaded(self._limits.max_requests, self.retry_after_s)
         request = Request(
             name or f"req-{next(self._names)}",
             route,
@@ -124,11 +130,12 @@ class Orchestrator:
             params,
             deadline_s,
             submitted=time.monotonic(),
+            on_failure=on_failure if self._limits.replays else "fail",
             work=trio.CancelScope(deadline=trio.current_time() + deadline_s),
         )
         self._queued.append(request)
         self._nursery.start_soon(self._attend, request)
-        self._dispatch_queued()
+        self._dispatch_waiting()
         return OutputStream(request, self.abort)
 
     def _in_flight(self) -> list[Request]:
@@ -140,8 +147,15 @@ class Orchestrator:
 
     @property
     def queued(self) -> int:
-        """Admitted requests that wait for a stage to be ready."""
-        return len(self._queued)
+        """Admitted requests that wait for a stage to be ready, at first or to be replayed."""
+        return len(self._queued) + sum(bool(request.again) for request in self._requests.values())
+
+    @property
+    def retry_after_s(self) -> float:
+        """When a place may be free for one more request; seconds."""
+        now, in_flight = time.monotonic(), self._in_flight()
+        oldest_s = max((now - request.submitted for request in in_flight), default=0.0)
+        return self._pace.retry_after_s(len(in_flight), oldest_s)
 
     def abort_named(self, name: str) -> None:
         """Harmless where no such request is in flight."""
@@ -158,46 +172,35 @@ class Orchestrator:
     async def _attend(self, request: Request) -> None:
         """A request's own task: moves its input in, and watches its deadline."""
         with request.work:
-            await request.dispatched.wait()
-            with suppress(trio.ClosedResourceError):  # the entry stage died: its loss ends the request, with the cause
-                await self._feed(request)
-            await trio.sleep_forever()
+            while True:
+                while not request.unfed:
+                    await request.hungry.park()
+                try:
+                    await send_input(request, request.unfed.popleft(), self._edges)
+                except InvalidRequest as error:
+                    self._end(request, Event.FAIL, error)
+                if request.on_failure == "fail" and not request.unfed:
+                    request.inputs = {}
         if not request.lifecycle.ended:
             self._end(request, Event.FAIL, DeadlineExceeded(request.deadline_s))
 
-    async def _feed(self, request: Request) -> None:
-        for stage, kinds in request.route.entries.items():
-            pieces = [piece for kind in kinds for piece in request.inputs[kind]]
-            for seq, piece in enumerate(pieces):
-                assert request.number is not None, "it is dispatched"
-                try:
-                    header = ChunkHeader(request.number, CLIENT, seq, seq == len(pieces) - 1, dict(piece.data))
-                    buffers = chunks.encode(header, piece.tensors)
-                except Exception as error:  # noqa: BLE001 - whatever a caller brought, only its own request pays
-                    self._end(request, Event.FAIL, InvalidRequest(f"input that cannot be sent: {error}"))
-                    return
-                edge = self._edges.inputs.get(request.placement[stage])
-                if edge is None:
-                    raise trio.ClosedResourceError
-                await edge.send(buffers)
-                consumer = str(request.placement[stage])
-                size = sum(buffer.nbytes for buffer in buffers)
-                request.sent_bytes[consumer] = request.sent_bytes.get(consumer, 0) + size
-        request.inputs = {}
-
     # dispatch
 
-    def _dispatch_queued(self) -> None:
+    def _dispatch_waiting(self) -> None:
+        """Those that were dispatched before come first: they are older."""
+        for request in list(self._requests.values()):
+            if request.again:
+                self._start_again(request)
         for request in list(self._queued):
-            placement = self._place(request)
+            placement = self._place(request.route.stages)
             if placement is not None:
                 self._queued.remove(request)
                 self._dispatch(request, placement)
 
-    def _place(self, request: Request) -> dict[str, Address] | None:
+    def _place(self, stages: Iterable[str]) -> dict[str, Address] | None:
         """The least loaded ready replica of each stage, or None where a stage has none."""
         placement: dict[str, Address] = {}
-        for stage in request.route.stages:
+        for stage in stages:
             ready = [
                 r.address for r in self._replicas.values() if r.address.stage == stage and r.state is ReplicaState.READY
             ]
@@ -215,14 +218,46 @@ class Orchestrator:
         request.number, request.placement = self._newest, placement
         self._requests[request.number] = request
         request.lifecycle.advance(Event.DISPATCH)
-        route = request.route
-        for stage in reversed(route.stages):
-            targets = tuple(CLIENT_ADDRESS if name == CLIENT else placement[name] for name in route.targets[stage])
-            if CLIENT_ADDRESS in targets:
-                request.open_outputs[stage] = SequenceCheck(request.number, stage)
-            params = dict(request.params.get(stage, {}))
-            self._replicas[placement[stage]].post(Start(request.number, route.sources[stage], targets, params))
-        request.dispatched.set()
+        for stage in reversed(request.route.stages):
+            if CLIENT in request.route.targets[stage]:
+                request.open_outputs[stage] = Intake(request.number, stage)
+            self._start(request, stage)
+        request.feed(*request.route.entries)
+
+    def _start_again(self, request: Request) -> None:
+        placement = self._place(request.again)
+        if placement is None:
+            return
+        request.replays += 1
+        request.placement |= placement
+        request.starting |= placement.keys()
+        for stage in reversed(request.again):
+            self._start(request, stage)
+        request.again = ()
+
+    def _start(self, request: Request, stage: str) -> None:
+        """To the stages below that are starting too it will be told to send when they have started."""
+        assert request.number is not None, "it is dispatched"
+        route, placement = request.route, request.placement
+        targets = tuple(
+            CLIENT_ADDRESS if name == CLIENT else placement[name]
+            for name in route.targets[stage]
+            if name == CLIENT or (name in placement and name not in request.starting)
+        )
+        self._replicas[placement[stage]].post(
+            Start(
+                request.number,
+                route.sources[stage],
+                targets,
+                dict(request.params.get(stage, {})),
+                self._limits.retain_bytes if self._retains(request, stage) else 0,
+                stage in request.starting,
+            )
+        )
+
+    def _retains(self, request: Request, stage: str) -> bool:
+        """Whether a stage keeps its outputs. What goes to the client only is never sent again."""
+        return request.on_failure == "replay" and request.route.targets[stage] != (CLIENT,)
 
     # the supervisor's side (Listener)
 
@@ -230,12 +265,16 @@ class Orchestrator:
         return self._newest
 
     def worker_ready(self, address: Address) -> None:
-        self._dispatch_queued()
+        self._dispatch_waiting()
 
     def worker_lost(self, address: Address, generation: int, exit: WorkerExit) -> None:
         for request in list(self._requests.values()):
-            if address in request.placement.values() and not _is_past(request, address.stage):
-                self._end(request, Event.FAIL, StageCrashed(address.stage, address.replica, generation, exit))
+            if request.placement.get(address.stage) == address:
+                del request.placement[address.stage]
+                request.starting.discard(address.stage)
+                request.let_go.pop(address.stage, None)
+                request.crash = StageCrashed(address.stage, address.replica, generation, exit)
+                self._settle(request)
 
     def stage_failed(self, failure: StageFailed) -> None:
         others = [r for r in self._replicas.values() if r.address.stage == failure.stage]
@@ -244,16 +283,36 @@ class Orchestrator:
             for request in list(self._queued):
                 if failure.stage in request.route.stages:
                     self._end(request, Event.FAIL, StageUnavailable(failure))
+            for request in list(self._requests.values()):
+                if request.again:
+                    self._settle(request)
 
-    def heard(self, address: Address, message: Finished | Refused) -> None:
+    def heard(self, address: Address, message: AboutRequest) -> None:
+        request = self._requests.get(message.request)
+        if request is None or request.placement.get(address.stage) != address:
+            return  # it has ended, or goes on elsewhere
         match message:
-            case Finished(number, stats):
-                if request := self._requests.get(number):
-                    request.stats[address.stage] = stats
-                    self._complete_if_all_is_there(request)
-            case Refused(number, text, param, code):
-                if request := self._requests.get(number):
-                    self._end(request, Event.FAIL, InvalidRequest(text, param=param, code=code))
+            case Started():
+                self._fill(request, address)
+            case Finished(stats=stats):
+                request.stats[address.stage] = stats
+                self._progressed(request)
+            case Refused(_, text, param, code):
+                self._end(request, Event.FAIL, InvalidRequest(text, param=param, code=code))
+            case Unreplayable(_, reason, needed):
+                request.let_go[address.stage] = reason
+                if needed and request.crash is not None:
+                    self._fail(request, f"stage {address.stage!r}: {reason}")
+
+    def _fill(self, request: Request, address: Address) -> None:
+        """A stage has started again: all that feed it begin at their first chunk."""
+        request.starting.remove(address.stage)
+        for source in request.route.sources[address.stage]:
+            if source == CLIENT:
+                request.feed(address.stage)
+            elif source in request.placement:  # otherwise it is to start again itself, and will know whom to feed
+                assert request.number is not None, "it is dispatched"
+                self._replicas[request.placement[source]].post(Resend(request.number, address))
 
     def received(self, address: Address, data: memoryview) -> None:
         """Takes one private copy. Raises ringbuf.RingError where the bytes make no sense."""
@@ -262,7 +321,14 @@ class Orchestrator:
         request = self._requests.get(header.request)
         if request is None or address.stage not in request.open_outputs:
             return
-        request.open_outputs[address.stage](header.seq)
+        try:
+            if not request.open_outputs[address.stage].take(header.seq, payload):
+                return
+        except ReplayDiverged as error:
+            if request.crash is None:
+                raise
+            self._fail(request, str(error))
+            return
         if header.last:
             del request.open_outputs[address.stage]
         request.lifecycle.advance(Event.OUTPUT)
@@ -271,46 +337,70 @@ class Orchestrator:
         request.pieces.append(Piece(address.stage, header.data, tensors, header.last, now, payload.nbytes))
         request.unread_bytes += payload.nbytes
         request.news.unpark_all()
-        if request.unread_bytes > self._output_bytes:
-            self._end(request, Event.FAIL, SlowConsumer(self._output_bytes))
-        else:
-            self._complete_if_all_is_there(request)
+        if request.unread_bytes > self._limits.output_bytes:
+            self._end(request, Event.FAIL, SlowConsumer(self._limits.output_bytes))
+        elif header.last:
+            self._progressed(request)
 
-    # the end
+    # settlement
 
-    def _complete_if_all_is_there(self, request: Request) -> None:
-        if not request.open_outputs and len(request.stats) == len(request.route.stages):
+    def _progressed(self, request: Request) -> None:
+        """A stage has finished, or the client has got its last output."""
+        if request.again:
+            self._settle(request)  # what was lost may be wanted no more
+        elif not request.open_outputs and request.placement.keys() <= request.stats.keys():
             self._end(request, Event.COMPLETE, None)
+
+    def _settle(self, request: Request) -> None:
+        facts = Facts(
+            request.route,
+            held=request.placement.keys(),
+            finished=request.stats.keys(),
+            open=request.open_outputs.keys(),
+            seen=request.first_arrived.keys(),
+            repeatable=self._repeatable,
+            let_go=request.let_go,
+            given_up=self.failed_stages.keys(),
+            on_failure=request.on_failure,
+            replays=request.replays,
+            limit=self._limits.replays,
+        )
+        request.again = ()
+        match settle(facts):
+            case Untouched():
+                self._progressed(request)
+            case Replay(stages):
+                request.again = stages
+                for stage in stages:
+                    request.stats.pop(stage, None)
+                self._start_again(request)
+            case Fail(reason):
+                self._fail(request, reason)
+            case Unavailable(stage):
+                self._end(request, Event.FAIL, StageUnavailable(self.failed_stages[stage]))
+
+    def _fail(self, request: Request, reason: str | None) -> None:
+        """End it by the death that it did not survive, and why it was not replayed."""
+        crash = request.crash
+        assert crash is not None, "a worker died"
+        error = StageCrashed(crash.stage, crash.replica, crash.generation, crash.exit, reason)
+        self._end(request, Event.FAIL, error)
 
     def _end(self, request: Request, event: Event, error: RequestError | None) -> None:
         waiting = request.lifecycle.state is State.QUEUED
         request.lifecycle.advance(event)
         request.error = error
         request.inputs = {}
+        request.unfed.clear()
         request.finished = time.monotonic()
+        self._pace.note(request.finished - request.submitted)
         if waiting:
             self._queued.remove(request)
         elif request.number is not None:
             del self._requests[request.number]
             for stage, address in request.placement.items():
-                if stage not in request.stats:
+                if stage not in request.stats or self._retains(request, stage):
                     self._replicas[address].post(Abort(request.number))
         request.work.cancel()
         request.news.unpark_all()
         self._on_end(request)
-
-
-def _require_portable(params: Mapping[str, Mapping[str, Any]]) -> None:
-    for stage, share in params.items():
-        try:
-            size = len(msgspec.msgpack.encode(share))
-        except (TypeError, ValueError, OverflowError, RecursionError) as error:
-            raise InvalidRequest(f"parameters of stage {stage!r} that cannot be sent: {error}") from error
-        if size > PARAMS_BYTES:
-            raise InvalidRequest(f"parameters of stage {stage!r} take {size} bytes; the limit is {PARAMS_BYTES}")
-
-
-def _is_past(request: Request, stage: str) -> bool:
-    """Whether nothing of a stage's work for the request can be missing: it and all whom it feeds have finished."""
-    below = set(request.route.targets[stage]) - {CLIENT}
-    return stage not in request.open_outputs and {stage, *below} <= set(request.stats)

@@ -96,8 +96,8 @@ class StageOutput(msgspec.Struct, frozen=True):
     """A piece of a request's output: for the stages below and, where this stage's output was asked for, the client.
 
     For a client, ``data["text"]`` (str) is text, and ``tensors["audio"]`` (float32 (n,), mono) is sound, which needs
-    ``data["sample_rate"]`` (Hz). ``tensors`` are copied once, into the ring, after ``step`` returns: do not write to
-    them after that call.
+    ``data["sample_rate"]`` (Hz). ``tensors`` are copied into rings after ``step`` returns, and may be retained for a
+    replay: do not write to them after that call.
     """
 
     request_id: RequestId

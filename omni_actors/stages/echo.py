@@ -4,9 +4,10 @@ Rules
 1. Each chunk gives ``fan_out`` outputs with the chunk's own data and tensors; output number ``seq`` of a request also
    carries ``payload(request_id, seq, payload_bytes)`` when that is not empty. A conversation ``data["messages"]`` is
    answered with its last message, as ``data["text"]``.
-2. A step serves one output of every request that has something to give, at the cost of one ``step_s``: that is what
+2. Chunks of several sources are taken in turn, one of each, whenever they came; a source that has ended has none.
+3. A step serves one output of every request that has something to give, at the cost of one ``step_s``: that is what
    batching looks like from outside.
-3. The last output of the chunk that ends the last open source is the request's last. A request without sources gives
+4. The last output of the chunk that ends the last open source is the request's last. A request without sources gives
    one empty last output.
 
 A chunk can ask for a failure, with ``data["echo"]``, a mapping of
@@ -81,14 +82,39 @@ class _Pending(msgspec.Struct):
     left: int
 
 
-class _Request(msgspec.Struct):
-    open: set[str]
-    pending: deque[_Pending] = msgspec.field(default_factory=deque)
-    seq: int = 0
+class _Request:
+    def __init__(self, sources: tuple[str, ...]) -> None:
+        self._turns = deque(sources)
+        """The sources that have not ended, or whose chunks are not all taken; the first one's turn it is."""
+        self._ended: set[str] = set()
+        self._pending: dict[str, deque[_Pending]] = {source: deque() for source in sources}
+        self.seq = 0
+
+    def add(self, chunk: Chunk, pending: _Pending) -> None:
+        self._pending[chunk.source].append(pending)
+        if chunk.last:
+            self._ended.add(chunk.source)
+
+    @property
+    def head(self) -> _Pending | None:
+        """The chunk whose turn it is, where it is here."""
+        pending = self._pending[self._turns[0]] if self._turns else None
+        return pending[0] if pending else None
+
+    def take(self) -> None:
+        """The head is done with."""
+        source = self._turns.popleft()
+        self._pending[source].popleft()
+        if self._pending[source] or source not in self._ended:
+            self._turns.append(source)
+
+    @property
+    def over(self) -> bool:
+        return not self._turns
 
     @property
     def ready(self) -> bool:
-        return bool(self.pending) or not self.open
+        return self.over or self.head is not None
 
 
 class EchoEngine:
@@ -106,7 +132,7 @@ class EchoEngine:
         return any(request.ready for request in self._requests.values())
 
     def start(self, request: StageRequest) -> None:
-        self._requests[request.request_id] = _Request(set(request.sources))
+        self._requests[request.request_id] = _Request(request.sources)
 
     def feed(self, request_id: RequestId, chunk: Chunk) -> None:
         hooks = self._hooks(chunk.data)
@@ -117,9 +143,7 @@ class EchoEngine:
             raise InvalidRequest("the chunk asked to be refused", param="echo")
         request = self._requests[request_id]
         tensors = {name: Tensor(t.dtype, t.shape, bytes(t.data)) for name, t in chunk.tensors.items()}
-        request.pending.append(_Pending(_answered(chunk.data), tensors, self._options.fan_out))
-        if chunk.last:
-            request.open.discard(chunk.source)
+        request.add(chunk, _Pending(_answered(chunk.data), tensors, self._options.fan_out))
 
     def abort(self, request_id: RequestId) -> None:
         self._requests.pop(request_id, None)
@@ -137,22 +161,20 @@ class EchoEngine:
         request = self._requests[request_id]
         tensors: dict[str, Any] = {}
         data: Mapping[str, Any] = {}
-        if request.pending:
-            head = request.pending[0]
+        if head := request.head:
             if head.left == self._options.fan_out and (failure := self._fail(head.data)):
                 del self._requests[request_id]
                 return StageFailure(request_id, failure)
             tensors, data = dict(head.tensors), head.data
             head.left -= 1
             if not head.left:
-                request.pending.popleft()
+                request.take()
         if self._options.payload_bytes:
             tensors["payload"] = payload(request_id, request.seq, self._options.payload_bytes)
         request.seq += 1
-        last = not request.open and not request.pending
-        if last:
+        if request.over:
             del self._requests[request_id]
-        return StageOutput(request_id, tensors, data, last)
+        return StageOutput(request_id, tensors, data, request.over)
 
     def _hooks(self, data: Mapping[str, Any]) -> Mapping[str, Any]:
         hooks: Mapping[str, Any] = data.get("echo") or {}

@@ -26,6 +26,9 @@ class EngineSpec(msgspec.Struct, frozen=True):
     params: type[msgspec.Struct] | None = NoParams
     """None: the engine validates its own, in the worker."""
     needs_model: bool = True
+    replays: bool = False
+    """Its outputs (bytes, and how they are cut into chunks) are a function of the parameters and the input chunks of
+    their request: not of time, of what else is in the batch, nor of how chunks of several sources come between."""
     libraries: tuple[str, ...] = ()
     """What the engine imports that a plain install lacks; the extra ``voice`` brings all of it."""
 
@@ -67,6 +70,7 @@ class LLMParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     top_k: Annotated[int, Meta(ge=0)] = 0
     """0 means no limit."""
     seed: int | None = None
+    """None: drawn when the request is admitted, so that a replay draws the same tokens."""
     stop: Annotated[tuple[StopString, ...], Meta(max_length=16)] = ()
     """Each new piece of text is compared with all of them."""
 
@@ -94,19 +98,39 @@ class AcousticParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class VocoderParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    seed: int | None = None
+    seed: int = 0
+    """Of the noise in the voice."""
 
 
 ENGINES: dict[str, EngineSpec] = {
-    "echo": EngineSpec("omni_actors.stages.echo:EchoEngine", EchoOptions, needs_model=False),
-    "llm": EngineSpec("omni_actors.stages.llm:open_engine", LLMOptions, LLMParams, libraries=("torch", "transformers")),
+    "echo": EngineSpec("omni_actors.stages.echo:EchoEngine", EchoOptions, needs_model=False, replays=True),
+    "llm": EngineSpec(
+        "omni_actors.stages.llm:open_engine",
+        LLMOptions,
+        LLMParams,
+        replays=True,
+        libraries=("torch", "transformers"),
+    ),
     "whisper": EngineSpec(
-        "omni_actors.stages.whisper:WhisperEngine", WhisperOptions, WhisperParams, libraries=("faster_whisper",)
+        "omni_actors.stages.whisper:WhisperEngine",
+        WhisperOptions,
+        WhisperParams,
+        replays=True,
+        libraries=("faster_whisper",),
     ),
     "hibari_acoustic": EngineSpec(
-        "omni_actors.stages.hibari:AcousticEngine", AcousticOptions, AcousticParams, libraries=("hibari", "onnxruntime")
+        "omni_actors.stages.hibari:AcousticEngine",
+        AcousticOptions,
+        AcousticParams,
+        replays=True,
+        libraries=("hibari", "onnxruntime"),
     ),
     "hibari_vocoder": EngineSpec(
-        "omni_actors.stages.hibari:VocoderEngine", NoOptions, VocoderParams, needs_model=False, libraries=("scipy",)
+        "omni_actors.stages.hibari:VocoderEngine",
+        NoOptions,
+        VocoderParams,
+        needs_model=False,
+        replays=True,
+        libraries=("scipy",),
     ),
 }

@@ -2,136 +2,26 @@
 
 from __future__ import annotations
 
-import os
-import queue
 import threading
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
 
 import ringbuf
 from omni_actors.actor import chunks, loop
-from omni_actors.actor.chunks import ChunkCorrupted, ChunkHeader
-from omni_actors.actor.loop import Attach, EngineLoop
-from omni_actors.messages import CLIENT, CLIENT_ADDRESS, Abort, Address, Finished, Message, Refused, Start, Stop
-from omni_actors.stages.base import Chunk, InvalidRequest, StageContext, StageEngine, StageRequest
+from omni_actors.actor.chunks import ChunkCorrupted
+from omni_actors.messages import Abort, Finished, Refused, Stop
+from omni_actors.stages.base import Chunk, InvalidRequest, StageContext, StageRequest
 from omni_actors.stages.echo import EchoEngine
-from ringbuf import Consumer, Producer, Ring, RingClosed
-
-WATCHDOG_S = 20.0
-HERE = Address("here", 0)
-
-
-def echo(**options: Any) -> EchoEngine:
-    return EchoEngine(StageContext("here", None, options, 1, "cpu", lambda note: None))
-
-
-class Watched(EngineLoop):
-    """Tells each time it goes to sleep, and whether it does so because its output is stuck."""
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.asleep: queue.Queue[bool] = queue.Queue()
-
-    def _sleep(self, *, receiving: bool) -> None:
-        self.asleep.put(receiving)
-        super()._sleep(receiving=receiving)
-
-
-class Bench:
-    """A loop, the far ends of its rings, and what it says."""
-
-    def __init__(self) -> None:
-        self.said: queue.Queue[Message] = queue.Queue()
-        self.loop = Watched(HERE, 0, self.said.put)
-        self.error: BaseException | None = None
-        self._thread: threading.Thread | None = None
-        self._rings: list[Ring] = []
-
-    def input(self, ring_bytes: int = 1 << 20, source: str = CLIENT) -> Producer:
-        ring = self._ring(ring_bytes)
-        self.loop.post(Attach(Address(source, 0), HERE, self._share(ring)))
-        return ring.claim_producer()
-
-    def output(self, ring_bytes: int = 1 << 20) -> Consumer:
-        ring = self._ring(ring_bytes)
-        self.loop.post(Attach(HERE, CLIENT_ADDRESS, self._share(ring)))
-        return ring.claim_consumer()
-
-    def _ring(self, ring_bytes: int) -> Ring:
-        ring = Ring.create(ring_bytes)
-        self._rings.append(ring)
-        return ring
-
-    def _share(self, ring: Ring) -> Ring:
-        return Ring.attach([os.dup(fd) for fd in ring.fds], generation=0)
-
-    def run(self, engine: StageEngine) -> None:
-        def target() -> None:
-            try:
-                self.loop.run(engine)
-            except BaseException as error:  # noqa: BLE001 - the test looks at it
-                self.error = error
-
-        self._thread = threading.Thread(target=target)
-        self._thread.start()
-
-    def start(self, request: int, sources: tuple[str, ...] = (CLIENT,)) -> None:
-        self.loop.post(Start(request, sources, (CLIENT_ADDRESS,), {}))
-
-    def heard(self) -> Message:
-        return self.said.get(timeout=WATCHDOG_S)
-
-    def wait_asleep(self, *, receiving: bool = True) -> None:
-        """Until the loop has nothing left to do; what was posted and sent before this call it has seen then."""
-        while not self.loop.asleep.empty():
-            self.loop.asleep.get()
-        os.eventfd_write(self.loop._bell, 1)
-        while self.loop.asleep.get(timeout=WATCHDOG_S) != receiving:
-            pass
-
-    def wait_ended(self) -> BaseException | None:
-        assert self._thread is not None
-        self._thread.join(WATCHDOG_S)
-        assert not self._thread.is_alive()
-        return self.error
-
-    def close(self) -> None:
-        if self._thread is not None and self._thread.is_alive():
-            self.loop.post(Stop(0.0))
-            assert self.wait_ended() is None
-        for ring in self._rings:
-            ring.close()
+from ringbuf import RingClosed
+from tests.actor.bench import WATCHDOG_S, Bench, echo, open_bench, receive, send
 
 
 @pytest.fixture
 def bench() -> Iterator[Bench]:
-    before = len(os.listdir("/proc/self/fd"))
-    bench = Bench()
-    yield bench
-    bench.close()
-    assert len(os.listdir("/proc/self/fd")) == before
-
-
-def send(
-    producer: Producer,
-    request: int,
-    seq: int,
-    *,
-    last: bool = False,
-    source: str = CLIENT,
-    tensors: Mapping[str, Any] | None = None,
-    **data: Any,
-) -> None:
-    header = ChunkHeader(request, source, seq, last, data)
-    producer.send(*chunks.encode(header, tensors or {}), timeout=WATCHDOG_S)
-
-
-def receive(consumer: Consumer) -> ChunkHeader:
-    with consumer.recv(timeout=WATCHDOG_S) as frame:
-        return chunks.decode(frame.data)[0]
+    with open_bench() as bench:
+        yield bench
 
 
 def test_chunks_go_through_in_order_and_the_end_is_told_after_the_last(bench: Bench) -> None:
@@ -219,7 +109,8 @@ def test_a_new_ring_replaces_the_old_one_in_both_directions(bench: Bench) -> Non
     send(old_in, 9, 0, text="held for a start that never comes")
     bench.wait_asleep()
     new_in, new_out = bench.input(), bench.output()
-    send(new_in, 1, 0, text="new", last=True)
+    bench.start(2)
+    send(new_in, 2, 0, text="new", last=True)
     assert receive(new_out).data["text"] == "new"
     with pytest.raises(RingClosed):
         old_in.try_send(b"")
@@ -243,7 +134,7 @@ def test_a_stuck_output_stops_stepping_and_receiving_until_there_is_room(
     send(into, 2, 0, last=True)
     bench.wait_asleep(receiving=False)
     assert engine._requests[1].seq == stepped
-    assert not engine._requests[2].pending
+    assert engine._requests[2].head is None
     got = [receive(out) for _ in range(200)]
     for request in (1, 2):
         assert [chunk.seq for chunk in got if chunk.request == request] == list(range(100))
@@ -282,8 +173,8 @@ def test_a_producer_that_leaves_is_not_an_error(bench: Bench) -> None:
     assert receive(out).data["text"] == "back"
 
 
-@pytest.mark.parametrize("seqs", [(1,), (0, 2), (0, 0)])
-def test_a_gap_or_a_repetition_in_a_sequence_is_corruption(bench: Bench, seqs: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("seqs", [(1,), (0, 2)])
+def test_a_gap_in_a_sequence_is_corruption(bench: Bench, seqs: tuple[int, ...]) -> None:
     into, _ = bench.input(), bench.output()
     bench.run(echo())
     bench.start(1)

@@ -29,17 +29,18 @@ def test_a_quick_run_measures_every_part_of_every_transport_asked_for(tmp_path: 
     assert figures["failures"] == []
     assert {(row["transport"], row["size"]) for row in figures["transports"]} == {
         ("ours: send", 64),
+        ("ours: send, tuned", 64),
         ("ours: send, trio", 64),
         ("multiprocessing.Pipe", 64),
         ("ours: send", 4000000),
-        ("ours: send, ring of 2 messages", 4000000),
+        ("ours: send, tuned", 4000000),
         ("ours: send, trio", 4000000),
         ("multiprocessing.Pipe", 4000000),
     }
     for row in figures["transports"]:
         assert row["bytes_per_s"][0] > 0
         assert row["latency_p50_s"] > 0
-    assert len(figures["round_trips_s"]) == 3
+    assert len(figures["round_trips_s"]) == 4
     assert "| ours: send |" in (tmp_path / "tables").read_text()
 
 

@@ -21,7 +21,7 @@ from omni_actors.generation import Generation, Output
 from omni_actors.orchestrator.request import Input
 from omni_actors.system import OmniSystem
 
-WATCHDOG_S = 30.0
+WATCHDOG_S = 60.0
 CENSUS = """
     from collections import deque
     from omni_actors.stages.base import StageOutput

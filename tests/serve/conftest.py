@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from typing import Any
 import httpx
 import numpy as np
 import openai
+import psutil
 import pytest
 import soundfile
 
@@ -33,25 +34,17 @@ stages:
 """
 
 
-class Server:
-    """A running server. Its output goes to files, so that it never waits for this process to read."""
+class Api:
+    """A server that is there, as its clients see it."""
 
-    def __init__(self, process: subprocess.Popen[bytes], stdout: Path, stderr: Path, api_key: str | None) -> None:
-        self.process, self._stdout, self._stderr, self._key = process, stdout, stderr, api_key
-        self.url = self._announced("listening on ").split(";")[0]
+    def __init__(self, url: str, api_key: str | None = None) -> None:
+        self.url, self._key = url, api_key
         headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
-        self.http = httpx.Client(base_url=self.url, timeout=WATCHDOG_S, headers=headers)
-
-    @property
-    def stderr(self) -> str:
-        return self._stderr.read_text()
+        self.http = httpx.Client(base_url=url, timeout=WATCHDOG_S, headers=headers)
 
     @property
     def port(self) -> int:
         return int(self.url.rpartition(":")[2])
-
-    def wait_ready(self) -> None:
-        self._announced("ready: ")
 
     def openai(self, api_key: str | None = None) -> openai.OpenAI:
         """A client without retries, so that a test sees the first answer. To be closed."""
@@ -72,9 +65,36 @@ class Server:
     def wait_metric(self, sample: str, value: float) -> None:
         until(lambda: self.metric(sample) == value, f"{sample} to become {value}")
 
+    def status(self) -> str:
+        """What /health says in a word."""
+        status: str = self.http.get("/health").json()["status"]
+        return status
+
     def pid_of(self, stage: str) -> int:
         pid: int = self.http.get("/health").json()["stages"][stage][0]["pid"]
         return pid
+
+
+class Server(Api):
+    """With its process. Its output goes to files, so that it never waits for this process to read."""
+
+    def __init__(
+        self,
+        process: subprocess.Popen[bytes],
+        stdout: Path,
+        stderr: Path,
+        api_key: str | None,
+        wait_ended: Callable[[Iterable[psutil.Process]], None],
+    ) -> None:
+        self.process, self._stdout, self._stderr, self._wait_ended = process, stdout, stderr, wait_ended
+        super().__init__(self._announced("listening on ").split(";")[0], api_key)
+
+    @property
+    def stderr(self) -> str:
+        return self._stderr.read_text()
+
+    def wait_ready(self) -> None:
+        self._announced("ready: ")
 
     def signal(self, number: signal.Signals) -> None:
         self.process.send_signal(number)
@@ -82,12 +102,36 @@ class Server:
     def wait_end(self) -> int:
         return self.process.wait(WATCHDOG_S)
 
+    def ends_by(self, number: signal.Signals) -> tuple[int, str]:
+        """Send it a signal: its exit code, and what it has said on stderr. None of its processes is left."""
+        workers = psutil.Process(self.process.pid).children(recursive=True)
+        assert workers
+        self.signal(number)
+        code = self.wait_end()
+        self._wait_ended(workers)
+        return code, self.stderr
+
+    def wait_refusing(self) -> None:
+        """Until it takes no connections. One that meets the listener as it closes is reset: not refused yet."""
+
+        def refused() -> bool:
+            try:
+                socket.create_connection(("127.0.0.1", self.port), WATCHDOG_S).close()
+            except ConnectionRefusedError:
+                return True
+            except ConnectionResetError:
+                pass
+            return False
+
+        until(refused, f"port {self.port} to be closed")
+
     def _announced(self, start: str) -> str:
         found: list[str] = []
 
         def look() -> bool:
+            has_ended = self.process.poll() is not None  # before the look at what it said
             found[:] = [line for line in self._stdout.read_text().splitlines(keepends=True) if line.startswith(start)]
-            return bool(found and found[0].endswith("\n")) or self.process.poll() is not None
+            return bool(found and found[0].endswith("\n")) or has_ended
 
         until(look, f"the line {start!r}")
         assert found, f"the server ended with {self.process.returncode}: {self.stderr}"
@@ -121,7 +165,9 @@ def command() -> Callable[..., subprocess.Popen[bytes]]:
 
 @pytest.fixture(scope="session")
 def start(
-    command: Callable[..., subprocess.Popen[bytes]], tmp_path_factory: pytest.TempPathFactory
+    command: Callable[..., subprocess.Popen[bytes]],
+    tmp_path_factory: pytest.TempPathFactory,
+    wait_ended: Callable[[Iterable[psutil.Process]], None],
 ) -> Callable[..., AbstractContextManager[Server]]:
     """A server for as long as the block lasts. config: a name or a document. ready: wait for its stages."""
 
@@ -139,7 +185,7 @@ def start(
         with stdout.open("wb") as out, stderr.open("wb") as err:
             process = command(config, "--port", "0", *arguments, stdout=out, stderr=err)
         try:
-            server = Server(process, stdout, stderr, api_key)
+            server = Server(process, stdout, stderr, api_key, wait_ended)
             with server.http:
                 if ready:
                     server.wait_ready()
@@ -161,11 +207,19 @@ def studio(start: Start) -> Iterator[Server]:
 
 
 @pytest.fixture(scope="session")
+def voice(voice_url: str) -> Iterator[Api]:
+    """The real pipeline."""
+    api = Api(voice_url)
+    with api.http:
+        yield api
+
+
+@pytest.fixture(scope="session")
 def slow(start: Start) -> Iterator[Server]:
-    """Answers for longer than its requests may take; two at once; asks for a key."""
+    """Takes a quarter of an hour for an answer; two at once; asks for a key."""
     mind = ("-s", "stages.mind.options.fan_out=100000", "-s", "stages.mind.options.step_s=0.01")
     mouth = ("-s", "stages.mouth.options.step_s=0.01")
-    limits = ("-s", "limits.max_requests=2", "-s", "limits.deadline_s=3")
+    limits = ("-s", "limits.max_requests=2")
     with start(*mind, *mouth, *limits, api_key="sesame") as server:
         yield server
         assert server.stderr == ""

@@ -18,13 +18,19 @@ from typing import Any
 import openai
 import psutil
 import pytest
+from click.testing import CliRunner
 
 from omni_actors.serve.command import serve_command
-from omni_actors.serve.server import _cut_connections, serve
+from omni_actors.serve.server import SAME_SIGNAL_S, _cut_connections, serve
 
 Start = Callable[..., AbstractContextManager[Any]]
 Command = Callable[..., "subprocess.Popen[bytes]"]
 
+MIND = """\
+name: studio
+stages:
+  mind: {engine: echo, accepts: [messages], emits: text}
+"""
 ENDLESS = ("-s", "stages.mind.options.fan_out=1000000", "-s", "stages.mind.options.step_s=0.01")
 HELLO: Any = [{"role": "user", "content": "hello"}]
 
@@ -49,54 +55,46 @@ def test_health_models_and_metrics(studio: Any) -> None:
 
 
 def test_it_listens_while_it_loads_and_says_so(start: Start) -> None:
-    with start("-s", "stages.mind.options.load_s=60", ready=False) as server:
+    with start("-s", "stages.mind.options.load_s=3600", config=MIND, ready=False) as server:
         health = server.http.get("/health")
         assert (health.status_code, health.json()["status"]) == (503, "loading")
         answer = server.http.post("/v1/chat/completions", json={"model": "studio", "messages": HELLO})
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "loading")
         assert int(answer.headers["retry-after"]) >= 1
         assert server.http.get("/v1/models").status_code == 200
-        assert ends(server, signal.SIGTERM) == (0, "")
-
-
-def ends(server: Any, number: signal.Signals) -> tuple[int, str]:
-    """Its exit code and what it said on stderr; that none of its processes is left."""
-    workers = psutil.Process(server.process.pid).children(recursive=True)
-    assert workers
-    server.signal(number)
-    code = server.wait_end()
-    _, alive = psutil.wait_procs(workers, timeout=5)
-    assert not alive
-    return code, server.stderr
+        assert server.ends_by(signal.SIGTERM) == (0, "")
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_idle_server_ends_at_once(start: Start, number: signal.Signals) -> None:
-    """Though a client keeps its connection open."""
-    with start() as server:
+    """Though a client keeps its connection open: there is nothing under way that it would wait for."""
+    with start("--drain-s", "600", config=MIND) as server:
         assert server.http.get("/health").status_code == 200
-        began = time.monotonic()
-        assert ends(server, number) == (0, "")
-        assert time.monotonic() - began < 4
+        assert server.ends_by(number) == (0, "")
 
 
 def test_a_signal_that_comes_twice_at_once_is_one(start: Start) -> None:
     """As ``timeout`` sends it: to the process, and to its group."""
-    with start() as server:
+    with start(config=MIND) as server:
+        process = psutil.Process(server.process.pid)
+        process.suspend()  # so that it finds them all at once, however long it takes to send them
+        server.wait(lambda: process.status() == psutil.STATUS_STOPPED, "it to be suspended")
         server.signal(signal.SIGINT)
         server.signal(signal.SIGINT)
         server.signal(signal.SIGTERM)
+        process.resume()
         assert (server.wait_end(), server.stderr) == (0, "")
 
 
 def test_what_is_under_way_may_end_and_nothing_new_begins(start: Start) -> None:
     # 60 pieces, 10 ms each.
     options = ("-s", "stages.mind.options.fan_out=60", "-s", "stages.mind.options.step_s=0.01", "--drain-s", "60")
-    with start(*options) as server, server.openai() as client:
+    with start(*options, config=MIND) as server, server.openai() as client:
         stream = client.chat.completions.create(model="studio", messages=HELLO, stream=True)
         pieces = iter(stream)
         next(pieces)
         server.signal(signal.SIGINT)
+        server.wait_refusing()  # the signal has had its effect
         rest = list(pieces)
         assert rest[-1].choices[0].finish_reason == "stop"
         assert len(rest) == 61
@@ -106,10 +104,10 @@ def test_what_is_under_way_may_end_and_nothing_new_begins(start: Start) -> None:
 
 
 def test_what_does_not_end_in_time_is_cut(start: Start) -> None:
-    with start(*ENDLESS, "--drain-s", "0.2") as server, server.openai() as client:
+    with start(*ENDLESS, "--drain-s", "0.2", config=MIND) as server, server.openai() as client:
         stream = client.chat.completions.create(model="studio", messages=HELLO, stream=True)
         next(iter(stream))
-        assert ends(server, signal.SIGINT) == (0, "")
+        assert server.ends_by(signal.SIGINT) == (0, "")
         with pytest.raises(openai.APIConnectionError):
             for _ in stream:
                 pass
@@ -117,7 +115,7 @@ def test_what_does_not_end_in_time_is_cut(start: Start) -> None:
 
 def test_a_client_that_does_not_read_holds_nothing_up(start: Start) -> None:
     endless = ("-s", "stages.mind.options.fan_out=1000000", "-s", "limits.output_bytes=100000")
-    with start(*endless, "--drain-s", "0.2") as server, socket.socket() as deaf:
+    with start(*endless, "--drain-s", "0.2", config=MIND) as server, socket.socket() as deaf:
         deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         deaf.connect(("127.0.0.1", server.port))
         body = b'{"model":"studio","stream":true,"messages":[{"role":"user","content":"hello"}]}'
@@ -125,32 +123,18 @@ def test_a_client_that_does_not_read_holds_nothing_up(start: Start) -> None:
         deaf.sendall(head % len(body) + body)
         # What it does not read fills its connection, then its share of memory, and then its request is over.
         server.wait_metric('omni_requests_total{outcome="SlowConsumer"}', 1)
-        assert ends(server, signal.SIGINT) == (0, "")
+        assert server.ends_by(signal.SIGINT) == (0, "")
 
 
 def test_a_second_signal_ends_it_at_once(start: Start) -> None:
-    with start(*ENDLESS, "--drain-s", "600") as server, server.openai() as client:
+    with start(*ENDLESS, "--drain-s", "600", config=MIND) as server, server.openai() as client:
         stream = client.chat.completions.create(model="studio", messages=HELLO, stream=True)
         next(iter(stream))
-        workers = psutil.Process(server.process.pid).children(recursive=True)
         server.signal(signal.SIGINT)
-        until_refused(server.port)  # the first signal has had its effect
-        time.sleep(0.3)  # a signal that comes sooner counts as the same one
-        server.signal(signal.SIGTERM)
-        assert server.wait_end() == -signal.SIGTERM
-        _, alive = psutil.wait_procs(workers, timeout=5)
-        assert not alive
+        server.wait_refusing()  # the first signal has had its effect
+        time.sleep(SAME_SIGNAL_S)  # not before this: a signal that comes sooner counts as the same one
+        assert server.ends_by(signal.SIGTERM)[0] == -signal.SIGTERM
         stream.close()
-
-
-def until_refused(port: int) -> None:
-    give_up = time.monotonic() + 60
-    while time.monotonic() < give_up:
-        try:
-            socket.create_connection(("127.0.0.1", port)).close()
-        except ConnectionRefusedError:
-            return
-    raise AssertionError(f"port {port} still takes connections")
 
 
 def test_a_connection_that_its_client_reset_does_not_keep_the_others_from_being_cut() -> None:
@@ -160,7 +144,7 @@ def test_a_connection_that_its_client_reset_does_not_keep_the_others_from_being_
         with listener.accept()[0] as first, listener.accept()[0], waiting:
             reset.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             reset.close()
-            select.select([first], [], [], 60)  # the reset is here
+            assert select.select([first], [], [], 60)[0], "the reset is here"
             _cut_connections(address[1])
             waiting.settimeout(60)
             assert waiting.recv(1) == b""
@@ -175,6 +159,13 @@ def run(command: Command, *arguments: str) -> tuple[int, str, str]:
     return process.returncode, out.decode(), err.decode()
 
 
+def test_what_a_shell_sees_of_a_configuration_that_cannot_work(command: Command) -> None:
+    code, out, err = run(command, "nowhere")
+    assert (code, out) == (2, "")
+    assert err.startswith("Error: ")
+    assert "Traceback" not in err
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -187,24 +178,21 @@ def run(command: Command, *arguments: str) -> tuple[int, str, str]:
         ([], "CONFIG"),
     ],
 )
-def test_a_configuration_that_cannot_work(command: Command, arguments: list[str], words: str) -> None:
-    code, out, err = run(command, *arguments)
-    assert (code, out) == (2, "")
-    assert words in err
-    assert "Traceback" not in err
+def test_a_configuration_that_cannot_work(arguments: list[str], words: str) -> None:
+    result = CliRunner().invoke(serve_command, arguments)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert words in result.stderr
+    assert isinstance(result.exception, SystemExit), "a sentence, not a traceback"
 
 
 @pytest.mark.parametrize("key", ["", " "])
 @pytest.mark.parametrize("source", ["option", "variable"])
-def test_an_empty_key_does_not_open_the_server(
-    command: Command, monkeypatch: pytest.MonkeyPatch, key: str, source: str
-) -> None:
-    if source == "variable":
-        monkeypatch.setenv("OMNI_ACTORS_API_KEY", key)
-    code, out, err = run(command, "echo", "--port", "0", *(["--api-key", key] if source == "option" else []))
-    assert (code, out) == (2, "")
-    assert "the key is empty" in err
-    assert "OMNI_ACTORS_API_KEY" in err
+def test_an_empty_key_does_not_open_the_server(key: str, source: str) -> None:
+    arguments, variables = (["--api-key", key], {}) if source == "option" else ([], {"OMNI_ACTORS_API_KEY": key})
+    result = CliRunner().invoke(serve_command, ["echo", "--port", "0", *arguments], env=variables)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "the key is empty" in result.stderr
+    assert "OMNI_ACTORS_API_KEY" in result.stderr
 
 
 async def test_an_empty_key_in_a_program_is_an_error_too() -> None:
@@ -214,7 +202,7 @@ async def test_an_empty_key_in_a_program_is_an_error_too() -> None:
 
 def test_a_key_from_the_environment(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMNI_ACTORS_API_KEY", "sesame")
-    with start(ready=False) as server:
+    with start(config=MIND, ready=False) as server:
         assert server.http.get("/v1/models").status_code == 401
         assert server.http.get("/v1/models", headers={"authorization": "Bearer sesame"}).status_code == 200
 
@@ -250,8 +238,8 @@ def test_a_stage_that_cannot_load_ends_the_server_with_its_error(command: Comman
 def test_health_tells_everybody_the_reason_and_not_the_workers_words(start: Start) -> None:
     with start("-s", "stages.mouth.restart={intensity: 0}") as server:
         answer = server.http.post("/v1/audio/speech", json={"model": "studio", "input": "a deadly word"})
-        assert answer.status_code == 500
-        server.wait(lambda: server.http.get("/health").json()["status"] == "failed", "the stage to be given up")
+        assert answer.status_code == 503
+        server.wait(lambda: server.status() == "failed", "the stage to be given up")
         health = server.http.get("/health")
         assert "exited with code 3" in health.json()["error"]
         assert "words of the worker" not in health.text
@@ -260,9 +248,8 @@ def test_health_tells_everybody_the_reason_and_not_the_workers_words(start: Star
 def test_one_stage_that_dies_too_often_leaves_the_others_serving(start: Start) -> None:
     with start("-s", "stages.mouth.restart={intensity: 0}") as server, server.openai() as client:
         os.kill(server.pid_of("mouth"), signal.SIGKILL)
-        server.wait_metric('omni_stage_ready{replica="0",stage="mouth"}', 0)
-        while (health := server.http.get("/health").json())["status"] != "failed":
-            assert health["status"] in ("ready", "restarting")
+        server.wait(lambda: server.status() == "failed", "the stage to be given up")
+        assert server.metric('omni_stage_ready{replica="0",stage="mouth"}') == 0
         with pytest.raises(openai.InternalServerError, match="mouth") as caught:
             client.audio.speech.create(model="studio", voice="any", input="hello")
         assert caught.value.status_code == 503

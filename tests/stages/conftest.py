@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing
 from importlib import import_module
@@ -140,8 +141,8 @@ def smollm2() -> Path:
 
 @pytest.fixture(scope="session")
 def speak() -> Callable[[str], np.ndarray[Any, Any]]:
-    """Text -> speech, float32 (n,) at 24 kHz, by hibari itself: the same every time."""
+    """Text -> speech, float32 (n,) at 24 kHz, by hibari itself: the same every time, and to be left as it is."""
     from hibari import Hibari
 
     voice = Hibari(threads=1)
-    return lambda text: voice(text, seed=0)
+    return functools.cache(lambda text: voice(text, seed=0))

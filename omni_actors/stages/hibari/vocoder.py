@@ -6,7 +6,7 @@ Output: ``tensors`` audio, float32 (n,); ``data`` sample_rate (24000) and senten
 samples, the same ones whatever the chunks (to 1e-6). A step serves one chunk of every request that has one. The chunk
 that ends the input gives the request's last output; it may have no audio.
 
-The noise in the voice comes from the request's ``seed`` (0 where none is given) and the sentence's number: the same
+The noise in the voice comes from the request's ``seed`` and the sentence's number: the same
 input gives the same audio, always.
 """
 
@@ -39,7 +39,7 @@ class _Features(msgspec.Struct):
 
 class _Request:
     def __init__(self, request: StageRequest) -> None:
-        seed = msgspec.convert(request.params, VocoderParams).seed or 0
+        seed = msgspec.convert(request.params, VocoderParams).seed
         self.seed = seed % 2**64  # a generator takes no negative seed
         self.open = set(request.sources)
         self.chunks: deque[_Features] = deque()

@@ -1,0 +1,129 @@
+"""What becomes of a request when workers that held it have died: one pure function of the facts.
+
+Rule 1: no I/O, clock or trio here, and no memory: asked again with the same facts, it says the same.
+Rule 2: a replay repeats work, never output. A stage that starts again begins at its first chunk; whoever lives and has
+some of its chunks drops them as they come again, the client's side too.
+
+First, what each stage of the route has to do, from the last one up:
+
+    worker   its output            it
+    -------  --------------------  ----------------------------------------------------------------------------
+    lives    -                     goes on; sends again what it retained to a stage below that starts again
+    dead     wanted by nobody      is done: a client that wanted it has its last chunk, every stage below is done
+    dead     wanted                starts again
+
+Then, where any starts again, the first of these that holds:
+
+    the request was made with on_failure="fail"                                        Fail
+    one of them has no replica left                                                    Unavailable
+    it was replayed ``limit`` times already                                            Fail, and why
+    one of them is not repeatable, and its output so far is in use                     Fail, and why
+    a living stage that feeds one of them has let go of what it retained               Fail, and why
+    otherwise                                                                          Replay
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Set
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from omni_actors.messages import CLIENT
+from omni_actors.orchestrator.routes import Route
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What is known of a request that was dispatched. Stages are those of its route."""
+
+    route: Route
+    held: Set[str]
+    """Stages whose worker holds the request and lives."""
+    finished: Set[str]
+    """Of them, those that have given their last output."""
+    open: Set[str]
+    """Stages whose last output the client wants and has not got."""
+    seen: Set[str]
+    """Stages of which the client has some output."""
+    repeatable: Set[str]
+    """Stages whose outputs are a function of their input alone (see ``EngineSpec.replays``)."""
+    let_go: Mapping[str, str]
+    """Stages that cannot send their outputs again, and why."""
+    given_up: Set[str]
+    """Stages without a replica left."""
+    on_failure: str
+    """"replay" or "fail"."""
+    replays: int
+    """How often it was replayed."""
+    limit: int
+
+
+@dataclass(frozen=True)
+class Untouched:
+    """Nothing of what it still needs was lost."""
+
+
+@dataclass(frozen=True)
+class Replay:
+    """These stages start again, when each has a replica that is ready; in topological order."""
+
+    stages: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Fail:
+    """It ends. reason: why it could not be replayed; None where nobody wanted that."""
+
+    reason: str | None
+
+
+@dataclass(frozen=True)
+class Unavailable:
+    """It ends: this stage was given up."""
+
+    stage: str
+
+
+Verdict: TypeAlias = Untouched | Replay | Fail | Unavailable
+
+
+def settle(facts: Facts) -> Verdict:
+    """See the module."""
+    again, in_use = _again(facts)
+    if not again:
+        return Untouched()
+    if facts.on_failure == "fail":
+        return Fail(None)
+    for stage in again:
+        if stage in facts.given_up:
+            return Unavailable(stage)
+    if facts.replays >= facts.limit:
+        return Fail(f"it was replayed {facts.replays} times already (limits.replays)")
+    for stage in again:
+        if stage in in_use and stage not in facts.repeatable:
+            return Fail(f"stage {stage!r} would not give the same output again, and some of it is in use")
+        for source in facts.route.sources[stage]:
+            if source in facts.held and source in facts.let_go:
+                return Fail(f"stage {source!r}: {facts.let_go[source]}")
+    return Replay(again)
+
+
+def _again(facts: Facts) -> tuple[tuple[str, ...], Set[str]]:
+    """The stages that start again, upstream first; and those of them whose output so far somebody may have used.
+
+    That is a client that wants the rest, a living stage that does, or another that starts again and is in use itself.
+    """
+    again: list[str] = []
+    done: set[str] = set()
+    in_use: set[str] = set()
+    for stage in reversed(facts.route.stages):
+        below = set(facts.route.targets[stage]) - {CLIENT}
+        for_client = stage in facts.open
+        has_given_all = stage in facts.finished or (CLIENT in facts.route.targets[stage] and not for_client)
+        if stage not in facts.held and (for_client or not below <= done):
+            again.append(stage)
+            if (for_client and stage in facts.seen) or below & (in_use | facts.held - done):
+                in_use.add(stage)
+        elif stage not in facts.held or has_given_all:
+            done.add(stage)
+    return tuple(reversed(again)), in_use

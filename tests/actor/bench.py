@@ -1,0 +1,140 @@
+"""An engine loop in a thread of this process, the far ends of its rings, and what it says."""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from omni_actors.actor import chunks
+from omni_actors.actor.chunks import ChunkHeader
+from omni_actors.actor.loop import Attach, EngineLoop
+from omni_actors.messages import CLIENT, CLIENT_ADDRESS, Address, Message, Start, Stop
+from omni_actors.stages.base import StageContext, StageEngine
+from omni_actors.stages.echo import EchoEngine
+from ringbuf import Consumer, Producer, Ring
+
+WATCHDOG_S = 60.0
+HERE = Address("here", 0)
+
+
+def echo(**options: Any) -> EchoEngine:
+    return EchoEngine(StageContext("here", None, options, 1, "cpu", lambda note: None))
+
+
+class Watched(EngineLoop):
+    """Tells each time it goes to sleep, and whether it does so because its output is stuck."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.asleep: queue.Queue[bool] = queue.Queue()
+
+    def _sleep(self, *, receiving: bool) -> None:
+        self.asleep.put(receiving)
+        super()._sleep(receiving=receiving)
+
+
+class Bench:
+    """A loop, the far ends of its rings, and what it says."""
+
+    def __init__(self) -> None:
+        self.said: queue.Queue[Message] = queue.Queue()
+        self.loop = Watched(HERE, 0, self.said.put)
+        self.error: BaseException | None = None
+        self._thread: threading.Thread | None = None
+        self._rings: list[Ring] = []
+
+    def input(self, ring_bytes: int = 1 << 20, source: str = CLIENT) -> Producer:
+        ring = self._ring(ring_bytes)
+        self.loop.post(Attach(Address(source, 0), HERE, self._share(ring)))
+        return ring.claim_producer()
+
+    def output(self, ring_bytes: int = 1 << 20, target: Address = CLIENT_ADDRESS) -> Consumer:
+        ring = self._ring(ring_bytes)
+        self.loop.post(Attach(HERE, target, self._share(ring)))
+        return ring.claim_consumer()
+
+    def _ring(self, ring_bytes: int) -> Ring:
+        ring = Ring.create(ring_bytes)
+        self._rings.append(ring)
+        return ring
+
+    def _share(self, ring: Ring) -> Ring:
+        return Ring.attach([os.dup(fd) for fd in ring.fds], generation=0)
+
+    def run(self, engine: StageEngine) -> None:
+        def target() -> None:
+            try:
+                self.loop.run(engine)
+            except BaseException as error:  # noqa: BLE001 - the test looks at it
+                self.error = error
+
+        self._thread = threading.Thread(target=target)
+        self._thread.start()
+
+    def start(
+        self,
+        request: int,
+        sources: tuple[str, ...] = (CLIENT,),
+        targets: tuple[Address, ...] = (CLIENT_ADDRESS,),
+        *,
+        retain_bytes: int = 0,
+        replayed: bool = False,
+    ) -> None:
+        self.loop.post(Start(request, sources, targets, {}, retain_bytes, replayed))
+
+    def heard(self) -> Message:
+        return self.said.get(timeout=WATCHDOG_S)
+
+    def wait_asleep(self, *, receiving: bool = True) -> None:
+        """Until the loop has nothing left to do; what was posted and sent before this call it has seen then."""
+        while not self.loop.asleep.empty():
+            self.loop.asleep.get()
+        os.eventfd_write(self.loop._bell, 1)
+        while self.loop.asleep.get(timeout=WATCHDOG_S) != receiving:
+            pass
+
+    def wait_ended(self) -> BaseException | None:
+        assert self._thread is not None
+        self._thread.join(WATCHDOG_S)
+        assert not self._thread.is_alive()
+        return self.error
+
+    def close(self) -> None:
+        if self._thread is not None and self._thread.is_alive():
+            self.loop.post(Stop(0.0))
+            assert self.wait_ended() is None
+        for ring in self._rings:
+            ring.close()
+
+
+@contextmanager
+def open_bench() -> Iterator[Bench]:
+    """Leaving it has ended the loop, and closed every descriptor."""
+    before = len(os.listdir("/proc/self/fd"))
+    bench = Bench()
+    yield bench
+    bench.close()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def send(
+    producer: Producer,
+    request: int,
+    seq: int,
+    *,
+    last: bool = False,
+    source: str = CLIENT,
+    tensors: Mapping[str, Any] | None = None,
+    **data: Any,
+) -> None:
+    header = ChunkHeader(request, source, seq, last, data)
+    producer.send(*chunks.encode(header, tensors or {}), timeout=WATCHDOG_S)
+
+
+def receive(consumer: Consumer) -> ChunkHeader:
+    with consumer.recv(timeout=WATCHDOG_S) as frame:
+        return chunks.decode(frame.data)[0]

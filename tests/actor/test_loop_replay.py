@@ -1,0 +1,254 @@
+"""An engine loop's part in a replay: what it retains and sends again, what it takes in twice and drops."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from omni_actors.actor.outgoing import OVERHEAD_BYTES
+from omni_actors.messages import CLIENT, CLIENT_ADDRESS, Abort, Address, Finished, Resend, Started, Unreplayable
+from omni_actors.stages.base import StageContext, StageOutput, StageRequest
+from omni_actors.stages.echo import EchoEngine
+from ringbuf import Consumer
+from tests.actor.bench import Bench, echo, open_bench, receive, send
+
+BELOW, ITS_TWIN = Address("below", 0), Address("below", 1)
+PLENTY = 1 << 20
+_CLIENT_TOO = (CLIENT_ADDRESS,)
+
+
+@pytest.fixture
+def bench() -> Iterator[Bench]:
+    with open_bench() as bench:
+        yield bench
+
+
+def texts(out: Consumer, count: int) -> list[tuple[int, str]]:
+    chunks = [receive(out) for _ in range(count)]
+    return [(chunk.seq, chunk.data["text"]) for chunk in chunks]
+
+
+# what is sent again
+
+
+@pytest.mark.parametrize("again_at", [BELOW, ITS_TWIN], ids=["the same replica", "another replica"])
+def test_a_new_consumer_gets_nothing_of_a_running_request_until_resend_then_all_of_it(
+    bench: Bench, again_at: Address
+) -> None:
+    into, out = bench.input(), bench.output(target=BELOW)
+    bench.run(echo())
+    bench.start(1, targets=(BELOW,), retain_bytes=PLENTY)
+    send(into, 1, 0, text="a")
+    assert texts(out, 1) == [(0, "a")]
+    out.close()  # it died
+    again = bench.output(target=again_at)
+    send(into, 1, 1, text="b")
+    bench.wait_asleep()
+    assert again.try_recv() is None
+    bench.loop.post(Resend(1, again_at))
+    send(into, 1, 2, text="c", last=True)
+    assert texts(again, 3) == [(0, "a"), (1, "b"), (2, "c")]
+    finished = bench.heard()
+    assert isinstance(finished, Finished)
+    assert finished.stats.sent_bytes[str(again_at)] > 0
+
+
+def test_a_request_that_starts_later_flows_to_the_new_consumer_at_once(bench: Bench) -> None:
+    into, _ = bench.input(), bench.output(target=BELOW)
+    bench.run(echo())
+    bench.start(1, targets=(BELOW,), retain_bytes=PLENTY)
+    again = bench.output(target=BELOW)
+    bench.start(2, targets=(BELOW,), retain_bytes=PLENTY)
+    send(into, 1, 0, text="cut off", last=True)
+    send(into, 2, 0, text="flows", last=True)
+    assert texts(again, 1) == [(0, "flows")]
+    bench.loop.post(Resend(1, BELOW))
+    assert texts(again, 1) == [(0, "cut off")]
+
+
+def test_another_target_of_the_same_request_does_not_notice(bench: Bench) -> None:
+    into, client, _ = bench.input(), bench.output(), bench.output(target=BELOW)
+    bench.run(echo())
+    bench.start(1, targets=(CLIENT_ADDRESS, BELOW), retain_bytes=PLENTY)
+    send(into, 1, 0, text="a")
+    again = bench.output(target=BELOW)
+    bench.wait_asleep()
+    bench.loop.post(Resend(1, BELOW))
+    send(into, 1, 1, text="b", last=True)
+    assert texts(again, 2) == texts(client, 2) == [(0, "a"), (1, "b")]
+    assert client.try_recv() is None
+
+
+def test_a_finished_request_is_sent_again_until_it_has_ended(bench: Bench) -> None:
+    into, out = bench.input(), bench.output(4096, target=BELOW)
+    bench.run(echo(fan_out=100, payload_bytes=1000))
+    bench.start(1, targets=(BELOW,), retain_bytes=PLENTY)
+    send(into, 1, 0, last=True)
+    first = [receive(out) for _ in range(100)]
+    assert isinstance(bench.heard(), Finished)
+    for _ in range(2):
+        bench.loop.post(Resend(1, BELOW))
+        assert [receive(out) for _ in range(100)] == first
+    bench.loop.post(Resend(1, BELOW))
+    bench.wait_asleep()  # most of it waits for room
+    bench.loop.post(Abort(1))
+    bench.wait_asleep()
+    assert bench.loop._retained == {}
+    assert len(list(_drain(out))) < 100
+
+
+class Keeping(EchoEngine):
+    """Gives arrays of its own, and remembers them weakly."""
+
+    def __init__(self) -> None:
+        super().__init__(StageContext("here", None, {}, 1, "cpu", lambda note: None))
+        self.given: list[weakref.ref[Any]] = []
+
+    def _output(self, request_id: int) -> Any:
+        output = super()._output(request_id)
+        assert isinstance(output, StageOutput)
+        array = np.zeros(1000, np.uint8)
+        self.given.append(weakref.ref(array))
+        return StageOutput(request_id, {"array": array}, output.data, output.last)
+
+
+@pytest.mark.parametrize("finished", [False, True])
+@pytest.mark.parametrize("retain_bytes", [0, 1, PLENTY])
+def test_nothing_is_kept_past_the_end_nor_where_nobody_may_want_it(
+    bench: Bench, retain_bytes: int, finished: bool
+) -> None:
+    engine = Keeping()
+    into, out = bench.input(), bench.output(target=BELOW)
+    bench.run(engine)
+    bench.start(1, targets=(BELOW,), retain_bytes=retain_bytes)
+    for seq in range(3):
+        send(into, 1, seq, last=finished and seq == 2)
+        receive(out)
+    bench.wait_asleep()
+    gc.collect()
+    assert sum(ref() is not None for ref in engine.given) == (3 if retain_bytes == PLENTY else 0)
+    bench.loop.post(Abort(1))
+    bench.wait_asleep()
+    gc.collect()
+    assert not any(ref() is not None for ref in engine.given)
+    assert bench.loop._retained == {}
+
+
+@pytest.mark.parametrize("payload_bytes", [0, 100_000])
+def test_past_its_bound_all_is_let_go_and_said_once_and_again_when_it_is_needed(
+    bench: Bench, payload_bytes: int
+) -> None:
+    into, out = bench.input(), bench.output(target=BELOW)
+    bench.run(echo(payload_bytes=payload_bytes))
+    limit = 2 * payload_bytes + 3 * OVERHEAD_BYTES
+    bench.start(1, targets=(BELOW,), retain_bytes=limit)
+    for seq in range(8):
+        send(into, 1, seq, text="x", last=seq == 7)
+        assert texts(out, 1) == [(seq, "x")], "that it cannot be sent again does not touch how it goes on"
+    said = bench.heard()
+    assert isinstance(said, Unreplayable)
+    assert (said.request, said.needed) == (1, False)
+    assert f"{limit} bytes" in said.reason
+    assert "limits.retain_bytes" in said.reason
+    assert isinstance(bench.heard(), Finished)
+    bench.loop.post(Resend(1, BELOW))
+    assert bench.heard() == Unreplayable(1, said.reason, needed=True)
+    assert out.try_recv() is None
+
+
+def test_a_resend_of_what_was_never_retained_is_answered(bench: Bench) -> None:
+    into, out = bench.input(), bench.output(target=BELOW)
+    bench.run(echo())
+    bench.start(1, targets=(BELOW,))
+    send(into, 1, 0, text="x")
+    assert texts(out, 1) == [(0, "x")]
+    bench.loop.post(Resend(1, BELOW))
+    said = bench.heard()
+    assert isinstance(said, Unreplayable)
+    assert said.needed
+
+
+# what is taken in again
+
+
+def test_chunks_that_come_again_are_dropped_and_those_that_follow_are_taken(bench: Bench) -> None:
+    into, out = bench.input(source="above"), bench.output()
+    bench.run(echo())
+    bench.start(1, ("above",))
+    for seq, text in enumerate("ab"):
+        send(into, 1, seq, source="above", text=text)
+    again = bench.input(source="above")
+    for seq, text in enumerate("abcd"):
+        send(again, 1, seq, source="above", text=text, last=text == "d")
+    assert texts(out, 4) == [(0, "a"), (1, "b"), (2, "c"), (3, "d")]
+    assert isinstance(bench.heard(), Finished)
+    bench.wait_asleep()
+    assert out.try_recv() is None
+
+
+@pytest.mark.parametrize(
+    "difference", [{"text": "other"}, {"tensors": {"x": np.r_[np.zeros(9999), 1]}}, {"last": True}], ids=str
+)
+def test_a_chunk_that_comes_again_and_differs_ends_the_replay_and_nothing_else(
+    bench: Bench, difference: dict[str, Any]
+) -> None:
+    into, out = bench.input(source="above"), bench.output()
+    bench.run(echo())
+    bench.start(1, ("above",))
+    bench.start(2, ("above",))
+    same = {"text": "same", "tensors": {"x": np.zeros(10_000)}}
+    send(into, 1, 0, source="above", **same)
+    assert texts(out, 1) == [(0, "same")]
+    again = bench.input(source="above")
+    send(again, 1, 0, source="above", **(same | difference))
+    said = bench.heard()
+    assert isinstance(said, Unreplayable)
+    assert (said.request, said.needed) == (1, True)
+    assert "differently" in said.reason
+    send(again, 2, 0, source="above", text="fine", last=True)
+    assert texts(out, 1) == [(0, "fine")]
+
+
+def test_a_replayed_start_is_acknowledged_and_takes_nothing_that_came_before_it(bench: Bench) -> None:
+    """Its number is below the newest. The others' order is what it was: what is stale stays so, what is early waits."""
+    into, out = bench.input(), bench.output()
+    bench.loop._newest = 5
+    bench.run(echo())
+    send(into, 3, 0, text="stale")
+    bench.wait_asleep()
+    bench.start(3, replayed=True)
+    assert bench.heard() == Started(3)
+    send(into, 4, 0, text="stale too")
+    send(into, 3, 0, text="three", last=True)
+    assert texts(out, 1) == [(0, "three")]
+    send(into, 6, 0, text="early", last=True)
+    bench.wait_asleep()
+    assert out.try_recv() is None
+    bench.start(6)
+    assert texts(out, 1) == [(0, "early")]
+
+
+class Noting(EchoEngine):
+    def start(self, request: StageRequest) -> None:
+        super().start(request)
+        self.sources = request.sources
+
+
+def test_a_first_start_is_not_acknowledged(bench: Bench) -> None:
+    engine = Noting(StageContext("here", None, {}, 1, "cpu", lambda note: None))
+    bench.run(engine)
+    bench.start(1, (CLIENT, "above"))
+    bench.wait_asleep()
+    assert engine.sources == (CLIENT, "above")
+    assert bench.said.empty()
+
+
+def _drain(out: Consumer) -> Iterator[int]:
+    while (frame := out.try_recv()) is not None:
+        with frame:
+            yield 1

@@ -1,0 +1,185 @@
+"""The rule of settlement: every combination of facts on small routes, against the rule in other words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import chain, combinations, product
+from typing import Any
+
+import pytest
+
+from omni_actors.messages import CLIENT
+from omni_actors.orchestrator.routes import Node, Route, plan
+from omni_actors.orchestrator.settle import Facts, Fail, Replay, Unavailable, Untouched, Verdict, settle
+
+ROUTES = {
+    "one": plan({"a": Node(("x",), (), "m")}, ["x"], ["m"]),
+    "two": plan({"a": Node(("x",)), "b": Node((), ("a",), "m")}, ["x"], ["m"]),
+    "two, both give": plan({"a": Node(("x",), (), "l"), "b": Node((), ("a",), "m")}, ["x"], ["l", "m"]),
+    "three": plan({"a": Node(("x",)), "b": Node((), ("a",)), "c": Node((), ("b",), "m")}, ["x"], ["m"]),
+    "three, the middle gives": plan(
+        {"a": Node(("x",)), "b": Node((), ("a",), "l"), "c": Node((), ("b",), "m")}, ["x"], ["l", "m"]
+    ),
+    "fork": plan({"a": Node(("x",)), "b": Node((), ("a",), "l"), "c": Node((), ("a",), "m")}, ["x"], ["l", "m"]),
+    "join": plan({"a": Node(("x",)), "b": Node(("y",)), "c": Node((), ("a", "b"), "m")}, ["x", "y"], ["m"]),
+    "diamond": plan(
+        {"a": Node(("x",)), "b": Node((), ("a",)), "c": Node((), ("a",)), "d": Node((), ("b", "c"), "m")}, ["x"], ["m"]
+    ),
+}
+
+
+def subsets(of: Any) -> list[frozenset[str]]:
+    items = sorted(of)
+    return [frozenset(some) for some in chain(*(combinations(items, n) for n in range(len(items) + 1)))]
+
+
+def facts_of(route: Route, **known: Any) -> Facts:
+    """Of a request that may be replayed, and nothing speaks against it."""
+    everything: dict[str, Any] = {
+        "held": set(route.stages),
+        "finished": set(),
+        "open": {stage for stage in route.stages if CLIENT in route.targets[stage]},
+        "seen": set(),
+        "repeatable": set(route.stages),
+        "let_go": {},
+        "given_up": set(),
+        "on_failure": "replay",
+        "replays": 0,
+        "limit": 2,
+    }
+    return Facts(route, **(everything | known))
+
+
+def situations(route: Route) -> Iterator[Facts]:
+    """Every set of living, finished and open stages."""
+    emitters = {stage for stage in route.stages if CLIENT in route.targets[stage]}
+    for held, finished, still_open in product(subsets(route.stages), subsets(route.stages), subsets(emitters)):
+        yield facts_of(route, held=held, finished=finished, open=still_open)
+
+
+every_situation = pytest.mark.parametrize(
+    "facts", [pytest.param(list(situations(route)), id=name) for name, route in ROUTES.items()]
+)
+"""A test of all situations on one route."""
+
+
+def given_all(facts: Facts, stage: str) -> bool:
+    """Whether a stage has given its last output."""
+    return stage in facts.finished or (CLIENT in facts.route.targets[stage] and stage not in facts.open)
+
+
+def needed(facts: Facts) -> set[str]:
+    """The dead stages that have to run again: the smallest set that leaves nobody waiting for the dead."""
+    again: set[str] = set()
+
+    def waits(name: str, for_stage: str) -> bool:
+        if name == CLIENT:
+            return for_stage in facts.open
+        return name in again or (name in facts.held and not given_all(facts, name))
+
+    while True:
+        more = {
+            stage
+            for stage in facts.route.stages
+            if stage not in facts.held and any(waits(target, stage) for target in facts.route.targets[stage])
+        }
+        if more <= again:
+            return again
+        again |= more
+
+
+def again(verdict: Verdict) -> set[str]:
+    assert isinstance(verdict, Replay | Untouched)
+    return set(verdict.stages) if isinstance(verdict, Replay) else set()
+
+
+@every_situation
+def test_what_starts_again_is_what_somebody_waits_for_and_no_more(facts: list[Facts]) -> None:
+    for each in facts:
+        assert again(settle(each)) == needed(each), each
+
+
+@every_situation
+def test_a_replay_is_whole_in_order_and_asked_for_once(facts: list[Facts]) -> None:
+    """Everyone who feeds a stage that starts again lives or starts too; with that done nothing more is missing."""
+    for each in facts:
+        verdict = settle(each)
+        if isinstance(verdict, Replay):
+            assert list(verdict.stages) == [s for s in each.route.stages if s in verdict.stages], "upstream first"
+            for stage in verdict.stages:
+                assert set(each.route.sources[stage]) - {CLIENT} <= {*each.held, *verdict.stages}
+            started = replace(
+                each, held={*each.held, *verdict.stages}, finished=set(each.finished) - set(verdict.stages)
+            )
+            assert settle(started) == Untouched()
+
+
+@every_situation
+def test_who_needs_nothing_waits_for_nothing(facts: list[Facts]) -> None:
+    """The shell's condition for completion: nothing is open, and who still holds it has finished."""
+    for each in facts:
+        if not each.open and set(each.held) <= set(each.finished):
+            assert settle(each) == Untouched()
+        if set(each.held) == set(each.route.stages):
+            assert settle(each) == Untouched()
+
+
+@every_situation
+def test_whatever_forbids_a_replay_touches_no_request_that_needs_none(facts: list[Facts]) -> None:
+    for each in facts:
+        all_bad = replace(
+            each,
+            seen=set(each.route.stages),
+            repeatable=set(),
+            let_go=dict.fromkeys(each.route.stages, "why"),
+            given_up=set(each.route.stages),
+            replays=2,
+        )
+        for bad in (all_bad, replace(all_bad, on_failure="fail")):
+            assert (settle(bad) == Untouched()) == (settle(each) == Untouched())
+
+
+THREE = ROUTES["three, the middle gives"]
+LOST_B = {"held": {"a", "c"}}
+
+
+@pytest.mark.parametrize(
+    ("known", "verdict"),
+    [
+        ({}, Replay(("b",))),
+        ({"on_failure": "fail", "given_up": {"b"}, "replays": 2}, Fail(None)),
+        ({"given_up": {"b"}, "replays": 2}, Unavailable("b")),
+        ({"given_up": {"c"}}, Replay(("b",))),
+        ({"replays": 1}, Replay(("b",))),
+        ({"replays": 2, "repeatable": set()}, Fail("it was replayed 2 times already (limits.replays)")),
+        ({"let_go": {"a": "too much"}}, Fail("stage 'a': too much")),
+        ({"let_go": {"c": "too much"}}, Replay(("b",))),
+    ],
+)
+def test_what_forbids_a_replay_in_order(known: dict[str, Any], verdict: Verdict) -> None:
+    assert settle(facts_of(THREE, **LOST_B, **known)) == verdict
+
+
+UNREPEATABLE = "would not give the same output again, and some of it is in use"
+
+
+@pytest.mark.parametrize(
+    ("known", "verdict"),
+    [
+        pytest.param({"held": {"a", "c"}}, Fail(f"stage 'b' {UNREPEATABLE}"), id="a living stage may have some"),
+        pytest.param({"held": {"a"}}, Replay(("b", "c")), id="nobody who lives has any"),
+        pytest.param({"held": {"a"}, "seen": {"b"}}, Fail(f"stage 'b' {UNREPEATABLE}"), id="the client has some"),
+        pytest.param({"held": {"a"}, "seen": {"c"}}, Fail(f"stage 'b' {UNREPEATABLE}"), id="what was made of it"),
+        pytest.param({"held": {"a", "c"}, "finished": {"c"}, "open": {"b"}}, Replay(("b",)), id="who has some is done"),
+        pytest.param({"held": {"a", "b"}, "seen": {"b", "c"}}, Replay(("c",)), id="it lives and is asked again"),
+        pytest.param(
+            {"held": {"a"}, "seen": {"b"}, "open": {"c"}}, Replay(("b", "c")), id="what the client has it has whole"
+        ),
+    ],
+)
+def test_a_stage_that_is_not_repeatable_starts_again_where_nothing_hangs_on_what_it_gave(
+    known: dict[str, Any], verdict: Verdict
+) -> None:
+    """The middle one of three."""
+    assert settle(facts_of(THREE, repeatable={"a", "c"}, **known)) == verdict

@@ -1,0 +1,434 @@
+"""Replay over real processes: a client gets what it would have got had nobody died, or a reason. Real signals.
+
+A mortal engine repeats what it is fed and dies where a chunk tells it to, once for each marker file: so the instant of
+a death is chosen, not raced for. An output's payload is a function of its request and its place: what comes twice, in
+another order or not at all is seen.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import queue
+import signal
+import textwrap
+from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import trio
+
+from omni_actors import config
+from omni_actors.actor.process import LocalSpawner
+from omni_actors.config import Limits, Pipeline, Restart, Stage
+from omni_actors.errors import Aborted, DeadlineExceeded, InvalidRequest, StageCrashed, StageUnavailable
+from omni_actors.generation import Generation, Output
+from omni_actors.orchestrator.request import Input, Request
+from omni_actors.stages.echo import payload
+from omni_actors.system import OmniSystem
+
+WATCHDOG_S = 60.0
+STAGES = ("first", "second", "third")
+PIECES, FAN_OUT, PAYLOAD_BYTES = 4, 2, 300
+OF_A_PIECE = {"first": FAN_OUT, "third": FAN_OUT**3}
+"""Outputs to the client that a stage gives for each piece of input."""
+LIMITS = Limits(replays=3, retain_bytes=2_000_000)
+NEVER_S = 3600.0
+
+ENGINES = """
+    import os, signal
+    from omni_actors.stages.base import StageOutput
+    from omni_actors.stages.echo import EchoEngine
+
+    class Mortal(EchoEngine):
+        '''data["dies"]: (stage, where, marker); where: "feed", "before" an output, "after" one, at the "end".
+        data["fickle"]: what it says depends on who it is.'''
+
+        def feed(self, request_id, chunk):
+            self.meet(chunk.data, "feed")
+            super().feed(request_id, chunk)
+
+        def step(self):
+            for output in super().step():
+                self.meet(output.data, "before")
+                if "fickle" in output.data:
+                    data = {**output.data, "pid": os.getpid()}
+                    output = StageOutput(output.request_id, output.tensors, data, output.last)
+                yield output
+                self.meet(output.data, "after")
+                if output.last:
+                    self.meet(output.data, "end")
+
+        def meet(self, data, where):
+            for stage, place, marker in data.get("dies", ()):
+                if (stage, place) == (self._stage, where) and not os.path.exists(marker):
+                    open(marker, "x").close()
+                    os.kill(os.getpid(), signal.SIGKILL)
+"""
+_numbers = itertools.count()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def markers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Where the marker files come to be. The engine is importable, here and in workers."""
+    path = tmp_path_factory.mktemp("mortal")
+    (path / "mortal_engines.py").write_text(textwrap.dedent(ENGINES))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(path)
+        patch.setenv("MARKERS", str(path))
+        yield path
+
+
+def pipeline(**options: Any) -> Pipeline:
+    quick = Restart(intensity=1000, backoff_s=0.01, backoff_max_s=0.01)
+    options = {"fan_out": FAN_OUT, "payload_bytes": PAYLOAD_BYTES, **options}
+
+    def stage(**wiring: Any) -> Stage:
+        return Stage(engine="mortal_engines:Mortal", options=options, replays=True, restart=quick, **wiring)
+
+    return Pipeline(
+        name="mortal",
+        stages={
+            "first": stage(accepts=("script",), emits="text"),
+            "second": stage(inputs=("first",)),
+            "third": stage(inputs=("second",), emits="audio"),
+        },
+        limits=LIMITS,
+    )
+
+
+Work = Callable[[OmniSystem], Awaitable[None]]
+
+
+@pytest.fixture(scope="module")
+def shared(its_own: set[int], markers: Path) -> Iterator[Callable[[Work], None]]:
+    """Does its work with one pipeline, kept open in a thread: trio's fixtures are no wider than a test."""
+    opened: queue.SimpleQueue[tuple[trio.lowlevel.TrioToken, OmniSystem, trio.Event] | None] = queue.SimpleQueue()
+
+    async def keep_open() -> None:
+        async with OmniSystem.open(pipeline()) as omni:
+            close = trio.Event()
+            opened.put((trio.lowlevel.current_trio_token(), omni, close))
+            await close.wait()
+
+    with ThreadPoolExecutor(1) as thread:
+        kept = thread.submit(trio.run, keep_open)
+        kept.add_done_callback(lambda _: opened.put(None))
+        found = opened.get()
+        assert found is not None, kept.exception()
+        token, omni, close = found
+
+        async def do_and_recover(work: Work) -> None:
+            await work(omni)
+            await all_ready(omni)
+
+        def do(work: Work) -> None:
+            try:
+                trio.from_thread.run(do_and_recover, work, trio_token=token)
+            finally:
+                its_own.update(replica.pid for [replica] in omni.health().stages.values() if replica.pid)
+
+        yield do
+        trio.from_thread.run_sync(close.set, trio_token=token)
+        kept.result()
+
+
+def in_shared(work: Work) -> Callable[[Callable[[Work], None]], None]:
+    """``work`` as a test."""
+
+    def test(shared: Callable[[Work], None]) -> None:
+        shared(work)
+
+    return test
+
+
+def dies(at: int, stage: str, where: str) -> tuple[int, str, str, str]:
+    """A death of ``stage`` at piece number ``at``, once."""
+    return at, stage, where, os.path.join(os.environ["MARKERS"], str(next(_numbers)))
+
+
+def ask(omni: OmniSystem, *deaths: tuple[int, str, str, str], size: int = 0, **arguments: Any) -> Generation:
+    """size: bytes of a tensor that each piece brings."""
+    pieces = [
+        Input({"n": n, "dies": [where for at, *where in deaths if at == n]}, {"x": np.zeros(size, np.uint8)})
+        for n in range(PIECES)
+    ]
+    return omni.submit({"script": pieces}, arguments.pop("modalities", ("text", "audio")), **arguments)
+
+
+async def read(generation: Generation) -> list[Output]:
+    with trio.fail_after(WATCHDOG_S):
+        return [output async for output in generation]
+
+
+async def read_and_kill(omni: OmniSystem, generation: Generation, *stages: str) -> list[Output]:
+    """These stages at once, when the first output is here."""
+    victims, outputs = [pid_of(omni, stage) for stage in stages], []
+    with trio.fail_after(WATCHDOG_S):
+        async for output in generation:
+            outputs.append(output)
+            while victims:
+                os.kill(victims.pop(), signal.SIGKILL)
+    return outputs
+
+
+def record_of(generation: Generation) -> Request:
+    return generation._stream.request
+
+
+def check_exact(generation: Generation, outputs: list[Output], replays: int | None = None) -> None:
+    number = record_of(generation).number
+    assert number is not None
+    for stage, of_a_piece in OF_A_PIECE.items():
+        mine = [output for output in outputs if output.stage == stage]
+        assert [output.data["n"] for output in mine] == [seq // of_a_piece for seq in range(PIECES * of_a_piece)]
+        assert [output.finished for output in mine] == [False] * (len(mine) - 1) + [True]
+        for seq, output in enumerate(mine):
+            assert np.array_equal(output.tensors["payload"].numpy(), payload(number, seq, PAYLOAD_BYTES))
+    assert outputs[-1].metrics is not None
+    if replays is not None:
+        assert outputs[-1].metrics.replays == replays
+
+
+def pid_of(omni: OmniSystem, stage: str) -> int:
+    pid = omni.health().stages[stage][0].pid
+    assert pid is not None
+    return pid
+
+
+def generations(omni: OmniSystem) -> dict[str, int]:
+    return {stage: replicas[0].generation for stage, replicas in omni.health().stages.items()}
+
+
+async def all_ready(omni: OmniSystem) -> None:
+    with trio.fail_after(WATCHDOG_S):
+        while not omni.health().ready:
+            await omni.wait_changed()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    with trio.fail_after(WATCHDOG_S):
+        while not condition():  # noqa: ASYNC110 - what is looked at tells nobody when it changes
+            await trio.sleep(0.002)
+
+
+# exact
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_death_at_any_point_changes_no_output(shared: Callable[[Work], None], stage: str) -> None:
+    """Before the first chunk is taken; between two outputs; with the last output given and nothing after it said."""
+
+    async def work(omni: OmniSystem) -> None:
+        before = generations(omni)
+        for deaths, (at, where) in enumerate([(0, "feed"), (2, "after"), (PIECES - 1, "end")], 1):
+            generation = ask(omni, dies(at, stage, where))
+            # Where all that it gave had been passed on, the last of these deaths may touch nothing.
+            check_exact(generation, await read(generation), None if where == "end" else 1)
+            after = {**before, stage: before[stage] + deaths}
+            await until(lambda expected=after: generations(omni) == expected)  # nobody else was restarted
+            await all_ready(omni)
+
+    shared(work)
+
+
+@in_shared
+async def test_several_stages_dead_at_once(omni: OmniSystem) -> None:
+    for stages in (("second", "third"), STAGES):
+        generation = ask(omni)
+        check_exact(generation, await read_and_kill(omni, generation, *stages))
+        await all_ready(omni)
+
+
+@in_shared
+async def test_a_stage_that_dies_twice(omni: OmniSystem) -> None:
+    generation = ask(omni, dies(1, "second", "before"), dies(3, "second", "after"))
+    check_exact(generation, await read(generation), 2)
+
+
+@in_shared
+async def test_all_requests_in_flight_are_exact_and_who_does_not_need_the_dead_is_untouched(omni: OmniSystem) -> None:
+    asked = [ask(omni, dies(n, stage, "before")) for n, stage in enumerate(("second", "third", "second"))]
+    asked += [ask(omni) for _ in range(5)]
+    text_only = ask(omni, modalities=("text",))
+    results: dict[str, list[Output]] = {}
+
+    async def reader(generation: Generation) -> None:
+        results[generation.request_id] = await read(generation)
+
+    async with trio.open_nursery() as nursery:
+        for generation in [*asked, text_only]:
+            nursery.start_soon(reader, generation)
+    for generation in asked:
+        check_exact(generation, results[generation.request_id])
+    final = results[text_only.request_id][-1].metrics
+    assert final is not None
+    assert final.replays == 0
+    assert len(results[text_only.request_id]) == PIECES * OF_A_PIECE["first"]
+
+
+async def test_who_has_all_of_a_dead_stage_s_output_does_not_wait_for_it() -> None:
+    """It does not come back: its work is wanted by nobody any more."""
+    forever = {"stages.first.restart.backoff_s": NEVER_S, "stages.first.restart.backoff_max_s": NEVER_S}
+    async with OmniSystem.open(pipeline(), **forever, **{"stages.third.options.step_s": 0.01}) as omni:
+        generation = ask(omni)
+        await until(lambda: "second" in record_of(generation).stats)
+        os.kill(pid_of(omni, "first"), signal.SIGKILL)
+        check_exact(generation, await read(generation), 0)
+
+
+async def test_another_replica_takes_over_and_where_there_is_none_the_request_waits_in_its_time() -> None:
+    forever = {"stages.second.restart.backoff_s": NEVER_S, "stages.second.restart.backoff_max_s": NEVER_S}
+    async with OmniSystem.open(pipeline(), **forever, **{"stages.second.replicas": 2}) as omni:
+        generation = ask(omni, dies(1, "second", "after"))
+        check_exact(generation, await read(generation), 1)
+        late, aborted = ask(omni, dies(1, "second", "after"), deadline_s=1.0), ask(omni)
+        await until(lambda: omni._orchestrator.queued == 2)
+        aborted.abort()
+        with pytest.raises(Aborted):
+            await read(aborted)
+        with pytest.raises(DeadlineExceeded):
+            await read(late)
+        assert omni.in_flight == 0
+
+
+async def test_a_join_is_replayed_whichever_of_its_sources_died() -> None:
+    """script -> left -> join -> audio; words -> right -> join; words -> join."""
+
+    def stage(**wiring: Any) -> Stage:
+        restart = Restart(intensity=1000, backoff_s=0.01, backoff_max_s=0.01)
+        return Stage(engine="echo", options={"fan_out": 2, "step_s": 0.002}, restart=restart, **wiring)
+
+    joined = Pipeline(
+        name="join",
+        stages={
+            "left": stage(accepts=("script",)),
+            "right": stage(accepts=("words",)),
+            "join": stage(accepts=("words",), inputs=("left", "right"), emits="audio"),
+        },
+    )
+    inputs = {kind: [Input({"text": f"{kind} {n}"}) for n in range(5)] for kind in ("script", "words")}
+    async with OmniSystem.open(joined) as omni:
+        undisturbed = [output.data for output in await read(omni.submit(inputs, ["audio"]))]
+        assert len(undisturbed) == 2 * (5 + 2 * 5 + 2 * 5)
+        for stages in (("left",), ("right", "join")):
+            outputs = await read_and_kill(omni, omni.submit(inputs, ["audio"]), *stages)
+            assert [output.data for output in outputs] == undisturbed
+            await all_ready(omni)
+
+
+# where it cannot be
+
+
+@in_shared
+async def test_on_failure_fail_ends_the_request_at_the_death(omni: OmniSystem) -> None:
+    with pytest.raises(StageCrashed, match=r"'second'.*SIGKILL") as caught:
+        await read(ask(omni, dies(1, "second", "after"), on_failure="fail"))
+    assert caught.value.not_replayed is None
+    assert not omni.health().ready, "nobody waited for the stage to come back"
+    with pytest.raises(InvalidRequest) as refused:
+        ask(omni, on_failure="ignore")
+    assert refused.value.param == "on_failure"
+
+
+@in_shared
+async def test_past_its_bound_a_request_is_not_replayed_and_says_so(omni: OmniSystem) -> None:
+    too_much = 300_000
+    with pytest.raises(StageCrashed, match=r"stage 'first'.*2000000 bytes.*limits\.retain_bytes") as caught:
+        await read(ask(omni, dies(PIECES - 1, "second", "after"), size=too_much))
+    assert caught.value.stage == "second"
+    assert "retain_bytes" in (caught.value.not_replayed or "")
+    await all_ready(omni)
+    entry_stage = ask(omni, dies(1, "first", "after"), size=too_much, modalities=("text",))
+    assert len(await read(entry_stage)) == PIECES * OF_A_PIECE["first"], "the client keeps its own input"
+
+
+@in_shared
+async def test_a_request_that_kills_its_stage_ends_and_the_stage_survives(omni: OmniSystem) -> None:
+    before = generations(omni)["second"]
+    poison = {"n": 0, "echo": {"stage": "second", "raise": "step"}}
+    with pytest.raises(StageCrashed, match="exited with code 1") as caught:
+        await read(omni.submit({"script": [Input(poison)]}, ["audio"]))
+    assert caught.value.not_replayed == "it was replayed 3 times already (limits.replays)"
+    assert caught.value.generation == before + 3
+    generation = ask(omni)
+    check_exact(generation, await read(generation), 0)
+
+
+@in_shared
+async def test_an_engine_that_says_something_else_the_second_time_is_never_spliced(omni: OmniSystem) -> None:
+    """Whether the stage below sees it, or the client's side."""
+    for stage in ("second", "third"):
+        at, *death = dies(2, stage, "after")
+        pieces = [Input({"n": n, "fickle": True, "dies": [death] if n == at else []}) for n in range(PIECES)]
+        pids = set()
+        with pytest.raises(StageCrashed, match="came out differently the second time"):  # noqa: PT012
+            with trio.fail_after(WATCHDOG_S):
+                async for output in omni.submit({"script": pieces}, ["audio"]):
+                    pids.add(output.data["pid"])
+        assert len(pids) == 1
+        await all_ready(omni)
+
+
+async def test_an_engine_that_promises_nothing_starts_again_where_nobody_has_any_of_its_output() -> None:
+    unsure = {f"stages.{stage}.replays": False for stage in ("first", "third")}
+    async with OmniSystem.open(pipeline(), **unsure) as omni:
+        with pytest.raises(StageCrashed, match="stage 'first' would not give the same output again"):
+            await read(ask(omni, dies(1, "first", "after")))
+        await all_ready(omni)
+        nothing_yet = ask(omni, dies(0, "third", "feed"))
+        check_exact(nothing_yet, await read(nothing_yet), 1)
+
+
+async def test_a_stage_given_up_while_a_request_waits_for_it_ends_it_with_the_cause() -> None:
+    async with OmniSystem.open(pipeline(), **{"stages.second.restart.intensity": 0}) as omni:
+        with pytest.raises(StageUnavailable, match=r"'second'.*SIGKILL.*intensity 0") as caught:
+            await read(ask(omni, dies(0, "second", "feed")))
+        assert caught.value.cause is omni.dead_error
+        assert len(await read(ask(omni, modalities=("text",)))) == PIECES * OF_A_PIECE["first"]
+
+
+# what it costs
+
+
+@in_shared
+async def test_what_is_retained_is_freed_however_a_request_ends(omni: OmniSystem) -> None:
+    """Each request has the first stage retain 0.4 MB and the second one 0.8 MB."""
+    script = {"script": [Input({"n": 0}, {"x": np.zeros(200_000, np.uint8)})]}
+
+    async def done() -> None:
+        await read(omni.submit(script, ["audio"]))
+
+    async def aborted() -> None:
+        async for _ in omni.submit(script, ["text", "audio"]):
+            break  # drops it
+
+    async def late() -> None:
+        with suppress(DeadlineExceeded):  # somewhere on its way, mostly
+            await read(omni.submit(script, ["audio"], deadline_s=0.005))
+
+    workers = {stage: psutil.Process(pid_of(omni, stage)) for stage in ("first", "second")}
+    for end in (done, aborted, late):
+        for _ in range(5):
+            await end()
+        before = {stage: worker.memory_info().rss for stage, worker in workers.items()}
+        for _ in range(100):
+            await end()
+        for stage, worker in workers.items():
+            assert worker.memory_info().rss - before[stage] < 15_000_000, (end.__name__, stage)
+
+
+def test_a_seed_that_nobody_gives_is_drawn_when_the_request_is_admitted() -> None:
+    system = OmniSystem(config.load("voice"), {}, LocalSpawner())
+    stages = ("llm", "acoustic", "vocoder")
+    drawn = [system._params(stages, {}) for _ in range(3)]
+    assert len({params["llm"]["seed"] for params in drawn}) == 3
+    assert all(isinstance(params["llm"]["seed"], int) for params in drawn)
+    assert "seed" not in drawn[0]["acoustic"]
+    given = system._params(stages, {"seed": 7})
+    assert given["llm"]["seed"] == given["vocoder"]["seed"] == 7

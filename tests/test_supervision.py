@@ -1,0 +1,249 @@
+"""Hangs, loading that never ends, restart strategies and types, the order of start and stop. Real processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import textwrap
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import trio
+
+from omni_actors.actor.process import LocalSpawner, Worker
+from omni_actors.config import Pipeline, Restart, Stage
+from omni_actors.errors import RequestError, StageFailed, StageUnavailable
+from omni_actors.generation import Generation, Output
+from omni_actors.messages import Address
+from omni_actors.orchestrator.request import Input
+from omni_actors.serve.app import build
+from omni_actors.system import OmniSystem
+
+WATCHDOG_S = 30.0
+STEP_S = 0.5
+ENGINES = """
+    import collections, itertools, time
+    from omni_actors.stages.echo import EchoEngine
+
+    class Endless(EchoEngine):
+        def step(self):
+            for output in super().step():
+                match output.data["text"]:
+                    case "python":
+                        while True:
+                            pass
+                    case "c":
+                        collections.deque(itertools.repeat(0), maxlen=0)  # nothing else runs meanwhile
+                yield output
+
+    def never(context):
+        time.sleep(3600)
+"""
+
+
+@pytest.fixture
+def engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "wedged_engines.py").write_text(textwrap.dedent(ENGINES))
+    monkeypatch.syspath_prepend(tmp_path)
+
+
+def chain(**stages: dict[str, Any]) -> Pipeline:
+    """top -> middle -> bottom, each an echo that comes back quickly, with what ``stages`` says."""
+    usual: dict[str, dict[str, Any]] = {
+        "top": {"accepts": ("script",), "emits": "text"},
+        "middle": {"inputs": ("top",)},
+        "bottom": {"inputs": ("middle",), "emits": "audio"},
+    }
+    quick = Restart(backoff_s=0.01)
+    return Pipeline(
+        name="chain",
+        stages={
+            name: Stage(**{"engine": "echo", "restart": quick, **usual[name], **stages.get(name, {})}) for name in usual
+        },
+    )
+
+
+def ask(omni: OmniSystem, text: str = "x", modality: str = "audio", **echo: Any) -> Generation:
+    """A request of one chunk, which fails with the stage that fails."""
+    return omni.submit({"script": [Input({"text": text, "echo": echo})]}, [modality], on_failure="fail")
+
+
+async def read(generation: Generation) -> list[Output]:
+    with trio.fail_after(WATCHDOG_S):
+        return [output async for output in generation]
+
+
+async def wait_for(omni: OmniSystem, condition: Callable[[], bool]) -> None:
+    with trio.fail_after(WATCHDOG_S):
+        while not condition():
+            await omni.wait_changed()
+
+
+def generations(omni: OmniSystem) -> dict[str, int]:
+    return {stage: replicas[0].generation for stage, replicas in omni.health().stages.items()}
+
+
+async def wait_back(omni: OmniSystem, **expected: int) -> None:
+    """Until all are ready, in these generations; the others in their first."""
+    of_all = {**dict.fromkeys(omni.health().stages, 1), **expected}
+    await wait_for(omni, lambda: omni.health().ready and generations(omni) == of_all)
+
+
+def pid_of(omni: OmniSystem, stage: str) -> int:
+    pid = omni.health().stages[stage][0].pid
+    assert pid is not None
+    return pid
+
+
+# hangs
+
+
+async def test_a_stopped_worker_is_killed_and_replaced() -> None:
+    async with OmniSystem.open("echo", **{"stages.second.step_s": STEP_S}) as omni:
+        os.kill(pid_of(omni, "second"), signal.SIGSTOP)
+        stopped = time.monotonic()
+        await wait_for(omni, lambda: generations(omni)["second"] == 2)
+        assert time.monotonic() - stopped > 0.9 * STEP_S
+        await wait_back(omni, second=2)
+        (past,) = omni.health().stages["second"][0].history
+        assert (past.generation, past.signal, past.reason) == (1, "SIGKILL", "no progress for 0.5 s (step_s)")
+        assert len(await read(ask(omni))) == 1
+
+
+@pytest.mark.parametrize("loop", ["python", "c"])
+@pytest.mark.usefixtures("engines")
+async def test_an_endless_loop_in_a_step_is_ended_and_said(loop: str) -> None:
+    overrides = {"stages.second.engine": "wedged_engines:Endless", "stages.second.step_s": STEP_S}
+    async with OmniSystem.open("echo", **overrides) as omni:
+        with pytest.raises(RequestError, match=r"no progress for 0\.5 s \(step_s\)"):
+            await read(ask(omni, loop))
+        await wait_back(omni, second=2)
+        assert len(await read(ask(omni))) == 1
+
+
+async def test_a_slow_worker_is_not_killed_nor_one_that_waits_for_it() -> None:
+    """The one above has more to send than is let wait: it stands still for as long as the slow one takes."""
+    overrides = {
+        "stages.first.step_s": STEP_S,
+        "stages.first.options.payload_bytes": 6_000_000,
+        "stages.first.options.fan_out": 3,
+        "stages.second.step_s": STEP_S,
+        "stages.second.options.step_s": 0.6 * STEP_S,
+    }
+    async with OmniSystem.open("echo", **overrides) as omni:
+        assert len(await read(ask(omni))) == 3
+        assert generations(omni) == {"first": 1, "second": 1}
+
+
+@pytest.mark.usefixtures("engines")
+async def test_a_worker_that_never_finishes_loading_is_killed_in_time() -> None:
+    stuck = {
+        "stages.second.engine": "wedged_engines:never",
+        "stages.second.load_s": 0.4,
+        "stages.second.restart.intensity": 1,
+        "stages.second.restart.backoff_s": 0.01,
+    }
+    with pytest.raises(StageFailed, match="1 restarts were tried") as caught:
+        async with OmniSystem.open("echo", **stuck):
+            pytest.fail("it opened")
+    assert [exit.signal for exit in caught.value.exits] == ["SIGKILL", "SIGKILL"]
+    assert {exit.reason for exit in caught.value.exits} == {"not loaded within 0.4 s (load_s)"}
+
+
+# who is restarted, and whether
+
+
+async def test_strategies() -> None:
+    quick = {"backoff_s": 0.01}
+    stages = {
+        "middle": {"restart": Restart(strategy="rest_for_one", **quick)},
+        "bottom": {"restart": Restart(strategy="one_for_all", **quick)},
+    }
+    async with OmniSystem.open(chain(**stages)) as omni:
+        os.kill(pid_of(omni, "middle"), signal.SIGKILL)
+        await wait_back(omni, middle=2, bottom=2)
+        reason = omni.health().stages["bottom"][0].history[0].reason
+        assert reason == "restarted with stage 'middle' (rest_for_one)"
+        os.kill(pid_of(omni, "bottom"), signal.SIGKILL)
+        await wait_back(omni, top=2, middle=3, bottom=3)
+        assert len(await read(ask(omni))) == 1
+
+
+async def test_types() -> None:
+    stages = {
+        "middle": {"restart": Restart(type="transient", backoff_s=0.01)},
+        "bottom": {"restart": Restart(type="temporary")},
+    }
+    async with OmniSystem.open(chain(**stages)) as omni:
+        with pytest.raises(RequestError, match="exited with code 3"):
+            await read(ask(omni, stage="middle", exit=3))
+        await wait_back(omni, middle=2)
+        with pytest.raises(RequestError, match="exited with code 0"):
+            await read(ask(omni, stage="middle", exit=0))
+        os.kill(pid_of(omni, "bottom"), signal.SIGKILL)
+        await wait_for(omni, lambda: omni.health().stages["bottom"][0].state == "failed")
+        assert {replicas[0].state for replicas in omni.health().stages.values()} == {"ready", "failed"}
+        with pytest.raises(StageUnavailable, match="it is transient"):
+            ask(omni)
+        assert len(await read(ask(omni, modality="text"))) == 1
+
+
+# the order of things
+
+
+class Recording(LocalSpawner):
+    def __init__(self) -> None:
+        self.log: list[str] = []
+
+    @asynccontextmanager
+    async def spawn(self, address: Address, mailbox_capacity: int) -> AsyncIterator[Worker]:
+        self.log.append(f"{address.stage} starts")
+        try:
+            async with super().spawn(address, mailbox_capacity) as worker:
+                yield worker
+        finally:
+            self.log.append(f"{address.stage} is gone")
+
+
+async def test_stages_start_in_order_and_stop_in_reverse() -> None:
+    spawner = Recording()
+    async with OmniSystem.open(chain(middle={"shutdown_s": 0.2}), spawner=spawner) as omni:
+        os.kill(pid_of(omni, "middle"), signal.SIGSTOP)  # it takes all of its time
+    starts = [f"{stage} starts" for stage in ("top", "middle", "bottom")]
+    assert spawner.log == [*starts, *(f"{stage} is gone" for stage in ("bottom", "middle", "top"))]
+
+
+# what is known of it afterwards
+
+
+async def test_the_history_is_in_dead_error_and_without_the_worker_s_words_in_health() -> None:
+    overrides = {"stages.first.restart.intensity": 1, "stages.first.restart.backoff_s": 0.01}
+    async with OmniSystem.open("echo", **overrides) as omni:
+        began = time.time()
+        for code in (3, 4):
+            await wait_back(omni, first=code - 2)
+            pid = pid_of(omni, "first")
+            with pytest.raises(RequestError):
+                await read(ask(omni, stage="first", exit=code, stderr="the words of the worker"))
+        await wait_for(omni, lambda: omni.errored)
+        with pytest.raises(StageFailed) as caught:
+            await omni.check_health()
+        error = caught.value
+        assert error is omni.dead_error
+        facts = (error.stage, error.replica, error.generation, error.pid, error.exit_code, error.signal)
+        assert facts == ("first", 0, 2, pid, 4, None)
+        assert error.stderr_tail == ("the words of the worker",)
+        assert [(death.generation, death.exit.exit_code) for death in error.history] == [(1, 3), (2, 4)]
+        assert began <= error.history[0].at <= error.history[1].at <= time.time()
+        app = build(omni, api_key="secret", max_body_bytes=1000, has_loaded=lambda: True)
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://here") as client:
+            answer = await client.get("/health")
+        assert (answer.status_code, answer.json()["status"]) == (503, "failed")
+        (replica,) = answer.json()["stages"]["first"]
+        assert [(past["generation"], past["exit_code"]) for past in replica["history"]] == [(1, 3), (2, 4)]
+        assert "words of the worker" not in answer.text
