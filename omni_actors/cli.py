@@ -25,6 +25,7 @@ from omni_actors.errors import ConfigError, OmniError
 from omni_actors.generation import AudioChunk, RequestMetrics
 from omni_actors.serve.command import BadConfig, override_option, serve_command
 from omni_actors.stages import assets
+from omni_actors.stress.command import stress_command
 from omni_actors.system import OmniSystem
 
 INTERRUPTED = 130
@@ -281,3 +282,4 @@ def _models_of(config: str) -> list[str]:
 
 
 main.add_command(serve_command, "serve")
+main.add_command(stress_command, "stress")

@@ -1,0 +1,145 @@
+"""What a command does: many runs, one repeated, or a soak; progress, a table, and the command that repeats a failure.
+
+Figures go to stdout as Markdown, and to a file as JSON; all else to stderr.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import random
+import shlex
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+import msgspec
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from omni_actors.stress import leaks
+from omni_actors.stress import schedule as schedules
+from omni_actors.stress.judge import Violation
+from omni_actors.stress.report import Tally
+from omni_actors.stress.run import Result, ask_oracle, run_schedule
+from omni_actors.stress.schedule import Schedule
+from omni_actors.stress.soak import soak
+from omni_actors.stress.workload import find
+
+MINUTES, SOAK_MINUTES = 1.0, 30.0
+notes = Console(stderr=True, highlight=False)
+
+
+class Campaign:
+    """Against one pipeline. Its methods return what was violated."""
+
+    def __init__(self, config: str, overrides: Mapping[str, Any], json_file: Path | None) -> None:
+        """Asks the pipeline for the answers of a quiet day. Raises ConfigError, StageFailed."""
+        self._config, self._overrides, self._json_file = config, overrides, json_file
+        self._mark = os.environ[leaks.MARK] = uuid.uuid4().hex
+        self._workload = find(config, overrides)
+        with notes.status("asking for the answers of a quiet day"):
+            ask_oracle(self._workload)
+
+    def hunt(
+        self, minutes: float | None, faults: int | None, seed: int | None, operations: int, shrink_s: float
+    ) -> Sequence[Violation]:
+        """Runs of drawn schedules, until the time is up, or so many faults were injected, or one fails."""
+        if importlib.util.find_spec("hypothesis") is None:
+            raise click.ClickException("schedules are drawn by Hypothesis: pip install 'omni-actors[stress]'")
+        from omni_actors.stress.machine import Hunt
+
+        seed = random.SystemRandom().randrange(1 << 32) if seed is None else seed
+        limit_s = 60 * (MINUTES if minutes is None and faults is None else minutes or float("inf"))
+        began = time.monotonic()
+
+        def enough() -> bool:
+            return time.monotonic() - began >= limit_s or (faults is not None and hunt.tally.faults >= faults)
+
+        with Progress(
+            SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), console=notes
+        ) as progress:
+            task = progress.add_task(f"seed {seed}")
+
+            def run(schedule: Schedule) -> Result:
+                said = _so_far(hunt.tally)
+                if hunt.failing is not None:
+                    said = f"[red]violated[/]; shrinking: {len(hunt.failing.operations)} operations"
+                progress.update(task, description=f"seed {seed}: {said}")
+                return run_schedule(self._workload, schedule, self._mark)
+
+            hunt = Hunt(self._workload, run, enough, shrink_s)
+            hunt.go(seed, operations)
+        how = {"seed": seed, "operations": operations, "seconds": time.monotonic() - began}
+        self._report(hunt.tally, how)
+        notes.print(f"seed {seed}")
+        self._complain(hunt.violations, hunt.failing)
+        return hunt.violations
+
+    def replay(self, text: str, times: int) -> Sequence[Violation]:
+        """One schedule, so many times. Raises click.BadParameter where it is none of this pipeline."""
+        schedule = self._read(text)
+        tally, violations = Tally(), []
+        for number in range(times):
+            with notes.status(f"run {number + 1} of {times}"):
+                result = run_schedule(self._workload, schedule, self._mark)
+            tally.add(result.tally)
+            violations += result.violations
+        self._report(tally, {"replay": schedules.encode(schedule), "times": times})
+        self._complain(violations, schedule)
+        return violations
+
+    def soak(self, minutes: float | None) -> Sequence[Violation]:
+        """See ``soak``."""
+        with notes.status("soaking") as status:
+            soaked = soak(
+                self._workload,
+                60 * (minutes or SOAK_MINUTES),
+                self._mark,
+                lambda said: status.update(f"soaking: {said}"),
+            )
+        click.echo(soaked.as_markdown())
+        self._write(soaked.as_json())
+        self._complain(soaked.result.violations, None)
+        return soaked.result.violations
+
+    def _read(self, text: str) -> Schedule:
+        try:
+            schedule = schedules.decode(text)
+        except (msgspec.ValidationError, msgspec.DecodeError) as error:
+            raise click.BadParameter(str(error), param_hint="--replay") from error
+        unknown = (schedules.stages_of(schedule) - set(self._workload.stages)) | (
+            schedules.requests_of(schedule) - self._workload.templates.keys()
+        )
+        if unknown:
+            raise click.BadParameter(f"this pipeline has no {sorted(unknown)[0]!r}", param_hint="--replay")
+        return schedule
+
+    def _report(self, tally: Tally, how: Mapping[str, Any]) -> None:
+        click.echo(tally.as_markdown())
+        outcomes = ", ".join(f"{count} {outcome}" for outcome, count in sorted(tally.requests.items()))
+        notes.print(f"{_so_far(tally)} ({outcomes})")
+        self._write({**how, **tally.as_json()})
+
+    def _write(self, figures: Mapping[str, Any]) -> None:
+        if self._json_file is not None:
+            document = {"config": self._config, "overrides": self._overrides, **figures}
+            self._json_file.write_bytes(msgspec.json.format(msgspec.json.encode(document), indent=1))
+
+    def _complain(self, violations: Sequence[Violation], failing: Schedule | None) -> None:
+        for violation in violations:
+            click.echo(f"violated: {violation}", err=True)
+        if violations and failing is not None:
+            overrides = [
+                f"--set={path}={msgspec.json.encode(value).decode()}" for path, value in self._overrides.items()
+            ]
+            command = ["python", "-m", "omni_actors.stress", self._config, *overrides]
+            again = shlex.join([*command, "--replay", schedules.encode(failing)])
+            click.echo(f"repeat it with (it races: add --times 20):\n{again}", err=True)
+
+
+def _so_far(tally: Tally) -> str:
+    return f"{tally.runs} runs, {tally.faults} faults, {tally.violations} violations, {tally.requests.total()} requests"

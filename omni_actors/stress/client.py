@@ -1,0 +1,145 @@
+"""Everybody who asks the system under fire for something: submits, reads, drops, aborts, and judges what came.
+
+Rules
+1. Every request is on record from its submission until it is judged. A completed one is judged at once and its answer
+   let go, so that a long run stays small; the others when all deaths are known.
+2. Reading goes on once after the end: a request must not have a second one.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import trio
+
+from omni_actors.errors import RequestError
+from omni_actors.generation import Generation
+from omni_actors.stress import judge
+from omni_actors.stress.judge import Asked, Rules, Violation
+from omni_actors.stress.oracle import Answer
+from omni_actors.stress.report import Tally
+from omni_actors.stress.schedule import OnFailure
+from omni_actors.stress.watch import Watch
+from omni_actors.stress.workload import Template, Workload
+from omni_actors.system import OmniSystem
+
+REFUSED_S = 0.01
+
+
+class Client:
+    """Submits to one system. Its tasks live in ``nursery``."""
+
+    def __init__(self, omni: OmniSystem, workload: Workload, watch: Watch, tally: Tally, nursery: trio.Nursery) -> None:
+        self._omni, self._workload, self._watch, self._tally, self._nursery = omni, workload, watch, tally, nursery
+        self._names = itertools.count()
+        self._records: list[Asked] = []
+        self._open: dict[Asked, trio.CancelScope] = {}
+        self._stopping = False
+        self.violations: list[tuple[float, Violation]] = []
+        """Of completed requests, with the time of their end."""
+        self.outputs = 0
+        """Read so far, of all requests."""
+        self.ended = trio.lowlevel.ParkingLot()
+        """Woken whenever a request ends."""
+
+    @property
+    def open(self) -> list[Asked]:
+        return list(self._open)
+
+    def submit(
+        self, template: Template, on_failure: OnFailure, *, pace_s: float = 0.0, hooks: Mapping[str, Any] | None = None
+    ) -> Asked:
+        """Ask, and read in a task. pace_s: between outputs. hooks: failures that echo engines are asked for."""
+        asked = Asked(f"stress-{next(self._names)}", template, on_failure, time.monotonic(), hooks is not None)
+        self._records.append(asked)
+        inputs = template.inputs if hooks is None else template.hooked(hooks)
+        try:
+            generation = self._omni.submit(
+                inputs, template.modalities, request_id=asked.name, on_failure=on_failure, **template.params
+            )
+        except RequestError as error:
+            self._end(asked, "failed", error)
+        else:
+            self._open[asked] = trio.CancelScope()
+            self._nursery.start_soon(self._read, asked, generation, pace_s)
+        return asked
+
+    def abort(self, asked: Asked) -> None:
+        asked.aborted = True
+        self._omni.abort(asked.name)
+
+    def drop(self, asked: Asked) -> None:
+        """Let go of what reads it. Harmless after its end."""
+        if scope := self._open.get(asked):
+            scope.cancel()
+
+    async def until_ended(self, asked: Asked) -> None:
+        while asked in self._open:
+            await self.ended.park()
+
+    async def keep_asking(self, slot: int) -> None:
+        """One request after the other, through all of the workload, until ``stop``."""
+        templates = list(self._workload.templates.values())
+        for number in itertools.count(slot):
+            if self._stopping:
+                return
+            asked = self.submit(templates[number % len(templates)], "fail" if number % 4 == 3 else "replay")
+            await self.until_ended(asked)
+            if asked.outcome != "completed":
+                await trio.sleep(REFUSED_S)  # perhaps refused at once
+
+    def stop(self) -> None:
+        """``keep_asking`` asks no more."""
+        self._stopping = True
+
+    def judge_rest(self) -> None:
+        """Those that were not completed, now that every death is known."""
+        for asked in self._records:
+            self._judge(asked)
+        self._records.clear()
+
+    async def _read(self, asked: Asked, generation: Generation, pace_s: float) -> None:
+        error: RequestError | None = None
+        with self._open[asked]:
+            try:
+                async for output in generation:
+                    asked.answer.add(output)
+                    self.outputs += 1
+                    if pace_s:
+                        await trio.sleep(pace_s)
+            except RequestError as failure:
+                error = failure
+            asked.second_outcome = await _second_outcome(generation, error)
+            self._end(asked, "failed" if error else "completed", error)
+        if asked.outcome == "open":
+            self._end(asked, "dropped", None)
+
+    def _end(self, asked: Asked, outcome: judge.Outcome, error: RequestError | None) -> None:
+        asked.outcome, asked.error, asked.ended = outcome, error, time.monotonic()
+        self._open.pop(asked, None)
+        self._tally.requests[type(error).__name__ if error else outcome] += 1
+        if outcome == "completed":
+            self._judge(asked)
+            asked.answer = Answer()
+            self._records.remove(asked)
+        self.ended.unpark_all()
+
+    def _judge(self, asked: Asked) -> None:
+        rules = Rules(self._workload.pipeline.limits.replays, self._workload.replayed)
+        oracle = self._workload.oracle[asked.template.name]
+        if violation := judge.of_request(asked, oracle, self._watch.losses, self._watch.given_up, rules):
+            self.violations.append((asked.ended or time.monotonic(), violation))
+
+
+async def _second_outcome(generation: Generation, error: RequestError | None) -> str | None:
+    """What reading on gives, where it is anything else than the first end."""
+    try:
+        output = await anext(generation)
+    except StopAsyncIteration:
+        return "completion" if error else None
+    except RequestError as again:
+        return None if again is error else f"{type(again).__name__}: {again}"
+    return f"an output of {output.stage!r}"

@@ -1,0 +1,288 @@
+"""Does the operations of a schedule to a running system.
+
+Rules
+1. One task does them in order. A fault is injected when ``do`` returns; what takes longer (until its stage serves
+   again) is followed by a task of its own.
+2. A fault is *detected* when the system reports the death, *ready* when a worker of the stage serves again, *recovered*
+   when a request that needs the stage, submitted at that report, has its answer.
+3. A fault whose stage is hit again before that is *overtaken*: it counts, its times do not. Of one that did not come
+   *alone* (every stage served, and nothing else was done until it was over), the time to its detection counts only.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import assert_never
+
+import trio
+
+from omni_actors.stress.client import Client
+from omni_actors.stress.faults import ShortSpawner, Victim, kill_parent
+from omni_actors.stress.judge import Asked, Loss, Violation
+from omni_actors.stress.report import Tally, Timing
+from omni_actors.stress.schedule import (
+    Abort,
+    Crash,
+    Disconnect,
+    Freeze,
+    Full,
+    Kill,
+    KillLoading,
+    Load,
+    Operation,
+    Orphan,
+    Pause,
+    Settle,
+    Starve,
+    Storm,
+    Submit,
+    Wait,
+)
+from omni_actors.stress.watch import Watch
+from omni_actors.stress.workload import Workload
+from omni_actors.system import OmniSystem
+
+STARVED_S = 1.0
+HOOKS: dict[str, dict[str, object]] = {"raise": {"raise": "step"}, "exit": {"exit": 3}, "hang": {"hang": True}}
+CRASHES = {"raise": "exception in step", "exit": "exit in step", "hang": "endless step"}
+
+
+@dataclass(eq=False)
+class _Injection:
+    fault: str
+    stage: str
+    at: float
+    operation: int
+    alone: bool
+    timing: Timing = field(default_factory=Timing)
+    overtaken: bool = False
+
+
+class Driver:
+    """A system at work and under fire. Its tasks live in ``nursery``."""
+
+    def __init__(
+        self, omni: OmniSystem, workload: Workload, load: Load, spawner: ShortSpawner, nursery: trio.Nursery
+    ) -> None:
+        self._workload, self._load, self._spawner, self._nursery = workload, load, spawner, nursery
+        self.tally = Tally()
+        self.watch = Watch(omni)
+        self.client = Client(omni, workload, self.watch, self.tally, nursery)
+        self.faults: list[tuple[float, str]] = []
+        """Injected so far, with their times."""
+        self.violations: list[tuple[float, Violation]] = []
+        self.killed: set[int] = set()
+        """pids."""
+        self.asked_for: Counter[str] = Counter()
+        """By stage: deaths brought about without naming a pid."""
+        self._submitted: list[Asked] = []
+        self._following: list[_Injection] = []
+        self._operation = 0
+        self._quiet = True
+        self._unfollowed = 0
+        """Pauses and famines that go on."""
+        nursery.start_soon(self.watch.run)
+        for slot in range({"idle": 0, "one": 1, "full": workload.full}[load]):
+            nursery.start_soon(self.client.keep_asking, slot)
+
+    async def do(self, operation: Operation) -> None:
+        self._operation += 1
+        self._quiet = self.watch.settled and not self._following and not self._unfollowed
+        match operation:
+            case Submit(name, on_failure, pace):
+                template = self._workload.templates[name]
+                self._submitted.append(self.client.submit(template, on_failure, pace_s=pace / 1000))
+            case Abort(index):
+                for asked in self._submitted[index % max(1, len(self._submitted)) :][:1]:
+                    self.client.abort(asked)
+            case Disconnect(index):
+                for asked in self._submitted[index % max(1, len(self._submitted)) :][:1]:
+                    self.client.drop(asked)
+            case Wait(ms):
+                await trio.sleep(ms / 1000)
+            case Settle():
+                await self._settle()
+            case Kill(stages):
+                for stage in stages:
+                    self._kill("SIGKILL" if len(stages) == 1 else "SIGKILL, several at once", stage)
+            case KillLoading(stage, after):
+                self._kill("SIGKILL", stage)
+                if await self._next_worker(stage, after / 1000) not in (None, "ready"):
+                    self._kill("SIGKILL", stage)
+            case Storm(stage, times):
+                for _ in range(times):
+                    await self._next_worker(stage, 0)
+                    self._kill("restart storm", stage)
+            case Freeze(stage):
+                self._kill("SIGSTOP", stage, signal.SIGSTOP)
+            case Pause(stage, ms):
+                self._nursery.start_soon(self._pause, stage, ms / 1000)
+            case Crash():
+                self._crash(operation)
+            case Starve(stage):
+                self._nursery.start_soon(self._starve, stage)
+            case Full(stage, times):
+                self._spawner.refusals[stage] = times
+                self._kill("no memory for rings", stage)
+            case Orphan(loading):
+                await self._orphan(loading=loading)
+            case _:
+                assert_never(operation)
+
+    @property
+    def refused(self) -> list[tuple[str, str]]:
+        """Producer and consumer of each ring for which there was no memory."""
+        return self._spawner.refused
+
+    async def until_quiet(self) -> None:
+        """Every stage serves or is given up, and no fault is being followed."""
+        await self.watch.until(lambda: self.watch.settled)
+        while self._following:
+            await self.client.ended.park()
+
+    async def _settle(self) -> None:
+        with trio.move_on_after(self._workload.patience_s):
+            await self.until_quiet()
+            for asked in self._submitted:
+                await self.client.until_ended(asked)
+
+    # faults
+
+    def _worker(self, stage: str) -> int | None:
+        """The pid of a worker of a stage that is not being killed already."""
+        pids = (each.pid for each in self.watch.health.stages[stage] if each.state != "failed")
+        return next((pid for pid in pids if pid and pid not in self.killed), None)
+
+    async def _next_worker(self, stage: str, after_s: float) -> str | None:
+        """Wait for a worker that nobody has killed, and ``after_s`` more; its state then, if it is there."""
+        with trio.move_on_after(self._workload.patience_s):
+            while self._worker(stage) is None and stage not in self.watch.given_up:  # noqa: ASYNC110 - nobody tells
+                await trio.sleep(0.001)
+            await trio.sleep(after_s)
+        return self._state_of(self._worker(stage))
+
+    def _state_of(self, pid: int | None) -> str | None:
+        replicas = (each for stage in self.watch.health.stages.values() for each in stage)
+        return next((each.state for each in replicas if pid and each.pid == pid), None)
+
+    def _inject(self, fault: str, stage: str) -> _Injection:
+        injection = _Injection(fault, stage, time.monotonic(), self._operation, self._quiet)
+        for other in self._following:
+            other.overtaken |= other.stage == stage
+            other.alone &= other.operation == self._operation
+        self.faults.append((injection.at, fault))
+        self.tally.row(fault, self._load).faults += 1
+        return injection
+
+    def _kill(self, fault: str, stage: str, number: signal.Signals = signal.SIGKILL) -> None:
+        pid = self._worker(stage)
+        if pid is None:
+            return
+        if fault in ("SIGKILL", "SIGSTOP") and self._state_of(pid) != "ready":
+            fault += " while loading"
+        with suppress(ProcessLookupError), Victim(pid) as victim:
+            self.killed.add(pid)
+            injection = self._inject(fault, stage)
+            victim.send(number)
+            self._follow_soon(injection, lambda loss: loss.pid == pid)
+
+    async def _pause(self, stage: str, for_s: float) -> None:
+        pid = self._worker(stage)
+        if pid is None:
+            return
+        with suppress(ProcessLookupError), Victim(pid) as victim:
+            self._inject("SIGSTOP, then SIGCONT", stage)
+            victim.send(signal.SIGSTOP)
+            self._unfollowed += 1
+            try:
+                await trio.sleep(min(for_s, self._workload.pipeline.stages[stage].step_s / 2))
+            finally:
+                victim.send(signal.SIGCONT)
+                self._unfollowed -= 1
+
+    def _crash(self, crash: Crash) -> None:
+        stage = crash.stage
+        if stage in self.watch.given_up:
+            return
+        self.asked_for[stage] += 1 if crash.on_failure == "fail" else 1 + self._workload.pipeline.limits.replays
+        fault = CRASHES[crash.how] + (", replayed" if crash.on_failure == "replay" else "")
+        injection = self._inject(fault, stage)
+        hooks = {"stage": stage, **HOOKS[crash.how]}
+        asked = self.client.submit(self._workload.probe(stage), crash.on_failure, hooks=hooks)
+        self._follow_soon(injection, lambda loss: loss.stage == stage and loss.pid not in self.killed, asked)
+
+    async def _starve(self, stage: str) -> None:
+        pid = self._worker(stage)
+        if pid is None:
+            return
+        with suppress(ProcessLookupError), Victim(pid) as victim:
+            self.asked_for[stage] += 1
+            injection = self._inject("out of memory", stage)
+            victim.starve()
+            largest = max(self._workload.templates.values(), key=lambda each: stage in each.stages and len(each.stages))
+            self.client.submit(largest, "replay")
+            self._unfollowed += 1
+            with trio.move_on_after(STARVED_S):
+                await self.watch.until(lambda: any(loss.pid == pid for loss in self.watch.losses))
+                self._follow_soon(injection, lambda loss: loss.pid == pid)
+            self._unfollowed -= 1
+            victim.feed()  # where it got by without
+
+    async def _orphan(self, *, loading: bool) -> None:
+        fault = f"SIGKILL of the parent, {'loading' if loading else 'serving'}"
+        injection = self._inject(fault, "")
+        took_s, remaining = await kill_parent(self._workload, loading=loading)
+        self.tally.row(fault, self._load).timings.append(Timing(detected_s=took_s))
+        self.violations += [(injection.at, Violation("leaked", each)) for each in remaining]
+
+    # what becomes of them
+
+    def _follow_soon(self, injection: _Injection, is_its: Callable[[Loss], bool], carrier: Asked | None = None) -> None:
+        """Follow a fault until a request that needs its stage is answered.
+
+        is_its: tells the death that it causes. carrier: the request that brings it; one that has ended brings none.
+        """
+        self._following.append(injection)
+        self._nursery.start_soon(self._follow, injection, is_its, carrier)
+
+    async def _follow(self, injection: _Injection, is_its: Callable[[Loss], bool], carrier: Asked | None) -> None:
+        timing, stage, watch = injection.timing, injection.stage, self.watch
+
+        def death() -> Loss | None:
+            return next((loss for loss in watch.losses if loss.at >= injection.at and is_its(loss)), None)
+
+        with trio.move_on_after(self._workload.patience_s) as patience:
+            if carrier is None:
+                await watch.until(lambda: death() is not None)
+            else:
+                await self.client.until_ended(carrier)
+            lost = death()
+            if lost is None:  # the carrier was aborted, or another fault ended it first
+                self._forget(injection)
+                return
+            timing.detected_s = lost.at - injection.at
+            probe = self.client.submit(self._workload.probe(stage), "replay")
+            await watch.until(lambda: stage in watch.given_up or watch.serving_since(stage, lost.at) is not None)
+            serving = watch.serving_since(stage, lost.at)
+            if serving:
+                timing.ready_s, timing.load_s = serving.at - injection.at, serving.load_s
+            await self.client.until_ended(probe)
+            if serving and probe.outcome == "completed":
+                timing.recovered_s = time.monotonic() - injection.at
+        self._forget(injection)
+        if patience.cancelled_caught:
+            missing = "detected" if timing.detected_s is None else "recovered"
+            self.violations.append((injection.at, Violation("hung", f"{injection.fault} of {stage!r}: not {missing}")))
+        elif not injection.overtaken:
+            if not injection.alone:
+                timing.ready_s = timing.recovered_s = timing.load_s = None
+            self.tally.row(injection.fault, self._load).timings.append(timing)
+
+    def _forget(self, injection: _Injection) -> None:
+        self._following.remove(injection)
+        self.client.ended.unpark_all()

@@ -1,0 +1,128 @@
+"""How a worker, a machine and a parent are hurt.
+
+Rules
+1. A worker is hurt from outside, by what the kernel offers: signals and limits. It does not know of the harness.
+2. Memory for rings is refused where rings are made, at the ``Spawner`` seam: filling the machine's own hurts others.
+3. A signal goes to a pidfd, so never to a process that came after.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+import trio
+
+from omni_actors.actor.process import LocalSpawner
+from omni_actors.messages import Address
+from omni_actors.stress import leaks
+from omni_actors.stress.workload import Workload
+from ringbuf import Ring
+
+ORPHANED_S = 5.0
+"""Workers whose parent was killed are gone by then."""
+
+
+class ShortSpawner(LocalSpawner):
+    """This machine, with no memory for the next ``refusals`` rings of a stage."""
+
+    def __init__(self) -> None:
+        self.refusals: dict[str, int] = {}
+        self.refused: list[tuple[str, str]] = []
+        """Producer and consumer of each ring that was refused."""
+
+    def connect(self, producer: Address, consumer: Address, capacity: int, generation: int) -> Ring:
+        for stage in (producer.stage, consumer.stage):
+            if self.refusals.get(stage, 0) > 0:
+                self.refusals[stage] -= 1
+                self.refused.append((producer.stage, consumer.stage))
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return super().connect(producer, consumer, capacity, generation)
+
+
+class Victim:
+    """A worker's process, held so that its pid cannot become somebody else's."""
+
+    def __init__(self, pid: int) -> None:
+        """Raises ProcessLookupError."""
+        self.pid, self._pidfd = pid, os.pidfd_open(pid)
+
+    def send(self, number: signal.Signals) -> None:
+        with suppress(ProcessLookupError):  # somebody was faster
+            signal.pidfd_send_signal(self._pidfd, number)
+
+    def starve(self) -> None:
+        """No address space beyond what it has."""
+        with suppress(ProcessLookupError):
+            pages = int(Path(f"/proc/{self.pid}/statm").read_text().split()[0])
+            self._limit(pages * resource.getpagesize())
+
+    def feed(self) -> None:
+        """Take back ``starve``."""
+        with suppress(ProcessLookupError):
+            self._limit(resource.RLIM_INFINITY)
+
+    def _limit(self, size: int) -> None:
+        _, hard = resource.prlimit(self.pid, resource.RLIMIT_AS)
+        resource.prlimit(self.pid, resource.RLIMIT_AS, (size if hard == resource.RLIM_INFINITY else hard, hard))
+
+    def close(self) -> None:
+        os.close(self._pidfd)
+
+    def __enter__(self) -> Victim:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+async def kill_parent(workload: Workload, *, loading: bool) -> tuple[float, list[str]]:
+    """SIGKILL a process that runs the pipeline; how long its workers outlived it, in seconds, and what was left."""
+    mark = uuid.uuid4().hex
+    pipeline = msgspec.json.encode(workload.pipeline)
+    process = subprocess.Popen(  # noqa: ASYNC220 - trio's own starts a thread, which would look like one that was left
+        [sys.executable, "-m", "omni_actors.stress.parent", "loading" if loading else "serving"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={**os.environ, leaks.MARK: mark},
+    )
+    with process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            process.stdin.write(pipeline)  # far below a pipe's buffer
+            process.stdin.close()
+            with trio.move_on_after(workload.patience_s):
+                await trio.lowlevel.wait_readable(process.stdout)  # it says that it is there, or ends
+            workers = leaks.marked_processes(mark) - {process.pid}
+            at = time.monotonic()
+        finally:
+            process.kill()
+    remaining = [] if workers else ["a parent that had no workers"]
+    with trio.move_on_after(ORPHANED_S):
+        for pid in workers:
+            await _wait_ended(pid)
+    took_s = time.monotonic() - at
+    for pid in leaks.marked_processes(mark):
+        remaining.append(f"process {pid}: {leaks.command_line(pid)}")
+        os.kill(pid, signal.SIGKILL)
+    return took_s, remaining
+
+
+async def _wait_ended(pid: int) -> None:
+    """Of a process that need not be a child."""
+    with suppress(ProcessLookupError):
+        pidfd = os.pidfd_open(pid)
+        try:
+            await trio.lowlevel.wait_readable(pidfd)
+        finally:
+            os.close(pidfd)

@@ -1,0 +1,152 @@
+"""What may become of a request, and of a stage. Pure functions of what was seen.
+
+A request has exactly one outcome.
+
+============ ==========================================================================================================
+completed    equal to the oracle's, byte for byte
+aborted      it was asked to be; what came before is a beginning of the oracle's, as for all that follow
+dropped      nobody read it any more; its system says that it is not in flight
+StageCrashed a worker of a stage on its route died while it was in flight, and: it asked to fail, or was replayed
+             ``limits.replays`` times, or asked its engine to die, or a stage that died cannot be replayed
+Unavailable  a stage on its route was given up
+anything     is a violation
+else
+============ ==========================================================================================================
+
+A worker died where the harness killed it (or asked it to die), nowhere else.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
+
+from omni_actors.config import Pipeline
+from omni_actors.errors import Aborted, RequestError, StageCrashed, StageUnavailable
+from omni_actors.stress.oracle import Answer, damage, damage_so_far
+from omni_actors.stress.schedule import OnFailure
+from omni_actors.stress.workload import Template
+
+Kind: TypeAlias = Literal["lost", "hung", "duplicated", "corrupted", "disturbed", "leaked"]
+"""disturbed: a request or a worker that no fault had touched did not go on."""
+
+Outcome: TypeAlias = Literal["open", "completed", "failed", "dropped"]
+
+NOTICED_S = 0.05
+"""An error reaches a client, and a loss the harness, in one turn of the event loop, in either order."""
+
+
+@dataclass(frozen=True)
+class Violation:
+    kind: Kind
+    what: str
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.what}"
+
+
+@dataclass(frozen=True)
+class Loss:
+    """The death of a worker, as the system reported it. at: CLOCK_MONOTONIC, in seconds."""
+
+    stage: str
+    replica: int
+    pid: int
+    exit: str
+    at: float
+
+
+@dataclass(eq=False)
+class Asked:
+    """A request of a run. Times are CLOCK_MONOTONIC, in seconds."""
+
+    name: str
+    template: Template
+    on_failure: OnFailure
+    submitted: float
+    hooked: bool = False
+    answer: Answer = field(default_factory=Answer)
+    aborted: bool = False
+    outcome: Outcome = "open"
+    error: RequestError | None = None
+    ended: float = 0.0
+    second_outcome: str | None = None
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What a request of this run may count on. replays: how often it is replayed; replayed: the stages it survives."""
+
+    replays: int
+    replayed: frozenset[str]
+
+
+def of_request(
+    asked: Asked, oracle: Answer, losses: Sequence[Loss], given_up: Collection[str], rules: Rules
+) -> Violation | None:
+    """The violation that a request's outcome is, if it is one."""
+    who = f"{asked.name} ({asked.template.name})"
+    if asked.outcome == "open":
+        return Violation("hung", f"{who} has no outcome")
+    if asked.second_outcome is not None:
+        return Violation("duplicated", f"{who}: after its end, {asked.second_outcome}")
+    differs = (damage if asked.outcome == "completed" else damage_so_far)(asked.answer, oracle)
+    if differs:
+        return Violation(differs[0], f"{who}: {differs[1]}")
+    if asked.outcome != "failed":
+        return None
+    return _of_error(asked, who, losses, given_up, rules)
+
+
+def _of_error(
+    asked: Asked, who: str, losses: Sequence[Loss], given_up: Collection[str], rules: Rules
+) -> Violation | None:
+    facts = f"{who}, {asked.on_failure}: {type(asked.error).__name__}: {asked.error}"
+    match asked.error:
+        case Aborted():
+            return None if asked.aborted else Violation("lost", f"{facts}, and nobody aborted it")
+        case StageUnavailable(stage=stage):
+            fair = stage in given_up and stage in asked.template.stages
+            return None if fair else Violation("lost", f"{facts}, and the stage was not given up")
+        case StageCrashed():
+            touched = [loss for loss in losses if _touches(loss, asked)]
+            if not touched:
+                return Violation("disturbed", f"{facts}, and no stage of its route died")
+            replayable = {loss.stage for loss in touched} <= rules.replayed
+            if asked.on_failure == "fail" or asked.hooked or not replayable or len(touched) > rules.replays:
+                return None
+            return Violation(
+                "lost", f"{facts}, after {len(touched)} of the {rules.replays} deaths that it is to survive"
+            )
+        case _:
+            return Violation("lost", facts)
+
+
+def _touches(loss: Loss, asked: Asked) -> bool:
+    return loss.stage in asked.template.stages and asked.submitted <= loss.at <= asked.ended + NOTICED_S
+
+
+def of_losses(losses: Sequence[Loss], killed: Collection[int], asked_for: Mapping[str, int]) -> list[Violation]:
+    """Deaths without a cause. killed: pids. asked_for: by stage, how many more deaths the harness has brought about."""
+    left = dict(asked_for)
+    found = []
+    for loss in losses:
+        if loss.pid in killed or "restarted with stage" in loss.exit:
+            continue
+        if left.get(loss.stage, 0) > 0:
+            left[loss.stage] -= 1
+        else:
+            found.append(Violation("disturbed", f"{loss.stage}.{loss.replica}: {loss.exit}, and nobody killed it"))
+    return found
+
+
+def of_restarts(losses: Sequence[Loss], given_up: Collection[str], pipeline: Pipeline) -> list[Violation]:
+    """Stages given up before their restarts were used up. A run is shorter than the period that they are counted in."""
+    deaths = Counter(loss.stage for loss in losses)
+    return [
+        Violation("disturbed", f"{name} was given up after {deaths[name]} deaths, with {intensity} restarts allowed")
+        for name in sorted(given_up)
+        if deaths[name] <= (intensity := pipeline.stages[name].restart.intensity)
+    ]

@@ -1,0 +1,225 @@
+"""Makes schedules: a state machine of Hypothesis's whose rules are the operations. Shrinks those that fail.
+
+Rules
+1. The machine only writes a schedule down, and carries it out in its teardown. So what Hypothesis draws never depends
+   on what happened, and what failed is, to the letter, what can be repeated.
+2. Shrinking works on the schedule, not on the draws: operations are left out, halves first, then one by one, for as
+   long as what is left still fails. Processes race, so each smaller one gets ``TRIES`` runs to fail in. What is printed
+   did fail.
+3. The budget is looked at between runs: a run that began is finished.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from hypothesis import HealthCheck, Phase, Verbosity, settings
+from hypothesis import seed as with_seed
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    Bundle,
+    RuleBasedStateMachine,
+    consumes,
+    initialize,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+from msgspec import structs
+
+from omni_actors.stress import schedule as schedules
+from omni_actors.stress.judge import Violation
+from omni_actors.stress.report import Tally
+from omni_actors.stress.run import Result
+from omni_actors.stress.schedule import OnFailure, Operation, Schedule
+from omni_actors.stress.workload import Workload
+
+DELAYS_MS = (0, 1, 3, 10, 30, 100, 300)
+LIVES = 2
+TRIES = 2
+
+
+class Over(BaseException):
+    """The budget is spent, or a run failed. Not an ``Exception``: Hypothesis would take it for a failure of its own."""
+
+
+@dataclass
+class Hunt:
+    """Runs of one command, until enough. run: carries a schedule out; enough: whether the budget is spent."""
+
+    workload: Workload
+    run: Callable[[Schedule], Result]
+    enough: Callable[[], bool]
+    shrink_s: float
+    tally: Tally = field(default_factory=Tally)
+    """Up to the first failing run, that included: how often shrinking fails says nothing about the system."""
+    failing: Schedule | None = None
+    """The smallest that failed."""
+    violations: list[Violation] = field(default_factory=list)
+    """Of it."""
+
+    def go(self, seed: int, operations: int) -> None:
+        """Run schedules drawn from ``seed``, of up to so many operations, until enough or until one fails."""
+        machine = with_seed(seed)(machine_of(self))
+        drawing = settings(
+            max_examples=1_000_000,
+            stateful_step_count=operations,
+            deadline=None,
+            database=None,
+            phases=(Phase.generate,),
+            verbosity=Verbosity.quiet,
+            print_blob=False,
+            suppress_health_check=list(HealthCheck),
+        )
+        with suppress(Over):
+            run_state_machine_as_test(machine, settings=drawing)
+        if self.failing is not None:
+            self._shrink(self.failing, time.monotonic() + self.shrink_s)
+
+    def carry_out(self, schedule: Schedule) -> None:
+        """Raises Over."""
+        if self.enough():
+            raise Over
+        result = self.run(schedule)
+        self.tally.add(result.tally)
+        if result.violations:
+            self.failing, self.violations = schedule, result.violations
+            raise Over
+
+    def _shrink(self, smallest: Schedule, until: float) -> None:
+        def still_fails(smaller: Schedule) -> bool:
+            for _ in range(TRIES):
+                if time.monotonic() < until and (found := self.run(smaller).violations):
+                    self.failing, self.violations = smaller, found
+                    return True
+            return False
+
+        size = len(smallest.operations) // 2
+        while size:
+            place = 0
+            while place < len(smallest.operations):
+                kept = smallest.operations[:place] + smallest.operations[place + size :]
+                if still_fails(smaller := structs.replace(smallest, operations=kept)):
+                    smallest = smaller
+                else:
+                    place += size
+            size //= 2
+        for simpler in ({"lives": None}, {"load": "one"}, {"load": "idle"}):
+            smaller = structs.replace(smallest, **simpler)
+            if smaller != smallest and still_fails(smaller):
+                smallest = smaller
+
+
+def machine_of(hunt: Hunt) -> type[RuleBasedStateMachine]:
+    """The machine for a pipeline: its stages and requests are what the rules draw from."""
+    workload = hunt.workload
+    stages = st.sampled_from(workload.stages)
+    hooked = st.sampled_from(workload.hooks or ("",))
+    delays = st.sampled_from(DELAYS_MS)
+    policies = st.sampled_from(("replay", "replay", "fail"))
+
+    class Machine(RuleBasedStateMachine):
+        """Writes down one schedule."""
+
+        requests: Bundle[int] = Bundle("requests")
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.load: schedules.Load = "idle"
+            self.lives: int | None = None
+            self.operations: list[Operation] = []
+            self.submitted = 0
+
+        def _ask(self, operation: Operation) -> int:
+            self.operations.append(operation)
+            self.submitted += 1
+            return self.submitted - 1
+
+        @initialize(load=st.sampled_from(("idle", "one", "full")), lives=st.sampled_from((None,) * 7 + (LIVES,)))
+        def begin(self, load: schedules.Load, lives: int | None) -> None:
+            self.load, self.lives = load, lives
+
+        @rule(target=requests, name=st.sampled_from(sorted(workload.templates)), on_failure=policies)
+        def submit(self, name: str, on_failure: OnFailure) -> int:
+            return self._ask(schedules.Submit(name, on_failure))
+
+        @rule(target=requests, name=st.sampled_from(sorted(workload.templates)), pace=st.sampled_from((5, 50)))
+        def read_slowly(self, name: str, pace: int) -> int:
+            return self._ask(schedules.Submit(name, "replay", pace))
+
+        @rule(request=consumes(requests), after=delays)
+        def abort(self, request: int, after: int) -> None:
+            self.operations += [schedules.Wait(after), schedules.Abort(request)]
+
+        @rule(request=consumes(requests), after=delays)
+        def disconnect(self, request: int, after: int) -> None:
+            self.operations += [schedules.Wait(after), schedules.Disconnect(request)]
+
+        @rule(ms=delays)
+        def wait(self, ms: int) -> None:
+            self.operations.append(schedules.Wait(ms))
+
+        @rule()
+        def settle(self) -> None:
+            self.operations.append(schedules.Settle())
+
+        def _hurt(self, after: int, fault: Operation, alone: bool) -> None:
+            """alone: nothing else happens until it is over, so that its times count."""
+            self.operations += [schedules.Wait(after), fault]
+            if alone:
+                self.operations.append(schedules.Settle())
+
+        @rule(stage=stages, after=delays, alone=st.booleans())
+        def kill(self, stage: str, after: int, alone: bool) -> None:
+            self._hurt(after, schedules.Kill((stage,)), alone)
+
+        @precondition(lambda _: len(workload.stages) > 1)
+        @rule(pair=st.lists(stages, min_size=2, max_size=2, unique=True), after=delays, alone=st.booleans())
+        def kill_two(self, pair: list[str], after: int, alone: bool) -> None:
+            self._hurt(after, schedules.Kill(tuple(pair)), alone)
+
+        @rule(stage=stages, after=delays, alone=st.booleans())
+        def kill_loading(self, stage: str, after: int, alone: bool) -> None:
+            self._hurt(0, schedules.KillLoading(stage, after), alone)
+
+        @rule(stage=stages, times=st.integers(2, 5), alone=st.booleans())
+        def storm(self, stage: str, times: int, alone: bool) -> None:
+            self._hurt(0, schedules.Storm(stage, times), alone)
+
+        @rule(stage=stages, after=delays, alone=st.booleans())
+        def freeze(self, stage: str, after: int, alone: bool) -> None:
+            self._hurt(after, schedules.Freeze(stage), alone)
+
+        @rule(stage=stages, ms=st.sampled_from((50, 200, 500, 2000)))
+        def pause(self, stage: str, ms: int) -> None:
+            self.operations.append(schedules.Pause(stage, ms))
+
+        @precondition(lambda _: bool(workload.hooks))
+        @rule(stage=hooked, how=st.sampled_from(("raise", "exit", "hang")), alone=st.booleans())
+        def crash(self, stage: str, how: schedules.How, alone: bool) -> None:
+            self._hurt(0, schedules.Crash(stage, how), alone)
+
+        @precondition(lambda _: bool(workload.hooks))
+        @rule(stage=hooked, alone=st.booleans())
+        def crash_again_and_again(self, stage: str, alone: bool) -> None:
+            self._hurt(0, schedules.Crash(stage, "raise", "replay"), alone)
+
+        @rule(stage=stages, alone=st.booleans())
+        def starve(self, stage: str, alone: bool) -> None:
+            self._hurt(0, schedules.Starve(stage), alone)
+
+        @rule(stage=stages, times=st.integers(1, 2), alone=st.booleans())
+        def fill(self, stage: str, times: int, alone: bool) -> None:
+            self._hurt(0, schedules.Full(stage, times), alone)
+
+        @rule(loading=st.booleans())
+        def orphan(self, loading: bool) -> None:
+            self.operations.append(schedules.Orphan(loading))
+
+        def teardown(self) -> None:
+            hunt.carry_out(Schedule(self.load, self.lives, tuple(self.operations)))
+
+    return Machine

@@ -1,0 +1,207 @@
+"""One system, full load, a fault every two seconds, for as long as one likes: does memory grow, does throughput return?
+
+Rules
+1. The first stage that the most requests share is spared, so that its worker lives as long as the system; the others
+   are hit in turn, by SIGKILL, SIGSTOP, a crash in a step where an engine can be asked for one, and a pause.
+2. RSS is read once a second. Its slope is that of the least-squares line after the first fifth of the run, in which
+   caches fill. Its error is the standard error of that, for as many independent samples as the residuals'
+   autocorrelation leaves.
+3. Throughput is counted before the first fault (the fault-free level) and, later, in the quiet times: from the moment
+   when every stage serves again to the next fault. Their ratio must be near one.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import resource
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import trio
+
+from omni_actors.stress.driver import Driver
+from omni_actors.stress.run import Result, under_fire
+from omni_actors.stress.schedule import Crash, Freeze, Kill, Operation, Pause
+from omni_actors.stress.workload import Workload
+from omni_actors.system import OmniSystem
+
+EVERY_S = 2.0
+"""Later where a stage takes longer to come back, so that there is a quiet time after each."""
+QUIET_S = 0.4
+WARM_S, CALM_S = 10.0, 60.0
+"""Before the first fault: not counted, counted. At the most a twentieth and a tenth of the run."""
+WARMING = 0.2
+PAUSED_S = 0.25
+"""Longer than a pause, which nobody reports."""
+
+
+@dataclass(frozen=True)
+class Slope:
+    """Bytes a minute, and its standard error."""
+
+    per_minute: float
+    error: float
+
+
+@dataclass
+class Soak:
+    """What came out. throughput: outputs read a second."""
+
+    seconds: float
+    spared: str
+    result: Result
+    rss: dict[str, list[tuple[float, int]]]
+    """By process ("parent", and the workers of the spared stage): (seconds since the beginning, bytes)."""
+    calm_per_s: float
+    quiet_per_s: float
+    quiet_s: float
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            **self.result.tally.as_json(),
+            "seconds": self.seconds,
+            "spared": self.spared,
+            "rss": {
+                name: {"slope_per_minute": slope(samples).per_minute, "error": slope(samples).error, "samples": samples}
+                for name, samples in self.rss.items()
+            },
+            "throughput": {
+                "fault_free_per_s": self.calm_per_s,
+                "between_faults_per_s": self.quiet_per_s,
+                "between_faults_s": self.quiet_s,
+            },
+        }
+
+    def as_markdown(self) -> str:
+        lines = ["| process | RSS at the beginning | at the end | slope, per minute |", "|---|---:|---:|---:|"]
+        for name, samples in self.rss.items():
+            line = slope(samples)
+            shown = f"{line.per_minute / 1e3:+.1f} ± {line.error / 1e3:.1f} kB"
+            lines.append(f"| {name} | {_megabytes(samples[0][1])} | {_megabytes(samples[-1][1])} | {shown} |")
+        ratio = self.quiet_per_s / self.calm_per_s if self.calm_per_s else 0.0
+        lines += [
+            "",
+            "| outputs a second | fault-free | between faults | ratio |",
+            "|---|---:|---:|---:|",
+            f"| | {self.calm_per_s:.1f} | {self.quiet_per_s:.1f} | {ratio:.2f} |",
+            "",
+            self.result.tally.as_markdown(),
+        ]
+        return "\n".join(lines)
+
+
+@dataclass
+class _Count:
+    """Outputs read over a time."""
+
+    outputs: int = 0
+    seconds: float = 0.0
+
+    @property
+    def per_s(self) -> float:
+        return self.outputs / self.seconds if self.seconds else 0.0
+
+
+@dataclass
+class _Record:
+    rss: dict[str, list[tuple[float, int]]] = field(default_factory=dict)
+    calm: _Count = field(default_factory=_Count)
+    quiet: _Count = field(default_factory=_Count)
+
+
+def soak(workload: Workload, seconds: float, mark: str, say: Callable[[str], None]) -> Soak:
+    """Run for so long. mark: see ``run.under_fire``. say: how it goes, now and then."""
+    spared = spared_stage(workload)
+    record = _Record()
+
+    async def work(omni: OmniSystem, driver: Driver) -> None:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(_sample, omni, spared, record)
+            await _hurt(driver, workload, spared, seconds, record, say)
+            nursery.cancel_scope.cancel()
+
+    result = under_fire(workload, "full", None, mark, work)
+    return Soak(seconds, spared, result, record.rss, record.calm.per_s, record.quiet.per_s, record.quiet.seconds)
+
+
+def spared_stage(workload: Workload) -> str:
+    """The stage on most requests' routes; of several, the first upstream. There must be another one to hit."""
+    most = Counter(stage for each in workload.templates.values() for stage in each.stages)
+    return max(workload.stages, key=lambda stage: (most[stage], -workload.stages.index(stage)))
+
+
+def _faults(workload: Workload, spared: str) -> Iterator[Operation]:
+    for stage in itertools.cycle([each for each in workload.stages if each != spared] or [spared]):
+        yield Kill((stage,))
+        yield Crash(stage, "raise", "fail") if stage in workload.hooks else Kill((stage,))
+        yield Pause(stage, 200)
+        yield Freeze(stage)
+
+
+async def _hurt(
+    driver: Driver, workload: Workload, spared: str, seconds: float, record: _Record, say: Callable[[str], None]
+) -> None:
+    """Count in peace, then hurt and count in between, until the time is up."""
+    until = time.monotonic() + seconds
+    await trio.sleep(min(WARM_S, seconds / 20))
+    await _count(driver, record.calm, min(CALM_S, seconds / 10))
+    for fault in _faults(workload, spared):
+        if time.monotonic() > until:
+            return
+        hurt_at = time.monotonic()
+        await driver.do(fault)
+        await trio.sleep(PAUSED_S)
+        with trio.move_on_after(workload.patience_s):
+            await driver.until_quiet()
+        await _count(driver, record.quiet, max(QUIET_S, hurt_at + EVERY_S - time.monotonic()))
+        say(f"{driver.tally.faults} faults, {until - time.monotonic():.0f} s to go")
+
+
+async def _count(driver: Driver, count: _Count, for_s: float) -> None:
+    began, outputs = time.monotonic(), driver.client.outputs
+    await trio.sleep(for_s)
+    count.outputs += driver.client.outputs - outputs
+    count.seconds += time.monotonic() - began
+
+
+async def _sample(omni: OmniSystem, spared: str, record: _Record) -> None:
+    """Resident memory of this process and of the spared stage's workers, once a second, until cancelled."""
+    began = time.monotonic()
+    while True:
+        workers = {f"{spared}.{each.replica}": each.pid for each in omni.health().stages[spared] if each.pid}
+        for name, pid in {"parent": os.getpid(), **workers}.items():
+            record.rss.setdefault(name, []).append((time.monotonic() - began, resident(pid)))
+        await trio.sleep(1)
+
+
+def resident(pid: int) -> int:
+    """Bytes, those of shared memory included."""
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+def slope(samples: Sequence[tuple[float, float]]) -> Slope:
+    """See rule 2. samples: (seconds, bytes), evenly spaced. Nothing is said of fewer than three."""
+    kept = [sample for sample in samples if sample[0] >= samples[-1][0] * WARMING] if samples else []
+    if len(kept) < 3:
+        return Slope(math.nan, math.nan)
+    minutes, sizes = [at / 60 for at, _ in kept], [float(size) for _, size in kept]
+    line = statistics.linear_regression(minutes, sizes)
+    rest = [size - line.slope * at - line.intercept for at, size in zip(minutes, sizes, strict=True)]
+    squares = math.fsum(each * each for each in rest)
+    lagged = math.fsum(a * b for a, b in itertools.pairwise(rest))
+    correlation = min(max(0.0, lagged / squares), 0.999) if squares else 0.0
+    independent = max(3.0, len(kept) * (1 - correlation) / (1 + correlation))
+    spread = math.fsum((at - statistics.fmean(minutes)) ** 2 for at in minutes)
+    variance = squares / len(kept) * independent / (independent - 2)
+    return Slope(line.slope, math.sqrt(variance / spread * len(kept) / independent))
+
+
+def _megabytes(size: int) -> str:
+    return f"{size / 1e6:.1f} MB"

@@ -1,0 +1,165 @@
+"""The requests that a pipeline is asked under fire, found from its configuration alone.
+
+Rules
+1. Every request is the same each time: fixed input, fixed seeds. So its answer without a fault is the oracle's.
+2. A pipeline that begins with ``echo`` engines gets chunks of text, sound and codes, and its echo engines can be asked
+   to fail. Others get what their stages accept of ``messages``, ``script`` and ``audio``, and fail from outside only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from omni_actors import config as configuration
+from omni_actors.config import Pipeline
+from omni_actors.errors import ConfigError, InvalidRequest
+from omni_actors.orchestrator.request import Input
+from omni_actors.orchestrator.routes import Node, plan, topological
+from omni_actors.stress.oracle import Answer
+
+SEED = 7
+SHORT, LONG = 3, 60
+"""Chunks in a request to an echo pipeline."""
+RATE = 24_000
+SCRIPT = "Good morning."
+QUESTION = "What is the capital of France?"
+LONG_QUESTION = "Write three sentences about the sea."
+
+
+@dataclass(frozen=True)
+class Template:
+    """A request. stages: its route, upstream first. hooked: the same request, asking its engines for a failure."""
+
+    name: str
+    inputs: Mapping[str, Sequence[Input]]
+    modalities: tuple[str, ...]
+    params: Mapping[str, Any]
+    stages: tuple[str, ...]
+
+    def hooked(self, hooks: Mapping[str, Any]) -> Mapping[str, Sequence[Input]]:
+        """The inputs with ``hooks`` for echo engines on the first piece of each kind."""
+        return {
+            kind: [Input({**pieces[0].data, "echo": hooks}, pieces[0].tensors), *pieces[1:]]
+            for kind, pieces in self.inputs.items()
+        }
+
+
+@dataclass
+class Workload:
+    """A pipeline, and what is asked of it. ``oracle`` is filled by a system without faults, once.
+
+    full: requests in flight at full load. patience_s: after the last fault, whatever takes longer hangs.
+    """
+
+    pipeline: Pipeline
+    templates: dict[str, Template]
+    hooks: tuple[str, ...]
+    """Stages whose engine can be asked to fail."""
+    full: int
+    patience_s: float
+    replayed: frozenset[str] = frozenset()
+    """Stages whose requests survive them."""
+    oracle: dict[str, Answer] = field(default_factory=dict)
+
+    @property
+    def stages(self) -> tuple[str, ...]:
+        """Upstream first."""
+        return topological(nodes_of(self.pipeline))
+
+    def probe(self, stage: str) -> Template:
+        """The cheapest request that needs ``stage``."""
+        return min(
+            (each for each in self.templates.values() if stage in each.stages),
+            key=lambda each: (len(each.stages), list(self.templates).index(each.name)),
+        )
+
+
+def nodes_of(pipeline: Pipeline) -> dict[str, Node]:
+    return {name: Node(stage.accepts, stage.inputs, stage.emits) for name, stage in pipeline.stages.items()}
+
+
+def find(config: str | Pipeline, overrides: Mapping[str, Any]) -> Workload:
+    """The workload of a pipeline. Restarts are quick and not counted, and hangs are found early, unless overridden.
+
+    Raises ConfigError, also where no request reaches some stage.
+    """
+    given = configuration.load(config, overrides)
+    is_echo = all(stage.engine == "echo" for stage in given.stages.values() if stage.accepts)
+    ours: dict[str, Any] = {}
+    for name, stage in given.stages.items():
+        place = f"stages.{name}"
+        ours[f"{place}.restart.backoff_s"] = ours[f"{place}.restart.backoff_max_s"] = 0.01
+        ours[f"{place}.restart.intensity"] = 1_000_000
+        ours[f"{place}.load_s"], ours[f"{place}.step_s"] = (3.0, 1.0) if is_echo else (60.0, 10.0)
+        if stage.engine == "echo":
+            ours[f"{place}.options.step_s"] = 0.001
+    pipeline = configuration.load(config, {**ours, **overrides})
+    templates = {each.name: each for each in (_echo_requests if is_echo else _model_requests)(pipeline)}
+    for name in pipeline.stages:
+        if not any(name in each.stages for each in templates.values()):
+            raise ConfigError(pipeline.file, f"stages.{name}", name, "a stage that a request of known kinds reaches")
+    hooks = tuple(name for name, stage in pipeline.stages.items() if stage.engine == "echo") if is_echo else ()
+    replayed = frozenset(name for name in pipeline.stages if pipeline.replays(name))
+    return Workload(pipeline, templates, hooks, 8 if is_echo else 3, 20.0 if is_echo else 180.0, replayed)
+
+
+def _template(
+    pipeline: Pipeline, name: str, inputs: Mapping[str, Sequence[Input]], modalities: tuple[str, ...], **params: Any
+) -> Iterator[Template]:
+    """None where this pipeline has no way for it; params are those that an engine on the way knows."""
+    try:
+        route = plan(nodes_of(pipeline), inputs, modalities)
+    except InvalidRequest:
+        return
+    schemas = [pipeline.spec(stage).params for stage in route.stages]
+    known = {each.name for schema in schemas if schema is not None for each in msgspec.structs.fields(schema)}
+    share = {key: value for key, value in {"seed": SEED, **params}.items() if key in known}
+    yield Template(name, inputs, modalities, share, route.stages)
+
+
+def _emitted(pipeline: Pipeline) -> tuple[str, ...]:
+    return tuple(stage.emits for stage in pipeline.stages.values() if stage.emits)
+
+
+def _echo_requests(pipeline: Pipeline) -> Iterator[Template]:
+    noise = np.random.default_rng(SEED)
+
+    def piece(number: int) -> Input:
+        codes = noise.integers(0, 1 << 20, 100_000 if number == 5 else 64, dtype=np.int32)
+        sound = noise.uniform(-1, 1, 240).astype(np.float32)
+        return Input({"text": f"{number} ", "sample_rate": RATE}, {"audio": sound, "codes": codes})
+
+    kinds = sorted({kind for stage in pipeline.stages.values() for kind in stage.accepts})
+    short, long = ([piece(number) for number in range(count)] for count in (SHORT, LONG))
+    for modalities in (*((each,) for each in _emitted(pipeline)), _emitted(pipeline)):
+        for length, pieces in (("short", short), ("long", long)):
+            label = " and ".join(modalities)
+            for kind in kinds[:1] if len(kinds) == 1 else [each for each in kinds if each != "messages"]:
+                yield from _template(pipeline, f"{label}, {length}", {kind: pieces}, modalities)
+
+
+def _model_requests(pipeline: Pipeline) -> Iterator[Template]:
+    def question(text: str) -> dict[str, list[Input]]:
+        return {"messages": [Input({"messages": [{"role": "user", "content": text}]})]}
+
+    def spoken() -> dict[str, list[Input]]:
+        times = np.arange(RATE) / RATE
+        sound = (0.3 * np.sin(2 * np.pi * 220 * times) * np.hanning(RATE)).astype(np.float32)
+        return {"audio": [Input({"sample_rate": RATE, "index": 0}, {"audio": sound})]}
+
+    emitted = _emitted(pipeline)
+    for modality in emitted:
+        yield from _template(pipeline, f"{modality}, script", {"script": [Input({"text": SCRIPT})]}, (modality,))
+        yield from _template(pipeline, f"{modality}, recording", spoken(), (modality,), max_tokens=4)
+        yield from _template(pipeline, f"{modality}, short", question(QUESTION), (modality,), max_tokens=4)
+    yield from _template(pipeline, "sampled, short", question(QUESTION), ("text",), max_tokens=8, temperature=0.8)
+    spoken_and_written = tuple(each for each in ("text", "audio") if each in emitted)
+    if len(spoken_and_written) > 1:
+        yield from _template(
+            pipeline, "text and audio, long", question(LONG_QUESTION), spoken_and_written, max_tokens=32
+        )

@@ -1,0 +1,119 @@
+"""What the tests of the harness share: a quiet day's answers, and pipelines with a bug planted in an engine."""
+
+from __future__ import annotations
+
+import textwrap
+import uuid
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from omni_actors import config as configuration
+from omni_actors.stress import leaks
+from omni_actors.stress.run import ask_oracle
+from omni_actors.stress.workload import Workload, find
+
+ENGINES = """
+    import pathlib
+    import subprocess
+
+    from omni_actors.stages.base import StageOutput
+    from omni_actors.stages.echo import EchoEngine
+
+
+    def context_without(context):
+        return type(context)(context.stage, None, {"step_s": 0.001}, 1, "cpu", context.report)
+
+
+    class Planted(EchoEngine):
+        # ``again``: whether this is not the first worker of its stage.
+        def __init__(self, context):
+            super().__init__(context_without(context))
+            marker = pathlib.Path(context.options["marker"])
+            self.again = marker.exists()
+            marker.touch()
+
+
+    class Louder(Planted):
+        # Another sound after a restart.
+        def step(self):
+            for output in super().step():
+                if self.again and "audio" in output.tensors:
+                    sound = output.tensors["audio"].numpy() * 2
+                    tensors = {**output.tensors, "audio": sound}
+                    output = StageOutput(output.request_id, tensors, output.data, output.last)
+                yield output
+
+
+    class Stutters(Planted):
+        # What comes first comes twice after a restart.
+        def __init__(self, context):
+            super().__init__(context)
+            self.seen = set()
+
+        def step(self):
+            for output in super().step():
+                if self.again and output.request_id not in self.seen and not output.last:
+                    self.seen.add(output.request_id)
+                    yield output
+                yield output
+
+
+    class Mute(Planted):
+        # Takes requests after a restart, and never answers.
+        @property
+        def busy(self):
+            return super().busy and not self.again
+
+
+    class Faint(Planted):
+        # Dies of itself, once.
+        def step(self):
+            if not self.again:
+                raise SystemExit(7)
+            yield from super().step()
+
+
+    class Daemon(Planted):
+        # Starts a process that outlives it.
+        def __init__(self, context):
+            super().__init__(context)
+            if self.again:
+                quiet = subprocess.DEVNULL
+                subprocess.Popen(["sleep", "300"], stdout=quiet, stderr=quiet, start_new_session=True)
+"""
+
+
+@pytest.fixture(scope="session")
+def quiet_day() -> Workload:
+    """echo's workload with its answers."""
+    workload = find("echo", {})
+    ask_oracle(workload)
+    return workload
+
+
+@pytest.fixture
+def planted(quiet_day: Workload, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Workload]:
+    """echo's workload, on a pipeline whose second stage has the engine of this name."""
+    (tmp_path / "planted_engines.py").write_text(textwrap.dedent(ENGINES))
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def plant(engine: str) -> Workload:
+        overrides = {
+            "stages.second.engine": f"planted_engines:{engine}",
+            "stages.second.replays": True,
+            "stages.second.options": {"marker": str(tmp_path / engine)},
+        }
+        return replace(quiet_day, pipeline=configuration.load(quiet_day.pipeline, overrides), patience_s=1.0)
+
+    return plant
+
+
+@pytest.fixture
+def mark(monkeypatch: pytest.MonkeyPatch) -> str:
+    """Of the processes of this test alone."""
+    name = uuid.uuid4().hex
+    monkeypatch.setenv(leaks.MARK, name)
+    return name

@@ -1,0 +1,86 @@
+"""Schedules: drawn from a seed, shrunk, written as text, and carried out again from it. No process is started here."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from omni_actors.stress import schedule as schedules
+from omni_actors.stress.judge import Violation
+from omni_actors.stress.machine import Hunt
+from omni_actors.stress.report import Tally
+from omni_actors.stress.run import Result
+from omni_actors.stress.schedule import Freeze, Kill, Operation, Schedule, Settle, Submit
+from omni_actors.stress.workload import find
+
+RUNS = 40
+
+
+def drawn(seed: int) -> list[Schedule]:
+    """What a hunt would run."""
+    run: list[Schedule] = []
+
+    def note(schedule: Schedule) -> Result:
+        run.append(schedule)
+        return Result(Tally(), [])
+
+    Hunt(find("echo", {}), note, lambda: len(run) >= RUNS, 10.0).go(seed, 20)
+    return run
+
+
+def test_a_seed_gives_the_same_schedules_and_they_have_every_operation() -> None:
+    first = drawn(1)
+    assert len(first) == RUNS
+    assert first == drawn(1)
+    assert first != drawn(2)
+    seen = {type(operation) for schedule in first + drawn(2) + drawn(3) for operation in schedule.operations}
+    assert seen == set(Operation.__args__)
+    assert {schedule.load for schedule in first} == {"idle", "one", "full"}
+    assert {schedule.lives for schedule in first} == {None, 2}
+    for schedule in first:
+        assert schedules.decode(schedules.encode(schedule)) == schedule
+
+
+def _holds_both(schedule: Schedule) -> bool:
+    """A bug that takes a request of sound, and the first stage frozen at some time after."""
+    submitted = False
+    for operation in schedule.operations:
+        submitted |= isinstance(operation, Submit) and "audio" in operation.request
+        if submitted and operation == Freeze("first"):
+            return True
+    return False
+
+
+def test_a_failing_schedule_is_shrunk_to_what_it_takes() -> None:
+    def run(schedule: Schedule) -> Result:
+        tally = Tally(runs=1)
+        tally.row("SIGSTOP", schedule.load).faults += 1
+        return Result(tally, [Violation("lost", "something")] if _holds_both(schedule) else [])
+
+    hunt = Hunt(find("echo", {}), run, lambda: hunt.tally.runs > 3000, shrink_s=60.0)
+    hunt.go(3, 20)
+    assert hunt.failing is not None
+    assert _holds_both(hunt.failing)
+    assert [type(operation).__name__ for operation in hunt.failing.operations] == ["Submit", "Freeze"]
+    assert (hunt.failing.load, hunt.failing.lives) == ("idle", None)
+    assert [violation.what for violation in hunt.violations] == ["something"]
+
+
+def test_what_fails_once_only_is_kept() -> None:
+    runs: list[Schedule] = []
+
+    def run(schedule: Schedule) -> Result:
+        runs.append(schedule)
+        return Result(Tally(), [Violation("hung", "once")] if len(runs) == 5 else [])
+
+    hunt = Hunt(find("echo", {}), run, lambda: len(runs) > 50, 60.0)
+    hunt.go(1, 20)
+    assert hunt.failing == runs[4]
+
+
+def test_a_text_that_is_no_schedule_is_refused() -> None:
+    text = schedules.encode(Schedule("full", 2, (Kill(("first", "second")), Settle())))
+    assert text == '["full",2,[["kill",["first","second"]],["settle"]]]'
+    for wrong in ("", "[]", '["busy",null,[]]', '["idle",null,[["explode","first"]]]', '["idle",null,[["wait",-1]]]'):
+        with pytest.raises(msgspec.DecodeError):
+            schedules.decode(wrong)
