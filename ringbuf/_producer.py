@@ -118,8 +118,9 @@ class Producer:
         spin_s: seconds to look again before sleeping, as in ``Consumer.recv``.
         Raises TimeoutError and PeerDied (the message was not sent), and what ``sending`` raises.
         """
-        self._check_idle()
-        pieces = tuple(map(flat, buffers))
+        if self._closed or self._sending_now or self._reserved is not None or self._end.parked:
+            self._check_idle()
+        pieces = [flat(each) for each in buffers]
         total = len(pieces[0]) if len(pieces) == 1 else sum(map(len, pieces))
         if total > self.max_reserve or not self._try_record(pieces, total, WHOLE, 0):
             self._block(self._sending(pieces, spin_s), timeout)

@@ -17,10 +17,21 @@ from rich.table import Table as RichTable
 
 from bench.ring import checks, measure, report
 from bench.ring.peers import Iceoryx, IceoryxEvents, RayStore, VllmOmni, ZmqMsgpack
-from bench.ring.transports import Memcpy, MpPipe, MpQueue, OurReserveTuned, OurSend, OurSendTuned, OurTrio, UnixSocket
+from bench.ring.transports import (
+    Memcpy,
+    MemcpyOverTwo,
+    MpPipe,
+    MpQueue,
+    OurReserveTuned,
+    OurSend,
+    OurSendTuned,
+    OurTrio,
+    UnixSocket,
+)
 
 TRANSPORTS: tuple[Any, ...] = (
     Memcpy(),
+    MemcpyOverTwo(),
     OurSend(),
     OurSendTuned(),
     OurReserveTuned(),

@@ -34,8 +34,11 @@ class Memcpy:
     def takes(self, size: int) -> bool:
         return True
 
+    def capacity(self, size: int) -> int:
+        return max(size, DEFAULT_CAPACITY)
+
     def open(self, size: int) -> None:
-        self._size, self._capacity = size, max(size, DEFAULT_CAPACITY)
+        self._size, self._capacity = size, self.capacity(size)
         fd = os.memfd_create("memcpy")
         os.ftruncate(fd, self._capacity)
         self._map = mmap.mmap(fd, self._capacity, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
@@ -52,6 +55,18 @@ class Memcpy:
 
     def close(self) -> None:
         self._map.close()
+
+
+class MemcpyOverTwo(Memcpy):
+    """To two places in turn: the limit of whatever lets one message be written while another is read."""
+
+    name = "memcpy, over two places"
+
+    def takes(self, size: int) -> bool:
+        return self.capacity(size) > super().capacity(size)
+
+    def capacity(self, size: int) -> int:
+        return max(2 * size, DEFAULT_CAPACITY)
 
 
 class OurSend:

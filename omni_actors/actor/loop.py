@@ -18,7 +18,7 @@ import os
 import select
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Set
 
 from omni_actors.actor import chunks
 from omni_actors.actor.chunks import ChunkHeader, Intake, ReplayDiverged
@@ -118,10 +118,18 @@ class _Active:
 class EngineLoop:
     """Runs one engine until ``Stop``. ``post`` may be called from any thread, everything else is the loop's own.
 
-    notify: takes what is said of a request; called in the loop's thread and may block it.
+    notify: takes what is said of a request; called in the loop's thread and may block it. congested_bytes: see rule 5.
+    ``run`` is a thread's whole life. Who has no thread to give calls ``turn`` and, when it moved nothing, ``park``.
     """
 
-    def __init__(self, address: Address, fence: int, notify: Callable[[Message], None]) -> None:
+    def __init__(
+        self,
+        address: Address,
+        fence: int,
+        notify: Callable[[Message], None],
+        *,
+        congested_bytes: int = CONGESTED_BYTES,
+    ) -> None:
         self._address, self._newest, self._notify = address, fence, notify
         self._commands: collections.deque[Command] = collections.deque()
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -130,7 +138,8 @@ class EngineLoop:
         self._active: dict[int, _Active] = {}
         self._retained: dict[int, Retained] = {}
         """Of the requests that may be replayed, those too that are finished here and have not ended."""
-        self._stopping = False
+        self._congested_bytes = congested_bytes
+        self.stopping = False
         self.running = False
         self._ended = False
         self._ending = threading.Lock()
@@ -146,24 +155,58 @@ class EngineLoop:
         """Serve until ``Stop``, then close the engine and the rings. An engine's exception passes through."""
         self.running = True
         try:
-            while not self._stopping:
-                moved = self._obey(engine)
-                congested = self._flush() > CONGESTED_BYTES
-                if not congested:
-                    moved |= self._receive(engine)
-                    if engine.busy:
-                        self._step(engine)
-                        moved = True
+            while not self.stopping:
+                moved, receiving = self.turn(engine)
                 if not moved:
-                    self._sleep(receiving=not congested)
+                    self._sleep(receiving=receiving)
             engine.close()
         finally:
-            edges: list[_Incoming | Outgoing] = [*self._incoming.values(), *self._outgoing.values()]
-            for edge in edges:
-                edge.close()
-            with self._ending:
-                self._ended = True
-                os.close(self._bell)
+            self.close()
+
+    def turn(self, engine: StageEngine) -> tuple[bool, bool]:
+        """Once around: commands, what waited for room, chunks in, a step. Blocks only where the engine does.
+
+        Gives whether there was anything to do, and whether chunks are received now: not while congested.
+        """
+        moved = self._obey(engine)
+        congested = self._flush() > self._congested_bytes
+        if not congested:
+            moved |= self._receive(engine)
+            if engine.busy:
+                self._step(engine)
+                moved = True
+        return moved, not congested
+
+    def park(self, *, receiving: bool) -> list[int]:
+        """After a turn that moved nothing: the doorbells, any of which tells of something to do. [] where it is here."""
+        bells = [self._bell]
+        bells += [out.producer.fileno() for out in self._outgoing.values() if out.waiting_bytes]
+        if receiving:
+            for edge in self._incoming.values():
+                if edge.early is None and not edge.ended:
+                    if not edge.consumer.park():
+                        return []
+                    bells.append(edge.consumer.fileno())
+        return bells
+
+    def unpark(self, rung: Iterable[int]) -> None:
+        """These of the doorbells have rung."""
+        if self._bell in rung:
+            os.eventfd_read(self._bell)
+
+    def close(self) -> None:
+        """Close every edge: who is at its other end learns of it. What is posted from now on goes nowhere."""
+        edges: list[_Incoming | Outgoing] = [*self._incoming.values(), *self._outgoing.values()]
+        for edge in edges:
+            edge.close()
+        with self._ending:
+            self._ended = True
+            os.close(self._bell)
+
+    @property
+    def requests(self) -> Set[int]:
+        """Numbers of those of which something is here."""
+        return self._active.keys() | self._retained.keys()
 
     # commands
 
@@ -196,7 +239,7 @@ class EngineLoop:
                 case Ping(number):
                     self._notify(Pong(number))
                 case Stop():
-                    self._stopping = True
+                    self.stopping = True
         return moved
 
     def _attach(self, attach: Attach) -> None:
@@ -308,17 +351,8 @@ class EngineLoop:
         return max((edge.waiting_bytes for edge in self._outgoing.values()), default=0)
 
     def _sleep(self, *, receiving: bool) -> None:
-        poll = select.poll()
-        poll.register(self._bell, select.POLLIN)
-        for out in self._outgoing.values():
-            if out.waiting_bytes:
-                poll.register(out.producer.fileno(), select.POLLIN)
-        if receiving:
-            for edge in self._incoming.values():
-                if edge.early is None and not edge.ended:
-                    if not edge.consumer.park():
-                        return
-                    poll.register(edge.consumer.fileno(), select.POLLIN)
-        for fd, _ in poll.poll():
-            if fd == self._bell:
-                os.eventfd_read(self._bell)
+        if bells := self.park(receiving=receiving):
+            poll = select.poll()
+            for bell in bells:
+                poll.register(bell, select.POLLIN)
+            self.unpark([bell for bell, _ in poll.poll()])

@@ -136,7 +136,8 @@ class LocalWorker:
 
     def kill(self) -> None:
         if not self._dead.is_set():
-            signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+            with suppress(ProcessLookupError):  # reaped already: multiprocess does so whenever it starts another
+                signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
 
     async def wait_ending(self) -> WorkerExit:
         await self._ending.wait()
