@@ -1,6 +1,6 @@
 """A single-producer, single-consumer ring in shared memory, and bundles of arrays to put in it.
 
-Wait-free, without a name, safe against the death of either side at any instruction.
+Without a name, without locks between the two, safe against the death of either at any instruction.
 
     ring = Ring.create()                  # ring.fds go to the other process: Ring.attach(fds, generation=0)
     producer = ring.claim_producer()
@@ -8,6 +8,22 @@ Wait-free, without a name, safe against the death of either side at any instruct
 
     with consumer.recv() as frame:        # over there
         bundle = decode_bundle(frame.data)
+
+Who may call what
+-----------------
+Any process that has the descriptors may attach. One at a time owns each end, by claiming it, and uses it from one
+thread at a time. ``try_*``, ``park`` and ``fileno`` never block; the others sleep in ``poll``. A fork does not pass an
+end on: the child may attach, and claim an end once the parent has closed its ring or is gone.
+
+What crosses
+------------
+All that the producer wrote before ``send`` or ``commit`` is there when the consumer has the frame; all that the
+consumer read before ``release`` is over when the producer writes there again. Nothing else is ordered.
+
+What is not trusted
+-------------------
+Whatever the shared memory holds, neither end crashes, nor touches what is outside of it. A peer that means harm can
+still keep the other waiting (it owns the doorbells and the claims as well), and without checksums alter what it says.
 """
 
 from __future__ import annotations

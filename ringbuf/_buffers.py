@@ -17,5 +17,5 @@ def flat(buffer: Buffer) -> bytes | memoryview:
     view = buffer if type(buffer) is memoryview else memoryview(buffer)  # type: ignore[arg-type]  # an array is a buffer; its stubs say so from Python 3.12 on
     if not view.c_contiguous:
         raise TypeError(f"a buffer of shape {view.shape} and strides {view.strides} is not C-contiguous: copy it first")
-    # A cast would do, did it take every format and an empty shape.
+    # ``cast`` refuses some formats, and empty shapes.
     return view if view.format == "B" and view.ndim == 1 else PickleBuffer(view).raw()

@@ -2,8 +2,8 @@
 
 Rule 1: a claim word is start time << 22 | pid. No two processes of a boot share one, so a recycled pid is not mistaken
 for the owner. A zombie is dead.
-Rule 2: the kernel's record lock, of a byte for each end, makes a claim's load, check and store one step among
-processes; it goes with a process that dies inside. Who claims one end never waits for a process at the other.
+Rule 2: a record lock, of a byte for each end, makes a claim's load, check and store one step among processes; the
+kernel drops it when its holder dies. Who claims one end never waits for a process at the other.
 Rule 3: the death of the owner is an event (a pidfd), not a timeout.
 """
 
@@ -21,6 +21,7 @@ from ringbuf._errors import AlreadyClaimed, PeerDied, RingClosed
 from ringbuf._words import Column, Segment
 
 _PID_BITS: Final = 22
+_LONGEST_S: Final = 86_400.0  # poll takes no more than a month; waking early is harmless
 _among_threads = threading.Lock()
 
 
@@ -39,7 +40,8 @@ def claim(segment: Segment, column: Column, memory_fd: int) -> None:
                 raise AlreadyClaimed(column.end, pid_of(owner))
             segment.check_positions()
             mine = _claim_word(os.getpid())
-            assert mine is not None, "this process lives"
+            if mine is None:
+                raise OSError(errno.ENOENT, "no /proc, which tells whether the owner of an end lives")
             segment.store_claim(column, mine)
         finally:
             fcntl.lockf(memory_fd, fcntl.LOCK_UN, 1, column.claim)
@@ -79,12 +81,12 @@ class Waiter:
         self._pidfd: int | None = None
 
     def wait(self, deadline: float | None) -> bool:
-        """True: the bell was rung. False: ``deadline`` (time.monotonic()) passed, if rung or not. Raises PeerDied."""
+        """True: the bell was rung. False: ``deadline`` (time.monotonic()) passed, rung or not. Raises PeerDied."""
         poll = select.poll()
         poll.register(self._bell, select.POLLIN)
         if (pidfd := self._watch()) is not None:
             poll.register(pidfd, select.POLLIN)
-        ready = poll.poll(None if deadline is None else max(0.0, deadline - time.monotonic()) * 1000)
+        ready = poll.poll(None if deadline is None else min(max(0.0, deadline - time.monotonic()), _LONGEST_S) * 1000)
         if ready and all(fd == pidfd for fd, _ in ready):
             raise PeerDied(self._peer.end, pid_of(self._watched))
         return deadline is None or time.monotonic() < deadline

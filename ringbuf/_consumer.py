@@ -84,11 +84,14 @@ class Frame:
                 raise
             # The traceback keeps the locals of the calls that failed, and those keep their arrays.
             traceback.clear_frames(trace)
-            self.release()
+            try:
+                self.release()
+            except FrameBorrowed as borrowed:
+                error.add_note(str(borrowed))  # by this very function, which goes on with its error
 
 
 class _Whole:
-    """Private memory in which a message in fragments becomes whole. total 0: its beginning is lost, so it will not."""
+    """Private memory in which a message in fragments becomes whole. total 0: a predecessor took its beginning."""
 
     __slots__ = ("_consumer", "_raw", "filled", "memory", "total")
 
@@ -162,7 +165,8 @@ class Consumer:
         if (frame := self.try_recv()) is not None:
             return frame
         begin = time.monotonic()
-        while time.monotonic() - begin < spin_s:
+        awake_s = spin_s if timeout is None else min(spin_s, timeout)
+        while time.monotonic() - begin < awake_s:
             if (frame := self.try_recv()) is not None:
                 return frame
         deadline = None if timeout is None else begin + timeout
@@ -185,13 +189,17 @@ class Consumer:
         """Announce sleep and look again. True: wait until ``fileno()`` is readable. False: something is there already.
 
         Waking is not a promise: after it, or any other wake-up, call ``try_recv``, and park again when it gives None.
+        Who waits there is not told of the producer's death: watch its process too. Raises RingClosed (closed here).
         """
         if self._closed:
             raise RingClosed("consumer")
         return self._end.park(self._next + 1)
 
     def close(self) -> None:
-        """Read no more: the producer gets RingClosed. Held frames are released. Idempotent. Raises FrameBorrowed."""
+        """Read no more: the producer gets RingClosed. Frames in the ring are released; idempotent.
+
+        Raises FrameBorrowed.
+        """
         if self._closed:
             return
         for frame in tuple(self._held):

@@ -11,6 +11,7 @@ import ctypes
 import errno
 import fcntl
 import os
+import sys
 from typing import Final
 
 from ringbuf._errors import RingCorrupted
@@ -73,9 +74,25 @@ def _describe(fd: int) -> str:
 
 
 def _available() -> int:
-    """Bytes that programs may still have without others being swapped out, by the kernel's own estimate."""
+    """Bytes to be had without the kernel killing somebody: of the machine, and of this process's control group."""
     with open("/proc/meminfo", "rb") as file:
-        for line in file:
-            if line.startswith(b"MemAvailable:"):
-                return int(line.split()[1]) << 10
-    raise OSError(errno.ENOSYS, "/proc/meminfo has no MemAvailable")
+        free = next((int(line.split()[1]) << 10 for line in file if line.startswith(b"MemAvailable:")), None)
+    if free is None:
+        raise OSError(errno.ENOSYS, "/proc/meminfo has no MemAvailable")
+    return min(free, _left_to_group())
+
+
+def _left_to_group() -> int:
+    """File pages that nobody has used for long do not count: they go first. Without a limit (or cgroup v2): endless."""
+    try:
+        with open("/proc/self/cgroup") as file:
+            group = "/sys/fs/cgroup" + next(line[3:].strip() for line in file if line.startswith("0::"))
+        with open(f"{group}/memory.max") as file:
+            limit = int(file.read())
+        with open(f"{group}/memory.current") as file:
+            used = int(file.read())
+        with open(f"{group}/memory.stat") as file:
+            idle = next(int(line.split()[1]) for line in file if line.startswith("inactive_file "))
+    except (OSError, StopIteration, ValueError):  # "max" is no number
+        return sys.maxsize
+    return limit - used + idle

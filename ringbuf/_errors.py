@@ -102,7 +102,9 @@ class CudaFailed(RingError):
         super().__init__(f"{function} failed{'' if code is None else f' with code {code}'}: {why}")
 
 
-class UnsupportedMachine(RingError):
+class UnsupportedMachine(RingError, ImportError):
+    """Raised by the import of ringbuf."""
+
     def __init__(self, machine: str) -> None:
         self.machine = machine
         super().__init__(f"ringbuf relies on the total store order of x86-64; this machine is {machine!r}")

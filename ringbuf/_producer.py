@@ -17,7 +17,8 @@ from ringbuf._claim import Waiter
 from ringbuf._errors import FrameBorrowed, MessageTooLarge, RingClosed, RingMisuse
 from ringbuf._words import FIRST, LAST, MIDDLE, RECORD, WHOLE, ProducerEnd, Segment
 
-MAX_MESSAGE = 1 << 36
+MAX_MESSAGE = 1 << 32
+"""Bytes: what a peer may have the other end put together in private memory."""
 FRAGMENT = 256 << 10
 """Payload bytes of a fragment: both ends' copies of one then meet in the cache."""
 
@@ -46,11 +47,12 @@ class Producer:
         """``n`` writable bytes in the ring, contiguous and 64-byte aligned, to fill before ``commit``. None: no room.
 
         Do not keep an array made from it beyond ``commit``: the bytes are the consumer's then.
-        Raises MessageTooLarge (n > max_reserve), RingClosed.
+        Raises MessageTooLarge (n > max_reserve), RingMisuse (one is open, or a message is being sent), RingClosed,
+        RingCorrupted.
         """
         self._check_idle()
         self._check_size(n)
-        start = self._end.place(n)
+        start = self._end.allocate(n)
         if start is None:
             return None
         at = start % self._capacity + RECORD
@@ -71,12 +73,18 @@ class Producer:
         """After ``try_reserve`` or ``try_send`` found no room: announce sleep until there is, and look again.
 
         True: wait until ``fileno()`` is readable. False: there is room already. Waking is not a promise: try again.
+        Who waits there is not told of the consumer's death: watch its process too.
         """
         self._check_idle()
-        return self._end.park(self._end.wanted)
+        end = self._end
+        return end.peer_position() < end.wanted and end.park(end.wanted)
 
     def commit(self) -> None:
-        """Send what was reserved; its view is released. Raises RingMisuse (nothing was), RingClosed (nobody reads)."""
+        """Send what was reserved; its view is released. What a device copies into it has to have arrived.
+
+        Raises RingMisuse (nothing was reserved), FrameBorrowed (an array made from the view is alive), RingClosed
+        (nobody reads).
+        """
         reserved = self._reserved
         if reserved is None:
             raise RingMisuse("nothing is reserved")
@@ -94,7 +102,8 @@ class Producer:
     def try_send(self, *buffers: Buffer) -> bool:
         """Send one message, gathered from ``buffers``. False: no room now, nothing was sent.
 
-        Raises MessageTooLarge (more than max_reserve: use ``sending``), RingClosed, TypeError (not contiguous).
+        Raises MessageTooLarge (more than max_reserve: use ``sending``), TypeError (not contiguous), RingMisuse,
+        RingClosed, RingCorrupted.
         """
         self._check_idle()
         pieces = tuple(map(flat, buffers))
@@ -152,11 +161,13 @@ class Producer:
         self._reserved = None
 
     def _check_size(self, n: int) -> None:
+        if n < 0:
+            raise ValueError(f"a message of {n} bytes")
         if n > self.max_reserve:
             raise MessageTooLarge(n, self.max_reserve, "use sending(), which takes any size")
 
     def _try_record(self, pieces: Sequence[bytes | memoryview], length: int, kind: int, place: int) -> bool:
-        start = self._end.place(length)
+        start = self._end.allocate(length)
         if start is None:
             return False
         data = self._data

@@ -61,7 +61,7 @@ class Ring:
 
         checksums: each message carries the CRC-32 of its bytes, and one that does not match is RingCorrupted: against
         a program that writes where it should not. It reads all bytes once more at both ends.
-        Raises OSError (no memory, no descriptors).
+        Raises OSError (no memory, no descriptors), ValueError (capacity <= 0).
         """
         if capacity <= 0:
             raise ValueError(f"capacity must be positive, not {capacity}")
@@ -134,8 +134,9 @@ class Ring:
         Copies between a device and the ring are then asynchronous DMA, with no staging copy:
         ``tensor.copy_(torch.frombuffer(frame.data[:], dtype=...), non_blocking=True)``.
 
-        Release a frame, and close the ring, when such copies are over: the ring cannot see them. Each process registers
-        for itself; a second call does nothing. Raises CudaFailed (no CUDA runtime in this process, no device).
+        Commit a reservation, release a frame and close the ring when such copies are over (synchronize their stream):
+        the ring cannot see them. Each process registers for itself; a second call does nothing.
+        Raises CudaFailed (no CUDA runtime in this process, no device), RingMisuse (closed).
         """
         segment = self._mapped()
         if self._registration is None:
@@ -155,7 +156,8 @@ class Ring:
     def close(self) -> None:
         """Close the ends that were claimed here, unmap, close the descriptors; idempotent.
 
-        Raises FrameBorrowed, and may be called again, while a view of a frame or of a reservation is alive.
+        Raises FrameBorrowed, and may be called again, while a view of a frame or of a reservation is alive. CudaFailed
+        (the memory would not be unregistered) comes when all else is done.
         """
         if self._closed:
             return
@@ -163,12 +165,14 @@ class Ring:
             self._consumer.close()
         if self._producer is not None:
             self._producer.close()
-        if self._registration is not None:
-            self._registration.close()
-            self._registration = None
-        self._segment.close()
-        self._closed = True
-        _close_all(self.fds)
+        registration, self._registration = self._registration, None
+        try:
+            if registration is not None:
+                registration.close()
+        finally:
+            self._segment.close()
+            self._closed = True
+            _close_all(self.fds)
 
     def __enter__(self) -> Ring:
         return self

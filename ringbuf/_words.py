@@ -32,16 +32,19 @@ Record (64-byte header, then the payload, then padding to the next multiple of 6
       0    8 kind, length    kind in the low 8 bits, payload bytes above
       8    8 sequence        the record's own position: strictly growing, and another one in each lap
      16    8 place           FIRST: bytes of the whole message. MIDDLE, LAST: offset in the message. Else 0
-     24    8 checksum        CRC-32 of the payload, begun with the words above; not written without checksums
+     24    8 checksum        CRC-32 of the words above and the payload; not written without checksums
 
 SYNC DATA  The publisher stores its position after it wrote (or read) the bytes; the peer loads the position before it
-           touches them. Total store order keeps both pairs in order; no fence is needed.
+           touches them. Total store order keeps both pairs in order; no fence is needed. A large memcpy stores past the
+           cache, which that order does not cover: the C library ends it with the fence that it takes. (CPython neither
+           reorders nor merges these accesses.)
 SYNC BELL  A sleeper stores ``waits for`` and then loads the peer's position; a publisher stores its position and then
            loads ``waits for``. x86 does reorder a store with a later load, and then both miss each other: the sleeper
            sleeps on data that is there. A full fence between the two, on both sides, lets at least one see the other.
-           An uncontended lock's acquire is a locked instruction, which is that fence.
-           A bell is rung once for each position waited for. Having rung for W the position is at least W for good, so
-           whoever waits for W again finds it without sleeping.
+           A lock's release is a locked instruction, which is that fence. It is acquired first, without waiting: one
+           left held, by a signal handler that raised in between, is released like another.
+           A bell is rung once for each position waited for, and only when the peer's position has reached it; positions
+           never shrink, so a later sleeper for the same one finds it reached.
 """
 
 from __future__ import annotations
@@ -56,13 +59,15 @@ from typing import Final, NamedTuple
 
 from ringbuf._errors import EndName, FrameBorrowed, RingClosed, RingCorrupted, UnsupportedMachine, WrongGeneration
 
-if platform.machine() not in ("x86_64", "AMD64"):
+if platform.machine() != "x86_64":
     raise UnsupportedMachine(platform.machine())
 
 PAGE: Final = 4096
 HEADER: Final = PAGE
 RECORD: Final = 64
 """Bytes of a record's header, and the alignment of records and payloads."""
+_SUMMED: Final = 24
+"""Bytes of it that its checksum covers."""
 
 MAGIC: Final = int.from_bytes(b"ringbuf\n", "little")
 VERSION: Final = 2
@@ -159,14 +164,10 @@ class Segment:
         return max(0, min(self.words[PRODUCER.position] - head, self.capacity))
 
     def checksum(self, position: int, length: int) -> int:
-        """Of the record at ``position``, its payload ``length`` bytes (a PAD's 0).
-
-        Another kind, length, position or place makes another checksum of it, not only another payload.
-        """
-        words, offset = self.words, position % self.capacity
-        at = (HEADER + offset) >> 3
-        begin = words[at] ^ words[at + 1] ^ words[at + 2]
-        return zlib.crc32(self.data[offset + RECORD : offset + RECORD + length], (begin ^ begin >> 32) & 0xFFFFFFFF)
+        """Of the record at ``position``: its header, and ``length`` bytes of payload (a PAD's 0)."""
+        at = position % self.capacity
+        header, payload = self.data[at : at + _SUMMED], self.data[at + RECORD : at + RECORD + length]
+        return zlib.crc32(payload, zlib.crc32(header))
 
     def corrupted(self, position: int, why: str) -> RingCorrupted:
         """The error for a record that is none."""
@@ -178,7 +179,7 @@ class Segment:
         return ctypes.addressof(ctypes.c_char.from_buffer(self._map)), len(self._map)
 
     def fence(self) -> threading.Lock:
-        """One end's own: to acquire and release it is a full fence."""
+        """One end's own: to release it is a full fence."""
         return threading.Lock()
 
     def close(self) -> None:
@@ -206,7 +207,7 @@ class Bell:
         except BlockingIOError:  # its count is at the limit: somebody rang it so
             return
 
-    def hush(self) -> None:
+    def clear(self) -> None:
         """Empty it."""
         try:
             os.eventfd_read(self.fd)
@@ -261,8 +262,8 @@ class End:
     def publish(self, position: int) -> None:
         words = self._words
         words[self._position] = position  # SYNC DATA: pairs with peer_position; all bytes below are written, or read
-        self._acquire()  # SYNC BELL: pairs with park
-        self._release()
+        self._acquire(False)
+        self._release()  # SYNC BELL: pairs with park
         wanted = words[self._peer_waits]
         if wanted and wanted != self._rung and position >= wanted:
             self._rung = wanted
@@ -272,8 +273,8 @@ class End:
         """Announce sleep until the peer's position is ``wanted`` (> 0). False: it is already, or the peer closed."""
         words = self._words
         words[self._mine.waits] = wanted
-        self._acquire()  # SYNC BELL: pairs with publish and wake
-        self._release()
+        self._acquire(False)
+        self._release()  # SYNC BELL: pairs with publish and wake
         if words[self._peer_position] >= wanted or words[self._peer_closed]:
             words[self._mine.waits] = 0
             return False
@@ -284,12 +285,12 @@ class End:
         """Awake again: the bell is emptied. Rung late, for this sleep, it ends the next one early: that is harmless."""
         self._words[self._mine.waits] = 0
         self.parked = False
-        self._bell.hush()
+        self._bell.clear()
 
     def wake(self) -> None:
         """Wake a sleeping peer though no position moved: it has something else to see."""
-        self._acquire()  # SYNC BELL: pairs with park
-        self._release()
+        self._acquire(False)
+        self._release()  # SYNC BELL: pairs with park
         if self._words[self._peer_waits]:
             self._peer_bell.ring()
 
@@ -304,14 +305,14 @@ class ProducerEnd(End):
     __slots__ = ("_head", "_messages", "_payload_bytes", "_tail", "wanted")
 
     wanted: int
-    """The head that the last ``place`` had no room without."""
+    """The head that the last ``allocate`` had no room without."""
 
     def __init__(self, segment: Segment, bell: Bell, peer_bell: Bell) -> None:
         super().__init__(segment, PRODUCER, CONSUMER, bell, peer_bell)
         self._tail, self._head, self.wanted = self.position(), self.peer_position(), 0
         self._messages, self._payload_bytes = segment.counts()
 
-    def place(self, length: int) -> int | None:
+    def allocate(self, length: int) -> int | None:
         """Position for a record of ``length`` payload bytes. None: no room. Raises RingClosed, RingCorrupted.
 
         Where it would cross the end of the data area, a PAD fills the rest, visible with the record that follows it.

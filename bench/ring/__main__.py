@@ -97,9 +97,13 @@ def one(figures: report.Figures, transport: Any, size: int, plan: measure.Plan) 
     if transport.name in figures.missing or not transport.takes(size):
         return
     try:
-        figures.add(transport.name, size, measure.measure(transport, size, plan))
+        result = measure.measure(transport, size, plan)
     except ImportError as error:
         figures.missing[transport.name] = str(error)
+        return
+    except Exception as error:  # noqa: BLE001 - of a peer that would not open: the others' figures are not lost
+        result = measure.Failure(f"{type(error).__name__}: {error}")
+    figures.add(transport.name, size, result)
 
 
 def show(console: Console, table: report.Table) -> None:
@@ -148,12 +152,15 @@ def main(
             "parked in trio": checks.idle(3.0, in_trio=True),
         }
         found = report.targets(figures)
-    shown = [*report.tables(figures), *([report.target_table(found)] if found else [])]
+    shown = report.tables(figures)
     if long:
         marks, rate = checks.long_run(LONG, cores)
+        found += report.flat(marks)
         rows = [[f"{mark.at:.0%}", *(f"{rss / 1e6:.2f}" for rss in mark.rss), *map(str, mark.fds)] for mark in marks]
         columns = ["", "producer, MB", "consumer, MB", "producer's fds", "consumer's fds"]
         shown.append((f"{LONG:,} messages of 64 B, {rate:,.0f} a second", columns, rows))
+    if found:
+        shown.append(report.target_table(found))
     facts = machine()
     console.print(", ".join(f"{name} {value}" for name, value in facts.items()), style="dim")
     for table in shown:

@@ -1,4 +1,7 @@
-"""What was measured as tables, targets and a plot. Every figure is a median over the repetitions."""
+"""What was measured as tables, targets and a plot.
+
+Rates and CPU are medians over the repetitions that succeeded; latencies are percentiles of the samples of all of them.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bench.ring.checks import RAW_SOCKET, RINGS, RINGS_AWAKE, Idle
+from bench.ring.checks import RAW_SOCKET, RINGS, RINGS_AWAKE, Idle, Mark
 from bench.ring.measure import Failure, Result
 
 SIZES = (64, 1 << 10, 8 << 10, 64 << 10, 1 << 20, 8 << 20, 64 << 20)
@@ -171,7 +174,11 @@ def targets(figures: Figures) -> list[Target]:
         """Against the fastest of them."""
         ours = figures.rate(name, size)
         rates = {other: rate for other in others if (rate := figures.rate(other, size)) is not None}
-        if ours is None or not (rates or figures.missing.keys() & set(others)):
+        if ours is None:
+            if name in figures.names:
+                found.append(Target(f"{size_name(size)}: {name}", None, "to work", False))
+            return
+        if not (rates or figures.missing.keys() & set(others)):
             return
         if rates:
             fastest = max(rates, key=lambda other: rates[other])
@@ -203,6 +210,17 @@ def targets(figures: Figures) -> list[Target]:
         for name, idle in figures.idle.items()
     ]
     return found
+
+
+def flat(marks: Sequence[Mark]) -> list[Target]:
+    """From the first mark to the last of a long run, at either end."""
+    first, last = marks[0], marks[-1]
+    grown = max(after - before for before, after in zip(first.rss, last.rss, strict=True)) / 1e6
+    opened = max(after - before for before, after in zip(marks[1].fds, last.fds, strict=True))
+    return [
+        Target("long run: RSS grown, MB", grown, "<= 1", grown <= 1),
+        Target("long run: descriptors more than half-way through", opened, "= 0", opened <= 0),
+    ]
 
 
 def target_table(found: Iterable[Target]) -> Table:

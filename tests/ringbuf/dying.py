@@ -1,7 +1,7 @@
 """Children (see nursery.py) that die at a chosen step of what they do with a ring.
 
 Rule 1: a step is one access to what both sides share: a word's load or store, half a copy of a payload, a bell's ring
-or hush, going to sleep at it. A child kills itself just before its n-th step of one kind; the last kind is the end of
+or clear, going to sleep at it. A child kills itself just before its n-th step of one kind; the last kind is the end of
 its script. (Of one kind: how many steps there are in all depends on which of the two is faster.)
 Rule 2: what it has got done it tells.
 """
@@ -171,7 +171,7 @@ def live(ring: Ring, tell: Tell, script: str, fatal: str, occurrence: int) -> No
     segment.words = SteppingWords(segment.words, step)  # type: ignore[assignment]
     segment.data = SteppingData(segment.data, step)  # type: ignore[assignment]
     Bell.ring = stepping(Bell.ring, "ring", step)  # type: ignore[method-assign]
-    Bell.hush = stepping(Bell.hush, "hush", step)  # type: ignore[method-assign]
+    Bell.clear = stepping(Bell.clear, "clear", step)  # type: ignore[method-assign]
     Waiter.wait = stepping(Waiter.wait, "sleep", step)  # type: ignore[method-assign]
     SCRIPTS[script](ring, step, tell)
     ring.close()

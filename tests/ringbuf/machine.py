@@ -2,7 +2,7 @@
 
 Words, data bytes, two bells, and for each side a buffer of stores that memory has not seen yet. A load is told the
 side's own newest buffered store, else memory. The oldest entries of a buffer drain at any later time, in order. A fence
-waits until the own buffer is empty. Ringing, hushing and sleeping order nothing: that is less than a kernel gives, so
+waits until the own buffer is empty. Ringing, clearing and sleeping order nothing: that is less than a kernel gives, so
 the protocol may not lean on it. A side that dies does no more; what its buffer holds still drains, as retired stores do
 on x86, and has drained when anyone learns of the death (a dying process takes locks before its end is announced).
 
@@ -45,7 +45,7 @@ SLOT = {word: slot for slot, word in enumerate(NAMES)}
 OWN = (set(PRODUCER[1:]) | {_MESSAGES, _PAYLOAD_BYTES}, set(CONSUMER[1:]), set())
 """Words that a side stores, and no other."""
 LIVES, DIED, SUCCEEDED = range(3)
-_STEPS = ("wait", "await successor", "ring", "hush", "drop", "done")
+_STEPS = ("wait", "await successor", "ring", "clear", "drop", "done")
 
 
 class End(NamedTuple):
@@ -184,7 +184,7 @@ class Machine:
                     steps.append(Step(side, kind, bell, "late"))
             elif kind == "load":
                 steps.append(Step(side, kind, what[0], _load(state, side, what[0])))
-            elif kind in ("ring", "hush") or (kind == "await successor" and state.life == SUCCEEDED):
+            elif kind in ("ring", "clear") or (kind == "await successor" and state.life == SUCCEEDED):
                 steps.append(Step(side, kind, what[0]))
             elif kind == "drop":
                 steps.append(Step(side, kind, tuple(what)))
@@ -204,7 +204,7 @@ class Machine:
         else:
             here = (_after(node, side, told), 0) if kind in ("load", "wait", "await successor") else (node, at + 1)
             state = state._replace(at=_put(state.at, side, here), reading=_put(state.reading, side, ()))
-            if kind in ("ring", "hush"):
+            if kind in ("ring", "clear"):
                 state = state._replace(rung=_put(state.rung, what, kind == "ring"))
             elif kind == "drop":
                 held = list(state.held[side])

@@ -4,7 +4,7 @@ Rule 1: a side is a function. What it does next follows from what it was told so
 ended), so a run with a list of answers gives its next operations, up to the first question beyond them.
 Rule 2: nothing is kept here. Stores, fences and bells are handed out as operations, in program order; what they do to
 memory, and what a load is told, is the machine's business.
-Rule 3: the ring's own code runs. Mapping, eventfd and poll are replaced beneath it; nothing in it knows.
+Rule 3: the ring's own code runs, once an end is claimed. Mapping, eventfd and poll are replaced beneath it.
 Rule 4: a script is a sequence of actions, and between two of them a side *rests*: no code of the ring is running, so
 the side is what its objects hold. Histories that rest alike are one from there on.
 """
@@ -27,7 +27,7 @@ COLUMNS = (PRODUCER, CONSUMER)
 SIDES = ("producer", "consumer", "onlooker")
 FIRST_DATA_WORD = HEADER >> 3
 LINE = 64
-PATIENCE = 1000
+PATIENCE = 300
 """Answers after which a side is said to run in circles."""
 
 Action: TypeAlias = "Callable[[Side], bool | None]"
@@ -35,7 +35,7 @@ Action: TypeAlias = "Callable[[Side], bool | None]"
 Script: TypeAlias = tuple[Action, ...]
 Told: TypeAlias = "int | bytes | str | None"
 Op: TypeAlias = tuple[Any, ...]
-"""Commands: store word value | write offset bytes | fence | ring side | hush side | hold begin end | drop begin end |
+"""Commands: store word value | write offset bytes | fence | ring side | clear side | hold begin end | drop begin end |
 note item. Questions: load word | read begin end | wait side claim timed | await successor side | rest likeness.
 Ends: done | raised error."""
 
@@ -232,11 +232,11 @@ class _Lock:
     def __init__(self, side: Side) -> None:
         self._side = side
 
-    def acquire(self) -> None:
-        self._side.do("fence")
+    def acquire(self, blocking: bool = True) -> bool:
+        return True
 
     def release(self) -> None:
-        pass
+        self._side.do("fence")
 
 
 class _Segment(Segment):
@@ -256,8 +256,8 @@ class _Bell:
     def ring(self) -> None:
         self._side.do("ring", self._sleeper)
 
-    def hush(self) -> None:
-        self._side.do("hush", self._sleeper)
+    def clear(self) -> None:
+        self._side.do("clear", self._sleeper)
 
 
 class _Waiter:

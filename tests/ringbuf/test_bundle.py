@@ -222,3 +222,18 @@ def test_an_empty_tensor_whose_other_dimensions_are_absurd_is_refused(shape: tup
     encoded = msgspec.msgpack.encode((None, {"x": ("int8", shape, 0)}))
     with pytest.raises(BundleCorrupted, match="empty"):
         decode_bundle(memoryview(len(encoded).to_bytes(8, "little") + encoded))
+
+
+def test_a_torch_view_of_bfloat16_is_the_ring_s_own_memory(ring: Ring) -> None:
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    producer, consumer = ring.claim_producer(), ring.claim_consumer()
+    values = torch.arange(6, dtype=torch.bfloat16).reshape(2, 3) / 3
+    producer.send(*encode_bundle(None, {"x": Tensor("bfloat16", (2, 3), values.view(torch.uint8).numpy().tobytes())}))
+    frame = consumer.recv()
+    tensor = decode_bundle(frame.data).tensors["x"]
+    view = torch.frombuffer(tensor.data, dtype=torch.bfloat16).reshape(tensor.shape)
+    assert torch.equal(view, values)
+    view[0, 0] = 7
+    assert bytes(tensor.data[:2]) == torch.tensor([7], dtype=torch.bfloat16).view(torch.uint8).numpy().tobytes()
+    del view, tensor
+    frame.release()

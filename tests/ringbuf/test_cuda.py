@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ringbuf import CudaFailed, Ring
+from tests.ringbuf.conftest import descriptors
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no NVIDIA GPU")
@@ -19,6 +20,24 @@ def test_without_cuda_registering_is_a_clear_error_and_the_ring_works_on(ring: R
     producer.send(b"payload")
     with consumer.recv() as frame:
         assert bytes(frame.data) == b"payload"
+
+
+def test_memory_that_cannot_be_unregistered_is_told_and_all_else_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Stuck:
+        def __init__(self, address: int, size: int) -> None:
+            pass
+
+        def close(self) -> None:
+            raise CudaFailed("cudaHostUnregister", 4, "driver shutting down")
+
+    monkeypatch.setattr("ringbuf._ring.Registration", Stuck)
+    before = descriptors()
+    ring = Ring.create()
+    ring.register_cuda()
+    with pytest.raises(CudaFailed, match="shutting down"):
+        ring.close()
+    assert descriptors() == before
+    ring.close()
 
 
 @on_gpu

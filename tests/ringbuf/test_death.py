@@ -42,7 +42,7 @@ RECEIVING = {
     "store consumer.position",
     "store consumer.closed",
 }
-ASLEEP = {"sleep", "hush"}
+ASLEEP = {"sleep", "clear"}
 
 
 @pytest.fixture(scope="module")

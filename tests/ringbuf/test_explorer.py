@@ -65,7 +65,7 @@ class Bug(NamedTuple):
 
 
 ASLEEP = "for ever"
-NO_FENCE = "self._acquire()", "pass"
+NO_FENCE = "self._release()", "pass"
 NO_SECOND_LOOK = "words[self._peer_position] >= wanted or words[self._peer_closed]", "False"
 LOOK_FIRST = before("    wanted = words[self._peer_waits]\n", "    words[self._position] = position")
 TAIL_FIRST = before(
@@ -91,7 +91,7 @@ BUGS = {
         consuming("park", (" or words[self._peer_closed]", "")), "both close", ASLEEP
     ),
     "the consumer empties its bell once it is parked": Bug(
-        consuming("park", ("self.parked = True", "self.parked = True; self._bell.hush()")), "blocking", ASLEEP
+        consuming("park", ("self.parked = True", "self.parked = True; self._bell.clear()")), "blocking", ASLEEP
     ),
     "the consumer does not look again at the tail of a producer that closed": Bug(
         Parts(consumer=edited(Consumer, "_load_tail", ("        tail = end.peer_position()\n", ""))),
@@ -121,16 +121,16 @@ BUGS = {
         "torn",
     ),
     "the ring is taken to be a record larger": Bug(
-        producing("place", ("start + need - capacity", "start + need - capacity - RECORD")), "exactly full", "tail"
+        producing("allocate", ("start + need - capacity", "start + need - capacity - RECORD")), "exactly full", "tail"
     ),
     "a record may stick out by a header": Bug(
-        producing("place", ("offset + need > capacity", "offset + need > capacity + RECORD")), "wrap", "fails"
+        producing("allocate", ("offset + need > capacity", "offset + need > capacity + RECORD")), "wrap", "fails"
     ),
     "padding is a header too long": Bug(
-        producing("place", ("capacity - offset - RECORD", "capacity - offset")), "wrap", "RingCorrupted"
+        producing("allocate", ("capacity - offset - RECORD", "capacity - offset")), "wrap", "RingCorrupted"
     ),
     "an empty ring begins again where the record does not fit": Bug(
-        producing("place", ("need <= offset >= WARM", "need <= offset + RECORD >= WARM")), "rewind", ASLEEP
+        producing("allocate", ("need <= offset >= WARM", "need <= offset + RECORD >= WARM")), "rewind", ASLEEP
     ),
     "a consumer that finds nothing never looks again": Bug(
         Parts(

@@ -169,3 +169,14 @@ def test_an_array_of_a_reservation_keeps_the_ring_from_being_unmapped(ring: Ring
     assert not array.any()
     del array, view
     ring.close()
+
+
+def test_an_error_passes_through_with_where_its_own_function_holds_an_array(ring: Ring) -> None:
+    producer, consumer = ring.claim_producer(), ring.claim_consumer()
+    producer.send(b"x")
+    with pytest.raises(ValueError, match="its own") as caught, consumer.recv() as frame:  # noqa: PT012
+        array = np.frombuffer(frame.data, np.uint8)
+        raise ValueError("its own")
+    assert any("still borrowed" in note for note in caught.value.__notes__)
+    del array
+    frame.release()

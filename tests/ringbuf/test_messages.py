@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -238,3 +240,30 @@ def test_blocking_calls_give_up_in_time_and_leave_the_ring_usable(ring: Ring) ->
     assert drain(consumer) == []
     producer.send(b"fine", timeout=0)
     assert drain(consumer) == [b"fine"]
+
+
+def test_a_reservation_of_less_than_nothing_is_refused(ring: Ring) -> None:
+    producer = ring.claim_producer()
+    while producer.try_send(b"x"):
+        pass
+    for n in (-1, -65, -1000):
+        with pytest.raises(ValueError, match=f"{n} bytes"):
+            producer.try_reserve(n)
+
+
+@pytest.mark.parametrize("timeout", [float("inf"), 1e12])
+def test_a_timeout_may_be_as_long_as_one_likes(ring: Ring, timeout: float) -> None:
+    """A sleeper is woken though nobody can wait that long in one go."""
+    producer, consumer = ring.claim_producer(), ring.claim_consumer()
+    with ThreadPoolExecutor(1) as thread:
+        got = thread.submit(lambda: bytes(consumer.recv(timeout).data))
+        while not consumer._end.parked:
+            time.sleep(0.001)
+        producer.send(b"x")
+        assert got.result(60) == b"x"
+
+
+def test_staying_awake_ends_with_the_timeout(ring: Ring) -> None:
+    ring.claim_producer()
+    with pytest.raises(TimeoutError):
+        ring.claim_consumer().recv(timeout=0.0, spin_s=3600.0)

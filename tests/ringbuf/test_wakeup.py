@@ -178,3 +178,24 @@ def test_claiming_wakes_a_producer_that_sleeps(ring: Ring) -> None:
     assert not rung(producer)
     ring.claim_consumer()
     assert rung(producer)
+
+
+def test_a_fence_that_a_signal_handler_left_half_done_holds_nobody_up(ring: Ring) -> None:
+    """It may raise between any two calls, KeyboardInterrupt for one."""
+    producer, consumer = ring.claim_producer(), ring.claim_consumer()
+    for end in (producer._end, consumer._end):
+        end._acquire(False)
+    producer.send(b"x")
+    assert consumer.park() is False
+    with consumer.recv() as frame:
+        assert bytes(frame.data) == b"x"
+    for end in (producer._end, consumer._end):
+        end._acquire(False)
+    ring.close()
+
+
+def test_parking_with_nothing_to_wait_for_is_not_sleep(ring: Ring) -> None:
+    producer = ring.claim_producer()
+    assert producer.park() is False
+    producer.send(b"x")
+    assert producer.park() is False
