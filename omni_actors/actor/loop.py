@@ -118,18 +118,11 @@ class _Active:
 class EngineLoop:
     """Runs one engine until ``Stop``. ``post`` may be called from any thread, everything else is the loop's own.
 
-    notify: takes what is said of a request; called in the loop's thread and may block it. congested_bytes: see rule 5.
-    ``run`` is a thread's whole life. Who has no thread to give calls ``turn`` and, when it moved nothing, ``park``.
+    notify: takes what is said of a request; called in the loop's thread and may block it.
+    ``run`` is a thread's whole life. Who has no thread to give calls ``turn``, and ``park`` when it moved nothing.
     """
 
-    def __init__(
-        self,
-        address: Address,
-        fence: int,
-        notify: Callable[[Message], None],
-        *,
-        congested_bytes: int = CONGESTED_BYTES,
-    ) -> None:
+    def __init__(self, address: Address, fence: int, notify: Callable[[Message], None]) -> None:
         self._address, self._newest, self._notify = address, fence, notify
         self._commands: collections.deque[Command] = collections.deque()
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -138,7 +131,6 @@ class EngineLoop:
         self._active: dict[int, _Active] = {}
         self._retained: dict[int, Retained] = {}
         """Of the requests that may be replayed, those too that are finished here and have not ended."""
-        self._congested_bytes = congested_bytes
         self.stopping = False
         self.running = False
         self._ended = False
@@ -169,7 +161,7 @@ class EngineLoop:
         Gives whether there was anything to do, and whether chunks are received now: not while congested.
         """
         moved = self._obey(engine)
-        congested = self._flush() > self._congested_bytes
+        congested = self._flush() > CONGESTED_BYTES
         if not congested:
             moved |= self._receive(engine)
             if engine.busy:
@@ -178,7 +170,7 @@ class EngineLoop:
         return moved, not congested
 
     def park(self, *, receiving: bool) -> list[int]:
-        """After a turn that moved nothing: the doorbells, any of which tells of something to do. [] where it is here."""
+        """After a turn that moved nothing: the doorbells, any of which tells of something to do. [] if it is here."""
         bells = [self._bell]
         bells += [out.producer.fileno() for out in self._outgoing.values() if out.waiting_bytes]
         if receiving:
@@ -195,13 +187,14 @@ class EngineLoop:
             os.eventfd_read(self._bell)
 
     def close(self) -> None:
-        """Close every edge: who is at its other end learns of it. What is posted from now on goes nowhere."""
+        """Close every edge: who is at its other end learns of it. What is posted from now on goes nowhere. Idempotent."""
         edges: list[_Incoming | Outgoing] = [*self._incoming.values(), *self._outgoing.values()]
         for edge in edges:
             edge.close()
         with self._ending:
+            if not self._ended:
+                os.close(self._bell)
             self._ended = True
-            os.close(self._bell)
 
     @property
     def requests(self) -> Set[int]:

@@ -32,9 +32,9 @@ class Watched(EngineLoop):
         super().__init__(*args)
         self.asleep: queue.Queue[bool] = queue.Queue()
 
-    def _sleep(self, *, receiving: bool) -> None:
+    def park(self, *, receiving: bool) -> list[int]:
         self.asleep.put(receiving)
-        super()._sleep(receiving=receiving)
+        return super().park(receiving=receiving)
 
 
 class Bench:
