@@ -187,7 +187,7 @@ class EngineLoop:
             os.eventfd_read(self._bell)
 
     def close(self) -> None:
-        """Close every edge: who is at its other end learns of it. What is posted from now on goes nowhere. Idempotent."""
+        """Close every edge: who is at its other end learns of it. What is posted later goes nowhere. Idempotent."""
         edges: list[_Incoming | Outgoing] = [*self._incoming.values(), *self._outgoing.values()]
         for edge in edges:
             edge.close()
