@@ -35,6 +35,8 @@ WATCHDOG_S = 60.0
 os.environ[MARK] = uuid.uuid4().hex
 # Hundreds of processes are started from here, and what each does before it begins adds up.
 os.environ["OPENBLAS_NUM_THREADS"] = "1"  # with a pool of threads, numpy takes twice as long to import
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background job; what is started here would inherit it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 for package in ("omni_actors", "ringbuf"):  # also where PYTHONDONTWRITEBYTECODE keeps an interpreter from doing it
     compileall.compile_dir(Path(__file__).parent.parent / package, quiet=2)
 
