@@ -7,5 +7,8 @@ A run has four parts, each in a file of its own:
 ``driver``    carries a schedule out on a system of its own, with ``faults``, and compares with ``oracle``.
 ``judge``     the rules: what may become of a request, and what may be left behind (``leaks``). Pure functions.
 
+``simulation`` does the like without processes: the same system over ``simulated`` workers, on pipelines of its own
+(``worlds``), in virtual time and from a seed alone, so that it is fast and any failure comes again.
+
 ``report`` counts; ``soak`` is the long run under load; ``command`` is ``python -m omni_actors.stress``.
 """

@@ -1,4 +1,5 @@
-"""What a command does: many runs, one repeated, or a soak; progress, a table, and the command that repeats a failure.
+"""What a command does: many runs, one repeated, a soak, or simulations; progress, a table, and the command that repeats
+a failure.
 
 Figures go to stdout as Markdown, and to a file as JSON; all else to stderr.
 """
@@ -139,6 +140,36 @@ class Campaign:
             command = ["python", "-m", "omni_actors.stress", self._config, *overrides]
             again = shlex.join([*command, "--replay", schedules.encode(failing)])
             click.echo(f"repeat it with (it races: add --times 20):\n{again}", err=True)
+
+
+def simulate(schedules: int, seed: int | None, json_file: Path | None) -> Sequence[Violation]:
+    """So many schedules without processes, of the seeds from ``seed`` on. What was violated."""
+    from omni_actors.stress import simulation
+
+    first = random.SystemRandom().randrange(1 << 32) if seed is None else seed
+    tally, violations = Tally(), list[Violation]()
+    failed: simulation.Result | None = None
+    began = time.monotonic()
+    with notes.status("simulating") as status:
+        for number in range(schedules):
+            result = simulation.simulate(first + number)
+            tally.add(result.tally)
+            violations += result.violations
+            failed = failed or (result if result.violations else None)
+            if number % 100 == 0:
+                status.update(f"simulating: {_so_far(tally)}")
+    seconds = time.monotonic() - began
+    click.echo(tally.as_markdown())
+    notes.print(f"{_so_far(tally)}, {60 * schedules / seconds:.0f} schedules a minute; times in the table are virtual")
+    if json_file is not None:
+        figures = {"simulated": schedules, "seed": first, "seconds": seconds, **tally.as_json()}
+        json_file.write_bytes(msgspec.json.format(msgspec.json.encode(figures), indent=1))
+    if failed is not None:
+        click.echo("\n".join(failed.log), err=True)
+        for violation in failed.violations:
+            click.echo(f"violated: {violation}", err=True)
+        click.echo(f"repeat it with:\npython -m omni_actors.stress --simulate 1 --seed {failed.seed}", err=True)
+    return violations
 
 
 def _so_far(tally: Tally) -> str:

@@ -25,6 +25,7 @@ from omni_actors.serve.command import BadConfig, override_option
 @click.option("--replay", metavar="SCHEDULE", help="Carry out this schedule only.")
 @click.option("--times", default=1, show_default=True, type=click.IntRange(min=1), help="How often to --replay.")
 @click.option("--soak", is_flag=True, help="One system at full load, a fault every 2 s: memory and throughput.")
+@click.option("--simulate", type=click.IntRange(min=1), help="So many schedules without processes, in virtual time.")
 @click.option(
     "--json",
     "json_file",
@@ -42,6 +43,7 @@ def stress_command(
     replay: str | None,
     times: int,
     soak: bool,
+    simulate: int | None,
     json_file: Path | None,
     assignments: tuple[str, ...],
 ) -> None:
@@ -49,11 +51,17 @@ def stress_command(
 
     Answers must equal those without a fault; nothing may be lost, hang, come twice, or be left behind. A schedule
     that fails is shrunk and printed as a command that repeats it.
-    """
-    from omni_actors.stress.campaign import Campaign  # the runtime: other commands do not wait for its import
 
+    With --simulate, pipelines of its own with simulated workers, in one process; the n-th schedule is that of seed + n.
+    """
+    from omni_actors.stress import campaign as campaigns  # the runtime: other commands do not wait for its import
+
+    if simulate is not None:
+        if campaigns.simulate(simulate, seed, json_file):
+            raise SystemExit(1)
+        return
     try:
-        campaign = Campaign(config, configuration.parse_overrides(assignments), json_file)
+        campaign = campaigns.Campaign(config, configuration.parse_overrides(assignments), json_file)
         if soak:
             violations = campaign.soak(minutes)
         elif replay is not None:

@@ -1,0 +1,160 @@
+"""The pipelines that a simulation draws from, what is asked of them, and the answers.
+
+Rules
+1. A world is a number: all of it is drawn from that.
+2. Every engine is ``echo``, whose output is a pure function of its input. So the oracle is computed here, by a few
+   lines that share nothing with the runtime but the route.
+3. Rings are as small as they can be, and some chunks larger than what one takes at once.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import random
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from omni_actors.config import Limits, Pipeline, Restart, Stage
+from omni_actors.errors import InvalidRequest
+from omni_actors.generation import Output
+from omni_actors.messages import CLIENT
+from omni_actors.orchestrator.request import Input
+from omni_actors.orchestrator.routes import Route, plan
+from omni_actors.stress.oracle import Answer
+from omni_actors.stress.workload import Template, Workload, nodes_of
+from ringbuf import Tensor
+
+WORLDS = 96
+LENGTHS = (1, 2, 5, 9)
+"""Chunks in a request."""
+RING_BYTES = 4096
+LARGE = 1500
+"""int32 values in a large chunk: more than a ring holds."""
+LOAD_S, STEP_S, SHUTDOWN_S = 30.0, 40.0, 0.5
+PATIENCE_S = 400.0
+"""Virtual, as all of them: hangs are seen within 44, and starts that fail in a row take less than that."""
+
+SHAPES: dict[str, dict[str, dict[str, Any]]] = {
+    "chain": {
+        "first": {"accepts": ("script",), "emits": "text"},
+        "second": {"inputs": ("first",), "emits": "audio"},
+    },
+    "three": {
+        "first": {"accepts": ("audio",)},
+        "second": {"inputs": ("first",), "accepts": ("messages",), "emits": "text"},
+        "third": {"inputs": ("second",), "accepts": ("script",), "emits": "audio"},
+    },
+    "diamond": {
+        "first": {"accepts": ("script",)},
+        "left": {"inputs": ("first",), "emits": "text"},
+        "right": {"inputs": ("first",), "accepts": ("audio",)},
+        "last": {"inputs": ("left", "right"), "emits": "audio"},
+    },
+}
+
+
+@functools.cache
+def world(number: int) -> Workload:
+    """A pipeline with its requests and their answers."""
+    draw = random.Random(number)
+    shape = draw.choice(list(SHAPES))
+    strategies: Any = draw.choice((["one_for_one"], ["one_for_one", "rest_for_one", "one_for_all"]))
+    intensity = draw.choice((1, 2, 1000, 1000))
+    stages = {
+        name: Stage(
+            engine="echo",
+            replicas=draw.choice((1, 1, 2)),
+            threads=1,
+            options={"spin": True},  # for no time at all; a sleep of no time gives the core away
+            ring_bytes=RING_BYTES,
+            load_s=LOAD_S,
+            step_s=STEP_S,
+            shutdown_s=SHUTDOWN_S,
+            restart=Restart(
+                type=draw.choice(("permanent",) * 8 + ("transient", "temporary")),
+                strategy=draw.choice(strategies),
+                intensity=intensity,
+                period_s=draw.choice((2.0, 1000.0)),
+                backoff_s=draw.choice((0.01, 0.5)),
+                backoff_max_s=1.0,
+            ),
+            **said,
+        )
+        for name, said in SHAPES[shape].items()
+    }
+    limits = Limits(
+        max_requests=draw.choice((2, 4, 8)),
+        deadline_s=100_000.0,
+        output_bytes=draw.choice((20_000, 1_000_000)),
+        replays=draw.choice((0, 1, 2, 10)),
+        retain_bytes=draw.choice((3_000, 1_000_000, 1_000_000)),
+    )
+    pipeline = Pipeline(name=f"{shape} {number}", stages=stages, limits=limits)
+    templates, oracle = {}, {}
+    for length, large, kinds, modalities in itertools.product(LENGTHS, (False, True), *_asks(pipeline)):
+        route = _route(pipeline, kinds, modalities)
+        if route is not None and not (large and length > 5):
+            name = f"{' and '.join(modalities)} of {' and '.join(kinds)}, {length}{' large' if large else ''}"
+            inputs = {kind: _pieces(kind, length, large=large) for kind in kinds}
+            templates[name] = Template(name, inputs, modalities, {}, route.stages)
+            oracle[name] = expected(pipeline, route, inputs)
+    return Workload(pipeline, templates, tuple(stages), 0, PATIENCE_S, frozenset(stages), oracle)
+
+
+def _asks(pipeline: Pipeline) -> tuple[list[tuple[str, ...]], list[tuple[str, ...]]]:
+    """Kinds of input, and modalities of output, that a request may bring and want: one or two of each."""
+    kinds = sorted({kind for stage in pipeline.stages.values() for kind in stage.accepts})
+    modalities = sorted(stage.emits for stage in pipeline.stages.values() if stage.emits)
+    return _one_or_two(kinds), _one_or_two(modalities)
+
+
+def _one_or_two(names: Sequence[str]) -> list[tuple[str, ...]]:
+    return [some for size in (1, 2) for some in itertools.combinations(names, size)]
+
+
+def _route(pipeline: Pipeline, kinds: Sequence[str], modalities: Sequence[str]) -> Route | None:
+    try:
+        return plan(nodes_of(pipeline), kinds, modalities)
+    except InvalidRequest:
+        return None
+
+
+def _pieces(kind: str, length: int, *, large: bool) -> list[Input]:
+    return [
+        Input({"text": f"{kind}{n} "}, {"codes": np.arange(n, n + (LARGE if large and n % 2 else 8), dtype=np.int32)})
+        for n in range(length)
+    ]
+
+
+def expected(pipeline: Pipeline, route: Route, inputs: Mapping[str, Sequence[Input]]) -> Answer:
+    """What echo stages make of it: each gives what comes in, of several sources one chunk of each in turn."""
+    made: dict[str, list[Input]] = {}
+    answer = Answer()
+    for stage in route.stages:
+        sources = [
+            [piece for kind in route.entries[stage] for piece in inputs[kind]] if source == CLIENT else made[source]
+            for source in route.sources[stage]
+        ]
+        made[stage] = _in_turn(sources)
+        if CLIENT in route.targets[stage]:
+            for number, piece in enumerate(made[stage], 1):
+                tensors = {name: Tensor("int32", array.shape, array.tobytes()) for name, array in piece.tensors.items()}
+                last = number == len(made[stage])
+                modality = pipeline.stages[stage].emits or ""
+                answer.add(Output("", stage, modality, None, last, piece.data, tensors))
+    return answer
+
+
+def _in_turn(sources: Sequence[Sequence[Input]]) -> list[Input]:
+    turns = deque(deque(source) for source in sources)
+    taken = []
+    while turns:
+        source = turns.popleft()
+        taken.append(source.popleft())
+        if source:
+            turns.append(source)
+    return taken

@@ -1,0 +1,237 @@
+"""The simulation: the system passes, a seed says all, and bugs that are planted in the runtime are found.
+
+Rules
+1. A bug is planted by a monkeypatch of the code that is shipped, never by a switch in it.
+2. How many schedules it takes to find one is bounded here, with room: a seed draws the same schedule on any machine.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+from click.testing import CliRunner
+
+from omni_actors.actor import chunks, edges, supervisor
+from omni_actors.actor.loop import EngineLoop
+from omni_actors.actor.replica import Replica
+from omni_actors.actor.supervisor import Supervisor
+from omni_actors.cli import main
+from omni_actors.messages import Abort, Address, Message
+from omni_actors.orchestrator import run
+from omni_actors.orchestrator.request import OutputStream
+from omni_actors.orchestrator.run import Orchestrator
+from omni_actors.orchestrator.settle import Facts, Untouched
+from omni_actors.stages.base import StageEngine
+from omni_actors.stress.oracle import Answer, damage
+from omni_actors.stress.simulated import Nature, SimulatedSpawner
+from omni_actors.stress.simulation import Result, simulate
+from omni_actors.stress.worlds import WORLDS, world
+from omni_actors.system import OmniSystem
+
+SEEDS = 100
+"""Schedules that a planted bug is looked for in, at the most; most take under ten."""
+
+
+def first_violated(seeds: int = SEEDS) -> Result:
+    """The first schedule in which something was violated."""
+    for seed in range(seeds):
+        result = simulate(seed)
+        if result.violations:
+            return result
+    pytest.fail(f"nothing was violated in {seeds} schedules")
+
+
+def kinds(result: Result) -> set[str]:
+    return {violation.kind for violation in result.violations}
+
+
+def test_the_system_passes_and_every_fault_was_injected() -> None:
+    faults = set[str]()
+    outcomes = set[str]()
+    for seed in range(50):
+        result = simulate(seed)
+        assert result.violations == [], (seed, result.violations, *result.log)
+        faults |= {fault for fault, _ in result.tally.rows}
+        outcomes |= result.tally.requests.keys()
+    assert faults >= {
+        *("killed", "killed while loading", "killed inside a turn", "killed, several at once"),
+        *("stopped for good", "endless step", "heartbeat lost", "stopped, and continued", "exception in the engine"),
+        *("slow start", "failed start", "no process", "no memory for rings"),
+        *("abort", "disconnect", "slow reader", "overload", "deadline"),
+        *("request that breaks its engine", "request that its engine refuses"),
+    }
+    assert outcomes >= {"completed", "dropped", "Aborted", "DeadlineExceeded", "Overloaded"}
+    assert outcomes >= {"StageCrashed", "StageUnavailable", "InvalidRequest"}
+
+
+def test_the_same_seed_gives_the_same_log_whatever_ran_before() -> None:
+    for seed in (3, 11):
+        first = simulate(seed)
+        simulate(seed + 1)
+        assert simulate(seed).log == first.log
+    assert simulate(3).log != simulate(11).log
+
+
+def test_the_same_seed_gives_the_same_log_in_another_process() -> None:
+    """Where sets of strings, for one, have another order."""
+    program = "from omni_actors.stress.simulation import simulate; print(*simulate(5).log, sep=chr(10))"
+    there = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "PYTHONHASHSEED": "1234"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert there.stdout.splitlines() == "\n".join(simulate(5).log).splitlines()
+
+
+async def test_the_oracle_is_what_a_quiet_system_answers(autojump_clock: trio.testing.MockClock) -> None:
+    for number in range(0, WORLDS, WORLDS // 4):
+        workload = world(number)
+        async with OmniSystem.open(
+            workload.pipeline, spawner=SimulatedSpawner(lambda address, pid: Nature(), lambda said: None)
+        ) as omni:
+            for template in workload.templates.values():
+                answer = Answer()
+                async for output in omni.submit(template.inputs, template.modalities):
+                    answer.add(output)
+                assert damage(answer, workload.oracle[template.name]) is None
+
+
+# planted bugs
+
+
+def test_a_chunk_that_is_taken_twice_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    take = chunks.Intake.take
+    monkeypatch.setattr(chunks.Intake, "take", lambda *arguments: take(*arguments) or True)
+    assert "duplicated" in kinds(first_violated())
+
+
+def test_a_settlement_that_sees_no_loss_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def blind(facts: Facts) -> Untouched:
+        return Untouched()
+
+    monkeypatch.setattr(run, "settle", blind)
+    assert "hung" in kinds(first_violated())
+
+
+def test_a_replay_that_leaves_out_the_first_chunk_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    resend = EngineLoop._resend
+
+    def skipping(self: EngineLoop, request: int, target: Address) -> None:
+        retained = self._retained.get(request)
+        if retained is not None and retained.chunks:
+            del retained.chunks[0]
+        resend(self, request, target)
+
+    monkeypatch.setattr(EngineLoop, "_resend", skipping)
+    assert kinds(first_violated()) & {"disturbed", "hung"}
+
+
+def test_an_abort_that_is_not_passed_on_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    post = Replica.post
+
+    def forgetful(self: Replica, message: Message, fds: tuple[int, ...] = ()) -> None:
+        if not isinstance(message, Abort):
+            post(self, message, fds)
+
+    monkeypatch.setattr(Replica, "post", forgetful)
+    assert "leaked" in kinds(first_violated())
+
+
+def test_a_supervisor_that_never_pings_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def blind(self: Supervisor, replica: Replica) -> None:
+        if not await supervisor._comes_within(replica.blueprint.load_s, replica.life.ready):
+            replica.kill("not loaded")
+
+    monkeypatch.setattr(Supervisor, "_watch", blind)
+    assert "hung" in kinds(first_violated())
+
+
+def test_a_supervisor_that_waits_for_ever_for_a_start_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    watch = Supervisor._watch
+
+    async def patient(self: Supervisor, replica: Replica) -> None:
+        await replica.life.ready.wait()
+        await watch(self, replica)
+
+    monkeypatch.setattr(Supervisor, "_watch", patient)
+    assert "hung" in kinds(first_violated())
+
+
+def test_a_deadline_that_comes_late_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    submit = Orchestrator.submit
+
+    def late(self: Orchestrator, *arguments: Any) -> OutputStream:
+        inputs, route, params, deadline_s, *more = arguments
+        return submit(self, inputs, route, params, deadline_s + 1.0, *more)
+
+    monkeypatch.setattr(Orchestrator, "submit", late)
+    assert "hung" in kinds(first_violated())
+
+
+def test_a_chunk_that_overtook_its_start_and_is_dropped_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    receive = EngineLoop._receive
+
+    def hasty(self: EngineLoop, engine: StageEngine) -> bool:
+        newest, self._newest = self._newest, 1 << 60
+        try:
+            return receive(self, engine)
+        finally:
+            self._newest = newest
+
+    monkeypatch.setattr(EngineLoop, "_receive", hasty)
+    assert kinds(first_violated()) & {"disturbed", "hung"}
+
+
+def test_rings_of_the_dead_that_stay_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    leave = edges.Edges.leave
+
+    def leaking(self: edges.Edges, address: Address) -> None:
+        for pair in [pair for pair in self._rings if address in pair][:1]:
+            del self._rings[pair]
+        leave(self, address)
+
+    monkeypatch.setattr(edges.Edges, "leave", leaking)
+    result = first_violated()
+    assert "leaked" in kinds(result)
+
+
+# the command
+
+
+def stress(*arguments: str) -> Any:
+    return CliRunner().invoke(main, ["stress", *arguments])
+
+
+def test_the_command_counts_and_says_how_fast(tmp_path: Path) -> None:
+    file = tmp_path / "figures.json"
+    done = stress("--simulate", "5", "--seed", "7", "--json", str(file))
+    assert done.exit_code == 0, done.output
+    assert done.stdout.startswith("| fault | load | N | lost |")
+    assert "schedules a minute" in done.stderr
+    figures = json.loads(file.read_bytes())
+    assert (figures["simulated"], figures["seed"], figures["runs"], figures["violations"]) == (5, 7, 5, 0)
+
+
+def test_the_command_that_it_prints_repeats_a_failure_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    take = chunks.Intake.take
+    monkeypatch.setattr(chunks.Intake, "take", lambda *arguments: take(*arguments) or True)
+    seed = first_violated().seed
+    done = stress("--simulate", "2", "--seed", str(seed - 1))
+    assert done.exit_code == 1
+    command = shlex.split(done.stderr.strip().splitlines()[-1])
+    assert command == ["python", "-m", "omni_actors.stress", "--simulate", "1", "--seed", str(seed)]
+    again = stress(*command[3:])
+    assert again.exit_code == 1
+    log = done.stderr[done.stderr.index("     0     0.000") :]
+    assert again.stderr.endswith(log)
+    assert "violated: duplicated: " in log
