@@ -19,9 +19,10 @@ import trio.testing
 from omni_actors.actor.process import LocalWorker
 from omni_actors.errors import Aborted, ConfigError, InvalidRequest, StageCrashed, StageFailed, StageUnavailable
 from omni_actors.generation import Generation, Output
-from omni_actors.messages import Abort, Address
+from omni_actors.messages import CLIENT_ADDRESS, Abort, Address
 from omni_actors.orchestrator.request import Input
 from omni_actors.system import OmniSystem
+from ringbuf._words import CONSUMER, PRODUCER, Column
 
 WATCHDOG_S = 60.0
 QUICK = {f"stages.{stage}.restart.backoff_s": 0.01 for stage in ("first", "second")}
@@ -195,6 +196,33 @@ async def test_a_refused_request_costs_nobody_else_anything() -> None:
                     await read(ask(omni, stage=stage, invalid=where))
         assert len(await read(ask(omni))) == 1
         assert [omni.health().stages[stage][0].generation for stage in ("first", "second")] == [1, 1]
+
+
+PAIRS = [
+    (CLIENT_ADDRESS, Address("first", 0)),
+    (Address("first", 0), Address("second", 0)),
+    (Address("second", 0), CLIENT_ADDRESS),
+]
+
+
+@pytest.mark.parametrize("column", [PRODUCER, CONSUMER], ids=lambda column: column.end)
+@pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: pair[0].stage)
+async def test_a_spoilt_ring_costs_no_more_than_the_workers_at_its_ends(
+    pair: tuple[Address, Address], column: Column
+) -> None:
+    """A position that the protocol never writes, as a program that writes where it should not leaves it.
+
+    It is met, or overwritten by its owner, who knows better; the answer is the same.
+    """
+    rings = {f"stages.{stage}.ring_bytes": 4096 for stage in ("first", "second")}
+    script = {"script": [Input({}, {"pixels": np.arange(100_000, dtype=np.uint8)})]}
+    async with OmniSystem.open("echo", **QUICK, **rings) as omni:
+        (before,) = await read(omni.submit(script, ["audio"]))
+        omni._edges._rings[pair]._segment.words[column.position] = 12345
+        (after,) = await read(omni.submit(script, ["audio"]))
+        assert np.array_equal(after.tensors["pixels"].numpy(), before.tensors["pixels"].numpy())
+        await wait_for(omni, lambda: omni.health().ready)
+        assert all(replica.restarts <= 1 for [replica] in omni.health().stages.values())
 
 
 # giving up

@@ -18,9 +18,11 @@ import trio
 
 from omni_actors.actor.process import Spawner
 from omni_actors.messages import CLIENT, CLIENT_ADDRESS, Address, Connect, Message
-from ringbuf import AlreadyClaimed, Consumer, Frame, Producer, Ring, RingClosed, RingStatistics
+from ringbuf import AlreadyClaimed, Consumer, Frame, Producer, Ring, RingClosed, RingCorrupted, RingStatistics
 
 Post: TypeAlias = Callable[[Message, Sequence[int]], None]
+Kill: TypeAlias = Callable[[str], None]
+"""Ends a worker, for this reason."""
 
 
 @dataclass(frozen=True)
@@ -35,14 +37,15 @@ class EdgeSpec:
 class InputEdge:
     """The client's end of an edge into a stage."""
 
-    def __init__(self, producer: Producer) -> None:
-        self._producer = producer
+    def __init__(self, producer: Producer, kill: Kill) -> None:
+        self._producer, self._kill = producer, kill
         self._turn = trio.Lock()
 
     async def send(self, buffers: Sequence[memoryview]) -> None:
         """Send one message, in turn, waiting for room.
 
-        Cancellation: the message is sent whole or never seen. Raises trio.ClosedResourceError when the worker dies.
+        Cancellation: the message is sent whole or never seen. A worker that has spoilt the ring is killed. Raises
+        trio.ClosedResourceError when the worker dies.
         """
         async with self._turn:
             try:
@@ -50,6 +53,9 @@ class InputEdge:
                     for _ in sending:
                         await trio.lowlevel.wait_readable(self._producer.fileno())
             except RingClosed as error:
+                raise trio.ClosedResourceError from error
+            except RingCorrupted as error:
+                self._kill(f"RingCorrupted: {error}")
                 raise trio.ClosedResourceError from error
 
     def close(self) -> None:
@@ -82,7 +88,7 @@ class Edges:
         self.inputs: dict[Address, InputEdge] = {}
         """The client's edge into each live replica that takes input from it."""
 
-    def join(self, address: Address, post: Post) -> Consumer | None:
+    def join(self, address: Address, post: Post, kill: Kill) -> Consumer | None:
         """Connect a new worker with everyone it shares an edge with; the client's end of its output, if it has one.
 
         post: queues a message, with descriptors, for the worker. Raises OSError (no memory, no descriptors).
@@ -99,7 +105,7 @@ class Edges:
                 for peer in self._live(spec.producer):
                     ring = self._connect(peer, address, spec.ring_bytes)
                     if peer == CLIENT_ADDRESS:
-                        self.inputs[address] = InputEdge(ring.claim_producer())
+                        self.inputs[address] = InputEdge(ring.claim_producer(), kill)
         return output
 
     def leave(self, address: Address) -> None:
@@ -109,7 +115,8 @@ class Edges:
             client_end.close()
         for pair in [pair for pair in self._rings if address in pair]:
             ring = self._rings.pop(pair)
-            with suppress(AlreadyClaimed, RingClosed):  # it lives still, or closed its end itself
+            # It lives still, or closed its end itself; of what it has spoilt its peer hears from the ring.
+            with suppress(AlreadyClaimed, RingClosed, RingCorrupted):
                 if address == pair[0]:
                     ring.claim_producer()
                 else:

@@ -207,9 +207,9 @@ class Supervisor:
             )
         )
         try:
-            output = self._edges.join(replica.address, replica.post)
+            output = self._edges.join(replica.address, replica.post, replica.kill)
         except OSError as error:
-            replica.life.load_error = f"no memory in /dev/shm for its rings: {error}"
+            replica.life.load_error = f"no memory for its rings: {error}"
             worker.kill()
             return await worker.wait_dead()
         async with trio.open_nursery() as nursery:
