@@ -202,7 +202,8 @@ class Driver:
             try:
                 await trio.sleep(min(for_s, self._workload.pipeline.stages[stage].step_s / 2))
             finally:
-                victim.send(signal.SIGCONT)
+                if pid not in self.killed:  # one that was frozen for good meanwhile is to stay so
+                    victim.send(signal.SIGCONT)
                 self._unfollowed -= 1
 
     def _crash(self, crash: Crash) -> None:
