@@ -39,7 +39,7 @@ class _Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
 
 class Restart(_Section, frozen=True, kw_only=True):
-    """A stage's restarts: more than ``intensity`` of them within ``period_s`` seconds and the stage is given up."""
+    """Of each replica. After more than ``intensity`` within ``period_s`` it is given up; with the last, its stage."""
 
     type: Literal["permanent", "transient", "temporary"] = "permanent"
     """Which deaths are followed by a restart: all; all but exit code 0; none."""

@@ -24,7 +24,7 @@ from omni_actors.generation import AudioChunk, Generation, RequestMetrics
 from omni_actors.messages import CLIENT, Address
 from omni_actors.metrics import Gauges, Metrics
 from omni_actors.orchestrator.request import Input, OnFailure, Request
-from omni_actors.orchestrator.routes import Node, plan, topological
+from omni_actors.orchestrator.routes import Node, plan, routes_of, topological
 from omni_actors.orchestrator.run import Orchestrator
 from omni_actors.stages import assets
 
@@ -220,13 +220,8 @@ class OmniSystem:
     @property
     def errored(self) -> bool:
         """Whether failed stages leave no way from any input to any output."""
-        failed = self._orchestrator.failed_stages
-        served: set[str] = set()
-        for name in topological(self._nodes):
-            node = self._nodes[name]
-            if name not in failed and (node.accepts or served & set(node.inputs)):
-                served.add(name)
-        return not any(self._nodes[name].emits for name in served)
+        failed = self._orchestrator.failed_stages.keys()
+        return bool(failed) and not any(failed.isdisjoint(route.stages) for route in routes_of(self._nodes))
 
     @property
     def dead_error(self) -> StageFailed | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import textwrap
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,8 @@ import trio
 import trio.testing
 
 from omni_actors.actor.process import LocalWorker
+from omni_actors.actor.supervisor import NOT_STARTED
+from omni_actors.config import Pipeline, Restart, Stage
 from omni_actors.errors import Aborted, ConfigError, InvalidRequest, StageCrashed, StageFailed, StageUnavailable
 from omni_actors.generation import Generation, Output
 from omni_actors.messages import CLIENT_ADDRESS, Abort, Address
@@ -418,6 +421,76 @@ async def test_a_machine_out_of_descriptors_fails_the_stage_not_the_caller(monke
     with pytest.raises(StageFailed, match="Too many open files"):
         async with OmniSystem.open("echo"):
             pytest.fail("it started")
+
+
+async def test_a_machine_out_of_memory_for_a_lifeline_fails_the_start_not_the_parent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The memory is taken before it is touched."""
+
+    def full(fd: int, offset: int, size: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    async with OmniSystem.open("echo", **QUICK) as omni:
+        os.kill(pid_of(omni, "second"), signal.SIGKILL)
+        with monkeypatch.context() as patched:
+            patched.setattr("os.posix_fallocate", full)
+            await wait_for(omni, lambda: len(omni.health().stages["second"][0].history) >= 2)
+        await wait_for(omni, lambda: omni.health().ready)
+        assert omni.health().stages["second"][0].history[1].exit_code == NOT_STARTED
+        assert len(await read(ask(omni))) == 1
+
+
+async def test_a_machine_that_gives_no_more_threads_still_sees_workers_die(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none_left(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("omni_actors.actor.lifeline.threading.Thread.start", none_left)
+        async with OmniSystem.open("echo", **QUICK) as omni:
+            os.kill(pid_of(omni, "second"), signal.SIGKILL)
+            await wait_back(omni, "second", 2)
+            assert len(await read(ask(omni))) == 1
+
+
+async def test_a_worker_that_says_what_is_no_message_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "babbling_engine.py").write_text(
+        textwrap.dedent("""
+            import os, socket
+            from omni_actors.stages.echo import EchoEngine
+
+            class Babbling(EchoEngine):
+                def feed(self, request_id, chunk):
+                    super().feed(request_id, chunk)
+                    for fd in map(int, os.listdir("/proc/self/fd")):
+                        if os.path.exists(f"/proc/self/fd/{fd}") and os.readlink(f"/proc/self/fd/{fd}")[:6] == "socket":
+                            with socket.socket(fileno=os.dup(fd)) as control:
+                                if control.type == socket.SOCK_SEQPACKET:
+                                    control.send(b"\\xff babble")
+        """)
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    async with OmniSystem.open("echo", **QUICK, **{"stages.second.engine": "babbling_engine:Babbling"}) as omni:
+        with pytest.raises(StageCrashed, match="is no message"):
+            await read(ask(omni))
+        await wait_back(omni, "second", 2)
+
+
+async def test_a_system_that_refuses_every_request_is_errored() -> None:
+    """Both branches are needed, so one that has failed is the end of all."""
+    stages = {
+        "a": Stage(engine="echo", accepts=("script",)),
+        "b": Stage(engine="echo", inputs=("a",), restart=Restart(intensity=0)),
+        "c": Stage(engine="echo", inputs=("a",)),
+        "d": Stage(engine="echo", inputs=("b", "c"), emits="audio"),
+    }
+    async with OmniSystem.open(Pipeline(name="diamond", stages=stages)) as omni:
+        assert not omni.errored
+        os.kill(pid_of(omni, "b"), signal.SIGKILL)
+        await wait_for(omni, lambda: omni.dead_error is not None)
+        with pytest.raises(StageUnavailable):
+            ask(omni)
+        assert omni.errored
 
 
 async def test_a_full_mailbox_at_the_moment_its_neighbour_comes_back_costs_that_worker_only() -> None:

@@ -9,7 +9,8 @@ Rules
    released, all that the worker said lies in the parent's buffers.
 2. A thread of the parent waits for it, one a worker. It ends with the worker: ``close`` comes after its death.
 3. It says when to look, not what happened: how a process ends is in its /proc/PID/stat from then on.
-4. Nothing rests on it: a worker whose page is gone is seen to die by its pidfd, and costs a thread that never ends.
+4. Nothing rests on it: a worker without a thread here, or whose page is gone, is seen to die by its pidfd. (The latter
+   costs a thread that never ends.)
 """
 
 from __future__ import annotations
@@ -19,9 +20,12 @@ import mmap
 import os
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from trio.lowlevel import TrioToken
+
+from ringbuf._descriptors import create_memory  # allocated at once: a lack of it is an OSError, never a SIGBUS
 
 SHARED = ROBUST = 1
 MUTEX, HELD, SIZE = 0, 128, 4096
@@ -63,12 +67,11 @@ def hold(fd: int) -> None:
 
 
 class Lifeline:
-    """The parent's side. Raises OSError where there is no memory or no thread."""
+    """The parent's side. Raises OSError where there is no memory."""
 
     def __init__(self) -> None:
-        self.fd = os.open("/dev/shm", os.O_TMPFILE | os.O_RDWR, 0o600)
+        self.fd = create_memory(SIZE)
         try:
-            os.ftruncate(self.fd, SIZE)
             self._page = _Page(self.fd)
         except OSError:
             os.close(self.fd)
@@ -82,7 +85,10 @@ class Lifeline:
         self._thread: threading.Thread | None = None
 
     def watch(self, token: TrioToken, released: Callable[[], object]) -> None:
-        """Have ``released`` called in trio's thread when the worker begins to die, or at ``close``."""
+        """Have ``released`` called in trio's thread when the worker begins to die, or at ``close``.
+
+        Not where the machine gives no thread (see rule 4).
+        """
 
         def wait() -> None:
             while _libc.sem_wait(self._page.at(HELD)):
@@ -90,8 +96,10 @@ class Lifeline:
             _libc.pthread_mutex_lock(self._page.at(MUTEX))
             token.run_sync_soon(released)
 
-        self._thread = threading.Thread(target=wait, name="lifeline", daemon=True)
-        self._thread.start()
+        thread = threading.Thread(target=wait, name="lifeline", daemon=True)
+        with suppress(RuntimeError):  # can't start new thread
+            thread.start()
+            self._thread = thread
 
     def close(self) -> None:
         """Once the worker is dead, or never was."""

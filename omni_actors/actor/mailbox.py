@@ -5,7 +5,8 @@ Rules
 2. ``post`` never waits, so that no caller ever hangs on a worker that has stopped reading: it raises ``MailboxFull``,
    and the owner kills the worker.
 3. Descriptors are duplicated when posted and closed when sent or dropped: who posts keeps its own.
-4. The connection outlives the cancellation of its block, so that the last words of a cancelled owner are still sent.
+4. What is no message ends the reading, as the other side's end does, and is said in ``fault``.
+5. The connection outlives the cancellation of its block, so that the last words of a cancelled owner are still sent.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, TypeAlias
 
+import msgspec
 import trio
 
 from omni_actors import messages
@@ -45,6 +47,8 @@ class Mailbox:
         self._capacity = capacity
         self._out_send, self._out_receive = trio.open_memory_channel[tuple[bytes, tuple[int, ...]]](capacity)
         self._in_send, self.incoming = trio.open_memory_channel[Envelope](capacity)
+        self.fault: str | None = None
+        """Why nothing more is read though the other side may live."""
         self._peer_gone = False
         self._written = trio.Event()
         self._open = trio.CancelScope(shield=True)
@@ -80,9 +84,9 @@ class Mailbox:
                 return
             except ConnectionResetError:
                 continue  # as in ``_read``
-            if not packet:
+            if not packet or (last_word := self._decoded(packet)) is None:
                 return
-            yield messages.decode(packet)
+            yield last_word
 
     async def send(self, message: Message) -> None:
         """Queue a message, waiting for room. A message to a peer that is gone is dropped."""
@@ -130,11 +134,21 @@ class Mailbox:
                 for level, kind, data in ancillary:
                     if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
                         fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
+                if (message := self._decoded(packet)) is None:
+                    _close_all(tuple(fds))
+                    return
                 try:
-                    await self._in_send.send((messages.decode(packet), tuple(fds)))
+                    await self._in_send.send((message, tuple(fds)))
                 except BaseException:
                     _close_all(tuple(fds))
                     raise
+
+    def _decoded(self, packet: bytes) -> Message | None:
+        try:
+            return messages.decode(packet)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            self.fault = f"a control packet of {len(packet)} bytes is no message: {error}"
+            return None
 
     def _drop_queued(self) -> None:
         channels: tuple[trio.MemoryReceiveChannel[tuple[Any, tuple[int, ...]]], ...]

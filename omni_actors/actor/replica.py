@@ -74,6 +74,8 @@ class Incarnation:
         self.went_with_another = False
         self.delay_s = 0.0
         """Before its successor starts."""
+        self.takes_down: list[Replica] = []
+        """Who is restarted with it."""
 
 
 def _before_the_first() -> Incarnation:

@@ -6,7 +6,8 @@ Rules
    So whoever is down is brought back by exactly one task; one who is down already is left to that one.
 2. Workers are started in the order of the pipeline, none waits for another to be ready (models load in parallel), and
    stopped in reverse, stage by stage: each gets its stage's ``shutdown_s``, then SIGKILL.
-3. A first start that fails with the engine's own exception is given up at once: it would fail again.
+3. A first start that fails with the engine's own exception, or for want of memory or descriptors, is given up at once:
+   who opens the system hears the reason.
 4. A worker that is not ready in time, or whose engine loop takes no turn in time, is killed (see ``_watch``).
 5. What happens is told to one listener, in order, by plain calls: it never waits on a worker.
 6. The system's own tasks are shielded from KeyboardInterrupt: it is for the user's task, whose end ends them.
@@ -103,6 +104,9 @@ class Supervisor:
         """In order of the pipeline: each is being spawned when the next one's turn comes."""
         assert self._nursery is not None, "it runs"
         for each in replicas:
+            await (
+                trio.lowlevel.checkpoint_if_cancelled()
+            )  # a life that begins after ``_stop`` has passed is never ended
             each.life = Incarnation()
             each.generation += 1
             self._nursery.start_soon(self._live, each)
@@ -138,12 +142,8 @@ class Supervisor:
             await self._recover(replica)
 
     async def _recover(self, replica: Replica) -> None:
-        """Bring it back, and those that its stage's strategy takes down with it."""
-        others = self._others(replica)
-        strategy = replica.blueprint.restart.strategy
-        for each in others:
-            each.state, each.life.leaving, each.life.went_with_another = State.RESTARTING, True, True
-            each.life.reason = f"restarted with stage {replica.address.stage!r} ({strategy})"
+        """Bring it back, and those that went down with it."""
+        others = replica.life.takes_down
         await self._stop(others)
         await trio.sleep(replica.life.delay_s)
         down = [replica, *others]
@@ -234,6 +234,8 @@ class Supervisor:
             with hearing:
                 async for message, _ in mailbox.incoming:
                     self._take(replica, message)
+                if mailbox.fault is not None:
+                    replica.kill(mailbox.fault)
         finally:
             stopped.set()
 
@@ -307,6 +309,12 @@ class Supervisor:
         if why is None and not life.went_with_another:
             life.delay_s = replica.blueprint.restart.delay_s(replica.recent.count(now, served=life.ready.is_set()))
             replica.recent.add(now)
+            life.takes_down = self._others(replica)
+            for each in life.takes_down:  # before the death is told: nothing is to be sent to them any more
+                each.state, each.life.leaving, each.life.went_with_another = State.RESTARTING, True, True
+                each.life.reason = (
+                    f"restarted with stage {replica.address.stage!r} ({replica.blueprint.restart.strategy})"
+                )
         replica.state, replica.note = State.RESTARTING if why is None else State.FAILED, str(exit)
         self.changes.unpark_all()
         self._listener.worker_lost(replica.address, replica.generation, exit)

@@ -37,7 +37,7 @@ async def send_input(request: Request, stage: str, edges: Edges) -> None:
     """
     address = request.placement.get(stage)
     edge = edges.inputs.get(address) if address else None
-    if edge is None:
+    if edge is None or stage in request.starting:  # nothing overtakes its ``Start``
         return
     assert request.number is not None, "it is placed"
     pieces = [piece for kind in request.route.entries[stage] for piece in request.inputs[kind]]

@@ -108,7 +108,8 @@ class OutputStream:
     """The outputs of one request: ``async for piece in stream``.
 
     The final piece comes once every stage has finished. Iteration raises the RequestError that ended the request, after
-    the outputs that came before it. Cancellation: a piece is returned or stays queued. Dropping the stream aborts.
+    the outputs that came before it (not those of one that was aborted). Cancellation: a piece is returned or stays
+    queued. Dropping the stream aborts.
     """
 
     def __init__(self, request: Request, abort: Callable[[Request], None]) -> None:

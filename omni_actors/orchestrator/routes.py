@@ -7,7 +7,8 @@ stages, leave at different stages, and share what lies between.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from graphlib import TopologicalSorter
 
@@ -79,6 +80,14 @@ def plan(nodes: Mapping[str, Node], kinds: Iterable[str], modalities: Iterable[s
         },
         entries,
     )
+
+
+def routes_of(nodes: Mapping[str, Node]) -> Iterator[Route]:
+    """From each kind of input alone to each output alone, where there is a way."""
+    for kind in {kind for node in nodes.values() for kind in node.accepts}:
+        for modality in {node.emits for node in nodes.values() if node.emits}:
+            with suppress(InvalidRequest):
+                yield plan(nodes, [kind], [modality])
 
 
 def _ends(client: bool, names: Iterable[str], stages: tuple[str, ...]) -> tuple[str, ...]:

@@ -97,8 +97,9 @@ class Orchestrator:
             for request in self._in_flight():
                 self._end(request, Event.ABORT, Aborted())
 
-    # the client's side
+    # the client's side; a Ctrl-C is for the user's task, not for the middle of these
 
+    @trio.lowlevel.enable_ki_protection
     def submit(
         self,
         inputs: Mapping[str, Sequence[Input]],
@@ -163,6 +164,7 @@ class Orchestrator:
             if request.name == name:
                 self.abort(request)
 
+    @trio.lowlevel.enable_ki_protection
     def abort(self, request: Request) -> None:
         """Harmless after the request's end."""
         if not request.lifecycle.ended:
@@ -178,7 +180,8 @@ class Orchestrator:
                 try:
                     await send_input(request, request.unfed.popleft(), self._edges)
                 except InvalidRequest as error:
-                    self._end(request, Event.FAIL, error)
+                    if not request.lifecycle.ended:
+                        self._end(request, Event.FAIL, error)
                 if request.on_failure == "fail" and not request.unfed:
                     request.inputs = {}
         if not request.lifecycle.ended:
@@ -202,7 +205,9 @@ class Orchestrator:
         placement: dict[str, Address] = {}
         for stage in stages:
             ready = [
-                r.address for r in self._replicas.values() if r.address.stage == stage and r.state is ReplicaState.READY
+                r.address
+                for r in self._replicas.values()
+                if r.address.stage == stage and r.state is ReplicaState.READY and not r.life.leaving
             ]
             if not ready:
                 return None
@@ -392,6 +397,9 @@ class Orchestrator:
         request.error = error
         request.inputs = {}
         request.unfed.clear()
+        if isinstance(error, Aborted):
+            request.pieces.clear()  # nobody reads them
+            request.unread_bytes = 0
         request.finished = time.monotonic()
         self._pace.note(request.finished - request.submitted)
         if waiting:

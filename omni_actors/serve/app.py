@@ -40,7 +40,12 @@ def build(system: OmniSystem, *, api_key: str | None, max_body_bytes: int, has_l
     """The whole ASGI app. has_loaded: whether all stages have been ready once; until then there is no work."""
 
     max_requests = system.pipeline.limits.max_requests
-    arrivals = Arrivals(lambda: system.in_flight, max_requests=max_requests, max_bytes=HELD_BODIES * max_body_bytes)
+    arrivals = Arrivals(
+        lambda: system.in_flight,
+        lambda: system.retry_after_s,
+        max_requests=max_requests,
+        max_bytes=HELD_BODIES * max_body_bytes,
+    )
     arriving = Gauge("omni_http_arriving", "Requests that are read or decoded", registry=system.metrics.registry)
     arriving.set_function(lambda: len(arrivals))
 

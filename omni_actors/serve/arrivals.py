@@ -14,16 +14,26 @@ from collections.abc import Callable
 from omni_actors.errors import Overloaded
 from omni_actors.serve.problems import Problem, as_problem
 
-RETRY_S = 1.0
 SCOPE_KEY = "omni_actors.arrival"
 """Where in its ASGI scope a request's Arrival is."""
 
 
 class Arrivals:
-    """The requests that arrive now. in_flight: how many the system has. max_bytes: of their bodies, in all."""
+    """The requests that arrive now. in_flight: how many the system has. max_bytes: of their bodies, in all.
 
-    def __init__(self, in_flight: Callable[[], int], *, max_requests: int, max_bytes: int) -> None:
-        self._in_flight, self._max_requests, self.max_bytes = in_flight, max_requests, max_bytes
+    retry_after_s: when a place is likely to be free.
+    """
+
+    def __init__(
+        self,
+        in_flight: Callable[[], int],
+        retry_after_s: Callable[[], float],
+        *,
+        max_requests: int,
+        max_bytes: int,
+    ) -> None:
+        self._in_flight, self.retry_after_s = in_flight, retry_after_s
+        self._max_requests, self.max_bytes = max_requests, max_bytes
         self._present: set[Arrival] = set()
 
     def __len__(self) -> int:
@@ -36,7 +46,7 @@ class Arrivals:
     def admit(self) -> Arrival:
         """Take a place. Raises Problem 429."""
         if self._in_flight() + len(self) >= self._max_requests:
-            raise as_problem(Overloaded(self._max_requests, RETRY_S))
+            raise as_problem(Overloaded(self._max_requests, self.retry_after_s()))
         arrival = Arrival(self)
         self._present.add(arrival)
         return arrival
@@ -55,10 +65,11 @@ class Arrival:
     def hold(self, size: int) -> None:
         """Count ``size`` more bytes of its body. Raises Problem 429."""
         if self._arrivals.bytes + size > self._arrivals.max_bytes:
+            retry_s = self._arrivals.retry_after_s()
             message = (
-                f"more than {self._arrivals.max_bytes} bytes of requests are coming in; try again in {RETRY_S:g} s"
+                f"more than {self._arrivals.max_bytes} bytes of requests are coming in; try again in {retry_s:.0f} s"
             )
-            raise Problem(429, message, type="rate_limit_error", code="overloaded", retry_after_s=RETRY_S)
+            raise Problem(429, message, type="rate_limit_error", code="overloaded", retry_after_s=retry_s)
         self.bytes += size
 
     def leave(self) -> None:

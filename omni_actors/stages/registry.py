@@ -28,7 +28,11 @@ class EngineSpec(msgspec.Struct, frozen=True):
     needs_model: bool = True
     replays: bool = False
     """Its outputs (bytes, and how they are cut into chunks) are a function of the parameters and the input chunks of
-    their request: not of time, of what else is in the batch, nor of how chunks of several sources come between."""
+    their request: not of time, of what else is in the batch, nor of how chunks of several sources come between.
+
+    A language model's logits move in their last digits with the company that a request has in its batch, so one near
+    tie in a long answer may be decided otherwise the second time. A replay is checked as it goes (``chunks.Intake``):
+    such a request ends with StageCrashed, and is never spliced."""
     libraries: tuple[str, ...] = ()
     """What the engine imports that a plain install lacks; the extra ``voice`` brings all of it."""
 

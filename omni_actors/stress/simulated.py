@@ -96,6 +96,7 @@ class SimulatedWorker:
     def __init__(self, address: Address, pid: int, nature: Nature, mailbox_capacity: int, note: Note) -> None:
         self.address, self.pid, self.nature, self._note = address, pid, nature, note
         self.mailbox = self
+        self.fault = None
         self._inbox_send, self._inbox = trio.open_memory_channel[tuple[bytes, tuple[int, ...]]](mailbox_capacity)
         self._say_send, self.incoming = trio.open_memory_channel[Envelope](math.inf)
         self._capacity = mailbox_capacity

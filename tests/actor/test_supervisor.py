@@ -35,6 +35,7 @@ class SimulatedWorker:
         self.address, self.pid, self._log, self._nursery = address, pid, log, nursery
         self._say, self.incoming = trio.open_memory_channel[tuple[Message, tuple[int, ...]]](math.inf)
         self.mailbox = self
+        self.fault = None
         self.load_s, self.turn_s, self.wedged = 0.0, 0.0, False
         self._exit: WorkerExit | None = None
         self._dead = trio.Event()

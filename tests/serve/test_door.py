@@ -45,7 +45,7 @@ class Building:
 
     def __init__(self, app: ASGIApp | None = None) -> None:
         self.handler, self.in_flight = Handler(), 0
-        self.arrivals = Arrivals(lambda: self.in_flight, max_requests=3, max_bytes=100)
+        self.arrivals = Arrivals(lambda: self.in_flight, lambda: 6.2, max_requests=3, max_bytes=100)
         self.door = Door(
             app or self.handler,
             CollectorRegistry(),
@@ -136,7 +136,7 @@ async def test_arrivals_and_requests_in_flight_share_the_places(nursery: trio.Nu
         await visitor.sends(b"x")
     assert len(building.handler.bodies) == 3 - in_flight
     refused = [visitor for visitor in visitors if visitor.answer]
-    assert [(visitor.status, visitor.retry_after) for visitor in refused] == [(429, "1")] * (1 + in_flight)
+    assert [(visitor.status, visitor.retry_after) for visitor in refused] == [(429, "7")] * (1 + in_flight)
 
 
 async def test_bodies_share_one_budget_and_the_one_that_passes_it_is_refused(nursery: trio.Nursery) -> None:
@@ -149,7 +149,7 @@ async def test_bodies_share_one_budget_and_the_one_that_passes_it_is_refused(nur
     assert building.state() == (1, 100)
     assert not third.answer  # it is still sending
     await third.sends(b"x")
-    assert (third.status, third.retry_after) == (429, "1")
+    assert (third.status, third.retry_after) == (429, "7")
     assert building.state() == (1, 100)
     await second.sends(b"")
     assert building.handler.bodies == [bytes(60), bytes(40)]
