@@ -104,9 +104,8 @@ class Supervisor:
         """In order of the pipeline: each is being spawned when the next one's turn comes."""
         assert self._nursery is not None, "it runs"
         for each in replicas:
-            await (
-                trio.lowlevel.checkpoint_if_cancelled()
-            )  # a life that begins after ``_stop`` has passed is never ended
+            # A life that begins when ``_stop`` has passed is never ended.
+            await trio.lowlevel.checkpoint_if_cancelled()
             each.life = Incarnation()
             each.generation += 1
             self._nursery.start_soon(self._live, each)

@@ -514,6 +514,19 @@ async def test_closing_while_some_are_down_or_loading(autojump_clock: trio.testi
         assert not world.living
 
 
+async def test_closing_as_the_first_of_a_group_is_started_again(autojump_clock: trio.testing.MockClock) -> None:
+    """The order in which trio runs tasks that are ready is up to chance: it is tried often enough."""
+    for _ in range(20):
+        world = World({"a": (), "b": ("a",)}, a={"restart": replace(POLICY, strategy="one_for_all")})
+        with trio.CancelScope() as scope, trio.fail_after(100):
+            async with world.running():
+                world.prepare = lambda worker, scope=scope: scope.cancel()
+                world.worker("a").die(signal="SIGKILL")
+                await trio.sleep_forever()
+        assert not world.living
+        assert all(replica.life.ended.is_set() for replica in world.supervisor.replicas.values())
+
+
 async def test_what_a_worker_said_before_it_died_is_heard_before_its_death(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
