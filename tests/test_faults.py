@@ -401,16 +401,18 @@ async def test_a_worker_that_does_not_stop_is_killed_after_its_time(how: str) ->
 
 
 async def test_a_worker_that_reads_no_mail_is_killed_and_replaced() -> None:
-    """What waits for it is bounded."""
+    """What waits for it is bounded. On a busy machine its neighbour may fall behind such a flood, too."""
     overrides = {**QUICK, "limits.max_requests": 4, "stages.second.ring_bytes": 4096}
     async with OmniSystem.open("echo", **overrides) as omni:
         psutil.Process(pid_of(omni, "second")).suspend()
         with trio.fail_after(WATCHDOG_S):
-            while omni.health().stages["second"][0].generation == 1:
+            while not omni.health().stages["second"][0].history:
                 ask(omni).abort()
                 await trio.lowlevel.checkpoint()
-        await wait_back(omni, "second", generation=2)
-        assert len(await read(ask(omni))) == 1
+        (past,) = omni.health().stages["second"][0].history
+        assert "waiting unread" in (past.reason or "")
+        await wait_for(omni, lambda: omni.health().ready)
+        assert len(await read(omni.generate(script="x", modalities=("audio",)))) == 1
 
 
 async def test_a_machine_out_of_descriptors_fails_the_stage_not_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -52,12 +52,13 @@ def test_the_commands_do_what_they_say(tmp_path: Path, voice_url: str) -> None:
         if not command.startswith("make")
     }
     assert len(printed) >= 7
-    ask, ask_back, explain, _health, chat, speech, transcription = printed.values()
+    ask, ask_back, explain, simulated, _health, chat, speech, transcription = printed.values()
     assert "Paris" in ask
     assert soundfile.info(tmp_path / "answer.wav").duration > 1
     assert '"text":' in ask_back
     assert "stages.llm.threads" in explain
     assert "overrides" in explain
+    assert "| **all** |" in simulated
     assert "Paris" in chat
     assert speech == ""
     assert "good morning" in transcription.lower()

@@ -1,8 +1,8 @@
 """Everybody who asks the system under fire for something: submits, reads, drops, aborts, and judges what came.
 
 Rules
-1. Every request is on record from its submission until it is judged. A completed one is judged at once and its answer
-   let go, so that a long run stays small; the others when all deaths are known.
+1. Every request is on record from its submission until it is judged: a completed one at once, the others when all
+   deaths are known. Answers are let go at the end of their requests, so that a long run stays small.
 2. Reading goes on once after the end: a request must not have a second one.
 """
 
@@ -19,7 +19,7 @@ from omni_actors.errors import RequestError
 from omni_actors.generation import Generation
 from omni_actors.stress import judge
 from omni_actors.stress.judge import Asked, Rules, Violation
-from omni_actors.stress.oracle import Answer
+from omni_actors.stress.oracle import Answer, damage_so_far
 from omni_actors.stress.report import Tally
 from omni_actors.stress.schedule import OnFailure
 from omni_actors.stress.watch import Watch
@@ -123,8 +123,11 @@ class Client:
         self._tally.requests[type(error).__name__ if error else outcome] += 1
         if outcome == "completed":
             self._judge(asked)
-            asked.answer = Answer()
             self._records.remove(asked)
+        if outcome == "completed" or not damage_so_far(asked.answer, self._workload.oracle[asked.template.name]):
+            asked.answer = Answer()  # what came is a beginning of the oracle's, and so is nothing
+        if error is not None:
+            error.with_traceback(None)  # whose frames hold outputs
         self.ended.unpark_all()
 
     def _judge(self, asked: Asked) -> None:
