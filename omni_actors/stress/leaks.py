@@ -26,13 +26,13 @@ class Snapshot:
     descriptors: frozenset[tuple[int, str]]
     threads: frozenset[str]
     segments: frozenset[str]
-    """Names in /dev/shm, and mappings of ring memory here."""
+    """This user's names in /dev/shm, and mappings of ring memory here."""
     files: frozenset[str]
 
 
 def snapshot(mark: str, directory: Path) -> Snapshot:
     gc.collect()  # what was dropped in a cycle is not left, only not collected
-    named = {name for name in os.listdir("/dev/shm") if name.startswith("ringbuf-")}
+    named = {entry.name for entry in os.scandir("/dev/shm") if entry.stat(follow_symlinks=False).st_uid == os.getuid()}
     return Snapshot(
         marked_processes(mark) | children(),
         descriptors("self"),
