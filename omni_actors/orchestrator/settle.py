@@ -12,6 +12,9 @@ First, what each stage of the route has to do, from the last one up:
     dead     wanted by nobody      is done: a client that wanted it has its last chunk, every stage below is done
     dead     wanted                starts again
 
+Done is, too, who has finished since it last started. (That the client has the last of a stage's output does not say
+so: a stage that started again may be giving it to others.)
+
 Then, where any starts again, the first of these that holds:
 
     the request was made with on_failure="fail"                                        Fail
@@ -40,7 +43,10 @@ class Facts:
     held: Set[str]
     """Stages whose worker holds the request and lives."""
     finished: Set[str]
-    """Of them, those that have given their last output."""
+    """Of them, those that have given their last output since they started, or started again.
+
+    That the client has the last output of a stage does not say so: one that started again may be giving it to others.
+    """
     open: Set[str]
     """Stages whose last output the client wants and has not got."""
     seen: Set[str]
@@ -119,11 +125,11 @@ def _again(facts: Facts) -> tuple[tuple[str, ...], Set[str]]:
     for stage in reversed(facts.route.stages):
         below = set(facts.route.targets[stage]) - {CLIENT}
         for_client = stage in facts.open
-        has_given_all = stage in facts.finished or (CLIENT in facts.route.targets[stage] and not for_client)
-        if stage not in facts.held and (for_client or not below <= done):
+        wanted = for_client or not below <= done
+        if wanted and stage not in facts.held:
             again.append(stage)
             if (for_client and stage in facts.seen) or below & (in_use | facts.held - done):
                 in_use.add(stage)
-        elif stage not in facts.held or has_given_all:
+        elif not wanted or stage in facts.finished:
             done.add(stage)
     return tuple(reversed(again)), in_use

@@ -64,29 +64,19 @@ every_situation = pytest.mark.parametrize(
 """A test of all situations on one route."""
 
 
-def given_all(facts: Facts, stage: str) -> bool:
-    """Whether a stage has given its last output."""
-    return stage in facts.finished or (CLIENT in facts.route.targets[stage] and stage not in facts.open)
+def wanted(facts: Facts, stage: str) -> bool:
+    """Whether somebody waits for more of its output: the client, or a stage that has to give more itself."""
+    below = set(facts.route.targets[stage]) - {CLIENT}
+    return stage in facts.open or any(gives_more(facts, name) for name in below)
+
+
+def gives_more(facts: Facts, stage: str) -> bool:
+    return wanted(facts, stage) and not (stage in facts.held and stage in facts.finished)
 
 
 def needed(facts: Facts) -> set[str]:
-    """The dead stages that have to run again: the smallest set that leaves nobody waiting for the dead."""
-    again: set[str] = set()
-
-    def waits(name: str, for_stage: str) -> bool:
-        if name == CLIENT:
-            return for_stage in facts.open
-        return name in again or (name in facts.held and not given_all(facts, name))
-
-    while True:
-        more = {
-            stage
-            for stage in facts.route.stages
-            if stage not in facts.held and any(waits(target, stage) for target in facts.route.targets[stage])
-        }
-        if more <= again:
-            return again
-        again |= more
+    """The dead stages that have to run again."""
+    return {stage for stage in facts.route.stages if stage not in facts.held and wanted(facts, stage)}
 
 
 def again(verdict: Verdict) -> set[str]:
@@ -183,3 +173,9 @@ def test_a_stage_that_is_not_repeatable_starts_again_where_nothing_hangs_on_what
 ) -> None:
     """The middle one of three."""
     assert settle(facts_of(THREE, repeatable={"a", "c"}, **known)) == verdict
+
+
+def test_a_stage_that_started_again_still_wants_what_feeds_it_though_the_client_has_all_of_its_output() -> None:
+    """The client has the last of b's output; b runs again for c, and then a, which feeds it, dies."""
+    facts = facts_of(ROUTES["three, the middle gives"], held={"b", "c"}, finished={"a"}, open={"c"})
+    assert settle(facts) == Replay(("a",))
