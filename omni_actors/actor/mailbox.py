@@ -77,7 +77,7 @@ class Mailbox:
                 break
             _close_all(fds)
             yield message
-        while True:
+        while self.fault is None:
             try:
                 packet = self._raw.recv(messages.MAX_BYTES)
             except BlockingIOError:
