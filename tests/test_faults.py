@@ -463,7 +463,6 @@ async def test_a_worker_that_says_what_is_no_message_is_killed(tmp_path: Path, m
 
             class Babbling(EchoEngine):
                 def feed(self, request_id, chunk):
-                    super().feed(request_id, chunk)
                     for fd in map(int, os.listdir("/proc/self/fd")):
                         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as control:
                             if control.type == socket.SOCK_SEQPACKET:
