@@ -48,7 +48,7 @@ serve: setup
 	$(BIN)/omni-actors serve voice --port $(PORT)
 
 test: setup
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n 2 $(PYTEST_ARGS)
 
 lint: .venv/installed
 	$(BIN)/ruff check .

@@ -7,6 +7,8 @@ Rules
 2. Orphans count: every process started from here inherits ``MARK`` in its environment, so one that outlived its parent
    is still known as ours. A fork that execs nothing has no environment of its own; as a child it is found all the same.
 3. In CI, Hypothesis draws the same examples each time: a red run can be run again.
+4. Where pytest-xdist runs the tests in two processes (`make test`), the tests of a file stay in one, and all that load
+   models in one: two pipelines of real models at once would be slower than one after the other.
 """
 
 from __future__ import annotations
@@ -21,16 +23,20 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 from hypothesis import settings
+from xdist.scheduler import LoadScopeScheduling
 
 MARK = "OMNI_ACTORS_TEST_RUN"
 GRACE_S = 5.0
 """For a process that is on its way out. One that has ended but was not reaped yet is over."""
 WATCHDOG_S = 60.0
 """No wait comes near it."""
+ONE_THREAD = ("-s", "stages.llm.threads=1")
+"""Other tests run beside: a second thread would be waited for at every operator."""
 
 os.environ[MARK] = uuid.uuid4().hex
 # Hundreds of processes are started from here, and what each does before it begins adds up.
@@ -43,6 +49,19 @@ for package in ("omni_actors", "ringbuf"):  # also where PYTHONDONTWRITEBYTECODE
 settings.register_profile("ci", derandomize=True, deadline=None, print_blob=True)
 settings.register_profile("dev", deadline=None)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE") or ("ci" if os.environ.get("CI") else "dev"))
+
+
+class ByFile(LoadScopeScheduling):
+    """Rule 4. xdist's own groups have no effect under pytest 9: it reads them off an id that is fixed there."""
+
+    MODELS = ("tests/stages/", "tests/serve/test_with_models.py", "tests/test_voice.py", "tests/test_readme.py")
+
+    def _split_scope(self, nodeid: str) -> str:
+        return "models" if nodeid.startswith(self.MODELS) else nodeid.partition("::")[0]
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByFile:
+    return ByFile(config, log)
 
 
 def processes() -> set[int]:
@@ -141,7 +160,9 @@ def voice_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     stderr = tmp_path_factory.mktemp("voice") / "stderr"
     with (
         stderr.open("wb") as errors,
-        subprocess.Popen([program, "serve", "voice", "--port", "0"], stdout=subprocess.PIPE, stderr=errors) as process,
+        subprocess.Popen(
+            [program, "serve", "voice", "--port", "0", *ONE_THREAD], stdout=subprocess.PIPE, stderr=errors
+        ) as process,
     ):
         assert process.stdout is not None
         said = ""

@@ -39,7 +39,7 @@ def voice(its_own: set[int]) -> Iterator[Callable[[Work], None]]:
     opened: queue.SimpleQueue[tuple[trio.lowlevel.TrioToken, OmniSystem, trio.Event] | None] = queue.SimpleQueue()
 
     async def keep_open() -> None:
-        async with OmniSystem.open("voice") as omni:
+        async with OmniSystem.open("voice", **{"stages.llm.threads": 1}) as omni:  # other tests run beside
             close = trio.Event()
             opened.put((trio.lowlevel.current_trio_token(), omni, close))
             await close.wait()
