@@ -145,6 +145,13 @@ class Started(_Message, frozen=True):
     request: int
 
 
+class InputComplete(_Message, frozen=True):
+    """This stage has the last chunk of ``source``, another stage, and so all of them: it needs that one no more."""
+
+    request: int
+    source: str
+
+
 class Unreplayable(_Message, frozen=True):
     """This stage can take no part in a replay of the request, and why.
 
@@ -166,8 +173,8 @@ class Refused(_Message, frozen=True):
 
 
 ToWorker: TypeAlias = Configure | Connect | Start | Resend | Abort | Ping | Stop
-FromWorker: TypeAlias = Loading | Ready | Pong | LoadFailed | Started | Finished | Refused | Unreplayable
-AboutRequest: TypeAlias = Started | Finished | Refused | Unreplayable
+AboutRequest: TypeAlias = Started | InputComplete | Finished | Refused | Unreplayable
+FromWorker: TypeAlias = Loading | Ready | Pong | LoadFailed | AboutRequest
 Message: TypeAlias = ToWorker | FromWorker
 
 MAX_BYTES = 128 * 1024

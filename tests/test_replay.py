@@ -273,12 +273,14 @@ async def test_all_requests_in_flight_are_exact_and_who_does_not_need_the_dead_i
 
 
 async def test_who_has_all_of_a_dead_stage_s_output_does_not_wait_for_it() -> None:
-    """It does not come back: its work is wanted by nobody any more."""
-    forever = {"stages.first.restart.backoff_s": NEVER_S, "stages.first.restart.backoff_max_s": NEVER_S}
+    """Those that die do not come back, and it is not to be replayed: nobody wants more of their work."""
+    dead = ("first", "second")
+    forever = {f"stages.{stage}.restart.{name}": NEVER_S for stage in dead for name in ("backoff_s", "backoff_max_s")}
     async with OmniSystem.open(pipeline(), **forever, **{"stages.third.options.step_s": 0.01}) as omni:
-        generation = ask(omni)
-        await until(lambda: "second" in record_of(generation).stats)
-        os.kill(pid_of(omni, "first"), signal.SIGKILL)
+        generation = ask(omni, on_failure="fail")
+        await until(lambda: ("third", "second") in record_of(generation).fed)
+        for stage in dead:
+            os.kill(pid_of(omni, stage), signal.SIGKILL)
         check_exact(generation, await read(generation), 0)
 
 

@@ -345,10 +345,12 @@ def test_ctrl_c_that_meets_the_system_at_work_ends_the_users_task(script: Script
 
 
 def test_a_system_at_rest_does_nothing(script: Script) -> None:
-    """For a second nobody wakes: neither the parent nor a worker, in any thread."""
+    """For a second nobody wakes: neither the parent nor a worker, in any thread. Pings are far apart."""
     process = script("""
+        STAGES = "first", "second"
+
         async def main():
-            async with OmniSystem.open("echo") as omni:
+            async with OmniSystem.open("echo", **{f"stages.{name}.step_s": 3600.0 for name in STAGES}) as omni:
                 async for output in ask(omni):
                     pass
                 print("open", flush=True)

@@ -24,9 +24,11 @@ from omni_actors.actor import chunks
 from omni_actors.actor.chunks import ChunkHeader, Intake, ReplayDiverged
 from omni_actors.actor.outgoing import Outgoing, Retained
 from omni_actors.messages import (
+    CLIENT,
     Abort,
     Address,
     Finished,
+    InputComplete,
     Message,
     Ping,
     Pong,
@@ -295,6 +297,8 @@ class EngineLoop:
         try:
             if active.take_in(chunk, frame):
                 engine.feed(active.request, chunk)
+                if chunk.last and chunk.source != CLIENT:
+                    self._notify(InputComplete(active.request, chunk.source))
         except InvalidRequest as error:
             self._refuse(active.request, error)
         except ReplayDiverged as error:

@@ -34,6 +34,7 @@ from omni_actors.messages import (
     Address,
     Configure,
     Finished,
+    InputComplete,
     LoadFailed,
     Loading,
     Message,
@@ -253,7 +254,7 @@ class Supervisor:
                 life.load_error = error
             case Pong(number) if number == life.ping:
                 life.pong.set()
-            case Started() | Finished() | Refused() | Unreplayable():
+            case Started() | InputComplete() | Finished() | Refused() | Unreplayable():
                 self._listener.heard(replica.address, message)
 
     @trio.lowlevel.enable_ki_protection

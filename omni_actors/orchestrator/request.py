@@ -86,6 +86,8 @@ class Request:
     """Stages that have to start again and wait for replicas that are ready."""
     starting: set[str] = field(default_factory=set)
     """Stages that were told to start again and have not said so yet: nothing is sent to them."""
+    fed: set[tuple[str, str]] = field(default_factory=set)
+    """(stage, source): the stage's worker lives and has all that the other one gives."""
     let_go: dict[str, str] = field(default_factory=dict)
     """Stages that can no longer send their outputs again, and why."""
     replays: int = 0

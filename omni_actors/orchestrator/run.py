@@ -44,6 +44,7 @@ from omni_actors.messages import (
     AboutRequest,
     Address,
     Finished,
+    InputComplete,
     Refused,
     Resend,
     Start,
@@ -278,6 +279,7 @@ class Orchestrator:
                 del request.placement[address.stage]
                 request.starting.discard(address.stage)
                 request.let_go.pop(address.stage, None)
+                request.fed = {(stage, source) for stage, source in request.fed if stage != address.stage}
                 request.crash = StageCrashed(address.stage, address.replica, generation, exit)
                 self._settle(request)
 
@@ -299,6 +301,10 @@ class Orchestrator:
         match message:
             case Started():
                 self._fill(request, address)
+            case InputComplete(source=source):
+                request.fed.add((address.stage, source))
+                if request.again:
+                    self._settle(request)
             case Finished(stats=stats):
                 request.stats[address.stage] = stats
                 self._progressed(request)
@@ -361,6 +367,7 @@ class Orchestrator:
             request.route,
             held=request.placement.keys(),
             finished=request.stats.keys(),
+            fed=request.fed,
             open=request.open_outputs.keys(),
             seen=request.first_arrived.keys(),
             repeatable=self._repeatable,

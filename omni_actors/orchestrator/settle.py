@@ -9,11 +9,13 @@ First, what each stage of the route has to do, from the last one up:
     worker   its output            it
     -------  --------------------  ----------------------------------------------------------------------------
     lives    -                     goes on; sends again what it retained to a stage below that starts again
-    dead     wanted by nobody      is done: a client that wanted it has its last chunk, every stage below is done
+    dead     wanted by nobody      is done
     dead     wanted                starts again
 
-Done is, too, who has finished since it last started. (That the client has the last of a stage's output does not say
-so: a stage that started again may be giving it to others.)
+Its output is wanted by a client that has not got the last of it, and by a stage below that is to give more itself and
+has not got the last of it; one that starts again has nothing. Done is, too, who has finished since it last started.
+(That the client has the last of a stage's output does not say so: a stage that started again may be giving it to
+others.)
 
 Then, where any starts again, the first of these that holds:
 
@@ -47,6 +49,8 @@ class Facts:
 
     That the client has the last output of a stage does not say so: one that started again may be giving it to others.
     """
+    fed: Set[tuple[str, str]]
+    """(stage, source): the stage, which lives, has all of the other's outputs."""
     open: Set[str]
     """Stages whose last output the client wants and has not got."""
     seen: Set[str]
@@ -124,8 +128,9 @@ def _again(facts: Facts) -> tuple[tuple[str, ...], Set[str]]:
     in_use: set[str] = set()
     for stage in reversed(facts.route.stages):
         below = set(facts.route.targets[stage]) - {CLIENT}
+        waiting = {name for name in below - done if name not in facts.held or (name, stage) not in facts.fed}
         for_client = stage in facts.open
-        wanted = for_client or not below <= done
+        wanted = for_client or bool(waiting)
         if wanted and stage not in facts.held:
             again.append(stage)
             if (for_client and stage in facts.seen) or below & (in_use | facts.held - done):

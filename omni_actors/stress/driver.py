@@ -11,18 +11,19 @@ Rules
 
 from __future__ import annotations
 
+import functools
 import signal
 import time
 from collections import Counter
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import assert_never
 
 import trio
 
 from omni_actors.stress.client import Client
-from omni_actors.stress.faults import ShortSpawner, Victim, kill_parent
+from omni_actors.stress.faults import Hand, ShortSpawner, Victim, kill_parent
 from omni_actors.stress.judge import Asked, Loss, Violation
 from omni_actors.stress.report import Tally, Timing
 from omni_actors.stress.schedule import (
@@ -67,9 +68,15 @@ class Driver:
     """A system at work and under fire. Its tasks live in ``nursery``."""
 
     def __init__(
-        self, omni: OmniSystem, workload: Workload, load: Load, spawner: ShortSpawner, nursery: trio.Nursery
+        self,
+        omni: OmniSystem,
+        workload: Workload,
+        load: Load,
+        spawner: ShortSpawner,
+        hand: Hand,
+        nursery: trio.Nursery,
     ) -> None:
-        self._workload, self._load, self._spawner, self._nursery = workload, load, spawner, nursery
+        self._workload, self._load, self._spawner, self._hand, self._nursery = workload, load, spawner, hand, nursery
         self.tally = Tally()
         self.watch = Watch(omni)
         self.client = Client(omni, workload, self.watch, self.tally, nursery)
@@ -108,18 +115,17 @@ class Driver:
             case Settle():
                 await self._settle()
             case Kill(stages):
-                for stage in stages:
-                    self._kill("SIGKILL" if len(stages) == 1 else "SIGKILL, several at once", stage)
+                await self._kill("SIGKILL" if len(stages) == 1 else "SIGKILL, several at once", *stages)
             case KillLoading(stage, after):
-                self._kill("SIGKILL", stage)
+                await self._kill("SIGKILL", stage)
                 if await self._next_worker(stage, after / 1000) not in (None, "ready"):
-                    self._kill("SIGKILL", stage)
+                    await self._kill("SIGKILL", stage)
             case Storm(stage, times):
                 for _ in range(times):
                     await self._next_worker(stage, 0)
-                    self._kill("restart storm", stage)
+                    await self._kill("restart storm", stage)
             case Freeze(stage):
-                self._kill("SIGSTOP", stage, signal.SIGSTOP)
+                await self._kill("SIGSTOP", stage, number=signal.SIGSTOP)
             case Pause(stage, ms):
                 self._nursery.start_soon(self._pause, stage, ms / 1000)
             case Crash():
@@ -128,7 +134,7 @@ class Driver:
                 self._nursery.start_soon(self._starve, stage)
             case Full(stage, times):
                 self._spawner.refusals[stage] = times
-                self._kill("no memory for rings", stage)
+                await self._kill("no memory for rings", stage)
             case Orphan(loading):
                 await self._orphan(loading=loading)
             case _:
@@ -179,17 +185,22 @@ class Driver:
         self.tally.row(fault, self._load).faults += 1
         return injection
 
-    def _kill(self, fault: str, stage: str, number: signal.Signals = signal.SIGKILL) -> None:
-        pid = self._worker(stage)
-        if pid is None:
-            return
-        if fault in ("SIGKILL", "SIGSTOP") and self._state_of(pid) != "ready":
-            fault += " while loading"
-        with suppress(ProcessLookupError), Victim(pid) as victim:
-            self.killed.add(pid)
-            injection = self._inject(fault, stage)
-            victim.send(number)
-            self._follow_soon(injection, lambda loss: loss.pid == pid)
+    async def _kill(self, fault: str, *stages: str, number: signal.Signals = signal.SIGKILL) -> None:
+        """One worker of each of these stages, at once."""
+        hit: list[tuple[Victim, _Injection]] = []
+        with ExitStack() as held:
+            for stage in stages:
+                with suppress(ProcessLookupError):
+                    if pid := self._worker(stage):
+                        victim = held.enter_context(Victim(pid))
+                        loading = fault in ("SIGKILL", "SIGSTOP") and self._state_of(pid) != "ready"
+                        self.killed.add(pid)
+                        hit.append((victim, self._inject(fault + " while loading" * loading, stage)))
+            if hit:
+                at = await self._hand.send(number, [victim for victim, _ in hit])
+        for victim, injection in hit:
+            injection.at = at
+            self._follow_soon(injection, functools.partial(_is_of, victim.pid))
 
     async def _pause(self, stage: str, for_s: float) -> None:
         pid = self._worker(stage)
@@ -287,3 +298,7 @@ class Driver:
     def _forget(self, injection: _Injection) -> None:
         self._following.remove(injection)
         self.client.ended.unpark_all()
+
+
+def _is_of(pid: int, loss: Loss) -> bool:
+    return loss.pid == pid

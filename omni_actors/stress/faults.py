@@ -12,10 +12,13 @@ import errno
 import os
 import resource
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import time
 import uuid
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -24,7 +27,7 @@ import trio
 
 from omni_actors.actor.process import LocalSpawner
 from omni_actors.messages import Address
-from omni_actors.stress import leaks
+from omni_actors.stress import hand, leaks
 from omni_actors.stress.workload import Workload
 from ringbuf import Ring
 
@@ -49,12 +52,45 @@ class ShortSpawner(LocalSpawner):
         return super().connect(producer, consumer, capacity, generation)
 
 
+class Hand:
+    """The process that kills (see ``hand``). Leaving the block has reaped it."""
+
+    def __init__(self) -> None:
+        self._sock, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._sock.setblocking(False)
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-I", "-S", hand.__file__, str(theirs.fileno())], pass_fds=(theirs.fileno(),)
+            )
+
+    async def send(self, number: signal.Signals, victims: Sequence[Victim]) -> float:
+        """To all of them at once; when, by CLOCK_MONOTONIC. One call at a time. Who is dead already is passed over."""
+        socket.send_fds(self._sock, [bytes([number])], [victim.fileno() for victim in victims])
+        await trio.lowlevel.wait_readable(self._sock)
+        (at,) = struct.unpack("d", self._sock.recv(8))
+        return float(at)
+
+    def close(self) -> None:
+        self._sock.close()
+        self._process.wait()
+
+    def __enter__(self) -> Hand:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
 class Victim:
     """A worker's process, held so that its pid cannot become somebody else's."""
 
     def __init__(self, pid: int) -> None:
         """Raises ProcessLookupError."""
         self.pid, self._pidfd = pid, os.pidfd_open(pid)
+
+    def fileno(self) -> int:
+        """Its pidfd."""
+        return self._pidfd
 
     def send(self, number: signal.Signals) -> None:
         with suppress(ProcessLookupError):  # somebody was faster

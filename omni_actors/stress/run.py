@@ -22,7 +22,7 @@ import trio
 from omni_actors import config as configuration
 from omni_actors.stress import judge, leaks
 from omni_actors.stress.driver import Driver
-from omni_actors.stress.faults import ShortSpawner
+from omni_actors.stress.faults import Hand, ShortSpawner
 from omni_actors.stress.judge import Violation
 from omni_actors.stress.oracle import Answer
 from omni_actors.stress.report import Tally
@@ -108,9 +108,10 @@ async def _open(workload: Workload, load: Load, lives: int | None) -> AsyncItera
     overrides = {} if lives is None else {f"stages.{stage}.restart.intensity": lives for stage in workload.stages}
     spawner = ShortSpawner()
     pipeline = configuration.load(workload.pipeline, overrides)
-    async with OmniSystem.open(pipeline, spawner=spawner) as omni, trio.open_nursery() as nursery:
-        yield omni, Driver(omni, workload, load, spawner, nursery)
-        nursery.cancel_scope.cancel()
+    with Hand() as hand:
+        async with OmniSystem.open(pipeline, spawner=spawner) as omni, trio.open_nursery() as nursery:
+            yield omni, Driver(omni, workload, load, spawner, hand, nursery)
+            nursery.cancel_scope.cancel()
 
 
 async def _finish(omni: OmniSystem, driver: Driver, workload: Workload, began_with: dict[str, Counter[str]]) -> None:

@@ -11,7 +11,17 @@ import numpy as np
 import pytest
 
 from omni_actors.actor.outgoing import OVERHEAD_BYTES
-from omni_actors.messages import CLIENT, CLIENT_ADDRESS, Abort, Address, Finished, Resend, Started, Unreplayable
+from omni_actors.messages import (
+    CLIENT,
+    CLIENT_ADDRESS,
+    Abort,
+    Address,
+    Finished,
+    InputComplete,
+    Resend,
+    Started,
+    Unreplayable,
+)
 from omni_actors.stages.base import StageContext, StageOutput, StageRequest
 from omni_actors.stages.echo import EchoEngine
 from ringbuf import Consumer
@@ -186,9 +196,29 @@ def test_chunks_that_come_again_are_dropped_and_those_that_follow_are_taken(benc
     for seq, text in enumerate("abcd"):
         send(again, 1, seq, source="above", text=text, last=text == "d")
     assert texts(out, 4) == [(0, "a"), (1, "b"), (2, "c"), (3, "d")]
+    assert bench.heard() == InputComplete(1, "above")
     assert isinstance(bench.heard(), Finished)
     bench.wait_asleep()
     assert out.try_recv() is None
+
+
+def test_it_says_of_which_stages_it_has_all_and_once(bench: Bench) -> None:
+    """Not of the client, which dies with the system."""
+    left, right, client = (bench.input(source=source) for source in ("left", "right", CLIENT))
+    out = bench.output()
+    bench.run(echo())
+    bench.start(1, ("left", "right", CLIENT), retain_bytes=PLENTY)
+    send(left, 1, 0, source="left", text="a", last=True)
+    assert bench.heard() == InputComplete(1, "left")
+    send(bench.input(source="left"), 1, 0, source="left", text="a", last=True)  # it started again for somebody else
+    send(client, 1, 0, text="b", last=True)
+    bench.wait_asleep()
+    assert bench.said.empty()
+    send(right, 1, 0, source="right", text="c")
+    send(right, 1, 1, source="right", text="d", last=True)
+    assert bench.heard() == InputComplete(1, "right")
+    assert isinstance(bench.heard(), Finished)
+    assert sorted(text for _, text in texts(out, 4)) == ["a", "b", "c", "d"]  # in this order of each source
 
 
 @pytest.mark.parametrize(
