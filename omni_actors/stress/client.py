@@ -1,8 +1,8 @@
 """Everybody who asks the system under fire for something: submits, reads, drops, aborts, and judges what came.
 
 Rules
-1. Every request is on record from its submission until it is judged: a completed one at once, the others when all
-   deaths are known. Answers are let go at the end of their requests, so that a long run stays small.
+1. Every request is on record from its submission until it is judged: a completed one at once, the others when the
+   deaths until then are known. Answers are let go at the end of their requests, so that a long run stays small.
 2. Reading goes on once after the end: a request must not have a second one.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import trio
@@ -95,27 +95,22 @@ class Client:
         """``keep_asking`` asks no more."""
         self._stopping = True
 
-    def judge_rest(self) -> None:
-        """Those that were not completed, now that every death is known."""
+    def judge_ended(self) -> None:
+        """Those that were not completed, at a time when every death so far is known."""
         for asked in self._records:
-            self._judge(asked)
-        self._records.clear()
+            if asked not in self._open:
+                self._judge(asked)
+        self._records = [asked for asked in self._records if asked in self._open]
 
     async def _read(self, asked: Asked, generation: Generation, pace_s: float) -> None:
-        error: RequestError | None = None
         with self._open[asked]:
-            try:
-                async for output in generation:
-                    asked.answer.add(output)
-                    self.outputs += 1
-                    if pace_s:
-                        await trio.sleep(pace_s)
-            except RequestError as failure:
-                error = failure
-            asked.second_outcome = await _second_outcome(generation, error)
+            error = await read_to_the_end(asked, generation, pace_s, self._count)
             self._end(asked, "failed" if error else "completed", error)
         if asked.outcome == "open":
             self._end(asked, "dropped", None)
+
+    def _count(self) -> None:
+        self.outputs += 1
 
     def _end(self, asked: Asked, outcome: judge.Outcome, error: RequestError | None) -> None:
         asked.outcome, asked.error, asked.ended = outcome, error, time.monotonic()
@@ -135,6 +130,23 @@ class Client:
         oracle = self._workload.oracle[asked.template.name]
         if violation := judge.of_request(asked, oracle, self._watch.losses, self._watch.given_up, rules):
             self.violations.append((asked.ended or time.monotonic(), violation))
+
+
+async def read_to_the_end(
+    asked: Asked, generation: Generation, pace_s: float, on_output: Callable[[], None] = lambda: None
+) -> RequestError | None:
+    """Put an answer on record, and what ended it if that was an error; read on once, as rule 2 says."""
+    error: RequestError | None = None
+    try:
+        async for output in generation:
+            asked.answer.add(output)
+            on_output()
+            if pace_s:
+                await trio.sleep(pace_s)
+    except RequestError as failure:
+        error = failure
+    asked.second_outcome = await _second_outcome(generation, error)
+    return error
 
 
 async def _second_outcome(generation: Generation, error: RequestError | None) -> str | None:

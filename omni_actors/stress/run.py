@@ -138,7 +138,7 @@ async def _finish(omni: OmniSystem, driver: Driver, workload: Workload, began_wi
     if omni.in_flight:
         found.append(Violation("leaked", f"{omni.in_flight} requests are still in flight"))
     found += [Violation("leaked", fact) for fact in _grown(omni, began_with)]
-    client.judge_rest()
+    client.judge_ended()
     asked_for = driver.asked_for + Counter(stage for ends in driver.refused for stage in set(ends))
     found += judge.of_losses(watch.losses, driver.killed, asked_for)
     found += judge.of_restarts(watch.losses, watch.given_up, omni.pipeline)

@@ -11,14 +11,11 @@ Rules
 
 from __future__ import annotations
 
-import gc
 import os
 import random
-import sys
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,13 +23,13 @@ import trio
 import trio.testing
 from trio._core import _run as trio_run
 
-from omni_actors.actor import loop
 from omni_actors.actor.process import SpawnFailed
 from omni_actors.errors import DeadlineExceeded, InvalidRequest, Overloaded, RequestError, SlowConsumer
 from omni_actors.generation import Generation
 from omni_actors.messages import Address
 from omni_actors.stress import judge
-from omni_actors.stress.client import _second_outcome
+from omni_actors.stress.client import read_to_the_end
+from omni_actors.stress.determined import determined, unraisable
 from omni_actors.stress.judge import Asked, Loss, Rules, Violation
 from omni_actors.stress.oracle import damage_so_far
 from omni_actors.stress.report import Tally, Timing
@@ -49,8 +46,6 @@ TICK_S = 1.0
 SEEN_WITHIN = 1.1
 """Of its deadline: a hang is seen by then."""
 DYING_S = 0.3
-CONGESTED_BYTES = 6_000
-"""So that the few small chunks of a schedule congest an edge."""
 EPSILON_S = 1e-6
 
 
@@ -77,7 +72,7 @@ class _Asked(Asked):
 def simulate(seed: int) -> Result:
     """Carry one schedule out."""
     simulation = Simulation(seed)
-    with _determined(simulation.draw), _unraisable(simulation.broke):
+    with determined(simulation.draw), unraisable(simulation.broke):
         before = set(os.listdir("/proc/self/fd"))
         try:
             trio.run(simulation.live, clock=trio.testing.MockClock(autojump_threshold=0), instruments=[simulation])
@@ -276,16 +271,8 @@ class Simulation(trio.abc.Instrument):
             self._nursery.start_soon(self._read, asked, generation)
 
     async def _read(self, asked: _Asked, generation: Generation) -> None:
-        error: RequestError | None = None
         with self._open[asked]:
-            try:
-                async for output in generation:
-                    asked.answer.add(output)
-                    if asked.pace_s:
-                        await trio.sleep(asked.pace_s)
-            except RequestError as failure:
-                error = failure
-            asked.second_outcome = await _second_outcome(generation, error)
+            error = await read_to_the_end(asked, generation, asked.pace_s)
             self._end(asked, "failed" if error else "completed", error)
         if asked.outcome == "open":
             self._end(asked, "dropped", None)
@@ -518,35 +505,3 @@ class Simulation(trio.abc.Instrument):
     def _note(self, what: str) -> None:
         now = trio.current_time() if trio.lowlevel.in_trio_run() else 0.0
         self.log.append(f"{self._steps:6} {now:9.3f}  {what}")
-
-
-@contextmanager
-def _determined(draw: random.Random) -> Iterator[None]:
-    """Let all that draws draw from the seed.
-
-    trio shuffles the tasks that are ready so that nobody relies on their order; it has a switch, for Hypothesis, that
-    makes this follow from ``_r`` alone. Collecting garbage would let go of dropped streams at any time.
-    """
-    before = trio_run._ALLOW_DETERMINISTIC_SCHEDULING, trio_run._r, random.getstate(), loop.CONGESTED_BYTES
-    trio_run._ALLOW_DETERMINISTIC_SCHEDULING, trio_run._r = True, draw  # type: ignore[misc]
-    random.seed(draw.getrandbits(64))
-    loop.CONGESTED_BYTES = CONGESTED_BYTES
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
-        trio_run._ALLOW_DETERMINISTIC_SCHEDULING, trio_run._r = before[:2]  # type: ignore[misc]
-        random.setstate(before[2])
-        loop.CONGESTED_BYTES = before[3]
-
-
-@contextmanager
-def _unraisable(broke: Callable[[str, BaseException], None]) -> Iterator[None]:
-    """What Python would only print: an exception of a finalizer, an await that nobody waited for."""
-    hook = sys.unraisablehook
-    sys.unraisablehook = lambda args: broke(str(args.err_msg), args.exc_value or args.exc_type())
-    try:
-        yield
-    finally:
-        sys.unraisablehook = hook

@@ -160,6 +160,7 @@ async def _hurt(
         await trio.sleep(PAUSED_S)
         with trio.move_on_after(workload.patience_s):
             await driver.until_quiet()
+            driver.client.judge_ended()
         await _count(driver, record.quiet, max(QUIET_S, hurt_at + EVERY_S - time.monotonic()))
         say(f"{driver.tally.faults} faults, {until - time.monotonic():.0f} s to go")
 

@@ -144,18 +144,23 @@ def _echo_requests(pipeline: Pipeline) -> Iterator[Template]:
 
 
 def _model_requests(pipeline: Pipeline) -> Iterator[Template]:
-    def question(text: str) -> dict[str, list[Input]]:
-        return {"messages": [Input({"messages": [{"role": "user", "content": text}]})]}
+    def question(content: str | list[dict[str, Any]]) -> dict[str, list[Input]]:
+        return {"messages": [Input({"messages": [{"role": "user", "content": content}]})]}
 
-    def spoken() -> dict[str, list[Input]]:
-        times = np.arange(RATE) / RATE
-        sound = (0.3 * np.sin(2 * np.pi * 220 * times) * np.hanning(RATE)).astype(np.float32)
-        return {"audio": [Input({"sample_rate": RATE, "index": 0}, {"audio": sound})]}
+    times = np.arange(RATE) / RATE
+    tone = (0.3 * np.sin(2 * np.pi * 220 * times) * np.hanning(RATE)).astype(np.float32)
+    recording = {"audio": [Input({"sample_rate": RATE, "index": 0}, {"audio": tone})]}
+    # Nothing is said in it, and a question must not be empty.
+    about_it = question([{"type": "audio", "index": 0}, {"type": "text", "text": QUESTION}])
+    ears = {name for name, stage in pipeline.stages.items() if "audio" in stage.accepts}
 
     emitted = _emitted(pipeline)
     for modality in emitted:
         yield from _template(pipeline, f"{modality}, script", {"script": [Input({"text": SCRIPT})]}, (modality,))
-        yield from _template(pipeline, f"{modality}, recording", spoken(), (modality,), max_tokens=4)
+        for heard in _template(pipeline, f"{modality}, recording", recording, (modality,)):
+            if ears.issuperset(heard.stages):
+                yield heard
+        yield from _template(pipeline, f"{modality}, with audio", recording | about_it, (modality,), max_tokens=4)
         yield from _template(pipeline, f"{modality}, short", question(QUESTION), (modality,), max_tokens=4)
     yield from _template(pipeline, "sampled, short", question(QUESTION), ("text",), max_tokens=8, temperature=0.8)
     spoken_and_written = tuple(each for each in ("text", "audio") if each in emitted)
