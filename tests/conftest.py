@@ -60,6 +60,7 @@ class ByFile(LoadScopeScheduling):
         return "models" if nodeid.startswith(self.MODELS) else nodeid.partition("::")[0]
 
 
+@pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByFile:
     return ByFile(config, log)
 

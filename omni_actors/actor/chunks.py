@@ -60,18 +60,22 @@ class Intake:
     def __init__(self, request: int, source: str) -> None:
         self._request, self._source = request, source
         self._digests = array("I")
+        self._complete = False
 
-    def take(self, seq: int, frame: memoryview) -> bool:
-        """Whether this chunk is the next one; False for one that was taken before.
+    def take(self, seq: int, frame: memoryview, *, last: bool) -> bool:
+        """Whether this chunk is the next one; False for one that was taken before, or after the last.
 
         frame: the chunk as it lies in the ring. Raises ChunkCorrupted at a gap, ReplayDiverged.
         """
+        if self._complete:
+            return False
         due = len(self._digests)
         if seq > due:
             raise ChunkCorrupted(f"request {self._request} from {self._source}: chunk {seq} where {due} was due")
         digest = _digest(frame)
         if seq == due:
             self._digests.append(digest)
+            self._complete = last
             return True
         if digest != self._digests[seq]:
             raise ReplayDiverged(f"chunk {seq} of stage {self._source!r} came out differently the second time")

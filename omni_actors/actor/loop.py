@@ -93,7 +93,7 @@ class _Active:
     def take_in(self, chunk: Chunk, frame: memoryview) -> bool:
         """Whether it is news. Raises as ``Intake.take``, and KeyError for a source that was not announced."""
         self.first_input = self.first_input or time.monotonic()
-        return self._intakes[chunk.source].take(chunk.seq, frame)
+        return self._intakes[chunk.source].take(chunk.seq, frame, last=chunk.last)
 
     def send_to(self, target: Address) -> None:
         """From now on; instead of to another replica of that stage."""

@@ -129,7 +129,7 @@ def _run_engine(configure: Configure, loop: EngineLoop, notify: Callable[[Messag
     """The engine's thread: load, then serve until ``Stop``. An exception is returned, to be reported by itself."""
     began = time.monotonic()
     try:
-        _limit_threads(configure.threads, spins=configure.spins)
+        _prepare_libraries(configure.threads, spins=configure.spins)
         gc.disable()  # a library of a million objects, none of them garbage, would be looked through again and again
         factory = _import_factory(configure.factory)
         engine = factory(
@@ -156,8 +156,12 @@ def _run_engine(configure: Configure, loop: EngineLoop, notify: Callable[[Messag
     return None
 
 
-def _limit_threads(threads: int, *, spins: bool) -> None:
-    """Before the engine's libraries load: two processes with two spinning threads each make two cores crawl."""
+def _prepare_libraries(threads: int, *, spins: bool) -> None:
+    """Before the engine's libraries load: two processes with two spinning threads each make two cores crawl.
+
+    What serves people's questions reports to nobody: onnxruntime would, and leaves a file in the temporary directory.
+    """
+    os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
     for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         os.environ[variable] = str(threads)
     os.environ["OMP_WAIT_POLICY"] = "PASSIVE"

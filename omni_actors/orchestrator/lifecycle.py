@@ -30,7 +30,7 @@ class Event(enum.Enum):
     DISPATCH = "dispatch"
     OUTPUT = "output"
     COMPLETE = "complete"
-    """Every stage of the route has finished it and the last of every output has come."""
+    """Every stage that is waited for has finished it, and the last of every output has come."""
     FAIL = "fail"
     ABORT = "abort"
 

@@ -86,6 +86,8 @@ class Request:
     """Stages that have to start again and wait for replicas that are ready."""
     starting: set[str] = field(default_factory=set)
     """Stages that were told to start again and have not said so yet: nothing is sent to them."""
+    repeated: set[str] = field(default_factory=set)
+    """Of those in ``placement``, the ones that started again."""
     fed: set[tuple[str, str]] = field(default_factory=set)
     """(stage, source): the stage's worker lives and has all that the other one gives."""
     let_go: dict[str, str] = field(default_factory=dict)

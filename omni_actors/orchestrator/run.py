@@ -56,7 +56,7 @@ from omni_actors.orchestrator.lifecycle import Event, State
 from omni_actors.orchestrator.pace import Pace
 from omni_actors.orchestrator.request import Input, OnFailure, OutputStream, Piece, Request
 from omni_actors.orchestrator.routes import Route
-from omni_actors.orchestrator.settle import Facts, Fail, Replay, Unavailable, Untouched, settle
+from omni_actors.orchestrator.settle import Facts, Fail, Replay, Unavailable, Untouched, idle, settle, unwanted
 
 
 class Orchestrator:
@@ -237,7 +237,9 @@ class Orchestrator:
         request.replays += 1
         request.placement |= placement
         request.starting |= placement.keys()
+        request.repeated |= placement.keys()
         for stage in reversed(request.again):
+            request.stats.pop(stage, None)
             self._start(request, stage)
         request.again = ()
 
@@ -278,6 +280,7 @@ class Orchestrator:
             if request.placement.get(address.stage) == address:
                 del request.placement[address.stage]
                 request.starting.discard(address.stage)
+                request.repeated.discard(address.stage)
                 request.let_go.pop(address.stage, None)
                 request.fed = {(stage, source) for stage, source in request.fed if stage != address.stage}
                 request.crash = StageCrashed(address.stage, address.replica, generation, exit)
@@ -303,8 +306,7 @@ class Orchestrator:
                 self._fill(request, address)
             case InputComplete(source=source):
                 request.fed.add((address.stage, source))
-                if request.again:
-                    self._settle(request)
+                self._progressed(request)
             case Finished(stats=stats):
                 request.stats[address.stage] = stats
                 self._progressed(request)
@@ -312,7 +314,7 @@ class Orchestrator:
                 self._end(request, Event.FAIL, InvalidRequest(text, param=param, code=code))
             case Unreplayable(_, reason, needed):
                 request.let_go[address.stage] = reason
-                if needed and request.crash is not None:
+                if needed and request.crash is not None and address.stage not in unwanted(self._facts(request)):
                     self._fail(request, f"stage {address.stage!r}: {reason}")
 
     def _fill(self, request: Request, address: Address) -> None:
@@ -321,7 +323,9 @@ class Orchestrator:
         for source in request.route.sources[address.stage]:
             if source == CLIENT:
                 request.feed(address.stage)
-            elif source in request.placement:  # otherwise it is to start again itself, and will know whom to feed
+            elif (
+                source in request.placement
+            ):  # otherwise it starts again itself if it is wanted, and knows whom to feed
                 assert request.number is not None, "it is dispatched"
                 self._replicas[request.placement[source]].post(Resend(request.number, address))
 
@@ -333,7 +337,7 @@ class Orchestrator:
         if request is None or address.stage not in request.open_outputs:
             return
         try:
-            if not request.open_outputs[address.stage].take(header.seq, payload):
+            if not request.open_outputs[address.stage].take(header.seq, payload, last=header.last):
                 return
         except ReplayDiverged as error:
             if request.crash is None:
@@ -356,17 +360,23 @@ class Orchestrator:
     # settlement
 
     def _progressed(self, request: Request) -> None:
-        """A stage has finished, or the client has got its last output."""
-        if request.again:
+        """A stage has finished or has all of its input, or the client has got its last output."""
+        if request.crash is not None:
             self._settle(request)  # what was lost may be wanted no more
-        elif not request.open_outputs and request.placement.keys() <= request.stats.keys():
+        else:
+            self._end_if_complete(request, waived=())
+
+    def _end_if_complete(self, request: Request, waived: Iterable[str]) -> None:
+        """waived: stages that are not waited for."""
+        if not request.open_outputs and request.placement.keys() <= {*request.stats, *waived}:
             self._end(request, Event.COMPLETE, None)
 
-    def _settle(self, request: Request) -> None:
-        facts = Facts(
+    def _facts(self, request: Request) -> Facts:
+        return Facts(
             request.route,
             held=request.placement.keys(),
             finished=request.stats.keys(),
+            repeated=request.repeated,
             fed=request.fed,
             open=request.open_outputs.keys(),
             seen=request.first_arrived.keys(),
@@ -377,14 +387,15 @@ class Orchestrator:
             replays=request.replays,
             limit=self._limits.replays,
         )
+
+    def _settle(self, request: Request) -> None:
+        facts = self._facts(request)
         request.again = ()
         match settle(facts):
             case Untouched():
-                self._progressed(request)
+                self._end_if_complete(request, idle(facts))
             case Replay(stages):
                 request.again = stages
-                for stage in stages:
-                    request.stats.pop(stage, None)
                 self._start_again(request)
             case Fail(reason):
                 self._fail(request, reason)

@@ -17,6 +17,9 @@ has not got the last of it; one that starts again has nothing. Done is, too, who
 (That the client has the last of a stage's output does not say so: a stage that started again may be giving it to
 others.)
 
+Who lives, has not finished and is wanted by nobody is *idle* where it started again, or lost a stage that feeds it:
+what it still does, or waits for in vain, keeps no request from its end.
+
 Then, where any starts again, the first of these that holds:
 
     the request was made with on_failure="fail"                                        Fail
@@ -30,7 +33,7 @@ Then, where any starts again, the first of these that holds:
 from __future__ import annotations
 
 from collections.abc import Mapping, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from omni_actors.messages import CLIENT
@@ -49,6 +52,8 @@ class Facts:
 
     That the client has the last output of a stage does not say so: one that started again may be giving it to others.
     """
+    repeated: Set[str]
+    """Of those who hold it, the ones that started again."""
     fed: Set[tuple[str, str]]
     """(stage, source): the stage, which lives, has all of the other's outputs."""
     open: Set[str]
@@ -99,7 +104,8 @@ Verdict: TypeAlias = Untouched | Replay | Fail | Unavailable
 
 def settle(facts: Facts) -> Verdict:
     """See the module."""
-    again, in_use = _again(facts)
+    found = _survey(facts)
+    again = found.again[::-1]
     if not again:
         return Untouched()
     if facts.on_failure == "fail":
@@ -110,31 +116,53 @@ def settle(facts: Facts) -> Verdict:
     if facts.replays >= facts.limit:
         return Fail(f"it was replayed {facts.replays} times already (limits.replays)")
     for stage in again:
-        if stage in in_use and stage not in facts.repeatable:
+        if stage in found.in_use and stage not in facts.repeatable:
             return Fail(f"stage {stage!r} would not give the same output again, and some of it is in use")
         for source in facts.route.sources[stage]:
             if source in facts.held and source in facts.let_go:
                 return Fail(f"stage {source!r}: {facts.let_go[source]}")
-    return Replay(again)
+    return Replay(tuple(again))
 
 
-def _again(facts: Facts) -> tuple[tuple[str, ...], Set[str]]:
-    """The stages that start again, upstream first; and those of them whose output so far somebody may have used.
+def unwanted(facts: Facts) -> Set[str]:
+    """The stages whose output nobody waits for."""
+    return set(facts.route.stages) - _survey(facts).wanted
 
-    That is a client that wants the rest, a living stage that does, or another that starts again and is in use itself.
+
+def idle(facts: Facts) -> Set[str]:
+    """See the module."""
+    lost = {
+        stage
+        for stage in facts.route.stages
+        for source in facts.route.sources[stage]
+        if source != CLIENT and source not in facts.held and (stage, source) not in facts.fed
+    }
+    return unwanted(facts) & (facts.held - facts.finished) & (facts.repeated | lost)
+
+
+@dataclass
+class _Survey:
+    """again: dead and wanted, the last one down first. in_use: of them, those whose output so far somebody may have
+    used: a client that wants the rest, a living stage that does, or another that starts again and is in use itself.
     """
-    again: list[str] = []
-    done: set[str] = set()
-    in_use: set[str] = set()
+
+    wanted: set[str] = field(default_factory=set)
+    again: list[str] = field(default_factory=list)
+    in_use: set[str] = field(default_factory=set)
+
+
+def _survey(facts: Facts) -> _Survey:
+    found, done = _Survey(), set[str]()
     for stage in reversed(facts.route.stages):
         below = set(facts.route.targets[stage]) - {CLIENT}
-        waiting = {name for name in below - done if name not in facts.held or (name, stage) not in facts.fed}
         for_client = stage in facts.open
-        wanted = for_client or bool(waiting)
+        wanted = for_client or any((name, stage) not in facts.fed for name in below - done)
+        if wanted:
+            found.wanted.add(stage)
         if wanted and stage not in facts.held:
-            again.append(stage)
-            if (for_client and stage in facts.seen) or below & (in_use | facts.held - done):
-                in_use.add(stage)
+            found.again.append(stage)
+            if (for_client and stage in facts.seen) or below & (found.in_use | facts.held - done):
+                found.in_use.add(stage)
         elif not wanted or stage in facts.finished:
             done.add(stage)
-    return tuple(reversed(again)), in_use
+    return found

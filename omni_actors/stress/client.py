@@ -39,7 +39,7 @@ class Client:
         self._open: dict[Asked, trio.CancelScope] = {}
         self._stopping = False
         self.violations: list[tuple[float, Violation]] = []
-        """Of completed requests, with the time of their end."""
+        """Of the requests judged so far, with the time of their end."""
         self.outputs = 0
         """Read so far, of all requests."""
         self.ended = trio.lowlevel.ParkingLot()

@@ -58,8 +58,10 @@ class _Injection:
     fault: str
     stage: str
     at: float
+    """When it was decided upon; times count from ``hit``."""
     operation: int
     alone: bool
+    hit: float
     timing: Timing = field(default_factory=Timing)
     overtaken: bool = False
 
@@ -177,7 +179,8 @@ class Driver:
         return next((each.state for each in replicas if pid and each.pid == pid), None)
 
     def _inject(self, fault: str, stage: str) -> _Injection:
-        injection = _Injection(fault, stage, time.monotonic(), self._operation, self._quiet)
+        now = time.monotonic()
+        injection = _Injection(fault, stage, now, self._operation, self._quiet, now)
         for other in self._following:
             other.overtaken |= other.stage == stage
             other.alone &= other.operation == self._operation
@@ -199,7 +202,7 @@ class Driver:
             if hit:
                 at = await self._hand.send(number, [victim for victim, _ in hit])
         for victim, injection in hit:
-            injection.at = at
+            injection.hit = at
             self._follow_soon(injection, functools.partial(_is_of, victim.pid))
 
     async def _pause(self, stage: str, for_s: float) -> None:
@@ -274,18 +277,18 @@ class Driver:
             else:
                 await self.client.until_ended(carrier)
             lost = death()
-            if lost is None:  # the carrier was aborted, or another fault ended it first
+            if lost is None or lost.at < injection.hit:  # the carrier was aborted; another fault was faster
                 self._forget(injection)
                 return
-            timing.detected_s = lost.at - injection.at
+            timing.detected_s = lost.at - injection.hit
             probe = self.client.submit(self._workload.probe(stage), "replay")
             await watch.until(lambda: stage in watch.given_up or watch.serving_since(stage, lost.at) is not None)
             serving = watch.serving_since(stage, lost.at)
             if serving:
-                timing.ready_s, timing.load_s = serving.at - injection.at, serving.load_s
+                timing.ready_s, timing.load_s = serving.at - injection.hit, serving.load_s
             await self.client.until_ended(probe)
             if serving and probe.outcome == "completed":
-                timing.recovered_s = time.monotonic() - injection.at
+                timing.recovered_s = time.monotonic() - injection.hit
         self._forget(injection)
         if patience.cancelled_caught:
             missing = "detected" if timing.detected_s is None else "recovered"

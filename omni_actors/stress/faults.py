@@ -64,7 +64,10 @@ class Hand:
             )
 
     async def send(self, number: signal.Signals, victims: Sequence[Victim]) -> float:
-        """To all of them at once; when, by CLOCK_MONOTONIC. One call at a time. Who is dead already is passed over."""
+        """To all of them at once; when, by CLOCK_MONOTONIC. One call at a time. Who is dead already is passed over.
+
+        Cancelled: it may come to pass all the same, and this object is of no more use.
+        """
         socket.send_fds(self._sock, [bytes([number])], [victim.fileno() for victim in victims])
         await trio.lowlevel.wait_readable(self._sock)
         (at,) = struct.unpack("d", self._sock.recv(8))

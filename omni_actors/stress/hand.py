@@ -26,7 +26,8 @@ BREATH_S = 0.0005
 
 def main() -> None:
     """Until the socket closes."""
-    with socket.socket(fileno=int(sys.argv[1])) as sock:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C reaches the whole foreground group
+    with suppress(BrokenPipeError, ConnectionResetError), socket.socket(fileno=int(sys.argv[1])) as sock:
         while True:
             packet, pidfds, _, _ = socket.recv_fds(sock, 1, AT_ONCE)
             if not packet:

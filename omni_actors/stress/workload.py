@@ -152,13 +152,13 @@ def _model_requests(pipeline: Pipeline) -> Iterator[Template]:
     recording = {"audio": [Input({"sample_rate": RATE, "index": 0}, {"audio": tone})]}
     # Nothing is said in it, and a question must not be empty.
     about_it = question([{"type": "audio", "index": 0}, {"type": "text", "text": QUESTION}])
-    ears = {name for name, stage in pipeline.stages.items() if "audio" in stage.accepts}
+    asked = {name for name, stage in pipeline.stages.items() if "messages" in stage.accepts}
 
     emitted = _emitted(pipeline)
     for modality in emitted:
         yield from _template(pipeline, f"{modality}, script", {"script": [Input({"text": SCRIPT})]}, (modality,))
         for heard in _template(pipeline, f"{modality}, recording", recording, (modality,)):
-            if ears.issuperset(heard.stages):
+            if asked.isdisjoint(heard.stages):
                 yield heard
         yield from _template(pipeline, f"{modality}, with audio", recording | about_it, (modality,), max_tokens=4)
         yield from _template(pipeline, f"{modality}, short", question(QUESTION), (modality,), max_tokens=4)

@@ -11,7 +11,7 @@ import pytest
 
 from omni_actors.messages import CLIENT
 from omni_actors.orchestrator.routes import Node, Route, plan
-from omni_actors.orchestrator.settle import Facts, Fail, Replay, Unavailable, Untouched, Verdict, settle
+from omni_actors.orchestrator.settle import Facts, Fail, Replay, Unavailable, Untouched, Verdict, idle, settle, unwanted
 
 ROUTES = {
     "one": plan({"a": Node(("x",), (), "m")}, ["x"], ["m"]),
@@ -39,6 +39,7 @@ def facts_of(route: Route, **known: Any) -> Facts:
     everything: dict[str, Any] = {
         "held": set(route.stages),
         "finished": set(),
+        "repeated": set(),
         "fed": set(),
         "open": {stage for stage in route.stages if CLIENT in route.targets[stage]},
         "seen": set(),
@@ -106,6 +107,27 @@ def test_a_replay_is_whole_in_order_and_asked_for_once(facts: list[Facts]) -> No
                 each, held={*each.held, *verdict.stages}, finished=set(each.finished) - set(verdict.stages)
             )  # ``fed`` is of stages that lived before
             assert settle(started) == Untouched()
+
+
+@every_situation
+def test_who_is_waited_for_gets_all_that_it_waits_for(facts: list[Facts]) -> None:
+    """Otherwise the request would wait until its deadline."""
+    for each in facts:
+        verdict = settle(each)
+        feeding = {*each.held, *again(verdict)}
+        waited_for = {stage for stage in set(each.held) - set(each.finished) if stage not in idle(each)}
+        for stage in waited_for | again(verdict):
+            for source in set(each.route.sources[stage]) - {CLIENT}:
+                assert source in feeding or (stage, source) in each.fed, (each, stage)
+
+
+@every_situation
+def test_whose_work_nobody_wants_is_not_waited_for_once_it_starts_again(facts: list[Facts]) -> None:
+    for each in facts:
+        useless = {stage for stage in set(each.held) - set(each.finished) if not wanted(each, stage)}
+        assert unwanted(each) == {stage for stage in each.route.stages if not wanted(each, stage)}
+        assert idle(replace(each, repeated=each.held)) == useless
+        assert idle(each) <= useless
 
 
 @every_situation

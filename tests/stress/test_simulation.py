@@ -117,7 +117,7 @@ async def test_the_oracle_is_what_a_quiet_system_answers(autojump_clock: trio.te
 
 def test_a_chunk_that_is_taken_twice_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     take = chunks.Intake.take
-    monkeypatch.setattr(chunks.Intake, "take", lambda *arguments: take(*arguments) or True)
+    monkeypatch.setattr(chunks.Intake, "take", lambda *a, **last: take(*a, **last) or True)
     assert "duplicated" in kinds(first_violated())
 
 
@@ -230,7 +230,7 @@ def test_the_command_counts_and_says_how_fast(tmp_path: Path) -> None:
 
 def test_the_command_that_it_prints_repeats_a_failure_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     take = chunks.Intake.take
-    monkeypatch.setattr(chunks.Intake, "take", lambda *arguments: take(*arguments) or True)
+    monkeypatch.setattr(chunks.Intake, "take", lambda *a, **last: take(*a, **last) or True)
     seed = first_violated().seed
     done = stress("--simulate", "2", "--seed", str(seed - 1))
     assert done.exit_code == 1

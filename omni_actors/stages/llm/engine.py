@@ -13,6 +13,7 @@ Rules
 from __future__ import annotations
 
 import math
+import os
 from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -23,6 +24,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
+from omni_actors.stages import assets
 from omni_actors.stages.base import Chunk, InvalidRequest, RequestId, StageContext, StageOutput, StageRequest
 from omni_actors.stages.llm.cache import SlottedCache
 from omni_actors.stages.llm.packed import pack_linears
@@ -196,6 +198,8 @@ def open_engine(context: StageContext) -> LLMEngine:
     if context.model is None:
         raise ValueError(f"stage {context.stage!r}: the llm engine needs a model, a checkpoint directory")
     torch.set_num_threads(context.threads)
+    # torch's compiler, loaded whether it is used or not, makes this directory; without a name, one in /tmp that stays.
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(assets.cache_dir() / "torchinductor"))
     context.report("reading the tokenizer")
     tokenizer = AutoTokenizer.from_pretrained(context.model, local_files_only=True)
     if tokenizer.chat_template is None:
