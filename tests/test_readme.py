@@ -30,9 +30,16 @@ pytestmark = pytest.mark.voice
 
 
 def run(command: list[str] | str, where: Path, *, shell: bool = False) -> str:
-    environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "NO_COLOR": "1"}
+    temporary = where / "tmp"
+    temporary.mkdir(exist_ok=True)
+    environment = os.environ | {
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "NO_COLOR": "1",
+        "TMPDIR": str(temporary),
+    }
     done = subprocess.run(command, cwd=where, shell=shell, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+    assert list(temporary.iterdir()) == [], "no library leaves files"
     return done.stdout
 
 

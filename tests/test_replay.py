@@ -284,6 +284,25 @@ async def test_who_has_all_of_a_dead_stage_s_output_does_not_wait_for_it() -> No
         check_exact(generation, await read(generation), 0)
 
 
+async def test_work_that_started_again_and_is_wanted_no_more_is_not_waited_for() -> None:
+    """The second stage dies when all it gave lies in the ring of the third, which stands still: it starts again. Then
+    the third reads on, and the first, which is to feed the second once more, never does."""
+    async with OmniSystem.open(pipeline(), **{"stages.second.replicas": 2}) as omni:
+        first, third = pid_of(omni, "first"), pid_of(omni, "third")
+        os.kill(third, signal.SIGSTOP)
+        generation = ask(omni)
+        record = record_of(generation)
+        await until(lambda: {"first", "second"} <= record.stats.keys())
+        os.kill(first, signal.SIGSTOP)
+        second = omni.health().stages["second"][record.placement["second"].replica].pid
+        assert second is not None
+        os.kill(second, signal.SIGKILL)
+        await until(lambda: record.repeated == {"second"})
+        os.kill(third, signal.SIGCONT)
+        check_exact(generation, await read(generation), 1)
+        os.kill(first, signal.SIGCONT)
+
+
 async def test_another_replica_takes_over_and_where_there_is_none_the_request_waits_in_its_time() -> None:
     forever = {"stages.second.restart.backoff_s": NEVER_S, "stages.second.restart.backoff_max_s": NEVER_S}
     async with OmniSystem.open(pipeline(), **forever, **{"stages.second.replicas": 2}) as omni:
