@@ -6,7 +6,7 @@ Only data: importing this loads no engine. Another engine needs no entry; a conf
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
@@ -106,12 +106,31 @@ class VocoderParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Of the noise in the voice."""
 
 
+class Code2WavOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Qwen3-Omni's codec decoder."""
+
+    decode: Literal["exact", "reference"] = "exact"
+    """exact: streamed, samples as of one forward over all frames. reference: at the end, in the reference's chunks."""
+    chunk_frames: Annotated[tuple[Positive, ...], Meta(min_length=1)] = (2, 4, 8, 16, 25)
+    """Frames (12.5 a second) in the first chunk, the second …; the last number goes on."""
+    max_batch: Positive = 1
+    """Requests in one forward. With more than one, the last digits of a sample move with the company it has: a replay
+    that comes out otherwise ends with StageCrashed (see ``EngineSpec.replays``)."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+
+
 ENGINES: dict[str, EngineSpec] = {
     "echo": EngineSpec("omni_actors.stages.echo:EchoEngine", EchoOptions, needs_model=False, replays=True),
     "llm": EngineSpec(
         "omni_actors.stages.llm:open_engine",
         LLMOptions,
         LLMParams,
+        replays=True,
+        libraries=("torch", "transformers"),
+    ),
+    "qwen3_code2wav": EngineSpec(
+        "omni_actors.stages.qwen3:Code2WavEngine",
+        Code2WavOptions,
         replays=True,
         libraries=("torch", "transformers"),
     ),

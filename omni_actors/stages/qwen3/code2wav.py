@@ -1,0 +1,148 @@
+"""Qwen3-Omni's code2wav as a stage: codec frames to a waveform, as the frames arrive.
+
+Input: ``tensors`` codes, an integer array (frames, groups), frames at least 1, the groups of a frame in the talker's
+order. A chunk without tensors only ends the input.
+
+Output: ``tensors`` audio, float32 (n,); ``data`` sample_rate (24000). With ``decode`` "exact" the samples are those of
+the model's forward over all frames (to 1e-4), and come in chunks of ``chunk_frames``, the first small, so that speech
+starts early. With "reference" they are the reference's chunked decode, bit for bit, once all frames are there. The end
+of the input gives the request's last output, with what is left: it may have no audio. So how the outputs are cut
+depends on the number of frames alone, not on when they came.
+
+A step decodes one chunk of every request that has one, up to ``max_batch``, those of the same length in one forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+from transformers import AutoConfig
+from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import Qwen3OmniMoeCode2Wav
+
+from omni_actors.stages.base import Chunk, InvalidRequest, RequestId, StageContext, StageOutput, StageRequest
+from omni_actors.stages.checkpoint import load_part
+from omni_actors.stages.qwen3.streaming import DecoderState, StreamingDecoder
+from omni_actors.stages.registry import Code2WavOptions
+
+SAMPLE_RATE = 24_000
+
+
+class _Request:
+    def __init__(self, request: StageRequest) -> None:
+        self.open = set(request.sources)
+        self.pending: list[torch.Tensor] = []
+        """Frames to be decoded, int64 (groups, n) each."""
+        self.frames = 0
+        """In all of ``pending``."""
+        self.chunks = 0
+        """Decoded so far."""
+        self.state = DecoderState()
+
+    def next_chunk(self, options: Code2WavOptions) -> tuple[int, bool] | None:
+        """How many frames the next chunk has, and whether it is the last; None where it is not complete yet."""
+        due = options.chunk_frames[min(self.chunks, len(options.chunk_frames) - 1)]
+        if options.decode == "exact" and self.frames >= due:
+            return due, False
+        return None if self.open else (self.frames, True)
+
+    def take(self, frames: int) -> torch.Tensor:
+        codes = torch.cat(self.pending, -1)
+        self.pending = [codes[:, frames:]]
+        self.frames -= frames
+        self.chunks += 1
+        return codes[:, :frames]
+
+
+class Code2WavEngine:
+    """See the module. ``context.model``: a checkpoint directory of Qwen3-Omni; its ``code2wav`` weights are read."""
+
+    def __init__(self, context: StageContext) -> None:
+        """Raises msgspec.ValidationError (options), IncompleteCheckpoint, OSError (the checkpoint's files)."""
+        self._options = msgspec.convert(context.options, Code2WavOptions)
+        if context.model is None:
+            raise ValueError(f"stage {context.stage!r}: qwen3_code2wav needs a model, a checkpoint directory")
+        torch.set_num_threads(context.threads)
+        context.report("reading the weights of code2wav")
+        config = AutoConfig.from_pretrained(context.model, local_files_only=True).code2wav_config
+        model = load_part(
+            Qwen3OmniMoeCode2Wav,
+            context.model,
+            "code2wav",
+            config,
+            getattr(torch, self._options.dtype),
+            context.device,
+        )
+        self._device = torch.device(context.device)
+        self._decoder = StreamingDecoder(model)
+        self._requests: dict[RequestId, _Request] = {}
+
+    @property
+    def busy(self) -> bool:
+        return any(request.next_chunk(self._options) for request in self._requests.values())
+
+    def start(self, request: StageRequest) -> None:
+        self._requests[request.request_id] = _Request(request)
+
+    def feed(self, request_id: RequestId, chunk: Chunk) -> None:
+        request = self._requests[request_id]
+        if chunk.tensors:
+            try:
+                codes = self._checked(chunk)
+            except InvalidRequest:
+                del self._requests[request_id]
+                raise
+            request.pending.append(codes)
+            request.frames += codes.shape[-1]
+        if chunk.last:
+            request.open.discard(chunk.source)
+
+    def _checked(self, chunk: Chunk) -> torch.Tensor:
+        """A copy, int64 (groups, frames)."""
+        codes = chunk.tensors.get("codes")
+        groups, size = self._decoder.groups, self._decoder.codebook
+        if codes is None or not codes.dtype.startswith(("int", "uint")):
+            raise _refusal(f"codes, integers, were expected, not {sorted(chunk.tensors)}")
+        if len(codes.shape) != 2 or codes.shape[0] < 1 or codes.shape[1] != groups:
+            raise _refusal(f"codes of shape (frames, {groups}) were expected, not {codes.shape}")
+        copied = codes.numpy().astype(np.int64)
+        if copied.min() < 0 or copied.max() >= size:
+            raise _refusal(f"codes from 0 to {size - 1} were expected, not {copied.min()} to {copied.max()}")
+        return torch.from_numpy(copied.T.copy())
+
+    def abort(self, request_id: RequestId) -> None:
+        self._requests.pop(request_id, None)
+
+    def step(self) -> Iterator[StageOutput]:
+        alike: dict[tuple[int, bool, bool], list[RequestId]] = {}
+        for request_id, request in self._requests.items():
+            if chunk := request.next_chunk(self._options):
+                alike.setdefault((*chunk, request.chunks == 0), []).append(request_id)
+        for (frames, last, _), members in alike.items():
+            for at in range(0, len(members), self._options.max_batch):
+                yield from self._decode(members[at : at + self._options.max_batch], frames, last=last)
+
+    def _decode(self, members: list[RequestId], frames: int, *, last: bool) -> Iterator[StageOutput]:
+        requests = [self._requests[member] for member in members]
+        waves: list[np.ndarray[Any, np.dtype[np.float32]]] = [np.zeros(0, np.float32)] * len(members)
+        if frames:
+            codes = torch.stack([request.take(frames) for request in requests]).to(self._device)
+            if self._options.decode == "reference":
+                decoded = self._decoder.decode_reference(codes)
+            else:
+                decoded = self._decoder.decode(codes, [request.state for request in requests])
+            waves = list(decoded.float().cpu().numpy())
+        for member, wave in zip(members, waves, strict=True):
+            if last:
+                del self._requests[member]
+            yield StageOutput(member, {"audio": wave} if len(wave) else {}, {"sample_rate": SAMPLE_RATE}, last)
+
+    def close(self) -> None:
+        self._requests.clear()
+
+
+def _refusal(message: str) -> InvalidRequest:
+    return InvalidRequest(message, param="codes")

@@ -1,0 +1,216 @@
+"""code2wav, streamed: the samples of all frames at once, whatever the chunks, and nobody else's weights."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+from omni_actors.stages.base import InvalidRequest
+from omni_actors.stages.checkpoint import IncompleteCheckpoint
+from tests.stages.qwen3 import tiny
+
+pytestmark = pytest.mark.voice  # the extra's libraries; the weights are random
+
+TAIL = 555
+"""Samples that the last frame lacks: a transposed convolution gives none for its first input."""
+REAL_WINDOW = {"sliding_window": 72, "num_hidden_layers": 8}
+Codes = np.ndarray[Any, np.dtype[np.int64]]
+
+
+def frames(count: int, seed: int = 0) -> Codes:
+    return np.random.default_rng(seed).integers(0, tiny.CODEBOOK, (count, tiny.GROUPS))
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.save(tmp_path_factory.mktemp("qwen3"))
+
+
+@pytest.fixture(scope="module")
+def reference() -> Any:
+    """transformers' own code2wav, with the weights of ``checkpoint``."""
+    return tiny.build().code2wav
+
+
+def forward(model: Any, codes: Codes) -> np.ndarray[Any, Any]:
+    with torch.no_grad():
+        wave: np.ndarray[Any, Any] = model(torch.from_numpy(codes.T[None].copy()))[0, 0].numpy()
+    return wave
+
+
+def pieces(codes: Codes, size: int) -> list[Codes]:
+    return [codes[at : at + size] for at in range(0, len(codes), size)]
+
+
+def feed(driver: Any, request_id: int, chunks: list[Codes]) -> None:
+    for number, codes in enumerate(chunks):
+        driver.feed(request_id, {}, {"codes": codes.astype(np.int16)}, last=number == len(chunks) - 1)
+
+
+def sound(outputs: list[Any]) -> np.ndarray[Any, Any]:
+    assert [output.last for output in outputs] == [False] * (len(outputs) - 1) + [True]
+    assert {output.data["sample_rate"] for output in outputs} == {24_000}
+    return np.concatenate([np.zeros(0, np.float32), *(o.tensors["audio"] for o in outputs if o.tensors)])
+
+
+@pytest.mark.parametrize("chunk_frames", [(1,), (4,), (25,), (300,), (2, 4, 8, 16, 25)], ids=str)
+def test_streamed_samples_are_those_of_one_forward(
+    checkpoint: Path, reference: Any, open_stage: Callable[..., Any], drive: Any, chunk_frames: tuple[int, ...]
+) -> None:
+    codes = frames(320)
+    with closing(open_stage("qwen3_code2wav", checkpoint, chunk_frames=chunk_frames)) as engine:
+        driver = drive(engine)
+        driver.start(1)
+        feed(driver, 1, pieces(codes, 7))
+        outputs = driver.run()[1]
+    expected = forward(reference, codes)
+    assert np.sqrt(np.mean(expected**2)) > 0.05, "there is something to be heard"
+    assert len(sound(outputs)) == 320 * 1920 - TAIL
+    np.testing.assert_allclose(sound(outputs), expected, atol=1e-4)
+    samples = [len(output.tensors["audio"]) for output in outputs if output.tensors]
+    assert samples[0] == min(chunk_frames[0], 320) * 1920 - TAIL
+    assert all(count <= chunk_frames[-1] * 1920 for count in samples)
+
+
+def test_so_they_are_at_the_real_window_and_depth(tmp_path: Path, open_stage: Callable[..., Any], drive: Any) -> None:
+    """Where the reference's 25 frames of left context are far too few."""
+    codes = frames(150)
+    model = tiny.build(**REAL_WINDOW).code2wav
+    with closing(open_stage("qwen3_code2wav", tiny.save(tmp_path, **REAL_WINDOW), chunk_frames=(4,))) as engine:
+        driver = drive(engine)
+        driver.start(1)
+        feed(driver, 1, [codes])
+        np.testing.assert_allclose(sound(driver.run()[1]), forward(model, codes), atol=1e-4)
+    with torch.no_grad():
+        again = model(torch.from_numpy(codes[75:].T[None].copy()))[0, 0].numpy()[25 * 1920 :]
+    assert np.abs(again - forward(model, codes)[100 * 1920 :]).max() > 0.01
+
+
+def test_as_the_reference_decodes_bit_for_bit(
+    checkpoint: Path, reference: Any, open_stage: Callable[..., Any], drive: Any
+) -> None:
+    codes = frames(350)
+    with closing(open_stage("qwen3_code2wav", checkpoint, decode="reference")) as engine:
+        driver = drive(engine)
+        driver.start(1)
+        feed(driver, 1, pieces(codes, 100))
+        (output,) = driver.run()[1]
+    with torch.no_grad():
+        expected = reference.chunked_decode(torch.from_numpy(codes.T[None].copy()), 300, 25)[0, 0].numpy()
+    assert np.array_equal(output.tensors["audio"], expected)
+
+
+@given(seed=st.integers(0, 2**32))
+@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_requests_that_join_and_leave_get_what_each_gets_alone(
+    checkpoint: Path, reference: Any, open_stage: Callable[..., Any], drive: Any, seed: int
+) -> None:
+    draw = random.Random(seed)  # Hypothesis's own draws may end an example in its middle, with requests in the engine
+    inputs = {number: frames(draw.randrange(41), number) for number in range(draw.randrange(2, 6))}
+    left = {number: pieces(codes, draw.randrange(1, 10)) for number, codes in inputs.items()}
+    outputs: dict[int, list[Any]] = {number: [] for number in inputs}
+    with closing(open_stage("qwen3_code2wav", checkpoint, max_batch=draw.choice([1, 3, 8]))) as engine:
+        driver = drive(engine)
+        for number in inputs:
+            driver.start(number)
+        while left or engine.busy:
+            if left and (not engine.busy or draw.random() < 0.5):
+                number = draw.choice(sorted(left))
+                chunk = left[number].pop(0) if left[number] else None
+                driver.feed(number, {}, {} if chunk is None else {"codes": chunk}, last=not left[number])
+                if not left[number]:
+                    del left[number]
+            else:
+                for output in driver.step():
+                    outputs[output.request_id].append(output)
+    for number, codes in inputs.items():
+        wave = sound(outputs[number])
+        assert len(wave) == max(0, len(codes) * 1920 - TAIL)
+        if len(wave):
+            np.testing.assert_allclose(wave, forward(reference, codes), atol=1e-4)
+
+
+def test_how_it_is_cut_does_not_depend_on_when_frames_come(
+    checkpoint: Path, open_stage: Callable[..., Any], drive: Any
+) -> None:
+    """And, each request in a forward of its own, the samples are the same ones to the bit: it can be replayed."""
+
+    def chunks_of(size: int, *, at_once: bool) -> list[Any]:
+        driver.start(1)
+        outputs: list[Any] = []
+        for codes in pieces(frames(31), size):
+            driver.feed(1, {}, {"codes": codes})
+            if not at_once:
+                outputs += driver.run().get(1, [])
+        driver.feed(1, last=True)
+        outputs += driver.run()[1]
+        return [(output.last, output.tensors["audio"].tobytes() if output.tensors else b"") for output in outputs]
+
+    with closing(open_stage("qwen3_code2wav", checkpoint)) as engine:
+        driver = drive(engine)
+        slowly = chunks_of(1, at_once=False)
+        assert [len(audio) // 4 // 1920 + 1 for _, audio in slowly] == [2, 5, 9, 17, 2]  # a frame's samples, and more
+        assert chunks_of(31, at_once=True) == slowly
+        assert chunks_of(5, at_once=False) == slowly
+
+
+def test_a_request_without_frames_ends_without_sound(
+    checkpoint: Path, open_stage: Callable[..., Any], drive: Any
+) -> None:
+    """As when the talker's first code ends it."""
+    for decode in ("exact", "reference"):
+        with closing(open_stage("qwen3_code2wav", checkpoint, decode=decode)) as engine:
+            driver = drive(engine)
+            driver.start(1)
+            assert not engine.busy
+            driver.feed(1, last=True)
+            assert len(sound(driver.run()[1])) == 0
+
+
+@pytest.mark.parametrize(
+    ("codes", "says"),
+    [
+        (np.zeros((2, tiny.GROUPS + 1), np.int16), r"\(frames, 4\)"),
+        (np.zeros((0, tiny.GROUPS), np.int16), r"\(frames, 4\)"),
+        (np.zeros(tiny.GROUPS, np.int16), r"\(frames, 4\)"),
+        (np.full((1, tiny.GROUPS), tiny.CODEBOOK), "0 to 63 were expected, not 64"),
+        (np.full((1, tiny.GROUPS), -1), "not -1"),
+        (np.zeros((1, tiny.GROUPS), np.float32), "integers"),
+    ],
+)
+def test_codes_that_are_none_are_refused(
+    checkpoint: Path, open_stage: Callable[..., Any], drive: Any, codes: Any, says: str
+) -> None:
+    with closing(open_stage("qwen3_code2wav", checkpoint)) as engine:
+        driver = drive(engine)
+        driver.start(1)
+        driver.live.discard(1)
+        with pytest.raises(InvalidRequest, match=says) as caught:
+            driver.feed(1, {}, {"codes": codes})
+        assert caught.value.param == "codes"
+        assert not engine.busy
+
+
+def test_it_reads_its_own_weights_and_says_which_are_missing(
+    checkpoint: Path, tmp_path: Path, open_stage: Callable[..., Any]
+) -> None:
+    (tmp_path / "config.json").write_bytes((checkpoint / "config.json").read_bytes())
+    weights = load_file(checkpoint / "model.safetensors")
+    own = {name: tensor for name, tensor in weights.items() if name.startswith("code2wav.")}
+    assert 0 < len(own) < len(weights)
+    save_file(own, tmp_path / "model.safetensors", {"format": "pt"})
+    open_stage("qwen3_code2wav", tmp_path).close()
+    del own["code2wav.code_embedding.weight"]
+    save_file(own, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(IncompleteCheckpoint, match=r"code_embedding\.weight, of the part 'code2wav'"):
+        open_stage("qwen3_code2wav", tmp_path)
