@@ -20,16 +20,6 @@ from ringbuf import decode_bundle, encode_bundle
 _MODELS = {"llm": "smollm2-135m-instruct", "whisper": "whisper-tiny.en", "hibari_acoustic": "hibari"}
 
 
-def open_engine(name: str, model: Path | None = None, **options: Any) -> StageEngine:
-    """What a worker does with a configured stage. Without ``model``, the engine's built-in one."""
-    if model is None and name in _MODELS:
-        model = assets.prepare(_MODELS[name], print)
-    module, _, factory = ENGINES[name].factory.partition(":")
-    context = StageContext(name, model, options, 1, "cpu", lambda note: None)
-    engine: StageEngine = getattr(import_module(module), factory)(context)
-    return engine
-
-
 class Driver:
     """Drives one engine and holds it to the protocol: what it names is live, and ends once.
 
@@ -97,20 +87,40 @@ def _bytes(tensor: Any) -> bytes:
 
 
 @pytest.fixture(scope="session")
-def open_stage() -> Callable[..., StageEngine]:
-    """(engine name, model=None, **options) -> a new engine, for the test to close."""
+def open_stage(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., StageEngine]:
+    """(engine name, model=None, **options) -> a new engine, for the test to close: what a worker does with a stage.
+
+    Without ``model``: the engine's built-in one, or a tiny one with random weights.
+    """
+
+    @functools.cache
+    def random_qwen3() -> Path:
+        from tests.stages.qwen3 import tiny
+
+        return tiny.save(tmp_path_factory.mktemp("qwen3"))
+
+    def open_engine(name: str, model: Path | None = None, **options: Any) -> StageEngine:
+        if model is None and name in _MODELS:
+            model = assets.prepare(_MODELS[name], print)
+        elif model is None and name.startswith("qwen3_"):
+            model = random_qwen3()
+        module, _, factory = ENGINES[name].factory.partition(":")
+        context = StageContext(name, model, options, 1, "cpu", lambda note: None)
+        engine: StageEngine = getattr(import_module(module), factory)(context)
+        return engine
+
     return open_engine
 
 
 @pytest.fixture(scope="session")
-def shared_engines() -> Iterator[Callable[[str], StageEngine]]:
+def shared_engines(open_stage: Callable[..., StageEngine]) -> Iterator[Callable[[str], StageEngine]]:
     """Name -> an engine of default options, opened when it is first asked for. A test leaves it idle."""
     opened: dict[str, StageEngine] = {}
     with ExitStack() as stack:
 
         def get(name: str) -> StageEngine:
             if name not in opened:
-                opened[name] = stack.enter_context(closing(open_engine(name)))
+                opened[name] = stack.enter_context(closing(open_stage(name)))
             return opened[name]
 
         yield get

@@ -141,7 +141,20 @@ def hibari_vocoder(_: pytest.FixtureRequest) -> Case:
     return Case("hibari_vocoder", [chunks(1), chunks(2)], refused, gist, source="talker")
 
 
-VOICE = (whisper, llm, hibari_acoustic, hibari_vocoder)
+def qwen3_code2wav(_: pytest.FixtureRequest) -> Case:
+    def chunks(seed: int) -> list[FeedArgs]:
+        frames = np.random.default_rng(seed).integers(0, 64, (9, 4), dtype=np.int16)
+        return [({}, {"codes": frames[at : at + 3]}) for at in (0, 3, 6)]
+
+    def gist(outputs: list[Any]) -> Any:
+        audio = np.concatenate([output.tensors["audio"] for output in outputs if output.tensors])
+        assert audio.shape == (9 * 1920 - 555,)
+        return audio
+
+    return Case("qwen3_code2wav", [chunks(1), chunks(2)], ({}, {"codes": np.zeros((1, 3), np.int16)}), gist, "talker")
+
+
+VOICE = (whisper, llm, hibari_acoustic, hibari_vocoder, qwen3_code2wav)
 
 
 @pytest.fixture(
