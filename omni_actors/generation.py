@@ -52,7 +52,8 @@ class RequestMetrics(msgspec.Struct, frozen=True):
     sent_bytes: dict[str, int] = {}
     """Bytes of the request's input, by the ring's consumer."""
     replays: int = 0
-    """How often it was replayed after the death of a worker; the stages' figures are of the last time."""
+    """How often it was replayed after the death of a worker; the stages' figures are of the last time. One that died
+    and was wanted no more may have none."""
 
     @property
     def rtf(self) -> float | None:

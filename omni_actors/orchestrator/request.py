@@ -92,6 +92,8 @@ class Request:
     """(stage, source): the stage's worker lives and has all that the other one gives."""
     let_go: dict[str, str] = field(default_factory=dict)
     """Stages that can no longer send their outputs again, and why."""
+    broken: dict[str, str] = field(default_factory=dict)
+    """Of those in ``placement``, the ones that could not do their part in a replay, and why."""
     replays: int = 0
     crash: StageCrashed | None = None
     """The latest death of a worker that held it."""

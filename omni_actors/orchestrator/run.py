@@ -56,7 +56,7 @@ from omni_actors.orchestrator.lifecycle import Event, State
 from omni_actors.orchestrator.pace import Pace
 from omni_actors.orchestrator.request import Input, OnFailure, OutputStream, Piece, Request
 from omni_actors.orchestrator.routes import Route
-from omni_actors.orchestrator.settle import Facts, Fail, Replay, Unavailable, Untouched, idle, settle, unwanted
+from omni_actors.orchestrator.settle import Facts, Fail, Replay, Unavailable, Untouched, idle, settle
 
 
 class Orchestrator:
@@ -282,6 +282,7 @@ class Orchestrator:
                 request.starting.discard(address.stage)
                 request.repeated.discard(address.stage)
                 request.let_go.pop(address.stage, None)
+                request.broken.pop(address.stage, None)
                 request.fed = {(stage, source) for stage, source in request.fed if stage != address.stage}
                 request.crash = StageCrashed(address.stage, address.replica, generation, exit)
                 self._settle(request)
@@ -314,8 +315,9 @@ class Orchestrator:
                 self._end(request, Event.FAIL, InvalidRequest(text, param=param, code=code))
             case Unreplayable(_, reason, needed):
                 request.let_go[address.stage] = reason
-                if needed and request.crash is not None and address.stage not in unwanted(self._facts(request)):
-                    self._fail(request, f"stage {address.stage!r}: {reason}")
+                if needed and request.crash is not None:
+                    request.broken[address.stage] = reason
+                    self._settle(request)
 
     def _fill(self, request: Request, address: Address) -> None:
         """A stage has started again: all that feed it begin at their first chunk."""
@@ -382,6 +384,7 @@ class Orchestrator:
             seen=request.first_arrived.keys(),
             repeatable=self._repeatable,
             let_go=request.let_go,
+            broken=request.broken,
             given_up=self.failed_stages.keys(),
             on_failure=request.on_failure,
             replays=request.replays,

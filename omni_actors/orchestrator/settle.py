@@ -17,10 +17,11 @@ has not got the last of it; one that starts again has nothing. Done is, too, who
 (That the client has the last of a stage's output does not say so: a stage that started again may be giving it to
 others.)
 
-Who lives, has not finished and is wanted by nobody is *idle* where it started again, or lost a stage that feeds it:
-what it still does, or waits for in vain, keeps no request from its end.
+Who lives, has not finished and is wanted by nobody is *idle* where it started again, or waits for one that died or is
+idle: what it still does, or waits for in vain, keeps no request from its end.
 
-Then, where any starts again, the first of these that holds:
+Then, where one that lives and is wanted could not do its part in an earlier replay: Fail, and why. Otherwise, where any
+starts again, the first of these that holds:
 
     the request was made with on_failure="fail"                                        Fail
     one of them has no replica left                                                    Unavailable
@@ -64,6 +65,8 @@ class Facts:
     """Stages whose outputs are a function of their input alone (see ``EngineSpec.replays``)."""
     let_go: Mapping[str, str]
     """Stages that cannot send their outputs again, and why."""
+    broken: Mapping[str, str]
+    """Stages that could not do their part in a replay when it was asked of them, and why."""
     given_up: Set[str]
     """Stages without a replica left."""
     on_failure: str
@@ -105,6 +108,9 @@ Verdict: TypeAlias = Untouched | Replay | Fail | Unavailable
 def settle(facts: Facts) -> Verdict:
     """See the module."""
     found = _survey(facts)
+    for stage in facts.route.stages:
+        if stage in facts.broken and stage in facts.held and stage in found.wanted:
+            return Fail(f"stage {stage!r}: {facts.broken[stage]}")
     again = found.again[::-1]
     if not again:
         return Untouched()
@@ -131,13 +137,15 @@ def unwanted(facts: Facts) -> Set[str]:
 
 def idle(facts: Facts) -> Set[str]:
     """See the module."""
-    lost = {
-        stage
-        for stage in facts.route.stages
-        for source in facts.route.sources[stage]
-        if source != CLIENT and source not in facts.held and (stage, source) not in facts.fed
-    }
-    return unwanted(facts) & (facts.held - facts.finished) & (facts.repeated | lost)
+    found: set[str] = set()
+    for stage in facts.route.stages:
+        feeding = facts.held - found | {CLIENT}
+        waits_in_vain = any(
+            source not in feeding and (stage, source) not in facts.fed for source in facts.route.sources[stage]
+        )
+        if stage in facts.held - facts.finished and (stage in facts.repeated or waits_in_vain):
+            found.add(stage)
+    return found & unwanted(facts)
 
 
 @dataclass

@@ -45,6 +45,7 @@ def facts_of(route: Route, **known: Any) -> Facts:
         "seen": set(),
         "repeatable": set(route.stages),
         "let_go": {},
+        "broken": {},
         "given_up": set(),
         "on_failure": "replay",
         "replays": 0,
@@ -114,7 +115,7 @@ def test_who_is_waited_for_gets_all_that_it_waits_for(facts: list[Facts]) -> Non
     """Otherwise the request would wait until its deadline."""
     for each in facts:
         verdict = settle(each)
-        feeding = {*each.held, *again(verdict)}
+        feeding = {*each.held, *again(verdict)} - idle(each)
         waited_for = {stage for stage in set(each.held) - set(each.finished) if stage not in idle(each)}
         for stage in waited_for | again(verdict):
             for source in set(each.route.sources[stage]) - {CLIENT}:
@@ -198,6 +199,15 @@ def test_a_stage_that_is_not_repeatable_starts_again_where_nothing_hangs_on_what
 ) -> None:
     """The middle one of three."""
     assert settle(facts_of(THREE, repeatable={"a", "c"}, **known)) == verdict
+
+
+def test_a_part_that_could_not_be_done_is_fatal_where_it_is_wanted() -> None:
+    """Also where it was not wanted when it was asked: a cannot feed b again, whose output c has, until c dies."""
+    route = ROUTES["three"]
+    fed = {"repeated": {"b"}, "broken": {"a": "too much"}}
+    assert settle(facts_of(route, **fed, fed={("c", "b")})) == Untouched()
+    assert settle(facts_of(route, **fed, held={"a", "b"})) == Fail("stage 'a': too much")
+    assert settle(facts_of(route, **fed)) == Fail("stage 'a': too much")
 
 
 def test_a_stage_that_has_all_of_its_input_loses_nothing_with_who_gave_it() -> None:

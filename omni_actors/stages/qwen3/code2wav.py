@@ -4,10 +4,10 @@ Input: ``tensors`` codes, an integer array (frames, groups), frames at least 1, 
 order. A chunk without tensors only ends the input.
 
 Output: ``tensors`` audio, float32 (n,); ``data`` sample_rate (24000). With ``decode`` "exact" the samples are those of
-the model's forward over all frames (to 1e-4), and come in chunks of ``chunk_frames``, the first small, so that speech
-starts early. With "reference" they are the reference's chunked decode, bit for bit, once all frames are there. The end
-of the input gives the request's last output, with what is left: it may have no audio. So how the outputs are cut
-depends on the number of frames alone, not on when they came.
+the model's forward over all frames (to 1e-4 in float32), and come in chunks of ``chunk_frames``, the first small, so
+that speech starts early. With "reference" they are the reference's chunked decode, once all frames are there: bit for
+bit where a forward has one request. The end of the input gives the request's last output, with what is left: it may
+have no audio. So how the outputs are cut depends on the number of frames alone, not on when they came.
 
 A step decodes one chunk of every request that has one, up to ``max_batch``, those of the same length in one forward.
 """
@@ -20,11 +20,10 @@ from typing import Any
 import msgspec
 import numpy as np
 import torch
-from transformers import AutoConfig
 from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import Qwen3OmniMoeCode2Wav
 
 from omni_actors.stages.base import Chunk, InvalidRequest, RequestId, StageContext, StageOutput, StageRequest
-from omni_actors.stages.checkpoint import load_part
+from omni_actors.stages.checkpoint import load_part, part_config
 from omni_actors.stages.qwen3.streaming import DecoderState, StreamingDecoder
 from omni_actors.stages.registry import Code2WavOptions
 
@@ -61,18 +60,20 @@ class Code2WavEngine:
     """See the module. ``context.model``: a checkpoint directory of Qwen3-Omni; its ``code2wav`` weights are read."""
 
     def __init__(self, context: StageContext) -> None:
-        """Raises msgspec.ValidationError (options), IncompleteCheckpoint, OSError (the checkpoint's files)."""
+        """Raises msgspec.ValidationError (options), WrongCheckpoint, OSError (the checkpoint's files)."""
         self._options = msgspec.convert(context.options, Code2WavOptions)
         if context.model is None:
             raise ValueError(f"stage {context.stage!r}: qwen3_code2wav needs a model, a checkpoint directory")
         torch.set_num_threads(context.threads)
+        if self._options.dtype == "float32":
+            torch.backends.cudnn.allow_tf32 = False  # 10 bits of mantissa
+        torch.backends.cudnn.deterministic = True  # a replay must come out the same
         context.report("reading the weights of code2wav")
-        config = AutoConfig.from_pretrained(context.model, local_files_only=True).code2wav_config
         model = load_part(
             Qwen3OmniMoeCode2Wav,
             context.model,
             "code2wav",
-            config,
+            part_config(context.model, "code2wav"),
             getattr(torch, self._options.dtype),
             context.device,
         )
@@ -134,7 +135,7 @@ class Code2WavEngine:
                 decoded = self._decoder.decode_reference(codes)
             else:
                 decoded = self._decoder.decode(codes, [request.state for request in requests])
-            waves = list(decoded.float().cpu().numpy())
+            waves = [row.copy() for row in decoded.float().cpu().numpy()]  # a view would keep the others' alive
         for member, wave in zip(members, waves, strict=True):
             if last:
                 del self._requests[member]

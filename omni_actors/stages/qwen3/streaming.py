@@ -140,7 +140,6 @@ class StreamingDecoder:
         self._window: int = model.config.sliding_window
         self.groups: int = model.config.num_quantizers
         self.codebook: int = model.config.codebook_size
-        self.samples_per_frame = int(model.total_upsample)
         for place, (name, module) in enumerate(list(model.named_modules())):
             carrying: nn.Module | None = None
             if isinstance(module, Qwen3OmniMoeCausalConvNet) and module.padding:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from omni_actors.stages.base import InvalidRequest
-from omni_actors.stages.checkpoint import IncompleteCheckpoint
+from omni_actors.stages.checkpoint import WrongCheckpoint
 from tests.stages.qwen3 import tiny
 
 pytestmark = pytest.mark.voice  # the extra's libraries; the weights are random
@@ -212,5 +212,11 @@ def test_it_reads_its_own_weights_and_says_which_are_missing(
     open_stage("qwen3_code2wav", tmp_path).close()
     del own["code2wav.code_embedding.weight"]
     save_file(own, tmp_path / "model.safetensors", {"format": "pt"})
-    with pytest.raises(IncompleteCheckpoint, match=r"code_embedding\.weight, of the part 'code2wav'"):
+    with pytest.raises(WrongCheckpoint, match=r"code_embedding\.weight, of the part 'code2wav'"):
+        open_stage("qwen3_code2wav", tmp_path)
+
+
+def test_another_models_checkpoint_is_refused_by_name(tmp_path: Path, open_stage: Callable[..., Any]) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(WrongCheckpoint, match=r"a llama model has no configuration, of the part 'code2wav'"):
         open_stage("qwen3_code2wav", tmp_path)
