@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import functools
 import os
-import queue
 import re
 import signal
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,6 +17,7 @@ from omni_actors import AudioChunk, OmniSystem
 from omni_actors.errors import InvalidRequest, StageCrashed
 from omni_actors.generation import Generation, Output
 from omni_actors.stages import assets
+from tests.kept import Kept, in_kept, kept_open
 
 pytestmark = pytest.mark.voice
 
@@ -30,47 +29,13 @@ QUESTIONS = (
 )
 
 
-Work = Callable[[OmniSystem], Awaitable[None]]
-
-
 @pytest.fixture(scope="module")
-def voice(its_own: set[int]) -> Iterator[Callable[[Work], None]]:
-    """Does its work with a pipeline that is opened once, in a thread: trio's fixtures are no wider than a test."""
-    opened: queue.SimpleQueue[tuple[trio.lowlevel.TrioToken, OmniSystem, trio.Event] | None] = queue.SimpleQueue()
-
-    async def keep_open() -> None:
-        async with OmniSystem.open("voice", **{"stages.llm.threads": 1}) as omni:  # other tests run beside
-            close = trio.Event()
-            opened.put((trio.lowlevel.current_trio_token(), omni, close))
-            await close.wait()
-
+def kept(its_own: set[int]) -> Iterator[Kept]:
     for model in assets.NAMES:
         assets.prepare(model, print)
-    with ThreadPoolExecutor(1) as thread:
-        kept = thread.submit(trio.run, keep_open)
-        kept.add_done_callback(lambda _: opened.put(None))
-        found = opened.get()
-        assert found is not None, kept.exception()
-        token, omni, close = found
-
-        def do(work: Work) -> None:
-            try:
-                trio.from_thread.run(work, omni, trio_token=token)
-            finally:
-                its_own.update(replica.pid for [replica] in omni.health().stages.values() if replica.pid)
-
-        yield do
-        trio.from_thread.run_sync(close.set, trio_token=token)
-        kept.result()
-
-
-def with_voice(work: Work) -> Callable[[Callable[[Work], None]], None]:
-    """``work`` as a test."""
-
-    def test(voice: Callable[[Work], None]) -> None:
-        voice(work)
-
-    return test
+    one_thread = {"stages.llm.threads": 1}  # other tests run beside
+    with kept_open(lambda: OmniSystem.open("voice", **one_thread), its_own) as kept:
+        yield kept
 
 
 async def answer(omni: OmniSystem, *args: object, **kwargs: object) -> tuple[str, AudioChunk]:
@@ -97,7 +62,7 @@ def words(text: str) -> list[str]:
     return re.findall(r"[a-z']+", text.lower())
 
 
-@with_voice
+@in_kept
 async def test_a_question_is_answered_in_text_and_speech_written_and_spoken_alike(omni: OmniSystem) -> None:
     text, speech = await answer(omni, QUESTIONS[0], modalities=("text", "audio"))
     assert "Paris" in text
@@ -123,7 +88,7 @@ async def test_a_question_is_answered_in_text_and_speech_written_and_spoken_alik
     assert all(size > 0 for stage in final.stages.values() for size in stage.sent_bytes.values())
 
 
-@with_voice
+@in_kept
 async def test_requests_side_by_side_give_each_its_text_and_speech_comes_early(omni: OmniSystem) -> None:
     alone = [(await answer(omni, question, max_tokens=6))[0] for question in QUESTIONS]
     together: dict[str, str] = {}
@@ -147,7 +112,7 @@ async def test_requests_side_by_side_give_each_its_text_and_speech_comes_early(o
     assert order.index("AudioChunk") < len(order) - 1 - order[::-1].index("str")
 
 
-@with_voice
+@in_kept
 async def test_an_answer_is_the_same_through_the_death_of_its_workers(omni: OmniSystem) -> None:
     """Sampled text, and the sample of every sound: the llm dies in the middle of one, the vocoder of the other."""
     ask = functools.partial(omni.generate, QUESTIONS[1], modalities=("text", "audio"), temperature=0.8, seed=3)
@@ -164,7 +129,7 @@ async def test_an_answer_is_the_same_through_the_death_of_its_workers(omni: Omni
     assert outputs[-1].metrics.replays == 2
 
 
-@with_voice
+@in_kept
 async def test_a_request_that_is_not_to_be_replayed_ends_at_once_with_the_cause(omni: OmniSystem) -> None:
     """Three workers at once, each with a request of its own; then the fourth, with a request that all of them hold."""
     spoken = {"audio": (await answer(omni, script=QUESTIONS[0], modalities=("audio",)))[1]}
@@ -215,7 +180,7 @@ BAD_INPUT: tuple[tuple[dict[str, object], str], ...] = (
 )
 
 
-@with_voice
+@in_kept
 async def test_bad_input_is_refused_with_its_parameter_and_the_system_serves_on(omni: OmniSystem) -> None:
     for arguments, param in BAD_INPUT:
         with pytest.raises(InvalidRequest) as caught:
