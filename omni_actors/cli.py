@@ -24,7 +24,7 @@ from omni_actors import config as configuration
 from omni_actors.errors import ConfigError, OmniError
 from omni_actors.generation import AudioChunk, RequestMetrics
 from omni_actors.serve.command import BadConfig, override_option, serve_command
-from omni_actors.stages import assets
+from omni_actors.stages import assets, memory
 from omni_actors.stress.command import stress_command
 from omni_actors.system import OmniSystem
 
@@ -238,18 +238,44 @@ def config_group() -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON array of {path, value, origin}.")
 @override_option
 def explain(config: str, as_json: bool, assignments: tuple[str, ...]) -> None:
-    """Print every effective value of CONFIG and where it comes from."""
+    """Print every effective value of CONFIG and where it comes from, then the memory that each stage's worker needs.
+
+    Memory is that of the weights, and of the key/value cache at full use, as the checkpoint's own files say; bytes in
+    JSON. Where they do not say, it is null, and the last column says why.
+    """
     try:
-        rows = configuration.explain(config, configuration.parse_overrides(assignments))
+        overrides = configuration.parse_overrides(assignments)
+        rows = configuration.explain(config, overrides)
+        needed = _memory(configuration.load(config, overrides))
     except ConfigError as error:
         raise _as_click(error) from error
     if as_json:
-        click.echo(msgspec.json.encode(rows).decode())
+        click.echo(msgspec.json.encode(rows + needed).decode())
         return
-    width = max(len(row.path) for row in rows)
-    for row in rows:
-        value = msgspec.json.encode(row.value).decode()
-        click.echo(f"{row.path:{width}}  {value:32}  {row.origin}")
+    shown = [(row.path, msgspec.json.encode(row.value).decode(), row.origin) for row in rows]
+    shown += [(row.path, "null" if row.value is None else _size(row.value), row.origin) for row in needed]
+    width = max(len(path) for path, _, _ in shown)
+    for path, value, origin in shown:
+        click.echo(f"{path:{width}}  {value:32}  {origin}")
+
+
+def _memory(pipeline: configuration.Pipeline) -> list[configuration.Explained]:
+    """By stage with a model, in bytes."""
+    rows: list[configuration.Explained] = []
+    for name, stage in pipeline.stages.items():
+        if stage.model is None:
+            continue
+        place = f"stages.{name}.memory"
+        try:
+            directory = assets.resolve(stage.model)
+            need = memory.count(stage.engine, directory, pipeline.options(name))
+        except (assets.ModelNotFound, memory.Uncounted) as error:
+            rows.append(configuration.Explained(place, None, str(error)))
+        else:
+            rows.append(configuration.Explained(f"{place}.weights", need.weights, str(directory)))
+            if need.cache is not None:
+                rows.append(configuration.Explained(f"{place}.cache", need.cache, str(directory / "config.json")))
+    return rows
 
 
 @config_group.command("list")
@@ -262,10 +288,10 @@ def list_configs() -> None:
 @main.command()
 @click.argument("names", nargs=-1, required=True)
 def prepare(names: tuple[str, ...]) -> None:
-    """Make the models of pipelines (or models) NAMES ready: find their packages, convert once what needs it."""
+    """Make the models of pipelines (or models) NAMES ready: find, download, or convert once what needs it."""
     try:
         for name in names:
-            for model in [name] if name in assets.NAMES else _models_of(name):
+            for model in [name] if assets.names_a_model(name) else _models_of(name):
                 if not assets.is_ready(model):
                     began = time.monotonic()
                     assets.prepare(model, lambda note, model=model: notes.print(f"{model}: {note}"))  # type: ignore[misc]

@@ -72,7 +72,7 @@ class Stage(_Section, frozen=True, kw_only=True):
     engine: str
     """A name of the registry, or "package.module:factory"."""
     model: str | None = None
-    """A directory, or the name of a model that a registry package brings."""
+    """A directory, the name of a model that a registry package brings, or "owner/name" on a hub."""
     accepts: tuple[Name, ...] = ()
     """Kinds of input that come here from the client."""
     inputs: tuple[str, ...] = ()

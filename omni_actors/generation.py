@@ -103,6 +103,8 @@ class Generation:
 
     async def __anext__(self) -> Output:
         piece = await self._stream.__anext__()
+        while not (piece.data or piece.tensors or piece.last):  # all of it was for the stages below
+            piece = await self._stream.__anext__()
         request = self._stream.request
         delta = _delta(piece)
         if isinstance(delta, AudioChunk):

@@ -82,6 +82,7 @@ class _Active:
 
     def __init__(self, start: Start) -> None:
         self.request, self.targets = start.request, start.targets
+        self.feeds_stages = any(target.stage != CLIENT for target in start.targets)
         self._intakes = {source: Intake(start.request, source) for source in start.sources}
         self.seq = 0
         self.started = time.monotonic()
@@ -320,7 +321,10 @@ class EngineLoop:
     def _emit(self, output: StageOutput, step_began: float) -> None:
         active = self._active[output.request_id]
         header = ChunkHeader(output.request_id, self._address.stage, active.seq, output.last, dict(output.data))
-        buffers = chunks.encode(header, output.tensors)
+        for_client = chunks.encode(header, output.tensors)
+        buffers = for_client
+        if output.onward and active.feeds_stages:
+            buffers = chunks.encode(header, {**output.tensors, **output.onward})
         size = sum(buffer.nbytes for buffer in buffers)
         active.seq += 1
         active.first_output = active.first_output or time.monotonic()
@@ -328,12 +332,18 @@ class EngineLoop:
         if retained is not None and not retained.add(buffers, size):
             self._notify(Unreplayable(output.request_id, retained.too_many, needed=False))
         for target in active.targets:
-            self._outgoing[target].send(active.request, buffers, size)
-            active.sent_bytes[str(target)] += size
+            if target.stage == CLIENT and buffers is not for_client:
+                self._send(active, target, for_client, sum(buffer.nbytes for buffer in for_client))
+            else:
+                self._send(active, target, buffers, size)
         if output.last:
             del self._active[output.request_id]
             active.step_s += time.monotonic() - step_began
             self._notify(Finished(output.request_id, active.stats(self._address.stage)))
+
+    def _send(self, active: _Active, target: Address, buffers: list[memoryview], size: int) -> None:
+        self._outgoing[target].send(active.request, buffers, size)
+        active.sent_bytes[str(target)] += size
 
     def _refuse(self, request: int, error: InvalidRequest) -> None:
         del self._active[request]

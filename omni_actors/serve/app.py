@@ -17,6 +17,7 @@ from omni_actors.errors import RequestError
 from omni_actors.serve.arrivals import Arrival, Arrivals
 from omni_actors.serve.chat import chat
 from omni_actors.serve.door import Door
+from omni_actors.serve.media import Media
 from omni_actors.serve.problems import Problem, as_problem
 from omni_actors.serve.replies import Json
 from omni_actors.serve.schemas import require_model
@@ -26,7 +27,7 @@ from omni_actors.system import OmniSystem
 
 LOADING_RETRY_S = 1
 HELD_BODIES = 4
-"""The bodies that are read or wait to be decoded may together be so many times as large as one may be."""
+"""What requests have brought so far that still arrive may together be so many times as large as one may be."""
 
 WORK = {
     "/v1/chat/completions": chat,
@@ -36,7 +37,9 @@ WORK = {
 """What needs the pipeline's stages."""
 
 
-def build(system: OmniSystem, *, api_key: str | None, max_body_bytes: int, has_loaded: Callable[[], bool]) -> Door:
+def build(
+    system: OmniSystem, *, api_key: str | None, max_body_bytes: int, media: Media, has_loaded: Callable[[], bool]
+) -> Door:
     """The whole ASGI app. has_loaded: whether all stages have been ready once; until then there is no work."""
 
     max_requests = system.pipeline.limits.max_requests
@@ -45,6 +48,7 @@ def build(system: OmniSystem, *, api_key: str | None, max_body_bytes: int, has_l
         lambda: system.retry_after_s,
         max_requests=max_requests,
         max_bytes=HELD_BODIES * max_body_bytes,
+        max_request_bytes=max_body_bytes,
     )
     arriving = Gauge("omni_http_arriving", "Requests that are read or decoded", registry=system.metrics.registry)
     arriving.set_function(lambda: len(arrivals))
@@ -71,7 +75,7 @@ def build(system: OmniSystem, *, api_key: str | None, max_body_bytes: int, has_l
         },
     )
     app.router.redirect_slashes = False
-    app.state.system = system
+    app.state.system, app.state.media = system, media
     app.state.created = int(time.time())
     return Door(
         app,

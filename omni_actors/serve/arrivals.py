@@ -1,9 +1,11 @@
 """Who may come in. Decided on a request's head: its body and its sound cost memory before the system is asked.
 
 Rules
-1. A request that arrives (its body is read, its sound decoded) takes one of the system's ``max_requests`` places, as
-   one in flight does. It leaves for the system without a wait in between, so nobody else gets its place.
-2. The bodies of all that arrive share one budget, and count while they come: what a client declares costs nothing.
+1. A request that arrives (its body is read, its files come, its sound is decoded) takes one of the system's
+   ``max_requests`` places, as one in flight does. It leaves for the system without a wait in between, so nobody else
+   gets its place.
+2. The bytes of all that arrive (bodies, and files that they name) share one budget, and count while they come: what a
+   client declares costs nothing.
 3. Place and bytes are given back together, once: when the system takes the request over, or at its end before that.
 """
 
@@ -19,9 +21,9 @@ SCOPE_KEY = "omni_actors.arrival"
 
 
 class Arrivals:
-    """The requests that arrive now. in_flight: how many the system has. max_bytes: of their bodies, in all.
+    """The requests that arrive now. in_flight: how many the system has. max_bytes: of all that arrive.
 
-    retry_after_s: when a place is likely to be free.
+    max_request_bytes: of one of them. retry_after_s: when a place is likely to be free.
     """
 
     def __init__(
@@ -31,9 +33,11 @@ class Arrivals:
         *,
         max_requests: int,
         max_bytes: int,
+        max_request_bytes: int,
     ) -> None:
         self._in_flight, self.retry_after_s = in_flight, retry_after_s
-        self._max_requests, self.max_bytes = max_requests, max_bytes
+        self._max_requests = max_requests
+        self.max_bytes, self.max_request_bytes = max_bytes, max_request_bytes
         self._present: set[Arrival] = set()
 
     def __len__(self) -> int:
@@ -56,14 +60,19 @@ class Arrivals:
 
 
 class Arrival:
-    """One request that arrives. bytes: of its body, so far."""
+    """One request that arrives. bytes: of its body and its files, so far."""
 
     def __init__(self, arrivals: Arrivals) -> None:
         self._arrivals = arrivals
         self.bytes = 0
 
+    @property
+    def max_bytes(self) -> int:
+        """Of this request."""
+        return self._arrivals.max_request_bytes
+
     def hold(self, size: int) -> None:
-        """Count ``size`` more bytes of its body. Raises Problem 429."""
+        """Count ``size`` more bytes. Raises Problem 429 where all that arrive have no room for them."""
         if self._arrivals.bytes + size > self._arrivals.max_bytes:
             retry_s = self._arrivals.retry_after_s()
             message = (

@@ -9,8 +9,6 @@ Rules
 
 from __future__ import annotations
 
-import base64
-import binascii
 import io
 import struct
 from typing import Any, TypeAlias
@@ -76,18 +74,6 @@ def _decode(data: bytes, param: str, limit: int) -> AudioChunk:
 def _too_long(param: str) -> Problem:
     message = f"{param}: too long; a request may bring {MAX_AUDIO_S} s of sound"
     return invalid(message, param, "audio_too_long")
-
-
-def from_base64(text: str, param: str) -> bytes:
-    """Raises Problem."""
-    try:
-        return base64.b64decode(text, validate=True)
-    except (binascii.Error, ValueError) as error:
-        raise invalid(f"{param}: this is not base64: {error}", param, "invalid_base64") from error
-
-
-def to_base64(data: bytes) -> str:
-    return base64.b64encode(data).decode("ascii")
 
 
 class Encoder:

@@ -3,25 +3,41 @@
 Rules
 1. The text of a spoken answer is its transcript: then ``content`` is null, as in OpenAI's API.
 2. An answer's sound is not kept: it expires when it is made.
-3. What a request brought is not kept either: when its answer begins, nothing here refers to its body or its sound.
+3. What a request brought is not kept either: when its answer begins, nothing here refers to its body or its files.
+4. Files that no stage takes are refused before they are fetched or decoded.
 """
 
 from __future__ import annotations
 
 import time
 import uuid
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
+from omni_actors.config import Pipeline
 from omni_actors.generation import AudioChunk, Generation, Output
-from omni_actors.serve.arrivals import SCOPE_KEY
-from omni_actors.serve.audio import Encoder, decode, from_base64, to_base64, whole_file
+from omni_actors.serve.arrivals import SCOPE_KEY, Arrival
+from omni_actors.serve.audio import Encoder, decode, whole_file
+from omni_actors.serve.encoding import to_base64
+from omni_actors.serve.media import Media, Reference
 from omni_actors.serve.problems import invalid, renamed
 from omni_actors.serve.replies import DONE, SSE, Json, Pieces, Stream, error_event, event
-from omni_actors.serve.schemas import Chat, Message, TextPart, parse, read_json, require_model
+from omni_actors.serve.schemas import (
+    AudioPart,
+    Chat,
+    ImagePart,
+    Message,
+    TextPart,
+    VideoPart,
+    has_speakers,
+    parse,
+    read_json,
+    require_model,
+)
 from omni_actors.system import OmniSystem
 
 
@@ -31,15 +47,13 @@ class _Answer:
     names: what engines call a field, and what this client does.
     """
 
-    def __init__(self, body: Chat) -> None:
+    def __init__(self, body: Chat, names: Mapping[str, str]) -> None:
         now = int(time.time())
         self.id, self.created, self.model = f"chatcmpl-{uuid.uuid4().hex}", now, body.model
         self.audio_id = f"audio_{uuid.uuid4().hex}"
         self.speaks, self.format = "audio" in body.modalities, body.audio.format
         self.streams, self.include_usage = body.stream, body.stream_options.include_usage
-        self.names = {"audio": "messages"}
-        if body.max_completion_tokens is not None:
-            self.names["max_tokens"] = "max_completion_tokens"
+        self.names = names
         self.encoder = Encoder("wav" if self.format == "wav" else "pcm")
         self.finish_reason = "stop"
         self.usage: dict[str, int] | None = None
@@ -83,28 +97,55 @@ async def chat(request: Request) -> Response:
 
 async def _begin(request: Request) -> tuple[_Answer, Generation]:
     system: OmniSystem = request.app.state.system
+    media: Media = request.app.state.media
+    arrival: Arrival = request.scope[SCOPE_KEY]
     body, params = parse(await read_json(request), Chat)
     require_model(body.model, system.pipeline.name)
-    answer = _Answer(body)
+    params, names = _parameters(body, params, system.pipeline)
+    answer = _Answer(body, names)
     messages, files = _conversation(body.messages)
-    clips = await decode(files)
-    request.scope[SCOPE_KEY].leave()
+    _require_taken(files, system.pipeline)
+    brought: dict[str, list[Any]] = {"audio": []}
+    for file, data in zip(files, await media.bring(files, arrival), strict=True):
+        brought.setdefault(file.kind, []).append(data)
+    places = [file.param for file in files if file.kind == "audio"]
+    brought["audio"] = await decode(list(zip(brought["audio"], places, strict=True)))
+    arrival.leave()
     with renamed(answer.names):
         generation = system.generate(
             messages,
-            multi_modal_data={"audio": clips},
+            multi_modal_data=brought,
             modalities=("text", "audio") if answer.speaks else ("text",),
-            max_tokens=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
-            stop=[body.stop] if isinstance(body.stop, str) else body.stop,
             **params,
         )
     return answer, generation
 
 
-def _conversation(messages: Sequence[Message]) -> tuple[list[dict[str, Any]], list[tuple[bytes, str]]]:
-    """As the pipeline takes it, and its audio files, each with its place. Raises Problem."""
+def _parameters(body: Chat, others: Mapping[str, Any], pipeline: Pipeline) -> tuple[dict[str, Any], dict[str, str]]:
+    """The engines' parameters, and what this client calls what an engine may complain of.
+
+    others: what it gave under the engines' own names.
+    """
+    given = [  # the engines' name, the client's, the value; the last one counts
+        ("max_tokens", "max_tokens", body.max_tokens),
+        ("max_tokens", "max_completion_tokens", body.max_completion_tokens),
+        ("stop", "stop", [body.stop] if isinstance(body.stop, str) else body.stop),
+        ("speaker", "audio.voice", body.audio.voice if "audio" in body.modalities and has_speakers(pipeline) else None),
+        ("use_audio_in_video", "mm_processor_kwargs.use_audio_in_video", body.mm_processor_kwargs.use_audio_in_video),
+        *((name, name, value) for name, value in others.items()),
+    ]
+    params, names = {}, dict.fromkeys(("audio", "image", "video", "input"), "messages")
+    for name, theirs, value in given:
+        if value is not None:
+            params[name], names[name] = value, theirs
+    return params, names
+
+
+def _conversation(messages: Sequence[Message]) -> tuple[list[dict[str, Any]], list[Reference]]:
+    """As the pipeline takes it, and the files that it brings. Raises Problem."""
     conversation: list[dict[str, Any]] = []
-    files: list[tuple[bytes, str]] = []
+    files: list[Reference] = []
+    count: Counter[str] = Counter()
     for i, message in enumerate(messages):
         content: Any = message.content
         if content is None:
@@ -116,12 +157,33 @@ def _conversation(messages: Sequence[Message]) -> tuple[list[dict[str, Any]], li
                 if isinstance(part, TextPart):
                     parts.append({"type": "text", "text": part.text})
                 else:
-                    param = f"messages[{i}].content[{j}].input_audio.data"
-                    parts.append({"type": "audio", "index": len(files)})
-                    files.append((from_base64(part.input_audio.data, param), param))
+                    file = _reference(part, f"messages[{i}].content[{j}]")
+                    parts.append({"type": file.kind, "index": count[file.kind]})
+                    count[file.kind] += 1
+                    files.append(file)
             content = parts
         conversation.append({"role": "system" if message.role == "developer" else message.role, "content": content})
     return conversation, files
+
+
+def _reference(part: AudioPart | ImagePart | VideoPart, place: str) -> Reference:
+    match part:
+        case AudioPart(input_audio=audio):
+            return Reference("audio", audio.data, f"{place}.input_audio.data")
+        case ImagePart(image_url=image):
+            return Reference("image", image.url, f"{place}.image_url.url")
+        case VideoPart(video_url=video):
+            return Reference("video", video.url, f"{place}.video_url.url")
+
+
+def _require_taken(files: Sequence[Reference], pipeline: Pipeline) -> None:
+    """Rule 4. Raises Problem."""
+    taken = {kind for stage in pipeline.stages.values() for kind in stage.accepts}
+    for file in files:
+        if file.kind not in taken:
+            known = ", ".join(map(repr, sorted(taken)))
+            message = f"{file.param}: {pipeline.name!r} takes no {file.kind}; its inputs: {known}"
+            raise invalid(message, file.param, "unsupported_input")
 
 
 async def _whole(answer: _Answer, generation: Generation) -> Response:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from functools import partial
+from pathlib import Path
 
 import click
 import trio
@@ -50,7 +51,26 @@ def _require_words(context: click.Context, option: click.Parameter, given: str |
     callback=_require_words,
     help="What a client must send; without one, everybody is served.",
 )
-@click.option("--max-body-bytes", default=MAX_BODY_BYTES, show_default=True, type=click.IntRange(min=1))
+@click.option(
+    "--max-body-bytes",
+    default=MAX_BODY_BYTES,
+    show_default=True,
+    type=click.IntRange(min=1),
+    help="Of a request, and of the files that its URLs name.",
+)
+@click.option(
+    "--allow-media-domain",
+    multiple=True,
+    metavar="DOMAIN[:PORT]",
+    help="A host from which the http(s) URLs of images and videos are fetched; for more than one, say it again.",
+)
+@click.option(
+    "--allow-media-dir",
+    multiple=True,
+    metavar="DIR",
+    type=click.Path(path_type=Path),
+    help="A folder from which their file: URLs are read; for more than one, say it again.",
+)
 @click.option(
     "--drain-s", default=DRAIN_S, show_default=True, type=click.FloatRange(min=0), help="Time for what is under way."
 )
@@ -61,12 +81,19 @@ def serve_command(
     port: int,
     api_key: str | None,
     max_body_bytes: int,
+    allow_media_domain: tuple[str, ...],
+    allow_media_dir: tuple[Path, ...],
     drain_s: float,
     assignments: tuple[str, ...],
 ) -> None:
     """Serve the pipeline CONFIG (a name or a path) behind an API in the shape of OpenAI's."""
-    from omni_actors.serve.server import serve  # the web stack: only a server waits for its import
+    from omni_actors.serve.media import Media  # the web stack: only a server waits for its import
+    from omni_actors.serve.server import serve
 
+    try:
+        media = Media(allow_media_domain, allow_media_dir)
+    except ValueError as error:
+        raise click.BadParameter(str(error), param_hint="--allow-media-domain / --allow-media-dir") from error
     try:
         server = partial(
             serve,
@@ -75,6 +102,7 @@ def serve_command(
             port=port,
             api_key=api_key,
             max_body_bytes=max_body_bytes,
+            media=media,
             overrides=configuration.parse_overrides(assignments),
             drain_s=drain_s,
             announce=lambda line: click.echo(line),

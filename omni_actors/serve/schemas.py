@@ -18,6 +18,7 @@ from msgspec import Meta, field
 from msgspec.inspect import ListType, LiteralType, StructType, Type, UnionType
 from starlette.requests import Request
 
+from omni_actors.config import Pipeline
 from omni_actors.serve.problems import Problem, from_validation, invalid, unsupported
 from omni_actors.system import OmniSystem
 
@@ -71,13 +72,33 @@ class AudioPart(msgspec.Struct, frozen=True, tag="input_audio"):
     input_audio: InputAudio
 
 
+class ImageURL(msgspec.Struct, frozen=True):
+    url: Text
+    detail: Literal["auto", "high"] = "auto"
+    """A pipeline sees an image as well as it can."""
+
+
+class ImagePart(msgspec.Struct, frozen=True, tag="image_url"):
+    image_url: ImageURL
+
+
+class VideoURL(msgspec.Struct, frozen=True):
+    url: Text
+
+
+class VideoPart(msgspec.Struct, frozen=True, tag="video_url"):
+    """Not of OpenAI's API: the shape that open servers have given it."""
+
+    video_url: VideoURL
+
+
 class Message(msgspec.Struct, frozen=True):
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart | AudioPart] | None = None
+    content: str | list[TextPart | AudioPart | ImagePart | VideoPart] | None = None
 
 
 class AudioFormat(msgspec.Struct, frozen=True):
-    """voice: accepted and without effect, as a pipeline speaks with the voice it has."""
+    """voice: see ``has_speakers``."""
 
     format: Literal["wav", "pcm16"] = "wav"
     voice: Any = None
@@ -86,6 +107,12 @@ class AudioFormat(msgspec.Struct, frozen=True):
 class StreamOptions(msgspec.Struct, frozen=True):
     include_usage: bool = False
     include_obfuscation: bool = False
+
+
+class ProcessorKwargs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How vLLM's clients write parameters of what reads images, sound and videos."""
+
+    use_audio_in_video: bool | None = None
 
 
 class Chat(msgspec.Struct, frozen=True, kw_only=True):
@@ -100,14 +127,11 @@ class Chat(msgspec.Struct, frozen=True, kw_only=True):
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     stop: str | Annotated[list[str], Meta(max_length=4)] | None = None
+    mm_processor_kwargs: ProcessorKwargs = ProcessorKwargs()
 
 
 class Speech(msgspec.Struct, frozen=True, kw_only=True):
-    """The body of /v1/audio/speech.
-
-    voice: any is accepted, also one that nobody knows, and none has an effect: a pipeline speaks with the voice it has,
-    and OpenAI's clients must send one.
-    """
+    """The body of /v1/audio/speech. voice: see ``has_speakers``."""
 
     model: str
     input: Annotated[str, Meta(max_length=MAX_SPEECH_CHARACTERS)]
@@ -164,6 +188,16 @@ def parse(fields: Mapping[str, Any], schema: type[Body], *, strict: bool = True)
             accepted = " or ".join(map(repr, NEUTRAL[name])) or "its absence"
             raise unsupported(name, value, accepted)
     return body, params
+
+
+def has_speakers(pipeline: Pipeline) -> bool:
+    """Whether an engine knows speakers, so that a client's ``voice`` names one.
+
+    Where none does, any voice is accepted and has no effect: such a pipeline speaks with the one it has, and OpenAI's
+    clients must send one.
+    """
+    schemas = [pipeline.spec(stage).params for stage in pipeline.stages]
+    return any("speaker" in schema.__struct_fields__ for schema in schemas if schema is not None)
 
 
 def _accepted(schema: type[msgspec.Struct], place: str) -> list[Any]:

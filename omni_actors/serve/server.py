@@ -31,6 +31,7 @@ from omni_actors.config import Pipeline
 from omni_actors.errors import OmniError, StageFailed
 from omni_actors.serve.app import build
 from omni_actors.serve.defaults import DRAIN_S, HOST, MAX_BODY_BYTES, PORT
+from omni_actors.serve.media import Media
 from omni_actors.system import Health, OmniSystem
 
 if TYPE_CHECKING:
@@ -58,14 +59,16 @@ async def serve(
     port: int = PORT,
     api_key: str | None = None,
     max_body_bytes: int = MAX_BODY_BYTES,
+    media: Media | None = None,
     overrides: Mapping[str, Any] | None = None,
     drain_s: float = DRAIN_S,
     announce: Callable[[str], None] = print,
 ) -> None:
     """Serve a pipeline until SIGINT or SIGTERM; then every process is reaped. port 0: one that is free.
 
-    api_key: what a client must send; None serves everybody. announce: called with one line when the server listens and
-    one when it is ready.
+    api_key: what a client must send; None serves everybody. max_body_bytes: of a request and the files that its URLs
+    name. media: where those may be; None: nowhere, so that a request brings what it needs. announce: called with one
+    line when the server listens and one when it is ready.
     Raises ValueError (an empty key), ConfigError, CannotListen, StageFailed (a stage that cannot load).
     """
     if api_key is not None and not api_key.strip():
@@ -77,7 +80,8 @@ async def serve(
         try:
             with _listening_socket(host, port) as listener:
                 async with OmniSystem.open(pipeline, wait_ready=False) as system:
-                    await _Server(system, listener, stop, drain_s, announce).run(api_key, max_body_bytes)
+                    server = _Server(system, listener, stop, drain_s, announce)
+                    await server.run(api_key, max_body_bytes, media or Media())
         except OmniError as error:
             failure = error  # raised below as it is, not inside the nursery's exception group
         nursery.cancel_scope.cancel()
@@ -115,8 +119,14 @@ class _Server:
         self._port = port
         self._url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
-    async def run(self, api_key: str | None, max_body_bytes: int) -> None:
-        app = build(self._system, api_key=api_key, max_body_bytes=max_body_bytes, has_loaded=lambda: self._has_loaded)
+    async def run(self, api_key: str | None, max_body_bytes: int, media: Media) -> None:
+        app = build(
+            self._system,
+            api_key=api_key,
+            max_body_bytes=max_body_bytes,
+            media=media,
+            has_loaded=lambda: self._has_loaded,
+        )
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._follow_stages)
             nursery.start_soon(self._cut_those_left)

@@ -10,7 +10,7 @@ from omni_actors.serve.arrivals import SCOPE_KEY
 from omni_actors.serve.audio import Encoder
 from omni_actors.serve.problems import invalid, renamed
 from omni_actors.serve.replies import Pieces, Stream
-from omni_actors.serve.schemas import Speech, parse, read_json, require_model
+from omni_actors.serve.schemas import Speech, has_speakers, parse, read_json, require_model
 from omni_actors.system import OmniSystem
 
 _MEDIA_TYPES = {"wav": "audio/wav", "pcm": "audio/pcm"}
@@ -25,7 +25,10 @@ async def speech(request: Request) -> Response:
     if not body.input.strip():
         raise invalid("input: there is no text to speak", "input", "empty")
     request.scope[SCOPE_KEY].leave()
-    with renamed(_NAMES):
+    names = dict(_NAMES)
+    if "speaker" not in params and has_speakers(system.pipeline):
+        params["speaker"], names["speaker"] = body.voice, "voice"
+    with renamed(names):
         generation = system.generate(script=body.input, modalities=("audio",), **params)
         pieces = _sound(generation, Encoder(body.response_format))
         return await Stream(generation, pieces, _MEDIA_TYPES[body.response_format], farewell=None).begun()

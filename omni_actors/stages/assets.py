@@ -1,10 +1,12 @@
-"""Where the built-in models come from: a name, the installed package that carries its files, and what is done to them.
+"""Where models come from: a directory, a hub, or an installed package that carries the files of a built-in one.
 
 Rules
 1. A package is looked for, never imported: one that brings a model may ask for libraries that nothing here needs.
-2. ``resolve`` is quick and changes nothing; only ``prepare`` converts.
+2. ``resolve`` is quick and changes nothing; only ``prepare`` converts and downloads.
 3. A conversion is written beside its place and renamed into it, under a lock: a directory that is there is complete,
    whatever was killed and when; two processes at once do the work once.
+4. "owner/name", where that is no directory, is a model of the hub that huggingface_hub is set to, kept in its cache
+   and by its rules (``HF_HOME``, ``HF_ENDPOINT``, ``HF_HUB_OFFLINE``, a token, …).
 
 The cache is ``$OMNI_ACTORS_CACHE``, else ``$XDG_CACHE_HOME/omni_actors``, else ``~/.cache/omni_actors``.
 """
@@ -18,15 +20,17 @@ import importlib.util
 import io
 import json
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import msgspec
 
-__all__ = ["NAMES", "ModelNotFound", "cache_dir", "is_ready", "prepare", "resolve"]
+__all__ = ["NAMES", "ModelNotFound", "cache_dir", "is_ready", "names_a_model", "prepare", "resolve"]
 
 Report = Callable[[str], None]
 
@@ -34,14 +38,14 @@ Report = Callable[[str], None]
 class ModelNotFound(LookupError):
     """A model cannot be used as things are.
 
-    name: as it was asked for. reason: what is wrong with it. accepted: the built-in names (a directory also does).
-    remedy: the command that puts it right, or None.
+    name: as it was asked for. reason: what is wrong with it. accepted: the built-in names (a directory or
+    "owner/name" also does). remedy: the command that puts it right, or None.
     """
 
     def __init__(self, name: str, reason: str, remedy: str | None = None) -> None:
         self.name, self.reason, self.accepted, self.remedy = name, reason, NAMES, remedy
-        hint = f"run: {remedy}" if remedy else f"accepted: a directory, or one of {', '.join(NAMES)}"
-        super().__init__(f"model {name!r}: {reason}; {hint}")
+        accepted = f"a directory, owner/name on a hub, or one of {', '.join(NAMES)}"
+        super().__init__(f"model {name!r}: {reason}; " + (f"run: {remedy}" if remedy else f"accepted: {accepted}"))
 
 
 class _Asset(msgspec.Struct, frozen=True):
@@ -104,6 +108,14 @@ NAMES: tuple[str, ...] = tuple(_ASSETS)
 """The built-in models."""
 
 
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(?<!\.yaml)(?<!\.yml)")
+
+
+def names_a_model(name: str) -> bool:
+    """Whether it is a built-in model's name, or has the form of one on the hub; a pipeline's is and has neither."""
+    return name in _ASSETS or (_HUB_NAME.fullmatch(name) is not None and not Path(name).is_file())
+
+
 def cache_dir() -> Path:
     """Where converted models are kept. It may not exist yet."""
     if own := os.environ.get("OMNI_ACTORS_CACHE"):
@@ -112,16 +124,18 @@ def cache_dir() -> Path:
 
 
 def resolve(name_or_path: str) -> Path:
-    """The directory of a built-in model, or an existing directory as it is. Imports nothing and writes nothing.
+    """The directory of a model. Writes nothing, and imports nothing but, for a model of the hub, huggingface_hub.
 
     Raises ModelNotFound: the name is not known, the path is no directory, the package is not installed, or the model
-    has still to be converted (``prepare``).
+    has still to be converted or downloaded (``prepare``).
     """
     asset = _ASSETS.get(name_or_path)
     if asset is None:
         path = Path(name_or_path).expanduser()
         if path.is_dir():
             return path
+        if _HUB_NAME.fullmatch(name_or_path):
+            return _snapshot(name_or_path)
         looks_like_path = os.sep in name_or_path or name_or_path.startswith((".", "~"))
         raise ModelNotFound(name_or_path, "there is no such directory" if looks_like_path else "is not known")
     place = _place(name_or_path, asset)
@@ -141,13 +155,19 @@ def is_ready(name_or_path: str) -> bool:
 
 
 def prepare(name_or_path: str, report: Report) -> Path:
-    """``resolve``, after converting the model where that is still to do. Calls ``report`` with a few words as it goes.
+    """``resolve``, after converting or downloading the model where that is still to do.
 
-    Raises ModelNotFound as ``resolve`` does, and where the package's file is not the expected one.
+    Calls ``report`` with a few words as it goes; a download also shows huggingface_hub's progress bars on standard
+    error, and takes up one that was broken off.
+    Raises ModelNotFound as ``resolve`` does, where the package's file is not the expected one, or a download fails.
     """
     asset = _ASSETS.get(name_or_path)
-    if asset is None or asset.convert is None or is_ready(name_or_path):
+    downloads = asset is None and _HUB_NAME.fullmatch(name_or_path)
+    converts = asset is not None and asset.convert is not None
+    if is_ready(name_or_path) or not (downloads or converts):
         return resolve(name_or_path)
+    if asset is None or asset.convert is None:
+        return _download(name_or_path, report)
     files, place = _files(name_or_path, asset), _place(name_or_path, asset)
     place.parent.mkdir(parents=True, exist_ok=True)
     with (place.parent / f".{place.name}.lock").open("w") as lock:
@@ -163,6 +183,37 @@ def prepare(name_or_path: str, report: Report) -> Path:
                 asset.convert(files, filled, report)
                 filled.rename(place)
     return place
+
+
+def _hub(name: str) -> ModuleType:
+    try:
+        import huggingface_hub
+    except ImportError as error:
+        raise ModelNotFound(name, "huggingface_hub is not installed", "pip install huggingface_hub") from error
+    return huggingface_hub
+
+
+def _snapshot(name: str) -> Path:
+    """Where huggingface_hub has the model. Asks no hub."""
+    hub = _hub(name)
+    try:
+        return Path(hub.snapshot_download(name, local_files_only=True))
+    except hub.errors.HFValidationError as error:
+        raise ModelNotFound(name, "there is no such directory") from error
+    except hub.errors.LocalEntryNotFoundError as error:
+        reason = f"there is no such directory, and it is not, or not wholly, in {hub.constants.HF_HUB_CACHE}"
+        raise ModelNotFound(name, reason, f"omni-actors prepare {name}") from error
+
+
+def _download(name: str, report: Report) -> Path:
+    hub = _hub(name)
+    endpoint = hub.constants.ENDPOINT
+    report(f"downloading from {endpoint}")
+    try:
+        return Path(hub.snapshot_download(name))
+    except Exception as error:  # of whatever kind: hub, HTTP client, disk
+        why = str(error).partition("\n")[0] or type(error).__name__
+        raise ModelNotFound(name, f"it cannot be downloaded from {endpoint} ({why})") from error
 
 
 def _files(name: str, asset: _Asset) -> Path:

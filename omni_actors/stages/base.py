@@ -97,13 +97,15 @@ class StageOutput(msgspec.Struct, frozen=True):
 
     For a client, ``data["text"]`` (str) is text, and ``tensors["audio"]`` (float32 (n,), mono) is sound, which needs
     ``data["sample_rate"]`` (Hz). ``tensors`` are copied into rings after ``step`` returns, and may be retained for a
-    replay: do not write to them after that call.
+    replay: do not write to them after that call. ``onward``: more of them, for the stages below and not for a client
+    (hidden states); a stage finds them among its chunk's ``tensors``, so a name is in one of both.
     """
 
     request_id: RequestId
     tensors: Mapping[str, TensorLike] = {}
     data: Mapping[str, Any] = {}
     last: bool = False
+    onward: Mapping[str, TensorLike] = {}
 
 
 class StageFailure(msgspec.Struct, frozen=True):

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 import torch
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 
 Model = TypeVar("Model", bound=PreTrainedModel)
 
@@ -19,23 +20,24 @@ class WrongCheckpoint(ValueError):
         super().__init__(f"{directory}: {what}, of the part {part!r}")
 
 
-def part_config(directory: Path, part: str) -> PreTrainedConfig:
-    """The configuration of ``part``. Nothing is downloaded. Raises WrongCheckpoint, OSError."""
-    whole = AutoConfig.from_pretrained(directory, local_files_only=True)
+def whole_config(directory: Path) -> PreTrainedConfig:
+    """The configuration of all parts. Nothing is downloaded. Raises OSError."""
+    return AutoConfig.from_pretrained(directory, local_files_only=True)  # type: ignore[no-any-return]
+
+
+def load_part(model: type[Model], directory: Path, part: str, dtype: torch.dtype, device: str) -> Model:
+    """``model`` with the weights whose names begin with ``part.``, in evaluation mode.
+
+    Of the others' weights no more than the names are read. Nothing is downloaded. Raises WrongCheckpoint, OSError.
+    """
+    whole = whole_config(directory)
     config = getattr(whole, f"{part}_config", None)
     if config is None:
         raise WrongCheckpoint(directory, part, f"a {whole.model_type} model has no configuration")
-    return config  # type: ignore[no-any-return]
-
-
-def load_part(
-    model: type[Model], directory: Path, part: str, config: PreTrainedConfig, dtype: torch.dtype, device: str
-) -> Model:
-    """``model`` with the weights whose names begin with ``part.``, in evaluation mode.
-
-    Of the others' weights no more than the names are read. Raises WrongCheckpoint, OSError.
-    """
-    untyped: Any = type(model.__name__, (model,), {"_keys_to_ignore_on_load_unexpected": ["."]})  # no page of warnings
+    _convert_as(whole.model_type, config.model_type)
+    # Else a page of warnings. Name and module are its own: transformers finds by them how weights are renamed and joined.
+    quiet = {"_keys_to_ignore_on_load_unexpected": ["."], "__module__": model.__module__}
+    untyped: Any = type(model.__name__, (model,), quiet)
     loaded, info = untyped.from_pretrained(
         directory,
         config=config,
@@ -50,3 +52,11 @@ def load_part(
         raise WrongCheckpoint(directory, part, f"no weights for {', '.join(missing[:3])}{more}")
     ready: Model = loaded.eval().requires_grad_(requires_grad=False).to(torch.device(device))
     return ready
+
+
+def _convert_as(whole: str, part: str) -> None:
+    """A part whose type transformers gives no conversions (experts joined into one tensor) is read as the whole is."""
+    conversions = get_checkpoint_conversion_mapping(whole)  # type: ignore[no-untyped-call]
+    known = get_checkpoint_conversion_mapping(part)  # type: ignore[no-untyped-call]
+    if conversions is not None and known is None:
+        register_checkpoint_conversion_mapping(part, conversions)

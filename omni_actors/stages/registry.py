@@ -52,8 +52,8 @@ class EchoOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How long loading takes."""
 
 
-class LLMOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A causal language model on transformers with continuous batching."""
+class TextOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Of an engine that answers in text, with continuous batching."""
 
     max_batch: Positive = 8
     """Requests decoded in one forward; more wait their turn."""
@@ -61,12 +61,20 @@ class LLMOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Tokens, prompt and completion together, that one request may use."""
     prefill_chunk: Positive = 256
     """Prompt tokens prefilled in one step, so that a long prompt does not hold up the others' decoding."""
-    dtype: str = "float32"
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     system_prompt: str = ""
     """Put before a conversation that brings no system message of its own."""
 
 
-class LLMParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class LLMOptions(TextOptions, frozen=True, forbid_unknown_fields=True):
+    """A causal language model on transformers."""
+
+
+class ThinkerOptions(TextOptions, frozen=True, forbid_unknown_fields=True):
+    """The part of an omni model that hears, sees and writes."""
+
+
+class TextParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_tokens: Positive = 256
     temperature: Annotated[float, Meta(ge=0, le=2)] = 0.0
     """0 is greedy."""
@@ -77,6 +85,40 @@ class LLMParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """None: drawn when the request is admitted, so that a replay draws the same tokens."""
     stop: Annotated[tuple[StopString, ...], Meta(max_length=16)] = ()
     """Each new piece of text is compared with all of them."""
+    repetition_penalty: Annotated[float, Meta(gt=0, le=10)] = 1.0
+    """Of tokens that the prompt or the answer has already; 1 is none."""
+
+
+class ThinkerParams(TextParams, frozen=True, forbid_unknown_fields=True):
+    use_audio_in_video: bool = False
+    """Hear the sound of each video too."""
+
+
+class TalkerOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The part of an omni model that turns its text into codes of speech."""
+
+    max_batch: Positive = 8
+    """Requests decoded in one forward; more wait their turn."""
+    context: Positive = 4096
+    """Positions, of the prompt and of the frames, that one request may use."""
+    prefill_chunk: Positive = 256
+    """Positions of the prompt prefilled in one step."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+
+
+class TalkerParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Names of their own where the thinker has the same: what is said of the text must not change the voice."""
+
+    speaker: str | None = None
+    """One of the checkpoint's, in any case; None: its first."""
+    talker_max_tokens: Positive = 4096
+    """Frames, one less where it ends by this."""
+    talker_temperature: Annotated[float, Meta(ge=0, le=2)] = 0.9
+    talker_top_k: Annotated[int, Meta(ge=0)] = 50
+    talker_top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    talker_repetition_penalty: Annotated[float, Meta(gt=0, le=10)] = 1.05
+    """Of first codes that were generated already."""
+    seed: int | None = None
 
 
 class WhisperOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -119,18 +161,58 @@ class Code2WavOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
 
 
+class Token2WavOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Qwen2.5-Omni's codec decoder."""
+
+    decode: Literal["exact", "reference"] = "exact"
+    """exact: streamed, 9.1 s of speech behind the codes, with the samples of all codes decoded together. reference: all
+    codes together, at the end: the reference's call, bit for bit."""
+    chunk_blocks: Positive = 2
+    """Blocks (0.24 s of speech each) that are decoded, and given out, at a time."""
+    steps: Annotated[int, Meta(ge=2)] = 10
+    """Points in time of the solver. Fewer are coarser, faster, and closer behind the codes."""
+
+
+class Token2WavParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    speaker: str | None = None
+    """One of the checkpoint's, in any case; None: its first."""
+    seed: int | None = None
+    """Of the noise that the sound is made of."""
+
+
 ENGINES: dict[str, EngineSpec] = {
     "echo": EngineSpec("omni_actors.stages.echo:EchoEngine", EchoOptions, needs_model=False, replays=True),
     "llm": EngineSpec(
         "omni_actors.stages.llm:open_engine",
         LLMOptions,
-        LLMParams,
+        TextParams,
+        replays=True,
+        libraries=("torch", "transformers"),
+    ),
+    "qwen3_thinker": EngineSpec(
+        "omni_actors.stages.qwen3.thinker:ThinkerEngine",
+        ThinkerOptions,
+        ThinkerParams,
+        replays=True,
+        libraries=("torch", "transformers"),
+    ),
+    "qwen3_talker": EngineSpec(
+        "omni_actors.stages.qwen3.talker:TalkerEngine",
+        TalkerOptions,
+        TalkerParams,
         replays=True,
         libraries=("torch", "transformers"),
     ),
     "qwen3_code2wav": EngineSpec(
-        "omni_actors.stages.qwen3:Code2WavEngine",
+        "omni_actors.stages.qwen3.code2wav:Code2WavEngine",
         Code2WavOptions,
+        replays=True,
+        libraries=("torch", "transformers"),
+    ),
+    "qwen2_5_token2wav": EngineSpec(
+        "omni_actors.stages.qwen2_5.token2wav:Token2WavEngine",
+        Token2WavOptions,
+        Token2WavParams,
         replays=True,
         libraries=("torch", "transformers"),
     ),

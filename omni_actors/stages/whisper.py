@@ -1,8 +1,6 @@
 """Speech recognition as a stage, on faster-whisper (CTranslate2), on the CPU.
 
-Input, from the client: ``tensors`` audio, float32 (n,), full scale ±1; ``data`` sample_rate, int in Hz, and index, int:
-which recording of the request this is a piece of. Pieces come in order, and an index never falls. A chunk without
-audio may end the input.
+Input, from the client: pieces of recordings (see ``multimodal.audio``). A chunk without audio may end the input.
 
 Output: ``data`` text, a piece of the transcript, and index. The last output has an empty text and duration_s, the
 seconds of all recordings together.
@@ -17,51 +15,33 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
 
 from omni_actors.stages.base import Chunk, InvalidRequest, RequestId, StageContext, StageOutput, StageRequest
+from omni_actors.stages.multimodal.audio import Floats, Recording, Recordings, refusal
 from omni_actors.stages.registry import WhisperOptions, WhisperParams
-from ringbuf import Tensor
 
 if TYPE_CHECKING:
     from faster_whisper.transcribe import Segment
 
-__all__ = ["SHORTEST_S", "WhisperEngine"]
-
-Floats: TypeAlias = "np.ndarray[Any, np.dtype[np.float32]]"
+__all__ = ["WhisperEngine"]
 
 SAMPLE_RATE = 16000
-SHORTEST_S = 0.1
-"""Seconds; there is no word in less."""
-_RATES = range(1000, 384001)
-
-
-class _Recording(msgspec.Struct):
-    index: int
-    sample_rate: int
-    pieces: list[Floats]
-
-    @property
-    def duration_s(self) -> float:
-        return sum(map(len, self.pieces)) / self.sample_rate
 
 
 class _Request:
     def __init__(self, request: StageRequest) -> None:
         self.open = set(request.sources)
         self.language = msgspec.convert(request.params, WhisperParams).language
-        self.arriving: _Recording | None = None
-        self.latest = -1
-        """Its index, or that of the one before."""
-        self.complete: deque[_Recording] = deque()
+        self.recordings = Recordings()
+        self.complete: deque[Recording] = deque()
         self.segments: Iterator[Segment] | None = None
         self.index = 0
         self.fresh = False
         """The recording being transcribed has given no text so far."""
-        self.duration_s = 0.0
 
     @property
     def ready(self) -> bool:
@@ -70,44 +50,14 @@ class _Request:
     def take(self, chunk: Chunk) -> None:
         """Check a chunk and keep a copy. Raises InvalidRequest."""
         if "audio" in chunk.tensors:
-            self._append(chunk.tensors["audio"], chunk.data.get("sample_rate"), chunk.data.get("index", 0))
+            self.recordings.feed(chunk.tensors["audio"], chunk.data)
         if chunk.last:
             self.open.discard(chunk.source)
         if not self.open:
-            self._complete()
-            if not self.duration_s:
-                raise _refusal("there is no audio")
-
-    def _append(self, tensor: Tensor, sample_rate: Any, index: Any) -> None:
-        if tensor.dtype != "float32" or len(tensor.shape) != 1:
-            raise _refusal(f"mono float32 samples were expected, not {tensor.dtype} {tensor.shape}")
-        audio: Floats = tensor.numpy().copy()  # first of all: an exception would keep a view alive
-        if not np.isfinite(audio).all():
-            raise _refusal("some samples are not finite")
-        if not isinstance(sample_rate, int) or sample_rate not in _RATES:
-            raise _refusal(f"a sample rate of {_RATES[0]} to {_RATES[-1]} Hz was expected, not {sample_rate!r}")
-        if self.arriving and self.arriving.index != index:
-            self._complete()
-        if self.arriving is None:
-            if not isinstance(index, int) or index <= self.latest:
-                raise _refusal(f"recording {index!r} came after recording {self.latest}")
-            self.arriving, self.latest = _Recording(index, sample_rate, []), index
-        if self.arriving.sample_rate != sample_rate:
-            raise _refusal(f"recording {index} changes its sample rate")
-        self.arriving.pieces.append(audio)
-
-    def _complete(self) -> None:
-        recording, self.arriving = self.arriving, None
-        if recording is None:
-            return
-        if recording.duration_s < SHORTEST_S:
-            raise _refusal(f"recording {recording.index} is too short: {recording.duration_s:.3f} s", "too_short")
-        self.complete.append(recording)
-        self.duration_s += recording.duration_s
-
-
-def _refusal(message: str, code: str = "invalid_value") -> InvalidRequest:
-    return InvalidRequest(message, param="audio", code=code)
+            self.recordings.end()
+            if not self.recordings.duration_s:
+                raise refusal("there is no audio")
+        self.complete += self.recordings.take()
 
 
 class WhisperEngine:
@@ -167,7 +117,7 @@ class WhisperEngine:
         if segment is None:
             request.segments = None
         if segment is None and not request.complete and not request.open:
-            data = {"text": "", "index": request.index, "duration_s": request.duration_s}
+            data = {"text": "", "index": request.index, "duration_s": request.recordings.duration_s}
             yield StageOutput(request_id, data=data, last=True)
             return
         self._requests[request_id] = request  # at the end of the queue: its turn is over
@@ -182,14 +132,9 @@ class WhisperEngine:
         del self._model
 
     def _open(self, request: _Request) -> None:
-        import soxr
-
         recording = request.complete.popleft()
-        audio = np.concatenate(recording.pieces)
-        if recording.sample_rate != SAMPLE_RATE:
-            audio = soxr.resample(audio, recording.sample_rate, SAMPLE_RATE)
         request.index, request.fresh = recording.index, True
-        request.segments = self._segments(audio, request.language)
+        request.segments = self._segments(recording.at(SAMPLE_RATE), request.language)
 
     def _segments(self, audio: Floats, language: str | None) -> Iterator[Segment]:
         """The transcript of 16 kHz audio, decoded as it is read. language None: heard from the audio."""

@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from omni_actors.stages.autoregressive.text import Answer, Vocabulary
 from omni_actors.stages.base import CLIENT, Chunk, InvalidRequest, StageContext, StageOutput, StageRequest
 from omni_actors.stages.llm import open_engine
 from omni_actors.stages.llm.engine import LLMEngine
-from omni_actors.stages.llm.text import Answer, Vocabulary
 
 CONTEXT = 96
 TEMPLATE = (
@@ -192,17 +192,22 @@ def test_one_step_prefills_one_piece_and_decodes_everyone(engine: LLMEngine) -> 
     submit(engine, 2, "a " * 12, max_tokens=2)
     steps = 0
     while 2 not in results.ends:
-        before = engine._running[0].answer._tokens
+        before = running(engine)[0].answer._tokens
         results.step(engine)
-        assert engine._running[0].answer._tokens == before + 1, "a long prompt stopped the others"
+        assert running(engine)[0].answer._tokens == before + 1, "a long prompt stopped the others"
         steps += 1
     prompt_tokens = results.ends[2]["prompt_tokens"]
     assert steps == -(-prompt_tokens // 7), "its first two tokens come in the step of its last piece"
     engine.abort(1)
 
 
+def running(engine: LLMEngine) -> list[Any]:
+    """Those that are past their prompt, by row."""
+    return [request for request in engine._batch.rows if not request.prompt]
+
+
 def engine_running(engine: LLMEngine) -> list[int]:
-    return [request.id for request in engine._running]
+    return [request.id for request in running(engine)]
 
 
 def test_the_first_text_comes_before_the_others_are_decoded(engine: LLMEngine) -> None:
@@ -211,7 +216,7 @@ def test_the_first_text_comes_before_the_others_are_decoded(engine: LLMEngine) -
         list(engine.step())
     submit(engine, 2, "x", max_tokens=1)
     while True:
-        tokens = engine._running[0].answer._tokens
+        tokens = running(engine)[0].answer._tokens
         if first := [output for output in engine.step() if seen_before(output, 2, engine, tokens)]:
             break
     assert first[0].last
@@ -222,7 +227,7 @@ def seen_before(output: StageOutput, request_id: int, engine: LLMEngine, tokens:
     """Whether this is that request's, given out while the first running one still had so many tokens."""
     if output.request_id != request_id:
         return False
-    assert engine._running[0].answer._tokens == tokens
+    assert running(engine)[0].answer._tokens == tokens
     return True
 
 
@@ -344,9 +349,9 @@ def test_any_schedule_of_joins_aborts_and_steps_gives_what_each_gives_alone(
 def check(engine: LLMEngine, live: set[int]) -> None:
     """The engine holds the live requests and nothing else, in rows without a hole and with nothing beyond their end."""
     assert sorted(engine._requests) == sorted(live)
-    holders = [*engine._running, *([engine._prefilling] if engine._prefilling else [])]
+    holders = engine._batch.rows
     assert len(engine._cache.lengths) == len(holders)
-    assert sorted(r.id for r in [*holders, *engine._waiting]) == sorted(live)
+    assert sorted(r.id for r in [*holders, *engine._batch._waiting]) == sorted(live)
     for store in (*engine._cache._keys, *engine._cache._values):
         for row in range(len(store)):
             length = engine._cache.lengths[row] if row < len(holders) else 0
@@ -360,12 +365,12 @@ def test_abort_in_any_state_frees_the_request_and_harms_no_other(engine: LLMEngi
     rows = 3 if place in ("first row", "middle row", "last row", "waiting") else 2
     for n in range(rows):
         submit(engine, n, PROMPTS[n], max_tokens=25)
-    while len(engine._running) < rows:
+    while len(running(engine)) < rows:
         results.step(engine)
     submit(engine, 6, PROMPTS[6], max_tokens=25)
     if place == "prefilling":
         results.step(engine)
-        assert engine._prefilling
+        assert len(running(engine)) < len(engine._batch.rows)
     if place == "collecting":
         engine.start(StageRequest(7, (CLIENT, "ear"), {}))
         engine.feed(7, Chunk(CLIENT, 0, True, {}, user("hello")))
@@ -384,11 +389,11 @@ def test_abort_while_another_prefills_moves_its_row_too(engine: LLMEngine, victi
     results = Results()
     for n in (0, 1):
         submit(engine, n, PROMPTS[n], max_tokens=25)
-    while len(engine._running) < 2:
+    while len(running(engine)) < 2:
         results.step(engine)
     submit(engine, 6, PROMPTS[6], max_tokens=25)
     results.step(engine)
-    assert engine._prefilling
+    assert len(running(engine)) < len(engine._batch.rows)
     engine.abort(victim)
     check(engine, {0, 1, 6} - {victim})
     results.run(engine)
@@ -401,7 +406,7 @@ def test_a_request_that_computes_nan_harms_no_other(engine: LLMEngine) -> None:
     results = Results()
     submit(engine, 1, PROMPTS[0], max_tokens=10)
     submit(engine, 2, PROMPTS[1], max_tokens=30)
-    while len(engine._running) < 2:
+    while len(running(engine)) < 2:
         results.step(engine)
     with torch.inference_mode():
         for store in (*engine._cache._keys, *engine._cache._values):
@@ -576,7 +581,7 @@ def heard(engine: LLMEngine, content: Any, chunks: Sequence[dict[str, Any]], mes
     for number, chunk in enumerate(chunks):
         assert not engine.busy
         engine.feed(0, Chunk("ear", number, number == len(chunks) - 1, {}, chunk))
-    prompt = str(engine._tokenizer.decode(engine._waiting[0].unseen))
+    prompt = str(engine._tokenizer.decode(engine._batch._waiting[0].unseen))
     engine.abort(0)
     return prompt
 
@@ -670,8 +675,8 @@ def test_parameters_are_checked_at_the_start(engine: LLMEngine, params: dict[str
     ("config", "options", "message"),
     [
         ({}, {"context": 129}, "found 129; the model has 128"),
-        ({}, {"dtype": "int8"}, "found 'int8'"),
-        ({}, {"dtype": "nonsense"}, "found 'nonsense'"),
+        ({}, {"dtype": "int8"}, "'int8'"),
+        ({}, {"dtype": "nonsense"}, "'nonsense'"),
         ({"sliding_window": 50}, {}, "window 50"),
         ({"layer_types": ["full_attention", "linear_attention"]}, {}, "linear_attention"),
     ],

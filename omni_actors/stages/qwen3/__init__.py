@@ -1,7 +1,1 @@
-"""Qwen3-Omni's stages."""
-
-from __future__ import annotations
-
-from omni_actors.stages.qwen3.code2wav import Code2WavEngine
-
-__all__ = ["Code2WavEngine"]
+"""Qwen3-Omni's stages: imported by name, so that a worker loads what its own needs."""

@@ -23,7 +23,7 @@ import torch
 from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import Qwen3OmniMoeCode2Wav
 
 from omni_actors.stages.base import Chunk, InvalidRequest, RequestId, StageContext, StageOutput, StageRequest
-from omni_actors.stages.checkpoint import load_part, part_config
+from omni_actors.stages.checkpoint import load_part
 from omni_actors.stages.qwen3.streaming import DecoderState, StreamingDecoder
 from omni_actors.stages.registry import Code2WavOptions
 
@@ -69,14 +69,8 @@ class Code2WavEngine:
             torch.backends.cudnn.allow_tf32 = False  # 10 bits of mantissa
         torch.backends.cudnn.deterministic = True  # a replay must come out the same
         context.report("reading the weights of code2wav")
-        model = load_part(
-            Qwen3OmniMoeCode2Wav,
-            context.model,
-            "code2wav",
-            part_config(context.model, "code2wav"),
-            getattr(torch, self._options.dtype),
-            context.device,
-        )
+        dtype = getattr(torch, self._options.dtype)
+        model = load_part(Qwen3OmniMoeCode2Wav, context.model, "code2wav", dtype, context.device)
         self._device = torch.device(context.device)
         self._decoder = StreamingDecoder(model)
         self._requests: dict[RequestId, _Request] = {}

@@ -1,23 +1,59 @@
-"""Tiny Qwen3-Omni checkpoints with random weights from a seed, in the layout of the real ones."""
+"""Tiny Qwen3-Omni checkpoints with random weights from a seed, in the layout of the real ones.
+
+Text comes from a tokenizer of bytes (``tests.stages.tokenizer``), so whatever the thinker says is text of some kind.
+As a random model never stops talking, ``text_eos`` and ``codec_eos`` scale the rows of the end in the two heads: with
+the defaults some answers end by themselves and some at their limit; with 0 none does.
+"""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import Qwen3OmniMoeConfig, Qwen3OmniMoeForConditionalGeneration
 
-TEXT_VOCABULARY = 512
-IM_START, IM_END, PAD, SYSTEM, USER, ASSISTANT = range(496, 502)
-AUDIO, AUDIO_START, AUDIO_END, IMAGE, VIDEO, VISION_START, VISION_END = range(502, 509)
-TTS_PAD, TTS_BOS, TTS_EOS = range(509, TEXT_VOCABULARY)
+from tests.stages import tokenizer
+
 CODEBOOK, GROUPS = 64, 4
 """Codes of a group, and groups of a frame (the real ones: 2048, 16)."""
 SPECIALS = 1024
 """Of the talker's vocabulary, behind the codes: pad, bos, eos, …, speakers."""
+SPEAKERS = ("chelsie", "ethan", "aiden")
 ROPE = {"rope_type": "default", "rope_theta": 1e6}
 MROPE = {**ROPE, "mrope_section": [4, 2, 2], "mrope_interleaved": True}
+TOKENIZER = tokenizer.build(tokenizer.QWEN3, "<tts_pad>", "<tts_text_bos>", "<tts_text_eod>")
+PREPROCESSOR = {
+    "processor_class": "Qwen3OmniMoeProcessor",
+    "feature_extractor_type": "WhisperFeatureExtractor",
+    "feature_size": 128,
+    "sampling_rate": 16_000,
+    "hop_length": 160,
+    "n_fft": 400,
+    "chunk_length": 300,
+    "n_samples": 4_800_000,
+    "nb_max_frames": 30_000,
+    "dither": 0.0,
+    "padding_side": "right",
+    "padding_value": 0.0,
+    "return_attention_mask": True,
+    "image_processor_type": "Qwen2VLImageProcessor",
+    "image_mean": [0.5, 0.5, 0.5],
+    "image_std": [0.5, 0.5, 0.5],
+    "min_pixels": 32 * 32,
+    "max_pixels": 128 * 128,
+    "patch_size": 16,
+    "temporal_patch_size": 2,
+    "merge_size": 2,
+}
+"""One file says how audio, images and videos are made into features; but for the pixels as the real one does."""
+
+
+def token(text: str) -> int:
+    (id_,) = TOKENIZER(text).input_ids
+    return id_  # type: ignore[no-any-return]
 
 
 def text_config(vocabulary: int, layers: int, **more: Any) -> dict[str, Any]:
@@ -36,50 +72,87 @@ def text_config(vocabulary: int, layers: int, **more: Any) -> dict[str, Any]:
     }
 
 
-def config(**code2wav: Any) -> Qwen3OmniMoeConfig:
-    """code2wav: changes of its part."""
-    moe = {"moe_intermediate_size": 32, "num_experts": 8, "num_experts_per_tok": 2}
+def config(
+    *,
+    hidden: int = 64,
+    talker_hidden: int = 64,
+    layers: int = 4,
+    talker_layers: int = 2,
+    experts: int = 8,
+    experts_per_token: int = 2,
+    deepstack: Sequence[int] = (0, 1),
+    speakers: Sequence[str] = SPEAKERS,
+    groups: int = GROUPS,
+    **code2wav: Any,
+) -> Qwen3OmniMoeConfig:
+    """deepstack: the vision layers whose rows are added behind the thinker's first ones. code2wav: of its part."""
+    moe = {"moe_intermediate_size": 32, "num_experts": experts, "num_experts_per_tok": experts_per_token}
+    marks = tokenizer.QWEN3
     ids = {
-        "audio_token_id": AUDIO,
-        "image_token_id": IMAGE,
-        "video_token_id": VIDEO,
-        "audio_start_token_id": AUDIO_START,
-        "vision_start_token_id": VISION_START,
+        "audio_token_id": token(marks.audio),
+        "image_token_id": token(marks.image),
+        "video_token_id": token(marks.video),
+        "audio_start_token_id": token(marks.audio_bos),
+        "vision_start_token_id": token(marks.vision_bos),
         "position_id_per_seconds": 13,
     }
     thinker = {
         **ids,
-        "audio_end_token_id": AUDIO_END,
-        "vision_end_token_id": VISION_END,
-        "user_token_id": USER,
+        "initializer_range": 0.3,
+        "audio_end_token_id": token(marks.audio_eos),
+        "vision_end_token_id": token(marks.vision_eos),
+        "user_token_id": token("user"),
         "audio_config": {
             "num_mel_bins": 128,
             "encoder_layers": 2,
             "encoder_attention_heads": 4,
             "encoder_ffn_dim": 64,
             "d_model": 32,
-            "output_dim": 64,
+            "output_dim": hidden,
             "downsample_hidden_size": 8,
+            "initializer_range": 0.3,
+            "n_window": 50,
+            "n_window_infer": 400,
+            "conv_chunksize": 500,
         },
         "vision_config": {
-            "depth": 2,
+            "depth": max(deepstack, default=0) + 1,
             "hidden_size": 32,
             "intermediate_size": 64,
             "num_heads": 4,
-            "out_hidden_size": 64,
+            "patch_size": 16,
+            "spatial_merge_size": 2,
+            "temporal_patch_size": 2,
+            "out_hidden_size": hidden,
             "num_position_embeddings": 64,
-            "deepstack_visual_indexes": [0, 1],
+            "initializer_range": 0.3,
+            "deepstack_visual_indexes": list(deepstack),
         },
-        "text_config": text_config(TEXT_VOCABULARY, 4, **moe, eos_token_id=IM_END, pad_token_id=PAD),
+        "text_config": text_config(
+            len(TOKENIZER),
+            layers,
+            **moe,
+            hidden_size=hidden,
+            eos_token_id=token(tokenizer.IM_END),
+            pad_token_id=token(tokenizer.PAD),
+        ),
     }
     talker = {
         **ids,
-        "text_config": text_config(CODEBOOK + SPECIALS, 2, **moe, shared_expert_intermediate_size=32),
-        "code_predictor_config": text_config(
-            CODEBOOK, 2, num_code_groups=GROUPS, max_position_embeddings=64, rope_parameters=ROPE
+        "initializer_range": 0.3,
+        "text_config": text_config(
+            CODEBOOK + SPECIALS, talker_layers, **moe, hidden_size=talker_hidden, shared_expert_intermediate_size=32
         ),
-        "num_code_groups": GROUPS,
-        "thinker_hidden_size": 64,
+        "code_predictor_config": text_config(
+            CODEBOOK,
+            2,
+            hidden_size=talker_hidden,
+            num_code_groups=groups,
+            max_position_embeddings=64,
+            rope_parameters=ROPE,
+        ),
+        "num_code_groups": groups,
+        "thinker_hidden_size": hidden,
         "accept_hidden_layer": 2,
         "spatial_merge_size": 2,
         "codec_pad_id": CODEBOOK,
@@ -88,11 +161,11 @@ def config(**code2wav: Any) -> Qwen3OmniMoeConfig:
         "codec_nothink_id": CODEBOOK + 3,
         "codec_think_bos_id": CODEBOOK + 4,
         "codec_think_eos_id": CODEBOOK + 5,
-        "speaker_id": {"chelsie": CODEBOOK + 8, "ethan": CODEBOOK + 9},
+        "speaker_id": {name: CODEBOOK + 8 + number for number, name in enumerate(speakers)},
     }
     decoder = {
         "codebook_size": CODEBOOK,
-        "num_quantizers": GROUPS,
+        "num_quantizers": groups,
         "hidden_size": 32,
         "intermediate_size": 64,
         "num_attention_heads": 4,
@@ -108,31 +181,39 @@ def config(**code2wav: Any) -> Qwen3OmniMoeConfig:
         thinker_config=thinker,
         talker_config=talker,
         code2wav_config=decoder | code2wav,
-        im_start_token_id=IM_START,
-        im_end_token_id=IM_END,
-        tts_pad_token_id=TTS_PAD,
-        tts_bos_token_id=TTS_BOS,
-        tts_eos_token_id=TTS_EOS,
-        system_token_id=SYSTEM,
-        user_token_id=USER,
-        assistant_token_id=ASSISTANT,
+        im_start_token_id=token(tokenizer.IM_START),
+        im_end_token_id=token(tokenizer.IM_END),
+        tts_pad_token_id=token("<tts_pad>"),
+        tts_bos_token_id=token("<tts_text_bos>"),
+        tts_eos_token_id=token("<tts_text_eod>"),
+        system_token_id=token("system"),
+        user_token_id=token("user"),
+        assistant_token_id=token("assistant"),
         initializer_range=0.3,
     )
 
 
-def build(seed: int = 25, **code2wav: Any) -> Qwen3OmniMoeForConditionalGeneration:
-    """The whole model, in evaluation mode. code2wav: see ``config``."""
+def build(
+    seed: int = 25, *, text_eos: float = 2.0, codec_eos: float = 1.6, **options: Any
+) -> Qwen3OmniMoeForConditionalGeneration:
+    """The whole model, in evaluation mode. options: see ``config``."""
     torch.manual_seed(seed)
-    model: Any = Qwen3OmniMoeForConditionalGeneration(config(**code2wav)).eval()
+    model: Any = Qwen3OmniMoeForConditionalGeneration(config(**options)).eval()
     with torch.no_grad():  # with the default initialisation the convolutions explode or vanish: nothing to be heard
         for name, parameter in model.code2wav.named_parameters():
             if parameter.dim() >= 2 and "conv" in name:
                 torch.nn.init.kaiming_normal_(parameter, a=1.0)
         model.code2wav.decoder[-1].conv.weight.mul_(0.012)
+        model.thinker.lm_head.weight[token(tokenizer.IM_END)] *= text_eos
+        model.talker.codec_head.weight[CODEBOOK + 2] *= codec_eos
+    model.generation_config.eos_token_id = token(tokenizer.IM_END)
+    model.generation_config.pad_token_id = token(tokenizer.PAD)
     return model  # type: ignore[no-any-return]
 
 
-def save(directory: Path, seed: int = 25, **code2wav: Any) -> Path:
-    """The same as a checkpoint directory."""
-    build(seed, **code2wav).save_pretrained(directory)
+def save(directory: Path, seed: int = 25, **options: Any) -> Path:
+    """The same as a checkpoint directory, with all that a processor is loaded from. options: see ``build``."""
+    build(seed, **options).save_pretrained(directory)
+    tokenizer.save(TOKENIZER, directory)
+    (directory / "preprocessor_config.json").write_text(json.dumps(PREPROCESSOR))
     return directory

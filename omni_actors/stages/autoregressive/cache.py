@@ -1,16 +1,18 @@
 """A key/value cache in which every row is one sequence of its own length.
 
 Rules
-1. Rows in use are 0 .. len(lengths) - 1, with no hole: a batch is a view of the first rows, and never a gather.
-2. A cell beyond its row's length is zero. The mask hides such cells, but a mask cannot hide NaN (NaN - inf is NaN, and
+1. Rows in use are 0 .. len(lengths) - 1, with no hole: when one is freed, the last one takes its place.
+2. A forward that brings neighbouring rows on works on views of them; any other choice of rows is gathered, a copy.
+3. A cell beyond its row's length is zero. The mask hides such cells, but a mask cannot hide NaN (NaN - inf is NaN, and
    0 * NaN is NaN), so what a row leaves behind is wiped when it moves or goes.
-3. One call of ``extend`` before each forward says where the new tokens belong; ``update`` (called by the model, once a
-   layer) writes them there and returns views of the used part: rows x heads x longest sequence.
-4. Memory doubles as it is needed, up to ``max_rows`` x ``max_length``, and all of it goes when the last row goes.
+4. One call of ``extend`` before each forward says where the new tokens belong; ``update`` (called by the model, once a
+   layer) writes them there and returns the used part: rows x heads x longest sequence.
+5. Memory doubles as it is needed, up to ``max_rows`` x ``max_length``, and all of it goes when the last row goes.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -34,7 +36,8 @@ class SlottedCache(Cache):
         self._keys: list[Tensor] = []
         self._values: list[Tensor] = []
         self._capacity = (0, 0)
-        self._first, self._end, self._longest = 0, 0, 0
+        self._longest = 0
+        self._rows: slice | Tensor = slice(0, 0)
         self._row_index = self._positions = torch.empty(0, dtype=torch.int64)
 
     @torch.inference_mode()
@@ -47,33 +50,40 @@ class SlottedCache(Cache):
         return len(self.lengths) - 1
 
     @torch.inference_mode()
-    def remove_row(self, row: int, last: int) -> None:
-        """Free ``row``: row ``last`` moves into it, and the rows above ``last`` move down by one."""
-        self._move(last, row)
-        for above in range(last + 1, len(self.lengths)):
-            self._move(above, above - 1)
-        gone = len(self.lengths) - 1
+    def remove_row(self, row: int) -> None:
+        """Free ``row``: the last one moves into it."""
+        last = len(self.lengths) - 1
+        if row != last:
+            moved, before = self.lengths[last], self.lengths[row]
+            for store in (*self._keys, *self._values):
+                store[row, :, :moved] = store[last, :, :moved]
+                store[row, :, moved:before] = 0
+            self.lengths[row] = moved
         for store in (*self._keys, *self._values):
-            store[gone, :, : self.lengths[gone]] = 0
+            store[last, :, : self.lengths[last]] = 0
         self.lengths.pop()
         if not self.lengths:
             self._keys, self._values, self._capacity = [], [], (0, 0)
 
     @torch.inference_mode()
-    def extend(self, first: int, end: int, count: int) -> tuple[Tensor, Tensor]:
-        """Make room for ``count`` more tokens in each of the rows first .. end - 1; the next forward must bring them.
+    def extend(self, rows: Sequence[int], count: int) -> tuple[Tensor, Tensor]:
+        """Make room for ``count`` more tokens in each of ``rows``, in increasing order; the next forward must bring them.
 
         Returns the new tokens' positions, int64 (rows, count), and what each may see, an additive mask
         (rows, 1, count, longest): 0 up to the token's own position, -inf beyond.
         """
-        starts = self.lengths[first:end]
-        self._first, self._end, self._longest = first, end, max(starts) + count
-        self._reserve(end, self._longest)
-        self._row_index = torch.arange(first, end, device=self._device)[:, None]
+        starts = [self.lengths[row] for row in rows]
+        self._longest = max(starts) + count
+        self._reserve(rows[-1] + 1, self._longest)
+        index = torch.tensor(rows, device=self._device)
+        neighbours = rows[-1] - rows[0] + 1 == len(rows)
+        self._rows = slice(rows[0], rows[-1] + 1) if neighbours else index
+        self._row_index = index[:, None]
         self._positions = torch.tensor(starts, device=self._device)[:, None] + torch.arange(count, device=self._device)
         hidden = torch.arange(self._longest, device=self._device) > self._positions[:, None, :, None]
         mask = torch.zeros(hidden.shape, dtype=self._dtype, device=self._device).masked_fill_(hidden, float("-inf"))
-        self.lengths[first:end] = [start + count for start in starts]
+        for row, start in zip(rows, starts, strict=True):
+            self.lengths[row] = start + count
         return self._positions, mask
 
     def update(
@@ -86,8 +96,7 @@ class SlottedCache(Cache):
         keys, values = self._keys[layer_idx], self._values[layer_idx]
         keys[self._row_index, :, self._positions] = key_states.transpose(1, 2)
         values[self._row_index, :, self._positions] = value_states.transpose(1, 2)
-        used = slice(self._first, self._end), slice(None), slice(self._longest)
-        return keys[used], values[used]
+        return keys[:, :, : self._longest][self._rows], values[:, :, : self._longest][self._rows]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return max(self.lengths, default=0)
@@ -112,13 +121,3 @@ class SlottedCache(Cache):
             for layer, old in enumerate(stores):
                 stores[layer] = self._allocate(old)
                 stores[layer][:old_rows, :, :old_length] = old
-
-    def _move(self, source: int, target: int) -> None:
-        if source == target:
-            return
-        moved, before = self.lengths[source], self.lengths[target]
-        for store in (*self._keys, *self._values):
-            store[target, :, :moved] = store[source, :, :moved]
-            store[target, :, moved:before] = 0
-        # The source still holds its tokens: whoever takes it next, or the final wipe, needs its length.
-        self.lengths[target] = moved

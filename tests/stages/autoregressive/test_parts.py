@@ -1,4 +1,4 @@
-"""The parts of the llm engine by themselves: cache, sampling, text, packed layers."""
+"""What stages that decode share, part by part: cache, sampling, text, packed layers."""
 
 from __future__ import annotations
 
@@ -12,13 +12,18 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
-from transformers.generation import LogitsProcessorList, TopKLogitsWarper, TopPLogitsWarper
+from transformers.generation import (
+    LogitsProcessorList,
+    RepetitionPenaltyLogitsProcessor,
+    SuppressTokensLogitsProcessor,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
-from omni_actors.stages.llm.cache import SlottedCache
-from omni_actors.stages.llm.packed import pack_linears
-from omni_actors.stages.llm.sampling import Sampler, choose
-from omni_actors.stages.llm.text import Detokenizer, StopFilter
-from omni_actors.stages.registry import LLMParams
+from omni_actors.stages.autoregressive.cache import SlottedCache
+from omni_actors.stages.autoregressive.packed import pack_linears
+from omni_actors.stages.autoregressive.sampling import Sampler, Sampling, choose, generator
+from omni_actors.stages.autoregressive.text import Detokenizer, StopFilter
 
 HEADS, SIZE = 2, 3
 
@@ -42,25 +47,26 @@ class CheckedCache:
         assert self.cache.add_row() == len(self.rows)
         self.rows.append([])
 
-    def remove(self, row: int, last: int) -> None:
-        self.cache.remove_row(row, last)
-        self.rows[row] = self.rows[last]
-        del self.rows[last]
+    def remove(self, row: int) -> None:
+        self.cache.remove_row(row)
+        self.rows[row] = self.rows[-1]
+        del self.rows[-1]
 
     @torch.inference_mode()
-    def extend(self, first: int, end: int, count: int, value: float | None = None) -> None:
-        positions, mask = self.cache.extend(first, end, count)
-        starts = [len(row) for row in self.rows[first:end]]
+    def extend(self, rows: Sequence[int], count: int, value: float | None = None) -> None:
+        positions, mask = self.cache.extend(rows, count)
+        brought_on = [self.rows[row] for row in rows]
+        starts = [len(row) for row in brought_on]
         assert positions.tolist() == [[start + i for i in range(count)] for start in starts]
         fresh = [
             [value if value is not None else float(self.made + n * count + i) for i in range(count)]
-            for n in range(end - first)
+            for n in range(len(rows))
         ]
-        self.made += count * (end - first)
-        for row, new in zip(self.rows[first:end], fresh, strict=True):
+        self.made += count * len(rows)
+        for row, new in zip(brought_on, fresh, strict=True):
             row += new
-        longest = max(len(row) for row in self.rows[first:end])
-        assert mask.shape == (end - first, 1, count, longest)
+        longest = max(len(row) for row in brought_on)
+        assert mask.shape == (len(rows), 1, count, longest)
         for n, start in enumerate(starts):
             for i in range(count):
                 seen = start + i + 1
@@ -69,8 +75,8 @@ class CheckedCache:
         for layer in range(2):
             sign = -1 if layer else 1
             keys, values = self.cache.update(sign * states, 2 * sign * states, layer)
-            assert keys.shape == values.shape == (end - first, HEADS, longest, SIZE)
-            for n, row in enumerate(self.rows[first:end]):
+            assert keys.shape == values.shape == (len(rows), HEADS, longest, SIZE)
+            for n, row in enumerate(brought_on):
                 expected = cells([*row, *[0.0] * (longest - len(row))])
                 torch.testing.assert_close(keys[n], sign * expected, rtol=0, atol=0, equal_nan=True)
                 torch.testing.assert_close(values[n], 2 * sign * expected, rtol=0, atol=0, equal_nan=True)
@@ -92,41 +98,39 @@ def test_cache_holds_what_was_written_through_any_joins_leaves_and_growth(data: 
         if act == "add" and rows < 5:
             checked.add()
         elif act == "remove" and rows:
-            last = data.draw(st.integers(max(0, rows - 2), rows - 1))
-            checked.remove(data.draw(st.integers(0, last)), last)
+            checked.remove(data.draw(st.integers(0, rows - 1)))
         elif act == "extend" and rows:
-            first = data.draw(st.integers(0, rows - 1))
-            end = data.draw(st.integers(first + 1, rows))
+            chosen = sorted(data.draw(st.sets(st.integers(0, rows - 1), min_size=1)))
             count = data.draw(st.integers(1, 9))
-            if max(len(row) for row in checked.rows[first:end]) + count <= 40:
-                checked.extend(first, end, count)
+            if max(len(checked.rows[row]) for row in chosen) + count <= 40:
+                checked.extend(chosen, count)
         checked.check()
 
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf])
-@pytest.mark.parametrize(("row", "last"), [(0, 2), (1, 2), (2, 2), (0, 1), (1, 1)])
-def test_cache_wipes_poison_that_a_row_leaves_behind(poison: float, row: int, last: int) -> None:
+@pytest.mark.parametrize("row", [0, 1, 2])
+def test_cache_wipes_poison_that_a_row_leaves_behind(poison: float, row: int) -> None:
     checked = CheckedCache(max_rows=3, max_length=20)
     for n in range(3):
         checked.add()
-        checked.extend(n, n + 1, 2 + n, None if n != row else poison)
-    checked.extend(row, row + 1, 9, poison)
-    checked.remove(row, last)
+        checked.extend([n], 2 + n, None if n != row else poison)
+    checked.extend([row], 9, poison)
+    checked.remove(row)
     checked.check()
     checked.add()
-    checked.extend(0, 3, 1)
+    checked.extend([0, 1, 2], 1)
     assert all(store[:3].isfinite().all() for store in (*checked.cache._keys, *checked.cache._values))
 
 
 def test_cache_keeps_no_memory_when_it_is_empty() -> None:
     checked = CheckedCache(max_rows=4, max_length=1000)
     checked.add()
-    checked.extend(0, 1, 300)
+    checked.extend([0], 300)
     assert checked.cache._keys[0].shape == (1, HEADS, 512, SIZE)
-    checked.remove(0, 0)
+    checked.remove(0)
     assert not checked.cache._keys
     checked.add()
-    checked.extend(0, 1, 3)
+    checked.extend([0], 3)
     assert checked.cache._keys[0].shape == (1, HEADS, 256, SIZE)
 
 
@@ -136,7 +140,7 @@ def test_cache_refuses_more_than_it_was_made_for() -> None:
     with pytest.raises(ValueError, match="all 1 rows"):
         cache.add_row()
     with pytest.raises(ValueError, match="11 tokens; the cache holds 10"):
-        cache.extend(0, 1, 11)
+        cache.extend([0], 11)
 
 
 # sampling: against transformers
@@ -156,15 +160,19 @@ def test_sampling_weighs_tokens_as_transformers_does(seed: int, temperature: flo
     if top_p < 1:
         warpers.append(TopPLogitsWarper(top_p))
     expected = warpers(torch.zeros(1, 1, dtype=torch.int64), (logits / temperature)[None])[0].softmax(0)
-    tokens, weights = Sampler(LLMParams(temperature=temperature, top_k=top_k, top_p=top_p)).candidates(logits)
+    tokens, weights = sampler(temperature=temperature, top_k=top_k, top_p=top_p).candidates(logits)
     assert tokens.tolist() == expected.nonzero()[:, 0].tolist()
     torch.testing.assert_close((weights / weights.sum()).float(), expected[tokens])
 
 
+def sampler(seed: int | None = None, **sampling: Any) -> Sampler:
+    return Sampler(Sampling(**sampling), generator(seed))
+
+
 def test_samples_are_drawn_as_often_as_they_are_likely() -> None:
     probabilities = torch.tensor([0.5, 0.0, 0.2, 0.3])
-    sampler = Sampler(LLMParams(temperature=1.0, seed=5))
-    drawn = torch.tensor([sampler(probabilities.log()) for _ in range(4000)])
+    draw = sampler(temperature=1.0, seed=5)
+    drawn = torch.tensor([draw(probabilities.log()) for _ in range(4000)])
     torch.testing.assert_close(drawn.bincount(minlength=4) / 4000, probabilities, rtol=0, atol=0.02)
     assert not (drawn == 1).any()
 
@@ -172,28 +180,52 @@ def test_samples_are_drawn_as_often_as_they_are_likely() -> None:
 def test_a_seed_gives_the_same_draws_whatever_rounding_does_to_near_ties() -> None:
     logits = torch.zeros(200)
     noisy = logits + torch.linspace(1e-6, -1e-6, 200)
-    params = LLMParams(temperature=1.0, seed=-3)
-    first, second = Sampler(params), Sampler(params)
+    first, second = sampler(temperature=1.0, seed=-3), sampler(temperature=1.0, seed=-3)
     assert [first(logits) for _ in range(50)] == [second(noisy) for _ in range(50)]
 
 
 def test_without_a_seed_draws_differ() -> None:
     logits = torch.zeros(1000)
-    draws = [[sampler(logits) for _ in range(8)] for sampler in (Sampler(LLMParams(temperature=1.0)) for _ in range(2))]
+    draws = [[draw(logits) for _ in range(8)] for draw in (sampler(temperature=1.0) for _ in range(2))]
     assert draws[0] != draws[1]
 
 
 @pytest.mark.parametrize("extreme", [{"temperature": 5e-324}, {"top_p": 5e-324}, {"top_k": 2**40}, {"seed": 2**70}])
 def test_extreme_parameters_are_served(extreme: dict[str, Any]) -> None:
     logits = torch.tensor([0.0, 30.0, -1e30])
-    assert Sampler(LLMParams(**{"temperature": 1.0, **extreme}))(logits) == 1
+    assert sampler(**{"temperature": 1.0, **extreme})(logits) == 1
 
 
 def test_rows_choose_for_themselves() -> None:
     logits = torch.tensor([[0.0, 5.0, 5.0], [9.0, 0.0, 0.0], [0.0, 0.0, 90.0]])
-    sampler = Sampler(LLMParams(temperature=1.0, seed=1))
-    assert choose(logits, [None, None, sampler]) == [1, 0, 2]
-    assert choose(logits[2:], [sampler]) == [2]
+    draw = sampler(temperature=1.0, seed=1)
+    assert choose(logits, [None, None, draw]) == [1, 0, 2]
+    assert choose(logits[2:], [draw]) == [2]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_penalty_and_suppression_are_transformers(temperature: float) -> None:
+    logits = torch.randn(50, generator=torch.Generator().manual_seed(8)) * 3
+    seen, suppressed = [3, 7, 7, 41], torch.zeros(50, dtype=torch.bool).index_fill_(0, torch.tensor([1, 7]), True)
+    processors = LogitsProcessorList(
+        [RepetitionPenaltyLogitsProcessor(1.3), SuppressTokensLogitsProcessor([1, 7], device="cpu")]
+    )
+    expected = processors(torch.tensor([seen]), logits[None])[0]
+    draw = Sampler(Sampling(temperature, repetition_penalty=1.3), generator(1), suppressed)
+    draw.see(seen)
+    if temperature == 0:
+        assert draw(logits) == expected.argmax()
+    else:
+        tokens, weights = draw.candidates(logits)
+        torch.testing.assert_close((weights / weights.sum()).float(), (expected / temperature).softmax(0)[tokens])
+        assert not {1, 7} & set(tokens.tolist())
+
+
+def test_what_was_chosen_counts_for_the_penalty() -> None:
+    logits = torch.tensor([1.0, 1.5, 0.0])
+    assert [Sampler(Sampling(0.0, repetition_penalty=2.0), generator(1))(logits) for _ in range(2)] == [1, 1]
+    draw = Sampler(Sampling(0.0, repetition_penalty=2.0), generator(1))
+    assert [draw(logits) for _ in range(3)] == [1, 0, 1], "1.5 / 2 is less than 1, and more than 1 / 2"
 
 
 # text

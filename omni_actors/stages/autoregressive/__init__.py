@@ -1,0 +1,1 @@
+"""What stages that decode a token at a time share: cache, batch, sampling, text."""

@@ -1,0 +1,87 @@
+"""Who is in the batch, and what the next forward brings on: continuous batching, of whatever is decoded.
+
+Rules
+1. A sequence waits until its input has come, then for a row, in order of arrival; then it has row i of the cache, i its
+   place in ``rows``. It can leave from each of these.
+2. A step is at most one piece of one prompt, then one forward that brings every sequence its next position that has one.
+   So a long prompt slows the others down, but never stops them, and who waits for input holds up nobody.
+3. A prompt is prefilled by itself, in pieces of ``prefill`` positions whose cuts depend on nothing else, not even on when
+   its input comes: alone or in company, a sequence starts from the same numbers.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from itertools import chain, islice
+from typing import Generic, TypeVar
+
+from omni_actors.stages.autoregressive.cache import SlottedCache
+
+__all__ = ["Batch", "Sequence"]
+
+
+class Sequence:
+    """What a batch needs to know of one. An engine keeps both counts up to date."""
+
+    prompt = 0
+    """Positions of the prompt that the model has not seen, those included whose input has not come."""
+    ready = 0
+    """Positions whose input is here and that the model has not seen."""
+    place = 0
+    """In the order of arrival; the batch's own."""
+
+
+S = TypeVar("S", bound=Sequence)
+
+
+class Batch(Generic[S]):
+    """The sequences of one engine and their rows in its cache."""
+
+    def __init__(self, cache: SlottedCache, max_rows: int, prefill: int) -> None:
+        self.rows: list[S] = []
+        self._waiting: deque[S] = deque()
+        self._cache, self._max_rows, self._prefill = cache, max_rows, prefill
+        self._added = 0
+
+    @property
+    def busy(self) -> bool:
+        """Whether a step would bring a sequence on."""
+        room = self._max_rows - len(self.rows)
+        return any(self._due(sequence) for sequence in chain(self.rows, islice(self._waiting, room)))
+
+    def add(self, sequence: S) -> None:
+        self._added += 1
+        sequence.place = self._added
+        self._waiting.append(sequence)
+
+    def remove(self, sequence: S) -> None:
+        """Free its row. Harmless for one that was never added, or is gone."""
+        if sequence in self.rows:
+            row = self.rows.index(sequence)
+            self._cache.remove_row(row)
+            self.rows[row] = self.rows[-1]
+            self.rows.pop()
+        elif sequence in self._waiting:
+            self._waiting.remove(sequence)
+
+    def next_piece(self) -> tuple[int, int] | None:
+        """Whose prompt comes next, its row and how many positions; None where no prompt has a whole piece."""
+        while self._waiting and len(self.rows) < self._max_rows:
+            self.rows.append(self._waiting.popleft())
+            self._cache.add_row()
+        due = [
+            (sequence.place, row) for row, sequence in enumerate(self.rows) if sequence.prompt and self._due(sequence)
+        ]
+        if not due:
+            return None
+        _, row = min(due)
+        return row, self._due(self.rows[row])
+
+    def decoding(self) -> list[int]:
+        """The rows that have one position to be decoded."""
+        return [row for row, sequence in enumerate(self.rows) if not sequence.prompt and sequence.ready]
+
+    def _due(self, sequence: S) -> int:
+        """Positions that may be brought on now: a whole piece of the prompt, or one; 0 where input is missing."""
+        due = min(sequence.prompt, self._prefill) or 1
+        return due if sequence.ready >= due else 0

@@ -1,0 +1,155 @@
+"""What the engines whose answer is text share: requests through prompt, prefill and decoding to the last piece of text.
+
+An engine that builds on this says how a prompt becomes positions (``_encode``) and what a forward is (``_forward``).
+
+Outputs: ``{"text": piece}``, and at the end ``{"text": rest, "finish_reason": "stop" | "length", "prompt_tokens": n,
+"completion_tokens": n}``. A piece never holds half a character or a part of a stop string; the token that ends an answer
+counts as one of its completion.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Generic, Protocol, TypeVar
+
+from torch import Tensor
+
+from omni_actors.stages.autoregressive import batch
+from omni_actors.stages.autoregressive.batch import Batch
+from omni_actors.stages.autoregressive.sampling import Sampler, Sampling, choose, generator
+from omni_actors.stages.autoregressive.text import Answer, Vocabulary
+from omni_actors.stages.base import Chunk, InvalidRequest, RequestId, StageOutput, StageRequest, TensorLike
+from omni_actors.stages.registry import TextParams
+
+__all__ = ["Collector", "LanguageEngine", "Request"]
+
+
+class Collector(Protocol):
+    """Takes a request's chunks in."""
+
+    def feed(self, chunk: Chunk) -> bool:
+        """Whether the input is complete. Raises ``InvalidRequest``."""
+        ...
+
+
+C = TypeVar("C", bound=Collector)
+
+
+class Request(batch.Sequence, Generic[C]):
+    """One request. ``token`` is the last one generated, which the model has not seen."""
+
+    def __init__(self, request: StageRequest, params: TextParams, collector: C) -> None:
+        self.id, self.params, self.collector = request.request_id, params, collector
+        sampling = Sampling(params.temperature, params.top_k, params.top_p, params.repetition_penalty)
+        self.sampler = None if sampling.is_greedy else Sampler(sampling, generator(params.seed))
+        self.token = -1
+        self.answer: Answer
+
+
+R = TypeVar("R", bound=Request[Any])
+
+
+class LanguageEngine(Generic[R]):
+    """A ``StageEngine`` of anything to text."""
+
+    def __init__(self, batch: Batch[R], vocabulary: Vocabulary, context: int) -> None:
+        self._batch, self._vocabulary, self._context = batch, vocabulary, context
+        self._requests: dict[RequestId, R] = {}
+
+    # what an engine says for itself
+
+    def _open(self, request: StageRequest) -> R:
+        """Raises ``InvalidRequest``."""
+        raise NotImplementedError
+
+    def _encode(self, request: R) -> list[int]:
+        """The prompt's tokens, one a position, now that the input is complete. Raises ``InvalidRequest``."""
+        raise NotImplementedError
+
+    def _forward(self, rows: list[int], count: int) -> Tensor:
+        """Bring each row on by ``count`` positions; logits (rows, vocabulary) of the last one."""
+        raise NotImplementedError
+
+    def _prefilled(self, request: R) -> Mapping[str, TensorLike]:
+        """What the stages below get of the piece of the prompt that was just brought on."""
+        return {}
+
+    def _generated(self, request: R) -> Mapping[str, TensorLike]:
+        """What the stages below get of ``request.token``, which is not the last one."""
+        return {}
+
+    # StageEngine
+
+    @property
+    def busy(self) -> bool:
+        return self._batch.busy
+
+    def start(self, request: StageRequest) -> None:
+        self._requests[request.request_id] = self._open(request)
+
+    def feed(self, request_id: RequestId, chunk: Chunk) -> None:
+        request = self._requests[request_id]
+        try:
+            if not request.collector.feed(chunk):
+                return
+            tokens = self._encode(request)
+        except InvalidRequest:
+            self.abort(request_id)
+            raise
+        if request.sampler:
+            request.sampler.see(tokens)
+        request.prompt = request.ready = len(tokens)
+        limit = min(request.params.max_tokens, self._context - len(tokens))
+        request.answer = Answer(self._vocabulary, len(tokens), limit, request.params.stop)
+        self._batch.add(request)
+
+    def abort(self, request_id: RequestId) -> None:
+        request = self._requests.pop(request_id, None)
+        if request is not None:
+            self._batch.remove(request)
+
+    def step(self) -> Iterator[StageOutput]:
+        if piece := self._batch.next_piece():
+            # Given out before the forward that follows: it is the first text, which the user is waiting for.
+            yield from self._prefill(*piece)
+        if rows := self._batch.decoding():
+            yield from self._next([self._batch.rows[row] for row in rows], self._forward(rows, 1))
+
+    def close(self) -> None:
+        self._requests.clear()
+        del self._batch
+
+    def _prefill(self, row: int, count: int) -> Iterator[StageOutput]:
+        request = self._batch.rows[row]
+        logits = self._forward([row], count)
+        request.prompt -= count
+        request.ready -= count
+        if onward := self._prefilled(request):
+            yield StageOutput(request.id, onward=onward)
+        if not request.prompt:
+            yield from self._next([request], logits)
+
+    def _next(self, requests: list[R], logits: Tensor) -> Iterator[StageOutput]:
+        """Give each its next token; those that are done leave."""
+        for request, token in zip(requests, choose(logits, [request.sampler for request in requests]), strict=True):
+            request.token, request.ready = token, 1
+            data = request.answer.push(token)
+            last = request.answer.finish_reason is not None
+            onward: Mapping[str, TensorLike] = {}
+            if last:
+                del self._requests[request.id]
+                self._batch.remove(request)
+            else:
+                onward = self._generated(request)
+            if data or onward:
+                yield StageOutput(request.id, data=data, onward=onward, last=last)
+
+
+def refuse_beyond_context(tokens: int, found: str, context: int) -> None:
+    """Raises InvalidRequest where a prompt of ``tokens`` and one token of an answer do not fit."""
+    if tokens + 1 > context:
+        raise InvalidRequest(
+            f"the prompt has {found} and the answer needs 1 at least; the context holds {context}",
+            param="messages",
+            code="context_length_exceeded",
+        )

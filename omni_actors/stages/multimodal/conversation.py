@@ -1,0 +1,82 @@
+"""A conversation as it reaches an engine: messages of text and of numbered places for sound, images and videos."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from omni_actors.stages.base import InvalidRequest
+
+T = TypeVar("T")
+
+Index: TypeAlias = Annotated[int, Meta(ge=0)]
+
+
+class TextPart(msgspec.Struct, frozen=True, tag="text"):
+    text: str
+
+
+class _MediaPart(msgspec.Struct, frozen=True):
+    index: Index
+    """Which of the request's inputs of this kind."""
+
+    @property
+    def kind(self) -> str:
+        return str(self.__struct_config__.tag)
+
+
+class AudioPart(_MediaPart, frozen=True, tag="audio"):
+    pass
+
+
+class ImagePart(_MediaPart, frozen=True, tag="image"):
+    pass
+
+
+class VideoPart(_MediaPart, frozen=True, tag="video"):
+    pass
+
+
+MediaPart: TypeAlias = AudioPart | ImagePart | VideoPart
+
+
+class Message(msgspec.Struct, frozen=True):
+    role: Literal["system", "user", "assistant"]
+    content: str | list[TextPart | AudioPart | ImagePart | VideoPart]
+
+    @property
+    def texts(self) -> Iterator[str]:
+        if isinstance(self.content, str):
+            yield self.content
+        else:
+            yield from (part.text for part in self.content if isinstance(part, TextPart))
+
+    @property
+    def media(self) -> Iterator[MediaPart]:
+        if not isinstance(self.content, str):
+            yield from (part for part in self.content if not isinstance(part, TextPart))
+
+
+class ConversationData(msgspec.Struct, frozen=True):
+    """The ``data`` of a chunk that brings messages."""
+
+    messages: list[Message] = []
+
+
+def with_system_prompt(messages: Sequence[Message], system_prompt: str) -> list[Message]:
+    """The conversation, with ``system_prompt`` before it where it has no system message of its own."""
+    if not system_prompt or any(message.role == "system" for message in messages):
+        return list(messages)
+    return [Message("system", system_prompt), *messages]
+
+
+def validated(data: Mapping[str, Any], type: type[T]) -> T:
+    """Convert to a struct. Raises ``InvalidRequest`` that names the field."""
+    try:
+        return msgspec.convert(data, type)
+    except msgspec.ValidationError as error:
+        _, _, path = str(error).partition("$.")
+        raise InvalidRequest(str(error), param=path.rstrip("`") or None) from error

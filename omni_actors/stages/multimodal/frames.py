@@ -1,0 +1,76 @@
+"""Frames of a video to a vision encoder's patches: what transformers' Qwen2VLVideoProcessor gives, without torchvision.
+
+The same bits: torchvision, too, resizes a uint8 tensor on the CPU by torch's own antialiased bicubic interpolation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import BatchFeature
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
+
+BICUBIC = 3
+
+
+class FrameProcessor:
+    """Takes the place of a video processor in transformers' omni processors.
+
+    config: what a checkpoint says of its own.
+    """
+
+    model_input_names = ("pixel_values_videos", "video_grid_thw")
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        """Raises ValueError."""
+        if config.get("resample", BICUBIC) != BICUBIC:
+            raise ValueError(f"resample of videos: found {config['resample']!r}; accepted: {BICUBIC}, bicubic")
+        self.patch_size: int = config.get("patch_size", 14)
+        self.temporal_patch_size: int = config.get("temporal_patch_size", 2)
+        self.merge_size: int = config.get("merge_size", 2)
+        scale = 1 / config.get("rescale_factor", 1 / 255)
+        # A checkpoint of this family without them has CLIP's.
+        self._mean = torch.tensor(config.get("image_mean") or (0.48145466, 0.4578275, 0.40821073)) * scale
+        self._std = torch.tensor(config.get("image_std") or (0.26862954, 0.26130258, 0.27577711)) * scale
+
+    def target(self, height: int, width: int, size: Mapping[str, int]) -> tuple[int, int]:
+        """The height and width that frames are resized to. Raises ValueError: sides more than 200 times apart."""
+        factor = self.patch_size * self.merge_size
+        target: tuple[int, int] = smart_resize(height, width, factor, size["shortest_edge"], size["longest_edge"])
+        return target
+
+    def grid(self, frames: int, height: int, width: int) -> tuple[int, int, int]:
+        """Patches in time, height and width, of frames that have their target size."""
+        return -(-frames // self.temporal_patch_size), height // self.patch_size, width // self.patch_size
+
+    def __call__(self, videos: Sequence[Tensor], *, size: Mapping[str, int], **_: Any) -> BatchFeature:
+        """videos: uint8 (frames, height, width, 3) each."""
+        patches, grids = zip(*(self._patches(video, size) for video in videos), strict=True)
+        return BatchFeature({"pixel_values_videos": torch.cat(patches), "video_grid_thw": torch.tensor(grids)})
+
+    def _patches(self, video: Tensor, size: Mapping[str, int]) -> tuple[Tensor, tuple[int, int, int]]:
+        """float32 (patches, channels × temporal patch × patch²), in the order in which patches are merged; the grid."""
+        video = resize(video, *self.target(video.shape[1], video.shape[2], size))
+        channels_first = video.permute(0, 3, 1, 2).to(torch.float32)
+        pixels = (channels_first - self._mean[:, None, None]) / self._std[:, None, None]
+        if missing := -len(pixels) % self.temporal_patch_size:
+            pixels = torch.cat((pixels, pixels[-1:].expand(missing, -1, -1, -1)))
+        t, h, w = grid = self.grid(len(pixels), pixels.shape[2], pixels.shape[3])
+        merge, patch = self.merge_size, self.patch_size
+        blocks = pixels.view(t, self.temporal_patch_size, 3, h // merge, merge, patch, w // merge, merge, patch)
+        ordered = blocks.permute(0, 3, 6, 4, 7, 2, 1, 5, 8)
+        return ordered.reshape(t * h * w, -1), grid
+
+
+def resize(video: Tensor, height: int, width: int) -> Tensor:
+    """uint8 (frames, height, width, 3), bicubic, antialiased."""
+    if video.shape[1:3] == (height, width):
+        return video
+    channels_first = video.permute(0, 3, 1, 2)
+    resized = torch.nn.functional.interpolate(
+        channels_first, (height, width), mode="bicubic", antialias=True, align_corners=False
+    )
+    return resized.permute(0, 2, 3, 1)

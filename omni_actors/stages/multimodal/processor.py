@@ -1,0 +1,197 @@
+"""From a complete prompt to what a Qwen-Omni thinker's forward is called with.
+
+Rules
+1. The ids and features are those of transformers' own processor: its code makes them. It needs no torchvision here,
+   because frames of videos go through ``FrameProcessor``.
+2. What a user writes is text. A control token in it ("<|im_start|>", "<|image_pad|>") is encoded as the characters it
+   is made of: nobody can write a turn of somebody else's, or a place for an image that was not sent.
+3. What is too much is refused before it is decoded, resized or tokenized, as far as that can be known.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import msgspec
+import torch
+from transformers import AutoTokenizer, Qwen2_5OmniProcessor, Qwen3OmniMoeProcessor, WhisperFeatureExtractor
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+from transformers.video_processing_utils import VideoProcessorMixin
+from transformers.video_utils import VideoMetadata
+
+from omni_actors.stages.base import InvalidRequest
+from omni_actors.stages.checkpoint import whole_config
+from omni_actors.stages.multimodal.conversation import Message, TextPart, with_system_prompt
+from omni_actors.stages.multimodal.decoding import Decoded, Decoder
+from omni_actors.stages.multimodal.frames import FrameProcessor
+from omni_actors.stages.multimodal.limits import MediaLimits
+from omni_actors.stages.multimodal.prompt import Media, OmniPrompt
+
+__all__ = ["OmniInputs", "OmniProcessor"]
+
+
+class OmniInputs(msgspec.Struct, frozen=True):
+    """ids: the prompt, a placeholder for each row of an encoder's output. tensors: by the forward's argument names.
+
+    use_audio_in_video: whether a video is shown with its sound; false where it was asked for and none has any.
+    """
+
+    ids: list[int]
+    tensors: dict[str, torch.Tensor]
+    use_audio_in_video: bool
+
+
+class _WithoutTorchvision:
+    """What changes in transformers' processors: any object may process videos, and each video has its own rate."""
+
+    video_processor: FrameProcessor
+
+    def check_argument_for_proper_class(self, name: str, argument: Any) -> Any:
+        if name == "video_processor":
+            return type(argument)
+        return super().check_argument_for_proper_class(name, argument)  # type: ignore[misc]
+
+    def _process_videos(self: Any, videos: Sequence[torch.Tensor], **kwargs: Any) -> tuple[Any, list[str]]:
+        processed = self.video_processor(videos, **kwargs["videos_kwargs"])
+        patch = self.video_processor.temporal_patch_size
+        processed["video_second_per_grid"] = [patch / about.fps for about in kwargs["videos_kwargs"]["video_metadata"]]
+        return processed, [self.replace_video_token(processed, index, **kwargs) for index in range(len(videos))]
+
+
+class _Qwen3Processor(_WithoutTorchvision, Qwen3OmniMoeProcessor):  # type: ignore[misc]
+    pass
+
+
+class _Qwen25Processor(_WithoutTorchvision, Qwen2_5OmniProcessor):  # type: ignore[misc]
+    pass
+
+
+_FAMILIES: Mapping[str, type[Any]] = {"qwen3_omni_moe": _Qwen3Processor, "qwen2_5_omni": _Qwen25Processor}
+
+
+class OmniProcessor:
+    """Tokenizer, chat template and feature extractors of a checkpoint directory. Nothing is downloaded."""
+
+    def __init__(self, directory: Path, *, limits: MediaLimits | None = None) -> None:
+        """Raises ValueError (a checkpoint of another family, or without a chat template), OSError (its files)."""
+        config = whole_config(directory)
+        if config.model_type not in _FAMILIES:
+            known = ", ".join(_FAMILIES)
+            raise ValueError(f"{directory}: found a model of type {config.model_type!r}; accepted: {known}")
+        family = _FAMILIES[config.model_type]
+        declared, _ = family.get_processor_dict(directory, local_files_only=True)
+        of_videos, _ = VideoProcessorMixin.get_video_processor_dict(directory, local_files_only=True)
+        self.tokenizer: Any = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+        self._template = declared.get("chat_template") or self.tokenizer.chat_template
+        if self._template is None:
+            raise ValueError(f"{directory}: there is no chat template")
+        images = Qwen2VLImageProcessorPil.from_pretrained(directory, local_files_only=True)
+        ears: Any = WhisperFeatureExtractor.from_pretrained(directory, local_files_only=True)
+        frames = FrameProcessor(of_videos)
+        self._processor: Any = family(images, frames, ears, self.tokenizer, self._template)
+        # As attributes, not as arguments: of those, a processor's ``__call__`` does not pass on all.
+        self._processor.audio_kwargs = {**family.audio_kwargs, "return_tensors": "pt"}
+        self._processor.images_kwargs = {"return_tensors": "pt", "input_data_format": "channels_last"}
+        if config.model_type == "qwen3_omni_moe":
+            self._processor.n_window = config.thinker_config.audio_config.n_window
+        kinds = ("audio", "image", "video")
+        self._marks: dict[str, str] = {kind: getattr(self._processor, f"{kind}_token") for kind in kinds}
+        self._mark_ids: dict[int, str] = {getattr(self._processor, f"{kind}_token_id"): kind for kind in kinds}
+        self._longest = max(map(len, self.tokenizer.get_vocab()))
+        """Characters of the longest token."""
+        self._limits = limits or MediaLimits()
+        cut = family.audio_kwargs.get("truncation", True)
+        """Whether the feature extractor drops what is longer than its window."""
+        longest_s = min(self._limits.audio_s, ears.chunk_length) if cut else self._limits.audio_s
+        frame_size = family.videos_kwargs["size"]
+        self._decoder = Decoder(images, frames, frame_size, ears.sampling_rate, longest_s, self._limits)
+
+    def __call__(self, prompt: OmniPrompt, *, system_prompt: str = "", use_audio_in_video: bool = False) -> OmniInputs:
+        """Decode and process a complete prompt. Raises ``InvalidRequest``."""
+        conversation = with_system_prompt(prompt.messages, system_prompt)
+        places = _places(conversation, prompt.media)
+        # A message is a token at least, besides those of its text.
+        self._refuse_beyond(sum(1 + math.ceil(sum(map(len, m.texts)) / self._longest) for m in conversation))
+        decoded = self._decoder.decode(places, prompt.media, use_audio_in_video)
+        expansions, tensors = self._process(places, decoded) if places else ([], {})
+        ids = self._expanded(self._tokens(conversation), places, expansions)
+        self._refuse_beyond(len(ids))
+        return OmniInputs(ids, tensors, decoded.heard)
+
+    def _process(
+        self, places: Sequence[tuple[str, int]], decoded: Decoded
+    ) -> tuple[list[list[int]], dict[str, torch.Tensor]]:
+        """Each place's ids, and the model's tensors."""
+        outputs = self._processor(
+            text=[self._marks[kind] for kind, _ in places],
+            images=decoded.images or None,
+            audio=decoded.sounds or None,
+            videos=[video.pixels for video in decoded.videos] or None,
+            audio_from_video_indices=decoded.sound_of if decoded.heard else None,
+            load_audio_from_video=decoded.heard,
+            videos_kwargs={
+                "video_metadata": [VideoMetadata(len(video.pixels), fps=video.fps) for video in decoded.videos]
+            },
+        )
+        expansions = outputs.pop("input_ids")
+        del outputs["attention_mask"]  # of the ids
+        return expansions, {name: torch.as_tensor(value) for name, value in outputs.items()}
+
+    def _tokens(self, conversation: Sequence[Message]) -> list[int]:
+        """The conversation's ids, one placeholder for each of its media."""
+        messages = [{"role": message.role, "content": _content(message)} for message in conversation]
+        try:
+            ids: list[int] = self.tokenizer.apply_chat_template(
+                messages,
+                chat_template=self._template,
+                add_generation_prompt=True,
+                return_dict=False,
+                sanitize_control_tokens=True,
+            )
+        except jinja2.TemplateError as error:
+            # Some templates refuse some conversations, such as two messages of the user in a row.
+            raise InvalidRequest(f"the model's chat template refuses it: {error}", param="messages") from error
+        return ids
+
+    def _expanded(
+        self, ids: Sequence[int], places: Sequence[tuple[str, int]], expansions: Sequence[Sequence[int]]
+    ) -> list[int]:
+        found = [self._mark_ids[id_] for id_ in ids if id_ in self._mark_ids]
+        if found != [kind for kind, _ in places]:
+            raise InvalidRequest("the model's chat template has no place for all that it shows", param="messages")
+        rest = iter(expansions)
+        return [each for id_ in ids for each in (next(rest) if id_ in self._mark_ids else (id_,))]
+
+    def _refuse_beyond(self, tokens: int) -> None:
+        if tokens > self._limits.tokens:
+            message = f"the prompt has {tokens} tokens at least; the limit is {self._limits.tokens}"
+            raise InvalidRequest(message, param="messages", code="context_length_exceeded")
+
+
+def _places(conversation: Sequence[Message], media: Media) -> list[tuple[str, int]]:
+    """Kind and index of what the conversation shows, in order. Raises ``InvalidRequest`` where that is not all."""
+    places = [(part.kind, part.index) for message in conversation for part in message.media]
+    for kind, index in places:
+        if index not in media.of(kind):
+            message = f"the messages show {kind} {index}, which was not sent"
+            raise InvalidRequest(message, param="messages")
+    unseen = sorted({(kind, index) for kind in ("audio", "image", "video") for index in media.of(kind)} - set(places))
+    if unseen:
+        raise InvalidRequest(f"the messages show no {unseen[0][0]} {unseen[0][1]}, which was sent", param="messages")
+    if not places and not any(text.strip() for m in conversation if m.role != "system" for text in m.texts):
+        raise InvalidRequest("the prompt is empty: no message of the user has text or media", param="messages")
+    return places
+
+
+def _content(message: Message) -> str | list[dict[str, str]]:
+    """As chat templates expect it."""
+    if isinstance(message.content, str):
+        return message.content
+    return [
+        {"type": "text", "text": part.text} if isinstance(part, TextPart) else {"type": part.kind, part.kind: ""}
+        for part in message.content
+    ]

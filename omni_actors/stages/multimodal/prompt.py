@@ -1,0 +1,147 @@
+"""From a request's chunks to its conversation and what that shows: copies, checked, not decoded.
+
+Chunks, in any order; ``index`` counts the request's inputs of one kind from 0:
+    messages  data messages: a conversation (see ``conversation``); several such chunks are one after the other
+    audio     tensors audio, data sample_rate, index (see ``audio``); one recording may come in pieces
+    image     tensors image, uint8 (height, width, 3), or encoded_image, uint8 (n,): a file's bytes; data index
+    video     tensors video, uint8 (frames, height, width, 3), with data fps; or encoded_video, uint8 (n,): a file's
+              bytes; data index. Frames may bring their sound: tensors audio, data sample_rate
+
+Media that come without a conversation are one: the user's question, in order of kind and index.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, TypeAlias
+
+import msgspec
+import numpy as np
+from msgspec import Meta
+
+from omni_actors.stages.base import Chunk, InvalidRequest
+from omni_actors.stages.multimodal.audio import Recording, Recordings, checked
+from omni_actors.stages.multimodal.conversation import (
+    AudioPart,
+    ConversationData,
+    ImagePart,
+    Index,
+    MediaPart,
+    Message,
+    VideoPart,
+    validated,
+)
+from ringbuf import Tensor
+
+__all__ = ["Media", "OmniPrompt", "Pixels", "VideoInput"]
+
+Pixels: TypeAlias = "np.ndarray[Any, np.dtype[np.uint8]]"
+
+
+class _ImageData(msgspec.Struct, frozen=True):
+    index: Index = 0
+
+
+class _VideoData(msgspec.Struct, frozen=True):
+    index: Index = 0
+    fps: Annotated[float, Meta(gt=0, le=1000)] | None = None
+
+
+class VideoInput(msgspec.Struct, frozen=True):
+    """content: frames, uint8 (t, height, width, 3), ``fps`` of them a second; or a file's bytes.
+
+    audio: the sound that frames were given; a file has its own.
+    """
+
+    content: Pixels | bytes
+    fps: float | None
+    audio: Recording | None
+
+
+class Media(msgspec.Struct):
+    """What a request brought, by kind and index. An image is uint8 (height, width, 3), or a file's bytes."""
+
+    audio: dict[int, Recording] = {}
+    image: dict[int, Pixels | bytes] = {}
+    video: dict[int, VideoInput] = {}
+
+    def of(self, kind: str) -> Mapping[int, Any]:
+        """kind: "audio", "image" or "video"."""
+        by_index: Mapping[int, Any] = getattr(self, kind)
+        return by_index
+
+
+class OmniPrompt:
+    """Collects one request's input. Complete once every source has sent its last chunk."""
+
+    def __init__(self, sources: Sequence[str]) -> None:
+        self._open = set(sources)
+        self._messages: list[Message] = []
+        self._recordings = Recordings()
+        self.media = Media()
+
+    def feed(self, chunk: Chunk) -> bool:
+        """Take a chunk; return whether the input is complete. Raises ``InvalidRequest``."""
+        tensors = chunk.tensors
+        if "video" in tensors or "encoded_video" in tensors:
+            self._take_video(tensors, chunk.data)
+        elif "image" in tensors or "encoded_image" in tensors:
+            self._take_image(tensors, chunk.data)
+        elif "audio" in tensors:
+            self._recordings.feed(tensors["audio"], chunk.data)
+        else:
+            self._messages += validated(chunk.data, ConversationData).messages
+        if chunk.last:
+            self._open.discard(chunk.source)
+        if self._open:
+            return False
+        self._recordings.end()
+        self.media.audio |= {recording.index: recording for recording in self._recordings.take()}
+        return True
+
+    @property
+    def messages(self) -> list[Message]:
+        """The conversation as it was sent; without one, a question made of the media."""
+        if self._messages:
+            return self._messages
+        parts: list[MediaPart] = [
+            *map(AudioPart, sorted(self.media.audio)),
+            *map(ImagePart, sorted(self.media.image)),
+            *map(VideoPart, sorted(self.media.video)),
+        ]
+        return [Message("user", list(parts))] if parts else []
+
+    def _take_image(self, tensors: Mapping[str, Tensor], data: Mapping[str, Any]) -> None:
+        index = validated(data, _ImageData).index
+        image = _content(tensors, "image", "(height, width, 3)")
+        _put(self.media.image, "image", index, image)
+
+    def _take_video(self, tensors: Mapping[str, Tensor], data: Mapping[str, Any]) -> None:
+        about = validated(data, _VideoData)
+        content = _content(tensors, "video", "(frames, height, width, 3)")
+        if not isinstance(content, bytes) and about.fps is None:
+            raise InvalidRequest(f"video {about.index}: frames need fps, their number a second", param="video")
+        sound = None
+        if "audio" in tensors:
+            samples, sample_rate = checked(tensors["audio"], data)
+            sound = Recording(about.index, sample_rate, [samples])
+        _put(self.media.video, "video", about.index, VideoInput(content, about.fps, sound))
+
+
+def _content(tensors: Mapping[str, Tensor], kind: str, shape: str) -> Pixels | bytes:
+    """A copy of what came: pixels, or a file's bytes. Raises ``InvalidRequest``."""
+    encoded = f"encoded_{kind}"
+    tensor = tensors[encoded] if encoded in tensors else tensors[kind]
+    dimensions = 1 if encoded in tensors else shape.count(",") + 1
+    fits = tensor.dtype == "uint8" and len(tensor.shape) == dimensions and math.prod(tensor.shape) > 0
+    if not fits or (encoded not in tensors and tensor.shape[-1] != 3):
+        expected = "a file's bytes, uint8 (n,)," if encoded in tensors else f"uint8 {shape}"
+        raise InvalidRequest(f"{kind}: {expected} was expected, not {tensor.dtype} {tensor.shape}", param=kind)
+    return bytes(tensor.data) if encoded in tensors else tensor.numpy().copy()
+
+
+def _put(known: dict[int, Any], kind: str, index: int, content: Any) -> None:
+    if index in known:
+        raise InvalidRequest(f"{kind} {index} came twice", param=kind)
+    known[index] = content

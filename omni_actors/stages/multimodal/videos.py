@@ -1,0 +1,189 @@
+"""Video files to frames and sound; and which frames of a video are kept.
+
+Rules
+1. A model sees frames at an even rate, at most ``MediaLimits.video_fps``: frame k is the one that shows at k / rate
+   seconds, whatever the file's own rate, even or not. So its timing is exact, and the sound stays beside it.
+2. Less is decoded than the limits allow: size, duration and number are checked in the header and again on the way,
+   frames are shrunk as they come, and decoding has a time limit.
+3. Containers that name other files or addresses (playlists) are not opened.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import av
+import numpy as np
+import torch
+
+from omni_actors.stages.base import InvalidRequest
+from omni_actors.stages.multimodal.audio import SHORTEST_S, Recording
+from omni_actors.stages.multimodal.frames import resize
+from omni_actors.stages.multimodal.limits import MediaLimits
+from omni_actors.stages.multimodal.prompt import Pixels
+
+CONTAINERS = ("mov", "mp4", "matroska", "webm", "avi", "mpegts", "mpeg", "flv", "ogg", "gif")
+FEWEST = 4
+"""Frames that are kept of a video too short to have them at the usual rate, where it has them."""
+_EPSILON = 1e-6
+"""Seconds: far below the distance of two frames, far above a float's error."""
+
+
+class Frames(NamedTuple):
+    """uint8 (n, height, width, 3), ``fps`` of them a second."""
+
+    pixels: torch.Tensor
+    fps: float
+
+
+class Size(NamedTuple):
+    """What frames are to become, and how many there may be."""
+
+    height: int
+    width: int
+    frames: int
+
+
+Fit = Callable[[int, int], Size]
+"""From height and width. Raises InvalidRequest."""
+
+
+def sample_frames(content: Pixels, fps: float, index: int, limits: MediaLimits, fit: Fit) -> Frames:
+    """Frames that came as such: uint8 (t, height, width, 3), ``fps`` a second. Raises ``InvalidRequest``."""
+    count, height, width = content.shape[:3]
+    collected = _Collected(index, limits, fit, _rate(fps, count / fps, limits))
+    collected.check(height, width, count / fps)
+    for number, frame in enumerate(content, 1):
+        collected.until(number / fps, partial(_as_it_is, frame))
+    return collected.frames()
+
+
+def decode_video(data: bytes, index: int, limits: MediaLimits, fit: Fit) -> Frames:
+    """The frames of a video file. Raises ``InvalidRequest``."""
+    with _opened(data, index) as container:
+        if not container.streams.video:
+            raise refusal(index, "there is no picture in it", "invalid_video")
+        stream = container.streams.video[0]
+        stream.thread_type = "AUTO"
+        stream.codec_context.thread_count = torch.get_num_threads()
+        own = float(stream.average_rate or 0) or limits.video_fps
+        duration = _duration(container, stream)
+        collected = _Collected(index, limits, fit, _rate(own, duration, limits))
+        collected.check(stream.codec_context.height, stream.codec_context.width, duration or 0.0)
+        begin = at = None
+        shown: Any = None
+        for frame in container.decode(stream):
+            stamp = frame.time if frame.time is not None else (at or 0.0) + 1 / own
+            begin = stamp if begin is None else begin
+            at = max(at or 0.0, stamp - begin)
+            if shown is not None:
+                collected.until(at, partial(_upright, shown))
+            shown = frame
+            collected.check(frame.height, frame.width, at)
+        if shown is None or at is None:
+            raise refusal(index, "there is no picture in it", "invalid_video")
+        collected.until(at + 1 / own, partial(_upright, shown))
+        return collected.frames()
+
+
+def decode_sound(data: bytes, index: int, max_s: float) -> Recording | None:
+    """The sound of a video file; None where it has none. Raises ``InvalidRequest``."""
+    with _opened(data, index) as container:
+        if not container.streams.audio:
+            return None
+        resampler = av.AudioResampler(format="fltp")
+        pieces: list[np.ndarray[Any, np.dtype[np.float32]]] = []
+        sample_rate, total = container.streams.audio[0].rate or 0, 0
+        for frame in (*container.decode(audio=0), None):
+            for plain in resampler.resample(frame):
+                samples = plain.to_ndarray().mean(0, dtype=np.float32)
+                sample_rate, total = plain.sample_rate, total + len(samples)
+                if total > max_s * sample_rate:
+                    raise refusal(index, f"its sound is too long; the limit is {max_s:g} s", "video_too_long")
+                pieces.append(samples)
+    recording = Recording(index, sample_rate, pieces)
+    return recording if pieces and recording.duration_s >= SHORTEST_S else None
+
+
+def refusal(index: int, reason: str, code: str) -> InvalidRequest:
+    return InvalidRequest(f"video {index}: {reason}", param="video", code=code)
+
+
+class _Collected:
+    """The frames kept so far of one video; the next is due at ``len / fps`` seconds."""
+
+    def __init__(self, index: int, limits: MediaLimits, fit: Fit, fps: float) -> None:
+        self._index, self._limits, self._fit, self._fps = index, limits, fit, fps
+        self._deadline = time.monotonic() + limits.decode_s
+        self._size: Size | None = None
+        self._kept: list[torch.Tensor] = []
+
+    def check(self, height: int, width: int, seconds: float) -> None:
+        """Raises ``InvalidRequest`` where the video is too large, too long, or too slow to decode."""
+        if width * height > self._limits.video_pixels:
+            size = f"its frames have {width} × {height} pixels; the limit is {self._limits.video_pixels}"
+            raise refusal(self._index, size, "video_too_large")
+        if seconds > self._limits.video_s:
+            raise refusal(self._index, f"it is too long; the limit is {self._limits.video_s:g} s", "video_too_long")
+        if time.monotonic() > self._deadline:
+            slow = f"decoding it takes more than {self._limits.decode_s:g} s"
+            raise refusal(self._index, slow, "video_too_slow")
+
+    def until(self, end: float, shown: Callable[[], Pixels]) -> None:
+        """Keep the frame that shows until ``end``, in seconds, as often as one is due by then."""
+        while len(self._kept) / self._fps < end - _EPSILON:
+            self._keep(shown())
+
+    def _keep(self, frame: Pixels) -> None:
+        # The first one says what all become, also where a file changes its size on the way.
+        if self._size is None:
+            self._size = self._fit(*frame.shape[:2])
+        if len(self._kept) == min(self._size.frames, self._limits.video_frames):
+            code = "video_too_long" if self._size.frames >= self._limits.video_frames else "context_length_exceeded"
+            many = f"{self._fps:g} frames a second of it are too many; the limit is {len(self._kept)} frames"
+            raise refusal(self._index, many, code)
+        pixels = torch.from_numpy(np.ascontiguousarray(frame))[None]
+        self._kept.append(resize(pixels, self._size.height, self._size.width))
+
+    def frames(self) -> Frames:
+        return Frames(torch.cat(self._kept), self._fps)
+
+
+def _rate(own: float, duration: float | None, limits: MediaLimits) -> float:
+    """Frames a second to keep of a video that has ``own`` a second and lasts ``duration`` seconds (None: unknown)."""
+    return min(own, max(limits.video_fps, FEWEST / duration if duration else 0.0))
+
+
+def _duration(container: Any, stream: Any) -> float | None:
+    """Seconds, as the header has it."""
+    if stream.duration and stream.time_base:
+        return float(stream.duration * stream.time_base)
+    return container.duration / av.time_base if container.duration else None
+
+
+def _as_it_is(pixels: Pixels) -> Pixels:
+    return pixels
+
+
+def _upright(frame: av.VideoFrame) -> Pixels:
+    """uint8 (height, width, 3), turned as the file says."""
+    pixels = frame.to_ndarray(format="rgb24")
+    return np.rot90(pixels, math.floor(frame.rotation / 90 + 0.5) % 4)
+
+
+@contextmanager
+def _opened(data: bytes, index: int) -> Iterator[Any]:
+    """The file, open, with the errors of its decoders told as what they are: the file's fault."""
+    options = {"format_whitelist": ",".join(CONTAINERS), "protocol_whitelist": ""}
+    try:
+        with av.open(io.BytesIO(data), options=options) as container:
+            yield container
+    except (av.error.FFmpegError, UnicodeDecodeError) as error:
+        reason = f"this is no video that can be read ({', '.join(CONTAINERS)}): {type(error).__name__}"
+        raise refusal(index, reason, "invalid_video") from error

@@ -1,0 +1,40 @@
+"""The voices of a Qwen2.5-Omni checkpoint: its file ``spk_dict.pt``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from omni_actors.stages.base import InvalidRequest
+
+
+class Speaker(NamedTuple):
+    bos_token: int
+    """Of the text vocabulary: what the talker's prompt ends with."""
+    cond: Tensor
+    """float32 (1, size): the speaker embedding."""
+    ref_mel: Tensor
+    """float32 (1, frames, mel): some speech."""
+
+
+def load_speakers(directory: Path) -> dict[str, Speaker]:
+    """By name. Raises OSError, pickle.UnpicklingError for a file that holds more than tensors and numbers."""
+    found = torch.load(directory / "spk_dict.pt", map_location="cpu", weights_only=True)
+    return {
+        name: Speaker(int(voice["bos_token"]), voice["cond"].float(), voice["ref_mel"].float())
+        for name, voice in found.items()
+    }
+
+
+def speaker_named(name: str | None, speakers: Mapping[str, Speaker]) -> Speaker:
+    """In any case; None: the first. Raises InvalidRequest."""
+    if name is None:
+        return next(iter(speakers.values()))
+    for found, speaker in speakers.items():
+        if found.lower() == name.lower():
+            return speaker
+    raise InvalidRequest(f"found speaker {name!r}; the model has {', '.join(speakers)}", param="speaker")

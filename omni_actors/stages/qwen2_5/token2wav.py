@@ -1,0 +1,176 @@
+"""Qwen2.5-Omni's token2wav as a stage: codec codes to a waveform.
+
+Input: ``tensors`` codes, an integer array (n, 1), n at least 1, 50 a second. A chunk without tensors only ends the input.
+
+Output: ``tensors`` audio, float32 (n,), in chunks of ``chunk_blocks`` blocks; ``data`` sample_rate (24000). The end of the
+input gives the request's last outputs; where there were no codes, one without audio.
+
+The model is not causal, and its sound begins as noise, drawn from ``seed``. With ``decode`` "reference" the codes are
+decoded together, when all are there: the reference's call after ``torch.manual_seed``, bit for bit. With "exact" the
+samples are the same to 1e-4, and come while codes do: the model sees only so far that a block is final once the codes
+of the next 38 are there, 9.1 s of speech (``flow``, ``vocoder``). No less would be exact: the servers of the field that
+decode overlapping pieces each by itself let a piece see other blocks, and other noise, than the whole does. The noise
+is that of torch's generator of the CPU on any device, where the reference takes the device's own.
+
+How the outputs are cut depends on the number of codes alone, not on when they came. Each request is computed by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+from torch import Tensor
+from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import Qwen2_5OmniToken2WavModel
+
+from omni_actors.stages.base import Chunk, InvalidRequest, RequestId, StageContext, StageOutput, StageRequest
+from omni_actors.stages.checkpoint import load_part
+from omni_actors.stages.qwen2_5.flow import GUIDANCE, SWAY, Flow, FlowStream
+from omni_actors.stages.qwen2_5.speakers import Speaker, load_speakers, speaker_named
+from omni_actors.stages.qwen2_5.vocoder import Vocoder, VocoderStream
+from omni_actors.stages.registry import Token2WavOptions, Token2WavParams
+
+SAMPLE_RATE = 24_000
+
+
+class _Request:
+    def __init__(self, request: StageRequest, speaker: Speaker, seed: int) -> None:
+        self.open = set(request.sources)
+        self.speaker, self.seed = speaker, seed
+        self.waiting = torch.empty(0, dtype=torch.int64)
+        """Codes to be decoded."""
+        self.codes = 0
+        """That have come."""
+        self.streams: tuple[FlowStream, VocoderStream] | None = None
+        """Made with the first chunk."""
+
+    def take(self, codes: int) -> Tensor:
+        taken, self.waiting = self.waiting[:codes], self.waiting[codes:]
+        return taken
+
+
+class Token2WavEngine:
+    """See the module. ``context.model``: a checkpoint directory of Qwen2.5-Omni; its ``token2wav`` weights are read."""
+
+    def __init__(self, context: StageContext) -> None:
+        """Raises msgspec.ValidationError (options), WrongCheckpoint, OSError (the checkpoint's files)."""
+        self._options = msgspec.convert(context.options, Token2WavOptions)
+        if context.model is None:
+            raise ValueError(f"stage {context.stage!r}: qwen2_5_token2wav needs a model, a checkpoint directory")
+        torch.set_num_threads(context.threads)
+        torch.backends.cudnn.allow_tf32 = False  # 10 bits of mantissa
+        torch.backends.cudnn.deterministic = True  # a replay must come out the same
+        context.report("reading the weights of token2wav")
+        # In float32 whatever the checkpoint's type is: so its authors run it.
+        self._model: Any = load_part(
+            Qwen2_5OmniToken2WavModel, context.model, "token2wav", torch.float32, context.device
+        )
+        self._speakers = load_speakers(context.model)
+        self._flow = Flow(self._model.code2wav_dit_model, self._options.steps)
+        self._vocoder = Vocoder(self._model.code2wav_bigvgan_model)
+        self._chunk_codes = self._options.chunk_blocks * self._flow.block_codes
+        self._chunk_frames = self._options.chunk_blocks * self._flow.block
+        self._requests: dict[RequestId, _Request] = {}
+
+    @property
+    def busy(self) -> bool:
+        return any(self._next_chunk(request) for request in self._requests.values())
+
+    def start(self, request: StageRequest) -> None:
+        params = msgspec.convert(request.params, Token2WavParams)
+        speaker = speaker_named(params.speaker, self._speakers)
+        seed = torch.seed() if params.seed is None else params.seed
+        self._requests[request.request_id] = _Request(request, speaker, seed & (2**64 - 1))
+
+    def feed(self, request_id: RequestId, chunk: Chunk) -> None:
+        request = self._requests[request_id]
+        if chunk.tensors:
+            try:
+                codes = self._checked(chunk, request.codes)
+            except InvalidRequest:
+                del self._requests[request_id]
+                raise
+            request.waiting = torch.cat([request.waiting, codes])
+            request.codes += len(codes)
+        if chunk.last:
+            request.open.discard(chunk.source)
+
+    def _checked(self, chunk: Chunk, before: int) -> Tensor:
+        """A copy, int64 (n,)."""
+        codes = chunk.tensors.get("codes")
+        if codes is None or not codes.dtype.startswith(("int", "uint")):
+            raise _refusal(f"codes, integers, were expected, not {sorted(chunk.tensors)}")
+        if len(codes.shape) != 2 or codes.shape[0] < 1 or codes.shape[1] != 1:
+            raise _refusal(f"codes of shape (n, 1) were expected, not {codes.shape}")
+        copied = codes.numpy()[:, 0].astype(np.int64)
+        if copied.min() < 0 or copied.max() >= self._flow.codes:
+            raise _refusal(f"codes from 0 to {self._flow.codes - 1} were expected, not {copied.min()} to {copied.max()}")
+        if before + len(copied) > self._flow.longest:
+            raise _refusal(f"{self._flow.longest} codes at most were expected, not {before + len(copied)}")
+        return torch.from_numpy(copied)
+
+    def abort(self, request_id: RequestId) -> None:
+        self._requests.pop(request_id, None)
+
+    def step(self) -> Iterator[StageOutput]:
+        for request_id, request in list(self._requests.items()):
+            if chunk := self._next_chunk(request):
+                codes, last = chunk
+                yield from self._outputs(request_id, self._decode(request, request.take(codes), last=last), last=last)
+
+    def _next_chunk(self, request: _Request) -> tuple[int, bool] | None:
+        """How many codes the next chunk has, and whether it is the last; None where it is not complete yet."""
+        if self._options.decode == "exact" and len(request.waiting) >= self._chunk_codes:
+            return self._chunk_codes, False
+        return None if request.open else (len(request.waiting), True)
+
+    def _decode(self, request: _Request, codes: Tensor, *, last: bool) -> Iterator[Tensor]:
+        """The waves, (samples,), that follow."""
+        if not request.codes:
+            return
+        if self._options.decode == "reference":
+            yield from self._together(request, codes).split(self._chunk_frames * self._vocoder.samples)
+            return
+        if request.streams is None:
+            request.streams = FlowStream(self._flow, request.speaker, request.seed), VocoderStream(self._vocoder)
+        flow, vocoder = request.streams
+        vocoder.push(flow.push(codes, last=last))
+        while (wave := vocoder.pop(self._chunk_frames, last=last)) is not None:
+            yield wave
+
+    @torch.inference_mode()
+    def _together(self, request: _Request, codes: Tensor) -> Tensor:
+        torch.manual_seed(request.seed)
+        wave: Tensor = self._model(
+            codes[None].to(self._flow.device),
+            conditioning=request.speaker.cond.to(self._flow.device),
+            reference_mel=request.speaker.ref_mel.to(self._flow.device),
+            num_steps=self._options.steps,
+            guidance_scale=GUIDANCE,
+            sway_coefficient=SWAY,
+        )
+        return wave.reshape(-1)
+
+    def _outputs(self, request_id: RequestId, waves: Iterator[Tensor], *, last: bool) -> Iterator[StageOutput]:
+        data = {"sample_rate": SAMPLE_RATE}
+        wave = next(waves, None)
+        while wave is not None:
+            following = next(waves, None)
+            ends = last and following is None
+            if ends:
+                del self._requests[request_id]
+            yield StageOutput(request_id, {"audio": wave.cpu().numpy().copy()}, data, ends)
+            wave = following
+        if last and request_id in self._requests:
+            del self._requests[request_id]
+            yield StageOutput(request_id, {}, data, last=True)
+
+    def close(self) -> None:
+        self._requests.clear()
+
+
+def _refusal(message: str) -> InvalidRequest:
+    return InvalidRequest(message, param="codes")
