@@ -12,7 +12,7 @@ PYTHON ?= python3
 PORT ?= 8091
 QUESTION ?= What is the capital of France?
 BIN := .venv/bin
-EXTRAS := voice,dev
+EXTRAS := voice,omni,dev
 BENCH_EXTRAS := $(EXTRAS),bench
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1

@@ -35,7 +35,7 @@ def load_part(model: type[Model], directory: Path, part: str, dtype: torch.dtype
     if config is None:
         raise WrongCheckpoint(directory, part, f"a {whole.model_type} model has no configuration")
     _convert_as(whole.model_type, config.model_type)
-    # Else a page of warnings. Name and module are its own: transformers finds by them how weights are renamed and joined.
+    # Else a page of warnings. By name and module transformers finds how weights are renamed and joined.
     quiet = {"_keys_to_ignore_on_load_unexpected": ["."], "__module__": model.__module__}
     untyped: Any = type(model.__name__, (model,), quiet)
     loaded, info = untyped.from_pretrained(

@@ -11,6 +11,7 @@ from __future__ import annotations
 import socket
 import ssl
 from collections.abc import Callable, Sequence
+from functools import partial
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
@@ -93,7 +94,7 @@ def moved(location: str, status: int = 302) -> list[bytes]:
 @pytest.fixture
 async def site(nursery: trio.Nursery) -> Site:
     site = Site()
-    [listener] = await nursery.start(trio.serve_tcp, site.serve, 0)
+    [listener] = await nursery.start(partial(trio.serve_tcp, site.serve, 0, host="127.0.0.1"))
     site.port = listener.socket.getsockname()[1]
     return site
 
@@ -224,7 +225,7 @@ async def secure_site(nursery: trio.Nursery) -> Site:
             return  # it does not like the certificate
         await site.serve(secure)
 
-    [listener] = await nursery.start(trio.serve_tcp, serve, 0, "127.0.0.1")
+    [listener] = await nursery.start(partial(trio.serve_tcp, serve, 0, host="127.0.0.1"))
     site.port = listener.socket.getsockname()[1]
     return site
 

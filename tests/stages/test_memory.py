@@ -127,7 +127,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any, Pat
     from tests.stages.qwen2_5 import tiny as tiny_2_5
     from tests.stages.qwen3 import tiny
 
-    sizes = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    sizes: dict[str, Any] = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
     llama = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, tie_word_embeddings=True))
     saved = {}
     for name, model, shard in (
@@ -164,7 +164,7 @@ def test_the_cache_is_what_a_forward_fills(engine: str, models: dict[str, tuple[
     decoder = whole.get_submodule(f"{part}.model".lstrip("."))
     requests, tokens = 2, 24
     with torch.no_grad():
-        embeddings = torch.zeros(requests, tokens, decoder.config.hidden_size)
+        embeddings = torch.zeros(requests, tokens, decoder.config.get_text_config().hidden_size)
         layers = decoder(inputs_embeds=embeddings, use_cache=True).past_key_values.layers
     held = sum(layer.keys.nbytes + layer.values.nbytes for layer in layers)
     assert memory.count(engine, directory, {"max_batch": requests, "context": tokens}).cache == held

@@ -1,12 +1,12 @@
 """Who is in the batch, and what the next forward brings on: continuous batching, of whatever is decoded.
 
 Rules
-1. A sequence waits until its input has come, then for a row, in order of arrival; then it has row i of the cache, i its
-   place in ``rows``. It can leave from each of these.
-2. A step is at most one piece of one prompt, then one forward that brings every sequence its next position that has one.
-   So a long prompt slows the others down, but never stops them, and who waits for input holds up nobody.
-3. A prompt is prefilled by itself, in pieces of ``prefill`` positions whose cuts depend on nothing else, not even on when
-   its input comes: alone or in company, a sequence starts from the same numbers.
+1. A sequence waits for a row, in order of arrival; then it has row i of the cache, i its place in ``rows``. It can leave
+   from both.
+2. A step is at most one piece of one prompt, then one forward that brings on every sequence whose next position is
+   ready. So a long prompt slows the others down, but never stops them, and who waits for input holds up nobody.
+3. A prompt is prefilled by itself, in pieces of ``prefill`` positions whose cuts depend on nothing else, not even on
+   when its input comes: alone or in company, a sequence starts from the same numbers.
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ class SlottedCache(Cache):
 
     @torch.inference_mode()
     def extend(self, rows: Sequence[int], count: int) -> tuple[Tensor, Tensor]:
-        """Make room for ``count`` more tokens in each of ``rows``, in increasing order; the next forward must bring them.
+        """Make room for ``count`` more tokens in each of ``rows`` (increasing); the next forward must bring them.
 
         Returns the new tokens' positions, int64 (rows, count), and what each may see, an additive mask
         (rows, 1, count, longest): 0 up to the token's own position, -inf beyond.

@@ -3,8 +3,8 @@
 An engine that builds on this says how a prompt becomes positions (``_encode``) and what a forward is (``_forward``).
 
 Outputs: ``{"text": piece}``, and at the end ``{"text": rest, "finish_reason": "stop" | "length", "prompt_tokens": n,
-"completion_tokens": n}``. A piece never holds half a character or a part of a stop string; the token that ends an answer
-counts as one of its completion.
+"completion_tokens": n}``. A piece never holds half a character or a part of a stop string; the token that ends an
+answer counts as one of its completion.
 """
 
 from __future__ import annotations

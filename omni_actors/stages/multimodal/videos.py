@@ -31,8 +31,8 @@ from omni_actors.stages.multimodal.prompt import Pixels
 CONTAINERS = ("mov", "mp4", "matroska", "webm", "avi", "mpegts", "mpeg", "flv", "ogg", "gif")
 FEWEST = 4
 """Frames that are kept of a video too short to have them at the usual rate, where it has them."""
-_EPSILON = 1e-6
-"""Seconds: far below the distance of two frames, far above a float's error."""
+_SLACK_S = 0.002
+"""Some containers round a frame's time to a millisecond."""
 
 
 class Frames(NamedTuple):
@@ -57,7 +57,7 @@ Fit = Callable[[int, int], Size]
 def sample_frames(content: Pixels, fps: float, index: int, limits: MediaLimits, fit: Fit) -> Frames:
     """Frames that came as such: uint8 (t, height, width, 3), ``fps`` a second. Raises ``InvalidRequest``."""
     count, height, width = content.shape[:3]
-    collected = _Collected(index, limits, fit, _rate(fps, count / fps, limits))
+    collected = _Collected(index, limits, fit, fps, count / fps)
     collected.check(height, width, count / fps)
     for number, frame in enumerate(content, 1):
         collected.until(number / fps, partial(_as_it_is, frame))
@@ -74,7 +74,7 @@ def decode_video(data: bytes, index: int, limits: MediaLimits, fit: Fit) -> Fram
         stream.codec_context.thread_count = torch.get_num_threads()
         own = float(stream.average_rate or 0) or limits.video_fps
         duration = _duration(container, stream)
-        collected = _Collected(index, limits, fit, _rate(own, duration, limits))
+        collected = _Collected(index, limits, fit, own, duration)
         collected.check(stream.codec_context.height, stream.codec_context.width, duration or 0.0)
         begin = at = None
         shown: Any = None
@@ -118,8 +118,11 @@ def refusal(index: int, reason: str, code: str) -> InvalidRequest:
 class _Collected:
     """The frames kept so far of one video; the next is due at ``len / fps`` seconds."""
 
-    def __init__(self, index: int, limits: MediaLimits, fit: Fit, fps: float) -> None:
-        self._index, self._limits, self._fit, self._fps = index, limits, fit, fps
+    def __init__(self, index: int, limits: MediaLimits, fit: Fit, own_fps: float, duration: float | None) -> None:
+        """duration: of the video, in seconds, where it is known."""
+        self._index, self._limits, self._fit = index, limits, fit
+        self._fps = min(own_fps, max(limits.video_fps, FEWEST / duration if duration else 0.0))
+        self._slack = min(_SLACK_S, 0.1 / own_fps)
         self._deadline = time.monotonic() + limits.decode_s
         self._size: Size | None = None
         self._kept: list[torch.Tensor] = []
@@ -137,7 +140,7 @@ class _Collected:
 
     def until(self, end: float, shown: Callable[[], Pixels]) -> None:
         """Keep the frame that shows until ``end``, in seconds, as often as one is due by then."""
-        while len(self._kept) / self._fps < end - _EPSILON:
+        while len(self._kept) / self._fps < end - self._slack:
             self._keep(shown())
 
     def _keep(self, frame: Pixels) -> None:
@@ -153,11 +156,6 @@ class _Collected:
 
     def frames(self) -> Frames:
         return Frames(torch.cat(self._kept), self._fps)
-
-
-def _rate(own: float, duration: float | None, limits: MediaLimits) -> float:
-    """Frames a second to keep of a video that has ``own`` a second and lasts ``duration`` seconds (None: unknown)."""
-    return min(own, max(limits.video_fps, FEWEST / duration if duration else 0.0))
 
 
 def _duration(container: Any, stream: Any) -> float | None:
@@ -184,6 +182,6 @@ def _opened(data: bytes, index: int) -> Iterator[Any]:
     try:
         with av.open(io.BytesIO(data), options=options) as container:
             yield container
-    except (av.error.FFmpegError, UnicodeDecodeError) as error:
+    except (av.error.FFmpegError, ValueError, OverflowError) as error:
         reason = f"this is no video that can be read ({', '.join(CONTAINERS)}): {type(error).__name__}"
         raise refusal(index, reason, "invalid_video") from error

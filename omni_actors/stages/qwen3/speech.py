@@ -1,13 +1,13 @@
 """What passes from Qwen3-Omni's thinker to its talker.
 
-The talker reads the user's words and the answer as they were seen by the thinker: a position of text as its embedding, a
-position of sound or picture as the hidden state of layer ``accept_hidden_layer``. Of the prompt it gets the user's
-turns and the three positions that open the answer, then each token of the answer but the last.
+The talker reads the user's words and the answer as the thinker saw them: a position of text as its embedding, one of
+sound or picture as the hidden state of layer ``accept_hidden_layer``. Of the prompt it gets the user's turns and the
+three positions that open the answer, then each token of the answer but the last.
 
-Wire: the first chunk of a request has tensors ``ids``, int64 (n,): the tokens of all prompt rows to come; ``heard``, bool
-(n,): which of them are sound or picture; ``tts``, (3, hidden): the embeddings of the thinker's tts_bos, tts_eos, tts_pad;
-and, with such input, the grids and lengths that positions are computed from. Each chunk may bring ``rows``, (k, hidden) in
-the thinker's dtype: the next prompt rows, and behind them the answer's.
+Wire: the first chunk of a request has tensors ``ids``, int64 (n,): the tokens of all prompt rows to come; ``heard``,
+bool (n,): which of them are sound or picture; ``tts``, (3, hidden): the embeddings of the thinker's tts_bos, tts_eos
+and tts_pad; and, with such input, the grids and lengths that positions are computed from. Each chunk may bring ``rows``,
+(k, hidden) in the thinker's dtype: the next prompt rows, and behind them the answer's.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def spoken_positions(ids: Tensor, config: Any) -> Tensor:
     at = torch.arange(len(ids))
     starts = torch.where(ids == config.im_start_token_id, at, -1)
     role = ids[(starts.cummax(0).values.clamp_min(0) + 1).clamp_max(len(ids) - 1)]
-    chosen = role == config.user_token_id
+    chosen: Tensor = role == config.user_token_id
     answers = (ids[:-1] == config.im_start_token_id) & (ids[1:] == config.assistant_token_id)
     if found := answers.nonzero().flatten().tolist():
         chosen[found[-1] : found[-1] + HEADER] = True

@@ -4,8 +4,8 @@ Input: see ``speech``. Output: ``tensors`` codes, int16 (1, groups), a chunk a f
 whose answer has no text ends without a frame.
 
 Prompt rows are prefilled as they come, while the thinker is still prefilling or writing. The position of the answer's
-first token is the first that is decoded: when that token is known, one step is left to the first frame. The step of frame
-k needs the row of the answer's token k + 1, or its end; a request whose row is not here yet waits, and no other does.
+first token is the first that is decoded: when that token is known, one step is left to the first frame. The step behind
+frame k needs the row of the answer's token k + 1, or its end; a request whose row is not here waits, and no other does.
 """
 
 from __future__ import annotations
@@ -287,7 +287,7 @@ class TalkerEngine:
         requests, first = [requests[at] for at in going], [first[at] for at in going]
         embedded = self._model.get_input_embeddings()(torch.tensor(first, device=hidden.device))
         others, frames = self._predictor(hidden[going], embedded, [request.residual for request in requests])
-        for request, code, rest, frame in zip(requests, first, others, frames.split(1), strict=True):
+        for request, code, rest, frame in zip(requests, first, others, frames[:, None], strict=True):
             request.frame = frame
             request.advance()
             yield StageOutput(request.id, {"codes": np.array([[code, *rest]], np.int16)})

@@ -1,8 +1,8 @@
 """Qwen3-Omni's thinker as a stage: a conversation with sound and pictures to text, and what the talker needs of it.
 
-Input: the client's chunks, as ``multimodal.OmniPrompt`` takes them. Output: ``LanguageEngine``'s, and ``onward`` for the
-talker what ``speech`` says: rows of the prompt piece by piece as it is prefilled, the row of a token as soon as that is
-chosen (its embedding needs no forward).
+Input: the client's chunks, as ``multimodal.prompt`` takes them. Output: ``LanguageEngine``'s, and ``onward`` what
+``speech`` says: rows of the prompt piece by piece as it is prefilled, the row of a token as soon as that is chosen (its
+embedding needs no forward).
 
 A request's sounds and pictures are encoded in the step of its prompt's first piece.
 """
@@ -209,7 +209,7 @@ class ThinkerEngine(LanguageEngine[_Request]):
 
 
 class _Tap:
-    """Holds what layer number ``layer`` of the last forward gave, (rows, count, hidden), as transformers counts them."""
+    """Holds what layer ``layer`` of the last forward gave, (rows, count, hidden), as transformers counts layers."""
 
     hidden: Tensor
 

@@ -113,13 +113,16 @@ class Reference:
         ended = "talker" in made and int(made["talker"][0, -1]) in self.ends
         return Answer(made["thinker"].sequences[0, len(ids) :].tolist(), codes, wave, ended, crash)
 
-    def token2wav(self, codes: Codes, speaker: str, seed: int) -> Wave:
-        """The wave of codes, (n,) int64, by the noise that torch draws from ``seed``."""
+    def token2wav(self, codes: Codes, speaker: str, seed: int, steps: int = 10) -> Wave:
+        """The wave of codes, int64 (n,), by the noise that torch draws from ``seed``."""
         voice = self.model.speaker_map[speaker]
         torch.manual_seed(seed)
         with torch.no_grad():
             wave = self.model.token2wav(
-                torch.from_numpy(codes)[None], conditioning=voice["cond"], reference_mel=voice["ref_mel"]
+                torch.from_numpy(codes)[None],
+                conditioning=voice["cond"],
+                reference_mel=voice["ref_mel"],
+                num_steps=steps,
             )
         return wave.reshape(-1).numpy()  # type: ignore[no-any-return]
 

@@ -7,6 +7,7 @@ what it had made until then, and ``crash`` says who had nothing to give. Any oth
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -77,7 +78,7 @@ class Reference:
         model.talker.generate = kept("talker", model.talker.generate)
         model.code2wav.chunked_decode = kept_codes
         try:
-            _, waves = model.generate(
+            _, waves = self._quietly(
                 inputs,
                 attention_mask=torch.ones_like(inputs),
                 speaker=speaker,
@@ -104,6 +105,11 @@ class Reference:
         spoken = made["talker"].sequences[0].tolist() if "talker" in made else []
         ended = model.config.talker_config.codec_eos_token_id in spoken
         return Answer(made["thinker"].sequences[0, len(ids) :].tolist(), codes, wave, ended, crash)
+
+    def _quietly(self, *args: Any, **kwargs: Any) -> Any:
+        with warnings.catch_warnings():  # such as that a repetition penalty leaves the prompt out, as it should
+            warnings.simplefilter("ignore")
+            return self.model.generate(*args, **kwargs)
 
     @property
     def groups(self) -> int:

@@ -176,7 +176,7 @@ class Pipeline:
         ]
 
     def _said(self, thinker: list[Any], talker: list[Any], code2wav: list[Any]) -> Said:
-        spoken = sum(len(output.onward.get("ids", ())) for output in thinker)
+        spoken = sum(len(tensor(output.onward["ids"])) for output in thinker if "ids" in output.onward)
         rows = [tensor(output.onward["rows"]) for output in thinker if "rows" in output.onward]
         answer = np.concatenate(rows)[spoken:]
         ids = [int(np.abs(self._table - row).sum(1).argmin()) for row in answer]

@@ -1,0 +1,251 @@
+"""token2wav, streamed: the samples of all codes at once, whatever the chunks, and as soon as no code can change them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+from omni_actors.stages.base import InvalidRequest
+from omni_actors.stages.checkpoint import WrongCheckpoint
+from tests.stages.qwen2_5 import tiny
+from tests.stages.qwen2_5.reference import Codes, Reference, Wave, load
+
+pytestmark = pytest.mark.voice  # the extra's libraries; the weights are random
+
+NAME = "qwen2_5_token2wav"
+BLOCK_CODES = tiny.BLOCK // tiny.REPEATS
+BLOCK_SAMPLES = BLOCK_CODES * tiny.SAMPLES
+REACH = 2
+"""Blocks that the vocoder looks ahead."""
+
+
+def codes(count: int, seed: int = 0) -> Codes:
+    return np.random.default_rng(seed).integers(0, tiny.CODES, count)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.save(tmp_path_factory.mktemp("qwen2_5"))
+
+
+@pytest.fixture(scope="module")
+def reference(checkpoint: Path) -> Reference:
+    return load(checkpoint)
+
+
+def pieces(said: Codes, size: int) -> list[Codes]:
+    return [said[at : at + size] for at in range(0, len(said), size)]
+
+
+def feed(driver: Any, request_id: int, chunks: list[Codes]) -> None:
+    for number, chunk in enumerate(chunks):
+        driver.feed(request_id, {}, {"codes": chunk.astype(np.int16)[:, None]}, last=number == len(chunks) - 1)
+
+
+def sound(outputs: list[Any]) -> Wave:
+    assert [output.last for output in outputs] == [False] * (len(outputs) - 1) + [True]
+    assert {output.data["sample_rate"] for output in outputs} == {24_000}
+    return np.concatenate([np.zeros(0, np.float32), *(o.tensors["audio"] for o in outputs if o.tensors)])
+
+
+@pytest.mark.parametrize(
+    ("count", "options"),
+    [
+        (250, {"steps": 4, "chunk_blocks": 1}),
+        (250, {"steps": 4, "chunk_blocks": 2}),
+        (252, {"steps": 4, "chunk_blocks": 7}),  # whole blocks and whole chunks
+        (90, {"steps": 2, "chunk_blocks": 1}),
+        (61, {}),  # less than the look-ahead
+        (5, {}),  # less than a block
+        (1, {}),
+    ],
+    ids=str,
+)
+def test_streamed_samples_are_those_of_all_codes_at_once(
+    checkpoint: Path,
+    reference: Reference,
+    open_stage: Callable[..., Any],
+    drive: Any,
+    count: int,
+    options: dict[str, int],
+) -> None:
+    with closing(open_stage(NAME, checkpoint, **options)) as engine:
+        driver = drive(engine)
+        driver.start(1, speaker="Ethan", seed=7)
+        feed(driver, 1, pieces(codes(count), 7))
+        wave = sound(driver.run()[1])
+    expected = reference.token2wav(codes(count), "Ethan", 7, options.get("steps", 10))
+    assert np.sqrt(np.mean(expected**2)) > 0.05, "there is something to be heard"
+    assert len(wave) == count * tiny.SAMPLES
+    np.testing.assert_allclose(wave, expected, atol=1e-4)
+
+
+def test_a_block_is_given_out_once_no_code_can_change_it(
+    checkpoint: Path, reference: Reference, open_stage: Callable[..., Any], drive: Any
+) -> None:
+    """Each evaluation of the solver looks a block further: 4 between two points in time."""
+    ahead = 4 + REACH
+    before, after = codes(BLOCK_CODES * (ahead + 1)), codes(60, 1)
+    with closing(open_stage(NAME, checkpoint, steps=2, chunk_blocks=1)) as engine:
+        driver = drive(engine)
+        driver.start(1, speaker="Ethan", seed=7)
+        driver.feed(1, {}, {"codes": before[:-1, None]})
+        assert not driver.run()
+        driver.feed(1, {}, {"codes": before[-1:, None]})
+        (output,) = driver.run()[1]
+        driver.abort(1)
+    said = np.concatenate([before, after])
+    expected = reference.token2wav(said, "Ethan", 7, 2)[:BLOCK_SAMPLES]
+    np.testing.assert_allclose(output.tensors["audio"], expected, atol=1e-4)
+    # and the block before the last that it waits for does change it: it could not have come a block earlier
+    said[BLOCK_CODES * (ahead - 1) :] = after[0]
+    changed = reference.token2wav(said, "Ethan", 7, 2)[:BLOCK_SAMPLES]
+    assert np.abs(changed - expected).max() > 0
+
+
+def test_as_the_reference_decodes_bit_for_bit(
+    checkpoint: Path, reference: Reference, open_stage: Callable[..., Any], drive: Any
+) -> None:
+    with closing(open_stage(NAME, checkpoint, decode="reference")) as engine:
+        driver = drive(engine)
+        for number, (speaker, seed) in enumerate([("Chelsie", 0), ("Ethan", 2**63)]):
+            driver.start(number, speaker=speaker.upper(), seed=seed)
+            feed(driver, number, pieces(codes(55), 20))
+            outputs = driver.run()[number]
+            samples = [len(output.tensors["audio"]) for output in outputs]
+            assert samples == [2 * BLOCK_SAMPLES, 2 * BLOCK_SAMPLES, 7 * tiny.SAMPLES]
+            assert np.array_equal(sound(outputs), reference.token2wav(codes(55), speaker, seed))
+
+
+@given(seed=st.integers(0, 2**32))
+@settings(max_examples=6, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_requests_that_join_and_leave_get_what_each_gets_alone(
+    checkpoint: Path, reference: Reference, open_stage: Callable[..., Any], drive: Any, seed: int
+) -> None:
+    draw = random.Random(seed)  # Hypothesis's own draws may end an example in its middle, with requests in the engine
+    inputs = {number: codes(draw.randrange(150), number) for number in range(draw.randrange(2, 5))}
+    left = {number: pieces(said, draw.randrange(1, 40)) for number, said in inputs.items()}
+    outputs: dict[int, list[Any]] = {number: [] for number in inputs}
+    with closing(open_stage(NAME, checkpoint, steps=2, chunk_blocks=draw.choice([1, 2, 5]))) as engine:
+        driver = drive(engine)
+        for number in inputs:
+            driver.start(number, speaker="Chelsie", seed=number)
+        while left or engine.busy:
+            if left and (not engine.busy or draw.random() < 0.5):
+                number = draw.choice(sorted(left))
+                chunk = left[number].pop(0) if left[number] else None
+                driver.feed(number, {}, {} if chunk is None else {"codes": chunk[:, None]}, last=not left[number])
+                if not left[number]:
+                    del left[number]
+            else:
+                for output in driver.step():
+                    outputs[output.request_id].append(output)
+    for number, said in inputs.items():
+        wave = sound(outputs[number])
+        if len(said):
+            np.testing.assert_allclose(wave, reference.token2wav(said, "Chelsie", number, 2), atol=1e-4)
+        else:
+            assert not len(wave)
+
+
+def test_how_it_is_cut_does_not_depend_on_when_codes_come(
+    checkpoint: Path, open_stage: Callable[..., Any], drive: Any
+) -> None:
+    """And the samples are the same ones to the bit: it can be replayed."""
+
+    def chunks_of(size: int, *, at_once: bool) -> list[Any]:
+        driver.start(1, seed=3)
+        outputs: list[Any] = []
+        for chunk in pieces(codes(131), size):
+            driver.feed(1, {}, {"codes": chunk[:, None]})
+            if not at_once:
+                outputs += driver.run().get(1, [])
+        driver.feed(1, last=True)
+        outputs += driver.run()[1]
+        return [(output.last, output.tensors["audio"].tobytes() if output.tensors else b"") for output in outputs]
+
+    with closing(open_stage(NAME, checkpoint, steps=2)) as engine:
+        driver = drive(engine)
+        slowly = chunks_of(1, at_once=False)
+        assert [len(audio) // 4 // tiny.SAMPLES for _, audio in slowly] == [24, 24, 24, 24, 24, 11]
+        assert chunks_of(131, at_once=True) == slowly
+        assert chunks_of(50, at_once=False) == slowly
+
+
+def test_the_seed_and_the_speaker_are_heard(checkpoint: Path, open_stage: Callable[..., Any], drive: Any) -> None:
+    with closing(open_stage(NAME, checkpoint, steps=2)) as engine:
+        driver = drive(engine)
+
+        def said(**params: Any) -> bytes:
+            driver.start(1, **params)
+            feed(driver, 1, [codes(20)])
+            return sound(driver.run()[1]).tobytes()
+
+        assert said(seed=1) == said(seed=1, speaker="chelsie"), "the checkpoint's first, in any case"
+        assert len({said(seed=1), said(seed=2), said(seed=1, speaker="Ethan"), said(), said()}) == 5
+        with pytest.raises(InvalidRequest, match="'Cherry'; the model has Chelsie, Ethan") as caught:
+            driver.start(1, speaker="Cherry")
+        assert caught.value.param == "speaker"
+
+
+def test_a_request_without_codes_ends_without_sound(
+    checkpoint: Path, open_stage: Callable[..., Any], drive: Any
+) -> None:
+    """As when the talker's first code ends it."""
+    for decode in ("exact", "reference"):
+        with closing(open_stage(NAME, checkpoint, decode=decode)) as engine:
+            driver = drive(engine)
+            driver.start(1)
+            assert not engine.busy
+            driver.feed(1, last=True)
+            assert len(sound(driver.run()[1])) == 0
+
+
+@pytest.mark.parametrize(
+    ("found", "says"),
+    [
+        (np.zeros((2, 2), np.int16), r"\(n, 1\)"),
+        (np.zeros((0, 1), np.int16), r"\(n, 1\)"),
+        (np.zeros(1, np.int16), r"\(n, 1\)"),
+        (np.full((1, 1), tiny.TALKER_VOCABULARY + 1), "0 to 72 were expected, not 73"),
+        (np.full((1, 1), -1), "not -1"),
+        (np.zeros((1, 1), np.float32), "integers"),
+        (np.zeros((2049, 1), np.int16), "2048 codes at most"),
+    ],
+)
+def test_codes_that_are_none_are_refused(
+    checkpoint: Path, open_stage: Callable[..., Any], drive: Any, found: Any, says: str
+) -> None:
+    with closing(open_stage(NAME, checkpoint)) as engine:
+        driver = drive(engine)
+        driver.start(1)
+        driver.live.discard(1)
+        with pytest.raises(InvalidRequest, match=says) as caught:
+            driver.feed(1, {}, {"codes": found})
+        assert caught.value.param == "codes"
+        assert not engine.busy
+
+
+def test_it_reads_its_own_weights_and_says_which_are_missing(
+    checkpoint: Path, tmp_path: Path, open_stage: Callable[..., Any]
+) -> None:
+    for name in ("config.json", "spk_dict.pt"):
+        (tmp_path / name).write_bytes((checkpoint / name).read_bytes())
+    weights = load_file(checkpoint / "model.safetensors")
+    own = {name: tensor for name, tensor in weights.items() if name.startswith("token2wav.")}
+    assert 0 < len(own) < len(weights)
+    save_file(own, tmp_path / "model.safetensors", {"format": "pt"})
+    open_stage(NAME, tmp_path).close()
+    del own["token2wav.code2wav_dit_model.proj_out.weight"]
+    save_file(own, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(WrongCheckpoint, match=r"code2wav_dit_model\.proj_out\.weight, of the part 'token2wav'"):
+        open_stage(NAME, tmp_path)
