@@ -186,6 +186,53 @@ def test_config_explain_as_json_is_the_same() -> None:
     assert len(rows) == len(invoke("config", "explain", "echo").stdout.splitlines())
 
 
+@pytest.fixture
+def writer(tmp_path: Path) -> tuple[Path, Path]:
+    """A pipeline with a model, and the model: 500 numbers, and a cache of 64 numbers a token."""
+    checkpoint = tmp_path / "checkpoint"
+    checkpoint.mkdir()
+    header = json.dumps({"a": {"dtype": "BF16", "shape": [50, 10], "data_offsets": [0, 1000]}}).encode()
+    (checkpoint / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    decoder = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 32}
+    (checkpoint / "config.json").write_text(json.dumps(decoder))
+    path = tmp_path / "writer.yaml"
+    path.write_text(f"""\
+name: writer
+stages:
+  llm:
+    engine: llm
+    model: {checkpoint}
+    accepts: [messages]
+    emits: text
+    options: {{dtype: float32, max_batch: 4, context: 1000}}
+""")
+    return path, checkpoint
+
+
+def test_config_explain_counts_the_memory_of_a_model(writer: tuple[Path, Path]) -> None:
+    path, checkpoint = writer
+    lines = invoke("config", "explain", str(path)).stdout.splitlines()
+    assert [line.split() for line in lines[-2:]] == [
+        ["stages.llm.memory.weights", "2.0", "kB", str(checkpoint)],
+        ["stages.llm.memory.cache", "1.0", "MB", str(checkpoint / "config.json")],
+    ]
+    rows = json.loads(invoke("config", "explain", str(path), "--json", "-s", "stages.llm.options.dtype=float16").stdout)
+    values = {row["path"]: row["value"] for row in rows}
+    assert (values["stages.llm.memory.weights"], values["stages.llm.memory.cache"]) == (1000, 4000 * 64 * 2)
+
+
+def test_config_explain_says_where_a_checkpoint_is_missing_and_what_it_does_not_say(writer: tuple[Path, Path]) -> None:
+    path, checkpoint = writer
+    (checkpoint / "config.json").unlink()
+    line = invoke("config", "explain", str(path)).stdout.splitlines()[-1]
+    assert line.split(maxsplit=2) == ["stages.llm.memory", "null", f"{checkpoint}: there is no config.json"]
+    result = invoke("config", "explain", str(path), "--json", "-s", f"stages.llm.model={checkpoint}/no")
+    assert result.exit_code == 0
+    row = json.loads(result.stdout)[-1]
+    assert (row["path"], row["value"]) == ("stages.llm.memory", None)
+    assert "there is no such directory" in row["origin"]
+
+
 def test_help_names_every_command() -> None:
     result = invoke("--help")
     assert result.exit_code == 0
@@ -198,3 +245,10 @@ def test_prepare_of_what_is_not_there_says_so() -> None:
     assert result.exit_code == 2
     assert "did you mean 'echo'?" in result.stderr
     assert invoke("prepare", "echo").exit_code == 0, "no models, nothing to do"
+
+
+def test_prepare_takes_a_models_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    result = invoke("prepare", "owner/name")
+    assert result.exit_code == 1
+    assert "pip install huggingface_hub" in result.stderr

@@ -192,6 +192,28 @@ def test_every_shipped_pipeline_is_valid() -> None:
         assert config.load(name).name == name
 
 
+@pytest.mark.parametrize("name", ["qwen3_omni", "qwen2_5_omni"])
+def test_an_omni_pipeline_names_its_model_once_and_its_parts_fit_together(name: str) -> None:
+    pipeline = config.load(name)
+    thinker, talker, _ = pipeline.stages.values()
+    assert len({stage.model for stage in pipeline.stages.values()}) == 1
+    longest = pipeline.options("thinker")["context"]
+    assert pipeline.options("talker")["context"] >= longest + talker.defaults["talker_max_tokens"]
+    row_bytes = 2 * {"qwen3_omni": 2048, "qwen2_5_omni": 3584}[name]  # bfloat16
+    assert thinker.ring_bytes >= 2 * pipeline.options("thinker")["prefill_chunk"] * row_bytes, "one copy a chunk"
+    assert pipeline.limits.retain_bytes > longest * row_bytes, "a talker that dies can be fed again"
+
+
+def test_a_value_may_be_written_once_and_named_again(good: Path) -> None:
+    text = GOOD.replace(
+        "accepts: [script]", "accepts: [script]\n    model: &model m\n    restart: &restart {period_s: 9}"
+    )
+    good.write_text(text.replace("emits: audio", "emits: audio\n    model: *model\n    restart: *restart"))
+    rows = {row.path: row for row in config.explain(good, {"stages.first.restart.period_s": 8})}
+    assert (rows["stages.second.model"].value, rows["stages.second.model"].origin) == ("m", f"{good}:6")
+    assert [rows[f"stages.{name}.restart.period_s"].value for name in ("first", "second")] == [8.0, 9.0]
+
+
 def test_explain_says_where_each_value_comes_from(good: Path) -> None:
     good.write_text(GOOD.replace("[script]", "[script]\n    options:\n      step_s: 1.5\n      spin: true"))
     rows = {row.path: row for row in config.explain(good, {"stages.second.replicas": 2, "limits": {"max_requests": 9}})}

@@ -15,8 +15,10 @@ from __future__ import annotations
 
 import re
 import socket
+import ssl
 from collections.abc import Callable, Iterable
 from contextlib import aclosing
+from functools import cached_property
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address
 from urllib.parse import SplitResult, quote, urljoin, urlsplit
 
@@ -99,7 +101,10 @@ class Fetcher:
                 raise ValueError(f"{domain!r} is not a domain; accepted: {accepted}")
             self._ports.setdefault(host, set()).update({int(port)} if port else _PORTS.values())
         self._network = _Checked(may_connect)
-        self._tls = httpcore2.default_ssl_context() if self._ports else None
+
+    @cached_property
+    def _tls(self) -> ssl.SSLContext:
+        return httpcore2.default_ssl_context()  # reads a hundred certificates
 
     async def fetch(self, url: str, hold: Callable[[int], None]) -> bytes:
         """What is there, however long it takes. hold: called with each piece's size; what it raises ends the fetch.
@@ -108,12 +113,14 @@ class Fetcher:
         """
         place = self._place(url)
         try:
-            async with httpcore2.AsyncConnectionPool(self._tls, network_backend=self._network) as connections:
-                for _ in range(MAX_REDIRECTS + 1):
-                    async with connections.stream("GET", place, headers=_HEADERS) as answer:
-                        if answer.status not in _REDIRECTS:
-                            return await _body(answer, hold)
-                        url, place = self._redirected(url, place, _header(answer, b"location"))
+            for _ in range(MAX_REDIRECTS + 1):
+                async with (
+                    self._connection(place) as connection,
+                    connection.stream("GET", place, headers=_HEADERS) as answer,
+                ):
+                    if answer.status not in _REDIRECTS:
+                        return await _body(answer, hold)
+                    url, place = self._redirected(url, place, _header(answer, b"location"))
         except (httpcore2.NetworkError, httpcore2.TimeoutException, httpcore2.ProtocolError) as error:
             raise _failed("the connection to its host failed") from error
         raise _failed(f"it is redirected more than {MAX_REDIRECTS} times")
@@ -128,6 +135,10 @@ class Fetcher:
             raise _refused("this server fetches nothing from there; a data: URL is always accepted")
         target = quote(parts.path or "/", _KEPT) + (f"?{quote(parts.query, _KEPT)}" if parts.query else "")
         return httpcore2.URL(scheme=parts.scheme, host=host, port=port, target=target)
+
+    def _connection(self, place: httpcore2.URL) -> httpcore2.AsyncHTTPConnection:
+        tls = self._tls if place.scheme == b"https" else None
+        return httpcore2.AsyncHTTPConnection(place.origin, tls, network_backend=self._network)
 
     def _redirected(self, url: str, place: httpcore2.URL, location: bytes) -> tuple[str, httpcore2.URL]:
         """Rule 3. Raises Unobtainable."""

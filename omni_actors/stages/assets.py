@@ -212,7 +212,7 @@ def _download(name: str, report: Report) -> Path:
     try:
         return Path(hub.snapshot_download(name))
     except Exception as error:  # of whatever kind: hub, HTTP client, disk
-        why = str(error).partition("\n")[0] or type(error).__name__
+        why = " ".join(str(error).split()) or type(error).__name__
         raise ModelNotFound(name, f"it cannot be downloaded from {endpoint} ({why})") from error
 
 

@@ -238,12 +238,11 @@ async def test_a_certificate_is_held_against_the_name_and_not_the_address(
 ) -> None:
     url = f"https://{HOST}:{secure_site.port}/a.png"
     secure_site.answers[b"/a.png"] = ok(b"here")
-    unknown = fetcher(secure_site)
+    assert "connection to its host failed" in await refusal(fetcher(secure_site), url)
     monkeypatch.setenv("SSL_CERT_FILE", str(PEM))
     known = fetcher(secure_site, f"other.example.org:{secure_site.port}")
     assert await fetch(known, url) == b"here"
     assert "connection to its host failed" in await refusal(known, url.replace("files.", "other."))
-    assert "connection to its host failed" in await refusal(unknown, url)
     assert len(secure_site.requests) == 1
 
 
@@ -396,7 +395,7 @@ async def test_a_redirect_to_anywhere_else(site: Site, names: Names, location: s
     allowing = fetcher(site, f"localhost:{site.port}", f"other.example.org:{site.port}")
     told = await refusal(allowing, site.url())
     assert told.startswith("failed_to_download_{}: it is redirected to ")
-    assert not any(word in told for word in ("localhost", "127", "other", "passwd", str(site.port)))
+    assert not any(word in told for word in ("localhost", "127", "example", "passwd", str(site.port)))
     assert len(site.requests) == 1
 
 

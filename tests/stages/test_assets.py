@@ -1,12 +1,16 @@
 from __future__ import annotations
 
 import fcntl
+import hashlib
+import json
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -52,7 +56,13 @@ def test_a_directory_is_accepted_as_it_is(tmp_path: Path) -> None:
     assert assets.prepare(str(tmp_path), pytest.fail) == tmp_path
 
 
-@pytest.mark.parametrize(("name", "reason"), [("gpt", "is not known"), ("./gpt", "no such directory")])
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("gpt", "is not known"),
+        *((path, "no such directory") for path in ("./gpt", "a/b/c", "/a/b", "~/gpt", "a/b.yaml")),
+    ],
+)
 def test_what_is_not_there_is_refused_with_what_would_do(name: str, reason: str) -> None:
     with pytest.raises(ModelNotFound, match=reason) as caught:
         assets.resolve(name)
@@ -163,6 +173,122 @@ def test_where_the_cache_is(monkeypatch: pytest.MonkeyPatch) -> None:
     assert assets.cache_dir() == Path("/caches/omni_actors")
     monkeypatch.setenv("OMNI_ACTORS_CACHE", "/mine")
     assert assets.cache_dir() == Path("/mine")
+
+
+COMMIT = "1" * 40
+FILES = {"config.json": b"{}", "model.safetensors": b"weights"}
+
+
+class Hub(ThreadingHTTPServer):
+    """One model, "me/toy", as a hub serves it, on this machine."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Answer)
+        self.asked: list[str] = []
+
+    def find(self, path: str) -> bytes | None:
+        model, file = "/api/models/me/toy", f"/me/toy/resolve/{COMMIT}/"
+        if path == f"{model}/revision/main":
+            return json.dumps({"id": "me/toy", "sha": COMMIT}).encode()
+        if path == f"{model}/tree/{COMMIT}":
+            return json.dumps([self.entry(name, data) for name, data in FILES.items()]).encode()
+        return FILES.get(path.removeprefix(file)) if path.startswith(file) else None
+
+    def entry(self, name: str, data: bytes) -> dict[str, Any]:
+        return {"type": "file", "path": name, "size": len(data), "oid": hashlib.sha1(data).hexdigest()}
+
+
+class Answer(BaseHTTPRequestHandler):
+    server: Hub
+
+    def do_GET(self) -> None:
+        path = self.path.partition("?")[0]
+        self.server.asked.append(path)
+        found = self.server.find(path)
+        data = found or b""
+        self.send_response(200 if found else 404)
+        self.send_header("Content-Length", str(len(data)))
+        self.send_header("ETag", hashlib.sha1(data).hexdigest())
+        self.send_header("X-Repo-Commit", COMMIT)
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(data)
+
+    do_HEAD = do_GET
+
+    def log_message(self, format: str, *args: Any) -> None: ...
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    """The hub that huggingface_hub is set to; its cache is empty."""
+    from huggingface_hub import constants
+
+    with Hub() as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        endpoint = f"http://127.0.0.1:{server.server_port}"
+        monkeypatch.setattr(constants, "ENDPOINT", endpoint)
+        monkeypatch.setattr(
+            constants, "HUGGINGFACE_CO_URL_TEMPLATE", endpoint + "/{repo_id}/resolve/{revision}/{filename}"
+        )
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+@pytest.mark.voice
+def test_a_model_of_the_hub_is_downloaded_once_and_by_prepare_alone(hub: Hub, tmp_path: Path) -> None:
+    with pytest.raises(ModelNotFound, match=f"not wholly, in {tmp_path}/hub") as caught:
+        assets.resolve("me/toy")
+    assert caught.value.remedy == "omni-actors prepare me/toy"
+    assert hub.asked == []
+    notes: list[str] = []
+    place = assets.prepare("me/toy", notes.append)
+    assert {path.name: path.read_bytes() for path in place.iterdir()} == FILES
+    assert notes == [f"downloading from http://127.0.0.1:{hub.server_port}"]
+    asked = len(hub.asked)
+    assert assets.resolve("me/toy") == assets.prepare("me/toy", pytest.fail) == place
+    assert len(hub.asked) == asked
+
+    (place / "model.safetensors").unlink()  # as a download that was broken off leaves it
+    assert not assets.is_ready("me/toy")
+    assert assets.prepare("me/toy", notes.append) == place
+    assert {path.name: path.read_bytes() for path in place.iterdir()} == FILES
+
+
+@pytest.mark.voice
+def test_a_model_that_the_hub_does_not_have_is_refused_with_what_would_do(hub: Hub) -> None:
+    with pytest.raises(ModelNotFound, match=r"cannot be downloaded from http://127\.0\.0\.1.*404 Not Found") as caught:
+        assets.prepare("me/none", print)
+    assert caught.value.remedy is None
+    assert "accepted: a directory, owner/name on a hub, or one of smollm2" in str(caught.value)
+
+
+@pytest.mark.voice
+def test_without_a_hub_a_download_says_so(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(ModelNotFound, match=r"cannot be downloaded from http://127\.0\.0\.1.*HF_HUB_OFFLINE"):
+        assets.prepare("me/toy", print)
+    assert hub.asked == []
+
+
+def test_without_huggingface_hub_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(ModelNotFound, match="huggingface_hub is not installed") as caught:
+        assets.resolve("me/toy")
+    assert caught.value.remedy == "pip install huggingface_hub"
+
+
+def test_what_names_a_model_is_no_pipeline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs" / "mine").touch()
+    monkeypatch.chdir(tmp_path)
+    assert all(assets.names_a_model(name) for name in ("hibari", "Qwen/Qwen3-Omni-30B-A3B-Instruct"))
+    assert not any(assets.names_a_model(name) for name in ("voice", "configs/mine", "configs/my.yaml", "./a/b"))
 
 
 @pytest.mark.voice

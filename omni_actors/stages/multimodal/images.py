@@ -16,6 +16,7 @@ import numpy as np
 from PIL import Image, ImageOps
 
 from omni_actors.stages.base import InvalidRequest
+from omni_actors.stages.multimodal.files import reading
 from omni_actors.stages.multimodal.prompt import Pixels
 
 FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "PNG", "TIFF", "WEBP")
@@ -24,29 +25,21 @@ _SIXTEEN_BITS = ("I;16", "I;16B", "I;16L", "I;16N")
 
 def decode_image(data: bytes, index: int, max_pixels: int) -> Pixels:
     """The first picture in an image file: uint8 (height, width, 3). Raises ``InvalidRequest``."""
-    try:
-        with warnings.catch_warnings():
-            # Ours is the limit, and a file's small irregularities are no news to an operator.
-            warnings.simplefilter("ignore")
-            with Image.open(io.BytesIO(data), formats=FORMATS) as image:
-                check_pixels(index, image.width, image.height, max_pixels)
-                return np.asarray(_rgb(ImageOps.exif_transpose(image)))
-    except InvalidRequest:
-        raise
-    except Image.DecompressionBombError as error:
-        raise _refusal(index, f"it is too large; the limit is {max_pixels} pixels", "image_too_large") from error
-    except MemoryError:
-        raise
-    except Exception as error:
-        # A decoder that is given a broken file raises whatever it runs into: the file is at fault.
-        reason = f"this is no image that can be read ({', '.join(FORMATS)}): {type(error).__name__}"
-        raise _refusal(index, reason, "invalid_image") from error
+    with reading("image", index, FORMATS), warnings.catch_warnings():
+        # Ours is the limit, and a file's small irregularities are no news to an operator.
+        warnings.simplefilter("ignore")
+        try:
+            image = Image.open(io.BytesIO(data), formats=FORMATS)
+        except Image.DecompressionBombError as error:
+            raise _too_large(index, "more than twice the pixels that Pillow opens", max_pixels) from error
+        with image:
+            check_pixels(index, image.width, image.height, max_pixels)
+            return np.asarray(_rgb(ImageOps.exif_transpose(image)))
 
 
 def check_pixels(index: int, width: int, height: int, max_pixels: int) -> None:
     if width * height > max_pixels:
-        message = f"it has {width} × {height} pixels; the limit is {max_pixels}"
-        raise _refusal(index, message, "image_too_large")
+        raise _too_large(index, f"{width} × {height} pixels", max_pixels)
 
 
 def _rgb(image: Image.Image) -> Image.Image:
@@ -62,5 +55,6 @@ def _rgb(image: Image.Image) -> Image.Image:
     return image.convert("RGB")
 
 
-def _refusal(index: int, reason: str, code: str) -> InvalidRequest:
-    return InvalidRequest(f"image {index}: {reason}", param="image", code=code)
+def _too_large(index: int, found: str, max_pixels: int) -> InvalidRequest:
+    message = f"image {index}: it has {found}; the limit is {max_pixels} pixels"
+    return InvalidRequest(message, param="image", code="image_too_large")

@@ -24,6 +24,7 @@ import torch
 
 from omni_actors.stages.base import InvalidRequest
 from omni_actors.stages.multimodal.audio import SHORTEST_S, Recording
+from omni_actors.stages.multimodal.files import reading
 from omni_actors.stages.multimodal.frames import resize
 from omni_actors.stages.multimodal.limits import MediaLimits
 from omni_actors.stages.multimodal.prompt import Pixels
@@ -99,7 +100,7 @@ def decode_sound(data: bytes, index: int, max_s: float) -> Recording | None:
             return None
         resampler = av.AudioResampler(format="fltp")
         pieces: list[np.ndarray[Any, np.dtype[np.float32]]] = []
-        sample_rate, total = container.streams.audio[0].rate or 0, 0
+        sample_rate, total = 0, 0
         for frame in (*container.decode(audio=0), None):
             for plain in resampler.resample(frame):
                 samples = plain.to_ndarray().mean(0, dtype=np.float32)
@@ -107,8 +108,7 @@ def decode_sound(data: bytes, index: int, max_s: float) -> Recording | None:
                 if total > max_s * sample_rate:
                     raise refusal(index, f"its sound is too long; the limit is {max_s:g} s", "video_too_long")
                 pieces.append(samples)
-    recording = Recording(index, sample_rate, pieces)
-    return recording if pieces and recording.duration_s >= SHORTEST_S else None
+    return Recording(index, sample_rate, pieces) if total > SHORTEST_S * sample_rate else None
 
 
 def refusal(index: int, reason: str, code: str) -> InvalidRequest:
@@ -177,11 +177,6 @@ def _upright(frame: av.VideoFrame) -> Pixels:
 
 @contextmanager
 def _opened(data: bytes, index: int) -> Iterator[Any]:
-    """The file, open, with the errors of its decoders told as what they are: the file's fault."""
     options = {"format_whitelist": ",".join(CONTAINERS), "protocol_whitelist": ""}
-    try:
-        with av.open(io.BytesIO(data), options=options) as container:
-            yield container
-    except (av.error.FFmpegError, ValueError, OverflowError) as error:
-        reason = f"this is no video that can be read ({', '.join(CONTAINERS)}): {type(error).__name__}"
-        raise refusal(index, reason, "invalid_video") from error
+    with reading("video", index, CONTAINERS), av.open(io.BytesIO(data), options=options) as container:
+        yield container

@@ -10,12 +10,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from omni_actors.stages.base import InvalidRequest
 from omni_actors.stages.checkpoint import WrongCheckpoint
+from omni_actors.stages.qwen2_5.vocoder import Vocoder, VocoderStream
 from tests.stages.qwen2_5 import tiny
 from tests.stages.qwen2_5.reference import Codes, Reference, Wave, load
 
@@ -24,7 +26,7 @@ pytestmark = pytest.mark.voice  # the extra's libraries; the weights are random
 NAME = "qwen2_5_token2wav"
 BLOCK_CODES = tiny.BLOCK // tiny.REPEATS
 BLOCK_SAMPLES = BLOCK_CODES * tiny.SAMPLES
-REACH = 2
+REACH = 1
 """Blocks that the vocoder looks ahead."""
 
 
@@ -84,7 +86,7 @@ def test_streamed_samples_are_those_of_all_codes_at_once(
         feed(driver, 1, pieces(codes(count), 7))
         wave = sound(driver.run()[1])
     expected = reference.token2wav(codes(count), "Ethan", 7, options.get("steps", 10))
-    assert np.sqrt(np.mean(expected**2)) > 0.05, "there is something to be heard"
+    assert np.abs(expected).max() > 0.05, "there is something to be heard"
     assert len(wave) == count * tiny.SAMPLES
     np.testing.assert_allclose(wave, expected, atol=1e-4)
 
@@ -112,6 +114,22 @@ def test_a_block_is_given_out_once_no_code_can_change_it(
     assert np.abs(changed - expected).max() > 0
 
 
+def test_the_vocoder_in_pieces_gives_the_samples_of_the_whole() -> None:
+    """With the real kernels, which reach further than the tiny ones."""
+    real = {"resblock_kernel_sizes": [3, 7, 11], "resblock_dilation_sizes": [[1, 3, 5]] * 3}
+    vocoder = Vocoder(tiny.build(**real).token2wav.code2wav_bigvgan_model.requires_grad_(requires_grad=False))
+    assert vocoder.reach == 39
+    stream, mel = VocoderStream(vocoder), torch.randn(130, 80, generator=torch.Generator().manual_seed(0)) * 3
+    waves = []
+    for at in range(0, 130, 10):
+        stream.push(mel[at : at + 10])
+        while (wave := stream.pop(24, last=at == 120)) is not None:
+            waves.append(wave)
+            assert len(waves) * 24 + 39 <= at + 10 or at == 120
+    assert [len(wave) // vocoder.samples for wave in waves] == [24, 24, 24, 24, 24, 10]
+    np.testing.assert_allclose(torch.cat(waves), vocoder.model(mel.T[None]), atol=1e-4)
+
+
 def test_as_the_reference_decodes_bit_for_bit(
     checkpoint: Path, reference: Reference, open_stage: Callable[..., Any], drive: Any
 ) -> None:
@@ -127,12 +145,12 @@ def test_as_the_reference_decodes_bit_for_bit(
 
 
 @given(seed=st.integers(0, 2**32))
-@settings(max_examples=6, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=5, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_requests_that_join_and_leave_get_what_each_gets_alone(
     checkpoint: Path, reference: Reference, open_stage: Callable[..., Any], drive: Any, seed: int
 ) -> None:
     draw = random.Random(seed)  # Hypothesis's own draws may end an example in its middle, with requests in the engine
-    inputs = {number: codes(draw.randrange(150), number) for number in range(draw.randrange(2, 5))}
+    inputs = {number: codes(draw.randrange(130), number) for number in range(draw.randrange(2, 5))}
     left = {number: pieces(said, draw.randrange(1, 40)) for number, said in inputs.items()}
     outputs: dict[int, list[Any]] = {number: [] for number in inputs}
     with closing(open_stage(NAME, checkpoint, steps=2, chunk_blocks=draw.choice([1, 2, 5]))) as engine:

@@ -57,7 +57,8 @@ def token(text: str) -> int:
     return id_
 
 
-def config() -> Qwen2_5OmniConfig:
+def config(**bigvgan: Any) -> Qwen2_5OmniConfig:
+    """bigvgan: changes of the vocoder's part."""
     marks = words.QWEN2_5
     ids = {
         "audio_token_index": token(marks.audio),
@@ -149,20 +150,27 @@ def config() -> Qwen2_5OmniConfig:
         "max_position_embeddings": 4096,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
     }
+    vocoder = {
+        "upsample_initial_channel": 64,
+        "resblock_kernel_sizes": [3],
+        "resblock_dilation_sizes": [[1, 3, 5]],
+    }
     return Qwen2_5OmniConfig(
         thinker_config=thinker,
         talker_config=talker,
-        token2wav_config={"dit_config": dit, "bigvgan_config": {"upsample_initial_channel": 64}},
+        token2wav_config={"dit_config": dit, "bigvgan_config": vocoder | bigvgan},
     )
 
 
-def build(seed: int = 0, *, text_eos: float = 1.0, codec_eos: float = 1.0) -> Qwen2_5OmniForConditionalGeneration:
-    """The whole model, in evaluation mode, with its speakers.
+def build(
+    seed: int = 0, *, text_eos: float = 1.0, codec_eos: float = 1.0, **bigvgan: Any
+) -> Qwen2_5OmniForConditionalGeneration:
+    """The whole model, in evaluation mode, with its speakers. bigvgan: see ``config``.
 
     text_eos, codec_eos: factors of the rows of the end in the two heads; with 0 the end is never the most likely.
     """
     torch.manual_seed(seed)
-    model: Any = Qwen2_5OmniForConditionalGeneration(config()).eval()
+    model: Any = Qwen2_5OmniForConditionalGeneration(config(**bigvgan)).eval()
     with torch.no_grad():
         model.thinker.lm_head.weight[token(words.IM_END)] *= text_eos
         model.talker.codec_head.weight[[CODEC_PAD, CODEC_EOS]] *= codec_eos

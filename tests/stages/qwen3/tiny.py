@@ -199,11 +199,14 @@ def build(
     """The whole model, in evaluation mode. options: see ``config``."""
     torch.manual_seed(seed)
     model: Any = Qwen3OmniMoeForConditionalGeneration(config(**options)).eval()
-    with torch.no_grad():  # with the default initialisation the convolutions explode or vanish: nothing to be heard
+    with torch.no_grad():
         for name, parameter in model.code2wav.named_parameters():
-            if parameter.dim() >= 2 and "conv" in name:
+            if parameter.dim() >= 2 and "conv" in name:  # else they explode or vanish: nothing to be heard
                 torch.nn.init.kaiming_normal_(parameter, a=1.0)
         model.code2wav.decoder[-1].conv.weight.mul_(0.012)
+        for name, parameter in model.talker.named_parameters():
+            if ".experts." in name:  # transformers leaves what was in the memory
+                torch.nn.init.normal_(parameter, std=0.3)
         model.thinker.lm_head.weight[token(tokenizer.IM_END)] *= text_eos
         model.talker.codec_head.weight[CODEBOOK + 2] *= codec_eos
     model.generation_config.eos_token_id = token(tokenizer.IM_END)
