@@ -11,16 +11,17 @@ from pathlib import Path
 from typing import Any, TypeAlias, get_args
 
 import msgspec
-import numpy as np
 import trio
 
 from omni_actors import config as configuration
+from omni_actors import media
 from omni_actors.actor.edges import Edges, EdgeSpec
 from omni_actors.actor.process import LocalSpawner, Spawner
 from omni_actors.actor.supervisor import Blueprint, Replica, RestartPolicy, State, Supervisor
 from omni_actors.config import Pipeline
 from omni_actors.errors import ConfigError, InvalidRequest, StageFailed
-from omni_actors.generation import AudioChunk, Generation, RequestMetrics
+from omni_actors.generation import Generation, RequestMetrics
+from omni_actors.media import MultiModalData
 from omni_actors.messages import CLIENT, Address
 from omni_actors.metrics import Gauges, Metrics
 from omni_actors.orchestrator.request import Input, OnFailure, Request
@@ -30,7 +31,8 @@ from omni_actors.stages import assets
 
 Messages: TypeAlias = Sequence[Mapping[str, Any]]
 """A conversation: {"role": "user", "content": "…"}, where content may be a list of parts, as in OpenAI's chat API:
-{"type": "text", "text": "…"} and {"type": "audio", "index": i}, the i-th of ``multi_modal_data["audio"]``."""
+{"type": "text", "text": "…"} and {"type": "audio", "index": i}, the i-th of ``multi_modal_data["audio"]``; so, too,
+"image" and "video"."""
 
 
 class PastExit(msgspec.Struct, frozen=True):
@@ -134,7 +136,7 @@ class OmniSystem:
         self,
         prompt: str | Messages | None = None,
         *,
-        multi_modal_data: Mapping[str, Any] | None = None,
+        multi_modal_data: MultiModalData | None = None,
         script: str | None = None,
         modalities: Sequence[str] = ("text",),
         request_id: str | None = None,
@@ -144,20 +146,18 @@ class OmniSystem:
     ) -> Generation:
         """Ask for ``modalities`` of an answer. Returns at once; the answer is read by iterating.
 
-        prompt: a question, or a conversation. multi_modal_data: {"audio": AudioChunk or a list of them}; a question
-        comes after them, a conversation names their places. script: text to be spoken as it is, instead of a prompt.
+        prompt: a question, or a conversation. multi_modal_data: {"audio": AudioChunk, "image": …, "video": …}, of each
+        one or a list; a question comes after them, a conversation names their places. script: text to be spoken as it
+        is, instead of a prompt.
         What is given must not change before the request's end. on_failure: what a worker's death means for it.
         "replay": the stage starts again, and what follows is what would have followed anyway; where that cannot be, and
         with "fail", the request ends with StageCrashed. params: of the engines on the way (max_tokens, temperature,
         seed, speed, …).
         Raises InvalidRequest, Overloaded, StageUnavailable.
         """
-        inputs: dict[str, list[Input]] = {}
-        clips = _clips(multi_modal_data or {})
-        if clips:
-            inputs["audio"] = clips
+        inputs = media.pieces(multi_modal_data or {})
         if prompt is not None:
-            messages = _question(prompt, len(clips)) if isinstance(prompt, str) else list(prompt)
+            messages = media.question(prompt, inputs) if isinstance(prompt, str) else list(prompt)
             inputs["messages"] = [Input({"messages": messages})]
         if script is not None:
             inputs["script"] = [Input({"text": script})]
@@ -399,24 +399,3 @@ def _validated(share: dict[str, Any], schema: type[msgspec.Struct]) -> dict[str,
         param = place.rstrip("`").partition("[")[0] or None
         raise InvalidRequest(f"{param}: {message}" if param else message, param=param) from error
     return validated
-
-
-def _question(prompt: str, clips: int) -> list[dict[str, Any]]:
-    if not clips:
-        return [{"role": "user", "content": prompt}]
-    parts: list[dict[str, Any]] = [{"type": "audio", "index": index} for index in range(clips)]
-    return [{"role": "user", "content": [*parts, {"type": "text", "text": prompt}]}]
-
-
-def _clips(multi_modal_data: Mapping[str, Any]) -> list[Input]:
-    if unknown := sorted(set(multi_modal_data) - {"audio"}):
-        raise InvalidRequest(f"unknown kind of data {unknown[0]!r}; accepted: 'audio'", param="multi_modal_data")
-    given = multi_modal_data.get("audio", [])
-    clips = [given] if isinstance(given, AudioChunk) else list(given)
-    return [
-        Input(
-            {"sample_rate": clip.sample_rate, "index": index},
-            {"audio": np.ascontiguousarray(clip.samples, dtype=np.float32)},
-        )
-        for index, clip in enumerate(clips)
-    ]

@@ -21,7 +21,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 LEAVES = {"omni_actors.errors", "omni_actors.messages", "omni_actors.metrics", "omni_actors.config"}
-ENGINE_DATA = {"omni_actors.stages.base", "omni_actors.stages.registry", "omni_actors.stages.assets"}
+ENGINE_DATA = {f"omni_actors.stages.{name}" for name in ("base", "registry", "assets", "memory")}
 """What can be imported without an engine's libraries."""
 
 LAYERS: dict[str, set[str]] = {
@@ -31,6 +31,7 @@ LAYERS: dict[str, set[str]] = {
     "omni_actors.metrics": {"omni_actors.errors"},
     "omni_actors.stages.base": {"omni_actors.errors", "omni_actors.messages", "ringbuf"},
     "omni_actors.stages.assets": {"omni_actors.errors"},
+    "omni_actors.stages.memory": set(),
     "omni_actors.stages.registry": {"omni_actors.errors", "omni_actors.stages.base"},
     "omni_actors.stages": {"omni_actors.errors", "ringbuf", *ENGINE_DATA},
     "omni_actors.config": {"omni_actors.errors", "omni_actors.messages", "omni_actors.stages.registry"},
@@ -80,6 +81,7 @@ LAYERS: dict[str, set[str]] = {
 
 HEAVY = {"torch", "transformers", "onnxruntime", "faster_whisper", "ctranslate2", "vllm", "ray", "diffusers"}
 FORBIDDEN_LIBRARIES: dict[str, set[str]] = {
+    "omni_actors.stages.memory": HEAVY | {"trio"},
     "ringbuf": HEAVY | {"trio"},
     "omni_actors": HEAVY,
     "omni_actors.errors": HEAVY | {"numpy", "trio"},

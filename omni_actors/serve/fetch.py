@@ -79,7 +79,7 @@ def split_url(url: str) -> SplitResult:
     try:
         if len(url) <= MAX_URL and not _NOT_OF_URLS.search(url):
             parts = urlsplit(url)
-            _ = parts.port  # read late, and raises
+            _ = parts.port, url.encode()  # may raise, too: a port that is none, half a character
             return parts
     except ValueError as error:
         raise _refused("this is not a URL") from error

@@ -140,7 +140,4 @@ def _path(url: str) -> str:
     parts = split_url(url)
     if parts.netloc.lower() not in ("", "localhost") or parts.query or parts.fragment:
         raise Unobtainable("a file: URL has a path and nothing else: file:///folder/file", _INVALID)
-    try:
-        return os.fsdecode(unquote_to_bytes(parts.path))
-    except UnicodeEncodeError as error:
-        raise Unobtainable("this is not a URL", _INVALID) from error
+    return os.fsdecode(unquote_to_bytes(parts.path))

@@ -5,8 +5,8 @@ Rules
    JSON: of each tensor its dtype, its shape, and where it lies. Of a sharded checkpoint only the shards that the stage
    needs have to be there.
 2. Counted are the weights of the stage's part in the dtype that the stage loads, and the key/value cache at full use:
-   ``max_batch`` requests of ``context`` tokens. What a forward needs while it runs, and what libraries take for
-   themselves (a CUDA context: some hundred MB), come on top.
+   ``max_batch`` requests of ``context`` tokens. On top come what a forward needs while it runs, what a streaming
+   decoder carries from chunk to chunk (some MB a request), and what libraries take (a CUDA context: some hundred MB).
 3. Nothing is guessed: what the checkpoint does not say raises ``Uncounted``.
 """
 
@@ -30,7 +30,8 @@ PARTS: dict[str, str] = {
     "qwen2_5_talker": "talker",
     "qwen2_5_token2wav": "token2wav",
 }
-"""By engine: what it loads of a checkpoint, the tensors whose names begin with this and a dot; "": all of them."""
+"""By engine: what it loads of a checkpoint, the tensors whose names begin with this and a dot; "": all of them. In
+``dtype``, or without that option in float32."""
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 HEADER_BYTES = 100_000_000

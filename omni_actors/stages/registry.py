@@ -161,6 +161,23 @@ class Code2WavOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
 
 
+class Qwen25TalkerOptions(TalkerOptions, frozen=True, forbid_unknown_fields=True):
+    """Qwen2.5-Omni's."""
+
+    prompt: Literal["reference", "trained"] = "reference"
+    """reference: as transformers 5.23 has it, codes alike. trained: as the model's authors run it, with what that
+    leaves out: the embeddings of the codec's pad and bos, and positions on three axes."""
+
+
+class Qwen25TalkerParams(TalkerParams, frozen=True, forbid_unknown_fields=True):
+    """The defaults are the authors'."""
+
+    talker_max_tokens: Positive = 4096
+    """Codes."""
+    talker_top_k: Annotated[int, Meta(ge=0)] = 40
+    talker_top_p: Annotated[float, Meta(gt=0, le=1)] = 0.8
+
+
 class Token2WavOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Qwen2.5-Omni's codec decoder."""
 
@@ -206,6 +223,20 @@ ENGINES: dict[str, EngineSpec] = {
     "qwen3_code2wav": EngineSpec(
         "omni_actors.stages.qwen3.code2wav:Code2WavEngine",
         Code2WavOptions,
+        replays=True,
+        libraries=("torch", "transformers"),
+    ),
+    "qwen2_5_thinker": EngineSpec(
+        "omni_actors.stages.qwen2_5.thinker:ThinkerEngine",
+        ThinkerOptions,
+        ThinkerParams,
+        replays=True,
+        libraries=("torch", "transformers"),
+    ),
+    "qwen2_5_talker": EngineSpec(
+        "omni_actors.stages.qwen2_5.talker:TalkerEngine",
+        Qwen25TalkerOptions,
+        Qwen25TalkerParams,
         replays=True,
         libraries=("torch", "transformers"),
     ),

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 import numpy as np
@@ -32,6 +32,13 @@ stages:
   mind: {engine: echo, accepts: [messages], inputs: [ear], emits: text, options: {fan_out: 3}}
   mouth: {engine: "engines:Speaker", accepts: [script], inputs: [mind], emits: audio}
 """
+
+GALLERY = """\
+name: gallery
+stages:
+  eye: {engine: "engines:Eye", accepts: [audio, image, messages, video], emits: text}
+"""
+"""What sees, in the shape of an omni model."""
 
 
 class Api:
@@ -204,6 +211,27 @@ def studio(start: Start) -> Iterator[Server]:
     with start("--max-body-bytes", "1000000") as server:
         yield server
         assert server.stderr == ""
+
+
+class Gallery(NamedTuple):
+    """A pipeline that tells what it was shown, behind a server that may read one folder and, by its name, ask one site.
+
+    That is on this machine, where no server of ours must go.
+    """
+
+    server: Server
+    folder: Path
+    site: socket.socket
+
+
+@pytest.fixture(scope="session")
+def gallery(start: Start, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gallery]:
+    folder = tmp_path_factory.mktemp("gallery")
+    with socket.create_server(("127.0.0.1", 0)) as site:
+        domain = f"localhost:{site.getsockname()[1]}"
+        with start("--allow-media-dir", str(folder), "--allow-media-domain", domain, config=GALLERY) as server:
+            yield Gallery(server, folder, site)
+            assert server.stderr == ""
 
 
 @pytest.fixture(scope="session")

@@ -1,12 +1,15 @@
-"""A mouth and an ear without models, for pipelines that are shaped as speech is. Workers import this module by name.
+"""A mouth, an ear and an eye without models, for pipelines in the shape of real ones. Workers import this by name.
 
 Speaker: each word of ``text`` is a chunk of ``WORD_S`` seconds at ``RATE`` Hz, all ``LEVEL``, and takes ``step_s``.
 "unspeakable" is refused, and "deadly" ends the worker, which has something to say about it.
 Ear: a recording's transcript is its length and its rate, in words.
+Eye: writes what reaches it, a JSON object a line: the request's parameters, each file's digest, the conversation. It
+refuses an image that is "unsightly".
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 import time
 from collections import deque
@@ -87,6 +90,25 @@ class Ear(_Engine):
             rate = chunk.data["sample_rate"]
             [samples] = chunk.tensors["audio"].shape
             yield {}, {"text": f"{samples / rate:.1f} s at {rate} Hz", "index": chunk.data["index"]}
+
+
+class Eye(_Engine):
+    def start(self, request: StageRequest) -> None:
+        super().start(request)
+        self._work[request.request_id].pieces.append(_line({"params": request.params}))
+
+    def _pieces(self, chunk: Chunk) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+        for name, tensor in chunk.tensors.items():
+            data = bytes(tensor.numpy())
+            if data == b"unsightly":
+                raise InvalidRequest("image: who would look at that", param="image")
+            yield _line({name: chunk.data["index"], "digest": hashlib.sha256(data).hexdigest()})
+        if "messages" in chunk.data:
+            yield _line({"messages": chunk.data["messages"]})
+
+
+def _line(found: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    return {}, {"text": msgspec.json.encode(found).decode() + "\n"}
 
 
 def broken(context: StageContext) -> _Engine:

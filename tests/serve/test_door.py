@@ -45,7 +45,9 @@ class Building:
 
     def __init__(self, app: ASGIApp | None = None) -> None:
         self.handler, self.in_flight = Handler(), 0
-        self.arrivals = Arrivals(lambda: self.in_flight, lambda: 6.2, max_requests=3, max_bytes=100)
+        self.arrivals = Arrivals(
+            lambda: self.in_flight, lambda: 6.2, max_requests=3, max_bytes=100, max_request_bytes=60
+        )
         self.door = Door(
             app or self.handler,
             CollectorRegistry(),

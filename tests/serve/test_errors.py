@@ -39,6 +39,10 @@ def heard(**audio: Any) -> dict[str, Any]:
     return said([{"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav", **audio}}])
 
 
+def shown(kind: str = "image", **fields: Any) -> dict[str, Any]:
+    return said([{"type": f"{kind}_url", f"{kind}_url": {"url": "https://example.org/a.png", **fields}}])
+
+
 BODIES: list[tuple[str, dict[str, Any], int, str | None, str]] = [
     # path, what is unlike a good body (None: left out), status, param, a part of the message
     (CHAT, {"model": None}, 400, "model", "missing"),
@@ -50,7 +54,13 @@ BODIES: list[tuple[str, dict[str, Any], int, str | None, str]] = [
     (CHAT, {"messages": [{"role": "tool", "content": "x"}]}, 400, "messages[0].role", "'assistant'"),
     (CHAT, {"messages": [{"content": "x"}]}, 400, "messages[0].role", "missing"),
     (CHAT, {"messages": [{"role": "assistant", "audio": {"id": "audio_1"}}]}, 400, "messages[0].content", "transcript"),
-    (CHAT, said([{"type": "image_url"}]), 400, "messages[0].content[0].type", "'input_audio'"),
+    (CHAT, said([{"type": "input_file"}]), 400, "messages[0].content[0].type", "'image_url'"),
+    (CHAT, said([{"type": "image_url"}]), 400, "messages[0].content[0].image_url", "missing"),
+    (CHAT, said([{"type": "image_url", "image_url": "data:"}]), 400, "messages[0].content[0].image_url", "object"),
+    (CHAT, shown(detail="low"), 400, "messages[0].content[0].image_url.detail", "'auto', 'high'"),
+    (CHAT, shown(url=""), 400, "messages[0].content[0].image_url.url", ">= 1"),
+    (CHAT, shown(), 400, "messages[0].content[0].image_url.url", "takes no image; its inputs: 'audio', 'messages'"),
+    (CHAT, shown("video"), 400, "messages[0].content[0].video_url.url", "takes no video"),
     (CHAT, said([{"type": "text"}]), 400, "messages[0].content[0].text", "missing"),
     (CHAT, heard(format="mp4"), 400, "messages[0].content[0].input_audio.format", "'flac'"),
     (CHAT, heard(data="###"), 400, "messages[0].content[0].input_audio.data", "base64"),
@@ -69,6 +79,9 @@ BODIES: list[tuple[str, dict[str, Any], int, str | None, str]] = [
     (CHAT, {"deadline_s": 1000}, 400, "deadline_s", "unknown"),
     (CHAT, {"request_id": "mine"}, 400, "request_id", "unknown"),
     (CHAT, {"self": 1}, 400, "self", "unknown"),
+    (CHAT, {"use_audio_in_video": True}, 400, "use_audio_in_video", "no stage"),
+    (CHAT, {"mm_processor_kwargs": {"fps": 2}}, 400, "mm_processor_kwargs", "unknown field `fps`"),
+    (CHAT, {"mm_processor_kwargs": {"use_audio_in_video": 1}}, 400, "mm_processor_kwargs.use_audio_in_video", "bool"),
     (CHAT, {"max_tokens": 0}, 400, "max_tokens", "'max_tokens'"),
     (CHAT, {"max_completion_tokens": 0}, 400, "max_completion_tokens", "'max_completion_tokens'"),
     (SPEECH, {"model": None}, 400, "model", "missing"),

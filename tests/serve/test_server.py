@@ -175,6 +175,9 @@ def test_what_a_shell_sees_of_a_configuration_that_cannot_work(command: Command)
         (["echo", "-s", "nonsense"], "path.to.value=VALUE"),
         (["echo", "--port", "x"], "--port"),
         (["echo", "--drain-s", "-1"], "--drain-s"),
+        (["echo", "--allow-media-domain", "127.0.0.1"], "'127.0.0.1' is not a domain"),
+        (["echo", "--allow-media-domain", "http://example.org"], "is not a domain"),
+        (["echo", "--allow-media-dir", "/nowhere/at/all"], "'/nowhere/at/all' is not a folder"),
         ([], "CONFIG"),
     ],
 )

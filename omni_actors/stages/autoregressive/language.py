@@ -70,12 +70,9 @@ class LanguageEngine(Generic[R]):
         """Bring each row on by ``count`` positions; logits (rows, vocabulary) of the last one."""
         raise NotImplementedError
 
-    def _prefilled(self, request: R) -> Mapping[str, TensorLike]:
-        """What the stages below get of the piece of the prompt that was just brought on."""
-        return {}
-
-    def _generated(self, request: R) -> Mapping[str, TensorLike]:
-        """What the stages below get of ``request.token``, which is not the last one."""
+    def _onward(self, request: R, *, generated: bool) -> Mapping[str, TensorLike]:
+        """What the stages below get now: of a piece of the prompt, where one was just brought on, and of
+        ``request.token`` where that was just generated and is not the last one."""
         return {}
 
     # StageEngine
@@ -124,10 +121,10 @@ class LanguageEngine(Generic[R]):
         logits = self._forward([row], count)
         request.prompt -= count
         request.ready -= count
-        if onward := self._prefilled(request):
-            yield StageOutput(request.id, onward=onward)
         if not request.prompt:
             yield from self._next([request], logits)
+        elif onward := self._onward(request, generated=False):
+            yield StageOutput(request.id, onward=onward)
 
     def _next(self, requests: list[R], logits: Tensor) -> Iterator[StageOutput]:
         """Give each its next token; those that are done leave."""
@@ -135,12 +132,10 @@ class LanguageEngine(Generic[R]):
             request.token, request.ready = token, 1
             data = request.answer.push(token)
             last = request.answer.finish_reason is not None
-            onward: Mapping[str, TensorLike] = {}
+            onward = self._onward(request, generated=not last)
             if last:
                 del self._requests[request.id]
                 self._batch.remove(request)
-            else:
-                onward = self._generated(request)
             if data or onward:
                 yield StageOutput(request.id, data=data, onward=onward, last=last)
 

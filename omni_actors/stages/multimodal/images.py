@@ -19,7 +19,7 @@ from omni_actors.stages.base import InvalidRequest
 from omni_actors.stages.multimodal.files import reading
 from omni_actors.stages.multimodal.prompt import Pixels
 
-FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "PNG", "TIFF", "WEBP")
+FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "PNG", "WEBP")
 _SIXTEEN_BITS = ("I;16", "I;16B", "I;16L", "I;16N")
 
 

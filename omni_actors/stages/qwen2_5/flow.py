@@ -1,18 +1,17 @@
 """Qwen2.5-Omni's flow matching, block by block: codes to a mel spectrogram, that of all codes at once.
 
 The model (a DiT) is not causal, but it sees no further than its attention lets it: a layer attends within its block of
-``block_size`` frames, those of ``look_backward_layers`` also to the block before, those of ``look_ahead_layers`` also to
-the next. All else is done frame by frame. So one evaluation needs, for a block, as many blocks ahead as there are such
-layers (1 at the real sizes), and the solver's 36 evaluations, each of the outcome of the last, 36: 8.64 s of speech.
-That far behind the codes each block is final, whatever follows.
+``block_size`` frames, one of ``look_backward_layers`` also to the block before, one of ``look_ahead_layers`` also to
+the next. All else is done frame by frame. So one evaluation needs, for a block, as many blocks ahead as there are
+layers that look ahead (1 at the real sizes), and the solver's 36 evaluations, each of the outcome of the last, 36: that
+is 8.64 s of speech. That far behind the codes each block is final, whatever follows.
 
 So a stream carries, for each layer of each evaluation, the keys and values that are still to be seen and the inputs
-whose look-ahead has not come; each frame is computed once, and only floating-point rounding differs. At the real sizes
-that is about 70 MB a request, and the work grows with the length, where the whole model's attention computes (and
-masks) the square of it.
+whose look-ahead has not come (57 MB a request at the real sizes); each frame is computed once, and only floating-point
+rounding differs. The work grows with the length, where the whole model's attention computes, and masks, the square.
 
-The solver is Runge and Kutta's 3/8 rule between ``steps`` points in time, and the noise that it begins with comes from
-the request's seed, a frame after the other: torch's generator of the CPU gives the first frames of a longer noise, too.
+The solver is Runge and Kutta's 3/8 rule between ``steps`` points in time. The noise that it begins with comes from the
+request's seed, a frame after the other: of torch's generator of the CPU, a longer noise begins as a shorter one does.
 """
 
 from __future__ import annotations
@@ -91,7 +90,7 @@ class _Voice:
 
     def __init__(self, flow: Flow, speaker: Speaker) -> None:
         self._dit, self._repeats = flow.dit, flow.repeats
-        cond, mel = (torch.cat([part, torch.zeros_like(part)]).to(flow.device) for part in (speaker.cond, speaker.ref_mel))
+        cond, mel = (torch.cat([part, part * 0]).to(flow.device) for part in (speaker.cond, speaker.ref_mel))
         self._columns = flow.dit.input_embed.spk_encoder(mel)[:, None], cond[:, None]
         self.codes = torch.empty(0, dtype=torch.int64, device=flow.device)
         """All so far."""

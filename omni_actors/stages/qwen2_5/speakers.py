@@ -13,6 +13,8 @@ from omni_actors.stages.base import InvalidRequest
 
 
 class Speaker(NamedTuple):
+    number: int
+    """Its place in the file."""
     bos_token: int
     """Of the text vocabulary: what the talker's prompt ends with."""
     cond: Tensor
@@ -25,8 +27,8 @@ def load_speakers(directory: Path) -> dict[str, Speaker]:
     """By name. Raises OSError, pickle.UnpicklingError for a file that holds more than tensors and numbers."""
     found = torch.load(directory / "spk_dict.pt", map_location="cpu", weights_only=True)
     return {
-        name: Speaker(int(voice["bos_token"]), voice["cond"].float(), voice["ref_mel"].float())
-        for name, voice in found.items()
+        name: Speaker(number, int(voice["bos_token"]), voice["cond"].float(), voice["ref_mel"].float())
+        for number, (name, voice) in enumerate(found.items())
     }
 
 

@@ -1,16 +1,18 @@
 """Qwen2.5-Omni's token2wav as a stage: codec codes to a waveform.
 
-Input: ``tensors`` codes, an integer array (n, 1), n at least 1, 50 a second. A chunk without tensors only ends the input.
+Input: ``tensors`` codes, an integer array (n, 1), n at least 1, 50 a second. A chunk without tensors only ends the
+input.
 
-Output: ``tensors`` audio, float32 (n,), in chunks of ``chunk_blocks`` blocks; ``data`` sample_rate (24000). The end of the
-input gives the request's last outputs; where there were no codes, one without audio.
+Output: ``tensors`` audio, float32 (n,), in chunks of ``chunk_blocks`` blocks; ``data`` sample_rate (24000). The end of
+the input gives the request's last outputs; where there were no codes, one without audio.
 
 The model is not causal, and its sound begins as noise, drawn from ``seed``. With ``decode`` "reference" the codes are
-decoded together, when all are there: the reference's call after ``torch.manual_seed``, bit for bit. With "exact" the
-samples are the same to 1e-4, and come while codes do: the model sees only so far that a block is final once the codes
-of the next 38 are there, 9.1 s of speech (``flow``, ``vocoder``). No less would be exact: the servers of the field that
-decode overlapping pieces each by itself let a piece see other blocks, and other noise, than the whole does. The noise
-is that of torch's generator of the CPU on any device, where the reference takes the device's own.
+decoded together, when all are there: the reference's call after ``torch.manual_seed``, bit for bit, in one step. With
+"exact" the samples are the same to 1e-4, and come while codes do: the model sees only so far that a block is final once
+the codes of the next 38 are there, 9.1 s of speech (36 for the flow, 2 for the vocoder; fewer with fewer ``steps``).
+Sooner is not the same sound: where the field's servers decode overlapping pieces each by itself, a piece sees other
+blocks, and other noise, than the whole does. The noise of "exact" is that of torch's generator of the CPU on any
+device; the reference takes the device's own.
 
 How the outputs are cut depends on the number of codes alone, not on when they came. Each request is computed by itself.
 """
@@ -100,14 +102,14 @@ class Token2WavEngine:
 
     def _checked(self, chunk: Chunk, before: int) -> Tensor:
         """A copy, int64 (n,)."""
-        codes = chunk.tensors.get("codes")
+        codes, size = chunk.tensors.get("codes"), self._flow.codes
         if codes is None or not codes.dtype.startswith(("int", "uint")):
             raise _refusal(f"codes, integers, were expected, not {sorted(chunk.tensors)}")
         if len(codes.shape) != 2 or codes.shape[0] < 1 or codes.shape[1] != 1:
             raise _refusal(f"codes of shape (n, 1) were expected, not {codes.shape}")
         copied = codes.numpy()[:, 0].astype(np.int64)
-        if copied.min() < 0 or copied.max() >= self._flow.codes:
-            raise _refusal(f"codes from 0 to {self._flow.codes - 1} were expected, not {copied.min()} to {copied.max()}")
+        if copied.min() < 0 or copied.max() >= size:
+            raise _refusal(f"codes from 0 to {size - 1} were expected, not {copied.min()} to {copied.max()}")
         if before + len(copied) > self._flow.longest:
             raise _refusal(f"{self._flow.longest} codes at most were expected, not {before + len(copied)}")
         return torch.from_numpy(copied)
@@ -132,7 +134,7 @@ class Token2WavEngine:
         if not request.codes:
             return
         if self._options.decode == "reference":
-            yield from self._together(request, codes).split(self._chunk_frames * self._vocoder.samples)
+            yield from torch.split(self._together(request, codes), self._chunk_frames * self._vocoder.samples)
             return
         if request.streams is None:
             request.streams = FlowStream(self._flow, request.speaker, request.seed), VocoderStream(self._vocoder)

@@ -1,6 +1,6 @@
 """Qwen2.5-Omni's vocoder (a BigVGAN), a piece at a time: a mel spectrogram to the samples of all of it at once.
 
-It is made of convolutions that look to both sides, so a sample depends on the frames within some reach, 38 at the real
+It is made of convolutions that look to both sides, so a sample depends on the frames within some reach, 39 at the real
 sizes. A piece is decoded with that much on either side, of which nothing is kept: its samples are those of the whole,
 but for rounding. At the ends of the whole there is nothing beyond to be decoded with, as in the whole.
 """
@@ -43,7 +43,7 @@ class VocoderStream:
 
     @torch.inference_mode()
     def pop(self, frames: int, *, last: bool) -> Tensor | None:
-        """The samples of the next ``frames``, float32 (samples,), fewer at the end; None where they are not certain yet.
+        """The samples of the next ``frames``, float32 (n,), fewer at the end; None where they are not certain yet.
 
         last: no more mel comes.
         """

@@ -53,12 +53,12 @@ class _Request(Request[OmniPrompt]):
     """Which positions are picture, bool (n,)."""
     deepstack: list[Tensor]
     """What is added to those after each of the first layers, (pictures' positions, hidden); [] without."""
-    rows: Tensor
-    """What the talker gets of the last piece, (k, hidden)."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.seen = 0
+        self.rows: list[Tensor] = []
+        """For the talker, and not on their way yet, (k, hidden) each."""
         self.introduced = False
         """Whether the talker has what comes once."""
 
@@ -181,27 +181,27 @@ class ThinkerEngine(LanguageEngine[_Request]):
         piece = slice(request.seen, request.seen + count)
         spoken, heard = request.spoken[piece], request.heard[piece].to(self._device)
         rows = torch.where(heard[:, None], self._heard.hidden[0], request.embeds[piece])
-        request.rows = rows[spoken.to(self._device)]
+        if spoken.any():
+            request.rows.append(rows[spoken.to(self._device)])
         request.seen += count
+        if request.seen == len(request.ids):
+            del request.embeds, request.deepstack, request.seeing
 
-    def _prefilled(self, request: _Request) -> Mapping[str, TensorLike]:
-        onward: dict[str, Any] = {}
+    @torch.inference_mode()
+    def _onward(self, request: _Request, *, generated: bool) -> Mapping[str, TensorLike]:
+        onward: dict[str, Tensor] = {}
         if not request.introduced:
             request.introduced = True
             config = self._config
-            with torch.inference_mode():
-                tts = self._embed([config.tts_bos_token_id, config.tts_eos_token_id, config.tts_pad_token_id])
+            tts = self._embed([config.tts_bos_token_id, config.tts_eos_token_id, config.tts_pad_token_id])
             ids, heard = request.ids[request.spoken], request.heard[request.spoken]
             onward = {"ids": ids, "heard": heard, "tts": tts, **request.grids}
-        if len(request.rows):
-            onward["rows"] = request.rows
-        if not request.prompt:
-            del request.embeds, request.deepstack, request.seeing
+        if generated:
+            request.rows.append(self._embed([request.token]))
+        if request.rows:
+            onward["rows"] = torch.cat(request.rows)
+            request.rows = []
         return {name: to_wire(tensor) for name, tensor in onward.items()}
-
-    @torch.inference_mode()
-    def _generated(self, request: _Request) -> Mapping[str, TensorLike]:
-        return {"rows": to_wire(self._embed([request.token]))}
 
     def close(self) -> None:
         super().close()

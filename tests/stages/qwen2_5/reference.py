@@ -26,6 +26,8 @@ class Answer(NamedTuple):
     """(n,), without the end."""
     wave: Wave
     """(samples,) at 24 kHz."""
+    rows: np.ndarray[Any, np.dtype[np.float32]]
+    """What the talker got of the thinker: a row for each position of the prompt, and each token but the last."""
     talker_ended: bool
     """Whether one of the codec's ends was drawn."""
     crash: str | None = None
@@ -61,15 +63,18 @@ class Reference:
         max_tokens: int,
         max_codes: int,
         seed: int = 0,
+        steps: int = 2,
         use_audio_in_video: bool = False,
+        padded: bool = False,
     ) -> Answer:
-        """seed: of the noise that the wave is made of."""
+        """seed: of the noise that the wave is made of. padded: as a prompt that has one to its left to be ignored."""
         model, made, crash = self.model, {}, None
         token2wav = model.token2wav.forward
 
         def kept(name: str, call: Any) -> Any:
             @functools.wraps(call)
             def wrapper(*args: Any, **kwargs: Any) -> Any:
+                made[f"{name} given"] = kwargs
                 made[name] = call(*args, **kwargs)
                 return made[name]
 
@@ -80,7 +85,9 @@ class Reference:
             torch.manual_seed(seed)
             return token2wav(codes, **kwargs)  # type: ignore[no-any-return]
 
-        inputs = torch.tensor([ids])
+        inputs, before = torch.tensor([[0] * padded + ids]), len(ids) + padded
+        mask = torch.ones_like(inputs)
+        mask[:, : int(padded)] = 0
         wave = np.zeros(0, np.float32)
         model.thinker.generate = kept("thinker", model.thinker.generate)
         model.talker.generate = kept("talker", model.talker.generate)
@@ -88,7 +95,7 @@ class Reference:
         try:
             _, waves = model.generate(
                 inputs,
-                attention_mask=torch.ones_like(inputs),
+                attention_mask=mask,
                 speaker=speaker,
                 use_audio_in_video=use_audio_in_video,
                 thinker_max_new_tokens=max_tokens,
@@ -97,11 +104,12 @@ class Reference:
                 talker_max_new_tokens=max_codes,
                 talker_do_sample=False,
                 talker_eos_token_id=self.ends,
+                token2wav_num_steps=steps,
                 **tensors,
             )
             wave = waves.numpy()
         except RuntimeError:
-            if "talker" not in made and made["thinker"].sequences.shape[1] == len(ids) + 1:
+            if "talker" not in made and made["thinker"].sequences.shape[1] == before + 1:
                 crash = "thinker"
             elif "codes" in made and not made["codes"].numel():
                 crash = "talker"
@@ -110,8 +118,12 @@ class Reference:
         finally:
             del model.thinker.generate, model.talker.generate, model.token2wav.forward
         codes = made["codes"][0].numpy() if "codes" in made else np.zeros(0, np.int64)
-        ended = "talker" in made and int(made["talker"][0, -1]) in self.ends
-        return Answer(made["thinker"].sequences[0, len(ids) :].tolist(), codes, wave, ended, crash)
+        rows, ended = np.zeros((0, 0), np.float32), False
+        if given := made.get("talker given"):
+            prompt, answer = given["inputs_embeds"][0, int(padded) :], given["thinker_reply_part"][0]
+            rows = torch.cat([prompt[:-2], prompt[-1:], answer[:-2]]).numpy()
+            ended = int(made["talker"][0, -1]) in self.ends
+        return Answer(made["thinker"].sequences[0, before:].tolist(), codes, wave, rows, ended, crash)
 
     def token2wav(self, codes: Codes, speaker: str, seed: int, steps: int = 10) -> Wave:
         """The wave of codes, int64 (n,), by the noise that torch draws from ``seed``."""

@@ -1,4 +1,4 @@
-"""token2wav, streamed: the samples of all codes at once, whatever the chunks, and as soon as no code can change them."""
+"""token2wav, streamed: the samples of all codes at once, whatever the chunks, as soon as no code can change them."""
 
 from __future__ import annotations
 

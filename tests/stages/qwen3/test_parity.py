@@ -30,7 +30,7 @@ SYSTEM = "you are a helpful assistant ."
 SAMPLE_RATE = 16_000
 CHECKPOINTS: dict[str, dict[str, Any]] = {
     "wordy": {"seed": 1},
-    "brief": {"seed": 2},
+    "brief": {"seed": 5, "text_eos": 3.0, "codec_eos": 3.0},
     "other": {
         "seed": 3,
         "hidden": 48,
@@ -43,7 +43,7 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
         "groups": 6,
         "speakers": ("ada", "bob"),
     },
-    "curt": {"seed": 2, "text_eos": 3.0, "codec_eos": 6.0},
+    "curt": {"seed": 2, "text_eos": 3.0, "codec_eos": 3.0},
     "endless": {"seed": 4, "text_eos": 0.0, "codec_eos": 0.0},
 }
 OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -146,34 +146,39 @@ class Pipeline:
 
     def said(self, asks: Sequence[Ask], order: random.Random | None = None) -> list[Said]:
         """What each is answered. order: of arrivals and steps; without it, each stage steps in turn."""
-        thinker, talker, code2wav = (Driver(engine) for engine in (self.thinker, self.talker, self.code2wav))
+        drivers = thinker, talker, code2wav = [Driver(engine) for engine in (self.thinker, self.talker, self.code2wav)]
         below = {id(thinker): ("thinker", talker), id(talker): ("talker", code2wav)}
         outputs: dict[tuple[int, int], list[Any]] = {}
         coming = list(enumerate(asks))
-        while coming or any(driver.engine.busy for driver in (thinker, talker, code2wav)):
-            if coming and (order is None or order.random() < 0.2 or not thinker.engine.busy):
-                number, ask = coming.pop(0)
-                talker_params = {"talker_max_tokens": ask.max_frames, "talker_temperature": 0.0}
-                code2wav.start(number, ("talker",))
-                talker.start(number, ("thinker",), speaker=ask.speaker, **talker_params)
-                thinker.start(number, max_tokens=ask.max_tokens, use_audio_in_video=ask.use_audio_in_video)
-                for data, tensors in ask.chunks[:-1]:
-                    thinker.feed(number, data, tensors)
-                thinker.feed(number, *ask.chunks[-1], last=True)
-            working = [driver for driver in (thinker, talker, code2wav) if driver.engine.busy]
-            for driver in working if order is None else [order.choice(working)]:
-                for output in driver.step():
-                    outputs.setdefault((id(driver), output.request_id), []).append(output)
-                    source, next_driver = below.get(id(driver), ("", None))
-                    if next_driver and output.request_id in next_driver.live:
-                        next_driver.feed(
-                            output.request_id, output.data, for_stages(output), last=output.last, source=source
-                        )
-        assert not thinker.live | talker.live | code2wav.live
-        return [
-            self._said(*(outputs[id(driver), number] for driver in (thinker, talker, code2wav)))
-            for number in range(len(asks))
-        ]
+        try:
+            while coming or any(driver.engine.busy for driver in drivers):
+                if coming and (order is None or order.random() < 0.2 or not thinker.engine.busy):
+                    self._start(*coming.pop(0), *drivers)
+                working = [driver for driver in drivers if driver.engine.busy]
+                for driver in working if order is None else [order.choice(working)]:
+                    for output in driver.step():
+                        outputs.setdefault((id(driver), output.request_id), []).append(output)
+                        source, next_driver = below.get(id(driver), ("", None))
+                        if next_driver and output.request_id in next_driver.live:
+                            tensors = for_stages(output)
+                            next_driver.feed(output.request_id, output.data, tensors, last=output.last, source=source)
+            assert not thinker.live | talker.live | code2wav.live
+        finally:
+            for driver in drivers:
+                for number in list(driver.live):
+                    driver.abort(number)
+        return [self._said(*(outputs[id(driver), number] for driver in drivers)) for number in range(len(asks))]
+
+    @staticmethod
+    def _start(number: int, ask: Ask, thinker: Driver, talker: Driver, code2wav: Driver) -> None:
+        code2wav.start(number, ("talker",))
+        talker.start(
+            number, ("thinker",), speaker=ask.speaker, talker_max_tokens=ask.max_frames, talker_temperature=0.0
+        )
+        thinker.start(number, max_tokens=ask.max_tokens, use_audio_in_video=ask.use_audio_in_video)
+        for data, tensors in ask.chunks[:-1]:
+            thinker.feed(number, data, tensors)
+        thinker.feed(number, *ask.chunks[-1], last=True)
 
     def _said(self, thinker: list[Any], talker: list[Any], code2wav: list[Any]) -> Said:
         spoken = sum(len(tensor(output.onward["ids"])) for output in thinker if "ids" in output.onward)
@@ -229,11 +234,11 @@ def pipeline(
 
 STORY = "please tell me a short story about the sea ."
 ASKS = [
-    Ask("hello"),
-    Ask("hello", SYSTEM, speaker="chelsie"),
+    Ask("hello you"),
+    Ask("sing", SYSTEM, speaker="chelsie"),
     Ask(STORY, max_tokens=40, max_frames=50),
     Ask(STORY, SYSTEM, speaker="Aiden", max_tokens=7, max_frames=9),
-    Ask("and you ?", earlier=("who is there ?", "it is me, the assistant")),
+    Ask("and now ?", earlier=("who is there ?", "it is me, the assistant")),
     Ask("what did you hear ?", audio=(1.7,)),
     Ask("what is in this picture ?", image=((96, 64),), speaker="chelsie"),
     Ask("what did you hear and see ?", SYSTEM, audio=(1.7, 0.6), image=((64, 64), (96, 128)), speaker="aiden"),
@@ -271,8 +276,8 @@ def test_the_asks_are_of_every_kind(pipeline: Callable[[str], Pipeline]) -> None
     [
         ("curt", Ask("hello", SYSTEM), "thinker"),
         ("curt", Ask("hello how are you today ?"), "thinker"),
-        ("curt", Ask("hello how are you today ?", SYSTEM), "talker"),
-        ("curt", Ask("tell me a story about the sea .", SYSTEM, speaker="chelsie"), "talker"),
+        ("curt", Ask("why"), "talker"),
+        ("curt", Ask("why", SYSTEM, speaker="chelsie"), "talker"),
         ("wordy", Ask(STORY, max_tokens=1), "thinker"),
         ("wordy", Ask(STORY, max_frames=1), "talker"),
         ("wordy", Ask("what is it ?", image=((64, 64),), max_tokens=1), "thinker"),
@@ -288,15 +293,17 @@ def test_where_the_reference_crashes_the_text_is_right_and_there_is_no_sound(
     assert said.wave.shape == (0,)
 
 
+def sixteen(order: random.Random) -> list[Ask]:
+    asks = [order.choice(ASKS)._replace(speaker=order.choice(tiny.SPEAKERS)) for _ in range(16)]
+    lengths = [(order.choice([1, 5, ask.max_tokens]), order.choice([9, ask.max_frames])) for ask in asks]
+    return [a._replace(max_tokens=tokens, max_frames=n) for a, (tokens, n) in zip(asks, lengths, strict=True)]
+
+
 @pytest.mark.parametrize("seed", [0, 1])
 def test_sixteen_at_once_are_answered_as_each_alone(pipeline: Callable[[str], Pipeline], seed: int) -> None:
     """In fewer rows than there are requests, so that they join as others leave, in pieces of each other's prompts."""
     order = random.Random(seed)
-    asks = [order.choice(ASKS)._replace(speaker=order.choice(tiny.SPEAKERS)) for _ in range(16)]
-    asks = [
-        ask._replace(max_tokens=order.choice([1, 5, ask.max_tokens]), max_frames=order.choice([9, 32])) for ask in asks
-    ]
-    ours = pipeline("wordy")
+    asks, ours = sixteen(order), pipeline("wordy")
     for ask, said in zip(asks, ours.said(asks, order if seed else None), strict=True):
         ours.check(ask, said)
 

@@ -1,0 +1,142 @@
+"""`python -m bench.omni`: what streaming between the stages of an omni model is worth.
+
+For each scenario (``bench.omni.pipelines``) three systems are open at once, with their workers idle but for the one that
+is measured: streamed, gathered (each stage waits for all of its input), and the thinker alone. Rounds go through the
+systems in turn, so that a machine whose speed drifts is the same for all; medians are printed, and ratios of medians.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import click
+import msgspec
+import trio
+from rich.console import Console
+from rich.table import Table
+
+from bench.omni import pipelines
+from bench.omni.measure import Client, Run, cores, median
+from omni_actors import OmniSystem
+
+Bound = tuple[str, float, float]
+"""What, ratio, the most that it may be."""
+
+
+async def measure(scenario: pipelines.Scenario, concurrency: list[int], rounds: int) -> dict[int, dict[str, Run]]:
+    """By number of requests at once and by system."""
+    both = ("text", "audio")
+    systems = {
+        "streamed": (scenario.pipeline(streamed=True), both),
+        "gathered": (scenario.pipeline(streamed=False), both),
+        "thinker alone": (scenario.pipeline(streamed=True, speaks=False), ("text",)),
+    }
+    async with AsyncExitStack() as stack:
+        clients = {}
+        for name, (pipeline, modalities) in systems.items():
+            omni = await stack.enter_async_context(OmniSystem.open(pipeline))
+            await omni.wait_ready()
+            clients[name] = Client(omni, scenario, modalities)
+        results = {}
+        for number in concurrency:
+            runs: dict[str, list[Run]] = {name: [] for name in clients}
+            for turn in range(rounds + 1):
+                for name, client in clients.items():
+                    run = await client.run(number)
+                    if turn:  # the first one warms
+                        runs[name].append(run)
+            results[number] = {name: median(each) for name, each in runs.items()}
+    return results
+
+
+def bounds(runs: dict[str, Run]) -> list[Bound]:
+    streamed, gathered = runs["streamed"], runs["gathered"]
+    assert streamed.ttfa_s is not None
+    assert gathered.ttfa_s is not None
+    # By themselves: gathered stages run one after the other, and none of them takes another's core.
+    slowest = max(gathered.steps_s.values())
+    return [
+        ("TTFA, streamed / gathered", streamed.ttfa_s / gathered.ttfa_s, 0.15),
+        ("E2E / max(slowest stage, CPU / cores)", streamed.e2e_s / max(slowest, streamed.cpu_s / cores()), 1.1),
+        ("TTFT, streamed / thinker alone", streamed.ttft_s / runs["thinker alone"].ttft_s, 1.05),
+    ]
+
+
+def monolith(directory: Path, rounds: int) -> dict[int, float]:
+    """Seconds of transformers' generate, by threads; the best of the rounds after one that warms."""
+    best = {}
+    for threads in (1, cores()):
+        command = [sys.executable, "-m", "bench.omni.whole", str(directory), str(threads)]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdin is not None
+            assert process.stdout is not None
+            process.stdout.readline()
+            seconds = []
+            for _ in range(rounds + 1):
+                print("again", file=process.stdin, flush=True)
+                seconds.append(float(process.stdout.readline()))
+            process.stdin.close()
+        best[threads] = min(seconds[1:])
+    return best
+
+
+def show(console: Console, scenario: str, results: dict[int, dict[str, Run]]) -> bool:
+    """Print a scenario's figures; whether every bound held."""
+    table = Table(scenario, "at once", "TTFT", "TTFA", "E2E", "stages' steps", "CPU", "parent's share")
+    for number, runs in results.items():
+        for name, run in runs.items():
+            steps = ", ".join(f"{seconds:.2f}" for seconds in run.steps_s.values())
+            ttfa = "" if run.ttfa_s is None else f"{run.ttfa_s:.3f} s"
+            row = f"{run.ttft_s:.3f} s", ttfa, f"{run.e2e_s:.2f} s", f"{steps} s", f"{run.cpu_s:.2f} s"
+            table.add_row(name, str(number), *row, f"{run.parent_cpu:.1%}")
+    console.print(table)
+    held = True
+    for number, runs in results.items():
+        for what, ratio, most in bounds(runs):
+            held &= ratio <= most
+            verdict = "held" if ratio <= most else "[red]not held[/]"
+            console.print(f"{scenario:8} {number:3} at once  {what:40} {ratio:.3f}  (<= {most:g})  {verdict}")
+    return held
+
+
+@click.command()
+@click.option("--rounds", default=3, show_default=True, help="Counted rounds, after one that warms up.")
+@click.option("--concurrency", default="1,4,10,32", show_default=True, help="Requests at once.")
+@click.option("--only", type=click.Choice(["compute", "waiting"]), help="One of the two scenarios.")
+@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write the figures here.")
+def main(rounds: int, concurrency: str, only: str | None, json_file: Path | None) -> None:
+    """Measure, print tables, and say which bounds held."""
+    console = Console(width=120)
+    numbers = [int(number) for number in concurrency.split(",")]
+    written: dict[str, Any] = {}
+    held = True
+    with tempfile.TemporaryDirectory() as scratch:
+        checkpoint = Path(scratch) / "checkpoint"
+        scenarios = []
+        if only != "compute":
+            scenarios.append(pipelines.waiting())
+        if only != "waiting":
+            scenarios.append(pipelines.compute(checkpoint))
+        for scenario in scenarios:
+            results = trio.run(measure, scenario, numbers, rounds)
+            held &= show(console, scenario.name, results)
+            written[scenario.name] = msgspec.to_builtins(results)
+        if only != "waiting":
+            written["transformers"] = monolith(checkpoint, rounds)
+            for threads, seconds in written["transformers"].items():
+                console.print(
+                    f"transformers' generate, {threads} thread(s): first sample and end after {seconds:.2f} s"
+                )
+    if json_file is not None:
+        json_file.write_text(json.dumps(written, indent=1))
+    sys.exit(0 if held else 1)
+
+
+if __name__ == "__main__":
+    main()

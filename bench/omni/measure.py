@@ -1,0 +1,106 @@
+"""One system under some requests at once, as their clients see it, and what it took of the machine."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from typing import Any
+
+import msgspec
+import psutil
+import trio
+
+from bench.omni.pipelines import PROMPT, Scenario
+from omni_actors import OmniSystem
+from omni_actors.generation import RequestMetrics
+
+
+class Run(msgspec.Struct):
+    """Times in seconds from the moment at which all requests are submitted; medians over them, but ``e2e_s``."""
+
+    ttft_s: float
+    ttfa_s: float | None
+    """To the first output of the last stage; None where none was asked for."""
+    e2e_s: float
+    """To the end of the last one."""
+    steps_s: dict[str, float]
+    """By stage, the longest time that one request was in its steps: all of the stage's steps, where all run at once."""
+    cpu_s: float
+    """User and system time of all workers and the parent."""
+    parent_cpu: float
+    """The parent's share of it, this client's work included."""
+    client_bytes: int
+    """That came into the parent's rings."""
+
+
+class Client:
+    """Sends a scenario's requests to one open system."""
+
+    def __init__(self, omni: OmniSystem, scenario: Scenario, modalities: tuple[str, ...]) -> None:
+        self._omni, self._scenario, self._modalities = omni, scenario, modalities
+
+    async def run(self, concurrent: int) -> Run:
+        workers = psutil.Process().children()
+        cpu = [_cpu(worker) for worker in workers]
+        parent = _cpu(psutil.Process())
+        first: list[dict[str, float]] = []
+        ended: list[RequestMetrics] = []
+        began = time.monotonic()
+
+        async def one() -> None:
+            seen: dict[str, float] = {}
+            first.append(seen)
+            params = self._scenario.params if "audio" in self._modalities else _for_text(self._scenario.params)
+            async for out in self._omni.generate(PROMPT, modalities=self._modalities, **params):
+                seen.setdefault(out.modality, time.monotonic() - began)
+                if out.metrics is not None:
+                    ended.append(out.metrics)
+
+        async with trio.open_nursery() as nursery:
+            for _ in range(concurrent):
+                nursery.start_soon(one)
+        e2e_s = time.monotonic() - began
+        parent_s = _cpu(psutil.Process()) - parent
+        cpu_s = parent_s + sum(_cpu(worker) - before for worker, before in zip(workers, cpu, strict=True))
+        stages = ended[0].stages
+        return Run(
+            ttft_s=statistics.median(seen["text"] for seen in first),
+            ttfa_s=statistics.median(seen["audio"] for seen in first) if "audio" in self._modalities else None,
+            e2e_s=e2e_s,
+            steps_s={stage: max(metrics.stages[stage].step_s for metrics in ended) for stage in stages},
+            cpu_s=cpu_s,
+            parent_cpu=parent_s / cpu_s,
+            client_bytes=sum(
+                sent
+                for metrics in ended
+                for times in metrics.stages.values()
+                for target, sent in times.sent_bytes.items()
+                if target.startswith("client")
+            ),
+        )
+
+
+def median(runs: list[Run]) -> Run:
+    """Field by field."""
+    fields: dict[str, Any] = {}
+    for name in Run.__struct_fields__:
+        values = [getattr(run, name) for run in runs]
+        if name == "steps_s":
+            fields[name] = {stage: statistics.median(value[stage] for value in values) for stage in values[0]}
+        else:
+            fields[name] = None if values[0] is None else statistics.median(values)
+    return Run(**fields)
+
+
+def cores() -> int:
+    return len(os.sched_getaffinity(0))
+
+
+def _for_text(params: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in params.items() if not name.startswith("talker_")}
+
+
+def _cpu(process: psutil.Process) -> float:
+    times = process.cpu_times()
+    return float(times.user + times.system)

@@ -1,0 +1,263 @@
+"""What the talkers of omni models share: what the thinker read and writes, to codes of speech, as it comes.
+
+Prompt rows are prefilled as they come, while the thinker is still prefilling or writing. The position of the answer's
+first token is the first that is decoded: when its row is here, one step is left to the first code. The step behind code
+k needs the row of the answer's token k + 1, or its end; a request whose row is not here waits, and no other does. A
+request whose answer has no row of text ends without a code.
+
+Wire: the first chunk of a request has tensors ``ids``, int64 (n,): the tokens of all prompt rows to come. Each chunk
+may bring ``rows``, (k, width) in the thinker's dtype: the next prompt rows, and behind them the answer's.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from typing import Any, ClassVar, Generic, TypeVar
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from omni_actors.stages.autoregressive.batch import Batch, Sequence
+from omni_actors.stages.autoregressive.cache import SlottedCache
+from omni_actors.stages.autoregressive.sampling import Sampler, Sampling, generator
+from omni_actors.stages.base import Chunk, InvalidRequest, RequestId, StageContext, StageOutput, StageRequest
+from omni_actors.stages.checkpoint import load_part, whole_config
+from omni_actors.stages.registry import TalkerOptions, TalkerParams
+from omni_actors.stages.tensors import to_torch
+
+
+class TalkerRequest(Sequence):
+    """Inputs here are (k, width), of one width, in the talker's dtype."""
+
+    left: int
+    """Prompt rows to come."""
+    positions: Tensor
+    """Of the prompt, int64 (3, n)."""
+    delta: int
+    """What a later place is from its position."""
+    opening: Tensor
+    """What comes between the prompt and the answer's first token; the last one is added to that."""
+    text_end: Tensor
+    """(1, width)."""
+    silence: Tensor
+    """(1, width): beside each code after the text."""
+    limit: int
+    """Codes that may be chosen."""
+
+    def __init__(self, request: StageRequest, params: TalkerParams, suppressed: Tensor) -> None:
+        self.id, self.params = request.request_id, params
+        self.open = set(request.sources)
+        self.inputs: list[Tensor] = []
+        """Of positions that are ready."""
+        self.text: deque[Tensor] = deque()
+        """Of the answer, for codes to come."""
+        self.introduced = self.opened = False
+        """Whether the first chunk is here; whether the answer's first row is."""
+        self.seen = self.codes = 0
+        """Positions in the cache; codes chosen."""
+        self.frame: Tensor | None = None
+        """The last code as an input, which waits for its text."""
+        sampling = Sampling(
+            params.talker_temperature, params.talker_top_k, params.talker_top_p, params.talker_repetition_penalty
+        )
+        self.random = generator(params.seed)
+        self.sampler = Sampler(sampling, self.random, suppressed)
+
+    def add(self, rows: Tensor) -> None:
+        self.inputs.append(rows)
+        self.ready += len(rows)
+
+    def take(self, count: int) -> Tensor:
+        rows = torch.cat(self.inputs)
+        self.inputs = [rows[count:]]
+        self.ready -= count
+        return rows[:count]
+
+    def advance(self) -> None:
+        """The next position is ready where its text is, or where no more text comes."""
+        if self.frame is not None and (self.text or not self.open):
+            self.add(self.frame + (self.text.popleft() if self.text else self.silence))
+            self.frame = None
+
+
+R = TypeVar("R", bound=TalkerRequest)
+
+
+class OmniTalker(Generic[R]):
+    """``context.model``: a checkpoint directory; its ``talker`` weights are read."""
+
+    MODEL: ClassVar[type[PreTrainedModel]]
+
+    def __init__(self, context: StageContext, options: TalkerOptions) -> None:
+        """Raises WrongCheckpoint, OSError (the checkpoint's files)."""
+        self._options = options
+        if context.model is None:
+            raise ValueError(f"stage {context.stage!r}: a talker needs a model, a checkpoint directory")
+        torch.set_num_threads(context.threads)
+        context.report("reading the weights of the talker")
+        dtype: torch.dtype = getattr(torch, options.dtype)
+        model: Any = load_part(self.MODEL, context.model, "talker", dtype, context.device)
+        self._whole: Any = whole_config(context.model)
+        self._model, self._config, self._device = model, model.config, model.device
+        self._cache = SlottedCache(options.max_batch, options.context, model.dtype, model.device)
+        self._batch: Batch[R] = Batch(self._cache, options.max_batch, options.prefill_chunk)
+        self._requests: dict[RequestId, R] = {}
+        self._silent: list[RequestId] = []
+        """To be ended without a code."""
+
+    # what a family says for itself
+
+    def _open(self, request: StageRequest) -> R:
+        """Raises ``InvalidRequest``."""
+        raise NotImplementedError
+
+    def _introduce(self, request: R, tensors: dict[str, Tensor]) -> None:
+        """Take what comes once, with the first chunk: set ``left``, ``positions`` and all up to ``silence``."""
+        raise NotImplementedError
+
+    def _read(self, request: R, rows: Tensor) -> Tensor:
+        """The inputs of the next prompt rows."""
+        return rows
+
+    def _said(self, rows: Tensor) -> Tensor:
+        """The inputs of rows of the answer."""
+        return rows
+
+    def _projected(self, inputs: Tensor) -> Tensor:
+        """Inputs as the model takes them."""
+        return inputs
+
+    def _speak(self, requests: list[R], codes: list[int], hidden: Tensor) -> Iterator[StageOutput]:
+        """Go on behind the codes that were chosen by hidden (rows, hidden): end a request, or set its ``frame``."""
+        raise NotImplementedError
+
+    # StageEngine
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._silent) or self._batch.busy
+
+    def start(self, request: StageRequest) -> None:
+        self._requests[request.request_id] = self._open(request)
+
+    def feed(self, request_id: RequestId, chunk: Chunk) -> None:
+        request = self._requests[request_id]
+        try:
+            self._take_in(request, {name: to_torch(tensor) for name, tensor in chunk.tensors.items()})
+        except InvalidRequest:
+            self.abort(request_id)
+            raise
+        if chunk.last:
+            request.open.discard(chunk.source)
+            if not request.open and not request.opened:
+                self._batch.remove(request)
+                self._silent.append(request_id)
+            elif not request.open:
+                request.text.append(request.text_end)
+        request.advance()
+
+    def abort(self, request_id: RequestId) -> None:
+        if request := self._requests.pop(request_id, None):
+            self._batch.remove(request)
+        if request_id in self._silent:
+            self._silent.remove(request_id)
+
+    def step(self) -> Iterator[StageOutput]:
+        for request_id in self._silent:
+            del self._requests[request_id]
+            yield StageOutput(request_id, last=True)
+        self._silent.clear()
+        if piece := self._batch.next_piece():
+            row, count = piece
+            request = self._batch.rows[row]
+            axes = request.positions[:, None, request.seen : request.seen + count]
+            self._forward([row], request.take(count)[None], axes)
+            request.prompt -= count
+        if rows := self._batch.decoding():
+            yield from self._decode(rows)
+
+    def close(self) -> None:
+        self._requests.clear()
+        del self._batch, self._cache, self._model
+
+    # in
+
+    @torch.inference_mode()
+    def _take_in(self, request: R, tensors: dict[str, Tensor]) -> None:
+        if "ids" in tensors:
+            self._introduce(request, tensors)
+            self._admit(request)
+        rows = tensors.get("rows")
+        if rows is None:
+            return
+        width = self._whole.thinker_config.text_config.hidden_size
+        if not request.introduced or rows.dim() != 2 or rows.shape[1] != width:
+            message = f"rows (n, {width}) behind a first chunk were expected, not {tuple(rows.shape)}"
+            raise InvalidRequest(message, param="rows")
+        rows = rows.to(self._device, self._model.dtype)
+        count = min(len(rows), request.left)
+        if count:
+            request.add(self._read(request, rows[:count]))
+            request.left -= count
+            if not request.left:
+                request.add(request.opening[:-1])
+        for row in self._said(rows[count:])[:, None]:
+            if request.opened:
+                request.text.append(row)
+            else:
+                request.opened = True
+                request.add(row + request.opening[-1:])
+
+    def _admit(self, request: R) -> None:
+        size = request.positions.shape[1]
+        request.limit = min(request.params.talker_max_tokens, self._options.context - size)
+        if request.limit < 1:
+            raise InvalidRequest(
+                f"the prompt takes {size} positions of the talker's context, which has {self._options.context}",
+                param="messages",
+                code="context_length_exceeded",
+            )
+        request.prompt = size - 1
+        request.introduced = True
+        self._batch.add(request)
+
+    # out
+
+    def _end(self, request: R) -> None:
+        del self._requests[request.id]
+        self._batch.remove(request)
+
+    @torch.inference_mode()
+    def _decode(self, rows: list[int]) -> Iterator[StageOutput]:
+        requests = [self._batch.rows[row] for row in rows]
+        hidden = self._forward(rows, torch.stack([request.take(1) for request in requests]))
+        logits = self._model.codec_head(hidden)
+        codes = [request.sampler(row) for request, row in zip(requests, logits, strict=True)]
+        for request in requests:
+            request.codes += 1
+        yield from self._speak(requests, codes, hidden)
+
+    @torch.inference_mode()
+    def _forward(self, rows: list[int], inputs: Tensor, axes: Tensor | None = None) -> Tensor:
+        """Bring rows on by their inputs, (rows, count, width); their last hidden states, (rows, hidden).
+
+        axes: positions on the three axes, int64 (3, rows, count), where they are not the places behind the prompt.
+        """
+        count = inputs.shape[1]
+        positions, mask = self._cache.extend(rows, count)
+        requests = [self._batch.rows[row] for row in rows]
+        if axes is None:
+            deltas = torch.tensor([request.delta for request in requests], device=positions.device)
+            axes = (positions + deltas[:, None]).expand(3, -1, -1)
+        for request in requests:
+            request.seen += count
+        hidden: Tensor = self._model.model(
+            inputs_embeds=self._projected(inputs),
+            position_ids=axes.to(inputs.device),
+            attention_mask=mask,
+            past_key_values=self._cache,
+            use_cache=True,
+        ).last_hidden_state[:, -1]
+        return hidden

@@ -1,0 +1,74 @@
+"""Qwen2.5-Omni's thinker as a stage: a conversation with sound and pictures to text, and what the talker needs of it.
+
+A row of the talker's is what went into the language model at a position and what came out of it, added up; of sound and
+picture only the latter. So the row of a token of the answer is there one step behind the token, and the last token has
+none. The talker gets all positions of the prompt.
+
+Wire, besides what ``talking`` says: the first chunk has ``positions``, int64 (3, n), of the prompt's rotary embedding,
+and ``tts``, (2 + speakers, hidden), the embeddings of the talker's text_eos and text_pad and of each speaker's
+bos_token, in the order of the checkpoint's file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from msgspec.structs import replace
+from torch import Tensor
+from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import Qwen2_5OmniThinkerForConditionalGeneration
+
+from omni_actors.stages.base import StageContext, StageOutput, StageRequest, TensorLike
+from omni_actors.stages.multimodal.conversation import validated
+from omni_actors.stages.multimodal.prompt import OmniPrompt
+from omni_actors.stages.qwen2_5.speakers import load_speakers
+from omni_actors.stages.qwen2_5.thinking import OmniThinker, ThinkerRequest
+from omni_actors.stages.registry import ThinkerParams
+from omni_actors.stages.tensors import to_wire
+
+
+class _Request(ThinkerRequest):
+    rows: Tensor
+    """What the talker gets of what the last forward brought on, (k, hidden)."""
+    introduced = False
+    """Whether the talker has what comes once."""
+
+
+class ThinkerEngine(OmniThinker[_Request]):
+    """See the module. ``context.model``: a checkpoint directory of Qwen2.5-Omni."""
+
+    MODEL = Qwen2_5OmniThinkerForConditionalGeneration
+
+    def __init__(self, context: StageContext) -> None:
+        super().__init__(context)
+        assert context.model is not None
+        talker = self._config.talker_config
+        speakers = load_speakers(context.model).values()
+        self._tts = [talker.tts_text_end_token_id, talker.tts_text_pad_token_id]
+        self._tts += [speaker.bos_token for speaker in speakers]
+
+    def _open(self, request: StageRequest) -> _Request:
+        return _Request(request, validated(request.params, ThinkerParams), OmniPrompt(request.sources))
+
+    def _after(self, requests: list[_Request], embeds: Tensor, hidden: Tensor) -> None:
+        for request, went_in, came_out in zip(requests, embeds, hidden, strict=True):
+            if request.prompt:
+                heard = request.heard[request.seen : request.seen + len(went_in)].to(self._device)
+                went_in = went_in.masked_fill(heard[:, None], 0)
+            request.rows = came_out + went_in
+
+    def _prefilled(self, request: _Request) -> Mapping[str, TensorLike]:
+        onward: dict[str, Any] = {"rows": request.rows}
+        if not request.introduced:
+            request.introduced = True
+            onward |= {"ids": request.ids, "positions": request.positions, "tts": self._embed(self._tts)}
+        if not request.prompt:
+            del request.embeds
+        return {name: to_wire(tensor) for name, tensor in onward.items()}
+
+    def _next(self, requests: list[_Request], logits: Tensor) -> Iterator[StageOutput]:
+        """With the rows of the tokens that the last forward brought on, those before the ones that it chooses."""
+        rows = {request.id: {"rows": to_wire(request.rows)} for request in requests if request.token >= 0}
+        said = {output.request_id: output for output in super()._next(requests, logits)}
+        for number in rows | said:
+            yield replace(said.get(number, StageOutput(number)), onward=rows.get(number, {}))

@@ -1,0 +1,174 @@
+"""What the thinkers of omni models share: a conversation with sound and pictures, read in pieces and answered in text.
+
+Input: the client's chunks, as ``multimodal.prompt`` takes them. Output: ``LanguageEngine``'s, and ``onward`` what the
+family's talker is to get. A request's sounds and pictures are encoded in the step of its prompt's first piece.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, TypeVar
+
+import msgspec
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedModel
+
+from omni_actors.stages.autoregressive.batch import Batch
+from omni_actors.stages.autoregressive.cache import SlottedCache
+from omni_actors.stages.autoregressive.language import LanguageEngine, Request, refuse_beyond_context
+from omni_actors.stages.autoregressive.text import Vocabulary
+from omni_actors.stages.base import StageContext
+from omni_actors.stages.checkpoint import load_part, whole_config
+from omni_actors.stages.multimodal.processor import OmniInputs, OmniProcessor
+from omni_actors.stages.multimodal.prompt import OmniPrompt
+from omni_actors.stages.qwen3.speech import grids_of, is_heard, positions_of
+from omni_actors.stages.registry import ThinkerOptions, ThinkerParams
+
+
+class ThinkerRequest(Request[OmniPrompt]):
+    """Tensors of a prompt of n positions; those up to ``seen`` are in the cache."""
+
+    params: ThinkerParams
+    inputs: OmniInputs
+    ids: Tensor
+    """int64 (n,)."""
+    grids: dict[str, Tensor]
+    heard: Tensor
+    """Which positions are sound or picture, bool (n,)."""
+    positions: Tensor
+    """int64 (3, n)."""
+    delta: int
+    """What a later place is from its position."""
+    embeds: Tensor
+    """(n, hidden)."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.seen = 0
+
+
+R = TypeVar("R", bound=ThinkerRequest)
+
+
+class OmniThinker(LanguageEngine[R]):
+    """``context.model``: a checkpoint directory; its ``thinker`` weights are read."""
+
+    MODEL: ClassVar[type[PreTrainedModel]]
+
+    def __init__(self, context: StageContext) -> None:
+        """Raises msgspec.ValidationError (options), WrongCheckpoint, OSError (the checkpoint's files)."""
+        options = self._options = msgspec.convert(context.options, ThinkerOptions)
+        if context.model is None:
+            raise ValueError(f"stage {context.stage!r}: a thinker needs a model, a checkpoint directory")
+        torch.set_num_threads(context.threads)
+        context.report("reading the processor")
+        self._processor = OmniProcessor(context.model)
+        context.report("reading the weights of the thinker")
+        dtype: torch.dtype = getattr(torch, options.dtype)
+        model: Any = load_part(self.MODEL, context.model, "thinker", dtype, context.device)
+        self._config: Any = whole_config(context.model)
+        self._model, self._language, self._device = model, model.model.language_model, model.device
+        self._cache = SlottedCache(options.max_batch, options.context, model.dtype, model.device)
+        vocabulary = Vocabulary(self._processor.tokenizer, _end_tokens(context))
+        super().__init__(Batch(self._cache, options.max_batch, options.prefill_chunk), vocabulary, options.context)
+
+    # what a family says for itself
+
+    def _beside(self, request: R, piece: slice) -> dict[str, Any]:
+        """What else the language model is called with for this piece of a prompt."""
+        return {}
+
+    def _encoded(self, request: R, kind: str, places: Tensor, features: Any) -> None:
+        """An encoder's output for all of a request's images ("image") or videos, at ``places``, bool (n,)."""
+
+    def _after(self, requests: list[R], embeds: Tensor, hidden: Tensor) -> None:
+        """After a forward: what went in and came out, (rows, count, hidden). A prompt's ``seen`` moves on after it."""
+
+    # LanguageEngine
+
+    def _encode(self, request: R) -> list[int]:
+        inputs = request.inputs = self._processor(
+            request.collector,
+            system_prompt=self._options.system_prompt,
+            use_audio_in_video=request.params.use_audio_in_video,
+        )
+        refuse_beyond_context(len(inputs.ids), f"{len(inputs.ids)} tokens", self._context)
+        request.ids = torch.tensor(inputs.ids)
+        request.grids = grids_of(inputs.tensors)
+        request.heard = is_heard(request.ids, self._config)
+        request.positions, request.delta = positions_of(
+            self._model, request.ids, request.grids, use_audio_in_video=inputs.use_audio_in_video
+        )
+        return inputs.ids
+
+    @torch.inference_mode()
+    def _forward(self, rows: list[int], count: int) -> Tensor:
+        requests = [self._batch.rows[row] for row in rows]
+        positions, mask = self._cache.extend(rows, count)
+        prefilling, more = bool(requests[0].prompt), {}  # then it is the only one
+        if prefilling:
+            (request,) = requests
+            if not request.seen:
+                self._encode_media(request)
+            piece = slice(request.seen, request.seen + count)
+            embeds, more = request.embeds[None, piece], self._beside(request, piece)
+            axes = request.positions[:, None, piece].to(self._device)
+        else:
+            embeds = self._embed([[request.token] for request in requests])
+            deltas = torch.tensor([request.delta for request in requests], device=self._device)
+            axes = (positions + deltas[:, None]).expand(3, -1, -1)
+        hidden = self._language(
+            inputs_embeds=embeds,
+            position_ids=axes,
+            attention_mask=mask,
+            past_key_values=self._cache,
+            use_cache=True,
+            **more,
+        ).last_hidden_state
+        self._after(requests, embeds, hidden)
+        if prefilling:
+            requests[0].seen += count
+        logits: Tensor = self._model.lm_head(hidden[:, -1])
+        return logits
+
+    def _encode_media(self, request: R) -> None:
+        """Fill ``embeds``; the processor's tensors are let go."""
+        ids, tensors, thinker = request.ids.to(self._device), request.inputs.tensors, self._config.thinker_config
+        encoders, embeds = self._model.model, self._embed(ids)
+        if (features := tensors.get("input_features")) is not None:
+            sound = encoders.get_audio_features(
+                features.to(self._device, self._model.dtype), tensors["feature_attention_mask"].to(self._device)
+            ).last_hidden_state
+            embeds[ids == thinker.audio_token_id] = sound.to(embeds.dtype)
+        for kind, pixels, grid, token, encode in (
+            ("image", "pixel_values", "image_grid_thw", thinker.image_token_id, encoders.get_image_features),
+            ("video", "pixel_values_videos", "video_grid_thw", thinker.video_token_id, encoders.get_video_features),
+        ):
+            if pixels in tensors:
+                features = encode(tensors[pixels].to(self._device), tensors[grid].to(self._device))
+                places = ids == token
+                embeds[places] = torch.cat(features.pooler_output).to(embeds.dtype)
+                self._encoded(request, kind, places.cpu(), features)
+        request.embeds = embeds
+        del request.inputs
+
+    @torch.inference_mode()
+    def _embed(self, ids: Any) -> Tensor:
+        embeds: Tensor = self._language.embed_tokens(torch.as_tensor(ids, device=self._device))
+        return embeds
+
+    def close(self) -> None:
+        super().close()
+        del self._model, self._language, self._cache
+
+
+def _end_tokens(context: StageContext) -> int | list[int] | None:
+    """Those that end an answer, by the checkpoint's generation config; the tokenizer knows the one that ends a turn."""
+    assert context.model is not None
+    try:
+        said: int | list[int] | None = GenerationConfig.from_pretrained(
+            context.model, local_files_only=True
+        ).eos_token_id
+    except OSError:
+        return None
+    return said

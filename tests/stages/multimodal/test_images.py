@@ -1,0 +1,132 @@
+from __future__ import annotations
+
+import random
+import struct
+import zlib
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from omni_actors.stages.base import InvalidRequest
+from omni_actors.stages.multimodal.images import decode_image
+from tests.stages.multimodal.inputs import image_file, noise
+
+LIMIT = 1_000_000
+COLOURS = np.zeros((32, 48, 3), np.uint8)
+COLOURS[:16, :24], COLOURS[:16, 24:], COLOURS[16:, :24] = (250, 0, 0), (0, 250, 0), (0, 0, 250)
+"""Four flat quarters: no format spoils them much."""
+PICTURE = Image.fromarray(COLOURS)
+
+
+def decoded(data: bytes) -> Any:
+    pixels = decode_image(data, 0, LIMIT)
+    assert pixels.dtype == np.uint8
+    return pixels
+
+
+@pytest.mark.parametrize(
+    ("format", "options"),
+    [
+        *(("PNG", {}), ("BMP", {}), ("GIF", {}), ("AVIF", {"quality": 95}), ("WEBP", {"lossless": True})),
+        ("JPEG", {"quality": 95, "subsampling": 0}),
+    ],
+)
+def test_the_usual_formats(format: str, options: Any) -> None:
+    pixels = decoded(image_file(PICTURE, format, **options))
+    assert pixels.shape == COLOURS.shape
+    assert np.abs(pixels.astype(int) - COLOURS).mean() < 4
+
+
+@pytest.mark.parametrize(("mode", "format"), [("P", "PNG"), ("CMYK", "JPEG"), ("YCbCr", "JPEG"), ("RGBA", "WEBP")])
+def test_any_colour_space_becomes_red_green_blue(mode: str, format: str) -> None:
+    pixels = decoded(image_file(PICTURE.convert(mode), format))
+    assert np.abs(pixels[4:12, 4:20].astype(int) - (250, 0, 0)).mean() < 20
+
+
+@pytest.mark.parametrize("bits", [1, 8, 16])
+def test_grey_of_any_depth(bits: int) -> None:
+    ramp = np.linspace(0, 255, 256).round().astype(np.uint8)[None].repeat(3, 0)
+    picture = {
+        1: Image.fromarray(ramp).convert("1", dither=Image.Dither.NONE),
+        8: Image.fromarray(ramp),
+        16: Image.fromarray(ramp.astype(np.uint16) * 257),
+    }[bits]
+    expected = np.where(ramp > 127, 255, 0) if bits == 1 else ramp
+    pixels = decoded(image_file(picture))
+    assert pixels.shape == (3, 256, 3)
+    assert np.array_equal(pixels, np.repeat(expected[..., None], 3, -1))
+
+
+@pytest.mark.parametrize("mode", ["RGBA", "LA", "P"])
+def test_what_is_transparent_is_white(mode: str) -> None:
+    layer = Image.new("RGBA", (4, 2), (0, 0, 0, 0))
+    layer.paste((0, 0, 0, 255), (0, 0, 2, 2))
+    options = {"transparency": 1} if mode == "P" else {}
+    if mode == "P":
+        picture = Image.fromarray(np.array([[0, 0, 1, 1]] * 2, np.uint8))
+        picture.putpalette([0, 0, 0, 9, 9, 9])
+    else:
+        picture = layer.convert(mode)
+    pixels = decoded(image_file(picture, **options))
+    assert pixels[:, :, 0].tolist() == [[0, 0, 255, 255]] * 2
+
+
+@pytest.mark.parametrize(("orientation", "turns"), [(1, 0), (3, 2), (6, 3), (8, 1)])
+def test_a_photo_stands_as_its_camera_says(orientation: int, turns: int) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    pixels = decoded(image_file(PICTURE, exif=exif))
+    assert np.array_equal(pixels, np.rot90(COLOURS, turns))
+
+
+@pytest.mark.parametrize("format", ["GIF", "WEBP", "PNG"])
+def test_of_an_animation_the_first_picture(format: str) -> None:
+    options = {"lossless": True} if format == "WEBP" else {}
+    file = image_file(PICTURE, format, save_all=True, append_images=[Image.new("RGB", PICTURE.size)] * 3, **options)
+    assert np.array_equal(decoded(file), COLOURS)
+
+
+def png_header(width: int, height: int) -> bytes:
+    head = b"IHDR" + struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    data = b"IDAT" + zlib.compress(bytes(99))
+    chunks = (
+        struct.pack(">I", len(chunk) - 4) + chunk + struct.pack(">I", zlib.crc32(chunk)) for chunk in (head, data)
+    )
+    return b"\x89PNG\r\n\x1a\n" + b"".join(chunks)
+
+
+@pytest.mark.parametrize("size", [(1001, 1000), (10_000, 10_000), (1 << 30, 1 << 30)])
+def test_one_too_large_is_refused_by_its_header(size: tuple[int, int]) -> None:
+    with pytest.raises(InvalidRequest, match="the limit is 1000000 pixels") as refusal:
+        decoded(png_header(*size))
+    assert (refusal.value.param, refusal.value.code) == ("image", "image_too_large")
+
+
+POSTSCRIPT = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\nshowpage\n"
+VECTORS = b'<svg xmlns="http://www.w3.org/2000/svg"><image href="file:///etc/hostname"/></svg>'
+
+
+@pytest.mark.parametrize(
+    "data", [b"no image", image_file(PICTURE)[:-60], image_file(PICTURE, "TIFF"), POSTSCRIPT, VECTORS]
+)
+def test_a_file_that_is_broken_or_of_another_kind_is_refused(data: bytes) -> None:
+    with pytest.raises(InvalidRequest, match="image 0: this file cannot be read; accepted: AVIF, BMP") as refusal:
+        decoded(data)
+    assert (refusal.value.param, refusal.value.code) == ("image", "invalid_image")
+
+
+@pytest.mark.parametrize("format", ["PNG", "JPEG", "WEBP", "GIF", "BMP", "AVIF"])
+def test_whatever_is_changed_in_a_file_it_is_decoded_or_refused(format: str) -> None:
+    rng, file = random.Random(7), image_file(Image.fromarray(noise(20, 30, 3)), format)
+    outcomes = set()
+    for _ in range(150):
+        data = bytearray(file)
+        for _ in range(rng.choice((1, 2, 20))):
+            data[rng.randrange(min(len(data), rng.choice((40, len(data)))))] = rng.randrange(256)
+        try:
+            outcomes.add(decoded(bytes(data)).shape[2])
+        except InvalidRequest as refusal:
+            outcomes.add(refusal.code.partition("_")[0])
+    assert outcomes >= {3, "invalid"}

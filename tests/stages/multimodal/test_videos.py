@@ -1,0 +1,181 @@
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from omni_actors.stages.base import InvalidRequest
+from omni_actors.stages.multimodal.limits import MediaLimits
+from omni_actors.stages.multimodal.videos import Frames, Size, decode_sound, decode_video, sample_frames
+from tests.stages.multimodal.inputs import RATE, noise, video_file
+
+LIMITS = MediaLimits()
+
+
+def fit(height: int, width: int) -> Size:
+    return Size(height, width, 1000)
+
+
+def shown(frames: Frames) -> list[int]:
+    """Which frame of ``video_file`` each one is, by its brightness."""
+    return [round(float(mean) / 4) for mean in frames.pixels.float().mean((1, 2, 3))]
+
+
+def refused(data: bytes, **limits: Any) -> InvalidRequest:
+    with pytest.raises(InvalidRequest) as refusal:
+        decode_video(data, 0, MediaLimits(**limits), fit)
+    assert refusal.value.param == "video"
+    return refusal.value
+
+
+@pytest.mark.parametrize(
+    ("format", "codec"),
+    [
+        ("mp4", "libx264"),
+        ("matroska", "libx264"),
+        ("webm", "libvpx-vp9"),
+        ("avi", "mpeg4"),
+        ("mpegts", "libx264"),
+        ("gif", "gif"),
+    ],
+)
+def test_frames_are_kept_at_the_models_rate(format: str, codec: str) -> None:
+    frames = decode_video(video_file(60, fps=30, format=format, codec=codec), 0, LIMITS, fit)
+    assert shown(frames) == [0, 15, 30, 45]
+    assert frames.fps == 2.0
+    assert frames.pixels.shape == (4, 48, 64, 3)
+    assert frames.pixels.dtype == torch.uint8
+
+
+@pytest.mark.parametrize(
+    ("count", "fps", "kept", "rate"),
+    [
+        (61, 30, [0, 15, 30, 45, 60], 2.0),
+        (3, 1, [0, 1, 2], 1.0),  # it has no more
+        (20, 30, [0, 5, 10, 15], 6.0),  # too short for the usual rate
+        (2, 30, [0, 1], 30.0),
+        (1, 30, [0], 30.0),
+    ],
+)
+def test_frames_and_files_are_sampled_alike(count: int, fps: int, kept: list[int], rate: float) -> None:
+    file = decode_video(video_file(count, fps=fps), 0, LIMITS, fit)
+    content = np.arange(count, dtype=np.uint8)[:, None, None, None].repeat(3, 3) * 4
+    given = sample_frames(content, fps, 0, LIMITS, fit)
+    assert shown(file) == shown(given) == kept
+    assert file.fps == pytest.approx(rate)
+    assert given.fps == pytest.approx(rate)
+
+
+def test_an_uneven_video_is_sampled_by_its_times() -> None:
+    file = video_file(times=[0, 100, 200, 900, 1000, 1700, 3000, 3100])
+    assert shown(decode_video(file, 0, LIMITS, fit)) == [0, 2, 4, 4, 5, 5, 6]
+
+
+def test_frames_are_shrunk_as_they_come_to_the_size_that_the_first_asks_for() -> None:
+    asked = []
+
+    def shrink(height: int, width: int) -> Size:
+        asked.append((height, width))
+        return Size(28, 56, 1000)
+
+    frames = decode_video(video_file(), 0, LIMITS, shrink)
+    assert frames.pixels.shape == (4, 28, 56, 3)
+    assert asked == [(48, 64)]
+
+
+@pytest.mark.parametrize(
+    ("matrix", "turns"),
+    [((0, 1, -1, 0), 3), ((-1, 0, 0, -1), 2), ((0, -1, 1, 0), 1)],
+)
+def test_a_video_of_a_phone_stands_upright(matrix: tuple[int, ...], turns: int) -> None:
+    pixels = np.zeros((48, 64, 3), np.uint8)
+    pixels[:24, :32] = 240
+    file = bytearray(video_file(4, fps=2, format="mp4", codec="libx264", pixels=pixels))
+    place = file.index(b"tkhd") + 4 + 40  # the track's matrix: a, b, u, c, d, v, …, 16.16
+    a, b, c, d = (int(value * 65536).to_bytes(4, "big", signed=True) for value in matrix)
+    file[place : place + 20] = a + b + bytes(4) + c + d
+    frames = decode_video(bytes(file), 0, LIMITS, fit)
+    expected = np.rot90(pixels, turns).astype(int)
+    assert frames.pixels[0].shape == expected.shape
+    assert np.abs(frames.pixels[0].numpy() - expected).mean() < 8
+
+
+def test_the_sound_of_a_file_is_mono() -> None:
+    tone = np.sin(np.arange(RATE) / 9, dtype=np.float32) * 0.5
+    recording = decode_sound(video_file(audio=np.stack([tone, np.zeros_like(tone)])), 0, 10.0)
+    assert recording is not None
+    assert np.abs(recording.at(RATE) - tone / 2).max() < 1e-3
+
+
+@pytest.mark.parametrize("file", [video_file(), video_file(audio=np.zeros((1, 90), np.float32))])
+def test_a_silent_file_has_no_sound(file: bytes) -> None:
+    assert decode_sound(file, 0, 10.0) is None
+
+
+def test_the_sound_of_a_file_has_a_limit() -> None:
+    file = video_file(audio=np.zeros((1, RATE), np.float32))
+    with pytest.raises(InvalidRequest, match=r"the limit is 0\.5 s"):
+        decode_sound(file, 0, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("limits", "code", "reason"),
+    [
+        ({"video_pixels": 48 * 64 - 1}, "video_too_large", "64 × 48 pixels; the limit is 3071"),
+        ({"video_s": 1.9}, "video_too_long", "the limit is 1.9 s"),
+        ({"video_frames": 3}, "video_too_long", "the limit is 3 frames"),
+        ({"decode_s": 1e-9}, "video_too_slow", "takes more than 1e-09 s"),
+    ],
+)
+def test_one_past_a_limit_is_refused(limits: Any, code: str, reason: str) -> None:
+    refusal = refused(video_file(), **limits)
+    assert refusal.code == code
+    assert reason in str(refusal)
+    with pytest.raises(InvalidRequest, match=reason):
+        sample_frames(noise(60, 48, 64, 3), 30, 0, MediaLimits(**limits), fit)
+
+
+def test_a_header_that_lies_about_its_length_changes_nothing() -> None:
+    file = bytearray(video_file(60, fps=30, format="mp4", codec="libx264"))
+    for box in (b"mvhd", b"mdhd"):
+        place = file.index(box) + 4 + 16  # duration, after version and flags, two times and the scale
+        file[place : place + 4] = (1).to_bytes(4, "big")
+    assert refused(bytes(file), video_s=1.0).code == "video_too_long"
+
+
+def test_a_playlist_is_not_followed(tmp_path: Path) -> None:
+    target = tmp_path / "private.ts"
+    target.write_bytes(video_file(format="mpegts", codec="libx264"))
+    playlist = f"#EXTM3U\n#EXT-X-TARGETDURATION:9\n#EXTINF:9,\nfile://{target}\n#EXT-X-ENDLIST\n"
+    concatenation = f"ffconcat version 1.0\nfile {target}\n"
+    for text in (playlist, concatenation):
+        assert refused(text.encode()).code == "invalid_video"
+
+
+@pytest.mark.parametrize(
+    "data", [b"no video", video_file(format="mp4", codec="libx264")[:-900], b"RIFF\x00\x00\x00\x00WAVEfmt "]
+)
+def test_a_file_that_is_broken_or_of_another_kind_is_refused(data: bytes) -> None:
+    refusal = refused(data)
+    assert refusal.code == "invalid_video"
+    assert "video 0: this file cannot be read; accepted: mov, mp4" in str(refusal)
+
+
+@pytest.mark.parametrize(("format", "codec"), [("mp4", "libx264"), ("webm", "libvpx-vp9"), ("avi", "mpeg4")])
+def test_whatever_is_changed_in_a_file_it_is_decoded_or_refused(format: str, codec: str) -> None:
+    rng, file = random.Random(7), video_file(20, format=format, codec=codec)
+    outcomes = set()
+    for _ in range(150):
+        data = bytearray(file)
+        for _ in range(rng.choice((1, 2, 20))):
+            data[rng.randrange(min(len(data), rng.choice((64, len(data)))))] = rng.randrange(256)
+        try:
+            outcomes.add(decode_video(bytes(data), 0, MediaLimits(decode_s=5), fit).pixels.shape[3])
+            decode_sound(bytes(data), 0, 10.0)
+        except InvalidRequest as refusal:
+            outcomes.add(refusal.code.partition("_")[0])
+    assert outcomes >= {3, "invalid"}
