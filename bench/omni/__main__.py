@@ -1,7 +1,7 @@
 """`python -m bench.omni`: what streaming between the stages of an omni model is worth.
 
-For each scenario (``bench.omni.pipelines``) three systems are open at once, with their workers idle but for the one that
-is measured: streamed, gathered (each stage waits for all of its input), and the thinker alone. Rounds go through the
+For each scenario (``bench.omni.pipelines``) three systems are open at once, and all are idle but the one that is
+measured: streamed, gathered (each stage waits for all of its input), and the thinker alone. Rounds go through the
 systems in turn, so that a machine whose speed drifts is the same for all; medians are printed, and ratios of medians.
 """
 
@@ -130,9 +130,7 @@ def main(rounds: int, concurrency: str, only: str | None, json_file: Path | None
         if only != "waiting":
             written["transformers"] = monolith(checkpoint, rounds)
             for threads, seconds in written["transformers"].items():
-                console.print(
-                    f"transformers' generate, {threads} thread(s): first sample and end after {seconds:.2f} s"
-                )
+                console.print(f"transformers' generate, {threads} thread(s): first sample and end: {seconds:.2f} s")
     if json_file is not None:
         json_file.write_text(json.dumps(written, indent=1))
     sys.exit(0 if held else 1)

@@ -1,6 +1,6 @@
-"""`python -m bench.omni.whole DIRECTORY THREADS`: transformers' own generate on the same checkpoint, alone in a process.
+"""`python -m bench.omni.whole DIRECTORY THREADS`: transformers' own generate on the same checkpoint, in one process.
 
-Each line of input is one answer; each line of output its seconds: to the end, which is when its first sample is there.
+Each line of input asks for an answer; each line of output is its seconds: to the end, when its first sample is there.
 """
 
 from __future__ import annotations

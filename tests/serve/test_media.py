@@ -387,9 +387,11 @@ async def test_a_host_that_goes_to_sleep_is_given_up(
 
     autojump_clock.autojump_threshold = 0.2  # loopback is quicker
     port = await host(serve)
+    began = trio.current_time()
     with pytest.raises(Problem, match=f"within {BRING_S:g} s") as caught:
         await reachable(port).bring([image(f"http://localhost:{port}/a.png")], arrival())
     assert caught.value.code == "files_too_slow"
+    assert trio.current_time() - began == pytest.approx(BRING_S, abs=1)
     autojump_clock.autojump_threshold = float("inf")
     with trio.fail_after(60):
         await ended.wait()

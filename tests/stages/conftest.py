@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+import random
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from importlib import import_module
 from pathlib import Path
@@ -80,6 +82,37 @@ class Driver:
             for output in self.step():
                 outputs.setdefault(output.request_id, []).append(output)
         return outputs
+
+
+def run_chain(
+    stages: Mapping[str, Driver], arrivals: Sequence[Callable[[], None]], order: random.Random | None = None
+) -> dict[str, dict[int, list[Any]]]:
+    """Each stage's outputs by request, where each feeds the next one as the workers' loops would.
+
+    A request that has ended in a stage takes no more there. Each of ``arrivals`` starts one request in all stages and
+    feeds the first. order: draws when they come and which stage steps; without it, all come first and step in turn.
+    """
+    outputs: dict[str, dict[int, list[Any]]] = {name: {} for name in stages}
+    below = dict(zip(stages, [*stages.values()][1:], strict=False))
+    coming = deque(arrivals)
+    try:
+        while coming or any(driver.engine.busy for driver in stages.values()):
+            working = [name for name, driver in stages.items() if driver.engine.busy]
+            if coming and (order is None or not working or order.random() < 0.2):
+                coming.popleft()()
+                continue
+            for name in working if order is None else [order.choice(working)]:
+                for output in stages[name].step():
+                    outputs[name].setdefault(output.request_id, []).append(output)
+                    if name in below and output.request_id in below[name].live:
+                        tensors = for_stages(output)
+                        below[name].feed(output.request_id, output.data, tensors, last=output.last, source=name)
+        assert not any(driver.live for driver in stages.values()), "a request waits for ever"
+    finally:
+        for driver in stages.values():
+            for request_id in list(driver.live):
+                driver.abort(request_id)
+    return outputs
 
 
 def for_stages(output: StageOutput) -> dict[str, Any]:

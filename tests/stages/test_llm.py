@@ -620,7 +620,8 @@ def test_the_system_prompt_is_for_conversations_without_one(tiny: Path) -> None:
         ([{"role": "user", "content": [{"type": "audio", "index": 0}]}], "messages"),
         ("hello", "messages"),
         ([{"role": "ghost", "content": "hello"}], "messages[0].role"),
-        ([{"role": "user", "content": [{"type": "video"}]}], "messages[0].content[0].type"),
+        ([{"role": "user", "content": [{"type": "video", "index": 0}]}], "messages"),
+        ([{"role": "user", "content": [{"type": "smell"}]}], "messages[0].content[0].type"),
         ([{"role": "user"}], "messages[0]"),
     ],
 )

@@ -1,8 +1,8 @@
 """Who is in the batch, and what the next forward brings on: continuous batching, of whatever is decoded.
 
 Rules
-1. A sequence waits for a row, in order of arrival; then it has row i of the cache, i its place in ``rows``. It can leave
-   from both.
+1. A sequence waits for a row, in order of arrival; then it has row i of the cache, i its place in ``rows``. It may
+   leave from both.
 2. A step is at most one piece of one prompt, then one forward that brings on every sequence whose next position is
    ready. So a long prompt slows the others down, but never stops them, and who waits for input holds up nobody.
 3. A prompt is prefilled by itself, in pieces of ``prefill`` positions whose cuts depend on nothing else, not even on

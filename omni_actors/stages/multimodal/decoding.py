@@ -56,7 +56,11 @@ class Decoder:
         task = _Decoding(self, media, use_audio_in_video)
         for kind, index in places:
             task.add(kind, index)
-        return task.decoded
+        decoded = task.decoded
+        if decoded.heard and len(set(decoded.sound_of) - {None}) < len(decoded.videos):
+            message = "some of the videos have sound and some have none; a model hears all that it sees, or none"
+            raise InvalidRequest(message, param="use_audio_in_video")
+        return decoded
 
 
 class _Decoding:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import BatchFeature
@@ -49,7 +50,7 @@ class FrameProcessor:
     def __call__(self, videos: Sequence[Tensor], *, size: Mapping[str, int], **_: Any) -> BatchFeature:
         """videos: uint8 (frames, height, width, 3) each."""
         patches, grids = zip(*(self._patches(video, size) for video in videos), strict=True)
-        return BatchFeature({"pixel_values_videos": torch.cat(patches), "video_grid_thw": torch.tensor(grids)})
+        return BatchFeature({"pixel_values_videos": torch.cat(patches), "video_grid_thw": np.array(grids)})
 
     def _patches(self, video: Tensor, size: Mapping[str, int]) -> tuple[Tensor, tuple[int, int, int]]:
         """float32 (patches, channels × temporal patch × patch²), in the order in which patches are merged; the grid."""

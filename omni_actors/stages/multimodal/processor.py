@@ -94,8 +94,8 @@ class OmniProcessor:
         frames = FrameProcessor(of_videos)
         self._processor: Any = family(images, frames, ears, self.tokenizer, self._template)
         # As attributes, not as arguments: of those, a processor's ``__call__`` does not pass on all.
-        self._processor.audio_kwargs = {**family.audio_kwargs, "return_tensors": "pt"}
-        self._processor.images_kwargs = {"return_tensors": "pt", "input_data_format": "channels_last"}
+        self._processor.audio_kwargs = {**family.audio_kwargs, "return_tensors": "np"}  # it counts in numpy
+        self._processor.images_kwargs = {"return_tensors": "np", "input_data_format": "channels_last"}
         if config.model_type == "qwen3_omni_moe":
             self._processor.n_window = config.thinker_config.audio_config.n_window
         kinds = ("audio", "image", "video")

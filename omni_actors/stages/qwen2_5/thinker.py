@@ -11,14 +11,12 @@ bos_token, in the order of the checkpoint's file.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Mapping
 
-from msgspec.structs import replace
 from torch import Tensor
 from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import Qwen2_5OmniThinkerForConditionalGeneration
 
-from omni_actors.stages.base import StageContext, StageOutput, StageRequest, TensorLike
+from omni_actors.stages.base import StageContext, StageRequest, TensorLike
 from omni_actors.stages.multimodal.conversation import validated
 from omni_actors.stages.multimodal.prompt import OmniPrompt
 from omni_actors.stages.qwen2_5.speakers import load_speakers
@@ -57,18 +55,9 @@ class ThinkerEngine(OmniThinker[_Request]):
                 went_in = went_in.masked_fill(heard[:, None], 0)
             request.rows = came_out + went_in
 
-    def _prefilled(self, request: _Request) -> Mapping[str, TensorLike]:
-        onward: dict[str, Any] = {"rows": request.rows}
+    def _onward(self, request: _Request, *, generated: bool) -> Mapping[str, TensorLike]:
+        onward: dict[str, Tensor] = {"rows": request.rows}
         if not request.introduced:
             request.introduced = True
             onward |= {"ids": request.ids, "positions": request.positions, "tts": self._embed(self._tts)}
-        if not request.prompt:
-            del request.embeds
         return {name: to_wire(tensor) for name, tensor in onward.items()}
-
-    def _next(self, requests: list[_Request], logits: Tensor) -> Iterator[StageOutput]:
-        """With the rows of the tokens that the last forward brought on, those before the ones that it chooses."""
-        rows = {request.id: {"rows": to_wire(request.rows)} for request in requests if request.token >= 0}
-        said = {output.request_id: output for output in super()._next(requests, logits)}
-        for number in rows | said:
-            yield replace(said.get(number, StageOutput(number)), onward=rows.get(number, {}))

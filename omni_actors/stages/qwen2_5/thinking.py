@@ -127,7 +127,9 @@ class OmniThinker(LanguageEngine[R]):
         ).last_hidden_state
         self._after(requests, embeds, hidden)
         if prefilling:
-            requests[0].seen += count
+            request.seen += count
+            if request.seen == len(request.ids):
+                del request.embeds
         logits: Tensor = self._model.lm_head(hidden[:, -1])
         return logits
 

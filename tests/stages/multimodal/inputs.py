@@ -21,7 +21,7 @@ RATE = 16_000
 
 
 def feed(prompt: OmniPrompt, *pieces: Piece) -> bool:
-    """Feed all of a request, from memory that is taken away when ``feed`` ends: who keeps a view meets a BufferError."""
+    """Feed all of a request, from memory that is taken away when ``feed`` ends: a kept view is a BufferError."""
     complete = False
     for seq, (data, tensors) in enumerate(pieces):
         memory = bytearray(b"".join(encode_bundle(None, tensors)))

@@ -105,10 +105,11 @@ class Reference:
                 talker_do_sample=False,
                 talker_eos_token_id=self.ends,
                 token2wav_num_steps=steps,
-                **tensors,
+                # Given to all, as a user would, pictures are refused by the talker, which has no such argument.
+                **{f"thinker_{name}" if "pixel" in name else name: tensor for name, tensor in tensors.items()},
             )
             wave = waves.numpy()
-        except RuntimeError:
+        except (RuntimeError, ValueError):
             if "talker" not in made and made["thinker"].sequences.shape[1] == before + 1:
                 crash = "thinker"
             elif "codes" in made and not made["codes"].numel():

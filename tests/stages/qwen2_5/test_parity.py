@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,17 +20,16 @@ from omni_actors.stages.base import CLIENT, Chunk
 from omni_actors.stages.multimodal.processor import OmniProcessor
 from omni_actors.stages.multimodal.prompt import OmniPrompt
 from ringbuf import decode_bundle, encode_bundle
-from tests.stages.conftest import Driver, for_stages
+from tests.stages.conftest import Driver, run_chain
 from tests.stages.qwen2_5 import reference, tiny
-from tests.stages.qwen3.test_parity import ASKS as QWEN3_ASKS
 from tests.stages.qwen3.test_parity import STORY, SYSTEM, Ask, tensor
 
 pytestmark = pytest.mark.voice  # the extra's libraries; the weights are random
 
 CHECKPOINTS: dict[str, dict[str, Any]] = {
     "wordy": {"seed": 1},
-    "brief": {"seed": 2, "text_eos": 2.0, "codec_eos": 1.3},
-    "curt": {"seed": 0, "text_eos": 3.0, "codec_eos": 3.0},
+    "brief": {"seed": 2, "text_eos": 2.0, "codec_eos": 1.1},
+    "curt": {"seed": 2, "text_eos": -3.0, "codec_eos": 3.0},
 }
 OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "wordy": ({"prefill_chunk": 16, "max_batch": 5}, {"prefill_chunk": 7, "max_batch": 6}),
@@ -59,13 +58,17 @@ class Pipeline:
         self.token2wav = open_engine("qwen2_5_token2wav", directory, steps=STEPS)
         self.directory, self.reference = directory, reference.load(directory)
         self._processor = OmniProcessor(directory)
+        self._inputs = functools.cache(self._processed)
 
-    def expected(self, ask: Ask, **how: Any) -> reference.Answer:
+    def _processed(self, ask: Ask) -> Any:
         prompt = OmniPrompt((CLIENT,))
         for seq, (data, tensors) in enumerate(ask.chunks):
             bundle = decode_bundle(memoryview(b"".join(encode_bundle(None, tensors))))
             prompt.feed(Chunk(CLIENT, seq, seq == len(ask.chunks) - 1, bundle.tensors, data))
-        inputs = self._processor(prompt, system_prompt="", use_audio_in_video=ask.use_audio_in_video)
+        return self._processor(prompt, system_prompt="", use_audio_in_video=ask.use_audio_in_video)
+
+    def expected(self, ask: Ask, *, padded: bool = False) -> reference.Answer:
+        inputs = self._inputs(ask)
         return self.reference.answer(
             ask,
             inputs.ids,
@@ -75,44 +78,16 @@ class Pipeline:
             max_codes=ask.max_frames,
             use_audio_in_video=ask.use_audio_in_video,
             steps=STEPS,
-            **how,
+            padded=padded,
         )
 
     def said(self, asks: Sequence[Ask], order: random.Random | None = None) -> list[Said]:
-        """What each is answered. order: of arrivals and steps; without it, each stage steps in turn."""
-        drivers = thinker, talker, token2wav = [Driver(engine) for engine in (self.thinker, self.talker, self.token2wav)]
-        below = {id(thinker): ("thinker", talker), id(talker): ("talker", token2wav)}
-        outputs: dict[tuple[int, int], list[Any]] = {}
-        coming = list(enumerate(asks))
-        try:
-            while coming or any(driver.engine.busy for driver in drivers):
-                if coming and (order is None or order.random() < 0.2 or not thinker.engine.busy):
-                    self._start(*coming.pop(0), *drivers)
-                working = [driver for driver in drivers if driver.engine.busy]
-                for driver in working if order is None else [order.choice(working)]:
-                    for output in driver.step():
-                        outputs.setdefault((id(driver), output.request_id), []).append(output)
-                        source, next_driver = below.get(id(driver), ("", None))
-                        if next_driver and output.request_id in next_driver.live:
-                            tensors = for_stages(output)
-                            next_driver.feed(output.request_id, output.data, tensors, last=output.last, source=source)
-            assert not thinker.live | talker.live | token2wav.live
-        finally:
-            for driver in drivers:
-                for number in list(driver.live):
-                    driver.abort(number)
-        return [self._said(*(outputs[id(driver), number] for driver in drivers)) for number in range(len(asks))]
-
-    @staticmethod
-    def _start(number: int, ask: Ask, thinker: Driver, talker: Driver, token2wav: Driver) -> None:
-        token2wav.start(number, ("talker",), speaker=ask.speaker, seed=0)
-        talker.start(
-            number, ("thinker",), speaker=ask.speaker, talker_max_tokens=ask.max_frames, talker_temperature=0.0
-        )
-        thinker.start(number, max_tokens=ask.max_tokens, use_audio_in_video=ask.use_audio_in_video)
-        for data, tensors in ask.chunks[:-1]:
-            thinker.feed(number, data, tensors)
-        thinker.feed(number, *ask.chunks[-1], last=True)
+        """What each is answered. order: see ``run_chain``."""
+        engines = {"thinker": self.thinker, "talker": self.talker, "token2wav": self.token2wav}
+        stages = {name: Driver(engine) for name, engine in engines.items()}
+        arrivals = [functools.partial(_arrive, stages, number, ask) for number, ask in enumerate(asks)]
+        outputs = run_chain(stages, arrivals, order)
+        return [self._said(*(outputs[name][number] for name in stages)) for number in range(len(asks))]
 
     def _said(self, thinker: list[Any], talker: list[Any], token2wav: list[Any]) -> Said:
         codes = [tensor(output.tensors["codes"])[:, 0] for output in talker if output.tensors]
@@ -125,8 +100,8 @@ class Pipeline:
             np.concatenate([np.zeros(0, np.float32), *wave]),
         )
 
-    def check(self, ask: Ask, said: Said, **how: Any) -> None:
-        expected = self.expected(ask, **how)
+    def check(self, ask: Ask, said: Said, *, padded: bool = False) -> None:
+        expected = self.expected(ask, padded=padded)
         ended = expected.ids[-1] == tiny.token("<|im_end|>")
         written = expected.ids[:-1] if ended else expected.ids
         assert said.text == tiny.TOKENIZER.decode(written, skip_special_tokens=True)
@@ -137,6 +112,17 @@ class Pipeline:
             np.testing.assert_allclose(said.rows, expected.rows, atol=1e-4)
         assert said.codes.tolist() == expected.codes.tolist()
         np.testing.assert_allclose(said.wave, expected.wave, atol=1e-4)
+
+
+def _arrive(stages: Mapping[str, Driver], number: int, ask: Ask) -> None:
+    stages["token2wav"].start(number, ("talker",), speaker=ask.speaker, seed=0)
+    stages["talker"].start(
+        number, ("thinker",), speaker=ask.speaker, talker_max_tokens=ask.max_frames, talker_temperature=0.0
+    )
+    stages["thinker"].start(number, max_tokens=ask.max_tokens, use_audio_in_video=ask.use_audio_in_video)
+    for chunk in ask.chunks[:-1]:
+        stages["thinker"].feed(number, *chunk)
+    stages["thinker"].feed(number, *ask.chunks[-1], last=True)
 
 
 @pytest.fixture(scope="module")
@@ -161,7 +147,18 @@ def pipeline(
         yield get
 
 
-ASKS = [ask._replace(speaker=SPEAKERS[number % 2]) for number, ask in enumerate(QWEN3_ASKS)]
+ASKS = [
+    Ask("hello", speaker="Chelsie"),
+    Ask("hello", SYSTEM, speaker="Ethan"),
+    Ask(STORY, max_tokens=40, max_frames=50, speaker="Chelsie"),
+    Ask(STORY, SYSTEM, max_tokens=7, max_frames=9, speaker="Ethan"),
+    Ask("and you ?", earlier=("who is there ?", "it is me, the assistant"), speaker="Chelsie"),
+    Ask("what did you hear ?", audio=(1.7,), speaker="Ethan"),
+    Ask("what is in this picture ?", image=((96, 64),), speaker="Chelsie"),
+    Ask("what did you hear and see ?", SYSTEM, audio=(1.7, 0.6), image=((64, 64), (96, 128)), speaker="Ethan"),
+    Ask("what happens ?", audio=(0.4,), video=4, speaker="Chelsie"),
+    Ask("what do they say ?", SYSTEM, video=6, use_audio_in_video=True, speaker="Ethan"),
+]
 EVERYWHERE = [(name, ask) for name in ("wordy", "brief") for ask in ASKS]
 
 
@@ -184,3 +181,45 @@ def test_the_asks_are_of_every_kind(pipeline: Callable[..., Pipeline]) -> None:
         )
         assert any(len(answer.codes) > len(answer.ids) and answer.talker_ended for _, answer in these), "or after it"
         assert len({tuple(answer.ids) for _, answer in these}) > len(these) / 2
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "ask", "crash"),
+    [
+        ("curt", Ask("why", speaker="Ethan"), "thinker"),
+        ("curt", Ask("hello how are you today ?", speaker="Chelsie"), "thinker"),
+        ("curt", Ask("hello", speaker="Chelsie"), "talker"),
+        ("wordy", Ask(STORY, max_tokens=1, speaker="Ethan"), "thinker"),
+        ("wordy", Ask("what is it ?", image=((64, 64),), max_tokens=1, speaker="Ethan"), "thinker"),
+    ],
+)
+def test_where_the_reference_crashes_the_text_is_right_and_there_is_no_sound(
+    pipeline: Callable[..., Pipeline], checkpoint: str, ask: Ask, crash: str
+) -> None:
+    ours = pipeline(checkpoint)
+    assert ours.expected(ask).crash == crash
+    (said,) = ours.said([ask])
+    ours.check(ask, said)
+    assert said.wave.shape == (0,)
+
+
+@pytest.mark.parametrize("ask", [ASKS[1], ASKS[4], ASKS[7], ASKS[8], ASKS[9]])
+def test_prompted_as_it_was_trained_it_answers_as_the_reference_does_for_a_padded_prompt(
+    pipeline: Callable[..., Pipeline], ask: Ask
+) -> None:
+    ours = pipeline("wordy", prompt="trained")
+    (said,) = ours.said([ask])
+    ours.check(ask, said, padded=True)
+    assert said.codes.tolist() != ours.expected(ask).codes.tolist(), "the prompt makes a difference"
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_sixteen_at_once_are_answered_as_each_alone(pipeline: Callable[..., Pipeline], seed: int) -> None:
+    """In fewer rows than there are requests, so that they join as others leave, in pieces of each other's prompts."""
+    order = random.Random(seed)
+    asks = [order.choice(ASKS)._replace(speaker=order.choice(SPEAKERS)) for _ in range(16)]
+    lengths = [(order.choice([1, 5, ask.max_tokens]), order.choice([1, 9, ask.max_frames])) for ask in asks]
+    asks = [a._replace(max_tokens=tokens, max_frames=n) for a, (tokens, n) in zip(asks, lengths, strict=True)]
+    ours = pipeline("wordy")
+    for ask, said in zip(asks, ours.said(asks, order if seed else None), strict=True):
+        ours.check(ask, said)

@@ -1,0 +1,117 @@
+"""Who is in the batch, against the plainest model of it: no forward, only counts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from omni_actors.stages.autoregressive.batch import Batch, Sequence
+from omni_actors.stages.autoregressive.cache import SlottedCache
+
+PREFILL = 4
+
+
+def batch(rows: int = 3) -> tuple[Batch[Sequence], SlottedCache]:
+    cache = SlottedCache(rows, 100, torch.float32, torch.device("cpu"))
+    return Batch(cache, rows, PREFILL), cache
+
+
+def sequence(prompt: int, ready: int) -> Sequence:
+    made = Sequence()
+    made.prompt, made.ready = prompt, ready
+    return made
+
+
+def step(batch: Batch[Sequence], cache: SlottedCache) -> list[Sequence]:
+    """What an engine does in a step; who was brought on."""
+    moved = []
+    if piece := batch.next_piece():
+        row, count = piece
+        cache.extend([row], count)
+        batch.rows[row].prompt -= count
+        batch.rows[row].ready -= count
+        moved.append(batch.rows[row])
+    for row in batch.decoding():
+        cache.extend([row], 1)
+        batch.rows[row].ready -= 1
+        moved.append(batch.rows[row])
+    return moved
+
+
+def test_a_prompt_is_cut_where_it_would_be_if_all_of_it_were_here() -> None:
+    ours, _ = batch()
+    late = sequence(prompt=10, ready=0)
+    ours.add(late)
+    cuts = []
+    for _ in range(10):
+        late.ready += 1
+        if piece := ours.next_piece():
+            assert ours.busy
+            cuts.append(piece[1])
+            late.prompt -= piece[1]
+            late.ready -= piece[1]
+        else:
+            assert not ours.busy
+    assert cuts == [4, 4, 2]
+
+
+def test_who_waits_for_input_holds_up_nobody() -> None:
+    ours, cache = batch()
+    starved, fed = sequence(8, 3), sequence(8, 8)
+    ours.add(starved)
+    ours.add(fed)
+    assert step(ours, cache) == [fed]
+    assert step(ours, cache) == [fed]
+    assert step(ours, cache) == []
+    starved.ready += 1
+    assert step(ours, cache) == [starved]
+
+
+def test_prompts_come_in_order_of_arrival_though_rows_move() -> None:
+    ours, cache = batch()
+    first, second, third = (sequence(8, 8) for _ in range(3))
+    for each in (first, second, third):
+        ours.add(each)
+    assert step(ours, cache) == [first]
+    ours.remove(first)  # the last one, the third, takes its row
+    assert ours.rows == [third, second]
+    assert step(ours, cache) == [second]
+
+
+def test_those_beyond_the_rows_wait_and_may_leave() -> None:
+    ours, cache = batch(rows=1)
+    first, second, third = (sequence(1, 1) for _ in range(3))
+    for each in (first, second, third):
+        ours.add(each)
+    assert step(ours, cache) == [first]
+    assert not ours.busy, "there is no row for the next one"
+    ours.remove(second)
+    ours.remove(second)
+    ours.remove(first)
+    assert ours.busy
+    assert step(ours, cache) == [third]
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@given(st.data())
+def test_busy_is_whether_a_step_moves_anyone_and_rows_are_the_caches(rows: int, data: st.DataObject) -> None:
+    ours, cache = batch(rows)
+    live: list[Sequence] = []
+    for _ in range(data.draw(st.integers(1, 30))):
+        act = data.draw(st.sampled_from(["add", "feed", "remove", "step"]))
+        if act == "add":
+            prompt = data.draw(st.integers(0, 9))
+            live.append(sequence(prompt, data.draw(st.integers(0, prompt))))
+            ours.add(live[-1])
+        elif act == "feed" and live:
+            data.draw(st.sampled_from(live)).ready += 1
+        elif act == "remove" and live:
+            ours.remove(live.pop(data.draw(st.integers(0, len(live) - 1))))
+        elif act == "step":
+            busy = ours.busy
+            if sum(cache.lengths) < 80:
+                assert bool(step(ours, cache)) == busy
+        assert len(cache.lengths) == len(ours.rows) <= rows
+        assert all(each in live for each in ours.rows)

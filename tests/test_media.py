@@ -1,0 +1,166 @@
+from __future__ import annotations
+
+import hashlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from omni_actors import media
+from omni_actors.errors import InvalidRequest
+from omni_actors.generation import AudioChunk
+from omni_actors.media import VideoClip
+from omni_actors.system import OmniSystem
+
+PIXELS = np.arange(4 * 5 * 3, dtype=np.uint8).reshape(4, 5, 3)
+FRAMES = np.stack([PIXELS, PIXELS + 9])
+SOUND = AudioChunk(np.linspace(-1, 1, 9, dtype=np.float32), 16_000)
+
+
+def only(given: Any, kind: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    ((found, (piece,)),) = media.pieces({kind: given}).items()
+    assert found == kind
+    return dict(piece.data), dict(piece.tensors)
+
+
+def test_each_kind_as_one_and_as_many() -> None:
+    clip = VideoClip(FRAMES, 2.0)
+    inputs = media.pieces({"video": [clip, b"a file"], "image": (PIXELS, PIXELS), "audio": SOUND})
+    assert {kind: [piece.data["index"] for piece in pieces] for kind, pieces in inputs.items()} == {
+        "audio": [0],
+        "image": [0, 1],
+        "video": [0, 1],
+    }
+    assert media.pieces({"audio": [], "image": ()}) == {}
+
+
+def test_sound() -> None:
+    data, tensors = only(AudioChunk(SOUND.samples.astype(np.float64)[::2], 8000), "audio")
+    assert data == {"sample_rate": 8000, "index": 0}
+    assert tensors["audio"].dtype == np.float32
+    assert tensors["audio"].tolist() == SOUND.samples[::2].tolist()
+
+
+def test_pixels_are_not_copied() -> None:
+    data, tensors = only(PIXELS, "image")
+    assert data == {"index": 0}
+    assert np.shares_memory(tensors["image"], PIXELS)
+
+
+def test_a_view_is_made_whole() -> None:
+    tensor = only(PIXELS[::-1, ::2], "image")[1]["image"]
+    assert tensor.flags.c_contiguous
+    assert np.array_equal(tensor, PIXELS[::-1, ::2])
+
+
+def test_frames_with_their_rate_and_their_sound() -> None:
+    data, tensors = only(VideoClip(FRAMES, 2, SOUND), "video")
+    assert data == {"index": 0, "fps": 2.0, "sample_rate": 16_000}
+    assert np.array_equal(tensors["video"], FRAMES)
+    assert np.array_equal(tensors["audio"], SOUND.samples)
+    assert only(VideoClip(FRAMES, 2), "video")[1].keys() == {"video"}
+
+
+@pytest.mark.parametrize("kind", ["image", "video"])
+@pytest.mark.parametrize("held", [bytes, bytearray, memoryview, "path"])
+def test_a_files_bytes_travel_as_they_are(kind: str, held: Any, tmp_path: Path) -> None:
+    content = b"whatever is in it"
+    path = tmp_path / "file"
+    path.write_bytes(content)
+    _, tensors = only(path if held == "path" else held(content), kind)
+    ((name, tensor),) = tensors.items()
+    assert name == f"encoded_{kind}"
+    assert tensor.dtype == np.uint8
+    assert tensor.tobytes() == content
+
+
+@pytest.mark.parametrize("mode", ["RGB", "L", "P", "1", "CMYK", "YCbCr", "I;16", "RGBA", "LA", "PA"])
+def test_an_image_of_pillow(mode: str) -> None:
+    grey = np.repeat(np.array([[0, 255], [255, 0]], np.uint8)[..., None], 3, -1)
+    if mode == "I;16":
+        image = Image.fromarray(grey[..., 0].astype(np.uint16) * 257)
+    else:
+        image = (
+            Image.fromarray(grey).convert("L").convert(mode) if mode == "PA" else Image.fromarray(grey).convert(mode)
+        )
+    assert np.array_equal(only(image, "image")[1]["image"], grey)
+
+
+def test_what_is_transparent_in_an_image_of_pillow_is_white() -> None:
+    image = Image.fromarray(np.array([[[0, 0, 0, 255], [0, 0, 0, 0], [200, 0, 0, 51]]], np.uint8))
+    pixels = only(image, "image")[1]["image"]
+    assert pixels.tolist() == [[[0, 0, 0], [255, 255, 255], [244, 204, 204]]]
+    white = np.asarray(Image.alpha_composite(Image.new("RGBA", image.size, "white"), image).convert("RGB"))
+    assert np.abs(pixels.astype(int) - white).max() <= 1
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        ({"smell": b"rose"}, "unknown kind of data 'smell'; accepted: 'audio', 'image', 'video'"),
+        ({"audio": b"RIFF"}, "audio 0: an AudioChunk was expected, not bytes"),
+        ({"image": [PIXELS, "image.png"]}, "image 1: uint8 .* or a file was expected, not str"),
+        ({"image": b""}, "image 0: there is nothing in it"),
+        ({"image": None}, "image 0: .* not NoneType"),
+        ({"image": PIXELS[..., 0]}, r"not uint8 \(4, 5\)"),
+        ({"image": PIXELS[:0]}, r"not uint8 \(0, 5, 3\)"),
+        ({"image": PIXELS.astype(np.float32)}, r"not float32 \(4, 5, 3\)"),
+        ({"image": Path("nowhere.png")}, "image 0: .*nowhere.png"),
+        ({"video": FRAMES}, "a VideoClip, a file's bytes or a Path was expected, not ndarray"),
+        ({"video": VideoClip(PIXELS, 2)}, r"video 0: .*not uint8 \(4, 5, 3\)"),
+    ],
+)
+def test_what_has_not_the_form_is_refused(given: Any, reason: str) -> None:
+    with pytest.raises(InvalidRequest, match=reason) as refusal:
+        media.pieces(given)
+    assert refusal.value.param == "multi_modal_data"
+
+
+def test_a_question_comes_after_what_it_is_about() -> None:
+    inputs = media.pieces({"video": b"file", "image": [PIXELS, PIXELS], "audio": SOUND})
+    assert media.question("why?", inputs) == [
+        {
+            "role": "user",
+            "content": [
+                {"type": "audio", "index": 0},
+                {"type": "image", "index": 0},
+                {"type": "image", "index": 1},
+                {"type": "video", "index": 0},
+                {"type": "text", "text": "why?"},
+            ],
+        }
+    ]
+    assert media.question("why?", {}) == [{"role": "user", "content": "why?"}]
+
+
+GALLERY = """\
+name: gallery
+stages:
+  eye: {engine: "tests.serve.engines:Eye", accepts: [audio, image, messages, video], emits: text}
+"""
+
+
+async def test_a_pipeline_gets_all_of_it_in_order_and_the_question_after_what_it_names(tmp_path: Path) -> None:
+    (tmp_path / "gallery.yaml").write_text(GALLERY)
+    given = {"video": b"a video", "audio": SOUND, "image": [PIXELS, b"an image"]}
+    async with OmniSystem.open(tmp_path / "gallery.yaml") as omni:
+        text = "".join([output.delta async for output in omni.generate("why?", multi_modal_data=given)])
+    lines = [json.loads(line) for line in text.splitlines()]
+    arrived = [(*line.items(),)[0] for line in lines if "digest" in line]
+    assert arrived == [("audio", 0), ("image", 0), ("encoded_image", 1), ("encoded_video", 0)]
+    digests = [line["digest"] for line in lines if "digest" in line]
+    sent = (SOUND.samples.tobytes(), PIXELS.tobytes(), b"an image", b"a video")
+    assert digests == [hashlib.sha256(content).hexdigest() for content in sent]
+    (content,) = [line["messages"][0]["content"] for line in lines if "messages" in line]
+    assert [part["type"] for part in content] == ["audio", "image", "image", "video", "text"]
+
+
+def test_importing_it_loads_neither_torch_nor_pillow_nor_a_decoder() -> None:
+    program = "import json, sys, omni_actors.media, omni_actors.system; print(json.dumps(list(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert not {"torch", "PIL", "av", "transformers", "soundfile"} & set(json.loads(done.stdout))

@@ -1,0 +1,161 @@
+"""Qwen3-Omni's three stages as they run: processes, rings, real signals; a tiny checkpoint with random weights."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import trio
+
+from omni_actors import AudioChunk, OmniSystem
+from omni_actors.config import Pipeline, Stage
+from omni_actors.errors import InvalidRequest
+from omni_actors.generation import Generation, Output
+from tests.kept import Kept, in_kept, kept_open
+from tests.stages.qwen3 import tiny
+
+STORY = "please tell me a short story about the sea ."
+SPOKEN: dict[str, Any] = {
+    "modalities": ("text", "audio"),
+    "max_tokens": 24,
+    "talker_max_tokens": 61,
+    "talker_temperature": 0.0,
+}
+
+
+def pipeline(model: Path) -> Pipeline:
+    def stage(engine: str, **more: Any) -> Stage:
+        return Stage(engine=engine, model=str(model), threads=1, **more)
+
+    stages = {
+        "thinker": stage("qwen3_thinker", accepts=("audio", "image", "messages", "video"), emits="text"),
+        "talker": stage("qwen3_talker", inputs=("thinker",)),
+        "code2wav": stage("qwen3_code2wav", inputs=("talker",), emits="audio"),
+    }
+    return Pipeline(name="tiny", stages=stages)
+
+
+@pytest.fixture(scope="module")
+def kept(its_own: set[int], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kept]:
+    model = tiny.save(tmp_path_factory.mktemp("omni"), text_eos=0.0, codec_eos=0.0)
+    with kept_open(lambda: OmniSystem.open(pipeline(model)), its_own) as kept:
+        yield kept
+
+
+async def read(generation: Generation, on_audio: Callable[[], None] = lambda: None) -> list[Output]:
+    """on_audio: called once, at the first sound."""
+    outputs = []
+    async for out in generation:
+        assert out.delta is not None or out.data or out.finished, "an output of nothing"
+        outputs.append(out)
+        if isinstance(out.delta, AudioChunk):
+            on_audio()
+            on_audio = lambda: None  # noqa: E731
+    return outputs
+
+
+def text_of(outputs: list[Output]) -> str:
+    return "".join(out.delta for out in outputs if isinstance(out.delta, str))
+
+
+def sound_of(outputs: list[Output]) -> np.ndarray[Any, Any]:
+    return np.concatenate([out.delta.samples for out in outputs if isinstance(out.delta, AudioChunk)])
+
+
+@in_kept
+async def test_each_stage_begins_before_the_one_above_has_ended(omni: OmniSystem) -> None:
+    outputs = await read(omni.generate(STORY, **SPOKEN))
+    assert len(text_of(outputs)) > 3
+    assert len(sound_of(outputs)) == 60 * 1920 - 555
+    metrics = outputs[-1].metrics
+    assert metrics is not None
+    thinker, talker, code2wav = (metrics.stages[name] for name in ("thinker", "talker", "code2wav"))
+    assert talker.first_output_s < thinker.finished_s
+    assert code2wav.first_output_s < talker.finished_s
+    assert metrics.ttfa_s < talker.finished_s
+
+
+@in_kept
+async def test_only_what_is_for_the_client_passes_the_parent(omni: OmniSystem) -> None:
+    outputs = await read(omni.generate(STORY, **SPOKEN))
+    metrics = outputs[-1].metrics
+    assert metrics is not None
+    thinker = metrics.stages["thinker"].sent_bytes
+    hidden = 4 * 64
+    rows = thinker["talker.0"] / hidden
+    assert rows > 24 + 20, "a row for each token of the prompt and of the answer"
+    assert thinker["client.0"] < 24 * 150, "text alone"
+    assert metrics.stages["code2wav"].sent_bytes["client.0"] < sound_of(outputs).nbytes + 40 * 200
+
+
+@in_kept
+async def test_text_alone_needs_no_talker(omni: OmniSystem) -> None:
+    outputs = await read(omni.generate(STORY, max_tokens=24))
+    metrics = outputs[-1].metrics
+    assert metrics is not None
+    assert set(metrics.stages) == {"thinker"}
+    assert set(metrics.stages["thinker"].sent_bytes) == {"client.0"}
+    assert text_of(outputs) == text_of(await read(omni.generate(STORY, **SPOKEN)))
+
+
+@in_kept
+async def test_a_picture_and_a_sound_are_heard_and_answered_in_both(omni: OmniSystem) -> None:
+    seen = np.random.default_rng(0).integers(0, 255, (96, 64, 3), np.uint8)
+    sound = np.sin(np.arange(27_200) * 0.09).astype(np.float32) * 0.3
+    media = {"audio": AudioChunk(sound, 16_000), "image": seen}
+    both = await read(omni.generate("what is it ?", multi_modal_data=media, **SPOKEN))
+    blind = await read(omni.generate("what is it ?", multi_modal_data={"audio": media["audio"]}, **SPOKEN))
+    assert text_of(both) != text_of(blind)
+    assert not np.array_equal(sound_of(both), sound_of(blind))
+
+
+@in_kept
+async def test_eight_at_once_get_what_each_gets_alone(omni: OmniSystem) -> None:
+    asked = [(STORY[: 12 + 4 * n], {**SPOKEN, "talker_max_tokens": 20 + 5 * n, "seed": n}) for n in range(8)]
+    asked[3][1]["talker_temperature"] = 0.9
+    asked[5][1]["temperature"] = 1.0
+    alone = [await read(omni.generate(prompt, **params)) for prompt, params in asked]
+    together: dict[int, list[Output]] = {}
+
+    async def one(n: int) -> None:
+        together[n] = await read(omni.generate(asked[n][0], **asked[n][1]))
+
+    async with trio.open_nursery() as nursery:
+        for n in range(8):
+            nursery.start_soon(one, n)
+    for n, outputs in enumerate(alone):
+        assert text_of(together[n]) == text_of(outputs)
+        np.testing.assert_allclose(sound_of(together[n]), sound_of(outputs), atol=1e-4)
+
+
+@pytest.mark.parametrize("stage", ["thinker", "talker", "code2wav"])
+def test_a_stage_killed_in_the_middle_changes_nothing_for_the_client(kept: Kept, stage: str) -> None:
+    params = {**SPOKEN, "talker_max_tokens": 121, "temperature": 1.0, "talker_temperature": 0.9, "seed": 7}
+
+    async def work(omni: OmniSystem) -> None:
+        expected = await read(omni.generate(STORY, **params))
+
+        def kill() -> None:
+            [replica] = omni.health().stages[stage]
+            assert replica.pid is not None
+            os.kill(replica.pid, signal.SIGKILL)
+
+        outputs = await read(omni.generate(STORY, **params), kill)
+        assert text_of(outputs) == text_of(expected)
+        np.testing.assert_array_equal(sound_of(outputs), sound_of(expected))
+
+    kept(work)
+
+
+@in_kept
+async def test_an_unknown_speaker_is_refused_by_name(omni: OmniSystem) -> None:
+    with pytest.raises(InvalidRequest, match="'nobody'; accepted: aiden, chelsie, ethan") as refused:
+        await read(omni.generate(STORY, **SPOKEN, speaker="nobody"))
+    assert refused.value.param == "speaker"
+    chelsie, ethan = [sound_of(await read(omni.generate(STORY, **SPOKEN, speaker=who))) for who in ("Chelsie", "ethan")]
+    assert not np.array_equal(chelsie, ethan)
