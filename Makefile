@@ -3,6 +3,7 @@
 # make serve   set up and serve the "voice" pipeline on port 8091 (OpenAI-compatible HTTP)
 # make lint    what CI asks of every file
 # make bench   measure the figures of docs/benchmarks.md: the voice pipeline
+# make bench-omni   and what streaming between the stages of an omni model is worth
 # make bench-ring   and of the ring beside its peers, which this installs first
 # make clean   remove all that these made here (converted models stay in the user's cache)
 #
@@ -21,7 +22,7 @@ export PIP_NO_INPUT := 1
 # $(call phase,what,command): says what goes on and how long it took. Fails as the command does.
 phase = @echo "==> $(1)"; begin=$$(date +%s); $(2) && echo "    done in $$(( $$(date +%s) - begin )) s"
 
-.PHONY: help setup demo serve test lint bench bench-ring clean
+.PHONY: help setup demo serve test lint bench bench-omni bench-ring clean
 .DELETE_ON_ERROR:
 
 help:
@@ -57,6 +58,9 @@ lint: .venv/installed
 
 bench: setup
 	$(BIN)/python -m bench.voice $(BENCH_ARGS)
+
+bench-omni: setup
+	$(BIN)/python -m bench.omni $(BENCH_ARGS)
 
 bench-ring: .venv/bench
 	$(BIN)/python -m bench.ring $(BENCH_ARGS)

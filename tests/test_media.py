@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from PIL import Image
 
 from omni_actors import media
 from omni_actors.errors import InvalidRequest
@@ -79,8 +78,11 @@ def test_a_files_bytes_travel_as_they_are(kind: str, held: Any, tmp_path: Path) 
     assert tensor.tobytes() == content
 
 
+@pytest.mark.voice  # for Pillow
 @pytest.mark.parametrize("mode", ["RGB", "L", "P", "1", "CMYK", "YCbCr", "I;16", "RGBA", "LA", "PA"])
 def test_an_image_of_pillow(mode: str) -> None:
+    from PIL import Image
+
     grey = np.repeat(np.array([[0, 255], [255, 0]], np.uint8)[..., None], 3, -1)
     if mode == "I;16":
         image = Image.fromarray(grey[..., 0].astype(np.uint16) * 257)
@@ -91,7 +93,10 @@ def test_an_image_of_pillow(mode: str) -> None:
     assert np.array_equal(only(image, "image")[1]["image"], grey)
 
 
+@pytest.mark.voice
 def test_what_is_transparent_in_an_image_of_pillow_is_white() -> None:
+    from PIL import Image
+
     image = Image.fromarray(np.array([[[0, 0, 0, 255], [0, 0, 0, 0], [200, 0, 0, 51]]], np.uint8))
     pixels = only(image, "image")[1]["image"]
     assert pixels.tolist() == [[[0, 0, 0], [255, 255, 255], [244, 204, 204]]]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tokenizers import AddedToken, pre_tokenizers
 from transformers import Qwen2Tokenizer
@@ -55,7 +55,8 @@ def build(marks: Marks, *more: str, default_system: str = "") -> Qwen2Tokenizer:
                 vocabulary[symbols[:end]] = len(vocabulary)
                 merges.append((symbols[: end - 1], symbols[end - 1]))
     names = {f"{name}_token": mark for name, mark in marks._asdict().items()}
-    tokenizer = Qwen2Tokenizer(
+    make: Any = Qwen2Tokenizer  # its annotations leave out what it takes
+    tokenizer: Qwen2Tokenizer = make(
         vocabulary, merges, unk_token=None, eos_token=IM_END, pad_token=PAD, extra_special_tokens=names
     )
     tokenizer.add_tokens(

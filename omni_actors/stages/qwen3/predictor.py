@@ -13,7 +13,7 @@ from omni_actors.stages.autoregressive.sampling import Sampler, choose
 
 
 class CodePredictor:
-    """module: the talker's ``code_predictor``. One call is a frame of each of some requests, all in the same forwards."""
+    """module: the talker's ``code_predictor``. A call is one frame of each of some requests, in the same forwards."""
 
     def __init__(self, module: Any) -> None:
         self._module = module

@@ -6,8 +6,8 @@ three positions that open the answer, then each token of the answer but the last
 
 Wire: the first chunk of a request has tensors ``ids``, int64 (n,): the tokens of all prompt rows to come; ``heard``,
 bool (n,): which of them are sound or picture; ``tts``, (3, hidden): the embeddings of the thinker's tts_bos, tts_eos
-and tts_pad; and, with such input, the grids and lengths that positions are computed from. Each chunk may bring ``rows``,
-(k, hidden) in the thinker's dtype: the next prompt rows, and behind them the answer's.
+and tts_pad; and, with such input, the grids and lengths that positions are computed from. Any chunk may bring
+``rows``, (k, hidden) in the thinker's dtype: the next prompt rows, and behind them the answer's.
 """
 
 from __future__ import annotations

@@ -13,6 +13,8 @@ from omni_actors.stages.base import InvalidRequest
 from omni_actors.stages.multimodal.images import decode_image
 from tests.stages.multimodal.inputs import image_file, noise
 
+pytestmark = pytest.mark.voice  # the extra's libraries
+
 LIMIT = 1_000_000
 COLOURS = np.zeros((32, 48, 3), np.uint8)
 COLOURS[:16, :24], COLOURS[:16, 24:], COLOURS[16:, :24] = (250, 0, 0), (0, 250, 0), (0, 0, 250)

@@ -39,6 +39,8 @@ from tests.stages.multimodal.inputs import (
     video_file,
 )
 
+pytestmark = pytest.mark.voice  # the extra's libraries
+
 WINDOW_S = 8
 """Of the feature extractor; the real one's 300 s take their time."""
 

@@ -22,6 +22,8 @@ from tests.stages.multimodal.inputs import (
     video,
 )
 
+pytestmark = pytest.mark.voice  # the extra's libraries
+
 
 def test_media_without_a_conversation_are_the_question() -> None:
     prompt = prompt_of(sound(0.2), sound(0.2, 1), image(4, 5, 1), image(4, 5, 0), video(2, 4, 5))

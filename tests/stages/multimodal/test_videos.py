@@ -13,6 +13,8 @@ from omni_actors.stages.multimodal.limits import MediaLimits
 from omni_actors.stages.multimodal.videos import Frames, Size, decode_sound, decode_video, sample_frames
 from tests.stages.multimodal.inputs import RATE, noise, video_file
 
+pytestmark = pytest.mark.voice  # the extra's libraries
+
 LIMITS = MediaLimits()
 
 

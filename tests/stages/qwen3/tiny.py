@@ -198,7 +198,8 @@ def build(
 ) -> Qwen3OmniMoeForConditionalGeneration:
     """The whole model, in evaluation mode. options: see ``config``."""
     torch.manual_seed(seed)
-    model: Any = Qwen3OmniMoeForConditionalGeneration(config(**options)).eval()
+    model: Any = Qwen3OmniMoeForConditionalGeneration(config(**options))
+    model.eval()
     with torch.no_grad():
         for name, parameter in model.code2wav.named_parameters():
             if parameter.dim() >= 2 and "conv" in name:  # else they explode or vanish: nothing to be heard
