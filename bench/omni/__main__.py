@@ -21,10 +21,12 @@ import trio
 from rich.console import Console
 from rich.table import Table
 
-from bench.omni import pipelines
+from bench.omni import batching, pipelines
 from bench.omni.measure import Client, Run, cores, median
 from omni_actors import OmniSystem
 
+SPEEDUP = 4.0
+"""What batching is to bring, of throughput."""
 Bound = tuple[str, float, float]
 """What, ratio, the most that it may be."""
 
@@ -128,6 +130,14 @@ def main(rounds: int, concurrency: str, only: str | None, json_file: Path | None
             held &= show(console, scenario.name, results)
             written[scenario.name] = msgspec.to_builtins(results)
         if only != "waiting":
+            batch = trio.run(batching.measure, Path(scratch) / "tiny", rounds)
+            written["batching"] = msgspec.to_builtins(batch)
+            held &= batch.speedup >= SPEEDUP
+            console.print(
+                f"{batching.REQUESTS} requests on the tiny model: one after the other {batch.sequence_s:.2f} s, at once "
+                f"{batch.at_once_s:.2f} s: {batch.speedup:.2f} times the throughput (>= {SPEEDUP:g})  "
+                f"{'held' if batch.speedup >= SPEEDUP else '[red]not held[/]'}"
+            )
             written["transformers"] = monolith(checkpoint, rounds)
             for threads, seconds in written["transformers"].items():
                 console.print(f"transformers' generate, {threads} thread(s): first sample and end: {seconds:.2f} s")

@@ -192,7 +192,7 @@ class Token2WavOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class Token2WavParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     speaker: str | None = None
-    """One of the checkpoint's, in any case; None: its first."""
+    """One of the checkpoint's, in any case; None: its default. The talker is told the same."""
     seed: int | None = None
     """Of the noise that the sound is made of."""
 

@@ -20,7 +20,6 @@ from omni_actors.stages.multimodal.files import reading
 from omni_actors.stages.multimodal.prompt import Pixels
 
 FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "PNG", "WEBP")
-_SIXTEEN_BITS = ("I;16", "I;16B", "I;16L", "I;16N")
 
 
 def decode_image(data: bytes, index: int, max_pixels: int) -> Pixels:
@@ -43,11 +42,8 @@ def check_pixels(index: int, width: int, height: int, max_pixels: int) -> None:
 
 
 def _rgb(image: Image.Image) -> Image.Image:
-    if image.mode in _SIXTEEN_BITS:  # Pillow's own conversion takes all above 255 for white
+    if image.mode == "I;16":  # Pillow's own conversion takes all above 255 for white
         return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8)).convert("RGB")
-    if image.mode == "I":
-        values = np.asarray(image)
-        return Image.fromarray((values.clip(0, 0xFFFF) >> 8).astype(np.uint8)).convert("RGB")
     if image.has_transparency_data:
         layer = image.convert("RGBA")
         white = Image.new("RGBA", layer.size, "white")

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple
 
 import av
@@ -44,7 +45,7 @@ class Frames(NamedTuple):
 
 
 class Size(NamedTuple):
-    """What frames are to become, and how many there may be."""
+    """What frames are to become, and for how many of them a prompt has room."""
 
     height: int
     width: int
@@ -73,7 +74,7 @@ def decode_video(data: bytes, index: int, limits: MediaLimits, fit: Fit) -> Fram
         stream = container.streams.video[0]
         stream.thread_type = "AUTO"
         stream.codec_context.thread_count = torch.get_num_threads()
-        own = float(stream.average_rate or 0) or limits.video_fps
+        own = max(0.0, float(stream.average_rate or 0)) or limits.video_fps
         duration = _duration(container, stream)
         collected = _Collected(index, limits, fit, own, duration)
         collected.check(stream.codec_context.height, stream.codec_context.width, duration or 0.0)
@@ -101,7 +102,7 @@ def decode_sound(data: bytes, index: int, max_s: float) -> Recording | None:
         resampler = av.AudioResampler(format="fltp")
         pieces: list[np.ndarray[Any, np.dtype[np.float32]]] = []
         sample_rate, total = 0, 0
-        for frame in (*container.decode(audio=0), None):
+        for frame in chain(container.decode(audio=0), (None,)):
             for plain in resampler.resample(frame):
                 samples = plain.to_ndarray().mean(0, dtype=np.float32)
                 sample_rate, total = plain.sample_rate, total + len(samples)
@@ -147,10 +148,12 @@ class _Collected:
         # The first one says what all become, also where a file changes its size on the way.
         if self._size is None:
             self._size = self._fit(*frame.shape[:2])
-        if len(self._kept) == min(self._size.frames, self._limits.video_frames):
-            code = "video_too_long" if self._size.frames >= self._limits.video_frames else "context_length_exceeded"
-            many = f"{self._fps:g} frames a second of it are too many; the limit is {len(self._kept)} frames"
-            raise refusal(self._index, many, code)
+        if len(self._kept) == self._size.frames:
+            message = f"more than {self._size.frames} frames of its size are beyond the limit of a prompt's tokens"
+            raise refusal(self._index, message, "context_length_exceeded")
+        if len(self._kept) == self._limits.video_frames:
+            message = f"{self._fps:g} frames a second of it are too many; the limit is {self._limits.video_frames}"
+            raise refusal(self._index, message, "video_too_long")
         pixels = torch.from_numpy(np.ascontiguousarray(frame))[None]
         self._kept.append(resize(pixels, self._size.height, self._size.width))
 

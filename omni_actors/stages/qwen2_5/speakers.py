@@ -12,6 +12,10 @@ from torch import Tensor
 from omni_actors.stages.base import InvalidRequest
 
 
+DEFAULT = "Chelsie"
+"""Whoever is not told otherwise; where the checkpoint has no such voice, its first."""
+
+
 class Speaker(NamedTuple):
     number: int
     """Its place in the file."""
@@ -33,9 +37,9 @@ def load_speakers(directory: Path) -> dict[str, Speaker]:
 
 
 def speaker_named(name: str | None, speakers: Mapping[str, Speaker]) -> Speaker:
-    """In any case; None: the first. Raises InvalidRequest."""
+    """In any case; None: the default. Raises InvalidRequest."""
     if name is None:
-        return next(iter(speakers.values()))
+        return speakers.get(DEFAULT) or next(iter(speakers.values()))
     for found, speaker in speakers.items():
         if found.lower() == name.lower():
             return speaker

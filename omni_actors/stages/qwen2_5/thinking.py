@@ -78,8 +78,8 @@ class OmniThinker(LanguageEngine[R]):
         """What else the language model is called with for this piece of a prompt."""
         return {}
 
-    def _encoded(self, request: R, kind: str, places: Tensor, features: Any) -> None:
-        """An encoder's output for all of a request's images ("image") or videos, at ``places``, bool (n,)."""
+    def _encoded(self, request: R, pictures: list[tuple[Tensor, Any]]) -> None:
+        """What the encoder made of a request's images and of its videos, and where they are, bool (n,)."""
 
     def _after(self, requests: list[R], embeds: Tensor, hidden: Tensor) -> None:
         """After a forward: what went in and came out, (rows, count, hidden). A prompt's ``seen`` moves on after it."""
@@ -136,21 +136,22 @@ class OmniThinker(LanguageEngine[R]):
     def _encode_media(self, request: R) -> None:
         """Fill ``embeds``; the processor's tensors are let go."""
         ids, tensors, thinker = request.ids.to(self._device), request.inputs.tensors, self._config.thinker_config
-        encoders, embeds = self._model.model, self._embed(ids)
+        encoders, embeds, pictures = self._model.model, self._embed(ids), []
         if (features := tensors.get("input_features")) is not None:
             sound = encoders.get_audio_features(
                 features.to(self._device, self._model.dtype), tensors["feature_attention_mask"].to(self._device)
             ).last_hidden_state
             embeds[ids == thinker.audio_token_id] = sound.to(embeds.dtype)
-        for kind, pixels, grid, token, encode in (
-            ("image", "pixel_values", "image_grid_thw", thinker.image_token_id, encoders.get_image_features),
-            ("video", "pixel_values_videos", "video_grid_thw", thinker.video_token_id, encoders.get_video_features),
+        for pixels, grid, token, encode in (
+            ("pixel_values", "image_grid_thw", thinker.image_token_id, encoders.get_image_features),
+            ("pixel_values_videos", "video_grid_thw", thinker.video_token_id, encoders.get_video_features),
         ):
             if pixels in tensors:
-                features = encode(tensors[pixels].to(self._device), tensors[grid].to(self._device))
+                made = encode(tensors[pixels].to(self._device), tensors[grid].to(self._device))
                 places = ids == token
-                embeds[places] = torch.cat(features.pooler_output).to(embeds.dtype)
-                self._encoded(request, kind, places.cpu(), features)
+                embeds[places] = torch.cat(made.pooler_output).to(embeds.dtype)
+                pictures.append((places.cpu(), made))
+        self._encoded(request, pictures)
         request.embeds = embeds
         del request.inputs
 

@@ -118,6 +118,12 @@ def test_a_silent_file_has_no_sound(file: bytes) -> None:
     assert decode_sound(file, 0, 10.0) is None
 
 
+def test_a_prompts_room_is_a_limit_too() -> None:
+    with pytest.raises(InvalidRequest, match="more than 3 frames") as refusal:
+        decode_video(video_file(), 0, LIMITS, lambda height, width: Size(height, width, 3))
+    assert refusal.value.code == "context_length_exceeded"
+
+
 def test_the_sound_of_a_file_has_a_limit() -> None:
     file = video_file(audio=np.zeros((1, RATE), np.float32))
     with pytest.raises(InvalidRequest, match=r"the limit is 0\.5 s"):
@@ -129,7 +135,7 @@ def test_the_sound_of_a_file_has_a_limit() -> None:
     [
         ({"video_pixels": 48 * 64 - 1}, "video_too_large", "64 × 48 pixels; the limit is 3071"),
         ({"video_s": 1.9}, "video_too_long", "the limit is 1.9 s"),
-        ({"video_frames": 3}, "video_too_long", "the limit is 3 frames"),
+        ({"video_frames": 3}, "video_too_long", "2 frames a second of it are too many; the limit is 3"),
         ({"decode_s": 1e-9}, "video_too_slow", "takes more than 1e-09 s"),
     ],
 )

@@ -208,7 +208,7 @@ def test_the_seed_and_the_speaker_are_heard(checkpoint: Path, open_stage: Callab
             feed(driver, 1, [codes(20)])
             return sound(driver.run()[1]).tobytes()
 
-        assert said(seed=1) == said(seed=1, speaker="chelsie"), "the checkpoint's first, in any case"
+        assert said(seed=1) == said(seed=1, speaker="chelsie"), "the default, in any case"
         assert len({said(seed=1), said(seed=2), said(seed=1, speaker="Ethan"), said(), said()}) == 5
         with pytest.raises(InvalidRequest, match="'Cherry'; the model has Chelsie, Ethan") as caught:
             driver.start(1, speaker="Cherry")
