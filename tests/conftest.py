@@ -54,7 +54,13 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE") or ("ci" if os.enviro
 class ByFile(LoadScopeScheduling):
     """Rule 4. xdist's own groups have no effect under pytest 9: it reads them off an id that is fixed there."""
 
-    MODELS = ("tests/stages/", "tests/serve/test_with_models.py", "tests/test_voice.py", "tests/test_omni.py", "tests/test_readme.py")
+    MODELS = (
+        "tests/stages/",
+        "tests/serve/test_with_models.py",
+        "tests/test_voice.py",
+        "tests/test_omni.py",
+        "tests/test_readme.py",
+    )
 
     def _split_scope(self, nodeid: str) -> str:
         return "models" if nodeid.startswith(self.MODELS) else nodeid.partition("::")[0]

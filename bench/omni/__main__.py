@@ -134,7 +134,7 @@ def main(rounds: int, concurrency: str, only: str | None, json_file: Path | None
             written["batching"] = msgspec.to_builtins(batch)
             held &= batch.speedup >= SPEEDUP
             console.print(
-                f"{batching.REQUESTS} requests on the tiny model: one after the other {batch.sequence_s:.2f} s, at once "
+                f"{batching.REQUESTS} requests, tiny model: one after the other {batch.sequence_s:.2f} s, at once "
                 f"{batch.at_once_s:.2f} s: {batch.speedup:.2f} times the throughput (>= {SPEEDUP:g})  "
                 f"{'held' if batch.speedup >= SPEEDUP else '[red]not held[/]'}"
             )

@@ -1,4 +1,4 @@
-"""Sixteen requests of all kinds and lengths at once, against one after the other, on the tiny checkpoint of the tests."""
+"""Sixteen requests of several lengths at once, against one after the other, on the tiny checkpoint of the tests."""
 
 from __future__ import annotations
 

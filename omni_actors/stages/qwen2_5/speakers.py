@@ -11,7 +11,6 @@ from torch import Tensor
 
 from omni_actors.stages.base import InvalidRequest
 
-
 DEFAULT = "Chelsie"
 """Whoever is not told otherwise; where the checkpoint has no such voice, its first."""
 

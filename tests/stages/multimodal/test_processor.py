@@ -191,14 +191,14 @@ def test_each_video_has_its_own_rate(family: Family) -> None:
     assert family.ours(prompt_of(slow, fast)).tensors["video_second_per_grid"].tolist() == [4.0, 1.0]
 
 
-def test_frames_of_another_size_are_resized_as_images_are(qwen3: Family) -> None:
-    height, width = qwen3.frame
-    smooth = np.linspace(0, 255, 300 * 200 * 3).reshape(300, 200, 3).astype(np.uint8)
-    piece = {"index": 0, "fps": 2}, {"video": np.stack([smooth, smooth])}
+@pytest.mark.parametrize("size", [(300, 200), (1300, 900)])
+def test_frames_of_another_size_are_resized_as_images_are(qwen3: Family, size: tuple[int, int]) -> None:
+    rough = noise(*size, 3)
+    piece = {"index": 0, "fps": 2}, {"video": np.stack([rough, rough])}
     found = qwen3.ours(prompt_of(piece)).tensors
     _, rows, columns = (found["video_grid_thw"][0] * 16).tolist()
-    assert rows * columns >= height * width
-    resized = np.asarray(Image.fromarray(smooth).resize((columns, rows), Image.Resampling.BICUBIC))
+    assert 128 * 32 * 32 <= rows * columns <= 768 * 32 * 32
+    resized = np.asarray(Image.fromarray(rough).resize((columns, rows), Image.Resampling.BICUBIC))
     reference = qwen3.reference.video_processor([np.stack([resized, resized])])
     level = 2 / 255
     assert np.abs(found["pixel_values_videos"].numpy() - reference["pixel_values_videos"]).max() <= level * 1.01

@@ -1,0 +1,60 @@
+"""Let a model hear and see files, and ask about them: its answer is printed as it is written, and goes to answer.wav.
+
+python examples/mixed_modalities.py --image cherries.jpg --audio cough.wav --video dance.mp4 --use-audio-in-video
+"""
+
+from pathlib import Path
+from typing import Any
+
+import click
+import soundfile
+import trio
+
+from omni_actors import AudioChunk, OmniError, OmniSystem
+
+RATE = 24_000  # Hz: what both omni models speak at
+FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
+
+
+@click.command()
+@click.option("--config", default="qwen2_5_omni", show_default=True, help="A pipeline's name or file.")
+@click.option("--audio", type=FILE, multiple=True, help="A recording; may be given several times, as may the next two.")
+@click.option("--image", type=FILE, multiple=True, help="A picture.")
+@click.option("--video", type=FILE, multiple=True, help="A video.")
+@click.option("--prompt", default="What do you hear and see?", show_default=True, help="Asked after all of them.")
+@click.option("--use-audio-in-video", is_flag=True, help="Hear the sound of the videos, too.")
+@click.option("--max-tokens", type=click.IntRange(min=1), help="Longest answer.")
+def main(
+    config: str,
+    audio: tuple[Path, ...],
+    image: tuple[Path, ...],
+    video: tuple[Path, ...],
+    prompt: str,
+    **params: Any,
+) -> None:
+    """Ask PROMPT about recordings, pictures and videos."""
+    # Pictures and videos travel as the bytes of their files: the thinker's worker opens them.
+    media = {"audio": [read_audio(path) for path in audio], "image": image, "video": video}
+    try:
+        trio.run(answer, config, prompt, media, params)
+    except OmniError as error:
+        raise click.ClickException(str(error)) from error
+
+
+def read_audio(path: Path) -> AudioChunk:
+    samples, rate = soundfile.read(path, dtype="float32", always_2d=True)
+    return AudioChunk(samples.mean(axis=1), rate)
+
+
+async def answer(config: str, prompt: str, media: dict[str, Any], params: dict[str, Any]) -> None:
+    async with OmniSystem.open(config) as omni:
+        with soundfile.SoundFile("answer.wav", "w", RATE, 1) as wav:
+            async for out in omni.generate(prompt, multi_modal_data=media, modalities=("text", "audio"), **params):
+                if isinstance(out.delta, AudioChunk):
+                    wav.write(out.delta.samples)
+                elif out.delta is not None:
+                    click.echo(out.delta, nl=False)
+    click.echo()
+
+
+main()
