@@ -23,6 +23,7 @@ FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 @click.option("--video", type=FILE, multiple=True, help="A video.")
 @click.option("--prompt", default="What do you hear and see?", show_default=True, help="Asked after all of them.")
 @click.option("--use-audio-in-video", is_flag=True, help="Hear the sound of the videos, too.")
+@click.option("--seed", type=int, help="The same seed gives the same speech again.")
 @click.option("--max-tokens", type=click.IntRange(min=1), help="Longest answer.")
 def main(
     config: str,

@@ -12,10 +12,11 @@ if TYPE_CHECKING:
     from omni_actors.config import Pipeline
     from omni_actors.errors import OmniError
     from omni_actors.generation import AudioChunk, Output
+    from omni_actors.media import VideoClip
     from omni_actors.system import OmniSystem
 
 __version__ = "0.1.0"
-__all__ = ["AudioChunk", "OmniError", "OmniSystem", "Output", "Pipeline"]
+__all__ = ["AudioChunk", "OmniError", "OmniSystem", "Output", "Pipeline", "VideoClip"]
 
 _HOME = {
     "AudioChunk": "omni_actors.generation",
@@ -23,6 +24,7 @@ _HOME = {
     "OmniSystem": "omni_actors.system",
     "Output": "omni_actors.generation",
     "Pipeline": "omni_actors.config",
+    "VideoClip": "omni_actors.media",
 }
 
 

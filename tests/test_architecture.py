@@ -45,7 +45,9 @@ LAYERS: dict[str, set[str]] = {
     "omni_actors.cluster": {"omni_actors.actor", "ringbuf", *LEAVES},
     "omni_actors.orchestrator": {"omni_actors.actor", "omni_actors.stages.base", *LEAVES},
     "omni_actors.generation": {"omni_actors.orchestrator", "ringbuf", *LEAVES},
+    "omni_actors.media": {"omni_actors.generation", "omni_actors.orchestrator", "ringbuf", *LEAVES},
     "omni_actors.system": {
+        "omni_actors.media",
         "omni_actors.generation",
         "omni_actors.orchestrator",
         "omni_actors.cluster",
@@ -54,8 +56,8 @@ LAYERS: dict[str, set[str]] = {
         *LEAVES,
         *ENGINE_DATA,
     },
-    "omni_actors": {"omni_actors.generation", "omni_actors.system", *LEAVES},
-    "omni_actors.serve": {"omni_actors", "omni_actors.system", "omni_actors.generation", *LEAVES, *ENGINE_DATA},
+    "omni_actors": {"omni_actors.generation", "omni_actors.media", "omni_actors.system", *LEAVES},
+    "omni_actors.serve": {"omni_actors", "omni_actors.media", "omni_actors.system", "omni_actors.generation", *LEAVES, *ENGINE_DATA},
     "omni_actors.stress": {
         "omni_actors",
         "omni_actors.serve",

@@ -28,7 +28,7 @@ from omni_actors.stages.multimodal.conversation import (
     with_system_prompt,
 )
 
-__all__ = ["Prompt", "validated"]
+__all__ = ["Prompt"]
 
 
 class TranscriptData(msgspec.Struct, frozen=True):

@@ -1,0 +1,129 @@
+"""The talker by itself: it starts on what has come, waits for no more than it needs, and says what it refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from omni_actors.stages.base import InvalidRequest
+from tests.stages.qwen2_5 import tiny
+
+pytestmark = pytest.mark.voice  # the extra's libraries; the weights are random
+
+NAME, SOURCE = "qwen2_5_talker", ("thinker",)
+WIDTH = 64
+PROMPT = 20
+
+
+def rows(count: int, seed: int = 0) -> np.ndarray[Any, Any]:
+    return np.random.default_rng(seed).normal(0, 1, (count, WIDTH)).astype(np.float32)
+
+
+def once(prompt: int = PROMPT) -> dict[str, Any]:
+    places = np.arange(prompt)
+    return {"ids": places, "positions": places[None].repeat(3, 0), "tts": rows(4, 9)}
+
+
+def feed(driver: Any, number: int, *, last: bool = False, **tensors: Any) -> None:
+    driver.feed(number, {}, tensors, last=last, source="thinker")
+
+
+def codes_of(outputs: list[Any]) -> list[int]:
+    return [int(output.tensors["codes"][0, 0]) for output in outputs if output.tensors]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.save(tmp_path_factory.mktemp("qwen2_5"), codec_eos=0)
+
+
+@pytest.fixture(scope="module")
+def engine(checkpoint: Path, open_stage: Callable[..., Any]) -> Any:
+    with closing(open_stage(NAME, checkpoint, prefill_chunk=8, context=60)) as opened:
+        yield opened
+
+
+def test_the_prompt_is_read_as_it_comes_and_the_first_token_is_one_step_from_the_first_code(
+    engine: Any, drive: Any
+) -> None:
+    driver = drive(engine)
+    driver.start(1, SOURCE, talker_temperature=0.0)
+    feed(driver, 1, **once(), rows=rows(9))
+    assert driver.step() == []
+    assert not engine.busy, "8 of 9 rows are a piece"
+    feed(driver, 1, rows=rows(PROMPT - 9))
+    assert driver.run() == {}
+    feed(driver, 1, rows=rows(1))
+    (output,) = driver.step()
+    assert output.tensors["codes"].shape == (1, 1)
+    assert not engine.busy
+    driver.abort(1)
+
+
+def test_who_waits_for_text_holds_up_nobody_and_text_that_ended_is_waited_for_no_more(engine: Any, drive: Any) -> None:
+    driver = drive(engine)
+    for number in (1, 2):
+        driver.start(number, SOURCE, talker_temperature=0.0, talker_max_tokens=6)
+        feed(driver, number, **once(), rows=rows(PROMPT))
+    feed(driver, 1, rows=rows(3))
+    feed(driver, 2, rows=rows(1), last=True)
+    outputs = driver.run()
+    assert len(codes_of(outputs[1])) == 3, "a code for each row of text"
+    assert not outputs[1][-1].last
+    assert len(codes_of(outputs[2])) == 6
+    assert [output.last for output in outputs[2]] == [False] * 5 + [True], "the last code comes with the end"
+    feed(driver, 1, last=True)
+    assert len(codes_of(driver.run()[1])) == 3
+
+
+def test_a_seed_is_a_voice(engine: Any, drive: Any) -> None:
+    driver = drive(engine)
+
+    def said(**params: Any) -> list[int]:
+        driver.start(1, SOURCE, talker_max_tokens=12, **params)
+        feed(driver, 1, **once(), rows=rows(PROMPT + 4), last=True)
+        return codes_of(driver.run()[1])
+
+    assert said(seed=1) == said(seed=1, speaker="chelsie")
+    assert len({tuple(said(**params)) for params in ({"seed": 1}, {"seed": 2}, {"seed": 1, "speaker": "Ethan"})}) == 3
+
+
+def test_an_answer_ends_where_the_context_does(engine: Any, drive: Any) -> None:
+    driver = drive(engine)
+    driver.start(1, SOURCE, talker_temperature=0.0)
+    feed(driver, 1, **once(), rows=rows(PROMPT + 1), last=True)
+    assert len(codes_of(driver.run()[1])) == 60 - PROMPT - 2
+
+
+@pytest.mark.parametrize(
+    ("tensors", "param", "code", "says"),
+    [
+        ({"rows": rows(1)}, "rows", None, "behind a first chunk"),
+        ({**once(), "rows": rows(2)[:, 1:]}, "rows", None, r"\(n, 64\) .* not \(2, 63\)"),
+        ({**once(), "rows": rows(2)[0]}, "rows", None, r"not \(64,\)"),
+        (once(58), "messages", "context_length_exceeded", "takes 60 positions of the talker's context, which has 60"),
+    ],
+)
+def test_what_is_no_thinkers_is_refused(
+    engine: Any, drive: Any, tensors: dict[str, Any], param: str, code: str | None, says: str
+) -> None:
+    driver = drive(engine)
+    driver.start(1, SOURCE)
+    driver.live.discard(1)
+    with pytest.raises(InvalidRequest, match=says) as caught:
+        feed(driver, 1, **tensors)
+    assert (caught.value.param, caught.value.code) == (param, code)
+    assert not engine.busy
+
+
+def test_a_speaker_that_it_does_not_have_is_refused_by_name(engine: Any) -> None:
+    from omni_actors.stages.base import StageRequest
+
+    with pytest.raises(InvalidRequest, match="'Cherry'; the model has Chelsie, Ethan") as caught:
+        engine.start(StageRequest(1, SOURCE, {"speaker": "Cherry"}))
+    assert caught.value.param == "speaker"

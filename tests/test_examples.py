@@ -1,0 +1,253 @@
+"""The examples of the omni models do what they say, with tiny checkpoints in real processes.
+
+Rules
+1. An example runs as its user runs it: the whole file, with arguments, in a directory of its own.
+2. Opening a pipeline costs seconds, so all that is asked of Qwen3-Omni is asked of one that is open already; the
+   pipeline that the example names is read and checked all the same.
+"""
+
+from __future__ import annotations
+
+import re
+import runpy
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+import pytest
+import soundfile
+import trio
+import yaml
+from PIL import Image
+
+from omni_actors import AudioChunk, OmniSystem
+from omni_actors.config import Pipeline, load
+from tests.kept import Kept, kept_open
+from tests.stages.multimodal.inputs import RATE, image_file, noise, video_file
+from tests.stages.qwen2_5 import tiny as tiny2_5
+from tests.stages.qwen3 import tiny as tiny3
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+EVERYTHING = ("--audio", "a.wav", "--audio", "b.wav", "--image", "seen.png", "--video", "clip.mkv")
+Samples: TypeAlias = np.ndarray[Any, Any]
+
+
+class Ran(NamedTuple):
+    code: int
+    stdout: str
+    stderr: str
+    pipeline: Pipeline | None
+    """Which it asked for, as it would have run."""
+
+
+Example: TypeAlias = Callable[..., Ran]
+
+
+def write_pipeline(file: Path, model: Path, family: str, decoder: str) -> Path:
+    """As the shipped one, but for its size. As random models do not end by themselves, the defaults make it."""
+
+    def stage(engine: str, **more: Any) -> dict[str, Any]:
+        return {"engine": f"{family}_{engine}", "model": str(model), "threads": 1, **more}
+
+    heard = ["audio", "image", "messages", "video"]
+    stages = {
+        "thinker": stage("thinker", accepts=heard, emits="text", defaults={"max_tokens": 12}),
+        "talker": stage("talker", inputs=["thinker"], defaults={"talker_max_tokens": 21}),
+        decoder: stage(decoder, inputs=["talker"], emits="audio"),
+    }
+    file.write_text(yaml.safe_dump({"name": "tiny", "stages": stages}))
+    return file
+
+
+@pytest.fixture(scope="module")
+def kept(its_own: set[int], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kept]:
+    where = tmp_path_factory.mktemp("qwen3")
+    model = tiny3.save(where / "model", text_eos=0.0, codec_eos=0.0)
+    file = write_pipeline(where / "tiny.yaml", model, "qwen3", "code2wav")
+    with kept_open(lambda: OmniSystem.open(file), its_own) as kept:
+        yield kept
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The directory to run in, with something to be heard and seen."""
+    loud = np.random.default_rng(0).normal(0, 0.1, (2 * RATE, 2)).astype(np.float32)
+    soundfile.write(tmp_path / "a.wav", loud[: RATE // 2], 22_050)
+    soundfile.write(tmp_path / "b.wav", loud[RATE:, 0], RATE)
+    (tmp_path / "clip.mkv").write_bytes(video_file(audio=loud[:, :1].T))
+    (tmp_path / "seen.png").write_bytes(image_file(Image.fromarray(noise(96, 64, 3))))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def run(here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Example:
+    """(name of an example, *arguments, kept=None) -> how it ran. kept: instead of the pipeline that it would open."""
+
+    def run(name: str, *arguments: str, kept: Kept | None = None) -> Ran:
+        asked: list[Pipeline] = []
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "argv", [name, *arguments])
+            if kept is not None:
+                patch.setattr(trio, "run", in_its_thread(kept))
+                patch.setattr(OmniSystem, "open", opened(kept, asked))
+            with pytest.raises(SystemExit) as left:
+                runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+        stdout, stderr = capsys.readouterr()
+        return Ran(int(left.value.code or 0), stdout, stderr, asked[0] if asked else None)
+
+    return run
+
+
+def in_its_thread(kept: Kept) -> Callable[..., Any]:
+    """For ``trio.run``: in the loop that the system lives in."""
+
+    def run(function: Callable[..., Awaitable[Any]], *arguments: Any) -> Any:
+        results = []
+
+        async def work(_: OmniSystem) -> None:
+            results.append(await function(*arguments))
+
+        kept(work)
+        return results[0]
+
+    return run
+
+
+def opened(kept: Kept, asked: list[Pipeline]) -> Callable[..., Any]:
+    """For ``OmniSystem.open``."""
+    systems: list[OmniSystem] = []
+
+    async def tell(omni: OmniSystem) -> None:
+        systems.append(omni)
+
+    kept(tell)
+
+    @asynccontextmanager
+    async def open_kept(config: str, **overrides: Any) -> AsyncIterator[OmniSystem]:
+        asked.append(load(config, overrides))
+        yield systems[0]
+
+    return open_kept
+
+
+def ask(kept: Kept, *prompt: str, **more: Any) -> tuple[str, Samples]:
+    """What the library answers: text and samples."""
+    text, sound = [], []
+
+    async def work(omni: OmniSystem) -> None:
+        async for out in omni.generate(*prompt, modalities=("text", "audio"), **more):
+            if isinstance(out.delta, AudioChunk):
+                sound.append(out.delta.samples)
+            elif out.delta is not None:
+                text.append(out.delta)
+
+    kept(work)
+    return "".join(text), np.concatenate(sound)
+
+
+def wav(file: Path) -> Samples:
+    samples, rate = soundfile.read(file, dtype="float32")
+    assert rate == 24_000
+    return samples  # type: ignore[no-any-return]
+
+
+def assert_same_sound(file: Path, samples: Samples) -> None:
+    np.testing.assert_allclose(wav(file), samples, atol=1e-4)  # 16 bits
+
+
+def test_a_question_about_all_kinds_of_files(run: Example, here: Path, kept: Kept) -> None:
+    asked = ("--use-audio-in-video", "--prompt", "what is it ?", "--seed", "3")
+    ran = run("mixed_modalities.py", *EVERYTHING, *asked, kept=kept)
+    assert (ran.code, ran.stderr) == (0, "")
+    assert ran.pipeline is not None
+    assert ran.pipeline.name == "qwen2_5_omni"
+    stereo, rate = soundfile.read(here / "a.wav", dtype="float32")
+    mono, _ = soundfile.read(here / "b.wav", dtype="float32")
+    heard = [AudioChunk(stereo.mean(axis=1), rate), AudioChunk(mono, RATE)]
+    media = {"audio": heard, "image": here / "seen.png", "video": here / "clip.mkv"}
+    text, sound = ask(kept, "what is it ?", multi_modal_data=media, use_audio_in_video=True, seed=3)
+    assert ran.stdout == text + "\n"
+    assert_same_sound(here / "answer.wav", sound)
+    assert text not in (ask(kept, "what is it ?", multi_modal_data=media)[0], ask(kept, "what is it ?")[0])
+
+
+def test_mixed_modalities_as_a_program_with_qwen2_5(here: Path) -> None:
+    file = write_pipeline(here / "tiny.yaml", tiny2_5.save(here / "model"), "qwen2_5", "token2wav")
+    command = [sys.executable, EXAMPLES / "mixed_modalities.py", "--config", file, *EVERYTHING, "--use-audio-in-video"]
+    done = subprocess.run(command, capture_output=True, check=False)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert len(done.stdout.strip()) > 3
+    assert len(wav(here / "answer.wav")) > 4 * 480
+    assert wav(here / "answer.wav").std() > 0.001
+
+
+def test_speech_and_what_it_took(run: Example, here: Path, kept: Kept) -> None:
+    ran = run("text_to_speech.py", "the sea", "--speaker", "chelsie", "--seed", "7", "--max-tokens", "8", kept=kept)
+    assert (ran.code, ran.stderr) == (0, "")
+    assert ran.pipeline is not None
+    assert ran.pipeline.name == "qwen3_omni"
+    text, sound = ask(kept, "the sea", speaker="chelsie", seed=7, max_tokens=8)
+    assert ran.stdout.startswith(text + "\n")
+    assert_same_sound(here / "answer.wav", sound)
+    for other in ({"speaker": "ethan", "seed": 7}, {"speaker": "chelsie", "seed": 8}):
+        assert not np.array_equal(ask(kept, "the sea", max_tokens=8, **other)[1], sound)
+    tables = ran.stdout.removeprefix(text)
+    ttft, ttfa, total, speech = map(float, re.findall(r"([\d.]+) s", tables)[:4])
+    assert 0 < ttft < ttfa < total
+    assert speech == pytest.approx(len(sound) / 24_000, abs=1e-3)
+    for stage in ("thinker", "talker", "code2wav"):
+        assert re.search(rf"{stage} .* [\d.]+ s .* [\d.]+ s .* \d+ .* [\d.]+ kB", tables)
+
+
+def test_a_file_of_prompts(run: Example, here: Path, kept: Kept, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts = {1: "hello", 3: "what is the sea ?", 4: "too long " * 1000, 5: "a story", 6: "hear the sea", 7: "you"}
+    (here / "prompts.txt").write_text("\n".join(prompts.get(line, " ") for line in range(1, 8)))
+    under_way = []
+    generate = OmniSystem.generate
+
+    def counted(omni: OmniSystem, *args: Any, **params: Any) -> Any:
+        generation = generate(omni, *args, **params)
+        under_way.append(omni.in_flight)
+        return generation
+
+    monkeypatch.setattr(OmniSystem, "generate", counted)
+    ran = run("offline_batch.py", "prompts.txt", "answers", "--at-once", "3", kept=kept)
+    monkeypatch.undo()
+
+    assert ran.code == 1, "one has failed"
+    assert ran.stderr.startswith("line 4: ")
+    assert ran.stderr.count("\n") == 1
+    assert ran.pipeline is not None
+    assert (ran.pipeline.name, ran.pipeline.limits.max_requests) == ("qwen3_omni", 3)
+    assert max(under_way) == 3
+    del prompts[4]
+    assert {file.name for file in (here / "answers").iterdir()} == {
+        f"{line:04}{suffix}" for line in prompts for suffix in (".txt", ".wav")
+    }
+    for line, prompt in prompts.items():
+        text = ask(kept, prompt)[0]
+        assert (here / "answers" / f"{line:04}.txt").read_bytes().decode() == text
+    audio_s = sum(len(wav(file)) for file in (here / "answers").glob("*.wav")) / 24_000
+    figures = re.findall(r"\d+\.?\d*", ran.stdout.splitlines()[-2])
+    answered, failed, took_s, requests, tokens, audio = map(float, figures)
+    assert (answered, failed) == (5, 1)
+    assert requests * took_s == pytest.approx(5, rel=0.2)
+    assert tokens / requests == pytest.approx(12, rel=0.02)
+    assert audio / requests == pytest.approx(audio_s / 5, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [("mixed_modalities.py",), ("text_to_speech.py", "hello"), ("offline_batch.py", "a.txt", "answers")],
+    ids=lambda arguments: arguments[0],
+)
+def test_what_cannot_be_is_said_in_a_sentence(run: Example, here: Path, arguments: tuple[str, ...]) -> None:
+    (here / "a.txt").write_text("hello\n")
+    ran = run(*arguments, "--config", "nothing")
+    assert (ran.code, ran.stdout) == (1, "")
+    assert re.fullmatch(r"Error: nothing: .*\n", ran.stderr)
