@@ -57,7 +57,13 @@ LAYERS: dict[str, set[str]] = {
         *ENGINE_DATA,
     },
     "omni_actors": {"omni_actors.generation", "omni_actors.media", "omni_actors.system", *LEAVES},
-    "omni_actors.serve": {"omni_actors", "omni_actors.media", "omni_actors.system", "omni_actors.generation", *LEAVES, *ENGINE_DATA},
+    "omni_actors.serve": {
+        "omni_actors",
+        "omni_actors.system",
+        "omni_actors.generation",
+        *LEAVES,
+        *ENGINE_DATA,
+    },
     "omni_actors.stress": {
         "omni_actors",
         "omni_actors.serve",

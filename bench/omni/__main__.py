@@ -57,7 +57,7 @@ async def measure(scenario: pipelines.Scenario, concurrency: list[int], rounds: 
     return results
 
 
-def bounds(runs: dict[str, Run]) -> list[Bound]:
+def bounds(scenario: str, runs: dict[str, Run]) -> list[Bound]:
     streamed, gathered = runs["streamed"], runs["gathered"]
     assert streamed.ttfa_s is not None
     assert gathered.ttfa_s is not None
@@ -67,6 +67,7 @@ def bounds(runs: dict[str, Run]) -> list[Bound]:
         ("TTFA, streamed / gathered", streamed.ttfa_s / gathered.ttfa_s, 0.15),
         ("E2E / max(slowest stage, CPU / cores)", streamed.e2e_s / max(slowest, streamed.cpu_s / cores()), 1.1),
         ("TTFT, streamed / thinker alone", streamed.ttft_s / runs["thinker alone"].ttft_s, 1.05),
+        *([("the parent's share of CPU", streamed.parent_cpu, 0.05)] if scenario == "compute" else []),
     ]
 
 
@@ -100,7 +101,11 @@ def show(console: Console, scenario: str, results: dict[int, dict[str, Run]]) ->
     console.print(table)
     held = True
     for number, runs in results.items():
-        for what, ratio, most in bounds(runs):
+        streamed = runs["streamed"]
+        if streamed.output_bytes:
+            extra = streamed.client_bytes / streamed.output_bytes - 1
+            console.print(f"{scenario:8} {number:3} at once  through the parent: outputs and {extra:.1%} for headers")
+        for what, ratio, most in bounds(scenario, runs):
             held &= ratio <= most
             verdict = "held" if ratio <= most else "[red]not held[/]"
             console.print(f"{scenario:8} {number:3} at once  {what:40} {ratio:.3f}  (<= {most:g})  {verdict}")

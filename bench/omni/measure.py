@@ -12,7 +12,7 @@ import psutil
 import trio
 
 from bench.omni.pipelines import PROMPT, Scenario
-from omni_actors import OmniSystem
+from omni_actors import AudioChunk, OmniSystem
 from omni_actors.generation import RequestMetrics
 
 
@@ -32,6 +32,8 @@ class Run(msgspec.Struct):
     """The parent's share of it, this client's work included."""
     client_bytes: int
     """That came into the parent's rings."""
+    output_bytes: int
+    """Of those, text and samples."""
 
 
 class Client:
@@ -41,11 +43,13 @@ class Client:
         self._omni, self._scenario, self._modalities = omni, scenario, modalities
 
     async def run(self, concurrent: int) -> Run:
-        workers = psutil.Process().children()
+        replicas = [replica for stage in self._omni.health().stages.values() for replica in stage]
+        workers = [psutil.Process(replica.pid) for replica in replicas if replica.pid]
         cpu = [_cpu(worker) for worker in workers]
         parent = _cpu(psutil.Process())
         first: list[dict[str, float]] = []
         ended: list[RequestMetrics] = []
+        outputs: list[int] = []
         began = time.monotonic()
 
         async def one() -> None:
@@ -54,6 +58,7 @@ class Client:
             params = self._scenario.params if "audio" in self._modalities else _for_text(self._scenario.params)
             async for out in self._omni.generate(PROMPT, modalities=self._modalities, **params):
                 seen.setdefault(out.modality, time.monotonic() - began)
+                outputs.append(_size(out.delta))
                 if out.metrics is not None:
                     ended.append(out.metrics)
 
@@ -78,6 +83,7 @@ class Client:
                 for target, sent in times.sent_bytes.items()
                 if target.startswith("client")
             ),
+            output_bytes=sum(outputs),
         )
 
 
@@ -95,6 +101,12 @@ def median(runs: list[Run]) -> Run:
 
 def cores() -> int:
     return len(os.sched_getaffinity(0))
+
+
+def _size(delta: str | AudioChunk | None) -> int:
+    if isinstance(delta, AudioChunk):
+        return delta.samples.nbytes
+    return len((delta or "").encode())
 
 
 def _for_text(params: dict[str, Any]) -> dict[str, Any]:

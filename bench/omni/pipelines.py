@@ -80,7 +80,7 @@ def waiting() -> Scenario:
                 accepts=("messages",),
                 emits="text",
                 threads=1,
-                options={**cost, "fan_out": TOKENS, "payload_bytes": 4096},
+                options={**cost, "fan_out": TOKENS},
             ),
             "talker": Stage(engine="echo", inputs=("thinker",), threads=1, options=cost),
             "code2wav": Stage(engine="echo", inputs=("talker",), emits="audio", threads=1, options=cost),

@@ -82,7 +82,7 @@ class _Active:
 
     def __init__(self, start: Start) -> None:
         self.request, self.targets = start.request, start.targets
-        self.feeds_stages = any(target.stage != CLIENT for target in start.targets)
+        self.onward = start.onward
         self._intakes = {source: Intake(start.request, source) for source in start.sources}
         self.seq = 0
         self.started = time.monotonic()
@@ -219,7 +219,7 @@ class EngineLoop:
                     if start.replayed:
                         self._notify(Started(start.request))
                     try:
-                        engine.start(StageRequest(start.request, start.sources, start.params))
+                        engine.start(StageRequest(start.request, start.sources, start.params, start.onward))
                     except InvalidRequest as error:
                         self._refuse(start.request, error)
                 case Resend(request, target):
@@ -321,10 +321,8 @@ class EngineLoop:
     def _emit(self, output: StageOutput, step_began: float) -> None:
         active = self._active[output.request_id]
         header = ChunkHeader(output.request_id, self._address.stage, active.seq, output.last, dict(output.data))
-        for_client = chunks.encode(header, output.tensors)
-        buffers = for_client
-        if output.onward and active.feeds_stages:
-            buffers = chunks.encode(header, {**output.tensors, **output.onward})
+        onward = output.onward if active.onward else {}
+        buffers = chunks.encode(header, {**output.tensors, **onward})
         size = sum(buffer.nbytes for buffer in buffers)
         active.seq += 1
         active.first_output = active.first_output or time.monotonic()
@@ -332,7 +330,8 @@ class EngineLoop:
         if retained is not None and not retained.add(buffers, size):
             self._notify(Unreplayable(output.request_id, retained.too_many, needed=False))
         for target in active.targets:
-            if target.stage == CLIENT and buffers is not for_client:
+            if onward and target.stage == CLIENT:
+                for_client = chunks.encode(header, output.tensors)
                 self._send(active, target, for_client, sum(buffer.nbytes for buffer in for_client))
             else:
                 self._send(active, target, buffers, size)

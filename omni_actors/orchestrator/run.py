@@ -258,6 +258,7 @@ class Orchestrator:
                 route.sources[stage],
                 targets,
                 dict(request.params.get(stage, {})),
+                _feeds_stages(request, stage),
                 self._limits.retain_bytes if self._retains(request, stage) else 0,
                 stage in request.starting,
             )
@@ -265,7 +266,7 @@ class Orchestrator:
 
     def _retains(self, request: Request, stage: str) -> bool:
         """Whether a stage keeps its outputs. What goes to the client only is never sent again."""
-        return request.on_failure == "replay" and request.route.targets[stage] != (CLIENT,)
+        return request.on_failure == "replay" and _feeds_stages(request, stage)
 
     # the supervisor's side (Listener)
 
@@ -433,3 +434,7 @@ class Orchestrator:
         request.work.cancel()
         request.news.unpark_all()
         self._on_end(request)
+
+
+def _feeds_stages(request: Request, stage: str) -> bool:
+    return request.route.targets[stage] != (CLIENT,)

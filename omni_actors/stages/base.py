@@ -77,6 +77,8 @@ class StageRequest(msgspec.Struct, frozen=True):
     """Who feeds this request here: ``CLIENT``, names of stages, or both. Each ends its part with ``chunk.last``."""
     params: Mapping[str, Any]
     """The request's parameters for this engine over the stage's defaults; validated against the engine's ``params``."""
+    onward: bool = True
+    """Whether stages below take part in it: else nobody reads ``StageOutput.onward``."""
 
 
 class Chunk(msgspec.Struct, frozen=True):
@@ -98,7 +100,7 @@ class StageOutput(msgspec.Struct, frozen=True):
     For a client, ``data["text"]`` (str) is text, and ``tensors["audio"]`` (float32 (n,), mono) is sound, which needs
     ``data["sample_rate"]`` (Hz). ``tensors`` are copied into rings after ``step`` returns, and may be retained for a
     replay: do not write to them after that call. ``onward``: more of them, for the stages below and not for a client
-    (hidden states); a stage finds them among its chunk's ``tensors``, so a name is in one of both.
+    (hidden states); a stage finds them among its chunk's ``tensors``, so no name may be in both.
     """
 
     request_id: RequestId

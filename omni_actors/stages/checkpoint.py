@@ -28,8 +28,13 @@ def whole_config(directory: Path) -> PreTrainedConfig:
 def load_part(model: type[Model], directory: Path, part: str, dtype: torch.dtype, device: str) -> Model:
     """``model`` with the weights whose names begin with ``part.``, in evaluation mode.
 
-    Of the others' weights no more than the names are read. Nothing is downloaded. Raises WrongCheckpoint, OSError.
+    Of the others' weights no more than the names are read. Nothing is downloaded. From now on this process computes
+    what can be computed in one way only, in that way, and float32 as such: a replay must come out the same.
+    Raises WrongCheckpoint, OSError.
     """
+    torch.backends.cudnn.deterministic = True
+    if dtype == torch.float32:
+        torch.backends.cudnn.allow_tf32 = False  # 10 bits of mantissa
     whole = whole_config(directory)
     config = getattr(whole, f"{part}_config", None)
     if config is None:
@@ -44,13 +49,14 @@ def load_part(model: type[Model], directory: Path, part: str, dtype: torch.dtype
         attn_implementation="sdpa",
         key_mapping={rf"^{part}\.": ""},
         dtype=dtype,
+        device_map={"": device},  # straight to it: a thinker's weights need not fit into the host's memory
         local_files_only=True,
         output_loading_info=True,
     )
     if missing := sorted(info["missing_keys"]):
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
         raise WrongCheckpoint(directory, part, f"no weights for {', '.join(missing[:3])}{more}")
-    ready: Model = loaded.eval().requires_grad_(requires_grad=False).to(torch.device(device))
+    ready: Model = loaded.eval().requires_grad_(requires_grad=False)
     return ready
 
 

@@ -6,7 +6,7 @@ Only data: importing this loads no engine. Another engine needs no entry; a conf
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
@@ -110,7 +110,7 @@ class TalkerParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Names of their own where the thinker has the same: what is said of the text must not change the voice."""
 
     speaker: str | None = None
-    """One of the checkpoint's, in any case; None: its first."""
+    """One of the checkpoint's, in any case; None: "Ethan", or its first."""
     talker_max_tokens: Positive = 4096
     """Frames, one less where it ends by this."""
     talker_temperature: Annotated[float, Meta(ge=0, le=2)] = 0.9
@@ -197,6 +197,63 @@ class Token2WavParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Of the noise that the sound is made of."""
 
 
+class VLLMOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A language model, or an omni model's thinker, on vLLM."""
+
+    engine_args: dict[str, Any] = {}
+    """Of vLLM's EngineArgs, by its names (dtype, max_model_len, kv_cache_memory_bytes, …); checked in the worker."""
+    system_prompt: str = ""
+    """Put before a conversation that brings no system message of its own."""
+
+
+class VLLMSampling(TextParams, frozen=True, forbid_unknown_fields=True):
+    """vLLM's SamplingParams, by its names, with our defaults where the other engines have the same; one answer each."""
+
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    min_p: float = 0.0
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    min_tokens: Annotated[int, Meta(ge=0)] = 0
+    logprobs: int | None = None
+    """How many of the likeliest tokens come with each one, and how likely they are."""
+    prompt_logprobs: int | None = None
+    prompt_logprob_start: int | None = None
+    prompt_logprob_token_ids: list[list[int]] | None = None
+    logprob_token_ids: list[int] | None = None
+    detokenize: bool = True
+    """False: ``token_ids`` come in place of ``text``."""
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+    structured_outputs: dict[str, Any] | None = None
+    """One of json, regex, choice, grammar, json_object, structural_tag, and what goes with it."""
+    logit_bias: dict[str | int, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    extra_args: dict[str, Any] | None = None
+    """What custom logits processors, named in ``engine_args``, read."""
+    skip_reading_prefix_cache: bool | None = None
+    thinking_token_budget: int | None = None
+    repetition_detection: dict[str, Any] | None = None
+    watermarking: bool | None = None
+    stream_interval: int | None = None
+    routed_experts_prompt_start: int = 0
+    trace_decode_token_ids: list[int] | None = None
+    priority: int = 0
+    """Lower comes first, where ``engine_args`` has scheduling_policy: priority."""
+
+
+class VLLMParams(VLLMSampling, frozen=True, forbid_unknown_fields=True):
+    n: Positive = 1
+    """Answers; each piece says in ``index`` of which it is, where there are several."""
+
+
+class VLLMThinkerParams(VLLMSampling, frozen=True, forbid_unknown_fields=True):
+    use_audio_in_video: bool = False
+    """Hear the sound of each video too."""
+
+
 ENGINES: dict[str, EngineSpec] = {
     "echo": EngineSpec("omni_actors.stages.echo:EchoEngine", EchoOptions, needs_model=False, replays=True),
     "llm": EngineSpec(
@@ -268,5 +325,26 @@ ENGINES: dict[str, EngineSpec] = {
         needs_model=False,
         replays=True,
         libraries=("scipy",),
+    ),
+    "vllm": EngineSpec(
+        "omni_actors.stages.vllm.opening:open_text",
+        VLLMOptions,
+        VLLMParams,
+        replays=True,
+        libraries=("vllm",),
+    ),
+    "vllm_qwen3_thinker": EngineSpec(
+        "omni_actors.stages.vllm.opening:open_qwen3_thinker",
+        VLLMOptions,
+        VLLMThinkerParams,
+        replays=True,
+        libraries=("vllm",),
+    ),
+    "vllm_qwen2_5_thinker": EngineSpec(
+        "omni_actors.stages.vllm.opening:open_qwen2_5_thinker",
+        VLLMOptions,
+        VLLMThinkerParams,
+        replays=True,
+        libraries=("vllm",),
     ),
 }

@@ -84,7 +84,7 @@ class Bench:
         retain_bytes: int = 0,
         replayed: bool = False,
     ) -> None:
-        self.loop.post(Start(request, sources, targets, {}, retain_bytes, replayed))
+        self.loop.post(Start(request, sources, targets, {}, True, retain_bytes, replayed))
 
     def heard(self) -> Message:
         return self.said.get(timeout=WATCHDOG_S)

@@ -3,7 +3,7 @@
 Rules
 1. A sequence waits for a row, in order of arrival; then it has row i of the cache, i its place in ``rows``. It may
    leave from both.
-2. A step is at most one piece of one prompt, then one forward that brings on every sequence whose next position is
+2. A step is some pieces of prompts (``pieces``), then one forward that brings on every sequence whose next position is
    ready. So a long prompt slows the others down, but never stops them, and who waits for input holds up nobody.
 3. A prompt is prefilled by itself, in pieces of ``prefill`` positions whose cuts depend on nothing else, not even on
    when its input comes: alone or in company, a sequence starts from the same numbers.
@@ -12,6 +12,7 @@ Rules
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
 from itertools import chain, islice
 from typing import Generic, TypeVar
 
@@ -63,6 +64,14 @@ class Batch(Generic[S]):
             self.rows.pop()
         elif sequence in self._waiting:
             self._waiting.remove(sequence)
+
+    def pieces(self) -> Iterator[tuple[int, int]]:
+        """The pieces of prompts of one step, a row and a number of positions each: as many as make ``prefill`` positions,
+        one at least. Each is to be brought on before the next one is asked for."""
+        spent = 0
+        while (piece := self.next_piece()) and (not spent or spent + piece[1] <= self._prefill):
+            spent += piece[1]
+            yield piece
 
     def next_piece(self) -> tuple[int, int] | None:
         """Whose prompt comes next, its row and how many positions; None where no prompt has a whole piece."""

@@ -87,12 +87,19 @@ class LanguageEngine(Generic[R]):
     def feed(self, request_id: RequestId, chunk: Chunk) -> None:
         request = self._requests[request_id]
         try:
-            if not request.collector.feed(chunk):
-                return
-            tokens = self._encode(request)
+            if request.collector.feed(chunk):
+                self._complete(request)
         except InvalidRequest:
             self.abort(request_id)
             raise
+
+    def _complete(self, request: R) -> None:
+        """The input is here. Raises ``InvalidRequest``."""
+        self._admit(request, self._encode(request))
+
+    def _admit(self, request: R, tokens: list[int]) -> None:
+        """Into the batch, with a prompt of ``tokens``."""
+        del request.collector
         if request.sampler:
             request.sampler.see(tokens)
         request.prompt = request.ready = len(tokens)
@@ -106,9 +113,9 @@ class LanguageEngine(Generic[R]):
             self._batch.remove(request)
 
     def step(self) -> Iterator[StageOutput]:
-        if piece := self._batch.next_piece():
+        for row, count in self._batch.pieces():
             # Given out before the forward that follows: it is the first text, which the user is waiting for.
-            yield from self._prefill(*piece)
+            yield from self._prefill(row, count)
         if rows := self._batch.decoding():
             yield from self._next([self._batch.rows[row] for row in rows], self._forward(rows, 1))
 

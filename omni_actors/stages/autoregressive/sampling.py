@@ -16,7 +16,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-__all__ = ["Sampler", "Sampling", "choose", "generator"]
+__all__ = ["Sampler", "Sampling", "choose", "generator", "weights"]
 
 _COLDEST = 1e-4  # below, dividing by it would overflow, and nothing but the most likely token remains anyway
 
@@ -50,63 +50,84 @@ class Sampler:
     """Chooses one sequence's tokens. suppressed: bool (vocabulary,), the tokens that it never gives."""
 
     def __init__(self, sampling: Sampling, source: torch.Generator, suppressed: Tensor | None = None) -> None:
-        self._sampling, self._generator, self._suppressed = sampling, source, suppressed
+        self.sampling, self._generator, self._suppressed = sampling, source, suppressed
         self._seen: set[int] = set()
+        self._seen_index = torch.empty(0, dtype=torch.int64)
 
     def see(self, tokens: Iterable[int]) -> None:
         """These count for the repetition penalty, as those do that are chosen."""
-        if self._sampling.repetition_penalty != 1:
-            self._seen.update(tokens)
+        if self.sampling.repetition_penalty != 1 and (new := set(tokens) - self._seen):
+            self._seen |= new
+            self._seen_index = torch.cat([self._seen_index, torch.tensor(sorted(new))])
 
-    def __call__(self, logits: Tensor) -> int:
-        """Choose a token id by the logits (vocabulary,) of one sequence."""
-        logits = self._allowed(logits.to("cpu", torch.float32))
-        if self._sampling.temperature == 0:
-            token = int(logits.argmax())
-        else:
-            tokens, weights = self._candidates(logits)
-            cumulative = weights.cumsum(0)
-            drawn = torch.rand((), dtype=torch.float64, generator=self._generator) * cumulative[-1]
-            place = int(torch.searchsorted(cumulative, drawn, right=True))
-            token = int(tokens[min(place, len(tokens) - 1)])
-        self.see([token])
-        return token
-
-    def candidates(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """The token ids that may be drawn, in increasing order, and their weights (float64, not normalised)."""
-        return self._candidates(self._allowed(logits.to("cpu", torch.float32)))
-
-    def _allowed(self, logits: Tensor) -> Tensor:
-        """The logits (float32) after the penalty, with those of suppressed tokens at -inf."""
+    def allowed(self, logits: Tensor) -> Tensor:
+        """The logits (vocabulary,) after the penalty, with those of suppressed tokens at -inf."""
         if self._seen:
-            seen, penalty = torch.tensor(sorted(self._seen)), self._sampling.repetition_penalty
-            found = logits[seen]
-            logits = logits.index_put((seen,), torch.where(found < 0, found * penalty, found / penalty))
+            found, penalty = logits[self._seen_index], self.sampling.repetition_penalty
+            found = torch.where(found < 0, found * penalty, found / penalty)
+            logits = logits.index_put((self._seen_index,), found)
         if self._suppressed is not None:
             logits = logits.masked_fill(self._suppressed, float("-inf"))
         return logits
 
-    def _candidates(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        top_k, top_p = self._sampling.top_k, self._sampling.top_p
-        logits = (logits - logits.max()) / max(self._sampling.temperature, _COLDEST)
-        if 0 < top_k < len(logits):
-            logits = logits.where(logits >= logits.topk(top_k).values[-1], float("-inf"))
-        weights = logits.softmax(0)
-        if top_p < 1:
-            # All tokens below this floor hold 1 - top_p at most, so the nucleus is among the rest: sort only those.
-            likely = weights[weights >= (1 - top_p) / len(weights)].sort(descending=True).values
-            size = int((likely.cumsum(0) < top_p).sum()) + 1
-            weights = weights.where(weights >= likely[min(size, len(likely)) - 1], 0.0)
-        tokens = weights.nonzero()[:, 0]
-        return tokens, weights[tokens].double()
+    def draw(self) -> float:
+        """A random number, in [0, 1)."""
+        return float(torch.rand((), dtype=torch.float64, generator=self._generator))
+
+    def __call__(self, logits: Tensor) -> int:
+        """Choose a token id by the logits (vocabulary,) of one sequence."""
+        return choose(logits[None], [self])[0]
+
+
+def weights(logits: Tensor, sampling: Sampling) -> Tensor:
+    """How likely each token is to be drawn: (rows, vocabulary), 0 for those that are not; rows need not sum to 1."""
+    top_k, top_p = sampling.top_k, sampling.top_p
+    logits = (logits - logits.amax(-1, keepdim=True)) / max(sampling.temperature, _COLDEST)
+    limits_rank = 0 < top_k < logits.shape[-1]
+    if limits_rank:
+        logits = logits.where(logits >= logits.topk(top_k).values[:, -1:], float("-inf"))
+    likely = logits.softmax(-1)
+    if top_p < 1:
+        if limits_rank:
+            floors = _floors(likely.topk(top_k).values, top_p)
+        else:
+            # All tokens below this weight hold 1 - top_p at most, so the nucleus is among the rest: sort only those.
+            least = (1 - top_p) / likely.shape[-1]
+            ordered = [row[row >= least].sort(descending=True).values for row in likely]
+            floors = torch.cat([_floors(row[None], top_p) for row in ordered])
+        likely = likely.where(likely >= floors, 0.0)
+    return likely
+
+
+def _floors(ordered: Tensor, top_p: float) -> Tensor:
+    """The least weight in the nucleus of each row, (rows, 1), of weights (rows, n) in decreasing order."""
+    size = (ordered.cumsum(-1) < top_p).sum(-1, keepdim=True)
+    return ordered.gather(-1, size.clamp(max=ordered.shape[-1] - 1))
 
 
 def choose(logits: Tensor, samplers: Sequence[Sampler | None]) -> list[int]:
     """One token id a row of the logits (rows, vocabulary); a row without a sampler is greedy."""
-    if all(samplers):
-        return [sampler(row) for sampler, row in zip(samplers, logits, strict=True) if sampler]
-    tokens: list[int] = logits.argmax(-1).tolist()
-    for place, sampler in enumerate(samplers):
+    tokens: list[int] = [0] * len(samplers)
+    if not all(samplers):
+        tokens = logits.argmax(-1).tolist()
+    by_sampling: dict[Sampling, list[tuple[int, Sampler]]] = {}
+    for row, sampler in enumerate(samplers):
         if sampler:
-            tokens[place] = sampler(logits[place])
+            by_sampling.setdefault(sampler.sampling, []).append((row, sampler))
+    for sampling, members in by_sampling.items():
+        mine = logits[[row for row, _ in members]].to("cpu", torch.float32)
+        mine = torch.stack([sampler.allowed(row) for (_, sampler), row in zip(members, mine, strict=True)])
+        chosen = mine.argmax(-1) if sampling.temperature == 0 else _drawn(mine, sampling, members)
+        for (row, sampler), token in zip(members, chosen.tolist(), strict=True):
+            sampler.see([token])
+            tokens[row] = token
     return tokens
+
+
+def _drawn(logits: Tensor, sampling: Sampling, members: Sequence[tuple[int, Sampler]]) -> Tensor:
+    cumulative = weights(logits, sampling).double().cumsum(-1)
+    total = cumulative[:, -1:].contiguous()
+    numbers = torch.tensor([[sampler.draw()] for _, sampler in members], dtype=torch.float64)
+    places = torch.searchsorted(cumulative, numbers * total, right=True)
+    last = torch.searchsorted(cumulative, total)  # rounding must not lead past the last token that may be drawn
+    return torch.minimum(places, last)[:, 0]

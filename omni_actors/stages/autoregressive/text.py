@@ -92,6 +92,11 @@ class StopFilter:
         out, self._held = self._held[:cut], self._held[cut:]
         return out, False
 
+    @property
+    def holds(self) -> bool:
+        """Whether text is held, which may be the beginning of a stop string or, at the end, is one."""
+        return bool(self._held)
+
     def finish(self) -> str:
         """Return what was held: no more text comes, so no stop string does."""
         held, self._held = self._held, ""
@@ -128,6 +133,11 @@ class Answer:
         self._vocabulary = vocabulary
         self._prompt_tokens, self._tokens, self._max_tokens = prompt_tokens, 0, max_tokens
         self._detokenizer, self._stops = Detokenizer(vocabulary.decode), StopFilter(stops)
+
+    @property
+    def holds(self) -> bool:
+        """Whether tokens are held back that may belong to a stop string or, at the end, do."""
+        return self._stops.holds
 
     def push(self, token: int) -> dict[str, Any]:
         """Return the output's data, empty where no text became certain. ``finish_reason`` is set at the end."""

@@ -175,6 +175,11 @@ class OmniProcessor:
 def _places(conversation: Sequence[Message], media: Media) -> list[tuple[str, int]]:
     """Kind and index of what the conversation shows, in order. Raises ``InvalidRequest`` where that is not all."""
     places = [(part.kind, part.index) for message in conversation for part in message.media]
+    for message in conversation:
+        if message.role != "user" and any(message.media):
+            # Talkers get the user's turns, and would look for what is shown elsewhere in those.
+            reason = f"a message of the role {message.role!r} has media, which only the user's may have"
+            raise InvalidRequest(reason, param="messages")
     for kind, index in places:
         if index not in media.of(kind):
             message = f"the messages show {kind} {index}, which was not sent"

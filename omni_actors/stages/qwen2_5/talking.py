@@ -35,7 +35,7 @@ class TalkerRequest(Sequence):
     """Prompt rows to come."""
     positions: Tensor
     """Of the prompt, int64 (3, n)."""
-    delta: int
+    delta: float
     """What a later place is from its position."""
     opening: Tensor
     """What comes between the prompt and the answer's first token; the last one is added to that."""
@@ -169,8 +169,7 @@ class OmniTalker(Generic[R]):
             del self._requests[request_id]
             yield StageOutput(request_id, last=True)
         self._silent.clear()
-        if piece := self._batch.next_piece():
-            row, count = piece
+        for row, count in self._batch.pieces():
             request = self._batch.rows[row]
             axes = request.positions[:, None, request.seen : request.seen + count]
             self._forward([row], request.take(count)[None], axes)

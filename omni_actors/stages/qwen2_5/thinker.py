@@ -2,7 +2,8 @@
 
 A row of the talker's is what went into the language model at a position and what came out of it, added up; of sound and
 picture only the latter. So the row of a token of the answer is there one step behind the token, and the last token has
-none. The talker gets all positions of the prompt.
+none. The talker gets all positions of the prompt. As the last digits of what a batch computes move with the company in
+it, so do an answer's rows: a replay in which they come out otherwise ends with StageCrashed (``EngineSpec.replays``).
 
 Wire, besides what ``talking`` says: the first chunk has ``positions``, int64 (3, n), of the prompt's rotary embedding,
 and ``tts``, (2 + speakers, hidden), the embeddings of the talker's text_eos and text_pad and of each speaker's

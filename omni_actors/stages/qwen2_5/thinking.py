@@ -37,7 +37,7 @@ class ThinkerRequest(Request[OmniPrompt]):
     """Which positions are sound or picture, bool (n,)."""
     positions: Tensor
     """int64 (3, n)."""
-    delta: int
+    delta: float
     """What a later place is from its position."""
     embeds: Tensor
     """(n, hidden)."""

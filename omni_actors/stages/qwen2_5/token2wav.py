@@ -63,8 +63,6 @@ class Token2WavEngine:
         if context.model is None:
             raise ValueError(f"stage {context.stage!r}: qwen2_5_token2wav needs a model, a checkpoint directory")
         torch.set_num_threads(context.threads)
-        torch.backends.cudnn.allow_tf32 = False  # 10 bits of mantissa
-        torch.backends.cudnn.deterministic = True  # a replay must come out the same
         context.report("reading the weights of token2wav")
         # In float32 whatever the checkpoint's type is: so its authors run it.
         self._model: Any = load_part(

@@ -55,10 +55,13 @@ def grids_of(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def positions_of(
     model: Any, ids: Tensor, grids: Mapping[str, Tensor], *, use_audio_in_video: bool
-) -> tuple[Tensor, int]:
-    """Three-axis rotary positions, int64 (3, n), and what to add to a later place for its position on all axes."""
+) -> tuple[Tensor, float]:
+    """Three-axis rotary positions, (3, n), and what to add to a later place for its position on all axes.
+
+    Those of a video are its seconds times a constant, so at some rates they are fractions, as in the reference.
+    """
     if not any(name in grids for name in ("image_grid_thw", "video_grid_thw")):
-        return torch.arange(len(ids)).expand(3, -1), 0
+        return torch.arange(len(ids)).expand(3, -1), 0.0
     positions, delta = model.get_rope_index(
         ids[None],
         image_grid_thw=grids.get("image_grid_thw"),
@@ -68,4 +71,4 @@ def positions_of(
         audio_seqlens=grids.get("audio_lengths"),
         second_per_grids=grids.get("video_second_per_grid"),
     )
-    return positions[:, 0].long(), int(delta.item())
+    return positions[:, 0], float(delta.item())

@@ -8,13 +8,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from vllm import EngineArgs, SamplingParams
-from vllm.sampling_params import RepetitionDetectionParams, RequestOutputKind, StructuredOutputsParams
-
 from omni_actors.stages.base import InvalidRequest
 from omni_actors.stages.registry import VLLMParams
+from vllm import EngineArgs, SamplingParams
+from vllm.exceptions import VLLMClientError
+from vllm.sampling_params import RepetitionDetectionParams, RequestOutputKind, StructuredOutputsParams
 
-__all__ = ["WrongEngineArgument", "engine_args", "sampling_params"]
+__all__ = ["CLIENTS", "WrongEngineArgument", "engine_args", "refusal", "sampling_params"]
 
 OURS: Mapping[str, str] = {
     "model": "the stage's `model`",
@@ -27,6 +27,8 @@ DEFAULTS: Mapping[str, Any] = {
     "enable_prefix_caching": False,  # so that an answer's last digits do not depend on who asked before
     "use_tqdm_on_load": False,
 }
+CLIENTS = (VLLMClientError, ValueError, TypeError)
+"""What vLLM raises where a request is at fault."""
 STRUCTS: Mapping[str, type[Any]] = {
     "structured_outputs": StructuredOutputsParams,
     "repetition_detection": RepetitionDetectionParams,
@@ -59,7 +61,7 @@ def engine_args(stage: str, model: Path, given: Mapping[str, Any], fixed: Mappin
     return EngineArgs(model=str(model), **{**DEFAULTS, **given, **fixed})
 
 
-def sampling_params(params: VLLMParams, names: Mapping[str, str] | None = None) -> SamplingParams:
+def sampling_params(params: VLLMParams) -> SamplingParams:
     """Raises ``InvalidRequest``, with vLLM's message."""
     fields = {name: getattr(params, name) for name in SamplingParams.__struct_fields__ if hasattr(params, name)}
     fields = {name: list(value) if isinstance(value, tuple) else value for name, value in fields.items()}
@@ -70,20 +72,10 @@ def sampling_params(params: VLLMParams, names: Mapping[str, str] | None = None) 
         if fields.get("logit_bias") is not None:
             fields["logit_bias"] = {int(token): bias for token, bias in fields["logit_bias"].items()}
         return SamplingParams(**fields, output_kind=RequestOutputKind.DELTA)
-    except (ValueError, TypeError) as error:
+    except CLIENTS as error:
         raise refusal(error) from error
-    except Exception as error:
-        if _is_clients(error):
-            raise refusal(error) from error
-        raise
 
 
 def refusal(error: Exception) -> InvalidRequest:
     """What vLLM says of a request, as ours."""
     return InvalidRequest(str(error), param=getattr(error, "parameter", None))
-
-
-def _is_clients(error: Exception) -> bool:
-    from vllm.exceptions import VLLMClientError
-
-    return isinstance(error, VLLMClientError)

@@ -103,14 +103,14 @@ def test_an_answer_ends_where_the_context_does(engine: Any, drive: Any) -> None:
 @pytest.mark.parametrize(
     ("tensors", "param", "code", "says"),
     [
-        ({"rows": rows(1)}, "rows", None, "behind a first chunk"),
-        ({**once(), "rows": rows(2)[:, 1:]}, "rows", None, r"\(n, 64\) .* not \(2, 63\)"),
-        ({**once(), "rows": rows(2)[0]}, "rows", None, r"not \(64,\)"),
+        ({"rows": rows(1)}, "rows", "invalid_value", "behind a first chunk"),
+        ({**once(), "rows": rows(2)[:, 1:]}, "rows", "invalid_value", r"\(n, 64\) .* not \(2, 63\)"),
+        ({**once(), "rows": rows(2)[0]}, "rows", "invalid_value", r"not \(64,\)"),
         (once(58), "messages", "context_length_exceeded", "takes 60 positions of the talker's context, which has 60"),
     ],
 )
 def test_what_is_no_thinkers_is_refused(
-    engine: Any, drive: Any, tensors: dict[str, Any], param: str, code: str | None, says: str
+    engine: Any, drive: Any, tensors: dict[str, Any], param: str, code: str, says: str
 ) -> None:
     driver = drive(engine)
     driver.start(1, SOURCE)
@@ -121,9 +121,7 @@ def test_what_is_no_thinkers_is_refused(
     assert not engine.busy
 
 
-def test_a_speaker_that_it_does_not_have_is_refused_by_name(engine: Any) -> None:
-    from omni_actors.stages.base import StageRequest
-
+def test_a_speaker_that_it_does_not_have_is_refused_by_name(engine: Any, drive: Any) -> None:
     with pytest.raises(InvalidRequest, match="'Cherry'; the model has Chelsie, Ethan") as caught:
-        engine.start(StageRequest(1, SOURCE, {"speaker": "Cherry"}))
+        drive(engine).start(1, SOURCE, speaker="Cherry")
     assert caught.value.param == "speaker"

@@ -1,0 +1,182 @@
+"""vLLM's ``LLMEngine`` behind the protocol of ``stages.base``, whatever its input is.
+
+Rules
+1. One thread: ``add_request`` in ``feed``, ``step`` in ``step``. vLLM schedules, batches, samples and detokenizes.
+2. Our request ids are vLLM's external ids, as text. Its own ids, which it draws, key the rows of hidden states.
+3. What vLLM refuses is the request's ``InvalidRequest`` with vLLM's message; any other exception of it ends the worker.
+
+Outputs: ``{"text": piece}``, and at the end ``{"text": rest, "finish_reason": …, "prompt_tokens": n,
+"completion_tokens": n}``. Without detokenizing ``token_ids`` stand in place of ``text``; of several answers each piece has its
+``index``, and its ``finish_reason`` at its end. With logprobs, ``logprobs`` is a list for each new token of
+``{"token_id", "logprob", "rank", "token"}``, likeliest or chosen first as vLLM has them; ``prompt_logprobs`` is the same for each
+token of the prompt (null for the first).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar, Generic, TypeVar
+
+import msgspec
+
+import vllm
+from omni_actors.stages.autoregressive.language import Collector
+from omni_actors.stages.base import (
+    Chunk,
+    InvalidRequest,
+    RequestId,
+    StageContext,
+    StageOutput,
+    StageRequest,
+    TensorLike,
+)
+from omni_actors.stages.multimodal.conversation import validated
+from omni_actors.stages.registry import VLLMOptions, VLLMParams, VLLMSampling
+from omni_actors.stages.vllm import private
+from omni_actors.stages.vllm.arguments import CLIENTS, engine_args, refusal, sampling_params
+from vllm import SamplingParams
+from vllm.v1.engine.llm_engine import LLMEngine
+
+__all__ = ["Request", "VLLMEngine"]
+
+
+class Request:
+    """One request. ``internal``: vLLM's id of it, once its input is complete."""
+
+    internal = ""
+    prompt_tokens = 0
+
+    def __init__(self, request: StageRequest, params: VLLMSampling, collector: Collector) -> None:
+        self.id, self.params, self.collector = request.request_id, params, collector
+        self.sampling: SamplingParams = sampling_params(params)
+        self.tokens = 0
+        """Generated so far."""
+
+
+R = TypeVar("R", bound=Request)
+
+
+class VLLMEngine(Generic[R]):
+    """A ``StageEngine``. What kind of input it takes, a class below says."""
+
+    PARAMS: ClassVar[type[VLLMSampling]] = VLLMParams
+
+    def __init__(self, context: StageContext, **fixed: Any) -> None:
+        """fixed: of vLLM's EngineArgs, what this engine depends on.
+
+        Raises msgspec.ValidationError (options), WrongEngineArgument, VLLMMoved, and whatever vLLM does as it loads.
+        """
+        self._options = msgspec.convert(context.options, VLLMOptions)
+        if context.model is None:
+            raise ValueError(f"stage {context.stage!r}: vLLM needs a model, a checkpoint directory")
+        private.check()
+        arguments = engine_args(context.stage, context.model, self._options.engine_args, fixed)
+        context.report(f"vLLM {vllm.__version__} is reading the weights")
+        private.look_at_here(json.loads((context.model / "config.json").read_text()).get("architectures") or ())
+        self._llm = LLMEngine.from_engine_args(arguments)
+        self._context: int = self._llm.model_config.max_model_len
+        self._requests: dict[RequestId, R] = {}
+
+    # what an engine says for itself
+
+    def _open(self, request: StageRequest, params: Any) -> R:
+        raise NotImplementedError
+
+    def _prompt(self, request: R) -> Any:
+        """An ``EngineInput`` of vLLM, now that the request's input is complete. Raises ``InvalidRequest``."""
+        raise NotImplementedError
+
+    def _stepped(self) -> Iterator[StageOutput]:
+        """What the stages below get of this step that belongs to no new token."""
+        yield from ()
+
+    def _onward(self, request: R, tokens: list[int], *, last: bool) -> Mapping[str, TensorLike]:
+        """What the stages below get with these new tokens."""
+        return {}
+
+    # StageEngine
+
+    @property
+    def busy(self) -> bool:
+        return self._llm.has_unfinished_requests()
+
+    def start(self, request: StageRequest) -> None:
+        self._requests[request.request_id] = self._open(request, validated(request.params, self.PARAMS))
+
+    def feed(self, request_id: RequestId, chunk: Chunk) -> None:
+        request = self._requests[request_id]
+        try:
+            if request.collector.feed(chunk):
+                self._add(request, self._prompt(request))
+        except InvalidRequest:
+            self.abort(request_id)
+            raise
+
+    def _add(self, request: R, prompt: Any) -> None:
+        request.prompt_tokens = len(prompt["prompt_token_ids"])
+        try:
+            request.internal = self._llm.add_request(
+                str(request.id), prompt, request.sampling, priority=request.params.priority
+            )
+        except CLIENTS as error:
+            if request.prompt_tokens >= self._context:
+                raise InvalidRequest(str(error), param="messages", code="context_length_exceeded") from error
+            raise refusal(error) from error
+
+    def abort(self, request_id: RequestId) -> None:
+        request = self._requests.pop(request_id, None)
+        if request is not None and request.internal:
+            self._llm.abort_request([str(request_id)])
+            self._let_go()
+
+    def step(self) -> Iterator[StageOutput]:
+        outputs = self._llm.step()
+        yield from self._stepped()
+        for output in outputs:
+            if (request := self._requests.get(int(output.request_id))) is not None:
+                yield from self._outputs(request, output)
+        self._let_go()
+
+    def close(self) -> None:
+        self._requests.clear()
+        private.close(self._llm)
+        del self._llm
+
+    def _let_go(self) -> None:
+        """vLLM forgets the requests that have ended in the step behind: where none would come, it comes now."""
+        if not self._llm.has_unfinished_requests():
+            self._llm.step()
+
+    def _outputs(self, request: R, output: Any) -> Iterator[StageOutput]:
+        several = request.sampling.n > 1
+        if output.finished:
+            del self._requests[request.id]
+        for at, answer in enumerate(output.outputs):
+            last = output.finished and at == len(output.outputs) - 1
+            request.tokens += len(answer.token_ids)
+            data: dict[str, Any] = {}
+            if not request.sampling.detokenize:
+                data["token_ids"] = list(answer.token_ids)
+            elif answer.text or last:
+                data["text"] = answer.text
+            if answer.logprobs:
+                data["logprobs"] = [_logprobs(one) for one in answer.logprobs]
+            if output.prompt_logprobs:
+                data["prompt_logprobs"] = [one and _logprobs(one) for one in output.prompt_logprobs]
+            if answer.finish_reason is not None and (several or last):
+                data["finish_reason"] = answer.finish_reason
+            if last:
+                data |= {"prompt_tokens": request.prompt_tokens, "completion_tokens": request.tokens}
+            if several and data:
+                data["index"] = answer.index
+            onward = self._onward(request, list(answer.token_ids), last=last)
+            if data or onward:
+                yield StageOutput(request.id, data=data, onward=onward, last=last)
+
+
+def _logprobs(position: Mapping[int, Any]) -> list[dict[str, Any]]:
+    return [
+        {"token_id": token, "logprob": one.logprob, "rank": one.rank, "token": one.decoded_token}
+        for token, one in position.items()
+    ]

@@ -1,0 +1,72 @@
+"""A processed prompt of an omni model as vLLM takes it.
+
+Our processor makes the ids and the features, as for the thinkers on transformers; vLLM's own is not asked. It gets each
+sound, image and video as an item with its place among the ids.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import count, groupby
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import BatchFeature
+from vllm.inputs.engine import MultiModalInput, TokensInput, mm_input, tokens_input
+from vllm.model_executor.models.qwen2_5_omni_thinker import create_qwen2_5_omni_thinker_field_factory
+from vllm.multimodal.inputs import MultiModalKwargsItems, PlaceholderRange
+
+from omni_actors.stages.multimodal.processor import OmniInputs
+
+__all__ = ["to_prompt"]
+
+_numbers = count()
+"""An item's name: vLLM keeps encoded items by it, and two requests' items are never taken for one."""
+
+
+def to_prompt(inputs: OmniInputs, thinker: Any) -> TokensInput | MultiModalInput:
+    """thinker: the configuration of that part."""
+    if not inputs.tensors:
+        return tokens_input(inputs.ids)
+    merge = thinker.vision_config.spatial_merge_size
+    features = _features(inputs)
+    items = MultiModalKwargsItems.from_hf_inputs(
+        BatchFeature(features), create_qwen2_5_omni_thinker_field_factory(merge)(features)
+    )
+    places: dict[str, list[PlaceholderRange]] = {}
+    for kind, place in _places(inputs, thinker):
+        places.setdefault(kind, []).append(place)
+    names = {kind: [f"item-{next(_numbers)}" for _ in places[kind]] for kind in places}
+    assert {kind: len(places[kind]) for kind in places} == {kind: len(items[kind]) for kind in items}
+    return mm_input(inputs.ids, items, names, places)
+
+
+def _features(inputs: OmniInputs) -> dict[str, Tensor]:
+    """Under vLLM's names. Frames of sounds one after the other, without what filled them up to one length."""
+    tensors = dict(inputs.tensors)
+    if (padded := tensors.pop("input_features", None)) is not None:
+        mask = tensors["feature_attention_mask"]
+        tensors["input_audio_features"] = padded.permute(0, 2, 1)[mask.bool()].T.contiguous()
+        tensors["audio_feature_lengths"] = mask.sum(1)
+    if (seconds := tensors.pop("video_second_per_grid", None)) is not None:
+        tensors["second_per_grid_ts"] = seconds
+        tensors["use_audio_in_video"] = torch.tensor(inputs.use_audio_in_video)
+    return tensors
+
+
+def _places(inputs: OmniInputs, thinker: Any) -> Iterator[tuple[str, PlaceholderRange]]:
+    """Each item's kind and range. A video's sound lies among its frames: both have the range, and say what is theirs."""
+    kinds = {thinker.audio_token_id: "audio", thinker.image_token_id: "image", thinker.video_token_id: "video"}
+    at = 0
+    for is_medium, run in groupby(inputs.ids, kinds.__contains__):
+        ids = list(run)
+        found = {kinds[id_] for id_ in ids if is_medium}
+        if len(found) == 1:
+            yield found.pop(), PlaceholderRange(at, len(ids))
+        for kind in sorted(found):
+            # With the marks around it, as vLLM has it.
+            whole = torch.tensor(inputs.ids[at - 1 : at + len(ids) + 1])
+            token = getattr(thinker, f"{kind}_token_id")
+            yield kind, PlaceholderRange(at - 1, len(whole), whole == token)
+        at += len(ids)

@@ -1,0 +1,157 @@
+"""All that vLLM does not publish and this package uses, and a check that each of it is there.
+
+Known to work: the versions in ``VERSIONS``; another one may, and says by name what of this moved.
+
+Hidden states come from what the EAGLE-3 drafters read: a model keeps what goes into and comes out of chosen layers, and
+the runner holds it from the forward until the tokens are sampled. ``RowWorker`` copies it there, prompt pieces included,
+with the request and the position of each row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+import vllm
+from vllm import ModelRegistry
+from vllm.platforms import current_platform
+
+__all__ = ["VERSIONS", "Captured", "RowWorker", "VLLMMoved", "check", "close", "look_at_here"]
+
+VERSIONS = ("0.32.0",)
+NAMES = (
+    "vllm.v1.engine.llm_engine:LLMEngine.from_engine_args",
+    "vllm.v1.engine.llm_engine:LLMEngine.collective_rpc",
+    "vllm.v1.engine.core_client:InprocClient.shutdown",
+    "vllm.renderers.base:BaseRenderer.shutdown",
+    "vllm.model_executor.models.registry:_LazyRegisteredModel.load_model_cls",
+    "vllm.v1.worker.gpu_worker:Worker.load_model",
+    "vllm.v1.worker.gpu_worker:Worker.execute_model",
+    "vllm.v1.worker.cpu_worker:CPUWorker.load_model",
+    "vllm.v1.worker.gpu_model_runner:GPUModelRunner.get_model",
+    "vllm.v1.worker.gpu_model_runner:ExecuteModelState.hidden_states",
+    "vllm.v1.worker.gpu_model_runner:ExecuteModelState.aux_hidden_states",
+    "vllm.v1.worker.gpu_input_batch:InputBatch.req_ids",
+    "vllm.v1.core.sched.output:SchedulerOutput.num_scheduled_tokens",
+    "vllm.model_executor.models.interfaces:EagleModelMixin._set_aux_hidden_state_layers",
+    "vllm.multimodal.inputs:MultiModalKwargsItems.from_hf_inputs",
+    "vllm.multimodal.inputs:PlaceholderRange.offset",
+    "vllm.model_executor.models.qwen2_5_omni_thinker:create_qwen2_5_omni_thinker_field_factory",
+)
+"""Looked up as the engine loads. What only instances have is looked at as the weights are there."""
+RUNNER = ("model_runner.use_aux_hidden_state_outputs", "model_runner.execute_model_state")
+BATCH = ("req_ids", "req_id_to_index", "num_computed_tokens_cpu")
+
+
+class VLLMMoved(ImportError):
+    """This version of vLLM lacks names that are used here. names: which."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self.names, self.version, self.known = tuple(names), vllm.__version__, VERSIONS
+        super().__init__(
+            f"vLLM {vllm.__version__} has no {', '.join(names)}; known to work: vLLM {', '.join(VERSIONS)}"
+        )
+
+
+def check() -> None:
+    """Raises VLLMMoved."""
+    if moved := [name for name in NAMES if not _is_there(name)]:
+        raise VLLMMoved(moved)
+
+
+def _is_there(name: str) -> bool:
+    module, _, path = name.partition(":")
+    try:
+        found: Any = import_module(module)
+    except ModuleNotFoundError:
+        return False
+    for part in path.split("."):
+        if part in getattr(found, "__annotations__", {}) or part in getattr(found, "__dataclass_fields__", {}):
+            return True
+        if not hasattr(found, part):
+            return False
+        found = getattr(found, part)
+    return True
+
+
+def look_at_here(architectures: Sequence[str]) -> None:
+    """Have vLLM look at these model classes in this process; its way is a second one, which takes some seconds."""
+    for name in architectures:
+        if name in ModelRegistry.models:
+            ModelRegistry.register_model(name, ModelRegistry.models[name].load_model_cls())
+
+
+def close(llm: Any) -> None:
+    """Free what an ``LLMEngine`` in this process holds, its threads too."""
+    llm.engine_core.shutdown()
+    llm.renderer.shutdown()
+
+
+class Captured(NamedTuple):
+    """Rows of one request, as one forward brought them."""
+
+    request: str
+    """vLLM's own id of it: what ``add_request`` gave."""
+    position: int
+    """Of the first of them."""
+    layers: Tensor
+    """(k, layers, hidden): what went into the first (layer 0) or came out of the others, before the last norm."""
+    last: Tensor
+    """(k, hidden): what came out of the model, after the last norm."""
+
+
+_Platforms: Any = import_module(
+    "vllm.v1.worker.cpu_worker" if current_platform.is_cpu() else "vllm.v1.worker.gpu_worker"
+)
+_Base: Any = _Platforms.CPUWorker if current_platform.is_cpu() else _Platforms.Worker
+
+
+class RowWorker(_Base):  # type: ignore[misc]
+    """vLLM's worker, which keeps hidden states. ``additional_config`` row_layers: which, as transformers counts them."""
+
+    def load_model(self, **kwargs: Any) -> None:
+        super().load_model(**kwargs)
+        runner, layers = self.model_runner, tuple(self.vllm_config.additional_config["row_layers"])
+        missing = [name for name in RUNNER if not hasattr(self, name.partition(".")[0])]
+        missing += [name for name in RUNNER if not hasattr(runner, name.partition(".")[2])]
+        missing += [f"model_runner.input_batch.{name}" for name in BATCH if not hasattr(runner.input_batch, name)]
+        if missing:
+            raise VLLMMoved(missing)
+        self._rows: list[Captured] = []
+        language = runner.get_model().get_language_model().model
+        language._set_aux_hidden_state_layers(layers)
+        self._embed = language.embed_tokens
+        runner.use_aux_hidden_state_outputs = True
+
+    def execute_model(self, scheduler_output: Any) -> Any:
+        output = super().execute_model(scheduler_output)
+        state = self.model_runner.execute_model_state
+        if output is None and state is not None and state.aux_hidden_states is not None:
+            self._keep(scheduler_output.num_scheduled_tokens, state)
+        return output
+
+    def _keep(self, counts: Any, state: Any) -> None:
+        batch, begin = self.model_runner.input_batch, 0
+        layers = torch.stack(state.aux_hidden_states, 1)
+        for name in batch.req_ids:  # in this order the forward has them, one after the other
+            end = begin + counts[name]
+            position = int(batch.num_computed_tokens_cpu[batch.req_id_to_index[name]])
+            self._rows.append(
+                Captured(name, position, layers[begin:end].clone(), state.hidden_states[begin:end].clone())
+            )
+            begin = end
+
+    def take_rows(self) -> list[Captured]:
+        """All since the last call."""
+        rows, self._rows = self._rows, []
+        return rows
+
+    @torch.inference_mode()
+    def embed(self, ids: Sequence[int]) -> Tensor:
+        """Rows of the embedding table, (n, hidden)."""
+        found: Tensor = self._embed(torch.as_tensor(ids, device=self.device))
+        return found

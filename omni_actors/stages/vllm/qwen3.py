@@ -1,0 +1,65 @@
+"""Qwen3-Omni's thinker on vLLM. Input, text and wire are those of ``qwen3.thinker``.
+
+The talker reads sound and picture as the hidden state of layer ``accept_hidden_layer``, text as rows of the embedding
+table, which need no forward.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from omni_actors.stages.base import StageContext, StageRequest
+from omni_actors.stages.checkpoint import WrongCheckpoint, whole_config
+from omni_actors.stages.multimodal.prompt import OmniPrompt
+from omni_actors.stages.qwen3.speech import spoken_positions
+from omni_actors.stages.registry import VLLMThinkerParams
+from omni_actors.stages.vllm.private import Captured
+from omni_actors.stages.vllm.thinking import Thinker, ThinkerRequest
+
+__all__ = ["Qwen3Thinker"]
+
+
+class _Request(ThinkerRequest):
+    spoken: Tensor
+    """Which positions of the prompt the talker gets, bool (n,)."""
+
+
+class Qwen3Thinker(Thinker[_Request]):
+    """See the module. ``context.model``: a checkpoint directory of Qwen3-Omni."""
+
+    def __init__(self, context: StageContext) -> None:
+        """Raises as ``Thinker`` does, WrongCheckpoint, OSError."""
+        assert context.model is not None
+        config: Any = whole_config(context.model)
+        layer = config.talker_config.accept_hidden_layer
+        if layer <= len(config.thinker_config.vision_config.deepstack_visual_indexes):
+            what = f"the talker reads layer {layer}, to which vLLM has added the pictures already"
+            raise WrongCheckpoint(context.model, "thinker", what)
+        super().__init__(context, config, [layer], [config.im_end_token_id])
+
+    def _open(self, request: StageRequest, params: VLLMThinkerParams) -> _Request:
+        return _Request(request, params, OmniPrompt(request.sources))
+
+    def _prepared(self, request: _Request, *, use_audio_in_video: bool) -> None:
+        request.spoken = spoken_positions(request.ids, self._config)
+
+    def _opening(self, request: _Request) -> dict[str, Tensor]:
+        config = self._config
+        tts = self._embed([config.tts_bos_token_id, config.tts_eos_token_id, config.tts_pad_token_id])
+        ids, heard = request.ids[request.spoken], request.heard[request.spoken]
+        return {"ids": ids, "heard": heard, "tts": tts, **request.grids}
+
+    def _rows(self, request: _Request, captured: Captured) -> Tensor:
+        begin = captured.position
+        ids = request.ids[begin : begin + len(captured.last)]  # the answer's tokens came as they were written
+        heard = request.heard[begin : begin + len(ids)].to(captured.last.device)
+        return torch.where(heard[:, None], captured.layers[: len(ids), 0], self._embed(ids))
+
+    def _chosen(self, request: _Request, rows: Tensor) -> Tensor:
+        return rows[request.spoken[request.given : request.given + len(rows)].to(rows.device)]
+
+    def _written(self, tokens: list[int]) -> list[Tensor]:
+        return [self._embed(tokens)] if tokens else []
