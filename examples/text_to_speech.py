@@ -54,7 +54,7 @@ def summary(metrics: RequestMetrics) -> Table:
 
 
 def stages(metrics: RequestMetrics) -> Table:
-    table = Table("stage", "first output", "finished", "in its steps", "chunks", "sent", title="Its stages")
+    table = Table("stage", "first out", "finished", "in steps", "chunks", "sent", title="Its stages")
     for name, stage in metrics.stages.items():
         times = map(seconds, (stage.first_output_s, stage.finished_s, stage.step_s))
         sent = "\n".join(f"{size / 1000:.1f} kB → {consumer}" for consumer, size in stage.sent_bytes.items())

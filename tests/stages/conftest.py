@@ -138,9 +138,17 @@ def open_stage(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., StageE
 
         return tiny.save(tmp_path_factory.mktemp("qwen3"))
 
+    @functools.cache
+    def random_qwen2_5() -> Path:
+        from tests.stages.qwen2_5 import tiny
+
+        return tiny.save(tmp_path_factory.mktemp("qwen2_5"))
+
     def open_engine(name: str, model: Path | None = None, **options: Any) -> StageEngine:
         if model is None and name in _MODELS:
             model = assets.prepare(_MODELS[name], print)
+        elif model is None and name.startswith("qwen2_5_"):
+            model = random_qwen2_5()
         elif model is None and name.startswith("qwen3_"):
             model = random_qwen3()
         module, _, factory = ENGINES[name].factory.partition(":")

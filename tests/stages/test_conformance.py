@@ -154,7 +154,63 @@ def qwen3_code2wav(_: pytest.FixtureRequest) -> Case:
     return Case("qwen3_code2wav", [chunks(1), chunks(2)], ({}, {"codes": np.zeros((1, 3), np.int16)}), gist, "talker")
 
 
-VOICE = (whisper, llm, hibari_acoustic, hibari_vocoder, qwen3_code2wav)
+def qwen2_5_thinker(_: pytest.FixtureRequest) -> Case:
+    def chunks(seed: int) -> list[FeedArgs]:
+        image = np.random.default_rng(seed).integers(0, 255, (64, 64, 3), np.uint8)
+        words = [{"type": "image", "index": 0}, {"type": "text", "text": "what is it ?"}]
+        return [({"index": 0}, {"image": image}), ({"messages": [{"role": "user", "content": words}]}, {})]
+
+    def gist(outputs: list[Any]) -> Any:
+        rows = np.concatenate([o.onward["rows"].numpy() for o in outputs if "rows" in o.onward])
+        end = outputs[-1].data
+        assert rows.shape == (end["prompt_tokens"] + end["completion_tokens"] - 1, 64)
+        return "".join(output.data.get("text", "") for output in outputs), end["finish_reason"], rows.round(3) + 0.0
+
+    return Case("qwen2_5_thinker", [chunks(1), chunks(2)], ({"messages": "none"}, {}), gist, max_tokens=6)
+
+
+def qwen2_5_talker(_: pytest.FixtureRequest) -> Case:
+    def chunks(seed: int) -> list[FeedArgs]:
+        rng = np.random.default_rng(seed)
+        prompt, answer = rng.normal(0, 1, (2, 9, 64)).astype(np.float32)
+        places = np.arange(9)
+        once = {"ids": places, "positions": places[None].repeat(3, 0), "tts": prompt[:4]}
+        return [({}, {**once, "rows": prompt[:5]}), ({}, {"rows": prompt[5:]}), ({}, {"rows": answer})]
+
+    def gist(outputs: list[Any]) -> Any:
+        codes = np.concatenate([output.tensors["codes"] for output in outputs if output.tensors])
+        assert 0 < len(codes) <= 12
+        return codes
+
+    params = {"talker_max_tokens": 12, "seed": 0}
+    refused = ({}, {"rows": np.zeros((1, 63), np.float32)})
+    return Case("qwen2_5_talker", [chunks(1), chunks(2)], refused, gist, "thinker", **params)
+
+
+def qwen2_5_token2wav(_: pytest.FixtureRequest) -> Case:
+    def chunks(seed: int) -> list[FeedArgs]:
+        codes = np.random.default_rng(seed).integers(0, 64, (26, 1), dtype=np.int16)
+        return [({}, {"codes": codes[at : at + 13]}) for at in (0, 13)]
+
+    def gist(outputs: list[Any]) -> Any:
+        audio = np.concatenate([output.tensors["audio"] for output in outputs])
+        assert audio.shape == (26 * 480,)
+        return audio
+
+    refused = ({}, {"codes": np.zeros((1, 2), np.int16)})
+    return Case("qwen2_5_token2wav", [chunks(1), chunks(2)], refused, gist, "talker", seed=0)
+
+
+VOICE = (
+    whisper,
+    llm,
+    hibari_acoustic,
+    hibari_vocoder,
+    qwen3_code2wav,
+    qwen2_5_thinker,
+    qwen2_5_talker,
+    qwen2_5_token2wav,
+)
 
 
 @pytest.fixture(

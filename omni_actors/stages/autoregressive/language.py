@@ -18,7 +18,7 @@ from omni_actors.stages.autoregressive import batch
 from omni_actors.stages.autoregressive.batch import Batch
 from omni_actors.stages.autoregressive.sampling import Sampler, Sampling, choose, generator
 from omni_actors.stages.autoregressive.text import Answer, Vocabulary
-from omni_actors.stages.base import Chunk, InvalidRequest, RequestId, StageOutput, StageRequest, TensorLike
+from omni_actors.stages.base import Chunk, InvalidRequest, RequestId, StageFailure, StageOutput, StageRequest, TensorLike
 from omni_actors.stages.registry import TextParams
 
 __all__ = ["Collector", "LanguageEngine", "Request"]
@@ -42,7 +42,11 @@ class Request(batch.Sequence, Generic[C]):
         self.id, self.params, self.collector = request.request_id, params, collector
         sampling = Sampling(params.temperature, params.top_k, params.top_p, params.repetition_penalty)
         self.sampler = None if sampling.is_greedy else Sampler(sampling, generator(params.seed))
+        self.onward = request.onward
+        """Whether anybody reads what goes onward."""
         self.token = -1
+        self.generated = self.certain = 0
+        """Tokens of the answer; those whose text no stop string can cut off any more."""
         self.answer: Answer
 
 
@@ -99,7 +103,7 @@ class LanguageEngine(Generic[R]):
 
     def _admit(self, request: R, tokens: list[int]) -> None:
         """Into the batch, with a prompt of ``tokens``."""
-        del request.collector
+        del request.collector  # it may be large
         if request.sampler:
             request.sampler.see(tokens)
         request.prompt = request.ready = len(tokens)
@@ -112,7 +116,7 @@ class LanguageEngine(Generic[R]):
         if request is not None:
             self._batch.remove(request)
 
-    def step(self) -> Iterator[StageOutput]:
+    def step(self) -> Iterator[StageOutput | StageFailure]:
         for row, count in self._batch.pieces():
             # Given out before the forward that follows: it is the first text, which the user is waiting for.
             yield from self._prefill(row, count)
@@ -138,6 +142,9 @@ class LanguageEngine(Generic[R]):
         for request, token in zip(requests, choose(logits, [request.sampler for request in requests]), strict=True):
             request.token, request.ready = token, 1
             data = request.answer.push(token)
+            request.generated += 1
+            if not request.answer.holds:
+                request.certain = request.generated
             last = request.answer.finish_reason is not None
             onward = self._onward(request, generated=not last)
             if last:

@@ -182,8 +182,7 @@ def _places(conversation: Sequence[Message], media: Media) -> list[tuple[str, in
             raise InvalidRequest(reason, param="messages")
     for kind, index in places:
         if index not in media.of(kind):
-            message = f"the messages show {kind} {index}, which was not sent"
-            raise InvalidRequest(message, param="messages")
+            raise InvalidRequest(f"the messages show {kind} {index}, which was not sent", param="messages")
     unseen = sorted({(kind, index) for kind in ("audio", "image", "video") for index in media.of(kind)} - set(places))
     if unseen:
         raise InvalidRequest(f"the messages show no {unseen[0][0]} {unseen[0][1]}, which was sent", param="messages")

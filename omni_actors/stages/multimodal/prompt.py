@@ -66,6 +66,10 @@ class Media(msgspec.Struct):
     image: dict[int, Pixels | bytes] = {}
     video: dict[int, VideoInput] = {}
 
+    def __bool__(self) -> bool:
+        """Whether there is any."""
+        return bool(self.audio or self.image or self.video)
+
     def of(self, kind: str) -> Mapping[int, Any]:
         """kind: "audio", "image" or "video"."""
         by_index: Mapping[int, Any] = getattr(self, kind)

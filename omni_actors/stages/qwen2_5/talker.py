@@ -1,7 +1,7 @@
 """Qwen2.5-Omni's talker as a stage: what the thinker read and writes, to codes, as it comes.
 
-Input: see ``talking`` and ``thinker``. Output: ``tensors`` codes, int16 (1, 1), a chunk a code; the last one has one
-where the request ends by its limit. The end is never given out.
+Input: see ``omni.talking`` and ``thinker``. Output: ``tensors`` codes, int16 (1, 1), a chunk a code;
+the last one has one where the request ends by its limit. The end is never given out.
 
 Between the prompt and the answer stands the row of the speaker's bos_token. With the option ``prompt`` "trained" that
 row and the answer's first carry the embeddings of the codec's pad and bos, and positions have three axes: so the
@@ -21,8 +21,8 @@ from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import Qwen2_5OmniTa
 
 from omni_actors.stages.base import StageContext, StageOutput, StageRequest
 from omni_actors.stages.multimodal.conversation import validated
+from omni_actors.stages.omni.talking import OmniTalker, TalkerRequest
 from omni_actors.stages.qwen2_5.speakers import load_speakers, speaker_named
-from omni_actors.stages.qwen2_5.talking import OmniTalker, TalkerRequest
 from omni_actors.stages.registry import Qwen25TalkerOptions, Qwen25TalkerParams
 
 
@@ -30,6 +30,7 @@ class TalkerEngine(OmniTalker[TalkerRequest]):
     """See the module. ``context.model``: a checkpoint directory of Qwen2.5-Omni."""
 
     MODEL = Qwen2_5OmniTalkerForConditionalGeneration
+    INTRODUCTION = frozenset({"positions", "tts"})
 
     def __init__(self, context: StageContext) -> None:
         options = msgspec.convert(context.options, Qwen25TalkerOptions)

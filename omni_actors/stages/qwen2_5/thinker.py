@@ -5,35 +5,26 @@ picture only the latter. So the row of a token of the answer is there one step b
 none. The talker gets all positions of the prompt. As the last digits of what a batch computes move with the company in
 it, so do an answer's rows: a replay in which they come out otherwise ends with StageCrashed (``EngineSpec.replays``).
 
-Wire, besides what ``talking`` says: the first chunk has ``positions``, int64 (3, n), of the prompt's rotary embedding,
-and ``tts``, (2 + speakers, hidden), the embeddings of the talker's text_eos and text_pad and of each speaker's
-bos_token, in the order of the checkpoint's file.
+Wire, besides what every talker gets (``omni.talking``):
+the first chunk has ``positions``, (3, n), of the prompt's rotary embedding, and ``tts``, (2 + speakers, hidden),
+the embeddings of the talker's text_eos and text_pad and of each speaker's bos_token, in the order of the checkpoint's
+file.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from torch import Tensor
 from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import Qwen2_5OmniThinkerForConditionalGeneration
 
-from omni_actors.stages.base import StageContext, StageRequest, TensorLike
+from omni_actors.stages.base import StageContext, StageRequest
 from omni_actors.stages.multimodal.conversation import validated
 from omni_actors.stages.multimodal.prompt import OmniPrompt
+from omni_actors.stages.omni.thinking import OmniThinker, ThinkerRequest
 from omni_actors.stages.qwen2_5.speakers import load_speakers
-from omni_actors.stages.qwen2_5.thinking import OmniThinker, ThinkerRequest
 from omni_actors.stages.registry import ThinkerParams
-from omni_actors.stages.tensors import to_wire
 
 
-class _Request(ThinkerRequest):
-    rows: Tensor
-    """What the talker gets of what the last forward brought on, (k, hidden)."""
-    introduced = False
-    """Whether the talker has what comes once."""
-
-
-class ThinkerEngine(OmniThinker[_Request]):
+class ThinkerEngine(OmniThinker[ThinkerRequest]):
     """See the module. ``context.model``: a checkpoint directory of Qwen2.5-Omni."""
 
     MODEL = Qwen2_5OmniThinkerForConditionalGeneration
@@ -46,19 +37,16 @@ class ThinkerEngine(OmniThinker[_Request]):
         self._tts = [talker.tts_text_end_token_id, talker.tts_text_pad_token_id]
         self._tts += [speaker.bos_token for speaker in speakers]
 
-    def _open(self, request: StageRequest) -> _Request:
-        return _Request(request, validated(request.params, ThinkerParams), OmniPrompt(request.sources))
+    def _open(self, request: StageRequest) -> ThinkerRequest:
+        return ThinkerRequest(request, validated(request.params, ThinkerParams), OmniPrompt(request.sources))
 
-    def _after(self, requests: list[_Request], embeds: Tensor, hidden: Tensor) -> None:
+    def _after(self, requests: list[ThinkerRequest], embeds: Tensor, hidden: Tensor) -> None:
         for request, went_in, came_out in zip(requests, embeds, hidden, strict=True):
             if request.prompt:
                 heard = request.heard[request.seen : request.seen + len(went_in)].to(self._device)
-                went_in = went_in.masked_fill(heard[:, None], 0)
-            request.rows = came_out + went_in
+                request.rows.append(came_out + went_in.masked_fill(heard[:, None], 0))
+            else:
+                request.said.append(came_out + went_in)
 
-    def _onward(self, request: _Request, *, generated: bool) -> Mapping[str, TensorLike]:
-        onward: dict[str, Tensor] = {"rows": request.rows}
-        if not request.introduced:
-            request.introduced = True
-            onward |= {"ids": request.ids, "positions": request.positions, "tts": self._embed(self._tts)}
-        return {name: to_wire(tensor) for name, tensor in onward.items()}
+    def _introduction(self, request: ThinkerRequest) -> dict[str, Tensor]:
+        return {"ids": request.ids, "positions": request.positions, "tts": self._embed(self._tts)}

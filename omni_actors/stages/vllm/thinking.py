@@ -19,7 +19,7 @@ from torch import Tensor
 from omni_actors.stages.base import InvalidRequest, StageContext, StageOutput, TensorLike
 from omni_actors.stages.multimodal.processor import OmniProcessor
 from omni_actors.stages.multimodal.prompt import OmniPrompt
-from omni_actors.stages.qwen3.speech import grids_of, is_heard
+from omni_actors.stages.omni.positions import grids_of, is_heard
 from omni_actors.stages.registry import VLLMThinkerParams
 from omni_actors.stages.tensors import to_wire
 from omni_actors.stages.vllm.engine import Request, VLLMEngine

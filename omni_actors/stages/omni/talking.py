@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from omni_actors.stages.autoregressive.batch import Batch, Sequence
 from omni_actors.stages.autoregressive.cache import SlottedCache
-from omni_actors.stages.autoregressive.sampling import Sampler, Sampling, generator
+from omni_actors.stages.autoregressive.sampling import Sampler, Sampling, choose, generator
 from omni_actors.stages.base import Chunk, InvalidRequest, RequestId, StageContext, StageOutput, StageRequest
 from omni_actors.stages.checkpoint import load_part, whole_config
 from omni_actors.stages.registry import TalkerOptions, TalkerParams
@@ -34,7 +34,7 @@ class TalkerRequest(Sequence):
     left: int
     """Prompt rows to come."""
     positions: Tensor
-    """Of the prompt, int64 (3, n)."""
+    """Of the prompt, (3, n)."""
     delta: float
     """What a later place is from its position."""
     opening: Tensor
@@ -89,6 +89,8 @@ class OmniTalker(Generic[R]):
     """``context.model``: a checkpoint directory; its ``talker`` weights are read."""
 
     MODEL: ClassVar[type[PreTrainedModel]]
+    INTRODUCTION: ClassVar[frozenset[str]]
+    """What a first chunk must bring, besides rows."""
 
     def __init__(self, context: StageContext, options: TalkerOptions) -> None:
         """Raises WrongCheckpoint, OSError (the checkpoint's files)."""
@@ -101,6 +103,9 @@ class OmniTalker(Generic[R]):
         model: Any = load_part(self.MODEL, context.model, "talker", dtype, context.device)
         self._whole: Any = whole_config(context.model)
         self._model, self._config, self._device = model, model.config, model.device
+        positions = model.config.get_text_config().max_position_embeddings
+        if options.context > positions:
+            raise ValueError(f"context: found {options.context}; the talker has {positions} positions")
         self._cache = SlottedCache(options.max_batch, options.context, model.dtype, model.device)
         self._batch: Batch[R] = Batch(self._cache, options.max_batch, options.prefill_chunk)
         self._requests: dict[RequestId, R] = {}
@@ -185,7 +190,9 @@ class OmniTalker(Generic[R]):
 
     @torch.inference_mode()
     def _take_in(self, request: R, tensors: dict[str, Tensor]) -> None:
-        if "ids" in tensors:
+        if "ids" in tensors and not request.introduced:
+            if missing := sorted(self.INTRODUCTION - tensors.keys()):
+                raise InvalidRequest(f"a first chunk without {', '.join(missing)}", param="rows")
             self._introduce(request, tensors)
             self._admit(request)
         rows = tensors.get("rows")
@@ -233,7 +240,7 @@ class OmniTalker(Generic[R]):
         requests = [self._batch.rows[row] for row in rows]
         hidden = self._forward(rows, torch.stack([request.take(1) for request in requests]))
         logits = self._model.codec_head(hidden)
-        codes = [request.sampler(row) for request, row in zip(requests, logits, strict=True)]
+        codes = choose(logits, [request.sampler for request in requests])
         for request in requests:
             request.codes += 1
         yield from self._speak(requests, codes, hidden)
@@ -242,7 +249,7 @@ class OmniTalker(Generic[R]):
     def _forward(self, rows: list[int], inputs: Tensor, axes: Tensor | None = None) -> Tensor:
         """Bring rows on by their inputs, (rows, count, width); their last hidden states, (rows, hidden).
 
-        axes: positions on the three axes, int64 (3, rows, count), where they are not the places behind the prompt.
+        axes: positions on the three axes, (3, rows, count), where they are not the places behind the prompt.
         """
         count = inputs.shape[1]
         positions, mask = self._cache.extend(rows, count)

@@ -1,11 +1,19 @@
 """What the thinkers of omni models share: a conversation with sound and pictures, read in pieces and answered in text.
 
 Input: the client's chunks, as ``multimodal.prompt`` takes them. Output: ``LanguageEngine``'s, and ``onward`` what the
-family's talker is to get. A request's sounds and pictures are encoded in the step of its prompt's first piece.
+family's talker is to get: see ``talking``.
+
+Rules
+1. Sounds and pictures are decoded and made into features in one thread beside the steps, so that nobody waits for them
+   but their request. They are encoded in the step of its prompt's first piece.
+2. Rows of the prompt go to the talker piece by piece, and a token's row as soon as it is there and the token's text is
+   certain: what a stop string cuts off is not said either.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import Any, ClassVar, TypeVar
 
 import msgspec
@@ -17,12 +25,17 @@ from omni_actors.stages.autoregressive.batch import Batch
 from omni_actors.stages.autoregressive.cache import SlottedCache
 from omni_actors.stages.autoregressive.language import LanguageEngine, Request, refuse_beyond_context
 from omni_actors.stages.autoregressive.text import Vocabulary
-from omni_actors.stages.base import StageContext
+from omni_actors.stages.base import InvalidRequest, RequestId, StageContext, StageFailure, StageOutput, TensorLike
 from omni_actors.stages.checkpoint import load_part, whole_config
+from omni_actors.stages.multimodal.limits import MediaLimits
 from omni_actors.stages.multimodal.processor import OmniInputs, OmniProcessor
 from omni_actors.stages.multimodal.prompt import OmniPrompt
-from omni_actors.stages.qwen3.speech import grids_of, is_heard, positions_of
+from omni_actors.stages.omni.positions import grids_of, is_heard, positions_of
 from omni_actors.stages.registry import ThinkerOptions, ThinkerParams
+from omni_actors.stages.tensors import to_wire
+
+LOOK_UP_S = 0.01
+"""How long a step without anything to compute waits for the reader: commands and chunks are not taken in meanwhile."""
 
 
 class ThinkerRequest(Request[OmniPrompt]):
@@ -45,6 +58,13 @@ class ThinkerRequest(Request[OmniPrompt]):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.seen = 0
+        self.rows: list[Tensor] = []
+        """Of the prompt, for the talker, (k, hidden) each."""
+        self.said: list[Tensor] = []
+        """Of the answer's tokens in order, (1, hidden) each; ``sent`` of them went before."""
+        self.sent = 0
+        self.introduced = False
+        """Whether the talker has what comes once."""
 
 
 R = TypeVar("R", bound=ThinkerRequest)
@@ -62,7 +82,13 @@ class OmniThinker(LanguageEngine[R]):
             raise ValueError(f"stage {context.stage!r}: a thinker needs a model, a checkpoint directory")
         torch.set_num_threads(context.threads)
         context.report("reading the processor")
-        self._processor = OmniProcessor(context.model)
+        limits = MediaLimits(tokens=options.context - 1)
+        self._processor = OmniProcessor(context.model, limits=limits)
+        self._media_processor = OmniProcessor(
+            context.model, limits=limits
+        )  # a tokenizer is not for two threads at once
+        self._reader = ThreadPoolExecutor(1, "reader")
+        self._reading: dict[RequestId, Future[list[int]]] = {}
         context.report("reading the weights of the thinker")
         dtype: torch.dtype = getattr(torch, options.dtype)
         model: Any = load_part(self.MODEL, context.model, "thinker", dtype, context.device)
@@ -73,6 +99,14 @@ class OmniThinker(LanguageEngine[R]):
         super().__init__(Batch(self._cache, options.max_batch, options.prefill_chunk), vocabulary, options.context)
 
     # what a family says for itself
+
+    def _introduction(self, request: R) -> dict[str, Tensor]:
+        """What the talker gets once, with its first rows."""
+        raise NotImplementedError
+
+    def _embedded(self, request: R) -> Tensor | None:
+        """The row of ``request.token``, where it is known as soon as the token is; (1, hidden)."""
+        return None
 
     def _beside(self, request: R, piece: slice) -> dict[str, Any]:
         """What else the language model is called with for this piece of a prompt."""
@@ -86,8 +120,41 @@ class OmniThinker(LanguageEngine[R]):
 
     # LanguageEngine
 
+    @property
+    def busy(self) -> bool:
+        return bool(self._reading) or super().busy
+
+    def abort(self, request_id: RequestId) -> None:
+        super().abort(request_id)
+        if reading := self._reading.pop(request_id, None):
+            reading.cancel()
+
+    def step(self) -> Iterator[StageOutput | StageFailure]:
+        for request_id, reading in list(self._reading.items()):
+            if reading.done():
+                del self._reading[request_id]
+                try:
+                    self._admit(self._requests[request_id], reading.result())
+                except InvalidRequest as error:
+                    del self._requests[request_id]
+                    yield StageFailure(request_id, error)
+        if self._batch.busy:
+            yield from super().step()
+        elif self._reading:
+            wait(self._reading.values(), LOOK_UP_S, FIRST_COMPLETED)
+
+    def _complete(self, request: R) -> None:
+        if request.collector.media:
+            self._reading[request.id] = self._reader.submit(self._read, request, self._media_processor)
+        else:
+            super()._complete(request)
+
     def _encode(self, request: R) -> list[int]:
-        inputs = request.inputs = self._processor(
+        return self._read(request, self._processor)
+
+    def _read(self, request: R, processor: OmniProcessor) -> list[int]:
+        """The prompt's tokens, and all else that comes of the input; in the reader's thread where there are media."""
+        inputs = request.inputs = processor(
             request.collector,
             system_prompt=self._options.system_prompt,
             use_audio_in_video=request.params.use_audio_in_video,
@@ -156,12 +223,32 @@ class OmniThinker(LanguageEngine[R]):
         del request.inputs
 
     @torch.inference_mode()
+    def _onward(self, request: R, *, generated: bool) -> Mapping[str, TensorLike]:
+        if not request.onward:
+            request.rows, request.said = [], []
+            return {}
+        onward: dict[str, Tensor] = {}
+        if not request.introduced:
+            request.introduced = True
+            onward = self._introduction(request)
+        if generated and (row := self._embedded(request)) is not None:
+            request.said.append(row)
+        certain = max(0, request.certain - request.sent)
+        going, request.said = request.said[:certain], request.said[certain:]
+        request.sent += len(going)
+        if rows := request.rows + going:
+            onward["rows"] = torch.cat(rows)
+            request.rows = []
+        return {name: to_wire(tensor) for name, tensor in onward.items()}
+
+    @torch.inference_mode()
     def _embed(self, ids: Any) -> Tensor:
         embeds: Tensor = self._language.embed_tokens(torch.as_tensor(ids, device=self._device))
         return embeds
 
     def close(self) -> None:
         super().close()
+        self._reader.shutdown(wait=False, cancel_futures=True)
         del self._model, self._language, self._cache
 
 

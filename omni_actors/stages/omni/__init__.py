@@ -1,0 +1,1 @@
+"""What the omni models share: thinkers and talkers, and what passes between them."""

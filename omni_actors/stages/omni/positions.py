@@ -1,0 +1,48 @@
+"""Where the places of a prompt are: rotary positions on three axes, with sound and pictures among the text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+GRIDS = ("image_grid_thw", "video_grid_thw", "video_second_per_grid", "audio_lengths")
+"""What positions are computed from, besides the ids."""
+
+
+def is_heard(ids: Tensor, config: Any) -> Tensor:
+    """Which of ``ids`` stand for sound or picture: bool, of the same shape. config: of the whole model."""
+    thinker = config.thinker_config
+    tokens = [thinker.audio_token_id, thinker.image_token_id, thinker.video_token_id]
+    return torch.isin(ids, torch.tensor(tokens, device=ids.device))
+
+
+def grids_of(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Of a processor's tensors those that positions are computed from, under the names of ``GRIDS``."""
+    grids = {name: inputs[name] for name in GRIDS if name in inputs}
+    if (mask := inputs.get("feature_attention_mask")) is not None:
+        grids["audio_lengths"] = mask.sum(1)
+    return grids
+
+
+def positions_of(
+    model: Any, ids: Tensor, grids: Mapping[str, Tensor], *, use_audio_in_video: bool
+) -> tuple[Tensor, float]:
+    """Positions, (3, n), and what to add to a later place for its position on all axes: as transformers computes them.
+
+    Those of a video are its seconds times a constant, so at some rates they are fractions.
+    """
+    if not any(name in grids for name in ("image_grid_thw", "video_grid_thw")):
+        return torch.arange(len(ids)).expand(3, -1), 0.0
+    positions, delta = model.get_rope_index(
+        ids[None],
+        image_grid_thw=grids.get("image_grid_thw"),
+        video_grid_thw=grids.get("video_grid_thw"),
+        attention_mask=torch.ones_like(ids)[None],
+        use_audio_in_video=use_audio_in_video,
+        audio_seqlens=grids.get("audio_lengths"),
+        second_per_grids=grids.get("video_second_per_grid"),
+    )
+    return positions[:, 0], float(delta.item())

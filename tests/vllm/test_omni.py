@@ -1,0 +1,129 @@
+"""Omni pipelines with a thinker on vLLM say what transformers' own ``generate`` says: the same tokens, codes, samples.
+
+The cases and the comparisons are those of ``tests.stages.qwen3.test_parity`` and its like. Prompts are prefilled in pieces of 64
+tokens, but where a video is heard. Text is compared without the half of a character that an answer may end with: vLLM
+does not give it out.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
+from typing import Any
+
+import pytest
+
+from omni_actors.errors import InvalidRequest
+from tests.stages.qwen2_5 import test_parity as parity25
+from tests.stages.qwen2_5 import tiny as tiny25
+from tests.stages.qwen3 import test_parity as parity3
+from tests.stages.qwen3 import tiny as tiny3
+from tests.stages.qwen3.test_parity import ASKS, STORY, Ask, sixteen
+from tests.vllm import tiny
+
+WHOLE = {"disable_chunked_mm_input": True, "max_num_batched_tokens": 2048, "max_model_len": 2048}
+HALF = "\N{REPLACEMENT CHARACTER}"
+
+
+class Comparing:
+    """What a family's ``Pipeline`` is given so that halves of characters at the end of a text do not count."""
+
+    def check(self, ask: Ask, said: Any) -> None:
+        expected, end = self.expected(ask).ids, self.token  # type: ignore[attr-defined]
+        text = self.decode(expected[:-1] if expected[-1] == end else expected)  # type: ignore[attr-defined]
+        assert said.text.rstrip(HALF) == text.rstrip(HALF)
+        super().check(ask, said._replace(text=text))  # type: ignore[misc]
+
+
+class Pipeline3(Comparing, parity3.Pipeline):
+    token = tiny3.token("<|im_end|>")
+    decode = functools.partial(tiny3.TOKENIZER.decode, skip_special_tokens=True)
+
+
+class Pipeline25(Comparing, parity25.Pipeline):
+    token = tiny25.token("<|im_end|>")
+    decode = functools.partial(tiny25.TOKENIZER.decode, skip_special_tokens=True)
+
+
+FAMILIES: dict[str, tuple[Any, Callable[..., Any], str, dict[str, Any]]] = {
+    "qwen3": (Pipeline3, tiny.qwen3, "qwen3_thinker", {"seed": 1}),
+    "qwen2_5": (Pipeline25, tiny.qwen2_5, "qwen2_5_thinker", {"seed": 1}),
+}
+
+
+@pytest.fixture(scope="module", params=[*FAMILIES])
+def family(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def pipeline(
+    family: str, open_stage: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Callable[..., Any]]:
+    """engine_args -> the family's pipeline with its thinker on vLLM. One thinker is open at a time."""
+    make, save, thinker, options = FAMILIES[family]
+    directory = save(tmp_path_factory.mktemp(family), **options)
+    with ExitStack() as opened:
+        made: dict[str, Any] = {}
+
+        def open_engine(name: str, *args: Any, engine_args: dict[str, Any], **more: Any) -> Any:
+            if name == thinker:
+                name, more = f"vllm_{name}", {"engine_args": engine_args}
+            return opened.enter_context(closing(open_stage(name, *args, **more)))
+
+        def get(**engine_args: Any) -> Any:
+            if repr(engine_args) not in made:
+                opened.close()
+                made.clear()
+                made[repr(engine_args)] = make(
+                    directory, functools.partial(open_engine, engine_args=engine_args), ({}, {})
+                )
+            return made[repr(engine_args)]
+
+        yield get
+
+
+HEARD = [ask for ask in ASKS if not ask.use_audio_in_video]
+LONG = Ask(STORY * 14, max_tokens=6, max_frames=8)
+"""Longer than what goes to the talker at a time."""
+
+
+@pytest.mark.parametrize("ask", [*HEARD, LONG])
+def test_an_answer_is_the_references(family: str, pipeline: Callable[..., Any], ask: Ask) -> None:
+    ours = pipeline()
+    if family == "qwen2_5":
+        ask = ask._replace(speaker="Chelsie")
+    ours.check(ask, *ours.said([ask]))
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_sixteen_at_once_are_answered_as_each_alone(family: str, pipeline: Callable[..., Any], seed: int) -> None:
+    """Eight of them are in the batch: they join as others leave, in pieces of each other's prompts."""
+    order = random.Random(seed)
+    asks = [ask for ask in sixteen(order) if not ask.use_audio_in_video]
+    if family == "qwen2_5":
+        asks = [ask._replace(speaker="Chelsie") for ask in asks]
+    ours = pipeline()
+    for ask, said in zip(asks, ours.said(asks, order if seed else None), strict=True):
+        ours.check(ask, said)
+
+
+def test_requests_that_vllm_preempts_miss_no_row(family: str, pipeline: Callable[..., Any]) -> None:
+    """There is room for a few of eight in the cache: they are thrown out, and computed again."""
+    asks = [Ask(STORY + STORY[:n], max_tokens=40, max_frames=9, speaker="Chelsie") for n in range(8)]
+    ours = pipeline(block_size=32, max_model_len=256, num_gpu_blocks_override=12, disable_log_stats=False)
+    for ask, said in zip(asks, ours.said(asks), strict=True):
+        ours.check(ask, said)
+    [preempted] = [metric for metric in ours.thinker._llm.get_metrics() if metric.name == "vllm:num_preemptions"]
+    assert preempted.value > 0
+
+
+def test_a_video_is_heard_where_its_place_is_not_cut(family: str, pipeline: Callable[..., Any]) -> None:
+    ask = next(ask for ask in ASKS if ask.use_audio_in_video)._replace(speaker="Chelsie")
+    with pytest.raises(InvalidRequest, match="disable_chunked_mm_input") as refused:
+        pipeline().said([ask])
+    assert refused.value.param == "use_audio_in_video"
+    ours = pipeline(**WHOLE)
+    ours.check(ask, *ours.said([ask]))

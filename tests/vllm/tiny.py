@@ -1,0 +1,58 @@
+"""The tiny omni checkpoints in sizes that vLLM takes.
+
+On a CPU its attention wants heads of 32 at least. Of a picture's layers it has the hidden states with the next layer's
+picture added, so the talker reads one behind them. Some entries of the real configurations it reads without a default.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from tests.stages.qwen2_5 import tiny as tiny25
+from tests.stages.qwen3 import tiny as tiny3
+
+HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
+SECTION = [8, 4, 4]
+
+
+def qwen3(directory: Path, **options: Any) -> Path:
+    """options: of ``tests.stages.qwen3.tiny.save``."""
+    text_config = tiny3.text_config
+
+    def wider(vocabulary: int, layers: int, **more: Any) -> dict[str, Any]:
+        made = text_config(vocabulary, layers, **more)
+        is_thinker = vocabulary == len(tiny3.TOKENIZER)
+        return {**made, **HEADS, "rope_parameters": {**tiny3.MROPE, "mrope_section": SECTION}} if is_thinker else made
+
+    with mock.patch.object(tiny3, "text_config", wider):
+        tiny3.save(directory, **options)
+    file = directory / "config.json"
+    config = json.loads(file.read_text())
+    config["talker_config"]["accept_hidden_layer"] = 3
+    config["thinker_config"]["vision_config"] |= {"image_size": 128, "apply_vit_abs_pos_embed": True}
+    config["thinker_config"]["text_config"]["tie_word_embeddings"] = False
+    file.write_text(json.dumps(config))
+    return directory
+
+
+def qwen2_5(directory: Path, **options: Any) -> Path:
+    """options: of ``tests.stages.qwen2_5.tiny.save``."""
+    config = tiny25.config
+
+    def wider(**more: Any) -> Any:
+        made = config(**more)
+        text = made.thinker_config.text_config
+        text.num_attention_heads, text.num_key_value_heads = 2, 1
+        text.rope_parameters = {**text.rope_parameters, "mrope_section": SECTION}
+        return made
+
+    with mock.patch.object(tiny25, "config", wider):
+        tiny25.save(directory, **options)
+    file = directory / "config.json"
+    changed = json.loads(file.read_text())
+    changed["thinker_config"]["text_config"]["tie_word_embeddings"] = False
+    file.write_text(json.dumps(changed))
+    return directory
