@@ -207,7 +207,7 @@ class VLLMOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class VLLMSampling(TextParams, frozen=True, forbid_unknown_fields=True):
-    """vLLM's SamplingParams, by its names, with our defaults where the other engines have the same; one answer each."""
+    """vLLM's SamplingParams, by its names, with our defaults where the other engines have the same."""
 
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
@@ -221,11 +221,6 @@ class VLLMSampling(TextParams, frozen=True, forbid_unknown_fields=True):
     prompt_logprob_start: int | None = None
     prompt_logprob_token_ids: list[list[int]] | None = None
     logprob_token_ids: list[int] | None = None
-    detokenize: bool = True
-    """False: ``token_ids`` come in place of ``text``."""
-    skip_special_tokens: bool = True
-    spaces_between_special_tokens: bool = True
-    include_stop_str_in_output: bool = False
     structured_outputs: dict[str, Any] | None = None
     """One of json, regex, choice, grammar, json_object, structural_tag, and what goes with it."""
     logit_bias: dict[str | int, float] | None = None
@@ -247,6 +242,11 @@ class VLLMSampling(TextParams, frozen=True, forbid_unknown_fields=True):
 class VLLMParams(VLLMSampling, frozen=True, forbid_unknown_fields=True):
     n: Positive = 1
     """Answers; each piece says in ``index`` of which it is, where there are several."""
+    detokenize: bool = True
+    """False: ``token_ids`` come in place of ``text``."""
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
 
 
 class VLLMThinkerParams(VLLMSampling, frozen=True, forbid_unknown_fields=True):

@@ -154,19 +154,47 @@ def qwen3_code2wav(_: pytest.FixtureRequest) -> Case:
     return Case("qwen3_code2wav", [chunks(1), chunks(2)], ({}, {"codes": np.zeros((1, 3), np.int16)}), gist, "talker")
 
 
-def qwen2_5_thinker(_: pytest.FixtureRequest) -> Case:
-    def chunks(seed: int) -> list[FeedArgs]:
-        image = np.random.default_rng(seed).integers(0, 255, (64, 64, 3), np.uint8)
-        words = [{"type": "image", "index": 0}, {"type": "text", "text": "what is it ?"}]
-        return [({"index": 0}, {"image": image}), ({"messages": [{"role": "user", "content": words}]}, {})]
+def shown(seed: int) -> list[FeedArgs]:
+    """A picture and a question about it."""
+    image = np.random.default_rng(seed).integers(0, 255, (64, 64, 3), np.uint8)
+    words = [{"type": "image", "index": 0}, {"type": "text", "text": "what is it ?"}]
+    return [({"index": 0}, {"image": image}), ({"messages": [{"role": "user", "content": words}]}, {})]
 
+
+def qwen3_thinker(_: pytest.FixtureRequest) -> Case:
+    def gist(outputs: list[Any]) -> Any:
+        rows = np.concatenate([o.onward["rows"].numpy() for o in outputs if "rows" in o.onward])
+        end = outputs[-1].data
+        assert len(rows) == len(outputs[0].onward["ids"].numpy()) + end["completion_tokens"] - 1
+        return "".join(output.data.get("text", "") for output in outputs), end["finish_reason"], rows.round(3) + 0.0
+
+    return Case("qwen3_thinker", [shown(1), shown(2)], ({"messages": "none"}, {}), gist, max_tokens=6)
+
+
+def qwen3_talker(_: pytest.FixtureRequest) -> Case:
+    def chunks(seed: int) -> list[FeedArgs]:
+        prompt, answer = np.random.default_rng(seed).normal(0, 1, (2, 9, 64)).astype(np.float32)
+        once = {"ids": np.arange(9), "heard": np.arange(9) == 2, "tts": prompt[:3]}
+        return [({}, {**once, "rows": prompt[:5]}), ({}, {"rows": prompt[5:]}), ({}, {"rows": answer})]
+
+    def gist(outputs: list[Any]) -> Any:
+        codes = np.concatenate([np.zeros((0, 4), np.int16), *(o.tensors["codes"] for o in outputs if o.tensors)])
+        assert len(codes) <= 11
+        return codes
+
+    params = {"talker_max_tokens": 12, "seed": 0}
+    refused = ({}, {"rows": np.zeros((1, 63), np.float32)})
+    return Case("qwen3_talker", [chunks(1), chunks(2)], refused, gist, "thinker", **params)
+
+
+def qwen2_5_thinker(_: pytest.FixtureRequest) -> Case:
     def gist(outputs: list[Any]) -> Any:
         rows = np.concatenate([o.onward["rows"].numpy() for o in outputs if "rows" in o.onward])
         end = outputs[-1].data
         assert rows.shape == (end["prompt_tokens"] + end["completion_tokens"] - 1, 64)
         return "".join(output.data.get("text", "") for output in outputs), end["finish_reason"], rows.round(3) + 0.0
 
-    return Case("qwen2_5_thinker", [chunks(1), chunks(2)], ({"messages": "none"}, {}), gist, max_tokens=6)
+    return Case("qwen2_5_thinker", [shown(1), shown(2)], ({"messages": "none"}, {}), gist, max_tokens=6)
 
 
 def qwen2_5_talker(_: pytest.FixtureRequest) -> Case:
@@ -206,6 +234,8 @@ VOICE = (
     llm,
     hibari_acoustic,
     hibari_vocoder,
+    qwen3_thinker,
+    qwen3_talker,
     qwen3_code2wav,
     qwen2_5_thinker,
     qwen2_5_talker,

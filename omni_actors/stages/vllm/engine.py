@@ -5,11 +5,8 @@ Rules
 2. Our request ids are vLLM's external ids, as text. Its own ids, which it draws, key the rows of hidden states.
 3. What vLLM refuses is the request's ``InvalidRequest`` with vLLM's message; any other exception of it ends the worker.
 
-Outputs: ``{"text": piece}``, and at the end ``{"text": rest, "finish_reason": …, "prompt_tokens": n,
-"completion_tokens": n}``. Without detokenizing ``token_ids`` stand in place of ``text``; of several answers each piece has its
-``index``, and its ``finish_reason`` at its end. With logprobs, ``logprobs`` is a list for each new token of
-``{"token_id", "logprob", "rank", "token"}``, likeliest or chosen first as vLLM has them; ``prompt_logprobs`` is the same for each
-token of the prompt (null for the first).
+With logprobs, an output's data has ``logprobs``: for each new token a list of ``{"token_id", "logprob", "rank", "token"}``, as vLLM
+has them; ``prompt_logprobs`` is the same for each token of the prompt (null for the first).
 """
 
 from __future__ import annotations
@@ -29,7 +26,6 @@ from omni_actors.stages.base import (
     StageContext,
     StageOutput,
     StageRequest,
-    TensorLike,
 )
 from omni_actors.stages.multimodal.conversation import validated
 from omni_actors.stages.registry import VLLMOptions, VLLMParams, VLLMSampling
@@ -38,7 +34,7 @@ from omni_actors.stages.vllm.arguments import CLIENTS, engine_args, refusal, sam
 from vllm import SamplingParams
 from vllm.v1.engine.llm_engine import LLMEngine
 
-__all__ = ["Request", "VLLMEngine"]
+__all__ = ["Request", "VLLMEngine", "logprobs_of"]
 
 
 class Request:
@@ -50,6 +46,8 @@ class Request:
     def __init__(self, request: StageRequest, params: VLLMSampling, collector: Collector) -> None:
         self.id, self.params, self.collector = request.request_id, params, collector
         self.sampling: SamplingParams = sampling_params(params)
+        self.onward = request.onward
+        """Whether anybody reads what goes onward."""
         self.tokens = 0
         """Generated so far."""
 
@@ -90,10 +88,6 @@ class VLLMEngine(Generic[R]):
     def _stepped(self) -> Iterator[StageOutput]:
         """What the stages below get of this step that belongs to no new token."""
         yield from ()
-
-    def _onward(self, request: R, tokens: list[int], *, last: bool) -> Mapping[str, TensorLike]:
-        """What the stages below get with these new tokens."""
-        return {}
 
     # StageEngine
 
@@ -149,30 +143,18 @@ class VLLMEngine(Generic[R]):
             self._llm.step()
 
     def _outputs(self, request: R, output: Any) -> Iterator[StageOutput]:
-        several = request.sampling.n > 1
-        if output.finished:
-            del self._requests[request.id]
-        for at, answer in enumerate(output.outputs):
-            last = output.finished and at == len(output.outputs) - 1
-            request.tokens += len(answer.token_ids)
-            data: dict[str, Any] = {}
-            if not request.sampling.detokenize:
-                data["token_ids"] = list(answer.token_ids)
-            elif answer.text or last:
-                data["text"] = answer.text
-            if answer.logprobs:
-                data["logprobs"] = [_logprobs(one) for one in answer.logprobs]
-            if output.prompt_logprobs:
-                data["prompt_logprobs"] = [one and _logprobs(one) for one in output.prompt_logprobs]
-            if answer.finish_reason is not None and (several or last):
-                data["finish_reason"] = answer.finish_reason
-            if last:
-                data |= {"prompt_tokens": request.prompt_tokens, "completion_tokens": request.tokens}
-            if several and data:
-                data["index"] = answer.index
-            onward = self._onward(request, list(answer.token_ids), last=last)
-            if data or onward:
-                yield StageOutput(request.id, data=data, onward=onward, last=last)
+        """Of one ``RequestOutput``; a request that ends here is to be forgotten."""
+        raise NotImplementedError
+
+
+def logprobs_of(output: Any, answer: Any) -> dict[str, Any]:
+    """What was asked for of the probabilities, of new tokens and, once, of the prompt's."""
+    data: dict[str, Any] = {}
+    if answer.logprobs:
+        data["logprobs"] = [_logprobs(one) for one in answer.logprobs]
+    if output.prompt_logprobs:
+        data["prompt_logprobs"] = [one and _logprobs(one) for one in output.prompt_logprobs]
+    return data
 
 
 def _logprobs(position: Mapping[int, Any]) -> list[dict[str, Any]]:

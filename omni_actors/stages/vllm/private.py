@@ -10,8 +10,9 @@ with the request and the position of each row.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib import import_module
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -91,17 +92,31 @@ def close(llm: Any) -> None:
     llm.renderer.shutdown()
 
 
-class Captured(NamedTuple):
-    """Rows of one request, as one forward brought them."""
+@dataclass(frozen=True)
+class Captured:
+    """Hidden states of one request at k positions, as one forward brought them."""
 
     request: str
     """vLLM's own id of it: what ``add_request`` gave."""
     position: int
-    """Of the first of them."""
+    """The first one."""
     layers: Tensor
     """(k, layers, hidden): what went into the first (layer 0) or came out of the others, before the last norm."""
     last: Tensor
     """(k, hidden): what came out of the model, after the last norm."""
+
+    def __len__(self) -> int:
+        return len(self.last)
+
+    def since(self, position: int) -> Captured:
+        """Without those before it."""
+        cut = max(0, position - self.position)
+        return Captured(self.request, self.position + cut, self.layers[cut:], self.last[cut:])
+
+    def until(self, position: int) -> Captured:
+        """Without it and those behind it."""
+        count = max(0, position - self.position)
+        return Captured(self.request, self.position, self.layers[:count], self.last[:count])
 
 
 _Platforms: Any = import_module(

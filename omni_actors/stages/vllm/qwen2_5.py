@@ -1,4 +1,4 @@
-"""Qwen2.5-Omni's thinker on vLLM. Input, text and wire are those of ``qwen2_5.thinker``.
+"""Qwen2.5-Omni's thinker on vLLM: as ``qwen2_5.thinker``.
 
 A row of the talker's is what went into the language model at a position and what came out of it, added up; of sound and
 picture only the latter.
@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import Qwen2_5OmniThinkerForConditionalGeneration
 
-from omni_actors.stages.base import StageContext, StageRequest
+from omni_actors.stages.base import InvalidRequest, StageContext, StageRequest
 from omni_actors.stages.checkpoint import whole_config
 from omni_actors.stages.multimodal.prompt import OmniPrompt
-from omni_actors.stages.qwen2_5.speakers import load_speakers
 from omni_actors.stages.omni.positions import positions_of
+from omni_actors.stages.qwen2_5.speakers import load_speakers
 from omni_actors.stages.registry import VLLMThinkerParams
 from omni_actors.stages.vllm.private import Captured
 from omni_actors.stages.vllm.thinking import Thinker, ThinkerRequest
@@ -26,7 +26,7 @@ __all__ = ["Qwen25Thinker"]
 
 class _Request(ThinkerRequest):
     positions: Tensor
-    """int64 (3, n)."""
+    """(3, n)."""
 
 
 class Qwen25Thinker(Thinker[_Request]):
@@ -44,6 +44,9 @@ class Qwen25Thinker(Thinker[_Request]):
             self._counting = Qwen2_5OmniThinkerForConditionalGeneration(config.thinker_config)
 
     def _open(self, request: StageRequest, params: VLLMThinkerParams) -> _Request:
+        if params.use_audio_in_video:
+            # Of a video with its sound vLLM 0.32.0 makes another answer than transformers does.
+            raise InvalidRequest("this stage shows videos without their sound", param="use_audio_in_video")
         return _Request(request, params, OmniPrompt(request.sources))
 
     def _prepared(self, request: _Request, *, use_audio_in_video: bool) -> None:
@@ -51,11 +54,12 @@ class Qwen25Thinker(Thinker[_Request]):
             self._counting, request.ids, request.grids, use_audio_in_video=use_audio_in_video
         )
 
-    def _opening(self, request: _Request) -> dict[str, Tensor]:
+    def _introduction(self, request: _Request) -> dict[str, Tensor]:
         return {"ids": request.ids, "positions": request.positions, "tts": self._embed(self._tts)}
 
     def _rows(self, request: _Request, captured: Captured) -> Tensor:
-        went_in = captured.layers[:, 0]
-        heard = request.heard[captured.position : captured.position + len(went_in)].to(went_in.device)
-        went_in[: len(heard)].masked_fill_(heard[:, None], 0)
-        return captured.last + went_in
+        heard = request.heard[captured.position : captured.position + len(captured)].to(captured.last.device)
+        return captured.last + captured.layers[:, 0].masked_fill(heard[:, None], 0)
+
+    def _row(self, captured: Captured) -> Tensor:
+        return captured.last + captured.layers[:, 0]

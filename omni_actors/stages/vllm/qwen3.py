@@ -1,4 +1,4 @@
-"""Qwen3-Omni's thinker on vLLM. Input, text and wire are those of ``qwen3.thinker``.
+"""Qwen3-Omni's thinker on vLLM: as ``qwen3.thinker``.
 
 The talker reads sound and picture as the hidden state of layer ``accept_hidden_layer``, text as rows of the embedding
 table, which need no forward.
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from omni_actors.stages.base import StageContext, StageRequest
+from omni_actors.stages.base import InvalidRequest, StageContext, StageRequest
 from omni_actors.stages.checkpoint import WrongCheckpoint, whole_config
 from omni_actors.stages.multimodal.prompt import OmniPrompt
 from omni_actors.stages.qwen3.speech import spoken_positions
@@ -39,27 +39,30 @@ class Qwen3Thinker(Thinker[_Request]):
             what = f"the talker reads layer {layer}, to which vLLM has added the pictures already"
             raise WrongCheckpoint(context.model, "thinker", what)
         super().__init__(context, config, [layer], [config.im_end_token_id])
+        self._hears_videos = bool(self._options.engine_args.get("disable_chunked_mm_input"))
 
     def _open(self, request: StageRequest, params: VLLMThinkerParams) -> _Request:
+        if params.use_audio_in_video and not self._hears_videos:
+            # vLLM 0.32.0 mixes up sound and frames where a piece of the prompt ends among them.
+            message = "a video is heard only by a stage with engine_args.disable_chunked_mm_input: true"
+            raise InvalidRequest(message, param="use_audio_in_video")
         return _Request(request, params, OmniPrompt(request.sources))
 
     def _prepared(self, request: _Request, *, use_audio_in_video: bool) -> None:
         request.spoken = spoken_positions(request.ids, self._config)
 
-    def _opening(self, request: _Request) -> dict[str, Tensor]:
-        config = self._config
+    def _introduction(self, request: _Request) -> dict[str, Tensor]:
+        config, spoken = self._config, request.spoken
         tts = self._embed([config.tts_bos_token_id, config.tts_eos_token_id, config.tts_pad_token_id])
-        ids, heard = request.ids[request.spoken], request.heard[request.spoken]
-        return {"ids": ids, "heard": heard, "tts": tts, **request.grids}
+        return {"ids": request.ids[spoken], "heard": request.heard[spoken], "tts": tts, **request.grids}
 
     def _rows(self, request: _Request, captured: Captured) -> Tensor:
-        begin = captured.position
-        ids = request.ids[begin : begin + len(captured.last)]  # the answer's tokens came as they were written
-        heard = request.heard[begin : begin + len(ids)].to(captured.last.device)
-        return torch.where(heard[:, None], captured.layers[: len(ids), 0], self._embed(ids))
+        piece = slice(captured.position, captured.position + len(captured))
+        heard = request.heard[piece].to(captured.last.device)
+        return torch.where(heard[:, None], captured.layers[:, 0], self._embed(request.ids[piece]))
 
-    def _chosen(self, request: _Request, rows: Tensor) -> Tensor:
+    def _embedded(self, token: int) -> Tensor:
+        return self._embed([token])
+
+    def _spoken(self, request: _Request, rows: Tensor) -> Tensor:
         return rows[request.spoken[request.given : request.given + len(rows)].to(rows.device)]
-
-    def _written(self, tokens: list[int]) -> list[Tensor]:
-        return [self._embed(tokens)] if tokens else []

@@ -1,28 +1,34 @@
 """What the thinkers of omni models share on vLLM: text, sound and pictures to text, and rows for the talker as they come.
 
+Input, outputs and wire are those of the thinkers on transformers (``omni.thinking``, ``omni.talking``).
+
 Rules
 1. Hidden states come out of vLLM's own forward (``private.RowWorker``), keyed by position: those that it computes again,
    after it preempted a request, are not sent again.
 2. The prompt's rows go out in pieces that end at multiples of ``PIECE``, however vLLM cuts it between other requests';
    what is left goes with the answer's first token.
 3. Prefix caching is off: of what is found in a cache there would be no rows.
+4. Text and stop strings are ours: a token's row goes out when no stop string can cut its text off any more.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from omni_actors.stages.autoregressive.text import Answer, Vocabulary
 from omni_actors.stages.base import InvalidRequest, StageContext, StageOutput, TensorLike
+from omni_actors.stages.multimodal.limits import MediaLimits
 from omni_actors.stages.multimodal.processor import OmniProcessor
 from omni_actors.stages.multimodal.prompt import OmniPrompt
 from omni_actors.stages.omni.positions import grids_of, is_heard
 from omni_actors.stages.registry import VLLMThinkerParams
 from omni_actors.stages.tensors import to_wire
-from omni_actors.stages.vllm.engine import Request, VLLMEngine
+from omni_actors.stages.vllm.engine import Request, VLLMEngine, logprobs_of
 from omni_actors.stages.vllm.media import to_prompt
 from omni_actors.stages.vllm.private import Captured
 
@@ -36,21 +42,25 @@ class ThinkerRequest(Request):
 
     collector: OmniPrompt
     params: VLLMThinkerParams
+    answer: Answer
     ids: Tensor
     """int64 (n,)."""
     grids: dict[str, Tensor]
     heard: Tensor
     """Which positions are sound or picture, bool (n,)."""
     rows: Tensor
-    """Of the positions from ``given`` on, (k, hidden)."""
-    given = 0
-    """Positions whose rows are on their way."""
+    """Of the prompt's positions from ``given`` on, (k, hidden)."""
+    seen = given = 0
+    """Positions whose hidden states were taken; those of the prompt whose rows are on their way."""
+    certain = sent = 0
+    """Tokens of the answer whose text nothing can cut off any more; those whose rows are on their way."""
     introduced = False
     """Whether the talker has what comes once."""
 
-    @property
-    def seen(self) -> int:
-        return self.given + len(self.rows)
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.said: list[Tensor] = []
+        """Of the answer's tokens after those sent, (1, hidden) each."""
 
 
 R = TypeVar("R", bound=ThinkerRequest)
@@ -75,38 +85,39 @@ class Thinker(VLLMEngine[R]):
             async_scheduling=False,
         )
         context.report("reading the processor")
-        self._config, self._ends = config, list(ends)
-        self._processor = OmniProcessor(context.model)
-        self._hears_videos = bool(self._options.engine_args.get("disable_chunked_mm_input"))
+        self._config = config
+        self._processor = OmniProcessor(context.model, limits=MediaLimits(tokens=self._context - 1))
+        said = self._llm.model_config.try_get_generation_config().get("eos_token_id") or ()
+        self._vocabulary = Vocabulary(self._processor.tokenizer, [*ends, *([said] if isinstance(said, int) else said)])
 
     # what a family says for itself
 
     def _prepared(self, request: R, *, use_audio_in_video: bool) -> None:
-        """Take from the request's ids and grids what it needs of them."""
+        """Take from the request's ids and grids what it needs of them. Raises ``InvalidRequest``."""
 
-    def _opening(self, request: R) -> dict[str, Tensor]:
-        """What the talker gets once, beside the first rows."""
+    def _introduction(self, request: R) -> dict[str, Tensor]:
+        """What the talker gets once, with its first rows."""
         raise NotImplementedError
 
     def _rows(self, request: R, captured: Captured) -> Tensor:
-        """The talker's rows of these positions, (k, hidden)."""
+        """Of these positions of the prompt, (k, hidden)."""
         raise NotImplementedError
 
-    def _chosen(self, request: R, rows: Tensor) -> Tensor:
-        """Of rows of the positions from ``given`` on, those that the talker gets."""
+    def _row(self, captured: Captured) -> Tensor | None:
+        """Of a token of the answer, (1, hidden), where it comes with the forward."""
+        return None
+
+    def _embedded(self, token: int) -> Tensor | None:
+        """Of a token of the answer, (1, hidden), where it needs no forward."""
+        return None
+
+    def _spoken(self, request: R, rows: Tensor) -> Tensor:
+        """Of rows of the prompt from ``given`` on, those that the talker gets."""
         return rows
 
-    def _written(self, tokens: list[int]) -> list[Tensor]:
-        """Rows of new tokens that need no forward."""
-        return []
-
-    # VLLMEngine
+    # in
 
     def _prompt(self, request: R) -> Any:
-        if request.params.use_audio_in_video and not self._hears_videos:
-            # vLLM 0.32.0 mixes up sound and frames where a piece of the prompt ends among them.
-            message = "a video is heard only by a stage with engine_args.disable_chunked_mm_input: true"
-            raise InvalidRequest(message, param="use_audio_in_video")
         inputs = self._processor(
             request.collector,
             system_prompt=self._options.system_prompt,
@@ -114,45 +125,89 @@ class Thinker(VLLMEngine[R]):
         )
         request.ids, request.grids = torch.tensor(inputs.ids), grids_of(inputs.tensors)
         request.heard = is_heard(request.ids, self._config)
-        request.rows = self._embed([])
         self._prepared(request, use_audio_in_video=inputs.use_audio_in_video)
-        request.sampling.stop_token_ids = [*(request.sampling.stop_token_ids or ()), *self._ends]
+        request.rows = self._embed([])
+        ends = frozenset(request.params.stop_token_ids) | (
+            frozenset() if request.params.ignore_eos else self._vocabulary.end
+        )
+        vocabulary = copy.copy(self._vocabulary)
+        vocabulary.end = ends
+        limit = min(request.params.max_tokens, self._context - len(inputs.ids))
+        request.answer = Answer(vocabulary, len(inputs.ids), limit, request.params.stop)
+        request.sampling.stop_token_ids = sorted(ends)
+        request.sampling.stop, request.sampling.detokenize = [], False
         return to_prompt(inputs, self._config.thinker_config)
 
     def _embed(self, ids: Any) -> Tensor:
         rows: Tensor = self._llm.collective_rpc("embed", args=(torch.as_tensor(ids, dtype=torch.int64),))[0]
         return rows
 
+    # out
+
     @torch.inference_mode()
     def _stepped(self) -> Iterator[StageOutput]:
-        by_name = {request.internal: request for request in self._requests.values()}
+        by_name = {request.internal: request for request in self._requests.values() if request.onward}
         for captured in self._llm.collective_rpc("take_rows")[0]:
             if (request := by_name.get(captured.request)) is not None:
-                known = request.seen - captured.position
-                if known < len(captured.last):
-                    new = Captured(captured.request, request.seen, captured.layers[known:], captured.last[known:])
-                    request.rows = torch.cat([request.rows, self._rows(request, new)])
+                self._see(request, captured)
                 yield from self._pieces(request)
 
+    def _see(self, request: R, captured: Captured) -> None:
+        """Take what was not seen before."""
+        new = captured.since(request.seen)
+        request.seen += len(new)
+        prompt = new.until(len(request.ids))
+        if len(prompt):
+            request.rows = torch.cat([request.rows, self._rows(request, prompt)])
+        if len(prompt) < len(new) and (row := self._row(new.since(len(request.ids)))) is not None:
+            request.said.append(row)
+
     def _pieces(self, request: R) -> Iterator[StageOutput]:
-        while len(request.rows) > PIECE or (len(request.rows) == PIECE and request.seen < len(request.ids)):
-            if onward := self._introduced(request, self._take(request, PIECE)):
+        while len(request.rows) >= PIECE and request.given + PIECE < len(request.ids):
+            if onward := self._onward(request, self._take(request, PIECE)):
                 yield StageOutput(request.id, onward=onward)
 
     @torch.inference_mode()
-    def _onward(self, request: R, tokens: list[int], *, last: bool) -> Mapping[str, TensorLike]:
-        rows = self._take(request, len(request.rows))
-        return self._introduced(request, [*rows, *self._written(tokens[:-1] if last else tokens)])
+    def _outputs(self, request: R, output: Any) -> Iterator[StageOutput]:
+        (answer,) = output.outputs
+        data = logprobs_of(output, answer)
+        for token in answer.token_ids:
+            data |= request.answer.push(token)
+            request.tokens += 1
+            if not request.answer.holds:
+                request.certain = request.tokens
+        last = output.finished or request.answer.finish_reason is not None
+        if output.finished and request.answer.finish_reason is None:  # vLLM has a reason of its own
+            data |= {"text": "", "finish_reason": answer.finish_reason}
+            data |= {"prompt_tokens": request.prompt_tokens, "completion_tokens": request.tokens}
+        if request.onward and not last and (row := self._embedded(answer.token_ids[-1])) is not None:
+            request.said.append(row)
+        rows = []
+        if request.onward:
+            count = max(0, request.certain - request.sent)
+            going, request.said = request.said[:count], request.said[count:]
+            request.sent += len(going)
+            rows = [*self._take(request, len(request.rows)), *going]
+        onward = self._onward(request, rows)
+        if last:
+            del self._requests[request.id]
+            if not output.finished:
+                self._llm.abort_request([str(request.id)])
+        if data or onward:
+            yield StageOutput(request.id, data=data, onward=onward, last=last)
 
     def _take(self, request: R, count: int) -> list[Tensor]:
+        """Of the prompt's next rows, ``count`` of them, what the talker gets."""
         rows, request.rows = request.rows[:count], request.rows[count:]
-        chosen = self._chosen(request, rows)
+        spoken = self._spoken(request, rows)
         request.given += count
-        return [chosen] if len(chosen) else []
+        return [spoken] if len(spoken) else []
 
-    def _introduced(self, request: R, rows: Sequence[Tensor]) -> Mapping[str, TensorLike]:
-        """As it goes onward; the first time with what comes once."""
-        onward = {} if request.introduced else self._opening(request)
+    def _onward(self, request: R, rows: Sequence[Tensor]) -> Mapping[str, TensorLike]:
+        """The first time with what comes once."""
+        if not request.onward:
+            return {}
+        onward = {} if request.introduced else self._introduction(request)
         request.introduced = True
         if rows:
             onward["rows"] = torch.cat(list(rows))
