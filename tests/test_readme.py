@@ -77,7 +77,7 @@ def test_the_program_of_the_page_runs(tmp_path: Path) -> None:
     assert "Paris" in "".join(re.findall(r"text (.*)", run([sys.executable, "program.py"], tmp_path)))
 
 
-@pytest.mark.parametrize("example", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.name)
-def test_the_examples_run(tmp_path: Path, example: Path) -> None:
-    assert run([sys.executable, str(example)], tmp_path)
+def test_the_example_of_the_page_runs(tmp_path: Path) -> None:
+    """The others take checkpoints of omni models: see test_examples.py."""
+    assert run([sys.executable, str(ROOT / "examples" / "ask.py")], tmp_path)
     assert soundfile.info(tmp_path / "answer.wav").duration > 1
