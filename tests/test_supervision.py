@@ -22,6 +22,7 @@ from omni_actors.generation import Generation, Output
 from omni_actors.messages import Address
 from omni_actors.orchestrator.request import Input
 from omni_actors.serve.app import build
+from omni_actors.serve.media import Media
 from omni_actors.system import OmniSystem
 
 WATCHDOG_S = 30.0
@@ -240,7 +241,7 @@ async def test_the_history_is_in_dead_error_and_without_the_worker_s_words_in_he
         assert error.stderr_tail == ("the words of the worker",)
         assert [(death.generation, death.exit.exit_code) for death in error.history] == [(1, 3), (2, 4)]
         assert began <= error.history[0].at <= error.history[1].at <= time.time()
-        app = build(omni, api_key="secret", max_body_bytes=1000, has_loaded=lambda: True)
+        app = build(omni, api_key="secret", max_body_bytes=1000, media=Media(), has_loaded=lambda: True)
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://here") as client:
             answer = await client.get("/health")
         assert (answer.status_code, answer.json()["status"]) == (503, "failed")
