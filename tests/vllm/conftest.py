@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -13,12 +16,18 @@ import pytest
 from omni_actors.stages import assets
 from omni_actors.stages.base import StageContext, StageEngine
 from omni_actors.stages.registry import ENGINES
-from tests.stages.conftest import drive, shared_engines
+from omni_actors.stages.vllm.opening import prepare
+from tests.stages.conftest import drive
 
-__all__ = ["drive", "shared_engines"]
+__all__ = ["drive"]
 
 if importlib.util.find_spec("vllm") is None:
     collect_ignore_glob = ["test_*.py"]
+else:
+    prepare(StageContext("tests", None, {}, 1, "cpu", lambda note: None))
+    with warnings.catch_warnings():  # vLLM's own fail no test of ours
+        warnings.simplefilter("ignore")
+        import_module("omni_actors.stages.vllm.private")
 
 ENGINE_ARGS: dict[str, Any] = {
     "dtype": "float32",
@@ -32,7 +41,7 @@ ENGINE_ARGS: dict[str, Any] = {
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """vLLM's own warnings fail no test of ours."""
+    """Its warnings while it runs, likewise."""
     for item in items:
         if Path(__file__).parent in item.path.parents:
             item.add_marker(pytest.mark.filterwarnings("default"))
@@ -46,7 +55,7 @@ def smollm2() -> Path:
 
 @pytest.fixture(scope="session")
 def open_stage(smollm2: Path) -> Callable[..., StageEngine]:
-    """(engine name, model=SmolLM2, **options) -> a new engine, for the test to close: what a worker does with a stage."""
+    """(engine name, model=SmolLM2, **options) -> a new engine, for the test to close."""
 
     def open_engine(name: str, model: Path | None = None, **options: Any) -> StageEngine:
         module, _, factory = ENGINES[name].factory.partition(":")
@@ -57,3 +66,10 @@ def open_stage(smollm2: Path) -> Callable[..., StageEngine]:
         return engine
 
     return open_engine
+
+
+@pytest.fixture(scope="module")
+def shared_engines(open_stage: Callable[..., StageEngine]) -> Iterator[Callable[[str], StageEngine]]:
+    """Name -> an engine of default options, opened when it is first asked for. vLLM is in a process once at a time."""
+    with ExitStack() as stack:
+        yield functools.cache(lambda name: stack.enter_context(closing(open_stage(name))))

@@ -1,7 +1,7 @@
 """Omni pipelines with a thinker on vLLM say what transformers' own ``generate`` says: the same tokens, codes, samples.
 
-The cases and the comparisons are those of ``tests.stages.qwen3.test_parity`` and its like. Prompts are prefilled in pieces of 64
-tokens, but where a video is heard.
+The cases and the comparisons are those of ``tests.stages.qwen3.test_parity`` and its like. Prompts are prefilled in
+pieces of 64 tokens, but where a video is heard.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def test_requests_that_vllm_preempts_miss_no_row(family: str, pipeline: Callable
 
 def test_a_video_is_heard_where_its_place_is_not_cut_or_refused(family: str, pipeline: Callable[..., Any]) -> None:
     ask = next(ask for ask in ASKS if ask.use_audio_in_video)
-    with pytest.raises(InvalidRequest, match="disable_chunked_mm_input|without their sound") as refused:
+    with pytest.raises(InvalidRequest, match=r"disable_chunked_mm_input|without their sound") as refused:
         pipeline().said([ask])
     assert refused.value.param == "use_audio_in_video"
     if family == "qwen3":

@@ -38,14 +38,15 @@ def qwen3(directory: Path, **options: Any) -> Path:
     return directory
 
 
-def qwen2_5(directory: Path, **options: Any) -> Path:
-    """options: of ``tests.stages.qwen2_5.tiny.save``."""
+def qwen2_5(directory: Path, *, spread: float = 0.3, **options: Any) -> Path:
+    """spread: of the thinker's random weights. options: of ``tests.stages.qwen2_5.tiny.save``."""
     config = tiny25.config
 
     def wider(**more: Any) -> Any:
         made = config(**more)
         text = made.thinker_config.text_config
         text.num_attention_heads, text.num_key_value_heads = 2, 1
+        made.thinker_config.initializer_range = text.initializer_range = spread
         text.rope_parameters = {**text.rope_parameters, "mrope_section": SECTION}
         return made
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from omni_actors.stages.base import InvalidRequest
-from omni_actors.stages.registry import VLLMParams
+from omni_actors.stages.registry import VLLMSampling
 from vllm import EngineArgs, SamplingParams
 from vllm.exceptions import VLLMClientError
 from vllm.sampling_params import RepetitionDetectionParams, RequestOutputKind, StructuredOutputsParams
@@ -61,7 +61,7 @@ def engine_args(stage: str, model: Path, given: Mapping[str, Any], fixed: Mappin
     return EngineArgs(model=str(model), **{**DEFAULTS, **given, **fixed})
 
 
-def sampling_params(params: VLLMParams) -> SamplingParams:
+def sampling_params(params: VLLMSampling) -> SamplingParams:
     """Raises ``InvalidRequest``, with vLLM's message."""
     fields = {name: getattr(params, name) for name in SamplingParams.__struct_fields__ if hasattr(params, name)}
     fields = {name: list(value) if isinstance(value, tuple) else value for name, value in fields.items()}

@@ -5,8 +5,8 @@ Rules
 2. Our request ids are vLLM's external ids, as text. Its own ids, which it draws, key the rows of hidden states.
 3. What vLLM refuses is the request's ``InvalidRequest`` with vLLM's message; any other exception of it ends the worker.
 
-With logprobs, an output's data has ``logprobs``: for each new token a list of ``{"token_id", "logprob", "rank", "token"}``, as vLLM
-has them; ``prompt_logprobs`` is the same for each token of the prompt (null for the first).
+With logprobs, an output's data has ``logprobs``: for each new token a list of ``{"token_id", "logprob", "rank",
+"token"}``, as vLLM has them; ``prompt_logprobs`` is the same for each token of the prompt (null for the first).
 """
 
 from __future__ import annotations
@@ -31,8 +31,7 @@ from omni_actors.stages.multimodal.conversation import validated
 from omni_actors.stages.registry import VLLMOptions, VLLMParams, VLLMSampling
 from omni_actors.stages.vllm import private
 from omni_actors.stages.vllm.arguments import CLIENTS, engine_args, refusal, sampling_params
-from vllm import SamplingParams
-from vllm.v1.engine.llm_engine import LLMEngine
+from vllm import LLMEngine, SamplingParams
 
 __all__ = ["Request", "VLLMEngine", "logprobs_of"]
 
@@ -68,7 +67,6 @@ class VLLMEngine(Generic[R]):
         self._options = msgspec.convert(context.options, VLLMOptions)
         if context.model is None:
             raise ValueError(f"stage {context.stage!r}: vLLM needs a model, a checkpoint directory")
-        private.check()
         arguments = engine_args(context.stage, context.model, self._options.engine_args, fixed)
         context.report(f"vLLM {vllm.__version__} is reading the weights")
         private.look_at_here(json.loads((context.model / "config.json").read_text()).get("architectures") or ())
@@ -93,7 +91,8 @@ class VLLMEngine(Generic[R]):
 
     @property
     def busy(self) -> bool:
-        return self._llm.has_unfinished_requests()
+        busy: bool = self._llm.has_unfinished_requests()
+        return busy
 
     def start(self, request: StageRequest) -> None:
         self._requests[request.request_id] = self._open(request, validated(request.params, self.PARAMS))

@@ -13,11 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import BatchFeature
-from vllm.inputs.engine import MultiModalInput, TokensInput, mm_input, tokens_input
-from vllm.model_executor.models.qwen2_5_omni_thinker import create_qwen2_5_omni_thinker_field_factory
-from vllm.multimodal.inputs import MultiModalKwargsItems, PlaceholderRange
 
 from omni_actors.stages.multimodal.processor import OmniInputs
+from omni_actors.stages.vllm.private import MultiModalKwargsItems, PlaceholderRange, omni_fields
+from vllm.inputs.engine import MultiModalInput, TokensInput, mm_input, tokens_input
 
 __all__ = ["to_prompt"]
 
@@ -31,9 +30,7 @@ def to_prompt(inputs: OmniInputs, thinker: Any) -> TokensInput | MultiModalInput
         return tokens_input(inputs.ids)
     merge = thinker.vision_config.spatial_merge_size
     features = _features(inputs)
-    items = MultiModalKwargsItems.from_hf_inputs(
-        BatchFeature(features), create_qwen2_5_omni_thinker_field_factory(merge)(features)
-    )
+    items = MultiModalKwargsItems.from_hf_inputs(BatchFeature(features), omni_fields(merge)(features))
     places: dict[str, list[PlaceholderRange]] = {}
     for kind, place in _places(inputs, thinker):
         places.setdefault(kind, []).append(place)
@@ -56,7 +53,7 @@ def _features(inputs: OmniInputs) -> dict[str, Tensor]:
 
 
 def _places(inputs: OmniInputs, thinker: Any) -> Iterator[tuple[str, PlaceholderRange]]:
-    """Each item's kind and range. A video's sound lies among its frames: both have the range, and say what is theirs."""
+    """Each item's kind and range. A video's sound lies among its frames: both have the range, and a mask."""
     kinds = {thinker.audio_token_id: "audio", thinker.image_token_id: "image", thinker.video_token_id: "video"}
     at = 0
     for is_medium, run in groupby(inputs.ids, kinds.__contains__):

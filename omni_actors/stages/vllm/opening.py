@@ -40,7 +40,7 @@ def prepare(context: StageContext) -> None:
 
 
 def open_text(context: StageContext) -> StageEngine:
-    """Text to text. The context's model is a checkpoint directory; nothing is downloaded. Raises as ``VLLMEngine`` does."""
+    """Text to text. ``context.model``: a checkpoint directory. Nothing is downloaded. Raises as ``VLLMEngine`` does."""
     prepare(context)
     from omni_actors.stages.vllm.text import TextEngine
 
@@ -48,7 +48,7 @@ def open_text(context: StageContext) -> StageEngine:
 
 
 def open_qwen3_thinker(context: StageContext) -> StageEngine:
-    """Qwen3-Omni's thinker, for its talker. The context's model is a whole checkpoint's directory."""
+    """Qwen3-Omni's thinker, for its talker. ``context.model``: a whole checkpoint's directory."""
     prepare(context)
     from omni_actors.stages.vllm.qwen3 import Qwen3Thinker
 
@@ -56,7 +56,7 @@ def open_qwen3_thinker(context: StageContext) -> StageEngine:
 
 
 def open_qwen2_5_thinker(context: StageContext) -> StageEngine:
-    """Qwen2.5-Omni's thinker, for its talker. The context's model is a whole checkpoint's directory."""
+    """Qwen2.5-Omni's thinker, for its talker. ``context.model``: a whole checkpoint's directory."""
     prepare(context)
     from omni_actors.stages.vllm.qwen2_5 import Qwen25Thinker
 

@@ -3,8 +3,8 @@
 Known to work: the versions in ``VERSIONS``; another one may, and says by name what of this moved.
 
 Hidden states come from what the EAGLE-3 drafters read: a model keeps what goes into and comes out of chosen layers, and
-the runner holds it from the forward until the tokens are sampled. ``RowWorker`` copies it there, prompt pieces included,
-with the request and the position of each row.
+the runner holds it from the forward until the tokens are sampled. ``RowWorker`` copies it there, prompt pieces
+included, with the request and the position of each row.
 """
 
 from __future__ import annotations
@@ -21,17 +21,28 @@ import vllm
 from vllm import ModelRegistry
 from vllm.platforms import current_platform
 
-__all__ = ["VERSIONS", "Captured", "RowWorker", "VLLMMoved", "check", "close", "look_at_here"]
+__all__ = [
+    "VERSIONS",
+    "Captured",
+    "MultiModalKwargsItems",
+    "PlaceholderRange",
+    "RowWorker",
+    "SeededWorker",
+    "VLLMMoved",
+    "check",
+    "close",
+    "look_at_here",
+    "omni_fields",
+]
 
 VERSIONS = ("0.32.0",)
 NAMES = (
-    "vllm.v1.engine.llm_engine:LLMEngine.from_engine_args",
-    "vllm.v1.engine.llm_engine:LLMEngine.collective_rpc",
     "vllm.v1.engine.core_client:InprocClient.shutdown",
     "vllm.renderers.base:BaseRenderer.shutdown",
     "vllm.model_executor.models.registry:_LazyRegisteredModel.load_model_cls",
     "vllm.v1.worker.gpu_worker:Worker.load_model",
     "vllm.v1.worker.gpu_worker:Worker.execute_model",
+    "vllm.v1.worker.gpu_worker:Worker.sample_tokens",
     "vllm.v1.worker.cpu_worker:CPUWorker.load_model",
     "vllm.v1.worker.gpu_model_runner:GPUModelRunner.get_model",
     "vllm.v1.worker.gpu_model_runner:ExecuteModelState.hidden_states",
@@ -43,9 +54,9 @@ NAMES = (
     "vllm.multimodal.inputs:PlaceholderRange.offset",
     "vllm.model_executor.models.qwen2_5_omni_thinker:create_qwen2_5_omni_thinker_field_factory",
 )
-"""Looked up as the engine loads. What only instances have is looked at as the weights are there."""
-RUNNER = ("model_runner.use_aux_hidden_state_outputs", "model_runner.execute_model_state")
-BATCH = ("req_ids", "req_id_to_index", "num_computed_tokens_cpu")
+"""Looked up as this module is imported. What only instances have is looked at when the weights are there."""
+RUNNER = ("use_aux_hidden_state_outputs", "execute_model_state", "input_batch", "discard_request_mask")
+BATCH = ("req_ids", "req_id_to_index", "num_computed_tokens_cpu", "num_reqs", "generators")
 
 
 class VLLMMoved(ImportError):
@@ -79,6 +90,11 @@ def _is_there(name: str) -> bool:
     return True
 
 
+def _found(name: str) -> Any:
+    module, _, attribute = name.partition(":")
+    return getattr(import_module(module), attribute)
+
+
 def look_at_here(architectures: Sequence[str]) -> None:
     """Have vLLM look at these model classes in this process; its way is a second one, which takes some seconds."""
     for name in architectures:
@@ -101,7 +117,7 @@ class Captured:
     position: int
     """The first one."""
     layers: Tensor
-    """(k, layers, hidden): what went into the first (layer 0) or came out of the others, before the last norm."""
+    """(k, layers, hidden): what went into the first layer (0) or came out of the others, before the last norm."""
     last: Tensor
     """(k, hidden): what came out of the model, after the last norm."""
 
@@ -119,28 +135,53 @@ class Captured:
         return Captured(self.request, self.position, self.layers[:count], self.last[:count])
 
 
-_Platforms: Any = import_module(
-    "vllm.v1.worker.cpu_worker" if current_platform.is_cpu() else "vllm.v1.worker.gpu_worker"
+check()  # before anything below is taken from where it was
+
+omni_fields: Any = _found("vllm.model_executor.models.qwen2_5_omni_thinker:create_qwen2_5_omni_thinker_field_factory")
+"""spatial_merge_size -> features -> how each of them is cut into items."""
+MultiModalKwargsItems: Any = _found("vllm.multimodal.inputs:MultiModalKwargsItems")
+PlaceholderRange: Any = _found("vllm.multimodal.inputs:PlaceholderRange")
+_Base: Any = _found(
+    "vllm.v1.worker.cpu_worker:CPUWorker" if current_platform.is_cpu() else "vllm.v1.worker.gpu_worker:Worker"
 )
-_Base: Any = _Platforms.CPUWorker if current_platform.is_cpu() else _Platforms.Worker
 
 
-class RowWorker(_Base):  # type: ignore[misc]
-    """vLLM's worker, which keeps hidden states. ``additional_config`` row_layers: which, as transformers counts them."""
+class SeededWorker(_Base):  # type: ignore[misc]
+    """vLLM's worker, which on a CPU, too, prefills a request that samples by its own seed in pieces.
+
+    With each piece vLLM draws a token, and turns the request's generator back afterwards: on a CPU that raises. Here
+    such a request has no generator while a token is drawn that nobody gets.
+    """
 
     def load_model(self, **kwargs: Any) -> None:
         super().load_model(**kwargs)
-        runner, layers = self.model_runner, tuple(self.vllm_config.additional_config["row_layers"])
-        missing = [name for name in RUNNER if not hasattr(self, name.partition(".")[0])]
-        missing += [name for name in RUNNER if not hasattr(runner, name.partition(".")[2])]
-        missing += [f"model_runner.input_batch.{name}" for name in BATCH if not hasattr(runner.input_batch, name)]
-        if missing:
-            raise VLLMMoved(missing)
+        runner = self.model_runner
+        moved = [f"model_runner.{name}" for name in RUNNER if not hasattr(runner, name)]
+        moved += [f"model_runner.input_batch.{name}" for name in BATCH if not hasattr(runner.input_batch, name)]
+        if moved:
+            raise VLLMMoved(moved)
+
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        batch = self.model_runner.input_batch
+        aside: dict[int, Any] = {}
+        if batch.generators and current_platform.is_cpu():
+            unfinished = self.model_runner.discard_request_mask.np[: batch.num_reqs].nonzero()[0].tolist()
+            aside = {row: batch.generators.pop(row) for row in unfinished if row in batch.generators}
+        output = super().sample_tokens(grammar_output)
+        batch.generators.update(aside)
+        return output
+
+
+class RowWorker(SeededWorker):
+    """The same, which keeps hidden states. ``additional_config`` row_layers: which, as transformers counts them."""
+
+    def load_model(self, **kwargs: Any) -> None:
+        super().load_model(**kwargs)
         self._rows: list[Captured] = []
-        language = runner.get_model().get_language_model().model
-        language._set_aux_hidden_state_layers(layers)
+        language = self.model_runner.get_model().get_language_model().model
+        language._set_aux_hidden_state_layers(tuple(self.vllm_config.additional_config["row_layers"]))
         self._embed = language.embed_tokens
-        runner.use_aux_hidden_state_outputs = True
+        self.model_runner.use_aux_hidden_state_outputs = True
 
     def execute_model(self, scheduler_output: Any) -> Any:
         output = super().execute_model(scheduler_output)

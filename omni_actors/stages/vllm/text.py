@@ -1,8 +1,8 @@
 """Text to text on vLLM: a conversation becomes the model's prompt as in the ``llm`` engine; vLLM detokenizes.
 
 Outputs: ``{"text": piece}``, and at the end ``{"text": rest, "finish_reason": …, "prompt_tokens": n,
-"completion_tokens": n}``. Without detokenizing, ``token_ids`` stand in place of ``text``. Of several answers each piece has
-its ``index``, and its ``finish_reason`` at its end. Of half a character at the end of an answer vLLM gives nothing.
+"completion_tokens": n}``. Without detokenizing, ``token_ids`` stand in place of ``text``. Of several answers each
+piece has its ``index``, and its ``finish_reason`` at its end. Half a character at the end of an answer is not given.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class TextEngine(VLLMEngine[_Request]):
 
     def __init__(self, context: StageContext) -> None:
         """Raises as ``VLLMEngine`` does, and ValueError where the checkpoint has no chat template."""
-        super().__init__(context)
+        super().__init__(context, worker_cls="omni_actors.stages.vllm.private.SeededWorker")
         self._tokenizer: Any = self._llm.get_tokenizer()
         if self._tokenizer.chat_template is None:
             raise ValueError(f"{context.model}: no chat template; this engine serves conversations only")

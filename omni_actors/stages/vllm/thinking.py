@@ -1,10 +1,10 @@
-"""What the thinkers of omni models share on vLLM: text, sound and pictures to text, and rows for the talker as they come.
+"""What the thinkers of omni models share on vLLM: text, sound and pictures to text, and the talker's rows as they come.
 
 Input, outputs and wire are those of the thinkers on transformers (``omni.thinking``, ``omni.talking``).
 
 Rules
-1. Hidden states come out of vLLM's own forward (``private.RowWorker``), keyed by position: those that it computes again,
-   after it preempted a request, are not sent again.
+1. Hidden states come out of vLLM's own forward (``private.RowWorker``), keyed by position: those that it computes
+   again, after it preempted a request, are not sent again.
 2. The prompt's rows go out in pieces that end at multiples of ``PIECE``, however vLLM cuts it between other requests';
    what is left goes with the answer's first token.
 3. Prefix caching is off: of what is found in a cache there would be no rows.
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from omni_actors.stages.autoregressive.text import Answer, Vocabulary
-from omni_actors.stages.base import InvalidRequest, StageContext, StageOutput, TensorLike
+from omni_actors.stages.base import StageContext, StageOutput, TensorLike
 from omni_actors.stages.multimodal.limits import MediaLimits
 from omni_actors.stages.multimodal.processor import OmniProcessor
 from omni_actors.stages.multimodal.prompt import OmniPrompt

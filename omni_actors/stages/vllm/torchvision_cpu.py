@@ -1,13 +1,13 @@
 """PyPI's torchvision beside a torch without CUDA: lets it be imported, where it could not.
 
 Its compiled part wants CUDA's libraries. Without that part its import still describes two operators of it ("nms",
-"qnms"), and fails, since nothing has declared them; with it fails what imports it, transformers' models among others. Here
+"qnms"), and fails, since nothing has declared them; what imports it fails too, transformers' models among others. Here
 they are declared, without an implementation: what torchvision does in Python works (all that vLLM and transformers
 prepare pictures with), a compiled operator says that it is not there.
 
-`python -m omni_actors.stages.vllm.torchvision_cpu` puts a copy of this file into the environment's site-packages, where
-every interpreter finds it as it starts (a .pth file says so). It acts at the import of torchvision, and only where it is
-needed: with a compiled part that loads nothing changes.
+`python -m omni_actors.stages.vllm.torchvision_cpu` puts a copy of this file into the environment's site-packages, which
+every interpreter reads as it starts (a .pth file says so). It acts at the import of torchvision, and only where it is
+needed: with a compiled part that loads, nothing changes.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def declare(directory: Path) -> Any:
 
     try:
         for compiled in directory.glob("_C*.so"):
-            torch.ops.load_library(str(compiled))
+            torch.ops.load_library(str(compiled))  # type: ignore[no-untyped-call]
     except OSError:
         library = torch.library.Library("torchvision", "DEF")  # type: ignore[no-untyped-call]
         for operator in ("nms", "qnms"):

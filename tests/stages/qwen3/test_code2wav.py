@@ -111,7 +111,7 @@ def test_as_the_reference_decodes_bit_for_bit(
 
 
 @given(seed=st.integers(0, 2**32))
-@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=6, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_requests_that_join_and_leave_get_what_each_gets_alone(
     checkpoint: Path, reference: Any, open_stage: Callable[..., Any], drive: Any, seed: int
 ) -> None:

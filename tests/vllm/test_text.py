@@ -1,0 +1,223 @@
+"""The ``vllm`` engine beside the ``llm`` engine, and what vLLM can be asked besides."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+from vllm import SamplingParams
+
+from omni_actors.errors import InvalidRequest
+from omni_actors.stages.registry import VLLMParams, VLLMSampling
+from omni_actors.stages.vllm import private
+from omni_actors.stages.vllm.arguments import WrongEngineArgument
+
+QUESTIONS = [
+    "What is the capital of France?",
+    "Name three colours.",
+    "Why is the sky blue?",
+    "Write one sentence about the sea.",
+    "Is water wet?",
+    "Who wrote Hamlet? " * 20,
+    "Count to five.",
+    "Hi",
+]
+
+
+@pytest.fixture
+def driver(drive: Callable[..., Any]) -> Any:
+    return drive("vllm")
+
+
+def ask(driver: Any, number: int, question: str, **params: Any) -> None:
+    driver.start(number, **params)
+    driver.feed(number, {"messages": [{"role": "user", "content": question}]}, last=True)
+
+
+def answer(driver: Any, question: str = QUESTIONS[0], **params: Any) -> list[Any]:
+    ask(driver, 1, question, **params)
+    outputs: list[Any] = driver.run()[1]
+    return outputs
+
+
+def text_of(outputs: list[Any], index: int | None = None) -> str:
+    return "".join(o.data.get("text", "") for o in outputs if o.data.get("index") == index)
+
+
+def test_greedy_answers_are_those_of_the_llm_engine(driver: Any, drive: Callable[..., Any]) -> None:
+    """The same text, by the same number of tokens: alone, and eight that join at different steps, in pieces of 64."""
+    ours = drive("llm")
+    for number, question in enumerate(QUESTIONS):
+        ask(ours, number, question, max_tokens=24)
+    expected = ours.run()
+    together: dict[int, list[Any]] = {number: [] for number in range(len(QUESTIONS))}
+    for number, question in enumerate(QUESTIONS):
+        ask(driver, number, question, max_tokens=24)
+        for output in driver.step():
+            together[output.request_id].append(output)
+    for number, outputs in driver.run().items():
+        together[number] += outputs
+    for number, question in enumerate(QUESTIONS):
+        for outputs in (together[number], answer(driver, question, max_tokens=24)):
+            assert text_of(outputs) == text_of(expected[number])
+            for fact in ("finish_reason", "prompt_tokens", "completion_tokens"):
+                assert outputs[-1].data[fact] == expected[number][-1].data[fact]
+
+
+def test_every_field_of_sampling_params_can_be_given() -> None:
+    """But those that say how vLLM hands its outputs over."""
+    ours = {"output_kind", "skip_clone", "flat_logprobs", "output_text_buffer_length"}
+    theirs = {name for name in SamplingParams.__struct_fields__ if not name.startswith("_")}
+    known = set(VLLMParams.__struct_fields__)
+    assert theirs - known == ours
+    assert known - theirs == {"priority"}
+    assert set(VLLMSampling.__struct_fields__) < known
+
+
+def test_several_answers_come_with_their_index(driver: Any) -> None:
+    outputs = answer(driver, n=3, temperature=1.0, seed=5, max_tokens=8)
+    assert {o.data["index"] for o in outputs} == {0, 1, 2}
+    assert len({text_of(outputs, index) for index in range(3)}) > 1
+    assert [o.data["finish_reason"] for o in outputs if "finish_reason" in o.data] == ["length"] * 3
+    assert [o.last for o in outputs].count(True) == 1
+    assert outputs[-1].last
+    again = answer(driver, n=3, temperature=1.0, seed=5, max_tokens=8)
+    assert [text_of(outputs, index) for index in range(3)] == [text_of(again, index) for index in range(3)]
+
+
+def test_a_seed_says_what_is_drawn_in_company_too(driver: Any) -> None:
+    """And with a prompt of several pieces, each of which draws a token that nobody gets."""
+    params = {"temperature": 1.0, "seed": 11, "max_tokens": 8}
+    long = QUESTIONS[5]
+    alone = text_of(answer(driver, long, **params))
+    assert alone != text_of(answer(driver, long, **{**params, "seed": 12}))
+    ask(driver, 2, long, temperature=1.0, seed=3, max_tokens=12)
+    assert text_of(answer(driver, long, **params)) == alone
+
+
+def test_logprobs_come_with_each_token(driver: Any) -> None:
+    outputs = answer(driver, logprobs=2, prompt_logprobs=1, max_tokens=4)
+    first = outputs[0].data
+    assert len(first["prompt_logprobs"]) == outputs[-1].data["prompt_tokens"]
+    assert first["prompt_logprobs"][0] is None
+    for output in outputs:
+        ([best, *rest],) = output.data["logprobs"]
+        assert best["rank"] == 1
+        assert best["token"] == output.data["text"]
+        assert all(best["logprob"] >= other["logprob"] for other in rest)
+
+
+@pytest.mark.parametrize(
+    ("params", "expected"),
+    [
+        ({"stop": ("France",)}, "The capital of "),
+        ({"stop": ("France",), "include_stop_str_in_output": True}, "The capital of France"),
+        ({"structured_outputs": {"choice": ["Rome", "Oslo"]}}, ("Rome", "Oslo")),
+        ({"structured_outputs": {"regex": r"[0-9]{3}"}}, tuple(f"{n:03}" for n in range(1000))),
+        ({"bad_words": ["The"]}, None),
+        ({"logit_bias": {"504": -100}}, None),
+        ({"frequency_penalty": 2.0, "presence_penalty": 2.0, "min_p": 0.1, "temperature": 0.5, "seed": 3}, None),
+    ],
+)
+def test_what_is_asked_of_sampling_is_done(driver: Any, params: dict[str, Any], expected: Any) -> None:
+    text = text_of(answer(driver, max_tokens=12, **params))
+    plain = text_of(answer(driver, max_tokens=12))
+    if expected is None:
+        assert text != plain
+    else:
+        assert text in ((expected,) if isinstance(expected, str) else expected)
+
+
+def test_token_ids_come_in_place_of_text(driver: Any) -> None:
+    outputs = answer(driver, detokenize=False, max_tokens=4, min_tokens=4, allowed_token_ids=[504, 3575])
+    ids = [token for output in outputs for token in output.data["token_ids"]]
+    assert len(ids) == 4
+    assert set(ids) <= {504, 3575}
+    assert not any("text" in output.data for output in outputs)
+
+
+@pytest.mark.parametrize(
+    ("params", "field"),
+    [
+        ({"temperature": 3}, "temperature"),
+        ({"logprobs": 10_000}, "logprobs"),
+        ({"structured_outputs": {"regx": "a"}}, None),
+        ({"structured_outputs": {"regex": "("}}, None),
+        ({"min_tokens": 9, "max_tokens": 4}, None),
+        ({"n": 0}, "n"),
+    ],
+)
+def test_a_wrong_value_is_the_requests_fault(driver: Any, params: dict[str, Any], field: str | None) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        answer(driver, **params)
+    assert str(refused.value)
+    if field:
+        assert refused.value.param == field
+    driver.live.discard(1)
+    assert text_of(answer(driver, max_tokens=7)) == "The capital of France is Paris."
+
+
+def test_a_prompt_beyond_the_context_is_refused_with_vllms_words(driver: Any) -> None:
+    with pytest.raises(InvalidRequest, match="longer than the maximum model length of 1024") as refused:
+        answer(driver, "word " * 1100)
+    assert (refused.value.param, refused.value.code) == ("messages", "context_length_exceeded")
+    driver.live.discard(1)
+    assert not driver.engine.busy
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (
+            {"max_model_length": 512},
+            "a field of vLLM's EngineArgs; did you mean 'max_model_len'?",
+        ),
+        ({"model": "/elsewhere"}, "the stage's `model` says it"),
+        ({"worker_cls": "mine.Worker"}, "the engine itself says it"),
+    ],
+)
+def test_a_wrong_engine_argument_is_refused_by_name(
+    open_stage: Callable[..., Any], given: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(WrongEngineArgument) as refused:
+        open_stage("vllm", engine_args=given)
+    assert words in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"kv_cache_memory_bytes": 1 << 20}, "No available memory for the cache blocks"),
+        ({"max_model_len": 1 << 20}, "max_model_len"),
+        ({"dtype": "float33"}, "dtype"),
+    ],
+)
+def test_what_vllm_cannot_load_it_says_itself(
+    open_stage: Callable[..., Any], given: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(Exception, match=words):
+        open_stage("vllm", engine_args=given)
+
+
+def test_a_model_that_vllm_does_not_know_is_named(
+    open_stage: Callable[..., Any], smollm2: Path, tmp_path: Path
+) -> None:
+    for file in smollm2.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    (tmp_path / "config.json").unlink()
+    config = (smollm2 / "config.json").read_text()
+    (tmp_path / "config.json").write_text(config.replace("LlamaForCausalLM", "NobodyForCausalLM"))
+    with pytest.raises(Exception, match="NobodyForCausalLM"):
+        open_stage("vllm", tmp_path)
+
+
+def test_a_name_that_moved_is_named_with_the_versions_that_have_it() -> None:
+    moved = (*private.NAMES, "vllm.v1.nowhere:Thing", "vllm.v1.engine.llm_engine:LLMEngine.walk")
+    private.check()
+    with mock.patch.object(private, "NAMES", moved), pytest.raises(private.VLLMMoved) as error:
+        private.check()
+    assert error.value.names == ("vllm.v1.nowhere:Thing", "vllm.v1.engine.llm_engine:LLMEngine.walk")
+    assert "known to work: vLLM 0.32.0" in str(error.value)
