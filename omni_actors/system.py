@@ -321,9 +321,10 @@ def _resolve_models(pipeline: Pipeline) -> dict[str, Path]:
     """Where each stage's model is. Raises ConfigError, also where an engine's libraries are not installed."""
     models = {}
     for name, stage in pipeline.stages.items():
-        for library in pipeline.spec(name).libraries:
+        spec = pipeline.spec(name)
+        for library in spec.libraries:
             if importlib.util.find_spec(library) is None:
-                accepted = f"an engine whose libraries are there; {library!r} comes with omni-actors[voice]"
+                accepted = f"an engine whose libraries are there; {library!r} comes with omni-actors[{spec.extra}]"
                 raise ConfigError(pipeline.file, f"stages.{name}.engine", stage.engine, accepted)
         if stage.model is not None:
             try:

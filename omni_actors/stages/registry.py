@@ -34,7 +34,9 @@ class EngineSpec(msgspec.Struct, frozen=True):
     tie in a long answer may be decided otherwise the second time. A replay is checked as it goes (``chunks.Intake``):
     such a request ends with StageCrashed, and is never spliced."""
     libraries: tuple[str, ...] = ()
-    """What the engine imports that a plain install lacks; the extra ``voice`` brings all of it."""
+    """What the engine imports that a plain install lacks."""
+    extra: str = "voice"
+    """What brings them: omni-actors[extra]."""
 
 
 class EchoOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -269,6 +271,7 @@ ENGINES: dict[str, EngineSpec] = {
         ThinkerParams,
         replays=True,
         libraries=("torch", "transformers"),
+        extra="omni",
     ),
     "qwen3_talker": EngineSpec(
         "omni_actors.stages.qwen3.talker:TalkerEngine",
@@ -276,12 +279,14 @@ ENGINES: dict[str, EngineSpec] = {
         TalkerParams,
         replays=True,
         libraries=("torch", "transformers"),
+        extra="omni",
     ),
     "qwen3_code2wav": EngineSpec(
         "omni_actors.stages.qwen3.code2wav:Code2WavEngine",
         Code2WavOptions,
         replays=True,
         libraries=("torch", "transformers"),
+        extra="omni",
     ),
     "qwen2_5_thinker": EngineSpec(
         "omni_actors.stages.qwen2_5.thinker:ThinkerEngine",
@@ -289,6 +294,7 @@ ENGINES: dict[str, EngineSpec] = {
         ThinkerParams,
         replays=True,
         libraries=("torch", "transformers"),
+        extra="omni",
     ),
     "qwen2_5_talker": EngineSpec(
         "omni_actors.stages.qwen2_5.talker:TalkerEngine",
@@ -296,6 +302,7 @@ ENGINES: dict[str, EngineSpec] = {
         Qwen25TalkerParams,
         replays=True,
         libraries=("torch", "transformers"),
+        extra="omni",
     ),
     "qwen2_5_token2wav": EngineSpec(
         "omni_actors.stages.qwen2_5.token2wav:Token2WavEngine",
@@ -303,6 +310,7 @@ ENGINES: dict[str, EngineSpec] = {
         Token2WavParams,
         replays=True,
         libraries=("torch", "transformers"),
+        extra="omni",
     ),
     "whisper": EngineSpec(
         "omni_actors.stages.whisper:WhisperEngine",
@@ -332,6 +340,7 @@ ENGINES: dict[str, EngineSpec] = {
         VLLMParams,
         replays=True,
         libraries=("vllm",),
+        extra="vllm",
     ),
     "vllm_qwen3_thinker": EngineSpec(
         "omni_actors.stages.vllm.opening:open_qwen3_thinker",
@@ -339,6 +348,7 @@ ENGINES: dict[str, EngineSpec] = {
         VLLMThinkerParams,
         replays=True,
         libraries=("vllm",),
+        extra="vllm",
     ),
     "vllm_qwen2_5_thinker": EngineSpec(
         "omni_actors.stages.vllm.opening:open_qwen2_5_thinker",
@@ -346,5 +356,6 @@ ENGINES: dict[str, EngineSpec] = {
         VLLMThinkerParams,
         replays=True,
         libraries=("vllm",),
+        extra="vllm",
     ),
 }

@@ -66,8 +66,10 @@ class Batch(Generic[S]):
             self._waiting.remove(sequence)
 
     def pieces(self) -> Iterator[tuple[int, int]]:
-        """The pieces of prompts of one step, a row and a number of positions each: as many as make ``prefill`` positions,
-        one at least. Each is to be brought on before the next one is asked for."""
+        """One step's pieces of prompts, a row and a number of positions each: up to ``prefill`` in all, one piece at least.
+
+        Each is to be brought on before the next one is asked for.
+        """
         spent = 0
         while (piece := self.next_piece()) and (not spent or spent + piece[1] <= self._prefill):
             spent += piece[1]

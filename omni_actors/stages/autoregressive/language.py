@@ -18,7 +18,15 @@ from omni_actors.stages.autoregressive import batch
 from omni_actors.stages.autoregressive.batch import Batch
 from omni_actors.stages.autoregressive.sampling import Sampler, Sampling, choose, generator
 from omni_actors.stages.autoregressive.text import Answer, Vocabulary
-from omni_actors.stages.base import Chunk, InvalidRequest, RequestId, StageFailure, StageOutput, StageRequest, TensorLike
+from omni_actors.stages.base import (
+    Chunk,
+    InvalidRequest,
+    RequestId,
+    StageFailure,
+    StageOutput,
+    StageRequest,
+    TensorLike,
+)
 from omni_actors.stages.registry import TextParams
 
 __all__ = ["Collector", "LanguageEngine", "Request"]
