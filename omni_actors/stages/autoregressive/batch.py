@@ -66,7 +66,7 @@ class Batch(Generic[S]):
             self._waiting.remove(sequence)
 
     def pieces(self) -> Iterator[tuple[int, int]]:
-        """One step's pieces of prompts, a row and a number of positions each: up to ``prefill`` in all, one piece at least.
+        """One step's pieces of prompts, a row and a number of positions each: up to ``prefill`` in all, one at least.
 
         Each is to be brought on before the next one is asked for.
         """
