@@ -155,9 +155,7 @@ class LocalWorker:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._stderr.follow)
                 async with trio.open_nursery() as watching:
-                    released = trio.Event()
-                    self._lifeline.watch(trio.lowlevel.current_trio_token(), released.set)
-                    watching.start_soon(self._see_it_end, released)
+                    watching.start_soon(self._see_it_end)
                     await trio.lowlevel.wait_readable(self._pidfd)
                     self._process.join()
                     self._ends(self._process.exitcode)
@@ -166,8 +164,9 @@ class LocalWorker:
                 nursery.cancel_scope.cancel()
 
     @trio.lowlevel.enable_ki_protection
-    async def _see_it_end(self, released: trio.Event) -> None:
-        await released.wait()
+    async def _see_it_end(self) -> None:
+        self._lifeline.watch()
+        await self._lifeline.wait_released()
         code = exit_of_dying(self.pid)
         if code is not None:
             self._ends(code)

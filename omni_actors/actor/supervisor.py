@@ -24,7 +24,6 @@ from typing import Protocol
 import trio
 
 from omni_actors.actor.edges import Edges, receive_frames
-from omni_actors.actor.mailbox import Mailbox
 from omni_actors.actor.process import Spawner, SpawnFailed, Worker
 from omni_actors.actor.replica import Blueprint, Incarnation, Replica, State
 from omni_actors.actor.restart import RestartPolicy, stages_below
@@ -165,7 +164,7 @@ class Supervisor:
             async with self._spawner.spawn(replica.address, self._mailbox_capacity) as worker:
                 life.worker = worker
                 try:
-                    self._lost(replica, await self._serve(replica, worker))
+                    await self._serve(replica, worker)
                 finally:
                     if life.dead:
                         with trio.CancelScope(shield=True):
@@ -190,7 +189,7 @@ class Supervisor:
             exit = await worker.wait_dead()
         return exit  # noqa: RET504 - a scope may end its block, as far as the type checker knows
 
-    async def _serve(self, replica: Replica, worker: Worker) -> WorkerExit:
+    async def _serve(self, replica: Replica, worker: Worker) -> None:
         """Configure a worker, connect it, hear it, until it dies."""
         blueprint = replica.blueprint
         worker.mailbox.post(
@@ -211,33 +210,31 @@ class Supervisor:
         except OSError as error:
             replica.life.load_error = f"no memory for its rings: {error}"
             worker.kill()
-            return await worker.wait_dead()
+            self._lost(replica, await worker.wait_dead())
+            return
         async with trio.open_nursery() as nursery:
-            hearing, stopped = trio.CancelScope(), trio.Event()
-            nursery.start_soon(self._hear, replica, worker.mailbox, hearing, stopped)
+            hearing = trio.CancelScope()
+            nursery.start_soon(self._end_hearing, worker, hearing)
             if output is not None:
                 nursery.start_soon(self._read_output, replica, output)
+            with hearing:
+                async for message, _ in worker.mailbox.incoming:
+                    self._take(replica, message)
+                if worker.mailbox.fault is not None:
+                    replica.kill(worker.mailbox.fault)
             exit = await worker.wait_ending()
             replica.state, replica.life.leaving = State.RESTARTING, True
-            hearing.cancel()
-            await stopped.wait()
             for message in worker.mailbox.rest():  # what it said before it died
                 self._take(replica, message)
             if output is not None:
                 self._read_rest(replica, output)
+            self._lost(replica, exit)
             nursery.cancel_scope.cancel()
-        return exit
 
     @trio.lowlevel.enable_ki_protection
-    async def _hear(self, replica: Replica, mailbox: Mailbox, hearing: trio.CancelScope, stopped: trio.Event) -> None:
-        try:
-            with hearing:
-                async for message, _ in mailbox.incoming:
-                    self._take(replica, message)
-                if mailbox.fault is not None:
-                    replica.kill(mailbox.fault)
-        finally:
-            stopped.set()
+    async def _end_hearing(self, worker: Worker, hearing: trio.CancelScope) -> None:
+        await worker.wait_ending()
+        hearing.cancel()
 
     def _take(self, replica: Replica, message: Message) -> None:
         life = replica.life
@@ -262,6 +259,8 @@ class Supervisor:
         try:
             async for frame in receive_frames(consumer):
                 with frame:
+                    if replica.life.dead:
+                        return  # what it said was read to the end; who dies a little later than its main thread may add
                     self._listener.received(replica.address, frame.data)
         except RingError as error:
             replica.kill(f"{type(error).__name__}: {error}")

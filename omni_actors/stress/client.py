@@ -2,7 +2,7 @@
 
 Rules
 1. Every request is on record from its submission until it is judged: a completed one at once, the others when the
-   deaths until then are known. Answers are let go at the end of their requests, so that a long run stays small.
+   deaths until then are known. Nothing is kept of it then, so that a long run stays small.
 2. Reading goes on once after the end: a request must not have a second one.
 """
 
@@ -19,7 +19,7 @@ from omni_actors.errors import RequestError
 from omni_actors.generation import Generation
 from omni_actors.stress import judge
 from omni_actors.stress.judge import Asked, Rules, Violation
-from omni_actors.stress.oracle import Answer, damage_so_far
+from omni_actors.stress.oracle import Answer
 from omni_actors.stress.report import Tally
 from omni_actors.stress.schedule import OnFailure
 from omni_actors.stress.watch import Watch
@@ -53,7 +53,8 @@ class Client:
         self, template: Template, on_failure: OnFailure, *, pace_s: float = 0.0, hooks: Mapping[str, Any] | None = None
     ) -> Asked:
         """Ask, and read in a task. pace_s: between outputs. hooks: failures that echo engines are asked for."""
-        asked = Asked(f"stress-{next(self._names)}", template, on_failure, time.monotonic(), hooks is not None)
+        answer = Answer(self._workload.oracle[template.name])
+        asked = Asked(f"stress-{next(self._names)}", template, answer, on_failure, time.monotonic(), hooks is not None)
         self._records.append(asked)
         inputs = template.inputs if hooks is None else template.hooked(hooks)
         try:
@@ -119,16 +120,13 @@ class Client:
         if outcome == "completed":
             self._judge(asked)
             self._records.remove(asked)
-        if outcome == "completed" or not damage_so_far(asked.answer, self._workload.oracle[asked.template.name]):
-            asked.answer = Answer()  # what came is a beginning of the oracle's, and so is nothing
         if error is not None:
             error.with_traceback(None)  # whose frames hold outputs
         self.ended.unpark_all()
 
     def _judge(self, asked: Asked) -> None:
         rules = Rules(self._workload.pipeline.limits.replays, self._workload.replayed)
-        oracle = self._workload.oracle[asked.template.name]
-        if violation := judge.of_request(asked, oracle, self._watch.losses, self._watch.given_up, rules):
+        if violation := judge.of_request(asked, self._watch.losses, self._watch.given_up, rules):
             self.violations.append((asked.ended or time.monotonic(), violation))
 
 

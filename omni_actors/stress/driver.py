@@ -1,8 +1,8 @@
 """Does the operations of a schedule to a running system.
 
 Rules
-1. One task does them in order. A fault is injected when ``do`` returns; what takes longer (until its stage serves
-   again) is followed by a task of its own.
+1. One task does them in order. A fault is under way when ``do`` returns (a signal is sent a moment later, see
+   ``Hand``); what takes longer (until its stage serves again) is followed by a task of its own.
 2. A fault is *detected* when the system reports the death, *ready* when a worker of the stage serves again, *recovered*
    when a request that needs the stage, submitted at that report, has its answer.
 3. A fault whose stage is hit again before that is *overtaken*: it counts, its times do not. Of one that did not come
@@ -22,6 +22,7 @@ from typing import assert_never
 
 import trio
 
+from omni_actors.stress import judge
 from omni_actors.stress.client import Client
 from omni_actors.stress.faults import Hand, ShortSpawner, Victim, kill_parent
 from omni_actors.stress.judge import Asked, Loss, Violation
@@ -58,10 +59,12 @@ class _Injection:
     fault: str
     stage: str
     at: float
-    """When it was decided upon; times count from ``hit``."""
+    """When it was decided upon; times count from ``hit``, or from when its ``deed`` was done."""
     operation: int
     alone: bool
     hit: float
+    deed: int | None = None
+    """The hand's."""
     timing: Timing = field(default_factory=Timing)
     overtaken: bool = False
 
@@ -117,17 +120,17 @@ class Driver:
             case Settle():
                 await self._settle()
             case Kill(stages):
-                await self._kill("SIGKILL" if len(stages) == 1 else "SIGKILL, several at once", *stages)
+                self._kill("SIGKILL" if len(stages) == 1 else "SIGKILL, several at once", *stages)
             case KillLoading(stage, after):
-                await self._kill("SIGKILL", stage)
+                self._kill("SIGKILL", stage)
                 if await self._next_worker(stage, after / 1000) not in (None, "ready"):
-                    await self._kill("SIGKILL", stage)
+                    self._kill("SIGKILL", stage)
             case Storm(stage, times):
                 for _ in range(times):
                     await self._next_worker(stage, 0)
-                    await self._kill("restart storm", stage)
+                    self._kill("restart storm", stage)
             case Freeze(stage):
-                await self._kill("SIGSTOP", stage, number=signal.SIGSTOP)
+                self._kill("SIGSTOP", stage, number=signal.SIGSTOP)
             case Pause(stage, ms):
                 self._nursery.start_soon(self._pause, stage, ms / 1000)
             case Crash():
@@ -136,11 +139,20 @@ class Driver:
                 self._nursery.start_soon(self._starve, stage)
             case Full(stage, times):
                 self._spawner.refusals[stage] = times
-                await self._kill("no memory for rings", stage)
+                self._kill("no memory for rings", stage)
             case Orphan(loading):
                 await self._orphan(loading=loading)
             case _:
                 assert_never(operation)
+
+    def judge_ended(self) -> None:
+        """At a time when every death so far is known. Nothing is kept but what requests in flight may need."""
+        self.client.judge_ended()
+        following = [injection.at for injection in self._following]
+        old = self.watch.forget(min([time.monotonic(), *following, *(asked.submitted for asked in self.client.open)]))
+        unexplained, self.asked_for = judge.of_losses(old, self.killed, self.asked_for)
+        self.violations += [(time.monotonic(), violation) for violation in unexplained]
+        self.killed -= {loss.pid for loss in old}
 
     @property
     def refused(self) -> list[tuple[str, str]]:
@@ -188,7 +200,7 @@ class Driver:
         self.tally.row(fault, self._load).faults += 1
         return injection
 
-    async def _kill(self, fault: str, *stages: str, number: signal.Signals = signal.SIGKILL) -> None:
+    def _kill(self, fault: str, *stages: str, number: signal.Signals = signal.SIGKILL) -> None:
         """One worker of each of these stages, at once."""
         hit: list[tuple[Victim, _Injection]] = []
         with ExitStack() as held:
@@ -199,10 +211,11 @@ class Driver:
                         loading = fault in ("SIGKILL", "SIGSTOP") and self._state_of(pid) != "ready"
                         self.killed.add(pid)
                         hit.append((victim, self._inject(fault + " while loading" * loading, stage)))
-            if hit:
-                at = await self._hand.send(number, [victim for victim, _ in hit])
+            if not hit:
+                return
+            deed = self._hand.send(number, [victim for victim, _ in hit])
         for victim, injection in hit:
-            injection.hit = at
+            injection.deed = deed
             self._follow_soon(injection, functools.partial(_is_of, victim.pid))
 
     async def _pause(self, stage: str, for_s: float) -> None:
@@ -277,6 +290,8 @@ class Driver:
             else:
                 await self.client.until_ended(carrier)
             lost = death()
+            if injection.deed is not None:
+                injection.hit = await self._hand.done_at(injection.deed)
             if lost is None or lost.at < injection.hit:  # the carrier was aborted; another fault was faster
                 self._forget(injection)
                 return

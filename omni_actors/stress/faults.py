@@ -9,6 +9,7 @@ Rules
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import resource
 import signal
@@ -53,9 +54,16 @@ class ShortSpawner(LocalSpawner):
 
 
 class Hand:
-    """The process that kills (see ``hand``). Leaving the block has reaped it."""
+    """The process that kills (see ``hand``). Leaving the block has reaped it.
+
+    Its answers are read when a death was seen, not when they come: they would wake this process at the very moment
+    at which it is to be found asleep, and who has just had a turn on a core gets the next one late.
+    """
 
     def __init__(self) -> None:
+        self._deeds, self._reading = itertools.count(), trio.Lock()
+        self._done: list[float] = []
+        """When each deed was done, as far as was read."""
         self._sock, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._sock.setblocking(False)
         with theirs:
@@ -63,15 +71,18 @@ class Hand:
                 [sys.executable, "-I", "-S", hand.__file__, str(theirs.fileno())], pass_fds=(theirs.fileno(),)
             )
 
-    async def send(self, number: signal.Signals, victims: Sequence[Victim]) -> float:
-        """To all of them at once; when, by CLOCK_MONOTONIC. One call at a time. Who is dead already is passed over.
-
-        Cancelled: it may come to pass all the same, and this object is of no more use.
-        """
+    def send(self, number: signal.Signals, victims: Sequence[Victim]) -> int:
+        """To all of them at once, in a moment. Who is dead by then is passed over. Returns the deed's number."""
         socket.send_fds(self._sock, [bytes([number])], [victim.fileno() for victim in victims])
-        await trio.lowlevel.wait_readable(self._sock)
-        (at,) = struct.unpack("d", self._sock.recv(8))
-        return float(at)
+        return next(self._deeds)
+
+    async def done_at(self, deed: int) -> float:
+        """When it was done, by CLOCK_MONOTONIC."""
+        async with self._reading:
+            while len(self._done) <= deed:
+                await trio.lowlevel.wait_readable(self._sock)
+                self._done += struct.unpack("d", self._sock.recv(8))
+        return self._done[deed]
 
     def close(self) -> None:
         self._sock.close()

@@ -4,8 +4,8 @@ Killed by the process that is to see the death, a worker is taken down on that o
 middle of its call: milliseconds in which nobody else runs there. Whoever dies for other reasons dies elsewhere.
 
 Run by path, without the package: ``python -I -S hand.py FD``. On the SEQPACKET socket FD comes a packet for each deed:
-the signal's number, one byte, with the pidfds of those it is for. The answer, once it is done, is the CLOCK_MONOTONIC
-time just before it, eight bytes.
+the signal's number, one byte, with the pidfds of those it is for. The answer, in turn, once it is done, is the
+CLOCK_MONOTONIC time just before it, eight bytes.
 """
 
 from __future__ import annotations

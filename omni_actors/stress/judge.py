@@ -20,12 +20,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from omni_actors.config import Pipeline
 from omni_actors.errors import Aborted, RequestError, StageCrashed, StageUnavailable
-from omni_actors.stress.oracle import Answer, damage, damage_so_far
+from omni_actors.stress.oracle import Answer
 from omni_actors.stress.schedule import OnFailure
 from omni_actors.stress.workload import Template
 
@@ -47,7 +47,7 @@ class Violation:
         return f"{self.kind}: {self.what}"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Loss:
     """The death of a worker, as the system reported it. at: CLOCK_MONOTONIC, in seconds."""
 
@@ -64,10 +64,10 @@ class Asked:
 
     name: str
     template: Template
+    answer: Answer
     on_failure: OnFailure
     submitted: float
     hooked: bool = False
-    answer: Answer = field(default_factory=Answer)
     aborted: bool = False
     outcome: Outcome = "open"
     error: RequestError | None = None
@@ -83,16 +83,14 @@ class Rules:
     replayed: frozenset[str]
 
 
-def of_request(
-    asked: Asked, oracle: Answer, losses: Sequence[Loss], given_up: Collection[str], rules: Rules
-) -> Violation | None:
+def of_request(asked: Asked, losses: Sequence[Loss], given_up: Collection[str], rules: Rules) -> Violation | None:
     """The violation that a request's outcome is, if it is one."""
     who = f"{asked.name} ({asked.template.name})"
     if asked.outcome == "open":
         return Violation("hung", f"{who} has no outcome")
     if asked.second_outcome is not None:
         return Violation("duplicated", f"{who}: after its end, {asked.second_outcome}")
-    differs = (damage if asked.outcome == "completed" else damage_so_far)(asked.answer, oracle)
+    differs = asked.answer.damage() if asked.outcome == "completed" else asked.answer.damage_so_far()
     if differs:
         return Violation(differs[0], f"{who}: {differs[1]}")
     if asked.outcome != "failed":
@@ -128,18 +126,23 @@ def _touches(loss: Loss, asked: Asked) -> bool:
     return loss.stage in asked.template.stages and asked.submitted <= loss.at <= asked.ended + NOTICED_S
 
 
-def of_losses(losses: Sequence[Loss], killed: Collection[int], asked_for: Mapping[str, int]) -> list[Violation]:
-    """Deaths without a cause. killed: pids. asked_for: by stage, how many more deaths the harness has brought about."""
-    left = dict(asked_for)
+def of_losses(
+    losses: Sequence[Loss], killed: Collection[int], asked_for: Mapping[str, int]
+) -> tuple[list[Violation], Counter[str]]:
+    """Deaths without a cause, and of ``asked_for`` what is left.
+
+    killed: pids. asked_for: by stage, how many more deaths the harness has brought about.
+    """
+    left = Counter(asked_for)
     found = []
     for loss in losses:
         if loss.pid in killed or "restarted with stage" in loss.exit:
             continue
-        if left.get(loss.stage, 0) > 0:
+        if left[loss.stage] > 0:
             left[loss.stage] -= 1
         else:
             found.append(Violation("disturbed", f"{loss.stage}.{loss.replica}: {loss.exit}, and nobody killed it"))
-    return found
+    return found, left
 
 
 def of_restarts(losses: Sequence[Loss], given_up: Collection[str], pipeline: Pipeline) -> list[Violation]:

@@ -20,7 +20,7 @@ from omni_actors.stress.judge import Kind
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
 
-@dataclass
+@dataclass(slots=True)
 class Timing:
     """Of one fault, in seconds since it was injected; None: not seen, or overtaken by another.
 

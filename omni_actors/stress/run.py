@@ -24,7 +24,7 @@ from omni_actors.stress import judge, leaks
 from omni_actors.stress.driver import Driver
 from omni_actors.stress.faults import Hand, ShortSpawner
 from omni_actors.stress.judge import Violation
-from omni_actors.stress.oracle import Answer
+from omni_actors.stress.oracle import Oracle
 from omni_actors.stress.report import Tally
 from omni_actors.stress.schedule import Load, Schedule
 from omni_actors.stress.workload import Workload
@@ -95,7 +95,7 @@ def ask_oracle(workload: Workload) -> None:
     async def ask() -> None:
         async with OmniSystem.open(workload.pipeline) as omni:
             for template in workload.templates.values():
-                answer = workload.oracle[template.name] = Answer()
+                answer = workload.oracle[template.name] = Oracle()
                 async for output in omni.submit(template.inputs, template.modalities, **template.params):
                     answer.add(output)
 
@@ -140,7 +140,8 @@ async def _finish(omni: OmniSystem, driver: Driver, workload: Workload, began_wi
     found += [Violation("leaked", fact) for fact in _grown(omni, began_with)]
     client.judge_ended()
     asked_for = driver.asked_for + Counter(stage for ends in driver.refused for stage in set(ends))
-    found += judge.of_losses(watch.losses, driver.killed, asked_for)
+    unexplained, _ = judge.of_losses(watch.losses, driver.killed, asked_for)
+    found += unexplained
     found += judge.of_restarts(watch.losses, watch.given_up, omni.pipeline)
     driver.violations += [(time.monotonic(), violation) for violation in found]
 

@@ -31,7 +31,7 @@ from omni_actors.stress import judge
 from omni_actors.stress.client import read_to_the_end
 from omni_actors.stress.determined import determined, unraisable
 from omni_actors.stress.judge import Asked, Loss, Rules, Violation
-from omni_actors.stress.oracle import damage_so_far
+from omni_actors.stress.oracle import Answer
 from omni_actors.stress.report import Tally, Timing
 from omni_actors.stress.simulated import EngineBroke, Killed, Nature, SimulatedSpawner, SimulatedWorker
 from omni_actors.stress.worlds import LOAD_S, PATIENCE_S, SHUTDOWN_S, STEP_S, WORLDS, world
@@ -248,6 +248,7 @@ class Simulation(trio.abc.Instrument):
         asked = _Asked(
             f"r{len(self._asked)}",
             template,
+            Answer(self._workload.oracle[name]),
             self.draw.choice(("replay", "replay", "fail")) if what != "probe" else "replay",
             trio.current_time(),
             hooks is not None,
@@ -423,7 +424,6 @@ class Simulation(trio.abc.Instrument):
 
     def _judge(self, asked: _Asked) -> None:
         pipeline = self._workload.pipeline
-        oracle = self._workload.oracle[asked.template.name]
         late_s = asked.ended - asked.submitted - (asked.deadline_s if asked.deadline_s is not None else 1e9)
         fair = False
         match asked.error:
@@ -437,12 +437,12 @@ class Simulation(trio.abc.Instrument):
                 fair = asked.invalid
         found: Violation | None
         if fair:
-            differs = damage_so_far(asked.answer, oracle)
+            differs = asked.answer.damage_so_far()
             found = Violation(differs[0], f"{asked.name}: {differs[1]}") if differs else None
         else:
             retains = pipeline.limits.retain_bytes >= 1_000_000
             rules = Rules(pipeline.limits.replays if retains else 0, self._workload.replayed)
-            found = judge.of_request(asked, oracle, self._losses, self._given_up, rules)
+            found = judge.of_request(asked, self._losses, self._given_up, rules)
         if found is None and not asked.pace_s and late_s > EPSILON_S:
             found = Violation("hung", f"{asked.name} ended {late_s:g} s after its deadline")
         if found is None and asked.full and asked.outcome != "failed":
@@ -452,7 +452,8 @@ class Simulation(trio.abc.Instrument):
 
     def _judge_system(self) -> None:
         """While it is open. What it cannot have done yet is not asked of one that is left in the middle."""
-        for found in judge.of_losses(self._losses, self._explained, self._poisoned):
+        unexplained, _ = judge.of_losses(self._losses, self._explained, self._poisoned)
+        for found in unexplained:
             self._violated(found.kind, found.what)
         pipeline = self._workload.pipeline
         excused = self._stillborn | {name for name, each in pipeline.stages.items() if each.restart.type == "temporary"}

@@ -3,9 +3,10 @@
 Rules
 1. The first stage that the most requests share is spared, so that its worker lives as long as the system; the others
    are hit in turn, by SIGKILL, SIGSTOP, a crash in a step where an engine can be asked for one, and a pause.
-2. RSS is read once a second. Its slope is that of the least-squares line after the first fifth of the run, in which
-   caches fill. Its error is the standard error of that, for as many independent samples as the residuals'
-   autocorrelation leaves.
+2. RSS is read once a second. The harness lives in the parent, so it keeps nothing of what the parent is answered, and
+   of a fault no more than its times: what grows is the system. The slope is that of the least-squares line after the
+   first fifth of the run, in which caches fill; its error is the standard error of that, for as many independent
+   samples as the residuals' autocorrelation leaves.
 3. Throughput is counted before the first fault (the fault-free level) and, later, in the quiet times: from the moment
    when every stage serves again to the next fault. Their ratio must be near one.
 """
@@ -18,6 +19,7 @@ import os
 import resource
 import statistics
 import time
+from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -57,7 +59,7 @@ class Soak:
     seconds: float
     spared: str
     result: Result
-    rss: dict[str, list[tuple[float, int]]]
+    rss: dict[str, list[tuple[float, float]]]
     """By process ("parent", and the workers of the spared stage): (seconds since the beginning, bytes)."""
     calm_per_s: float
     quiet_per_s: float
@@ -111,7 +113,8 @@ class _Count:
 
 @dataclass
 class _Record:
-    rss: dict[str, list[tuple[float, int]]] = field(default_factory=dict)
+    rss: dict[str, array[float]] = field(default_factory=dict)
+    """As in ``Soak``, seconds and bytes in turn."""
     calm: _Count = field(default_factory=_Count)
     quiet: _Count = field(default_factory=_Count)
 
@@ -128,7 +131,8 @@ def soak(workload: Workload, seconds: float, mark: str, say: Callable[[str], Non
             nursery.cancel_scope.cancel()
 
     result = under_fire(workload, "full", None, mark, work)
-    return Soak(seconds, spared, result, record.rss, record.calm.per_s, record.quiet.per_s, record.quiet.seconds)
+    rss = {name: list(zip(both[::2], both[1::2], strict=True)) for name, both in record.rss.items()}
+    return Soak(seconds, spared, result, rss, record.calm.per_s, record.quiet.per_s, record.quiet.seconds)
 
 
 def spared_stage(workload: Workload) -> str:
@@ -160,7 +164,7 @@ async def _hurt(
         await trio.sleep(PAUSED_S)
         with trio.move_on_after(workload.patience_s):
             await driver.until_quiet()
-            driver.client.judge_ended()
+            driver.judge_ended()
         await _count(driver, record.quiet, max(QUIET_S, hurt_at + EVERY_S - time.monotonic()))
         say(f"{driver.tally.faults} faults, {until - time.monotonic():.0f} s to go")
 
@@ -178,7 +182,7 @@ async def _sample(omni: OmniSystem, spared: str, record: _Record) -> None:
     while True:
         workers = {f"{spared}.{each.replica}": each.pid for each in omni.health().stages[spared] if each.pid}
         for name, pid in {"parent": os.getpid(), **workers}.items():
-            record.rss.setdefault(name, []).append((time.monotonic() - began, resident(pid)))
+            record.rss.setdefault(name, array("d")).extend((time.monotonic() - began, resident(pid)))
         await trio.sleep(1)
 
 
@@ -204,5 +208,5 @@ def slope(samples: Sequence[tuple[float, float]]) -> Slope:
     return Slope(line.slope, math.sqrt(variance / spread * len(kept) / independent))
 
 
-def _megabytes(size: int) -> str:
+def _megabytes(size: float) -> str:
     return f"{size / 1e6:.1f} MB"

@@ -12,7 +12,7 @@ from omni_actors.stress.judge import Loss
 from omni_actors.system import Health, OmniSystem, ReplicaHealth
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Serving:
     """A worker became ready. at: CLOCK_MONOTONIC; load_s: what its engine took to load."""
 
@@ -58,6 +58,13 @@ class Watch:
     def serving_since(self, stage: str, at: float) -> Serving | None:
         """The first worker of a stage that became ready since then."""
         return next((each for each in self.serving if each.stage == stage and each.at >= at), None)
+
+    def forget(self, before: float) -> list[Loss]:
+        """Let go of what was said before then; the deaths among it."""
+        old = [loss for loss in self.losses if loss.at < before]
+        self.losses = [loss for loss in self.losses if loss.at >= before]
+        self.serving = [each for each in self.serving if each.at >= before]
+        return old
 
     async def until(self, condition: Callable[[], bool]) -> None:
         """Wait for something that a worker's death or return makes true."""

@@ -20,7 +20,7 @@ from omni_actors.config import Pipeline
 from omni_actors.errors import ConfigError, InvalidRequest
 from omni_actors.orchestrator.request import Input
 from omni_actors.orchestrator.routes import Node, plan, topological
-from omni_actors.stress.oracle import Answer
+from omni_actors.stress.oracle import Oracle
 
 SEED = 7
 SHORT, LONG = 3, 60
@@ -64,7 +64,7 @@ class Workload:
     patience_s: float
     replayed: frozenset[str] = frozenset()
     """Stages whose requests survive them."""
-    oracle: dict[str, Answer] = field(default_factory=dict)
+    oracle: dict[str, Oracle] = field(default_factory=dict)
 
     @property
     def stages(self) -> tuple[str, ...]:

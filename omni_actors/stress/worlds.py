@@ -24,7 +24,7 @@ from omni_actors.generation import Output
 from omni_actors.messages import CLIENT
 from omni_actors.orchestrator.request import Input
 from omni_actors.orchestrator.routes import Route, plan
-from omni_actors.stress.oracle import Answer
+from omni_actors.stress.oracle import Oracle
 from omni_actors.stress.workload import Template, Workload, nodes_of
 from ringbuf import Tensor
 
@@ -130,10 +130,10 @@ def _pieces(kind: str, length: int, *, large: bool) -> list[Input]:
     ]
 
 
-def expected(pipeline: Pipeline, route: Route, inputs: Mapping[str, Sequence[Input]]) -> Answer:
+def expected(pipeline: Pipeline, route: Route, inputs: Mapping[str, Sequence[Input]]) -> Oracle:
     """What echo stages make of it: each gives what comes in, of several sources one chunk of each in turn."""
     made: dict[str, list[Input]] = {}
-    answer = Answer()
+    oracle = Oracle()
     for stage in route.stages:
         sources = [
             [piece for kind in route.entries[stage] for piece in inputs[kind]] if source == CLIENT else made[source]
@@ -145,8 +145,8 @@ def expected(pipeline: Pipeline, route: Route, inputs: Mapping[str, Sequence[Inp
                 tensors = {name: Tensor("int32", array.shape, array.tobytes()) for name, array in piece.tensors.items()}
                 last = number == len(made[stage])
                 modality = pipeline.stages[stage].emits or ""
-                answer.add(Output("", stage, modality, None, last, piece.data, tensors))
-    return answer
+                oracle.add(Output("", stage, modality, None, last, piece.data, tensors))
+    return oracle
 
 
 def _in_turn(sources: Sequence[Sequence[Input]]) -> list[Input]:

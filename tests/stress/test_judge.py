@@ -2,27 +2,36 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import pytest
 
 from omni_actors.errors import Aborted, DeadlineExceeded, RequestError, StageCrashed, WorkerExit
 from omni_actors.generation import Output
 from omni_actors.stress import judge
 from omni_actors.stress.judge import Asked, Loss, Rules
-from omni_actors.stress.oracle import Answer, damage, damage_so_far
+from omni_actors.stress.oracle import Answer, Oracle
 from omni_actors.stress.schedule import OnFailure
 from omni_actors.stress.workload import Template
+from ringbuf import Tensor
 
 TEMPLATE = Template("t", {}, ("text",), {}, ("first", "second"))
 CRASHED = StageCrashed("second", 0, 1, WorkerExit(9, "SIGKILL", None))
 
 
-def answer(text: str = "", *, finished: bool = False) -> Answer:
-    made = Answer()
-    made.add(Output("r", "second", "text", None, finished, {"text": text}, {}))
+def piece(text: str, *, finished: bool = False) -> Output:
+    return Output("r", "second", "text", None, finished, {"text": text}, {})
+
+
+ORACLE = Oracle()
+ORACLE.add(piece("hello", finished=True))
+
+
+def answer(*pieces: Output) -> Answer:
+    made = Answer(ORACLE)
+    for each in pieces:
+        made.add(each)
     return made
-
-
-ORACLE = answer("hello", finished=True)
 
 
 def deaths(*stages_and_times: tuple[str, float]) -> list[Loss]:
@@ -42,16 +51,19 @@ def deaths(*stages_and_times: tuple[str, float]) -> list[Loss]:
     ],
 )
 def test_how_an_answer_differs(text: str, finished: bool, whole: str | None, so_far: str | None) -> None:
-    ours = answer(text, finished=finished)
-    for found, expected in ((damage(ours, ORACLE), whole), (damage_so_far(ours, ORACLE), so_far)):
+    ours = answer(piece(text, finished=finished))
+    for found, expected in ((ours.damage(), whole), (ours.damage_so_far(), so_far)):
         assert (found and found[0]) == expected
 
 
 def test_how_text_was_cut_does_not_matter() -> None:
-    pieces = Answer()
-    for text, last in (("he", False), ("", False), ("llo", True)):
-        pieces.add(Output("r", "second", "text", None, last, {"text": text}, {}))
-    assert damage(pieces, ORACLE) is None
+    assert answer(piece("he"), piece(""), piece("llo", finished=True)).damage() is None
+
+
+def test_a_stream_that_the_oracle_does_not_have_is_too_much() -> None:
+    stray = Output("r", "first", "text", None, False, {"text": "x"}, {})
+    found = answer(piece("hello", finished=True), stray).damage()
+    assert found == ("duplicated", "text of 'first': 1 bytes, 0 expected")
 
 
 @pytest.mark.parametrize(
@@ -73,27 +85,46 @@ def test_a_request_may_fail_by_what_touched_it_only(
     error: RequestError, on_failure: OnFailure, losses: list[Loss], expected: str | None
 ) -> None:
     rules = Rules(2, frozenset({"first", "second"}))
-    asked = Asked("r", TEMPLATE, on_failure, submitted=1.0, outcome="failed", error=error, ended=10.0)
-    found = judge.of_request(asked, ORACLE, losses, set(), rules)
+    asked = Asked("r", TEMPLATE, answer(), on_failure, submitted=1.0, outcome="failed", error=error, ended=10.0)
+    found = judge.of_request(asked, losses, set(), rules)
     assert (found and found.kind) == expected
-    unable = judge.of_request(asked, ORACLE, losses, set(), Rules(2, frozenset({"first"})))
+    unable = judge.of_request(asked, losses, set(), Rules(2, frozenset({"first"})))
     if expected == "lost" and error is CRASHED:
         assert unable is None, "a stage that cannot be replayed may fail its requests"
 
 
 def test_an_end_that_is_none_or_two() -> None:
     rules = Rules(2, frozenset())
-    open_one = Asked("r", TEMPLATE, "fail", 1.0)
-    twice = Asked(
-        "r", TEMPLATE, "fail", 1.0, answer=ORACLE, outcome="completed", second_outcome="an output of 'second'"
-    )
-    aborted = Asked("r", TEMPLATE, "fail", 1.0, aborted=True, outcome="failed", error=Aborted())
-    found = [judge.of_request(each, ORACLE, [], set(), rules) for each in (open_one, twice, aborted)]
+    open_one = Asked("r", TEMPLATE, answer(), "fail", 1.0)
+    whole = answer(piece("hello", finished=True))
+    twice = Asked("r", TEMPLATE, whole, "fail", 1.0, outcome="completed", second_outcome="an output of 'second'")
+    aborted = Asked("r", TEMPLATE, answer(), "fail", 1.0, aborted=True, outcome="failed", error=Aborted())
+    found = [judge.of_request(each, [], set(), rules) for each in (open_one, twice, aborted)]
     assert [each and each.kind for each in found] == ["hung", "duplicated", None]
 
 
 def test_deaths_are_explained_by_pid_or_by_count() -> None:
     losses = deaths(("second", 1.0), ("second", 2.0), ("first", 3.0))
-    assert [v.kind for v in judge.of_losses(losses, {0}, {"second": 1})] == ["disturbed"]
-    assert judge.of_losses(losses, {0, 2}, {"second": 1}) == []
-    assert len(judge.of_losses(losses, set(), {})) == 3
+    found, left = judge.of_losses(losses, {0}, {"second": 1})
+    assert [violation.kind for violation in found] == ["disturbed"]
+    assert left["second"] == 0
+    assert judge.of_losses(losses, {0, 2}, {"second": 3}) == ([], {"second": 2})
+    assert len(judge.of_losses(losses, set(), {})[0]) == 3
+
+
+def test_what_came_is_not_kept() -> None:
+    """The harness lives in the process whose memory it measures."""
+    sound = Tensor("int32", (250_000,), bytes(1_000_000))
+    oracle = Oracle()
+    for _ in range(10):
+        oracle.add(Output("r", "second", "audio", None, False, {}, {"audio": sound}))
+    ours = Answer(oracle)
+    tracemalloc.start()
+    try:
+        for _ in range(10):
+            ours.add(Output("r", "second", "audio", None, False, {}, {"audio": sound}))
+        kept, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert ours.damage() is None
+    assert kept < 10_000

@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import time
 from collections.abc import Callable
+from contextlib import ExitStack
 
 import psutil
 import pytest
+import trio
 
 from omni_actors.messages import Address
-from omni_actors.stress import leaks
-from omni_actors.stress.faults import ShortSpawner
-from omni_actors.stress.run import run_schedule
+from omni_actors.stress import leaks, soak
+from omni_actors.stress.driver import Driver
+from omni_actors.stress.faults import Hand, ShortSpawner, Victim
+from omni_actors.stress.run import run_schedule, under_fire
 from omni_actors.stress.schedule import Crash, Full, Kill, Pause, Schedule, Settle, Starve, Submit, Wait
 from omni_actors.stress.workload import Workload
+from omni_actors.system import OmniSystem
 from ringbuf import Ring
 
+WATCHDOG_S = 60.0
 HIT_IN_THE_MIDDLE = Schedule("idle", None, (Submit("audio, long"), Wait(30), Kill(("second",)), Settle()))
 HIT_BY_NOBODY = Schedule("idle", None, (Submit("audio, short"), Settle()))
 
@@ -69,6 +76,26 @@ def test_a_planted_bug_is_found(
     assert result.tally.violations == len(result.violations)
 
 
+async def test_the_hand_does_its_deeds_in_turn_and_each_time_is_kept_until_it_is_asked_for() -> None:
+    began = time.monotonic()
+    with ExitStack() as open_ones:
+        sleepers = [open_ones.enter_context(subprocess.Popen(["sleep", "300"])) for _ in range(3)]  # noqa: ASYNC220
+        one, *others = [open_ones.enter_context(Victim(sleeper.pid)) for sleeper in sleepers]
+        hand = open_ones.enter_context(Hand())
+        first, second = hand.send(signal.SIGTERM, [one]), hand.send(signal.SIGKILL, others)
+        with trio.fail_after(WATCHDOG_S):
+            times: dict[int, float] = {}
+
+            async def ask(deed: int) -> None:
+                times[deed] = await hand.done_at(deed)
+
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(ask, second)
+                nursery.start_soon(ask, first)
+        assert [sleeper.wait() for sleeper in sleepers] == [-signal.SIGTERM, -signal.SIGKILL, -signal.SIGKILL]
+    assert began < times[first] < times[second] < time.monotonic()
+
+
 def test_a_descriptor_that_stays_open_here_is_found(
     quiet_day: Workload, mark: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -87,3 +114,42 @@ def test_a_descriptor_that_stays_open_here_is_found(
     assert [violation.kind for violation in result.violations] == ["leaked"] * len(kept)
     assert all("memfd:ringbuf" in violation.what for violation in result.violations)
     assert result.tally.row("(none)", "idle").violations["leaked"] == len(kept)
+
+
+def test_what_is_over_is_judged_and_let_go(quiet_day: Workload, mark: str) -> None:
+    """So that a soak's memory is its system's."""
+    kept: list[object] = []
+
+    async def work(omni: OmniSystem, driver: Driver) -> None:
+        await driver.do(Kill(("first",)))
+        await driver.until_quiet()
+        (foreign,) = omni.health().stages["second"]
+        assert foreign.pid is not None
+        os.kill(foreign.pid, signal.SIGKILL)
+        await driver.watch.until(lambda: len(driver.watch.losses) == 2)
+        await driver.until_quiet()
+        driver.judge_ended()
+        kept.extend([*driver.watch.losses, *driver.watch.serving, *driver.killed])
+
+    result = under_fire(quiet_day, "idle", None, mark, work)
+    assert kept == []
+    (violation,) = result.violations
+    assert violation.kind == "disturbed"
+    assert "second.0: pid" in violation.what
+
+
+def test_a_soak_reads_memory_and_throughput(quiet_day: Workload, mark: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(soak, "EVERY_S", 0.1)
+    monkeypatch.setattr(soak, "QUIET_S", 0.1)
+    soaked = soak.soak(quiet_day, 2.0, mark, lambda said: None)
+    assert soaked.result.violations == []
+    assert soaked.result.tally.faults >= 2
+    assert soaked.spared == "first"
+    figures = soaked.as_json()
+    for name in ("parent", "first.0"):
+        times, sizes = zip(*figures["rss"][name]["samples"], strict=True)
+        assert list(times) == sorted(times)
+        assert all(1e7 < size < 1e9 for size in sizes)
+    assert figures["throughput"]["fault_free_per_s"] > 0
+    assert figures["throughput"]["between_faults_s"] >= 0.1
+    assert "| parent |" in soaked.as_markdown()

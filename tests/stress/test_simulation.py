@@ -30,7 +30,7 @@ from omni_actors.orchestrator.request import OutputStream
 from omni_actors.orchestrator.run import Orchestrator
 from omni_actors.orchestrator.settle import Facts, Untouched
 from omni_actors.stages.base import StageEngine
-from omni_actors.stress.oracle import Answer, damage
+from omni_actors.stress.oracle import Answer
 from omni_actors.stress.simulated import Nature, SimulatedSpawner
 from omni_actors.stress.simulation import Result, simulate
 from omni_actors.stress.worlds import WORLDS, world
@@ -106,10 +106,10 @@ async def test_the_oracle_is_what_a_quiet_system_answers(autojump_clock: trio.te
             workload.pipeline, spawner=SimulatedSpawner(lambda address, pid: Nature(), lambda said: None)
         ) as omni:
             for template in workload.templates.values():
-                answer = Answer()
+                answer = Answer(workload.oracle[template.name])
                 async for output in omni.submit(template.inputs, template.modalities):
                     answer.add(output)
-                assert damage(answer, workload.oracle[template.name]) is None
+                assert answer.damage() is None
 
 
 # planted bugs
