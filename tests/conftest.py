@@ -8,7 +8,7 @@ Rules
    is still known as ours. A fork that execs nothing has no environment of its own; as a child it is found all the same.
 3. In CI, Hypothesis draws the same examples each time: a red run can be run again.
 4. Where pytest-xdist runs the tests in two processes (`make test`), the tests of a file stay in one, and all that load
-   models in one: two pipelines of real models at once would be slower than one after the other.
+   real models in one: two pipelines of them at once would be slower than one after the other. Tiny ones go anywhere.
 """
 
 from __future__ import annotations
@@ -55,11 +55,9 @@ class ByFile(LoadScopeScheduling):
     """Rule 4. xdist's own groups have no effect under pytest 9: it reads them off an id that is fixed there."""
 
     MODELS = (
-        "tests/stages/",
+        "tests/stages/test_",
         "tests/serve/test_with_models.py",
         "tests/test_voice.py",
-        "tests/test_omni.py",
-        "tests/test_examples.py",
         "tests/test_readme.py",
     )
 
