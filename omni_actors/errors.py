@@ -51,13 +51,16 @@ class InvalidRequest(RequestError):
 
 
 class Overloaded(RequestError):
-    """Admission refused: ``limit`` requests are in the system already."""
+    """Admission refused: ``limit`` requests are in the system already, or ``stage`` is behind by more mail."""
 
     retryable = True
 
-    def __init__(self, limit: int, retry_after_s: float) -> None:
-        self.limit, self.retry_after_s = limit, retry_after_s
-        super().__init__(f"{limit} requests are in flight already; try again in {retry_after_s:.0f} s")
+    def __init__(self, limit: int, retry_after_s: float, stage: str | None = None) -> None:
+        self.limit, self.retry_after_s, self.stage = limit, retry_after_s, stage
+        why = f"{limit} requests are in flight already"
+        if stage is not None:
+            why = f"more than {limit} control messages wait unread for stage {stage!r}"
+        super().__init__(f"{why}; try again in {retry_after_s:.0f} s")
 
 
 class DeadlineExceeded(RequestError):

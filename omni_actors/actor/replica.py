@@ -114,6 +114,11 @@ class Replica:
         """The one that lives, if one does."""
         return None if self.life.dead else self.life.worker
 
+    @property
+    def unsent(self) -> int:
+        """Messages that wait because the worker has not read those before them."""
+        return 0 if self.worker is None else self.worker.mailbox.unsent
+
     def post(self, message: Message, fds: Sequence[int] = ()) -> None:
         """Tell the worker. One that has stopped reading is killed: it comes back, its requests fail with the cause."""
         if self.worker is not None:

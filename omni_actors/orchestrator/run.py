@@ -125,6 +125,8 @@ class Orchestrator:
                 raise StageUnavailable(self.failed_stages[stage])
         if self.in_flight >= self._limits.max_requests:
             raise Overloaded(self._limits.max_requests, self.retry_after_s)
+        if (behind := self._behind(route.stages)) is not None:
+            raise Overloaded(self._limits.max_requests, self.retry_after_s, behind)
         request = Request(
             name or f"req-{next(self._names)}",
             route,
@@ -201,18 +203,32 @@ class Orchestrator:
                 self._queued.remove(request)
                 self._dispatch(request, placement)
 
+    def _ready(self, stage: str) -> list[Replica]:
+        return [
+            each
+            for each in self._replicas.values()
+            if each.address.stage == stage and each.state is ReplicaState.READY and not each.life.leaving
+        ]
+
+    def _behind(self, stages: Iterable[str]) -> str | None:
+        """A stage none of whose replicas keeps up with its mail.
+
+        It need not be hung: aborts are mail too, and a flood of requests that end at once may outrun a starved worker.
+        """
+        for stage in stages:
+            ready = self._ready(stage)
+            if ready and all(each.unsent > self._limits.max_requests for each in ready):
+                return stage
+        return None
+
     def _place(self, stages: Iterable[str]) -> dict[str, Address] | None:
         """The least loaded ready replica of each stage, or None where a stage has none."""
         placement: dict[str, Address] = {}
         for stage in stages:
-            ready = [
-                r.address
-                for r in self._replicas.values()
-                if r.address.stage == stage and r.state is ReplicaState.READY and not r.life.leaving
-            ]
+            ready = self._ready(stage)
             if not ready:
                 return None
-            placement[stage] = min(ready, key=self.load)
+            placement[stage] = min((each.address for each in ready), key=self.load)
         return placement
 
     def load(self, address: Address) -> int:

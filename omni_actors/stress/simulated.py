@@ -123,6 +123,11 @@ class SimulatedWorker:
 
     # as the supervisor sees it
 
+    @property
+    def unsent(self) -> int:
+        """As ``Mailbox.unsent``."""
+        return self._inbox_send.statistics().current_buffer_used
+
     def post(self, message: Message, fds: Sequence[int] = ()) -> None:
         """As ``Mailbox.post``."""
         if not self.alive:

@@ -15,7 +15,7 @@ import os
 import random
 import traceback
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,6 +65,8 @@ class _Asked(Asked):
     pace_s: float = 0.0
     full: bool = False
     """As many were in flight as may be when it came."""
+    behind: Set[str] = frozenset()
+    """The stages with more mail unread than there may be."""
     invalid: bool = False
     """It asked an engine to refuse it."""
 
@@ -252,7 +254,8 @@ class Simulation(trio.abc.Instrument):
             self.draw.choice(("replay", "replay", "fail")) if what != "probe" else "replay",
             trio.current_time(),
             hooks is not None,
-            full=self._omni.in_flight >= self._workload.pipeline.limits.max_requests,
+            full=self._omni.in_flight >= (most := self._workload.pipeline.limits.max_requests),
+            behind={worker.address.stage for worker in self._spawner.living.values() if worker.unsent > most},
             **more,
         )
         self._asked.append(asked)
@@ -429,8 +432,10 @@ class Simulation(trio.abc.Instrument):
         match asked.error:
             case DeadlineExceeded():
                 fair = late_s >= -EPSILON_S
-            case Overloaded():
+            case Overloaded(stage=None):
                 fair = asked.full
+            case Overloaded(stage=behind):
+                fair = behind in asked.behind
             case SlowConsumer():
                 fair = asked.pace_s > 0
             case InvalidRequest():
