@@ -6,7 +6,8 @@ Rules
 2. RSS is read once a second. The harness lives in the parent, so it keeps nothing of what the parent is answered, and
    of a fault no more than its times: what grows is the system. The slope is that of the least-squares line after the
    first fifth of the run, in which caches fill; its error is the standard error of that, for as many independent
-   samples as the residuals' autocorrelation leaves.
+   samples as the residuals' autocorrelation leaves. That of the second half tells what goes on from what levels off:
+   a heap grows in steps, whenever more has come at once than ever before.
 3. Throughput is counted before the first fault (the fault-free level) and, later, in the quiet times: from the moment
    when every stage serves again to the next fault. Their ratio must be near one.
 """
@@ -22,7 +23,7 @@ import time
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,9 @@ class Slope:
     per_minute: float
     error: float
 
+    def __str__(self) -> str:
+        return f"{self.per_minute / 1e3:+.1f} ± {self.error / 1e3:.1f} kB"
+
 
 @dataclass
 class Soak:
@@ -71,7 +75,12 @@ class Soak:
             "seconds": self.seconds,
             "spared": self.spared,
             "rss": {
-                name: {"slope_per_minute": slope(samples).per_minute, "error": slope(samples).error, "samples": samples}
+                name: {
+                    "slope_per_minute": slope(samples).per_minute,
+                    "error": slope(samples).error,
+                    "second_half": asdict(slope(samples, 0.5)),
+                    "samples": samples,
+                }
                 for name, samples in self.rss.items()
             },
             "throughput": {
@@ -82,11 +91,13 @@ class Soak:
         }
 
     def as_markdown(self) -> str:
-        lines = ["| process | RSS at the beginning | at the end | slope, per minute |", "|---|---:|---:|---:|"]
+        lines = [
+            "| process | RSS at the beginning | at the end | slope, per minute | in the second half |",
+            "|---|---:|---:|---:|---:|",
+        ]
         for name, samples in self.rss.items():
-            line = slope(samples)
-            shown = f"{line.per_minute / 1e3:+.1f} ± {line.error / 1e3:.1f} kB"
-            lines.append(f"| {name} | {_megabytes(samples[0][1])} | {_megabytes(samples[-1][1])} | {shown} |")
+            sizes = [_megabytes(size) for _, size in (samples[0], samples[-1])]
+            lines.append("| " + " | ".join([name, *sizes, str(slope(samples)), str(slope(samples, 0.5))]) + " |")
         ratio = self.quiet_per_s / self.calm_per_s if self.calm_per_s else 0.0
         lines += [
             "",
@@ -191,9 +202,9 @@ def resident(pid: int) -> int:
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * resource.getpagesize()
 
 
-def slope(samples: Sequence[tuple[float, float]]) -> Slope:
-    """See rule 2. samples: (seconds, bytes), evenly spaced. Nothing is said of fewer than three."""
-    kept = [sample for sample in samples if sample[0] >= samples[-1][0] * WARMING] if samples else []
+def slope(samples: Sequence[tuple[float, float]], after: float = WARMING) -> Slope:
+    """See rule 2. samples: (seconds, bytes), evenly spaced. after: this part of the time. Of fewer than three: NaN."""
+    kept = [sample for sample in samples if sample[0] >= samples[-1][0] * after] if samples else []
     if len(kept) < 3:
         return Slope(math.nan, math.nan)
     minutes, sizes = [at / 60 for at, _ in kept], [float(size) for _, size in kept]

@@ -8,7 +8,7 @@ import random
 import pytest
 
 from omni_actors.stress.report import Row, Tally, Timing, percentile
-from omni_actors.stress.soak import slope
+from omni_actors.stress.soak import Slope, slope
 
 
 def test_a_percentile_is_a_value_that_was_measured() -> None:
@@ -63,6 +63,12 @@ def test_a_slope_lies_within_a_few_of_its_errors_of_the_truth() -> None:
         found = slope(samples)
         assert abs(found.per_minute - true_slope) < 4 * found.error
         assert 0 < found.error < 20_000
+
+
+def test_what_levels_off_has_no_slope_in_the_second_half() -> None:
+    step = [(float(n), 1e6 * (n >= 40)) for n in range(100)]
+    assert slope(step).per_minute > 0
+    assert slope(step, 0.5) == Slope(0.0, 0.0)
 
 
 def test_no_slope_of_two_samples() -> None:
