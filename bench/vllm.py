@@ -1,31 +1,46 @@
 """What a stage on vLLM costs beside vLLM itself: `.venv-vllm/bin/python -m bench.vllm`, one run.
 
-Three ways to the same tokens of SmolLM2, each in a process of its own, one after the other:
+Three ways to the same tokens, each in processes of its own that wait while another one works:
     stage     a pipeline of one stage: supervised worker, rings, the client's iterator, a piece of text a token
     generate  ``LLM.generate`` in process: no stream, all answers at the end
-    async     ``AsyncLLM``, vLLM's own streaming client, its engine in a second process
+    async     ``AsyncLLM``, vLLM's own streaming client; on a CPU its engine and the model have a process each
 
-A round is ``batch`` requests at once, greedy, of ``--tokens`` tokens each; the first round is not counted. Of each
-round: all tokens by the time from the first request to the last token, and the median time to a first piece.
+A round is ``batch`` requests at once, greedy, of ``--tokens`` tokens each; the ways take turns, a round each, and the
+first round is not counted. Of each round: all tokens by the time from the first request to the last token, and the
+median time to a first piece. ``stage is`` is the median over the rounds of its ratio to the round beside it.
+
+Two models: SmolLM2, and one of its kind so small that nearly all of the time is what surrounds a model. ``step`` is the
+time of a round by its tokens, ``model`` the part of it in the model's own forward and logits. ``at most`` is how much
+faster than AsyncLLM anything could be that computes the same: what its step takes by what its model takes.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import json
 import os
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-MODEL = "smollm2-135m-instruct"
+CHECKPOINT = "smollm2-135m-instruct"
 QUESTION = "Tell me something about the sea."
 WAYS = ("stage", "generate", "async")
+SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "head_dim": 32}
+HEADS: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 1}
+MODELS: dict[str, dict[str, Any]] = {
+    "SmolLM2 135M": {},
+    "small": {"load_format": "dummy", "hf_overrides": {**SIZES, **HEADS}},
+}
+"""By name, what is given to vLLM besides."""
 ENGINE_ARGS: dict[str, Any] = {
     "dtype": "float32",
     "enforce_eager": True,
@@ -36,12 +51,45 @@ ENGINE_ARGS: dict[str, Any] = {
     "enable_prefix_caching": False,
     "disable_log_stats": True,
 }
+QUIET_S = {"stage": 0.2, "generate": 0.2, "async": 2.0}
+"""After a round. AsyncLLM's processes look for more work, awake, for a second."""
+ANSWER = "ROUND "
+"""Before what a way's process says on stdout; the rest is vLLM's."""
 
 
 class Round(NamedTuple):
     seconds: float
-    first: list[float]
-    """Of each request, to its first piece, s; [] where nothing streams."""
+    first: Sequence[float] = ()
+    """Of each request, to its first piece, s; none where nothing streams."""
+    model_s: float | None = None
+    """In the model's own forward and logits."""
+
+
+class Timed:
+    """Mixed into vLLM's worker (its ``worker_extension_cls``): how long the model itself takes."""
+
+    model_runner: Any
+
+    def time_model(self) -> None:
+        model = self.model_runner.get_model()
+        self._model_s = 0.0
+        for name in ("forward", "compute_logits"):
+            setattr(model, name, partial(self._timed, getattr(model, name)))
+
+    def _timed(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        began = time.perf_counter()
+        try:
+            return function(*args, **kwargs)
+        finally:
+            self._model_s += time.perf_counter() - began
+
+    def model_seconds(self) -> float:
+        """Since the last call."""
+        seconds, self._model_s = self._model_s, 0.0
+        return seconds
+
+
+TIMED = {"worker_extension_cls": "bench.vllm.Timed"}
 
 
 def main() -> None:
@@ -49,57 +97,102 @@ def main() -> None:
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=1, help="of the engine")
-    parser.add_argument("--way", choices=WAYS, help="only this one, as JSON (what the run starts)")
+    parser.add_argument("--threads", type=int, default=1, help="of the model")
+    parser.add_argument("--model", choices=MODELS, nargs="+", default=[*MODELS])
+    parser.add_argument("--way", choices=WAYS, help="only this one: batches from stdin, rounds to stdout")
     args = parser.parse_args()
     if args.way:
-        print(json.dumps(dict(_measure(args))))
+        _serve(args)
         return
-    found = {way: _in_a_process(way) for way in WAYS}
-    print(f"{'batch':>5} {'way':9} {'tokens/s':>9} {'min':>7} {'max':>7} {'first piece':>12}   stage is")
-    for batch in map(str, args.batch):
-        for way in WAYS:
-            speed, first = found[way][batch]["tokens_s"], found[way][batch]["first_s"]
-            times = f"{first * 1e3:.0f} ms" if first is not None else "-"
-            ratio = statistics.median(found["stage"][batch]["tokens_s"]) / statistics.median(speed)
-            print(
-                f"{batch:>5} {way:9} {statistics.median(speed):9.1f} {min(speed):7.1f} {max(speed):7.1f} {times:>12}"
-                + ("" if way == "stage" else f"   {ratio:.2f} times")
-            )
+    for model in args.model:
+        with ExitStack() as stack:
+            ways = {way: stack.enter_context(_Way(way, model)) for way in WAYS}
+            print(f"\n{model}, {args.threads} threads, {args.tokens} tokens")
+            print(f"{'batch':>5} {'way':9} {'tokens/s':>9} {'min':>7} {'max':>7} {'first':>8} {'step':>8} {'model':>8}")
+            for batch in args.batch:
+                rounds = [_rounds(ways, batch, first) for first in range(args.rounds + 1)]
+                _print(batch, args.tokens, rounds[1:])
 
 
-def _in_a_process(way: str) -> dict[str, Any]:
-    command = [sys.executable, "-m", "bench.vllm", *sys.argv[1:], "--way", way]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-    measured: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return measured
+def _rounds(ways: dict[str, _Way], batch: int, first: int) -> dict[str, Round]:
+    """One of each way; each time another one is the first."""
+    order = [WAYS[(first + at) % len(WAYS)] for at in range(len(WAYS))]
+    return {way: ways[way].round(batch) for way in order}
 
 
-def _measure(args: argparse.Namespace) -> Iterable[tuple[int, dict[str, Any]]]:
+def _print(batch: int, tokens: int, rounds: list[dict[str, Round]]) -> None:
+    for way in WAYS:
+        counted = [each[way] for each in rounds]
+        speeds = [batch * tokens / each.seconds for each in counted]
+        first = [second for each in counted for second in each.first]
+        step = statistics.median(each.seconds for each in counted) / tokens
+        model = [each.model_s / tokens for each in counted if each.model_s is not None]
+        ratio = statistics.median(each[way].seconds / each["stage"].seconds for each in rounds)
+        print(
+            f"{batch:>5} {way:9} {statistics.median(speeds):9.1f} {min(speeds):7.1f} {max(speeds):7.1f}"
+            f" {_ms(first)} {_ms([step])} {_ms(model)}"
+            + ("" if way == "stage" else f"   stage is {ratio:.2f} times")
+            + (f", at most {step / statistics.median(model):.2f}" if way == "async" else "")
+        )
+
+
+def _ms(seconds: list[float]) -> str:
+    return f"{statistics.median(seconds) * 1e3:5.1f} ms" if seconds else f"{'-':>8}"
+
+
+class _Way:
+    """A process of this program that does rounds."""
+
+    def __init__(self, way: str, model: str) -> None:
+        command = [sys.executable, "-m", "bench.vllm", *sys.argv[1:], "--way", way, "--model", model]
+        self._way = way
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def round(self, batch: int) -> Round:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(f"{batch}\n")
+        self._process.stdin.flush()
+        for line in self._process.stdout:
+            if line.startswith(ANSWER):
+                time.sleep(QUIET_S[self._way])
+                return Round(*json.loads(line.removeprefix(ANSWER)))
+        raise RuntimeError(f"it ended: {self._process.args}")
+
+    def __enter__(self) -> _Way:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
+
+
+def _serve(args: argparse.Namespace) -> None:
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         os.environ[name] = str(args.threads)
     os.environ |= {"OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
     os.environ |= {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    ways: dict[str, Callable[..., list[list[Round]]]] = {"stage": _stage, "generate": _generate, "async": _async}
-    for batch, rounds in zip(args.batch, ways[args.way](args), strict=True):
-        counted = rounds[1:]
-        first = [second for each in counted for second in each.first]
-        yield (
-            batch,
-            {
-                "tokens_s": [batch * args.tokens / each.seconds for each in counted],
-                "first_s": statistics.median(first) if first else None,
-            },
-        )
+    ways: dict[str, Callable[..., None]] = {"stage": _stage, "generate": _generate, "async": _async}
+    ways[args.way](args, {**ENGINE_ARGS, **MODELS[args.model[0]]})
+    gc.collect()  # what an engine has for its end wants an interpreter that is still whole
 
 
-def _model() -> Path:
+def _batches() -> Iterator[int]:
+    yield from map(int, sys.stdin)
+
+
+def _answer(found: Round) -> None:
+    print(ANSWER + json.dumps(found), flush=True)
+
+
+def _checkpoint() -> Path:
     from omni_actors.stages import assets
 
-    return assets.prepare(MODEL, lambda note: None)
+    return assets.prepare(CHECKPOINT, lambda note: None)
 
 
-def _stage(args: argparse.Namespace) -> list[list[Round]]:
+def _stage(args: argparse.Namespace, engine_args: dict[str, Any]) -> None:
     import trio
 
     from omni_actors import OmniSystem
@@ -107,11 +200,11 @@ def _stage(args: argparse.Namespace) -> list[list[Round]]:
 
     stage = Stage(
         engine="vllm",
-        model=MODEL,
+        model=CHECKPOINT,
         threads=args.threads,
         accepts=("messages",),
         emits="text",
-        options={"engine_args": {name: value for name, value in ENGINE_ARGS.items() if name != "disable_log_stats"}},
+        options={"engine_args": {name: value for name, value in engine_args.items() if name != "disable_log_stats"}},
     )
 
     async def one(omni: OmniSystem, first: list[float]) -> None:
@@ -129,42 +222,42 @@ def _stage(args: argparse.Namespace) -> list[list[Round]]:
                 nursery.start_soon(one, omni, first)
         return Round(time.perf_counter() - began, first)
 
-    async def run() -> list[list[Round]]:
+    async def run() -> None:
         async with OmniSystem.open(Pipeline(name="bench", stages={"llm": stage})) as omni:
-            return [[await a_round(omni, batch) for _ in range(args.rounds + 1)] for batch in args.batch]
+            for batch in _batches():
+                _answer(await a_round(omni, batch))
 
-    return trio.run(run)
+    trio.run(run)
 
 
-def _prompt(tokenizer: Any) -> list[int]:
+def _prompt(tokenizer: Any) -> dict[str, list[int]]:
+    """Of the question: its conversation is made into tokens within the round, as the stage does it."""
     messages = [{"role": "user", "content": QUESTION}]
-    ids: list[int] = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-    return ids
+    return {"prompt_token_ids": tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)}
 
 
-def _generate(args: argparse.Namespace) -> list[list[Round]]:
+def _generate(args: argparse.Namespace, engine_args: dict[str, Any]) -> None:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from vllm import LLM, SamplingParams
 
-    llm = LLM(model=str(_model()), **ENGINE_ARGS)
-    prompt = {"prompt_token_ids": _prompt(llm.get_tokenizer())}
+    llm = LLM(model=str(_checkpoint()), **engine_args, **TIMED)
+    llm.collective_rpc("time_model")
+    tokenizer = llm.get_tokenizer()
     sampling = SamplingParams(temperature=0, max_tokens=args.tokens, ignore_eos=True)
-
-    def a_round(batch: int) -> Round:
+    for batch in _batches():
+        llm.collective_rpc("model_seconds")
         began = time.perf_counter()
-        llm.generate([prompt] * batch, sampling, use_tqdm=False)
-        return Round(time.perf_counter() - began, [])
-
-    return [[a_round(batch) for _ in range(args.rounds + 1)] for batch in args.batch]
+        llm.generate([_prompt(tokenizer) for _ in range(batch)], sampling, use_tqdm=False)
+        _answer(Round(time.perf_counter() - began, [], llm.collective_rpc("model_seconds")[0]))
 
 
-def _async(args: argparse.Namespace) -> list[list[Round]]:
+def _async(args: argparse.Namespace, engine_args: dict[str, Any]) -> None:
     from vllm import AsyncEngineArgs, SamplingParams
     from vllm.sampling_params import RequestOutputKind
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    engine = AsyncLLM.from_engine_args(AsyncEngineArgs(model=str(_model()), **ENGINE_ARGS))
-    prompt = {"prompt_token_ids": _prompt(engine.get_tokenizer())}
+    engine = AsyncLLM.from_engine_args(AsyncEngineArgs(model=str(_checkpoint()), **engine_args, **TIMED))
+    tokenizer = engine.get_tokenizer()
     sampling = SamplingParams(
         temperature=0, max_tokens=args.tokens, ignore_eos=True, output_kind=RequestOutputKind.DELTA
     )
@@ -172,21 +265,24 @@ def _async(args: argparse.Namespace) -> list[list[Round]]:
     async def one(name: str, first: list[float]) -> None:
         began = time.perf_counter()
         seen = False
-        async for output in engine.generate(prompt, sampling, name):
+        async for output in engine.generate(_prompt(tokenizer), sampling, name):
             if output.outputs[0].text and not seen:
                 first.append(time.perf_counter() - began)
                 seen = True
 
     async def a_round(batch: int, number: int) -> Round:
+        await engine.collective_rpc("model_seconds")
         began, first = time.perf_counter(), list[float]()
         await asyncio.gather(*(one(f"{batch}-{number}-{at}", first) for at in range(batch)))
-        return Round(time.perf_counter() - began, first)
+        return Round(time.perf_counter() - began, first, (await engine.collective_rpc("model_seconds"))[0])
 
-    async def run() -> list[list[Round]]:
-        return [[await a_round(batch, number) for number in range(args.rounds + 1)] for batch in args.batch]
+    async def run() -> None:
+        await engine.collective_rpc("time_model")
+        for number, batch in enumerate(_batches()):  # nothing else is to run while it waits
+            _answer(await a_round(batch, number))
 
     try:
-        return asyncio.run(run())
+        asyncio.run(run())
     finally:
         engine.shutdown()
 

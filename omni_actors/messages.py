@@ -113,6 +113,8 @@ class Pong(_Message, frozen=True):
     """The engine loop took a turn after the ``Ping`` of this number."""
 
     number: int
+    gauges: dict[str, float] = {}
+    """What the engine measures of itself (see ``stages.base.Measured``)."""
 
 
 class LoadFailed(_Message, frozen=True):

@@ -305,6 +305,13 @@ class OmniSystem:
             )
             yield "omni_stage_restarts", "Restarts of a replica", labels, replica.restarts
             yield "omni_stage_ready", "1 while a replica serves", labels, float(replica.state is State.READY)
+            for name, value in replica.gauges.items():
+                yield (
+                    "omni_engine",
+                    "What an engine measures of itself, as of its last answer to a ping (one each step_s / 20)",
+                    {**labels, "name": name},
+                    value,
+                )
         for (producer, consumer), ring in self._edges.statistics().items():
             labels = {"producer": str(producer), "consumer": str(consumer)}
             yield "omni_ring_used_bytes", "Bytes in a ring now", labels, ring.used

@@ -13,7 +13,7 @@ import trio
 
 from bench.omni.pipelines import PROMPT, Scenario
 from omni_actors import AudioChunk, OmniSystem
-from omni_actors.generation import RequestMetrics
+from omni_actors.generation import Generation, RequestMetrics
 
 
 class Run(msgspec.Struct):
@@ -42,6 +42,29 @@ class Client:
     def __init__(self, omni: OmniSystem, scenario: Scenario, modalities: tuple[str, ...]) -> None:
         self._omni, self._scenario, self._modalities = omni, scenario, modalities
 
+    def _ask(self) -> Generation:
+        params = self._scenario.params if "audio" in self._modalities else _for_text(self._scenario.params)
+        return self._omni.generate(PROMPT, modalities=self._modalities, **params)
+
+    async def ttft_s(self, concurrent: int) -> float:
+        """As ``Run.ttft_s``, of requests that are aborted when all have their first text."""
+        began = time.monotonic()
+        asked = [self._ask() for _ in range(concurrent)]
+        seen: list[float] = []
+
+        async def first_of(answer: Generation) -> None:
+            async for out in answer:
+                if out.modality == "text":
+                    seen.append(time.monotonic() - began)
+                    return
+
+        async with trio.open_nursery() as nursery:
+            for answer in asked:
+                nursery.start_soon(first_of, answer)
+        for answer in asked:
+            answer.abort()
+        return statistics.median(seen)
+
     async def run(self, concurrent: int) -> Run:
         replicas = [replica for stage in self._omni.health().stages.values() for replica in stage]
         workers = [psutil.Process(replica.pid) for replica in replicas if replica.pid]
@@ -55,8 +78,7 @@ class Client:
         async def one() -> None:
             seen: dict[str, float] = {}
             first.append(seen)
-            params = self._scenario.params if "audio" in self._modalities else _for_text(self._scenario.params)
-            async for out in self._omni.generate(PROMPT, modalities=self._modalities, **params):
+            async for out in self._ask():
                 seen.setdefault(out.modality, time.monotonic() - began)
                 outputs.append(_size(out.delta))
                 if out.metrics is not None:
@@ -87,11 +109,13 @@ class Client:
         )
 
 
-def median(runs: list[Run]) -> Run:
-    """Field by field."""
+def median(runs: list[Run], ttft_s: list[float]) -> Run:
+    """Field by field; ttft_s: of the same requests in shorter runs."""
     fields: dict[str, Any] = {}
     for name in Run.__struct_fields__:
         values = [getattr(run, name) for run in runs]
+        if name == "ttft_s":
+            values += ttft_s
         if name == "steps_s":
             fields[name] = {stage: statistics.median(value[stage] for value in values) for stage in values[0]}
         else:

@@ -63,7 +63,10 @@ def compute(directory: Path) -> Scenario:
                 engine="qwen3_thinker", model=model, accepts=("messages",), emits="text", threads=1, options=batch
             ),
             "talker": Stage(engine="qwen3_talker", model=model, inputs=("thinker",), threads=1, options=batch),
-            "code2wav": Stage(engine="qwen3_code2wav", model=model, inputs=("talker",), emits="audio", threads=1),
+            # Its work grows with its batch, which that of the others hardly does: one core would fall behind.
+            "code2wav": Stage(
+                engine="qwen3_code2wav", model=model, inputs=("talker",), emits="audio", threads=1, replicas=2
+            ),
         },
         {"max_tokens": TOKENS, "talker_max_tokens": FRAMES + 1, "talker_temperature": 0.0},
     )

@@ -40,7 +40,15 @@ from omni_actors.messages import (
     Stop,
     Unreplayable,
 )
-from omni_actors.stages.base import Chunk, InvalidRequest, StageEngine, StageFailure, StageOutput, StageRequest
+from omni_actors.stages.base import (
+    Chunk,
+    InvalidRequest,
+    Measured,
+    StageEngine,
+    StageFailure,
+    StageOutput,
+    StageRequest,
+)
 from ringbuf import Consumer, Frame, Ring, RingClosed
 
 CONGESTED_BYTES = 8 * 1024 * 1024
@@ -233,7 +241,7 @@ class EngineLoop:
                 case Attach() as attach:
                     self._attach(attach)
                 case Ping(number):
-                    self._notify(Pong(number))
+                    self._notify(Pong(number, dict(engine.gauges()) if isinstance(engine, Measured) else {}))
                 case Stop():
                     self.stopping = True
         return moved

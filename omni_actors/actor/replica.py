@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import collections
 import enum
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -63,6 +63,8 @@ class Incarnation:
         self.ping = 0
         self.pong = trio.Event()
         """Whether the last ping was answered."""
+        self.gauges: Mapping[str, float] = {}
+        """What its engine measured of itself when it last answered."""
         self.worker: Worker | None = None
         self.leaving = False
         """Whether it is dead or being stopped: it takes no new work, and somebody brings its successor."""
@@ -113,6 +115,11 @@ class Replica:
     def worker(self) -> Worker | None:
         """The one that lives, if one does."""
         return None if self.life.dead else self.life.worker
+
+    @property
+    def gauges(self) -> Mapping[str, float]:
+        """What the engine of the worker that lives measured of itself, when it last answered a ping."""
+        return {} if self.life.dead else self.life.gauges
 
     @property
     def unsent(self) -> int:

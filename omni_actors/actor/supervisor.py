@@ -249,7 +249,8 @@ class Supervisor:
                 self.changes.unpark_all()
             case LoadFailed(error):
                 life.load_error = error
-            case Pong(number) if number == life.ping:
+            case Pong(number, gauges) if number == life.ping:
+                life.gauges = gauges
                 life.pong.set()
             case Started() | InputComplete() | Finished() | Refused() | Unreplayable():
                 self._listener.heard(replica.address, message)

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import msgspec
 import numpy as np
@@ -32,6 +32,7 @@ __all__ = [
     "CLIENT",
     "Chunk",
     "InvalidRequest",
+    "Measured",
     "NoOptions",
     "NoParams",
     "RequestId",
@@ -141,4 +142,16 @@ class StageEngine(Protocol):
 
     def close(self) -> None:
         """Free everything. No call follows."""
+        ...
+
+
+@runtime_checkable
+class Measured(Protocol):
+    """What an engine may have besides: figures of its own for ``/metrics``."""
+
+    def gauges(self) -> Mapping[str, float]:
+        """Figures of now by name, a few dozen at the most: they travel in one control message.
+
+        Called between steps, each time that the supervisor looks whether the loop takes turns: be quick.
+        """
         ...

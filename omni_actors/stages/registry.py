@@ -137,8 +137,8 @@ class WhisperParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class AcousticOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """hibari's acoustic network: text to spectral features, a sentence at a time."""
 
-    chunk_frames: Positive = 40
-    """Frames (80 a second) in one chunk."""
+    chunk_frames: Annotated[tuple[Positive, ...], Meta(min_length=1)] = (40, 80, 160)
+    """Frames (80 a second) in a sentence's first chunk, the second …; the last number goes on."""
 
 
 class AcousticParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

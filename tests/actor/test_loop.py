@@ -11,7 +11,7 @@ import pytest
 import ringbuf
 from omni_actors.actor import chunks, loop
 from omni_actors.actor.chunks import ChunkCorrupted
-from omni_actors.messages import Abort, Finished, Refused, Stop
+from omni_actors.messages import Abort, Finished, Ping, Pong, Refused, Stop
 from omni_actors.stages.base import Chunk, InvalidRequest, StageContext, StageRequest
 from omni_actors.stages.echo import EchoEngine
 from ringbuf import RingClosed
@@ -45,6 +45,26 @@ def test_chunks_go_through_in_order_and_the_end_is_told_after_the_last(bench: Be
     assert stats.first_input is not None
     assert stats.first_output is not None
     assert stats.started <= stats.first_input <= stats.first_output <= stats.finished
+
+
+class Weighed(EchoEngine):
+    def gauges(self) -> dict[str, float]:
+        return {"requests": len(self._requests)}
+
+
+def test_a_ping_is_answered_with_what_the_engine_measures_of_itself(bench: Bench) -> None:
+    bench.input()
+    bench.run(Weighed(StageContext("here", None, {}, 1, "cpu", lambda note: None)))
+    bench.loop.post(Ping(1))
+    bench.start(1)
+    bench.loop.post(Ping(2))
+    assert [bench.heard(), bench.heard()] == [Pong(1, {"requests": 0}), Pong(2, {"requests": 1})]
+
+
+def test_an_engine_that_measures_nothing_answers_with_the_number_alone(bench: Bench) -> None:
+    bench.run(echo())
+    bench.loop.post(Ping(1))
+    assert bench.heard() == Pong(1)
 
 
 def test_a_chunk_before_its_start_waits_and_holds_what_is_behind_it(bench: Bench) -> None:

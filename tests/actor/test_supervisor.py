@@ -486,6 +486,26 @@ async def test_the_time_in_which_this_process_stood_still_is_not_the_worker_s(
         nursery.cancel_scope.cancel()
 
 
+async def test_what_an_engine_measures_is_kept_until_its_worker_dies(autojump_clock: trio.testing.MockClock) -> None:
+    """A later answer replaces it; an answer to a ping before the last one is no news."""
+    world = World({"a": ()}, a={"step_s": 10.0})
+    world.prepare = lambda worker: setattr(worker, "turn_s", math.inf)
+    async with world.running():
+        worker = world.worker("a")
+        replica = world.supervisor.replicas[worker.address]
+        assert replica.gauges == {}
+        for number in (1, 2):
+            await trio.sleep(1.0)
+            assert replica.life.ping == number
+            worker.say(Pong(number, {"waiting": number}))
+            worker.say(Pong(number - 1, {"waiting": 9}))
+            await trio.testing.wait_all_tasks_blocked()
+            assert replica.gauges == {"waiting": number}
+        worker.die(signal="SIGKILL")
+        await trio.testing.wait_all_tasks_blocked()
+        assert replica.gauges == {}
+
+
 # the end
 
 

@@ -38,6 +38,12 @@ ENGINE_ARGS: dict[str, Any] = {
     "max_num_seqs": 8,
 }
 """Prompts are prefilled in pieces of 64 tokens."""
+TEXT_ARGS: dict[str, Any] = {
+    "enable_prompt_embeds": True,
+    "logits_processors": ["tests.vllm.processors:Only"],
+    "scheduling_policy": "priority",
+}
+"""Besides, of the ``vllm`` engine."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -54,14 +60,28 @@ def smollm2() -> Path:
 
 
 @pytest.fixture(scope="session")
-def open_stage(smollm2: Path) -> Callable[..., StageEngine]:
-    """(engine name, model=SmolLM2, **options) -> a new engine, for the test to close."""
+def open_stage(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., StageEngine]:
+    """(engine name, model=None, **options) -> a new engine, for the test to close.
+
+    Without ``model``: SmolLM2, or a tiny thinker with random weights.
+    """
+
+    @functools.cache
+    def random(family: str) -> Path:
+        from tests.vllm import tiny
+
+        directory: Path = getattr(tiny, family)(tmp_path_factory.mktemp(family))
+        return directory
 
     def open_engine(name: str, model: Path | None = None, **options: Any) -> StageEngine:
         module, _, factory = ENGINES[name].factory.partition(":")
         if name.startswith("vllm"):
-            options = {**options, "engine_args": {**ENGINE_ARGS, **options.get("engine_args", {})}}
-        context = StageContext(name, model or smollm2, options, 1, "cpu", lambda note: None)
+            given = {**ENGINE_ARGS, **(TEXT_ARGS if name == "vllm" else {}), **options.get("engine_args", {})}
+            options = {**options, "engine_args": given}
+        if model is None:
+            thinker = name.startswith("vllm_") and name.endswith("_thinker")
+            model = random(name.removeprefix("vllm_").removesuffix("_thinker")) if thinker else smollm2
+        context = StageContext(name, model, options, 1, "cpu", lambda note: None)
         engine: StageEngine = getattr(import_module(module), factory)(context)
         return engine
 
@@ -71,5 +91,17 @@ def open_stage(smollm2: Path) -> Callable[..., StageEngine]:
 @pytest.fixture(scope="module")
 def shared_engines(open_stage: Callable[..., StageEngine]) -> Iterator[Callable[[str], StageEngine]]:
     """Name -> an engine of default options, opened when it is first asked for. vLLM is in a process once at a time."""
-    with ExitStack() as stack:
-        yield functools.cache(lambda name: stack.enter_context(closing(open_stage(name))))
+    opened: dict[bool, tuple[str, ExitStack, StageEngine]] = {}
+
+    def get(name: str) -> StageEngine:
+        is_vllm = name.startswith("vllm")
+        if is_vllm in opened and opened[is_vllm][0] != name:
+            opened.pop(is_vllm)[1].close()
+        if is_vllm not in opened:
+            stack = ExitStack()
+            opened[is_vllm] = (name, stack, stack.enter_context(closing(open_stage(name))))
+        return opened[is_vllm][2]
+
+    yield get
+    for _, stack, _ in opened.values():
+        stack.close()

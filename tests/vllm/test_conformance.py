@@ -1,4 +1,4 @@
-"""What ``stages.base`` asks of every engine, asked of this one: the cases of ``tests.stages.test_conformance``."""
+"""What ``stages.base`` asks of every engine, asked of these: the cases of ``tests.stages.test_conformance``."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import pytest
 from tests.stages.test_conformance import (
     Case,
     llm,
+    qwen2_5_thinker,
+    qwen3_thinker,
     test_a_bad_chunk_refuses_its_own_request_only,
     test_a_request_gives_its_outputs_and_exactly_one_last,
     test_a_request_that_joins_between_steps_gives_what_it_gives_alone,
@@ -34,11 +36,11 @@ __all__ = [
 ]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", params=[llm, qwen3_thinker, qwen2_5_thinker], ids=lambda made: made.__name__)
 def case(request: pytest.FixtureRequest) -> Case:
-    """As the ``llm`` engine's."""
-    made = llm(request)
-    made.name = "vllm"
+    """As of the engine on transformers."""
+    made: Case = request.param(request)
+    made.name = "vllm" if made.name == "llm" else f"vllm_{made.name}"
     return made
 
 

@@ -4,37 +4,57 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
+import tempfile
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import trio
 
 from omni_actors import OmniSystem
-from omni_actors.config import Pipeline, Stage
-from omni_actors.errors import InvalidRequest
+from omni_actors.config import Pipeline, Restart, Stage
+from omni_actors.errors import InvalidRequest, StageCrashed
 from tests.kept import Kept, in_kept, kept_open
 from tests.test_omni import SPOKEN, STORY, read, sound_of, text_of
 from tests.vllm import tiny
 from tests.vllm.conftest import ENGINE_ARGS
 
 ASKED = {**SPOKEN, "max_tokens": 60, "talker_max_tokens": 61}
+LONG = STORY * 12
+"""A prompt of several pieces."""
+STEP_S = 6.0
+WATCHDOG_S = 100.0
 
 
 @pytest.fixture(scope="module")
 def kept(its_own: set[int], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kept]:
+    """Its workers, however they end, leave nothing among the temporary files."""
+    temporary = tmp_path_factory.mktemp("temporary")
     model = str(tiny.qwen3(tmp_path_factory.mktemp("omni"), text_eos=0.0, codec_eos=0.0))
-    options = {"engine_args": ENGINE_ARGS}
+    options = {"engine_args": {**ENGINE_ARGS, "logits_processors": ["tests.vllm.processors:Faulty"]}}
     accepts = ("audio", "image", "messages", "video")
     stages = {
         "thinker": Stage(
-            engine="vllm_qwen3_thinker", model=model, threads=1, accepts=accepts, emits="text", options=options
+            engine="vllm_qwen3_thinker",
+            model=model,
+            threads=1,
+            accepts=accepts,
+            emits="text",
+            options=options,
+            step_s=STEP_S,
+            restart=Restart(intensity=9),
         ),
         "talker": Stage(engine="qwen3_talker", model=model, threads=1, inputs=("thinker",)),
         "code2wav": Stage(engine="qwen3_code2wav", model=model, threads=1, inputs=("talker",), emits="audio"),
     }
-    with kept_open(lambda: OmniSystem.open(Pipeline(name="tiny", stages=stages)), its_own) as kept:
-        yield kept
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("TMPDIR", str(temporary))
+        with kept_open(lambda: OmniSystem.open(Pipeline(name="tiny", stages=stages)), its_own) as kept:
+            yield kept
+    assert list(temporary.iterdir()) == []
 
 
 def thinker_pid(omni: OmniSystem) -> int | None:
@@ -66,24 +86,69 @@ async def test_a_thinker_killed_while_it_decodes_changes_nothing_for_the_client(
     np.testing.assert_array_equal(sound_of(outputs), sound_of(expected))
 
 
+@asynccontextmanager
+async def held_in_a_step(omni: OmniSystem, at: int) -> AsyncIterator[None]:
+    """A request with a prompt of several pieces, held in its step number ``at``. After the block it is answered."""
+    expected = text_of(await read(omni.generate(LONG, max_tokens=8)))
+    answered: list[str] = []
+    with tempfile.TemporaryDirectory() as directory, trio.fail_after(WATCHDOG_S):
+        tells = Path(directory) / "held"
+        os.mkfifo(tells)
+
+        async def ask() -> None:
+            fault = {"fault": "hang", "at": at, "tells": str(tells)}
+            answered.append(text_of(await read(omni.generate(LONG, max_tokens=8, extra_args=fault))))
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(ask)
+            await trio.to_thread.run_sync(tells.read_bytes, abandon_on_cancel=True)  # until the other end is opened
+            tells.unlink()
+            yield
+    assert answered == [expected]
+
+
 @in_kept
 async def test_a_thinker_killed_while_it_prefills_and_while_it_loads_comes_back(omni: OmniSystem) -> None:
     """``leaves_nothing_behind`` looks for what it left: processes, shared memory."""
-    before = thinker_pid(omni)
-    async with trio.open_nursery() as nursery:
-        answered: list[str] = []
-
-        async def ask() -> None:
-            answered.append(text_of(await read(omni.generate(STORY * 12, max_tokens=4))))
-
-        nursery.start_soon(ask)
-        while not omni.in_flight:
-            await trio.lowlevel.checkpoint()
+    async with held_in_a_step(omni, at=2):
+        before = thinker_pid(omni)
         kill(omni)
         while thinker_pid(omni) in (before, None):
             await omni.wait_changed()
         kill(omni)  # its successor, which has just begun to load
-    assert answered == [text_of(await read(omni.generate(STORY * 12, max_tokens=4)))]
+
+
+@in_kept
+async def test_a_step_that_hangs_is_ended_and_its_request_replayed(omni: OmniSystem) -> None:
+    """In the middle of an answer; nobody but the supervisor ends the worker."""
+    async with held_in_a_step(omni, at=9):
+        pass
+    [replica] = omni.health().stages["thinker"]
+    assert f"no progress for {STEP_S:g} s (step_s)" in (replica.last_exit or "")
+
+
+@in_kept
+async def test_an_exception_in_a_step_reaches_the_client_and_the_stage_comes_back(omni: OmniSystem) -> None:
+    fault: dict[str, Any] = {"fault": "raise", "at": 3}
+    with trio.fail_after(WATCHDOG_S):
+        with pytest.raises(StageCrashed, match="exited with code 1") as crashed:
+            await read(omni.generate(STORY, max_tokens=8, extra_args=fault, on_failure="fail"))
+        assert (crashed.value.stage, crashed.value.exit_code) == ("thinker", 1)
+        assert "the request asked for a crash in a step" in "".join(crashed.value.stderr_tail)
+        assert text_of(await read(omni.generate(STORY, max_tokens=8)))
+
+
+@in_kept
+async def test_the_figures_of_vllm_are_among_the_systems(omni: OmniSystem) -> None:
+    """As of the last ping: one comes soon that has seen it."""
+    await read(omni.generate(STORY, max_tokens=8))
+    labels = {"stage": "thinker", "replica": "0", "name": "generation_tokens"}
+    with trio.fail_after(WATCHDOG_S):
+        while not omni.metrics.registry.get_sample_value("omni_engine", labels):  # noqa: ASYNC110 - no event tells
+            await trio.sleep(0.01)
+    figures = omni.metrics.exposition().decode()
+    for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "num_preemptions"):
+        assert f'omni_engine{{name="{name}",replica="0",stage="thinker"}}' in figures
 
 
 @in_kept

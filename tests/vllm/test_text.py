@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
+from safetensors import safe_open
 from vllm import SamplingParams
 
 from omni_actors.errors import InvalidRequest
@@ -131,6 +134,111 @@ def test_what_is_asked_of_sampling_is_done(driver: Any, params: dict[str, Any], 
         assert text in ((expected,) if isinstance(expected, str) else expected)
 
 
+def test_an_answer_has_the_structure_that_was_asked_for(driver: Any) -> None:
+    city = {"type": "object", "properties": {"city": {"enum": ["Paris", "Rome"]}}, "required": ["city"]}
+    params: dict[str, Any] = {"structured_outputs": {"json": {**city, "additionalProperties": False}}}
+    assert json.loads(text_of(answer(driver, max_tokens=30, **params)))["city"] in ("Paris", "Rome")
+
+
+def test_a_logits_processor_named_in_engine_args_does_what_its_request_asks(driver: Any) -> None:
+    """And nothing to the one beside it."""
+    params = {"detokenize": False, "max_tokens": 6, "ignore_eos": True}
+    ask(driver, 2, QUESTIONS[0], **params)
+    ask(driver, 1, QUESTIONS[0], extra_args={"only": [504, 3575]}, **params)
+    found = {
+        number: {token for output in outputs for token in output.data["token_ids"]}
+        for number, outputs in driver.run().items()
+    }
+    assert found[1] <= {504, 3575}
+    assert len(found[2]) == 6
+
+
+@pytest.mark.parametrize("sign", [-1, 0])
+def test_lower_priorities_come_first(driver: Any, sign: int) -> None:
+    """Without any, who came first does. Of these prompts one or two fit into a step."""
+    for number in range(6):
+        ask(driver, number, QUESTIONS[0], max_tokens=1, priority=sign * number)
+    steps = []
+    while driver.engine.busy:
+        steps.append([output.request_id for output in driver.step()])
+    steps = [ended for ended in steps if ended]
+    assert len(steps) >= 3
+    order = [number for ended in steps for number in sorted(ended, reverse=sign < 0)]
+    assert order == sorted(order, reverse=sign < 0)
+
+
+def embeds_of(engine: Any, smollm2: Path, question: str) -> np.ndarray[Any, np.dtype[np.float32]]:
+    """What the model's table has for the tokens of this prompt, float32 (n, hidden)."""
+    messages = [{"role": "user", "content": question}]
+    ids = engine._tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    with safe_open(smollm2 / "model.safetensors", "pt") as weights:
+        rows: np.ndarray[Any, Any] = weights.get_tensor("model.embed_tokens.weight")[ids].float().numpy()
+    return rows
+
+
+def test_embeds_in_place_of_a_conversation(driver: Any, smollm2: Path) -> None:
+    """In two chunks, the second prompt longer than a piece; beside a conversation."""
+    for question in (QUESTIONS[0], QUESTIONS[5]):
+        expected = answer(driver, question, max_tokens=8)
+        embeds = embeds_of(driver.engine, smollm2, question)
+        driver.start(1, max_tokens=8)
+        driver.feed(1, tensors={"embeds": embeds[:5]})
+        ask(driver, 2, QUESTIONS[1], max_tokens=8)
+        driver.feed(1, tensors={"embeds": embeds[5:]}, last=True)
+        outputs = driver.run()[1]
+        assert text_of(outputs) == text_of(expected)
+        assert outputs[-1].data["prompt_tokens"] == expected[-1].data["prompt_tokens"]
+
+
+@pytest.mark.parametrize(
+    ("embeds", "messages", "words"),
+    [
+        (np.zeros((4, 5), np.float32), [], "rows of 5 numbers; the model takes 576"),
+        (np.zeros((4, 576), np.int32), [], r"floating point \(n, hidden\) was expected, not int32 \(4, 576\)"),
+        (np.zeros(576, np.float32), [], "was expected"),
+        (np.zeros((0, 576), np.float32), [], "was expected"),
+        (np.zeros((4, 576), np.float32), [{"role": "user", "content": "and this"}], "no messages come with them"),
+    ],
+)
+def test_embeds_that_the_model_cannot_take_are_refused(
+    driver: Any, embeds: Any, messages: list[Any], words: str
+) -> None:
+    driver.start(1)
+    with pytest.raises(InvalidRequest, match=words) as refused:
+        driver.feed(1, {"messages": messages}, {"embeds": embeds}, last=True)
+    assert refused.value.param == "embeds"
+    driver.live.discard(1)
+    assert not driver.engine.busy
+
+
+def test_embeds_are_for_stages_that_were_made_for_them(driver: Any) -> None:
+    driver.start(1)
+    with (
+        mock.patch.object(driver.engine._llm.model_config, "enable_prompt_embeds", False),
+        pytest.raises(InvalidRequest, match="enable_prompt_embeds: true"),
+    ):
+        driver.feed(1, tensors={"embeds": np.zeros((4, 576), np.float32)}, last=True)
+    driver.live.discard(1)
+
+
+def test_vllms_own_figures(driver: Any) -> None:
+    before = driver.engine.gauges()
+    ask(driver, 1, QUESTIONS[0], max_tokens=9)
+    ask(driver, 2, QUESTIONS[5], max_tokens=9)
+    driver.step()
+    during = driver.engine.gauges()
+    assert (during["num_requests_running"], during["num_requests_waiting"]) == (2, 0)
+    assert during["kv_cache_usage_perc"] > 0
+    ended = [outputs[-1].data for outputs in driver.run().values()]
+    after = driver.engine.gauges()
+    assert (after["num_requests_running"], after["kv_cache_usage_perc"]) == (0, 0)
+    for name, fact in (("prompt_tokens", "prompt_tokens"), ("generation_tokens", "completion_tokens")):
+        assert after[name] - before[name] == sum(data[fact] for data in ended)
+    assert {"num_preemptions", "prefix_cache_queries", "prefix_cache_hits"} <= after.keys()
+    with mock.patch.object(driver.engine._llm, "log_stats", False):
+        assert driver.engine.gauges() == {}
+
+
 def test_token_ids_come_in_place_of_text(driver: Any) -> None:
     outputs = answer(driver, detokenize=False, max_tokens=4, min_tokens=4, allowed_token_ids=[504, 3575])
     ids = [token for output in outputs for token in output.data["token_ids"]]
@@ -215,9 +323,13 @@ def test_a_model_that_vllm_does_not_know_is_named(
 
 
 def test_a_name_that_moved_is_named_with_the_versions_that_have_it() -> None:
-    moved = (*private.NAMES, "vllm.v1.nowhere:Thing", "vllm.v1.engine.llm_engine:LLMEngine.walk")
+    away = (
+        "vllm.v1.nowhere:Thing",
+        "vllm.v1.engine.llm_engine:LLMEngine.walk",
+        "vllm.v1.engine.llm_engine:LLMEngine.step(length)",
+    )
     private.check()
-    with mock.patch.object(private, "NAMES", moved), pytest.raises(private.VLLMMoved) as error:
+    with mock.patch.object(private, "NAMES", (*private.NAMES, *away)), pytest.raises(private.VLLMMoved) as error:
         private.check()
-    assert error.value.names == ("vllm.v1.nowhere:Thing", "vllm.v1.engine.llm_engine:LLMEngine.walk")
+    assert error.value.names == away
     assert "known to work: vLLM 0.32.0" in str(error.value)

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
+from itertools import chain, repeat
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -131,8 +132,10 @@ class AcousticEngine:
         *spectral, f0 = self._features(phonemes, request.speed)
         frames, sentence = len(f0), request.spoken
         request.spoken += 1
-        for start in range(0, frames, self._chunk_frames):
-            end = min(start + self._chunk_frames, frames)
+        sizes = chain(self._chunk_frames, repeat(self._chunk_frames[-1]))
+        end = 0
+        while end < frames:
+            start, end = end, min(end + next(sizes), frames)
             names = ("lh", "theta", "ln", "lr", "phi")
             tensors = {n: np.ascontiguousarray(s[:, start:end]) for n, s in zip(names, spectral, strict=True)}
             data: dict[str, Any] = {"sentence": sentence, "start": start, "frames": frames}

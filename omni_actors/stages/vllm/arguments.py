@@ -23,7 +23,7 @@ OURS: Mapping[str, str] = {
 }
 """Not to be given, since something else says it."""
 DEFAULTS: Mapping[str, Any] = {
-    "disable_log_stats": True,
+    "disable_log_stats": False,
     "enable_prefix_caching": False,  # so that an answer's last digits do not depend on who asked before
     "use_tqdm_on_load": False,
 }

@@ -24,6 +24,7 @@ from omni_actors.stages.base import (
     InvalidRequest,
     RequestId,
     StageContext,
+    StageFailure,
     StageOutput,
     StageRequest,
 )
@@ -79,8 +80,8 @@ class VLLMEngine(Generic[R]):
     def _open(self, request: StageRequest, params: Any) -> R:
         raise NotImplementedError
 
-    def _prompt(self, request: R) -> Any:
-        """An ``EngineInput`` of vLLM, now that the request's input is complete. Raises ``InvalidRequest``."""
+    def _complete(self, request: R) -> None:
+        """The request's input is here: ``_add`` it, now or in a later step. Raises ``InvalidRequest``."""
         raise NotImplementedError
 
     def _stepped(self) -> Iterator[StageOutput]:
@@ -101,13 +102,15 @@ class VLLMEngine(Generic[R]):
         request = self._requests[request_id]
         try:
             if request.collector.feed(chunk):
-                self._add(request, self._prompt(request))
+                self._complete(request)
         except InvalidRequest:
             self.abort(request_id)
             raise
 
-    def _add(self, request: R, prompt: Any) -> None:
-        request.prompt_tokens = len(prompt["prompt_token_ids"])
+    def _add(self, request: R, prompt: Any, tokens: int) -> None:
+        """prompt: an ``EngineInput`` of vLLM, of so many ``tokens``. Raises ``InvalidRequest``."""
+        del request.collector  # it may be large
+        request.prompt_tokens = tokens
         try:
             request.internal = self._llm.add_request(
                 str(request.id), prompt, request.sampling, priority=request.params.priority
@@ -123,13 +126,17 @@ class VLLMEngine(Generic[R]):
             self._llm.abort_request([str(request_id)])
             self._let_go()
 
-    def step(self) -> Iterator[StageOutput]:
+    def step(self) -> Iterator[StageOutput | StageFailure]:
         outputs = self._llm.step()
         yield from self._stepped()
         for output in outputs:
             if (request := self._requests.get(int(output.request_id))) is not None:
                 yield from self._outputs(request, output)
         self._let_go()
+
+    def gauges(self) -> dict[str, float]:
+        """vLLM's counters and gauges of one value each, by its names for them; none with disable_log_stats: true."""
+        return private.figures(self._llm) if self._llm.log_stats else {}
 
     def close(self) -> None:
         self._requests.clear()

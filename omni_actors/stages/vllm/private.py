@@ -9,6 +9,8 @@ included, with the request and the position of each row.
 
 from __future__ import annotations
 
+import inspect
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -31,6 +33,7 @@ __all__ = [
     "VLLMMoved",
     "check",
     "close",
+    "figures",
     "look_at_here",
     "omni_fields",
 ]
@@ -40,6 +43,8 @@ NAMES = (
     "vllm.v1.engine.core_client:InprocClient.shutdown",
     "vllm.renderers.base:BaseRenderer.shutdown",
     "vllm.model_executor.models.registry:_LazyRegisteredModel.load_model_cls",
+    "vllm.v1.worker.gpu_worker:Worker.__init__(vllm_config)",
+    "vllm.v1.worker.gpu_worker:Worker.__init__(distributed_init_method)",
     "vllm.v1.worker.gpu_worker:Worker.load_model",
     "vllm.v1.worker.gpu_worker:Worker.execute_model",
     "vllm.v1.worker.gpu_worker:Worker.sample_tokens",
@@ -53,8 +58,11 @@ NAMES = (
     "vllm.multimodal.inputs:MultiModalKwargsItems.from_hf_inputs",
     "vllm.multimodal.inputs:PlaceholderRange.offset",
     "vllm.model_executor.models.qwen2_5_omni_thinker:create_qwen2_5_omni_thinker_field_factory",
+    "vllm.v1.metrics.reader:Counter.value",
+    "vllm.v1.metrics.reader:Gauge.value",
 )
-"""Looked up as this module is imported. What only instances have is looked at when the weights are there."""
+"""Looked up as this module is imported; of a function's parameter, ``function(parameter)``. What only instances have is
+looked at when the weights are there."""
 RUNNER = ("use_aux_hidden_state_outputs", "execute_model_state", "input_batch", "discard_request_mask")
 BATCH = ("req_ids", "req_id_to_index", "num_computed_tokens_cpu", "num_reqs", "generators")
 
@@ -76,6 +84,7 @@ def check() -> None:
 
 
 def _is_there(name: str) -> bool:
+    name, _, parameter = name.removesuffix(")").partition("(")
     module, _, path = name.partition(":")
     try:
         found: Any = import_module(module)
@@ -87,7 +96,7 @@ def _is_there(name: str) -> bool:
         if not hasattr(found, part):
             return False
         found = getattr(found, part)
-    return True
+    return not parameter or parameter in inspect.signature(found).parameters
 
 
 def _found(name: str) -> Any:
@@ -106,6 +115,15 @@ def close(llm: Any) -> None:
     """Free what an ``LLMEngine`` in this process holds, its threads too."""
     llm.engine_core.shutdown()
     llm.renderer.shutdown()
+
+
+def figures(llm: Any) -> dict[str, float]:
+    """Of an ``LLMEngine`` that keeps statistics: its counters and gauges of one value each."""
+    return {
+        metric.name.removeprefix("vllm:"): float(metric.value)
+        for metric in llm.get_metrics()
+        if isinstance(metric, (_Counter, _Gauge)) and metric.labels.keys() <= {"engine", "model_name"}
+    }
 
 
 @dataclass(frozen=True)
@@ -141,6 +159,8 @@ omni_fields: Any = _found("vllm.model_executor.models.qwen2_5_omni_thinker:creat
 """spatial_merge_size -> features -> how each of them is cut into items."""
 MultiModalKwargsItems: Any = _found("vllm.multimodal.inputs:MultiModalKwargsItems")
 PlaceholderRange: Any = _found("vllm.multimodal.inputs:PlaceholderRange")
+_Counter: Any = _found("vllm.v1.metrics.reader:Counter")
+_Gauge: Any = _found("vllm.v1.metrics.reader:Gauge")
 _Base: Any = _found(
     "vllm.v1.worker.cpu_worker:CPUWorker" if current_platform.is_cpu() else "vllm.v1.worker.gpu_worker:Worker"
 )
@@ -151,7 +171,16 @@ class SeededWorker(_Base):  # type: ignore[misc]
 
     With each piece vLLM draws a token, and turns the request's generator back afterwards: on a CPU that raises. Here
     such a request has no generator while a token is drawn that nobody gets.
+
+    And it leaves no file behind: where ranks would meet, vLLM names one in the temporary directory, and a process that
+    is killed never removes it. Where there is one rank, memory without a name does.
     """
+
+    def __init__(self, **kwargs: Any) -> None:
+        if kwargs["vllm_config"].parallel_config.world_size == 1:
+            descriptor = os.memfd_create("vllm")  # for the life of the process, which torch ends its groups with
+            kwargs["distributed_init_method"] = f"file:///proc/self/fd/{descriptor}"
+        super().__init__(**kwargs)
 
     def load_model(self, **kwargs: Any) -> None:
         super().load_model(**kwargs)

@@ -1,5 +1,8 @@
 """Text to text on vLLM: a conversation becomes the model's prompt as in the ``llm`` engine; vLLM detokenizes.
 
+With ``engine_args: {enable_prompt_embeds: true}`` a client may send embeddings in place of a conversation: chunks of
+tensors ``embeds``, floating point (n, hidden), one after the other, are the whole prompt.
+
 Outputs: ``{"text": piece}``, and at the end ``{"text": rest, "finish_reason": …, "prompt_tokens": n,
 "completion_tokens": n}``. Without detokenizing, ``token_ids`` stand in place of ``text``. Of several answers each
 piece has its ``index``, and its ``finish_reason`` at its end. Half a character at the end of an answer is not given.
@@ -8,20 +11,42 @@ piece has its ``index``, and its ``finish_reason`` at its end. Half a character 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from omni_actors.stages.autoregressive.language import refuse_beyond_context
-from omni_actors.stages.base import StageContext, StageOutput, StageRequest
+from omni_actors.stages.base import Chunk, InvalidRequest, StageContext, StageOutput, StageRequest
 from omni_actors.stages.llm.prompt import Prompt
+from omni_actors.stages.tensors import to_torch
 from omni_actors.stages.vllm.engine import Request, VLLMEngine, logprobs_of
-from vllm.inputs.engine import TokensInput, tokens_input
+from vllm.inputs.engine import embeds_input, tokens_input
 
 __all__ = ["TextEngine"]
 
 
+class _Prompt(Prompt):
+    """A conversation, or embeddings."""
+
+    def __init__(self, sources: Sequence[str]) -> None:
+        super().__init__(sources)
+        self.embeds: list[Tensor] = []
+        """(n, hidden) each."""
+
+    def feed(self, chunk: Chunk) -> bool:
+        if (sent := chunk.tensors.get("embeds")) is not None:
+            embeds = to_torch(sent)
+            if not embeds.is_floating_point() or embeds.ndim != 2 or not len(embeds):
+                found = f"{sent.dtype} {sent.shape}"
+                raise InvalidRequest(f"embeds: floating point (n, hidden) was expected, not {found}", param="embeds")
+            self.embeds.append(embeds)
+        return super().feed(chunk)
+
+
 class _Request(Request):
-    collector: Prompt
+    collector: _Prompt
 
 
 class TextEngine(VLLMEngine[_Request]):
@@ -37,14 +62,36 @@ class TextEngine(VLLMEngine[_Request]):
         """Characters of the longest token."""
 
     def _open(self, request: StageRequest, params: Any) -> _Request:
-        return _Request(request, params, Prompt(request.sources))
+        return _Request(request, params, _Prompt(request.sources))
 
-    def _prompt(self, request: _Request) -> TokensInput:
-        text = request.collector.render(self._tokenizer, self._options.system_prompt)
+    def _complete(self, request: _Request) -> None:
+        if request.collector.embeds:
+            embeds = self._embeds(request.collector)
+            self._add(request, embeds_input(embeds), len(embeds))
+        else:
+            ids = self._ids(request.collector)
+            self._add(request, tokens_input(ids), len(ids))
+
+    def _ids(self, prompt: _Prompt) -> list[int]:
+        text = prompt.render(self._tokenizer, self._options.system_prompt)
         # Tokenizing takes a time that grows with the text, in which all the other requests wait.
         least = math.ceil(len(text) / self._longest)
         refuse_beyond_context(least, f"{len(text)} characters, which are {least} tokens at least,", self._context)
-        return tokens_input(self._tokenizer.encode(text, add_special_tokens=False))
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
+        return ids
+
+    def _embeds(self, prompt: _Prompt) -> Tensor:
+        """vLLM itself does not look whether it can take them: a wrong one would end the worker."""
+        model = self._llm.model_config
+        if not model.enable_prompt_embeds:
+            message = "embeds are taken only by a stage with engine_args.enable_prompt_embeds: true"
+            raise InvalidRequest(message, param="embeds")
+        if prompt.messages:
+            raise InvalidRequest("embeds are a whole prompt: no messages come with them", param="embeds")
+        hidden = model.get_hidden_size()
+        if found := [each.shape[1] for each in prompt.embeds if each.shape[1] != hidden]:
+            raise InvalidRequest(f"embeds: rows of {found[0]} numbers; the model takes {hidden}", param="embeds")
+        return torch.cat(prompt.embeds).to(model.dtype)
 
     def _outputs(self, request: _Request, output: Any) -> Iterator[StageOutput]:
         several = request.sampling.n > 1

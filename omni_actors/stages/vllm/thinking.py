@@ -9,6 +9,8 @@ Rules
    what is left goes with the answer's first token.
 3. Prefix caching is off: of what is found in a cache there would be no rows.
 4. Text and stop strings are ours: a token's row goes out when no stop string can cut its text off any more.
+5. Sounds and pictures are decoded and made into features beside the steps (``omni.reading``). vLLM's encoders run in
+   its steps.
 """
 
 from __future__ import annotations
@@ -21,11 +23,19 @@ import torch
 from torch import Tensor
 
 from omni_actors.stages.autoregressive.text import Answer, Vocabulary
-from omni_actors.stages.base import StageContext, StageOutput, TensorLike
+from omni_actors.stages.base import (
+    InvalidRequest,
+    RequestId,
+    StageContext,
+    StageFailure,
+    StageOutput,
+    TensorLike,
+)
 from omni_actors.stages.multimodal.limits import MediaLimits
 from omni_actors.stages.multimodal.processor import OmniProcessor
 from omni_actors.stages.multimodal.prompt import OmniPrompt
 from omni_actors.stages.omni.positions import grids_of, is_heard
+from omni_actors.stages.omni.reading import Reader
 from omni_actors.stages.registry import VLLMThinkerParams
 from omni_actors.stages.tensors import to_wire
 from omni_actors.stages.vllm.engine import Request, VLLMEngine, logprobs_of
@@ -83,17 +93,26 @@ class Thinker(VLLMEngine[R]):
             additional_config={"row_layers": list(layers)},
             enable_prefix_caching=False,
             async_scheduling=False,
+            mm_processor_cache_gb=0,  # of no use: an item's name is never used again (see ``media``)
         )
         context.report("reading the processor")
         self._config = config
-        self._processor = OmniProcessor(context.model, limits=MediaLimits(tokens=self._context - 1))
+        limits = MediaLimits(tokens=self._context - 1)
+        self._processor = OmniProcessor(context.model, limits=limits)
+        self._media_processor = OmniProcessor(  # a tokenizer is not for two threads at once
+            context.model, limits=limits
+        )
+        self._reader = Reader[Any]()
         said = self._llm.model_config.try_get_generation_config().get("eos_token_id") or ()
         self._vocabulary = Vocabulary(self._processor.tokenizer, [*ends, *([said] if isinstance(said, int) else said)])
 
     # what a family says for itself
 
     def _prepared(self, request: R, *, use_audio_in_video: bool) -> None:
-        """Take from the request's ids and grids what it needs of them. Raises ``InvalidRequest``."""
+        """Take from the request's ids and grids what it needs of them; in the reader's thread where there are media.
+
+        Raises ``InvalidRequest``.
+        """
 
     def _introduction(self, request: R) -> dict[str, Tensor]:
         """What the talker gets once, with its first rows."""
@@ -117,8 +136,44 @@ class Thinker(VLLMEngine[R]):
 
     # in
 
-    def _prompt(self, request: R) -> Any:
-        inputs = self._processor(
+    @property
+    def busy(self) -> bool:
+        return self._reader.reads or super().busy
+
+    def abort(self, request_id: RequestId) -> None:
+        super().abort(request_id)
+        self._reader.forget(request_id)
+
+    def step(self) -> Iterator[StageOutput | StageFailure]:
+        for request_id, reading in self._reader.take():
+            try:
+                self._admit(self._requests[request_id], reading.result())
+            except InvalidRequest as error:
+                del self._requests[request_id]
+                yield StageFailure(request_id, error)
+        if super().busy:
+            yield from super().step()
+        elif self._reader.reads:
+            self._reader.wait()
+
+    def close(self) -> None:
+        super().close()
+        self._reader.close()
+
+    def _let_go(self) -> None:
+        super()._let_go()
+        if not self._llm.has_unfinished_requests():
+            self._llm.reset_encoder_cache()  # vLLM keeps what encoders made, for items that do not come again
+
+    def _complete(self, request: R) -> None:
+        if request.collector.media:
+            self._reader.read(request.id, lambda: self._read(request, self._media_processor))
+        else:
+            self._admit(request, self._read(request, self._processor))
+
+    def _read(self, request: R, processor: OmniProcessor) -> Any:
+        """vLLM's ``EngineInput``, and all else of the input; in the reader's thread where there are media."""
+        inputs = processor(
             request.collector,
             system_prompt=self._options.system_prompt,
             use_audio_in_video=request.params.use_audio_in_video,
@@ -126,17 +181,21 @@ class Thinker(VLLMEngine[R]):
         request.ids, request.grids = torch.tensor(inputs.ids), grids_of(inputs.tensors)
         request.heard = is_heard(request.ids, self._config)
         self._prepared(request, use_audio_in_video=inputs.use_audio_in_video)
+        return to_prompt(inputs, self._config.thinker_config)
+
+    def _admit(self, request: R, prompt: Any) -> None:
+        """Raises ``InvalidRequest``."""
+        tokens = len(request.ids)
         request.rows = self._embed([])
-        ends = frozenset(request.params.stop_token_ids) | (
+        vocabulary = copy.copy(self._vocabulary)
+        vocabulary.end = frozenset(request.params.stop_token_ids) | (
             frozenset() if request.params.ignore_eos else self._vocabulary.end
         )
-        vocabulary = copy.copy(self._vocabulary)
-        vocabulary.end = ends
-        limit = min(request.params.max_tokens, self._context - len(inputs.ids))
-        request.answer = Answer(vocabulary, len(inputs.ids), limit, request.params.stop)
-        request.sampling.stop_token_ids = sorted(ends)
+        limit = min(request.params.max_tokens, self._context - tokens)
+        request.answer = Answer(vocabulary, tokens, limit, request.params.stop)
+        request.sampling.stop_token_ids = sorted(vocabulary.end)
         request.sampling.stop, request.sampling.detokenize = [], False
-        return to_prompt(inputs, self._config.thinker_config)
+        self._add(request, prompt, tokens)
 
     def _embed(self, ids: Any) -> Tensor:
         rows: Tensor = self._llm.collective_rpc("embed", args=(torch.as_tensor(ids, dtype=torch.int64),))[0]

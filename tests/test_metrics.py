@@ -1,0 +1,25 @@
+"""What an engine measures of itself, from its worker to the text that a Prometheus server scrapes."""
+
+from __future__ import annotations
+
+import trio
+
+from omni_actors import OmniSystem
+from omni_actors.stages.echo import EchoEngine
+
+
+class Weighed(EchoEngine):
+    """An engine with a figure of its own. Workers import it by name."""
+
+    def gauges(self) -> dict[str, float]:
+        return {"weight": 1.5}
+
+
+async def test_what_an_engine_measures_of_itself_is_among_the_metrics() -> None:
+    engine = "tests.test_metrics:Weighed"
+    async with OmniSystem.open("echo", **{"stages.second.engine": engine}) as omni:
+        with trio.fail_after(60.0):
+            while b"omni_engine" not in omni.metrics.exposition():  # noqa: ASYNC110 - nothing tells of an answered ping
+                await trio.sleep(0.005)
+        figures = [line for line in omni.metrics.exposition().decode().splitlines() if line.startswith("omni_engine")]
+        assert figures == ['omni_engine{name="weight",replica="0",stage="second"} 1.5']

@@ -1,0 +1,61 @@
+"""Logits processors as users write them. A stage names them in ``engine_args``, a request's ``extra_args`` is for them.
+
+Only    only: token ids; no other one is drawn
+Faulty  fault: "raise" or "hang", when the request's logits come for the ``at``-th time. A hang first opens the FIFO
+        ``tells``; where that is gone nothing happens: the second time all goes well
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm import SamplingParams
+from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
+
+Process = Callable[[list[int], torch.Tensor], torch.Tensor]
+
+
+class Only(AdapterLogitsProcessor):  # type: ignore[misc]
+    def is_argmax_invariant(self) -> bool:
+        return False
+
+    def new_req_logits_processor(self, params: SamplingParams) -> Process | None:
+        only = (params.extra_args or {}).get("only")
+        if only is None:
+            return None
+
+        def process(output_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
+            masked = torch.full_like(logits, -torch.inf)
+            masked[only] = logits[only]
+            return masked
+
+        return process
+
+
+class Faulty(AdapterLogitsProcessor):  # type: ignore[misc]
+    def is_argmax_invariant(self) -> bool:
+        return False
+
+    def new_req_logits_processor(self, params: SamplingParams) -> Process | None:
+        asked: dict[str, Any] = params.extra_args or {}
+        if "fault" not in asked:
+            return None
+        times = itertools.count(1)
+
+        def process(output_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
+            if next(times) != asked["at"]:
+                return logits
+            if asked["fault"] == "raise":
+                raise ArithmeticError("the request asked for a crash in a step")
+            if Path(asked["tells"]).exists():
+                Path(asked["tells"]).write_bytes(b"")
+                while True:
+                    time.sleep(3600)
+            return logits
+
+        return process
