@@ -208,6 +208,13 @@ class VLLMOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Put before a conversation that brings no system message of its own."""
 
 
+class VLLMTalkerOptions(TalkerOptions, frozen=True, forbid_unknown_fields=True):
+    """A talker whose layers run on vLLM."""
+
+    engine_args: dict[str, Any] = {}
+    """Of vLLM's EngineArgs, by its names, what the other options do not say; checked in the worker."""
+
+
 class VLLMSampling(TextParams, frozen=True, forbid_unknown_fields=True):
     """vLLM's SamplingParams, by its names, with our defaults where the other engines have the same."""
 
@@ -346,6 +353,14 @@ ENGINES: dict[str, EngineSpec] = {
         "omni_actors.stages.vllm.opening:open_qwen3_thinker",
         VLLMOptions,
         VLLMThinkerParams,
+        replays=True,
+        libraries=("vllm",),
+        extra="vllm",
+    ),
+    "vllm_qwen3_talker": EngineSpec(
+        "omni_actors.stages.vllm.opening:open_qwen3_talker",
+        VLLMTalkerOptions,
+        TalkerParams,
         replays=True,
         libraries=("vllm",),
         extra="vllm",

@@ -391,7 +391,9 @@ def test_nothing_is_kept_of_a_request_that_has_ended(case: Case, driver: Any) ->
     one_of_each_end(10)  # what is loaded by a first request stays
     before = _reachable(driver.engine)
     one_of_each_end(20)
-    assert _reachable(driver.engine) == before
+    if (after := _reachable(driver.engine)) != before:  # a counter that passes 256 is an object of its own, once
+        one_of_each_end(30)
+        assert _reachable(driver.engine) == after
 
 
 def test_close_ends_the_engines_threads(case: Case, driver: Any, open_stage: Callable[..., Any], drive: Any) -> None:

@@ -4,8 +4,8 @@ Input: the client's chunks, as ``multimodal.prompt`` takes them. Output: ``Langu
 family's talker is to get: see ``talking``.
 
 Rules
-1. Sounds and pictures are decoded and made into features in one thread beside the steps, so that nobody waits for them
-   but their request. They are encoded in the step of its prompt's first piece.
+1. Sounds and pictures are decoded and made into features beside the steps (``omni.reading``). They are encoded in the
+   step of their request's first piece of prompt.
 2. Rows of the prompt go to the talker piece by piece, and a token's row as soon as it is there and the token's text is
    certain: what a stop string cuts off is not said either.
 """
@@ -13,7 +13,6 @@ Rules
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import Any, ClassVar, TypeVar
 
 import msgspec
@@ -31,11 +30,9 @@ from omni_actors.stages.multimodal.limits import MediaLimits
 from omni_actors.stages.multimodal.processor import OmniInputs, OmniProcessor
 from omni_actors.stages.multimodal.prompt import OmniPrompt
 from omni_actors.stages.omni.positions import grids_of, is_heard, positions_of
+from omni_actors.stages.omni.reading import Reader
 from omni_actors.stages.registry import ThinkerOptions, ThinkerParams
 from omni_actors.stages.tensors import to_wire
-
-LOOK_UP_S = 0.01
-"""How long a step without anything to compute waits for the reader: commands and chunks are not taken in meanwhile."""
 
 
 class ThinkerRequest(Request[OmniPrompt]):
@@ -87,8 +84,7 @@ class OmniThinker(LanguageEngine[R]):
         self._media_processor = OmniProcessor(
             context.model, limits=limits
         )  # a tokenizer is not for two threads at once
-        self._reader = ThreadPoolExecutor(1, "reader")
-        self._reading: dict[RequestId, Future[list[int]]] = {}
+        self._reader = Reader[list[int]]()
         context.report("reading the weights of the thinker")
         dtype: torch.dtype = getattr(torch, options.dtype)
         model: Any = load_part(self.MODEL, context.model, "thinker", dtype, context.device)
@@ -122,30 +118,27 @@ class OmniThinker(LanguageEngine[R]):
 
     @property
     def busy(self) -> bool:
-        return bool(self._reading) or super().busy
+        return self._reader.reads or super().busy
 
     def abort(self, request_id: RequestId) -> None:
         super().abort(request_id)
-        if reading := self._reading.pop(request_id, None):
-            reading.cancel()
+        self._reader.forget(request_id)
 
     def step(self) -> Iterator[StageOutput | StageFailure]:
-        for request_id, reading in list(self._reading.items()):
-            if reading.done():
-                del self._reading[request_id]
-                try:
-                    self._admit(self._requests[request_id], reading.result())
-                except InvalidRequest as error:
-                    del self._requests[request_id]
-                    yield StageFailure(request_id, error)
+        for request_id, reading in self._reader.take():
+            try:
+                self._admit(self._requests[request_id], reading.result())
+            except InvalidRequest as error:
+                del self._requests[request_id]
+                yield StageFailure(request_id, error)
         if self._batch.busy:
             yield from super().step()
-        elif self._reading:
-            wait(self._reading.values(), LOOK_UP_S, FIRST_COMPLETED)
+        elif self._reader.reads:
+            self._reader.wait()
 
     def _complete(self, request: R) -> None:
         if request.collector.media:
-            self._reading[request.id] = self._reader.submit(self._read, request, self._media_processor)
+            self._reader.read(request.id, lambda: self._read(request, self._media_processor))
         else:
             super()._complete(request)
 
@@ -248,7 +241,7 @@ class OmniThinker(LanguageEngine[R]):
 
     def close(self) -> None:
         super().close()
-        self._reader.shutdown(wait=False, cancel_futures=True)
+        self._reader.close()
         del self._model, self._language, self._cache
 
 

@@ -13,7 +13,7 @@ import os
 from omni_actors.stages import assets
 from omni_actors.stages.base import StageContext, StageEngine
 
-__all__ = ["open_qwen2_5_thinker", "open_qwen3_thinker", "open_text", "prepare"]
+__all__ = ["open_qwen2_5_thinker", "open_qwen3_talker", "open_qwen3_thinker", "open_text", "prepare"]
 
 FIXED = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -53,6 +53,14 @@ def open_qwen3_thinker(context: StageContext) -> StageEngine:
     from omni_actors.stages.vllm.qwen3 import Qwen3Thinker
 
     return Qwen3Thinker(context)
+
+
+def open_qwen3_talker(context: StageContext) -> StageEngine:
+    """Qwen3-Omni's talker. ``context.model``: a whole checkpoint's directory."""
+    prepare(context)
+    from omni_actors.stages.vllm.qwen3_talker import Qwen3Talker
+
+    return Qwen3Talker(context)
 
 
 def open_qwen2_5_thinker(context: StageContext) -> StageEngine:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor
 
 import vllm
-from vllm import ModelRegistry
+from vllm import ModelRegistry, PoolingParams
 from vllm.platforms import current_platform
 
 __all__ = [
@@ -30,6 +31,7 @@ __all__ = [
     "PlaceholderRange",
     "RowWorker",
     "SeededWorker",
+    "Sessions",
     "VLLMMoved",
     "check",
     "close",
@@ -40,6 +42,10 @@ __all__ = [
 
 VERSIONS = ("0.32.0",)
 NAMES = (
+    "vllm.v1.engine:EngineCoreRequest.resumable",
+    "vllm.v1.engine.core_client:InprocClient.abort_requests",
+    "vllm.v1.engine.core_client:InprocClient.add_request",
+    "vllm.v1.engine.core_client:InprocClient.get_output",
     "vllm.v1.engine.core_client:InprocClient.shutdown",
     "vllm.renderers.base:BaseRenderer.shutdown",
     "vllm.model_executor.models.registry:_LazyRegisteredModel.load_model_cls",
@@ -159,11 +165,49 @@ omni_fields: Any = _found("vllm.model_executor.models.qwen2_5_omni_thinker:creat
 """spatial_merge_size -> features -> how each of them is cut into items."""
 MultiModalKwargsItems: Any = _found("vllm.multimodal.inputs:MultiModalKwargsItems")
 PlaceholderRange: Any = _found("vllm.multimodal.inputs:PlaceholderRange")
+_EngineCoreRequest: Any = _found("vllm.v1.engine:EngineCoreRequest")
 _Counter: Any = _found("vllm.v1.metrics.reader:Counter")
 _Gauge: Any = _found("vllm.v1.metrics.reader:Gauge")
 _Base: Any = _found(
     "vllm.v1.worker.cpu_worker:CPUWorker" if current_platform.is_cpu() else "vllm.v1.worker.gpu_worker:Worker"
 )
+
+
+class Sessions:
+    """Prompts that grow: what vLLM's ``AsyncLLM`` takes as a stream of input, of an ``LLMEngine`` in this process.
+
+    llm: with a model that answers with hidden states. Each piece that is sent is answered once, by that of its last
+    position; until the next one comes the session stands still and keeps its blocks of the cache.
+    """
+
+    def __init__(self, llm: Any) -> None:
+        self._core = llm.engine_core
+        self._params = PoolingParams(task="embed", use_activation=False)
+
+    def send(self, name: str, ids: list[int]) -> None:
+        """Once the piece before has been answered. A new name begins a session."""
+        self._core.add_request(
+            _EngineCoreRequest(
+                request_id=name,
+                prompt_token_ids=ids,
+                mm_features=None,
+                sampling_params=None,
+                pooling_params=self._params,
+                arrival_time=time.time(),
+                lora_request=None,
+                cache_salt=None,
+                data_parallel_rank=None,
+                resumable=True,
+            )
+        )
+
+    def step(self) -> dict[str, Tensor]:
+        """One forward; the sessions it answers, each with (hidden,)."""
+        outputs = self._core.get_output().outputs
+        return {output.request_id: output.pooling_output for output in outputs if output.pooling_output is not None}
+
+    def end(self, name: str) -> None:
+        self._core.abort_requests([name])
 
 
 class SeededWorker(_Base):  # type: ignore[misc]

@@ -1,0 +1,144 @@
+"""Qwen3-Omni's talker on vLLM: as ``qwen3.talker``, but for its layers, which run in vLLM.
+
+Rules
+1. A request is a session of vLLM: positions are sent as their inputs are there, and between two it stands still and
+   keeps its cache. Nobody waits for it.
+2. vLLM answers with hidden states. Codes are chosen here, by the same samplers, and the code predictor is the same.
+3. There is room in vLLM's cache for ``max_batch`` requests of ``context`` positions: a session that stands still cannot
+   be preempted, so with less room all could wait for each other.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor
+from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import Qwen3OmniMoeTalkerForConditionalGeneration
+
+from omni_actors.stages.autoregressive.batch import Batch
+from omni_actors.stages.autoregressive.cache import SlottedCache
+from omni_actors.stages.base import StageContext
+from omni_actors.stages.omni.talking import TalkerRequest
+from omni_actors.stages.qwen3.talker import TalkerEngine
+from omni_actors.stages.registry import VLLMTalkerOptions
+from omni_actors.stages.vllm import private
+from omni_actors.stages.vllm.arguments import engine_args
+from omni_actors.stages.vllm.qwen3_talker_model import register
+from vllm import LLMEngine
+from vllm.config import PoolerConfig
+from vllm.platforms import current_platform
+
+__all__ = ["Qwen3Talker"]
+
+
+class _AllButLayers(Qwen3OmniMoeTalkerForConditionalGeneration):  # type: ignore[no-untyped-call]
+    def __init__(self, config: Any) -> None:
+        config.text_config.num_hidden_layers = 0
+        super().__init__(config)
+
+
+@dataclass
+class _Session:
+    """What vLLM has of a request."""
+
+    name: str
+    first: int
+    """Its first id; those of its positions follow."""
+    sent: int = 0
+
+
+class _Batch(Batch[Any]):
+    """ended: called with each sequence that may have had a row."""
+
+    def __init__(self, *args: Any, ended: Callable[[Any], None]) -> None:
+        super().__init__(*args)
+        self._ended = ended
+
+    def remove(self, sequence: Any) -> None:
+        super().remove(sequence)
+        self._ended(sequence)
+
+
+class Qwen3Talker(TalkerEngine):
+    """See the module. ``context.model``: a checkpoint directory of Qwen3-Omni."""
+
+    MODEL = _AllButLayers
+
+    def __init__(self, context: StageContext) -> None:
+        """Raises as ``TalkerEngine`` does, WrongEngineArgument, VLLMMoved, and whatever vLLM does as it loads."""
+        options = msgspec.convert(context.options, VLLMTalkerOptions)
+        ours = {name: value for name, value in context.options.items() if name != "engine_args"}
+        super().__init__(msgspec.structs.replace(context, options=ours))
+        assert context.model is not None
+        rows, block = options.max_batch, options.engine_args.get("block_size", 32 if current_platform.is_cpu() else 16)
+        fixed = {
+            "worker_cls": "omni_actors.stages.vllm.private.SeededWorker",
+            "hf_overrides": register(rows * options.context),
+            "runner": "pooling",
+            "pooler_config": PoolerConfig(seq_pooling_type="LAST", use_activation=False),
+            "skip_tokenizer_init": True,
+            "dtype": options.dtype,
+            "max_model_len": options.context,
+            "max_num_seqs": rows,
+            "block_size": block,
+            "num_gpu_blocks_override": rows * math.ceil(options.context / block) + 1,  # one is vLLM's own
+            "enable_prefix_caching": False,
+            "disable_log_stats": True,  # it counts what passes through ``LLMEngine`` only
+            "async_scheduling": False,
+            "tensor_parallel_size": 1,
+            "pipeline_parallel_size": 1,
+        }
+        context.report("vLLM is reading the weights of the talker's layers")
+        self._llm = LLMEngine.from_engine_args(engine_args(context.stage, context.model, options.engine_args, fixed))
+        [self._layers] = self._llm.apply_model(lambda model: model)
+        self._engine = private.Sessions(self._llm)
+        self._sessions: dict[TalkerRequest, _Session] = {}
+        self._names = map(str, count())
+        self._free = [row * options.context for row in range(rows)]
+        # Without layers this one holds lengths only.
+        self._cache = SlottedCache(rows, options.context, self._model.dtype, self._device)
+        self._batch = _Batch(self._cache, rows, options.prefill_chunk, ended=self._forget)
+
+    @torch.inference_mode()
+    def _forward(self, rows: list[int], inputs: Tensor, axes: Tensor | None = None) -> Tensor:
+        many = inputs.shape[1]
+        requests = [self._batch.rows[row] for row in rows]
+        sessions = [self._session(request) for request in requests]
+        positions, _ = self._cache.extend(rows, many)
+        if axes is None:
+            deltas = torch.tensor([request.delta for request in requests], device=positions.device)
+            axes = (positions + deltas[:, None]).expand(3, -1, -1)
+        cos, sin = self._model.model.rotary_emb(inputs, axes.to(inputs.device))
+        first = torch.tensor([session.first for session in sessions], device=positions.device)
+        self._layers.write(first[:, None] + positions, inputs, cos, sin)
+        for request, session in zip(requests, sessions, strict=True):
+            begin = session.first + session.sent
+            self._engine.send(session.name, list(range(begin, begin + many)))
+            session.sent += many
+            request.seen += many
+        hidden: dict[str, Tensor] = {}
+        while len(hidden) < len(sessions):
+            hidden |= self._engine.step()
+        found = torch.stack([hidden[session.name] for session in sessions])
+        return found.to(self._device, self._model.dtype)
+
+    def _session(self, request: TalkerRequest) -> _Session:
+        if request not in self._sessions:
+            self._sessions[request] = _Session(next(self._names), self._free.pop())
+        return self._sessions[request]
+
+    def _forget(self, request: TalkerRequest) -> None:
+        if session := self._sessions.pop(request, None):
+            self._engine.end(session.name)
+            self._free.append(session.first)
+
+    def close(self) -> None:
+        super().close()
+        private.close(self._llm)
+        del self._llm, self._engine, self._layers

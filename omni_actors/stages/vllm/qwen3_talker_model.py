@@ -1,0 +1,100 @@
+"""The layers of Qwen3-Omni's talker as a model class of vLLM's, whose embedding table is written while it runs.
+
+A token id is a row of the tables and nothing more: whoever sends a prompt writes, before, what stands at each of its
+positions (the input) and where that position is (the rotation), and lets it stand for as long as vLLM might compute it
+again. So a model whose inputs are no tokens runs on vLLM as any other does, and takes another input at each step.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import apply_rotary_pos_emb
+
+from vllm import ModelRegistry
+from vllm.config import VllmConfig
+from vllm.model_executor.layers.pooler import DispatchPooler
+from vllm.model_executor.models import VllmModelForPooling
+from vllm.model_executor.models.qwen3_moe import Qwen3MoeModel
+
+__all__ = ["TalkerLayers", "register"]
+
+ARCHITECTURE = "OmniActorsQwen3TalkerLayers"
+PREFIX = "talker.model."
+
+
+class TalkerLayers(nn.Module, VllmModelForPooling):  # type: ignore[misc]
+    """Answers a prompt with the hidden state of its last position, behind the last norm."""
+
+    is_pooling_model = True
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        super().__init__()
+        config = vllm_config.model_config.hf_config
+        self.model = Qwen3MoeModel(vllm_config=vllm_config, prefix="model")
+        for layer in self.model.layers:
+            layer.self_attn.rotary_emb = _Rotation(config.head_dim)
+        self.rotations: Tensor
+        self.register_buffer("rotations", torch.zeros(config.vocab_size, 2, config.head_dim), persistent=False)
+        self.pooler = DispatchPooler.for_embedding(vllm_config.model_config.pooler_config)
+
+    def write(self, ids: Tensor, inputs: Tensor, cos: Tensor, sin: Tensor) -> None:
+        """Of the same leading shape: int64 ids, inputs (…, hidden), cos and sin (…, head size)."""
+        self.model.embed_tokens.weight[ids] = inputs
+        self.rotations[ids] = torch.stack([cos, sin], -2)
+
+    def embed_input_ids(self, input_ids: Tensor) -> Tensor:
+        embedded: Tensor = self.model.embed_input_ids(input_ids)
+        return embedded
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        intermediate_tensors: Any = None,
+        inputs_embeds: Tensor | None = None,
+    ) -> Tensor:
+        hidden: Tensor = self.model(input_ids, self.rotations[input_ids], intermediate_tensors, inputs_embeds)
+        return hidden
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        layers = ((name.removeprefix(PREFIX), weight) for name, weight in weights if name.startswith(PREFIX))
+        loaded = self.model.load_weights((name, weight) for name, weight in layers if "codec_embedding" not in name)
+        return {f"model.{name}" for name in (*loaded, "embed_tokens.weight")}
+
+
+class _Rotation(nn.Module):
+    """Where vLLM's rotary embedding would be: what it is given as positions are cosines and sines, (n, 2, head size).
+
+    vLLM's own positions are whole numbers; those of a video need not be.
+    """
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self._size = size
+
+    def forward(self, rotations: Tensor, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        heads = [states.view(len(states), -1, self._size) for states in (query, key)]
+        query, key = apply_rotary_pos_emb(*heads, *rotations.unbind(1))
+        return query.flatten(1), key.flatten(1)
+
+
+def register(ids: int) -> Callable[[Any], Any]:
+    """Make it known to vLLM, with tables of so many rows: what ``hf_overrides`` makes of a whole configuration."""
+    ModelRegistry.register_model(ARCHITECTURE, TalkerLayers)
+
+    def layers_only(whole: Any) -> Any:
+        if not hasattr(whole, "talker_config"):  # vLLM asks for a model's type first, of a configuration without parts
+            return whole
+        config = copy.deepcopy(whole.talker_config.text_config)
+        config.architectures, config.vocab_size, config.tie_word_embeddings = [ARCHITECTURE], ids, False
+        # Else vLLM wants to compute positions on three axes.
+        rope = config.rope_parameters
+        config.rope_parameters = {name: rope[name] for name in rope if not name.startswith("mrope")}
+        return config
+
+    return layers_only

@@ -1,0 +1,160 @@
+"""Qwen3-Omni's talker on vLLM says what transformers' own ``generate`` says, and keeps to what every engine does.
+
+The cases and the comparisons are those of ``tests.stages.qwen3.test_parity`` and ``tests.stages.test_conformance``.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+
+from omni_actors.stages.base import StageContext
+from omni_actors.stages.registry import ENGINES
+from tests.stages.conftest import Driver
+from tests.stages.qwen3 import test_parity as parity
+from tests.stages.qwen3 import tiny
+from tests.stages.qwen3.test_parity import ASKS, sixteen
+from tests.stages.test_conformance import (
+    Case,
+    qwen3_talker,
+    test_a_bad_chunk_refuses_its_own_request_only,
+    test_a_request_gives_its_outputs_and_exactly_one_last,
+    test_a_request_that_joins_between_steps_gives_what_it_gives_alone,
+    test_abort_frees_a_request_in_every_state,
+    test_an_engine_that_replays_gives_the_same_chunks_whatever_the_timing,
+    test_an_engine_without_work_is_not_busy,
+    test_an_id_can_be_used_again_after_its_end,
+    test_nothing_is_kept_of_a_request_that_has_ended,
+    test_requests_side_by_side_give_what_each_gives_alone,
+)
+from tests.vllm.tiny import HEADS, SECTION
+
+__all__ = [
+    "test_a_bad_chunk_refuses_its_own_request_only",
+    "test_a_request_gives_its_outputs_and_exactly_one_last",
+    "test_a_request_that_joins_between_steps_gives_what_it_gives_alone",
+    "test_abort_frees_a_request_in_every_state",
+    "test_an_engine_that_replays_gives_the_same_chunks_whatever_the_timing",
+    "test_an_engine_without_work_is_not_busy",
+    "test_an_id_can_be_used_again_after_its_end",
+    "test_nothing_is_kept_of_a_request_that_has_ended",
+    "test_requests_side_by_side_give_what_each_gives_alone",
+]
+
+CONTEXT = 1024
+ENGINE_ARGS = {"enforce_eager": True, "kv_cache_memory_bytes": 1 << 26, "max_num_batched_tokens": 32}
+"""Fewer than are sent of a prompt at a time: vLLM takes them in two."""
+
+
+def save(directory: Path, **options: Any) -> Path:
+    """A checkpoint whose talker has heads that vLLM's attention takes."""
+    text_config = tiny.text_config
+
+    def wider(vocabulary: int, layers: int, **more: Any) -> dict[str, Any]:
+        made = text_config(vocabulary, layers, **more)
+        if vocabulary != tiny.CODEBOOK + tiny.SPECIALS:
+            return made
+        return {**made, **HEADS, "rope_parameters": {**tiny.MROPE, "mrope_section": SECTION}}
+
+    with mock.patch.object(tiny, "text_config", wider):
+        return tiny.save(directory, **options)
+
+
+@pytest.fixture(scope="module")
+def open_engine() -> Iterator[Callable[..., Any]]:
+    """(engine name, model, **options) -> a new engine; the talker on vLLM, the others as they are."""
+    with ExitStack() as opened:
+
+        def open_one(name: str, model: Path, **options: Any) -> Any:
+            if name == "qwen3_talker":
+                name = "vllm_qwen3_talker"
+                options = {"context": CONTEXT, "prefill_chunk": 48, "engine_args": ENGINE_ARGS}
+            return opened.enter_context(closing(open_plain(name, model, **options)))
+
+        yield open_one
+
+
+def open_plain(name: str, model: Path, **options: Any) -> Any:
+    module, _, factory = ENGINES[name].factory.partition(":")
+    return getattr(import_module(module), factory)(StageContext(name, model, options, 1, "cpu", lambda note: None))
+
+
+@pytest.fixture(scope="module")
+def pipeline(open_engine: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> parity.Pipeline:
+    return parity.Pipeline(save(tmp_path_factory.mktemp("wide"), seed=1, codec_eos=0.0), open_engine, ({}, {}))
+
+
+@pytest.fixture(scope="module")
+def theirs(pipeline: parity.Pipeline) -> Iterator[Any]:
+    """The talker on transformers."""
+    with closing(open_plain("qwen3_talker", pipeline.directory, context=CONTEXT)) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def case() -> Case:
+    return qwen3_talker(None)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def driver(pipeline: parity.Pipeline) -> Driver:
+    return Driver(pipeline.talker)
+
+
+@pytest.mark.parametrize("ask", ASKS)
+def test_an_answer_is_the_references(pipeline: parity.Pipeline, ask: parity.Ask) -> None:
+    pipeline.check(ask, *pipeline.said([ask]))
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_sixteen_at_once_are_answered_as_each_alone(pipeline: parity.Pipeline, seed: int) -> None:
+    """Eight of them are in the batch: they join as others leave, and wait for text while others go on."""
+    order = random.Random(seed)
+    asks = sixteen(order)
+    for ask, said in zip(asks, pipeline.said(asks, order if seed else None), strict=True):
+        pipeline.check(ask, said)
+
+
+def codes(engine: Any, prompts: Sequence[int], **params: Any) -> list[list[list[int]]]:
+    """Of each of some prompts of so many rows: a new one each step, the answer's rows one a step."""
+    driver, answer = Driver(engine), 20
+    outputs: dict[int, list[Any]] = {number: [] for number in range(len(prompts))}
+    for step in range(len(prompts) + answer):
+        for number, size in enumerate(prompts):
+            rows = np.random.default_rng(number).normal(0, 1, (size + answer, 64)).astype(np.float32)
+            if step == number:
+                driver.start(number, ("thinker",), seed=number, **params)
+                once = {"ids": np.arange(size), "heard": np.arange(size) % 5 == 2, "tts": rows[:3]}
+                driver.feed(number, {}, {**once, "rows": rows[:size]}, source="thinker")
+            elif number in driver.live and number < step <= number + answer:
+                row = rows[size + step - number - 1][None]
+                driver.feed(number, {}, {"rows": row}, last=step == number + answer, source="thinker")
+        if engine.busy:
+            for output in driver.step():
+                outputs[output.request_id].append(output)
+    for number, more in driver.run().items():
+        outputs[number] += more
+    assert not driver.live
+    return [[output.tensors["codes"][0].tolist() for output in found if output.tensors] for found in outputs.values()]
+
+
+def test_sampled_codes_are_those_of_the_talker_on_transformers(pipeline: parity.Pipeline, theirs: Any) -> None:
+    prompts = [9, 70, 3, 48, 49, 100, 20, 5]
+    found = codes(pipeline.talker, prompts, talker_max_tokens=30)
+    assert found == codes(theirs, prompts, talker_max_tokens=30)
+    assert sum(map(len, found)) > 100
+
+
+def test_eight_that_fill_their_contexts_do_not_wait_for_each_other(pipeline: parity.Pipeline, theirs: Any) -> None:
+    prompts = [CONTEXT - 15 - number for number in range(8)]
+    found = codes(pipeline.talker, prompts)
+    assert found == codes(theirs, prompts)
+    assert max(map(len, found)) > 5
