@@ -82,6 +82,8 @@ class Stage(_Section, frozen=True, kw_only=True):
     replicas: Positive = 1
     threads: Annotated[int, Meta(ge=0)] = 0
     """Native threads of each worker; 0: cores / workers of the pipeline, at least 1."""
+    nice: Annotated[int, Meta(ge=0, le=19)] = 0
+    """How far its engines' threads stand back for others on the same cores, as ``nice(1)`` counts."""
     device: str = "cpu"
     options: dict[str, Any] = {}
     defaults: dict[str, Any] = {}

@@ -43,6 +43,7 @@ class Configure(_Message, frozen=True):
     model: str | None
     options: dict[str, Any]
     threads: int
+    nice: int
     device: str
     spins: bool
     """Whether native threads may wait awake for a moment (see ``Pipeline.spins``)."""

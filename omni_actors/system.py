@@ -362,6 +362,7 @@ def _blueprints(pipeline: Pipeline, models: Mapping[str, Path], order: Sequence[
             str(models[name]) if name in models else None,
             pipeline.options(name),
             pipeline.threads(name),
+            stage.nice,
             stage.device,
             pipeline.spins,
             RestartPolicy(

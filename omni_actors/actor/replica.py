@@ -44,6 +44,7 @@ class Blueprint:
     model: str | None
     options: dict[str, Any]
     threads: int
+    nice: int
     device: str
     spins: bool
     restart: RestartPolicy

@@ -200,6 +200,7 @@ class Supervisor:
                 blueprint.model,
                 blueprint.options,
                 blueprint.threads,
+                blueprint.nice,
                 blueprint.device,
                 blueprint.spins,
                 self._listener.newest_request(),

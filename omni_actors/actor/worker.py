@@ -129,6 +129,7 @@ def _run_engine(configure: Configure, loop: EngineLoop, notify: Callable[[Messag
     """The engine's thread: load, then serve until ``Stop``. An exception is returned, to be reported by itself."""
     began = time.monotonic()
     try:
+        os.nice(configure.nice)  # on Linux that is this thread, and those that the libraries will start; not the mail's
         _prepare_libraries(configure.threads, spins=configure.spins)
         gc.disable()  # a library of a million objects, none of them garbage, would be looked through again and again
         factory = _import_factory(configure.factory)

@@ -35,6 +35,7 @@ ENGINES = """
             "sigint": signal.getsignal(signal.SIGINT) == signal.SIG_IGN,
             "interval": sys.getswitchinterval(),
             "torch": "torch" in sys.modules,
+            "nice": [os.getpriority(os.PRIO_PROCESS, thread) for thread in (0, os.getpid())],
         }))
         return EchoEngine(type(context)(context.stage, None, {}, 1, "cpu", context.report))
 
@@ -58,8 +59,8 @@ def engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(tmp_path)
 
 
-def configure(factory: str, threads: int = 1) -> Configure:
-    return Configure(HERE, 1, factory, None, {}, threads, "cpu", False, 0)
+def configure(factory: str, threads: int = 1, nice: int = 0) -> Configure:
+    return Configure(HERE, 1, factory, None, {}, threads, nice, "cpu", False, 0)
 
 
 async def run_until_dead(factory: str) -> tuple[WorkerExit, list[Message]]:
@@ -73,7 +74,7 @@ async def run_until_dead(factory: str) -> tuple[WorkerExit, list[Message]]:
 async def test_a_worker_loads_serves_and_stops() -> None:
     with trio.fail_after(WATCHDOG_S):
         async with LocalSpawner().spawn(HERE, 8) as worker:
-            worker.mailbox.post(configure("process_engines:tells", threads=3))
+            worker.mailbox.post(configure("process_engines:tells", threads=3, nice=2))
             loading, _ = await worker.mailbox.incoming.receive()
             assert isinstance(loading, Loading)
             told = json.loads(loading.note)
@@ -84,6 +85,7 @@ async def test_a_worker_loads_serves_and_stops() -> None:
                 "sigint": True,
                 "interval": SWITCH_INTERVAL_S,
                 "torch": False,
+                "nice": [os.getpriority(os.PRIO_PROCESS, 0) + 2, os.getpriority(os.PRIO_PROCESS, 0)],
             }
             while not isinstance((await worker.mailbox.incoming.receive())[0], Ready):
                 pass

@@ -101,7 +101,7 @@ class World:
         self._pids = itertools.count(1)
         blueprints = [
             replace(
-                Blueprint(Address(name, replica), sources, "", None, {}, 1, "cpu", False, POLICY, 600.0, 30.0, 2.0),
+                Blueprint(Address(name, replica), sources, "", None, {}, 1, 0, "cpu", False, POLICY, 600.0, 30.0, 2.0),
                 **stages.get(name, {}),
             )
             for name, sources in inputs.items()
