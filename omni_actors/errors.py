@@ -51,7 +51,7 @@ class InvalidRequest(RequestError):
 
 
 class Overloaded(RequestError):
-    """Admission refused: ``limit`` requests are in the system already, or ``stage`` is behind by more mail."""
+    """Admission refused: ``limit`` requests are in the system already, or ``stage`` does not keep up with its mail."""
 
     retryable = True
 
@@ -59,7 +59,7 @@ class Overloaded(RequestError):
         self.limit, self.retry_after_s, self.stage = limit, retry_after_s, stage
         why = f"{limit} requests are in flight already"
         if stage is not None:
-            why = f"more than {limit} control messages wait unread for stage {stage!r}"
+            why = f"stage {stage!r} does not keep up with its control messages"
         super().__init__(f"{why}; try again in {retry_after_s:.0f} s")
 
 

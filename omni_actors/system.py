@@ -86,8 +86,8 @@ class OmniSystem:
             repeatable={name for name in self._nodes if pipeline.replays(name)},
             on_end=self._count,
         )
-        # Room for what every request may post: Start and Abort, and when a stage below starts again, Resend. One that
-        # follows finds the last Abort of its predecessor unread at the most. More waits where a worker reads no more.
+        # Half of it is room for what every request may post: Start and Abort, and when a stage below starts again,
+        # Resend. Where the other half is taken, no more requests are admitted.
         capacity = 4 * pipeline.limits.max_requests + 4 * len(self._nodes) + 16
         blueprints = _blueprints(pipeline, models, topological(self._nodes))
         self._supervisor = Supervisor(blueprints, self._edges, spawner, self._orchestrator, capacity)

@@ -54,9 +54,9 @@ class Mailbox:
         self._open = trio.CancelScope(shield=True)
 
     @property
-    def unsent(self) -> int:
-        """Messages for which the socket has no room yet: the other side has stopped reading, or reads too slowly."""
-        return self._out_send.statistics().current_buffer_used
+    def behind(self) -> bool:
+        """Whether half of the room is taken: the other side has stopped reading, or reads too slowly."""
+        return 2 * self._out_send.statistics().current_buffer_used >= self._capacity
 
     def post(self, message: Message, fds: Sequence[int] = ()) -> None:
         """Queue a message in order; one to a peer that is gone is dropped.

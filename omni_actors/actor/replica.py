@@ -123,9 +123,9 @@ class Replica:
         return {} if self.life.dead else self.life.gauges
 
     @property
-    def unsent(self) -> int:
-        """Messages that wait because the worker has not read those before them."""
-        return 0 if self.worker is None else self.worker.mailbox.unsent
+    def behind(self) -> bool:
+        """Whether its worker does not keep up with its mail."""
+        return self.worker is not None and self.worker.mailbox.behind
 
     def post(self, message: Message, fds: Sequence[int] = ()) -> None:
         """Tell the worker. One that has stopped reading is killed: it comes back, its requests fail with the cause."""

@@ -217,7 +217,7 @@ class Orchestrator:
         """
         for stage in stages:
             ready = self._ready(stage)
-            if ready and all(each.unsent > self._limits.max_requests for each in ready):
+            if ready and all(each.behind for each in ready):
                 return stage
         return None
 

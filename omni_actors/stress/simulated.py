@@ -124,9 +124,9 @@ class SimulatedWorker:
     # as the supervisor sees it
 
     @property
-    def unsent(self) -> int:
-        """As ``Mailbox.unsent``."""
-        return self._inbox_send.statistics().current_buffer_used
+    def behind(self) -> bool:
+        """As ``Mailbox.behind``."""
+        return 2 * self._inbox_send.statistics().current_buffer_used >= self._capacity
 
     def post(self, message: Message, fds: Sequence[int] = ()) -> None:
         """As ``Mailbox.post``."""

@@ -66,7 +66,7 @@ class _Asked(Asked):
     full: bool = False
     """As many were in flight as may be when it came."""
     behind: Set[str] = frozenset()
-    """The stages with more mail unread than there may be."""
+    """The stages that do not keep up with their mail."""
     invalid: bool = False
     """It asked an engine to refuse it."""
 
@@ -254,8 +254,8 @@ class Simulation(trio.abc.Instrument):
             self.draw.choice(("replay", "replay", "fail")) if what != "probe" else "replay",
             trio.current_time(),
             hooks is not None,
-            full=self._omni.in_flight >= (most := self._workload.pipeline.limits.max_requests),
-            behind={worker.address.stage for worker in self._spawner.living.values() if worker.unsent > most},
+            full=self._omni.in_flight >= self._workload.pipeline.limits.max_requests,
+            behind={worker.address.stage for worker in self._spawner.living.values() if worker.behind},
             **more,
         )
         self._asked.append(asked)
