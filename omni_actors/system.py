@@ -88,7 +88,7 @@ class OmniSystem:
         )
         # Half of it is room for what every request may post: Start and Abort, and when a stage below starts again,
         # Resend. Where the other half is taken, no more requests are admitted.
-        capacity = 4 * pipeline.limits.max_requests + 4 * len(self._nodes) + 16
+        capacity = 6 * pipeline.limits.max_requests + 4 * len(self._nodes) + 16
         blueprints = _blueprints(pipeline, models, topological(self._nodes))
         self._supervisor = Supervisor(blueprints, self._edges, spawner, self._orchestrator, capacity)
         self._running = False

@@ -425,6 +425,21 @@ async def test_a_flood_is_refused_where_a_worker_reads_no_mail_and_nobody_is_kil
         assert not any(replica.history for stage in omni.health().stages.values() for replica in stage)
 
 
+async def test_a_replica_that_reads_no_mail_is_passed_over() -> None:
+    async with OmniSystem.open("echo", **{"limits.max_requests": 4, "stages.second.replicas": 2}) as omni:
+        stopped = psutil.Process(pid_of(omni, "second", 0))
+        stopped.suspend()
+        with trio.fail_after(WATCHDOG_S):
+            while not omni._supervisor.replicas[Address("second", 0)].behind:
+                refusal_of_one_more(omni)  # the neighbour's, if it has one
+                await trio.testing.wait_all_tasks_blocked()  # all that the sockets have room for is sent
+            while refusal_of_one_more(omni) is not None:  # noqa: ASYNC110 - nobody tells
+                await trio.sleep(0.005)
+        assert len(await read(ask(omni))) == 1
+        stopped.resume()
+        assert not any(replica.history for stage in omni.health().stages.values() for replica in stage)
+
+
 def refusal_of_one_more(omni: OmniSystem) -> Overloaded | None:
     try:
         ask(omni).abort()
@@ -437,8 +452,10 @@ async def test_a_worker_that_reads_no_mail_at_all_is_killed_and_replaced() -> No
     async with OmniSystem.open("echo", **QUICK) as omni:
         psutil.Process(pid_of(omni, "second")).suspend()
         replica = omni._supervisor.replicas[Address("second", 0)]
-        while not replica.life.leaving:
-            replica.post(Abort(0))  # harmless: it knows of no such request
+        with trio.fail_after(WATCHDOG_S):
+            while not replica.life.leaving:
+                replica.post(Abort(0))  # harmless: it knows of no such request
+                await trio.lowlevel.checkpoint()  # in which a worker that reads would be sent it
         await wait_back(omni, "second", generation=2)
         (past,) = omni.health().stages["second"][0].history
         assert "waiting unread" in (past.reason or "")

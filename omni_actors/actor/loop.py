@@ -241,7 +241,8 @@ class EngineLoop:
                 case Attach() as attach:
                     self._attach(attach)
                 case Ping(number):
-                    self._notify(Pong(number, dict(engine.gauges()) if isinstance(engine, Measured) else {}))
+                    measured = engine.gauges() if isinstance(engine, Measured) else {}
+                    self._notify(Pong(number, {name: float(value) for name, value in measured.items()}))
                 case Stop():
                     self.stopping = True
         return moved

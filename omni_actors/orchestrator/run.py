@@ -228,7 +228,7 @@ class Orchestrator:
             ready = self._ready(stage)
             if not ready:
                 return None
-            placement[stage] = min((each.address for each in ready), key=self.load)
+            placement[stage] = min(ready, key=lambda each: (each.behind, self.load(each.address))).address
         return placement
 
     def load(self, address: Address) -> int:

@@ -211,6 +211,14 @@ def test_embeds_that_the_model_cannot_take_are_refused(
     assert not driver.engine.busy
 
 
+def test_a_repetition_penalty_is_refused_with_embeds(driver: Any) -> None:
+    driver.start(1, repetition_penalty=1.2)
+    with pytest.raises(InvalidRequest, match="embeds have none") as refused:
+        driver.feed(1, tensors={"embeds": np.zeros((4, 576), np.float32)}, last=True)
+    assert refused.value.param == "repetition_penalty"
+    driver.live.discard(1)
+
+
 def test_embeds_are_for_stages_that_were_made_for_them(driver: Any) -> None:
     driver.start(1)
     with (

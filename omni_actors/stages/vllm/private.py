@@ -47,6 +47,8 @@ NAMES = (
     "vllm.v1.engine.core_client:InprocClient.add_request",
     "vllm.v1.engine.core_client:InprocClient.get_output",
     "vllm.v1.engine.core_client:InprocClient.shutdown",
+    "vllm.model_executor.layers.pooler:DispatchPooler.for_embedding",
+    "vllm.model_executor.models.qwen3_moe:Qwen3MoeModel.load_weights",
     "vllm.renderers.base:BaseRenderer.shutdown",
     "vllm.model_executor.models.registry:_LazyRegisteredModel.load_model_cls",
     "vllm.v1.worker.gpu_worker:Worker.__init__(vllm_config)",

@@ -74,7 +74,8 @@ class Qwen3Talker(TalkerEngine):
         """Raises as ``TalkerEngine`` does, WrongEngineArgument, VLLMMoved, and whatever vLLM does as it loads."""
         options = msgspec.convert(context.options, VLLMTalkerOptions)
         ours = {name: value for name, value in context.options.items() if name != "engine_args"}
-        super().__init__(msgspec.structs.replace(context, options=ours))
+        device = context.device.partition(":")[0]  # of several, the worker sees its own only
+        super().__init__(msgspec.structs.replace(context, options=ours, device=device))
         assert context.model is not None
         rows, block = options.max_batch, options.engine_args.get("block_size", 32 if current_platform.is_cpu() else 16)
         fixed = {
@@ -89,6 +90,7 @@ class Qwen3Talker(TalkerEngine):
             "block_size": block,
             "num_gpu_blocks_override": rows * math.ceil(options.context / block) + 1,  # one is vLLM's own
             "enable_prefix_caching": False,
+            "watermark": 0.0,
             "disable_log_stats": True,  # it counts what passes through ``LLMEngine`` only
             "async_scheduling": False,
             "tensor_parallel_size": 1,
@@ -123,8 +125,12 @@ class Qwen3Talker(TalkerEngine):
             session.sent += many
             request.seen += many
         hidden: dict[str, Tensor] = {}
-        while len(hidden) < len(sessions):
+        for _ in range(len(sessions) * many):  # a step brings one position on at the least
             hidden |= self._engine.step()
+            if len(hidden) == len(sessions):
+                break
+        else:
+            raise RuntimeError(f"vLLM answered {len(hidden)} of {len(sessions)} sessions and has stopped")
         found = torch.stack([hidden[session.name] for session in sessions])
         return found.to(self._device, self._model.dtype)
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import apply_rotary_pos_emb
 
+from omni_actors.stages.vllm.private import VLLMMoved
 from vllm import ModelRegistry
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.pooler import DispatchPooler
@@ -36,6 +37,8 @@ class TalkerLayers(nn.Module, VllmModelForPooling):  # type: ignore[misc]
         super().__init__()
         config = vllm_config.model_config.hf_config
         self.model = Qwen3MoeModel(vllm_config=vllm_config, prefix="model")
+        if not all(hasattr(layer.self_attn, "rotary_emb") for layer in self.model.layers):
+            raise VLLMMoved(["Qwen3MoeAttention.rotary_emb"])
         for layer in self.model.layers:
             layer.self_attn.rotary_emb = _Rotation(config.head_dim)
         self.rotations: Tensor

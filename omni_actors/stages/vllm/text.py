@@ -66,6 +66,9 @@ class TextEngine(VLLMEngine[_Request]):
 
     def _complete(self, request: _Request) -> None:
         if request.collector.embeds:
+            if request.sampling.repetition_penalty != 1.0:  # vLLM would count the ids of whoever had the row before
+                message = "a repetition penalty counts the prompt's tokens, and embeds have none"
+                raise InvalidRequest(message, param="repetition_penalty")
             embeds = self._embeds(request.collector)
             self._add(request, embeds_input(embeds), len(embeds))
         else:
