@@ -19,6 +19,7 @@ import select
 import threading
 import time
 from collections.abc import Callable, Iterable, Set
+from contextlib import AbstractContextManager, nullcontext
 
 from omni_actors.actor import chunks
 from omni_actors.actor.chunks import ChunkHeader, Intake, ReplayDiverged
@@ -130,11 +131,19 @@ class EngineLoop:
     """Runs one engine until ``Stop``. ``post`` may be called from any thread, everything else is the loop's own.
 
     notify: takes what is said of a request; called in the loop's thread and may block it.
+    computing: entered for each step.
     ``run`` is a thread's whole life. Who has no thread to give calls ``turn``, and ``park`` when it moved nothing.
     """
 
-    def __init__(self, address: Address, fence: int, notify: Callable[[Message], None]) -> None:
+    def __init__(
+        self,
+        address: Address,
+        fence: int,
+        notify: Callable[[Message], None],
+        computing: AbstractContextManager[object] | None = None,
+    ) -> None:
         self._address, self._newest, self._notify = address, fence, notify
+        self._computing = computing or nullcontext()
         self._commands: collections.deque[Command] = collections.deque()
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._incoming: dict[Address, _Incoming] = {}
@@ -176,7 +185,8 @@ class EngineLoop:
         if not congested:
             moved |= self._receive(engine)
             if engine.busy:
-                self._step(engine)
+                with self._computing:
+                    self._step(engine)
                 moved = True
         return moved, not congested
 

@@ -24,6 +24,7 @@ from typing import Any, Protocol
 import trio
 from multiprocess import context, popen_spawn_posix, reduction, spawn, util
 
+from omni_actors.actor.cores import SharedCores
 from omni_actors.actor.lifeline import Lifeline, exit_of_dying
 from omni_actors.actor.mailbox import Mailbox, open_mailbox
 from omni_actors.actor.worker import worker_main
@@ -227,45 +228,50 @@ class _Tail:
 class LocalSpawner:
     """Workers as child processes of this one."""
 
+    def __init__(self) -> None:
+        self._cores = SharedCores()
+
     @asynccontextmanager
     async def spawn(self, address: Address, mailbox_capacity: int) -> AsyncIterator[Worker]:
-        try:
-            ours, theirs, stderr_read, stderr_write, lifeline = _channels()
-        except OSError as error:
-            raise SpawnFailed(f"no channels for a worker of {address}: {error}") from error
-        inherited = [_InheritedFd(fd) for fd in (theirs.fileno(), stderr_write, lifeline.fd)]
-        process = _Process(
-            target=worker_main, args=(*inherited, os.getpid()), name=f"omni-actors {address}", daemon=True
-        )
-        try:
-            with _sigint_blocked():
-                process.start()
-            pidfd = os.pidfd_open(process.pid)
-        except BaseException as error:
-            ours.close()
-            os.close(stderr_read)
-            if process.pid is not None:
-                process.kill()
-                process.join()
-            lifeline.close()
-            if isinstance(error, OSError):
-                raise SpawnFailed(f"no process for {address}: {error}") from error
-            raise
-        finally:
-            theirs.close()
-            os.close(stderr_write)
-        async with open_mailbox(ours, mailbox_capacity) as mailbox, trio.open_nursery() as nursery:
-            worker = LocalWorker(process, mailbox, pidfd, lifeline, stderr_read)
-            nursery.start_soon(worker._attend)
+        with ExitStack() as held:
             try:
-                yield worker
+                number = self._cores.join()
+                held.callback(self._cores.leave, number)
+                ours, theirs, stderr_read, stderr_write, lifeline = _channels()
+            except OSError as error:
+                raise SpawnFailed(f"no channels for a worker of {address}: {error}") from error
+            held.callback(lifeline.close)
+            inherited = [_InheritedFd(fd) for fd in (theirs.fileno(), stderr_write, lifeline.fd, self._cores.fd)]
+            process = _Process(
+                target=worker_main, args=(*inherited, number, os.getpid()), name=f"omni-actors {address}", daemon=True
+            )
+            try:
+                with _sigint_blocked():
+                    process.start()
+                pidfd = os.pidfd_open(process.pid)
+            except BaseException as error:
+                ours.close()
+                os.close(stderr_read)
+                if process.pid is not None:
+                    process.kill()
+                    process.join()
+                if isinstance(error, OSError):
+                    raise SpawnFailed(f"no process for {address}: {error}") from error
+                raise
             finally:
-                worker.kill()
-                with trio.CancelScope(shield=True):
-                    await worker.wait_dead()
-                lifeline.close()
-                process.close()
-                os.close(pidfd)
+                theirs.close()
+                os.close(stderr_write)
+            async with open_mailbox(ours, mailbox_capacity) as mailbox, trio.open_nursery() as nursery:
+                worker = LocalWorker(process, mailbox, pidfd, lifeline, stderr_read)
+                nursery.start_soon(worker._attend)
+                try:
+                    yield worker
+                finally:
+                    worker.kill()
+                    with trio.CancelScope(shield=True):
+                        await worker.wait_dead()
+                    process.close()
+                    os.close(pidfd)
 
     def connect(self, producer: Address, consumer: Address, capacity: int, generation: int) -> Ring:
         return Ring.create(capacity, generation=generation)

@@ -24,6 +24,7 @@ from typing import NoReturn
 import trio
 
 from omni_actors.actor import lifeline
+from omni_actors.actor.cores import Cores
 from omni_actors.actor.loop import Attach, EngineLoop
 from omni_actors.actor.mailbox import Mailbox, open_mailbox
 from omni_actors.messages import (
@@ -54,7 +55,9 @@ LONGEST_ERROR = 16_384
 LONGEST_NOTE = 1000
 
 
-def worker_main(control_fd: int, stderr_fd: int, lifeline_fd: int, parent_pid: int) -> NoReturn:
+def worker_main(
+    control_fd: int, stderr_fd: int, lifeline_fd: int, cores_fd: int, number: int, parent_pid: int
+) -> NoReturn:
     """Entry point of the process. Leaves by ``os._exit``: native libraries' exit handlers are not waited for."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
@@ -65,6 +68,7 @@ def worker_main(control_fd: int, stderr_fd: int, lifeline_fd: int, parent_pid: i
     if os.getppid() != parent_pid:  # it died before prctl took effect
         os._exit(0)
     lifeline.hold(lifeline_fd)
+    cores = Cores(cores_fd, number)
     # Engines hold the interpreter in long stretches of small operations: let control messages in between.
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     os.set_inheritable(control_fd, False)
@@ -72,7 +76,7 @@ def worker_main(control_fd: int, stderr_fd: int, lifeline_fd: int, parent_pid: i
     sock.setblocking(False)
     code = 1
     try:
-        engine_error = trio.run(_serve, sock, restrict_keyboard_interrupt_to_checkpoints=True)
+        engine_error = trio.run(_serve, sock, cores, restrict_keyboard_interrupt_to_checkpoints=True)
         if engine_error is None:
             code = 0
         else:
@@ -85,7 +89,7 @@ def worker_main(control_fd: int, stderr_fd: int, lifeline_fd: int, parent_pid: i
         os._exit(code)
 
 
-async def _serve(sock: socket.socket) -> Exception | None:
+async def _serve(sock: socket.socket, cores: Cores) -> Exception | None:
     """Until told to stop, or until the engine fails: with what."""
     async with open_mailbox(sock, MAILBOX_CAPACITY) as mailbox:
         configure, _ = await mailbox.incoming.receive()
@@ -96,11 +100,12 @@ async def _serve(sock: socket.socket) -> Exception | None:
             """For the engine's thread: queue a message, waiting for room."""
             trio.from_thread.run(mailbox.send, message)
 
-        loop = EngineLoop(configure.address, configure.fence, notify)
+        cores.threads = configure.threads
+        loop = EngineLoop(configure.address, configure.fence, notify, cores)
         error: Exception | None = None  # what stays when the engine's thread is abandoned
         async with trio.open_nursery() as nursery:
             nursery.start_soon(_obey, loop, mailbox, nursery.cancel_scope)
-            error = await trio.to_thread.run_sync(_run_engine, configure, loop, notify, abandon_on_cancel=True)
+            error = await trio.to_thread.run_sync(_run_engine, configure, cores, loop, notify, abandon_on_cancel=True)
             with trio.move_on_after(LAST_WORDS_S):
                 await mailbox.drain()
             nursery.cancel_scope.cancel()
@@ -125,7 +130,9 @@ async def _obey(loop: EngineLoop, mailbox: Mailbox, worker_scope: trio.CancelSco
     worker_scope.cancel()
 
 
-def _run_engine(configure: Configure, loop: EngineLoop, notify: Callable[[Message], None]) -> Exception | None:
+def _run_engine(
+    configure: Configure, cores: Cores, loop: EngineLoop, notify: Callable[[Message], None]
+) -> Exception | None:
     """The engine's thread: load, then serve until ``Stop``. An exception is returned, to be reported by itself."""
     began = time.monotonic()
     try:
@@ -139,6 +146,7 @@ def _run_engine(configure: Configure, loop: EngineLoop, notify: Callable[[Messag
                 model=Path(configure.model) if configure.model else None,
                 options=configure.options,
                 threads=configure.threads,
+                team=cores.team,
                 device=configure.device,
                 report=lambda note: notify(Loading(note[:LONGEST_NOTE])),
             )
@@ -166,6 +174,9 @@ def _prepare_libraries(threads: int, *, spins: bool) -> None:
     for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         os.environ[variable] = str(threads)
     os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
+    # Intel's "conditional numerical reproducibility": the same bits wherever a matrix lies and whichever thread has it.
+    # Without, those of attention depend on how many threads there are. No slower, as far as could be measured.
+    os.environ.setdefault("MKL_CBWR", "AUTO")
     if spins:
         os.environ["GOMP_SPINCOUNT"] = str(SPIN_COUNT)
 

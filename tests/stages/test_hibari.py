@@ -161,12 +161,55 @@ def test_a_sentence_is_spoken_while_the_next_one_is_written(acoustic: Any) -> No
     outputs = acoustic.run()[1]
     assert outputs[0].data["text"] == "It is late."
     assert not any(output.last for output in outputs)
-    acoustic.feed(1, {"text": " night."}, source="thinker")
+    acoustic.feed(1, {"text": " night"}, source="thinker")
     assert not acoustic.engine.busy
     acoustic.feed(1, last=True, source="thinker")
     outputs = acoustic.run()[1]
-    assert outputs[0].data["text"] == "Good night."
+    assert outputs[0].data["text"] == "Good night"
     assert outputs[0].data["sentence"] == 1
+
+
+@pytest.mark.parametrize(
+    ("pieces", "computed"),
+    [
+        (["It is late.", " Good", " night."], [1, 1, 2, 2]),
+        (["It costs 3.", "14 dollars", "."], [1, 1, 2, 2]),
+        (["Yes.", " Yes.", "  Yes", '."'], [1, 2, 2, 3, 3]),
+    ],
+    ids=["complete", "it goes on", "the same again"],
+)
+def test_a_sentence_that_looks_complete_is_computed_ahead(
+    acoustic: Any, monkeypatch: pytest.MonkeyPatch, pieces: list[str], computed: list[int]
+) -> None:
+    """computed: how often the network has run after each piece, and at the end; the outputs are always the same."""
+    acoustic.start(1)
+    acoustic.feed(1, {"text": "".join(pieces)}, last=True)
+    at_once = acoustic.run()[1]
+    runs: list[str] = []
+    network = acoustic.engine._features
+    monkeypatch.setattr(acoustic.engine, "_features", lambda *of: runs.append(of[0]) or network(*of))
+    acoustic.start(2, ("thinker",))
+    outputs, counts = [], []
+    for piece in [*pieces, None]:
+        acoustic.feed(2, {} if piece is None else {"text": piece}, source="thinker", last=piece is None)
+        outputs += acoustic.run().get(2, [])
+        counts.append(len(runs))
+    assert counts == computed
+    assert [output.data for output in outputs] == [output.data for output in at_once]
+    for ours, whole in zip(outputs, at_once, strict=True):
+        for name in whole.tensors:
+            np.testing.assert_array_equal(ours.tensors[name], whole.tensors[name])
+
+
+def test_nobody_waits_for_what_may_be_for_nothing(acoustic: Any) -> None:
+    acoustic.start(1, ("thinker",))
+    acoustic.feed(1, {"text": "Perhaps."}, source="thinker")
+    acoustic.start(2)
+    acoustic.feed(2, {"text": "Now."}, last=True)
+    assert {output.request_id for output in acoustic.step()} == {2}
+    assert list(acoustic.step()) == []
+    assert not acoustic.engine.busy
+    acoustic.abort(1)
 
 
 def test_requests_take_turns_by_the_sentence(acoustic: Any) -> None:

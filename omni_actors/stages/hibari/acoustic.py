@@ -11,6 +11,9 @@ A sentence in which there is nothing to pronounce (":-)") is left out. One that 
 phonemes counts as several; the first of them brings the text. The last chunk of the last sentence is the request's
 last output, or an empty one where nothing is left to say.
 
+A sentence that ends as sentences do is computed before the text after it shows that it is complete, a step of the
+language model later; where it goes on after all ("3.", "14"), that was for nothing. What is put out is the same.
+
 The text is hibari's to read (``Hibari.phonemize``); the network is the one in its package.
 """
 
@@ -19,7 +22,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from itertools import chain, repeat
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import msgspec
 import numpy as np
@@ -30,6 +33,8 @@ from omni_actors.stages.registry import AcousticOptions, AcousticParams
 
 if TYPE_CHECKING:
     from hibari import Hibari
+
+_Floats: TypeAlias = "np.ndarray[Any, np.dtype[np.float32]]"
 
 __all__ = ["LONGEST_SCRIPT", "AcousticEngine"]
 
@@ -52,10 +57,19 @@ class _Request:
         self.phrases: deque[tuple[str, str]] = deque()
         """(phonemes, text): the next sentence, made ready."""
         self.spoken = 0
+        self.foreseen: str | None = None
+        """What was taken for the next sentence, and computed ahead: its first phrase and the features of that."""
+        self.ahead: tuple[str, list[_Floats]] | None = None
 
     @property
     def ready(self) -> bool:
         return bool(self.sentences or self.phrases) or not self.open
+
+    @property
+    def likely(self) -> str | None:
+        """The sentence to compute ahead: it only waits for the text after it to show that it is complete."""
+        likely = None if self.ready else self.reader.likely
+        return None if likely == self.foreseen else likely
 
 
 class AcousticEngine:
@@ -75,7 +89,7 @@ class AcousticEngine:
 
     @property
     def busy(self) -> bool:
-        return any(request.ready for request in self._requests.values())
+        return any(request.ready or request.likely for request in self._requests.values())
 
     def start(self, request: StageRequest) -> None:
         self._requests[request.request_id] = _Request(request, SentenceReader(self._voice.split_sentences))
@@ -92,7 +106,9 @@ class AcousticEngine:
             del self._requests[request_id]
             found = f"the text has {request.script} characters or more; at most {LONGEST_SCRIPT} can be spoken"
             raise InvalidRequest(found, param="input", code="string_above_max_length")
-        request.sentences += request.reader.read(text)
+        if sentences := request.reader.read(text):
+            request.sentences += sentences
+            request.foreseen = None
         request.blank = request.blank and not text.strip()
         if chunk.last:
             request.open.discard(chunk.source)
@@ -106,13 +122,15 @@ class AcousticEngine:
         self._requests.pop(request_id, None)
 
     def step(self) -> Iterator[StageOutput]:
-        """One sentence of the request that has waited longest."""
-        request_id = next(request_id for request_id, request in self._requests.items() if request.ready)
+        """One sentence of the request that has waited longest; or, where none is due, one ahead."""
+        request_id = next((request_id for request_id, request in self._requests.items() if request.ready), None)
+        if request_id is None:
+            self._compute_ahead(next(request for request in self._requests.values() if request.likely))
+            return
         request = self._requests.pop(request_id)
         while not request.phrases and request.sentences:
             sentence = request.sentences.popleft()
-            spoken = [p for p in self._voice.phonemize(sentence) if any(map(str.isalpha, p))]
-            request.phrases += [(p, "" if i else sentence) for i, p in enumerate(spoken)]
+            request.phrases += [(p, "" if i else sentence) for i, p in enumerate(self._phrases(sentence))]
         phrase = request.phrases.popleft() if request.phrases else None
         last = not request.open and not request.sentences and not request.phrases
         if not last:
@@ -126,10 +144,22 @@ class AcousticEngine:
         self._requests.clear()
         del self._voice
 
+    def _compute_ahead(self, request: _Request) -> None:
+        """Have the features when the sentence is complete: a language model's next token is a step of it away."""
+        request.foreseen = request.likely
+        assert request.foreseen is not None
+        phrases = self._phrases(request.foreseen)
+        request.ahead = (phrases[0], self._features(phrases[0], request.speed)) if phrases else None
+
+    def _phrases(self, sentence: str) -> list[str]:
+        """Those of hibari's phonemes, a string a phrase, in which there is something to pronounce."""
+        return [phonemes for phonemes in self._voice.phonemize(sentence) if any(map(str.isalpha, phonemes))]
+
     def _chunks(
         self, request_id: RequestId, request: _Request, phonemes: str, text: str, last: bool
     ) -> Iterator[StageOutput]:
-        *spectral, f0 = self._features(phonemes, request.speed)
+        (foreseen, features), request.ahead = request.ahead or ("", []), None
+        *spectral, f0 = features if foreseen == phonemes else self._features(phonemes, request.speed)
         frames, sentence = len(f0), request.spoken
         request.spoken += 1
         sizes = chain(self._chunk_frames, repeat(self._chunk_frames[-1]))
@@ -144,7 +174,7 @@ class AcousticEngine:
                 data["text"] = text
             yield StageOutput(request_id, tensors, data, last and end == frames)
 
-    def _features(self, phonemes: str, speed: float) -> list[np.ndarray[Any, np.dtype[np.float32]]]:
+    def _features(self, phonemes: str, speed: float) -> list[_Floats]:
         """lh, theta, ln, lr, phi: (601, F), f0: (F,), from a string of phonemes."""
         ids = np.asarray([self._voice.ids(phonemes)], np.int64)
         return [out[0] for out in self._voice.sess.run(None, {"ids": ids, "speed": np.asarray([speed], np.float32)})]

@@ -24,6 +24,7 @@ LONGEST = 300
 _EVERYWHERE = str.maketrans("", "", "*`")
 _WHITE_SPACE = re.compile(r"\s+")
 _LINE_START = re.compile(r"^(?:(?:#{1,6}|[-+•>])\s+)+")
+_SENTENCE_END = re.compile(r"[.!?…][\"'”’)]*\s*$")
 _CLAUSE_END = re.compile(r"[,;:—](?=\s)")
 
 
@@ -43,6 +44,12 @@ class SentenceReader:
         parts = [part for sentence in complete for part in _cut(sentence)]
         *cut_off, self._rest = _cut(rest)
         return _speakable([*parts, *cut_off])
+
+    @property
+    def likely(self) -> str | None:
+        """The rest, where it looks like a whole sentence: what ``read`` or ``finish`` will most likely give next."""
+        sentences = _speakable([self._rest]) if _SENTENCE_END.search(self._rest) else []
+        return sentences[0] if sentences else None
 
     def finish(self) -> list[str]:
         """What is left when the text has ended."""
