@@ -1,26 +1,35 @@
-"""The machine's cores, as its workers share them: with how many native threads each computes just now.
+"""The machine's cores, as its workers share them: who computes now, with how many native threads, and where.
 
 A language model with a thread on every core and a voice beside it get in each other's way: one of the model's threads
 waits awake for the other, which the voice keeps from its core. So a worker with several threads computes with those
-that the others leave, and with one at least.
+that the others leave, and with one at least. And whoever begins to compute keeps off the cores on which the engines of
+others run: the kernel likes to wake a receiver on its sender's core, and the sender has more to do.
 
 Rules
-1. One page of shared memory, a byte a worker. Its owner writes it, and the spawner once the owner is dead; all read.
-   There are no locks: who sees an old value is slower for a moment, and nothing else follows.
+1. One page of shared memory, two bytes a worker: its threads, 0 while it does not compute, and its engine's core. Its
+   owner writes them, and the spawner once the owner is dead; all read. There are no locks: who sees an old value is
+   slower for a moment, and nothing else follows.
 2. Who looks only between its steps reacts too late: a step of a model may take as long as all that the others do.
 3. What is computed must not depend on it (see ``StageContext.team``).
+4. Where others run on all cores, all cores are as good: the kernel decides. Only the engine's own thread is moved.
 """
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
+from contextlib import suppress
 
 from ringbuf._descriptors import create_memory
 
-SIZE = 256
-"""Workers of one spawner that have a byte of their own; those beyond share one."""
+WORKERS = 128
+"""Of one spawner that have bytes of their own; those beyond share."""
+SIZE = 2 * WORKERS
 MOST = 255
+"""Threads that a byte can tell of. A core with a higher number is not told of."""
+
+_current_core = ctypes.CDLL(None).sched_getcpu
 
 
 class SharedCores:
@@ -36,14 +45,14 @@ class SharedCores:
         if self._map is None:
             self.fd = create_memory(SIZE)
             self._map = mmap.mmap(self.fd, SIZE)
-        number = min(set(range(SIZE)).difference(self._workers), default=SIZE - 1)
+        number = min(set(range(WORKERS)).difference(self._workers), default=WORKERS - 1)
         self._workers.append(number)
         return number
 
     def leave(self, number: int) -> None:
         """That worker is dead, or never was."""
         assert self._map is not None
-        self._map[number] = 0
+        self._map[number] = self._map[WORKERS + number] = 0
         self._workers.remove(number)
         if not self._workers:
             self._map.close()
@@ -58,19 +67,36 @@ class Cores:
         self._map = mmap.mmap(fd, SIZE)
         os.close(fd)
         self._number = number
-        self._cores = len(os.sched_getaffinity(0))
+        self._allowed = self._chosen = os.sched_getaffinity(0)
         self.threads = 1
         """The most that it computes with."""
 
     def __enter__(self) -> None:
-        self._map[self._number] = min(self.threads, MOST)
+        self._say(self.threads, 0)
+        elsewhere = self._map[WORKERS:]
+        taken = {core - 1 for core in elsewhere if core} if any(elsewhere) else set()
+        self._keep_to(self._allowed - taken or self._allowed)
+        self._say(self.threads, _current_core() + 1)
 
     def __exit__(self, *_: object) -> None:
-        self._map[self._number] = 0
+        self._say(0, 0)
+
+    def close(self) -> None:
+        self._map.close()
 
     def team(self) -> int:
         """With how many threads to compute from now on: ``threads``, or those that the other workers leave."""
-        others = sum(self._map[:]) - self._map[self._number]
-        team = max(1, min(self.threads, self._cores - others))
-        self._map[self._number] = min(team, MOST)
+        others = sum(self._map[:WORKERS]) - self._map[self._number]
+        team = max(1, min(self.threads, len(self._allowed) - others))
+        self._say(team, _current_core() + 1)
         return team
+
+    def _keep_to(self, cores: set[int]) -> None:
+        if cores != self._chosen:
+            with suppress(OSError):  # they were taken from us since this worker began
+                os.sched_setaffinity(0, cores)
+            self._chosen = cores
+
+    def _say(self, threads: int, place: int) -> None:
+        self._map[self._number] = min(threads, MOST)
+        self._map[WORKERS + self._number] = place if place <= MOST else 0

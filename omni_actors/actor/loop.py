@@ -131,7 +131,7 @@ class EngineLoop:
     """Runs one engine until ``Stop``. ``post`` may be called from any thread, everything else is the loop's own.
 
     notify: takes what is said of a request; called in the loop's thread and may block it.
-    computing: entered for each step.
+    computing: entered by ``run`` for each turn.
     ``run`` is a thread's whole life. Who has no thread to give calls ``turn``, and ``park`` when it moved nothing.
     """
 
@@ -168,7 +168,8 @@ class EngineLoop:
         self.running = True
         try:
             while not self.stopping:
-                moved, receiving = self.turn(engine)
+                with self._computing:
+                    moved, receiving = self.turn(engine)
                 if not moved:
                     self._sleep(receiving=receiving)
             engine.close()
@@ -185,8 +186,7 @@ class EngineLoop:
         if not congested:
             moved |= self._receive(engine)
             if engine.busy:
-                with self._computing:
-                    self._step(engine)
+                self._step(engine)
                 moved = True
         return moved, not congested
 

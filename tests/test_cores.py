@@ -1,0 +1,230 @@
+"""How workers share the machine's cores: who has several threads computes with those that the others leave."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import trio
+
+from omni_actors import OmniSystem
+from omni_actors.actor import cores as module
+from omni_actors.actor.cores import MOST, WORKERS, Cores, SharedCores
+from omni_actors.errors import StageCrashed
+from omni_actors.orchestrator.request import Input
+from omni_actors.stages.base import StageContext, StageFailure, StageOutput
+from omni_actors.stages.echo import EchoEngine
+
+WATCHDOG_S = 60.0
+CORES = len(os.sched_getaffinity(0))
+
+
+class Asking(EchoEngine):
+    """Says how many threads it would compute with. Workers import it by name."""
+
+    def __init__(self, context: StageContext) -> None:
+        super().__init__(context)
+        assert context.team is not None
+        self._team = context.team
+
+    def step(self) -> Iterator[StageOutput | StageFailure]:
+        for output in super().step():
+            assert isinstance(output, StageOutput)
+            yield StageOutput(output.request_id, {}, {"text": str(self._team())}, output.last)
+
+
+PIPELINE = f"""\
+name: cores
+stages:
+  asking: {{engine: "tests.test_cores:Asking", accepts: [messages], emits: text, threads: {CORES}}}
+  voice: {{engine: echo, accepts: [script], emits: audio, threads: 1}}
+"""
+
+
+class Machine:
+    """Workers of one spawner on a machine of four cores, without their processes."""
+
+    def __init__(self) -> None:
+        self.shared = SharedCores()
+        self.numbers: dict[Cores, int] = {}
+        self.core = MOST
+        """On which who computes runs."""
+        self.kept_to: list[set[int]] = []
+
+    def worker(self, threads: int) -> Cores:
+        number = self.shared.join()
+        cores = Cores(os.dup(self.shared.fd), number)
+        cores.threads, self.numbers[cores] = threads, number
+        return cores
+
+    def leave(self, cores: Cores) -> None:
+        self.shared.leave(self.numbers.pop(cores))
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
+    machine = Machine()
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2, 3})
+    monkeypatch.setattr(os, "sched_setaffinity", lambda pid, cores: machine.kept_to.append(cores))
+    monkeypatch.setattr(module, "_current_core", lambda: machine.core)
+    yield machine
+    for cores in list(machine.numbers):
+        machine.leave(cores)
+
+
+def test_a_team_is_what_the_others_leave_and_one_at_least(machine: Machine) -> None:
+    model, voice, vocoder = machine.worker(4), machine.worker(1), machine.worker(3)
+    with model:
+        assert model.team() == 4
+        with voice:
+            assert model.team() == 3
+            with vocoder:
+                assert model.team() == 1
+            assert model.team() == 3
+        assert model.team() == 4
+
+
+def test_two_who_would_have_all_cores_share_them(machine: Machine) -> None:
+    one, other = machine.worker(4), machine.worker(4)
+    with one:
+        assert one.team() == 4
+        with other:
+            assert other.team() == 1
+            assert one.team() == 3
+            assert other.team() == 1
+        assert one.team() == 4
+
+
+def test_the_dead_compute_no_more_and_their_number_is_given_again(machine: Machine) -> None:
+    model, doomed = machine.worker(2), machine.worker(4)
+    doomed.__enter__()
+    assert model.team() == 1
+    number = machine.numbers[doomed]
+    machine.leave(doomed)
+    assert model.team() == 2
+    assert machine.numbers[machine.worker(1)] == number
+
+
+def test_who_begins_to_compute_keeps_off_the_cores_of_those_who_do(machine: Machine) -> None:
+    model, voice, vocoder = machine.worker(2), machine.worker(1), machine.worker(1)
+    machine.core = 1
+    with model:
+        for _ in range(2):
+            machine.core = 3
+            with voice:
+                pass
+        assert machine.kept_to == [{0, 2, 3}], "once: it stays there as long as that is right"
+        machine.core = 2
+        model.team()  # the kernel has moved it
+        with voice:
+            assert machine.kept_to.pop() == {0, 1, 3}
+            with vocoder:
+                assert machine.kept_to.pop() == {0, 1, 3}
+    with voice:
+        assert machine.kept_to.pop() == {0, 1, 2, 3}
+
+
+def test_where_others_run_on_every_core_the_kernel_decides(machine: Machine) -> None:
+    others = [machine.worker(1) for _ in range(4)]
+    for machine.core, other in enumerate(others):
+        other.__enter__()
+    machine.kept_to.clear()
+    with machine.worker(1):
+        assert machine.kept_to == []
+    machine.leave(others[2])
+    with machine.worker(1):
+        assert machine.kept_to == [{2}]
+
+
+def test_cores_that_were_taken_away_are_no_error(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(pid: int, cores: set[int]) -> None:
+        raise OSError(22, "Invalid argument")
+
+    monkeypatch.setattr(os, "sched_setaffinity", refuse)
+    machine.core = 1
+    with machine.worker(1), machine.worker(1):
+        pass
+
+
+def test_memory_and_descriptor_last_as_long_as_workers_do(machine: Machine) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    workers = [machine.worker(1) for _ in range(WORKERS + 2)]
+    assert sorted(machine.numbers.values()) == [*range(WORKERS), WORKERS - 1, WORKERS - 1]
+    assert len(os.listdir("/proc/self/fd")) > before
+    for worker in workers:
+        machine.leave(worker)
+        worker.close()
+    assert machine.shared.fd == -1
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+async def test_a_worker_gives_way_to_one_that_computes_until_that_is_killed(tmp_path: Path) -> None:
+    (tmp_path / "cores.yaml").write_text(PIPELINE)
+    async with OmniSystem.open(tmp_path / "cores.yaml") as omni:
+
+        async def team() -> int:
+            return int("".join([output.delta async for output in omni.generate("how many?")]))
+
+        with trio.fail_after(WATCHDOG_S):
+            assert await team() == CORES
+            computing = omni.submit({"script": [Input({"echo": {"hang": True}})]}, ("audio",), on_failure="fail")
+            while await team() != max(1, CORES - 1):
+                pass  # it is not in its step yet
+            pid = omni.health().stages["voice"][0].pid
+            assert pid is not None
+            os.kill(pid, signal.SIGKILL)
+            with pytest.raises(StageCrashed):
+                [output async for output in computing]
+            while await team() != CORES:
+                pass  # it is not gone yet
+
+
+BITS = """
+from itertools import chain, cycle, repeat
+from omni_actors.actor.worker import _prepare_libraries
+
+_prepare_libraries(2, spins=False)  # as a worker does, before torch is loaded
+
+import torch
+from omni_actors.stages import assets
+from omni_actors.stages.base import CLIENT, Chunk, StageContext, StageRequest
+from omni_actors.stages.llm import open_engine
+
+teams = repeat(2)
+model = assets.resolve("smollm2-135m-instruct")
+engine = open_engine(StageContext("llm", model, {"prefill_chunk": 32}, 2, "cpu", print, lambda: next(teams)))
+logits, forward = [], engine._forward
+
+def noted(rows, count):
+    result = forward(rows, count)
+    logits.append(result.clone())
+    return result
+
+engine._forward = noted
+
+def answers():
+    logits.clear()
+    for number, question in enumerate(["Why is the sky blue?", "Who wrote Hamlet? " * 8, "What do bees make?"]):
+        engine.start(StageRequest(number, (CLIENT,), {"max_tokens": 4 + 3 * number}))
+        engine.feed(number, Chunk(CLIENT, 0, True, {}, {"messages": [{"role": "user", "content": question}]}))
+        list(engine.step())
+    while engine.busy:
+        list(engine.step())
+    return list(logits)
+
+alone = answers()
+for teams in (repeat(1), cycle((1, 2, 2)), chain(repeat(2, 150), repeat(1))):
+    among = answers()
+    assert len(among) == len(alone) > 10
+    assert all(torch.equal(one, other) for one, other in zip(among, alone))
+assert torch.get_num_threads() == 1  # it did follow
+"""
+
+
+def test_the_language_model_gives_the_same_bits_with_any_team() -> None:
+    subprocess.run([sys.executable, "-c", BITS], check=True, timeout=300)
