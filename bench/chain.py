@@ -90,6 +90,7 @@ def answer(
 
 def main() -> None:
     threads = int(sys.argv[1])
+    os.environ["MKL_CBWR"] = "AUTO"  # as in a worker
     os.environ["OMP_NUM_THREADS"] = str(threads)  # alone on the machine, its threads may spin: that is its best
     llm, acoustic, vocoder = (open_stage(name, threads) for name in ("llm", "acoustic", "vocoder"))
     print("ready", flush=True)

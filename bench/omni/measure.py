@@ -15,6 +15,9 @@ from bench.omni.pipelines import PROMPT, Scenario
 from omni_actors import AudioChunk, OmniSystem
 from omni_actors.generation import Generation, RequestMetrics
 
+SETTLED_S = 0.1
+"""Without CPU time, of which the kernel tells in hundredths."""
+
 
 class Run(msgspec.Struct):
     """Times in seconds from the moment at which all requests are submitted; medians over them, but ``e2e_s``."""
@@ -63,11 +66,23 @@ class Client:
                 nursery.start_soon(first_of, answer)
         for answer in asked:
             answer.abort()
+        await self._settle()
         return statistics.median(seen)
 
-    async def run(self, concurrent: int) -> Run:
+    async def _settle(self) -> None:
+        """Until nothing computes: who is measured next has the machine to itself."""
+        workers = self._workers()
+        before = -1.0
+        while (now := sum(map(_cpu, workers))) != before:
+            before = now
+            await trio.sleep(SETTLED_S)
+
+    def _workers(self) -> list[psutil.Process]:
         replicas = [replica for stage in self._omni.health().stages.values() for replica in stage]
-        workers = [psutil.Process(replica.pid) for replica in replicas if replica.pid]
+        return [psutil.Process(replica.pid) for replica in replicas if replica.pid]
+
+    async def run(self, concurrent: int) -> Run:
+        workers = self._workers()
         cpu = [_cpu(worker) for worker in workers]
         parent = _cpu(psutil.Process())
         first: list[dict[str, float]] = []

@@ -62,11 +62,11 @@ def compute(directory: Path) -> Scenario:
             "thinker": Stage(
                 engine="qwen3_thinker", model=model, accepts=("messages",), emits="text", threads=1, options=batch
             ),
-            # The stages share two cores: who waits for a first word goes before who is being spoken to.
-            "talker": Stage(engine="qwen3_talker", model=model, inputs=("thinker",), threads=1, nice=5, options=batch),
+            # The stages share two cores: who waits for a first word goes first, and what is furthest behind it last.
+            "talker": Stage(engine="qwen3_talker", model=model, inputs=("thinker",), threads=1, nice=10, options=batch),
             # Its work grows with its batch, which that of the others hardly does: one core would fall behind.
             "code2wav": Stage(
-                engine="qwen3_code2wav", model=model, inputs=("talker",), emits="audio", threads=1, nice=5, replicas=2
+                engine="qwen3_code2wav", model=model, inputs=("talker",), emits="audio", threads=1, nice=15, replicas=2
             ),
         },
         {"max_tokens": TOKENS, "talker_max_tokens": FRAMES + 1, "talker_temperature": 0.0},
