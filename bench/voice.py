@@ -169,7 +169,13 @@ def verdicts(result: Row) -> list[tuple[str, float, str, bool]]:
 
 
 @click.command()
-@click.option("--rounds", default=20, show_default=True, help="Counted rounds, after one that warms up.")
+@click.option(
+    "--rounds",
+    type=click.IntRange(min=2),
+    default=20,
+    show_default=True,
+    help="Counted rounds, after one that warms up.",
+)
 @click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write the figures here.")
 @click.option(
     "-s", "--set", "assignments", multiple=True, metavar="PATH=VALUE", help="Override a value of the pipeline."

@@ -199,6 +199,7 @@ async def test_types() -> None:
 
 class Recording(LocalSpawner):
     def __init__(self) -> None:
+        super().__init__()
         self.log: list[str] = []
 
     @asynccontextmanager

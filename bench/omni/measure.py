@@ -17,6 +17,7 @@ from omni_actors.generation import Generation, RequestMetrics
 
 SETTLED_S = 0.1
 """Without CPU time, of which the kernel tells in hundredths."""
+LONGEST_SETTLING_S = 60.0
 
 
 class Run(msgspec.Struct):
@@ -73,9 +74,10 @@ class Client:
         """Until nothing computes: who is measured next has the machine to itself."""
         workers = self._workers()
         before = -1.0
-        while (now := sum(map(_cpu, workers))) != before:
-            before = now
-            await trio.sleep(SETTLED_S)
+        with trio.fail_after(LONGEST_SETTLING_S):
+            while (now := sum(map(_cpu, workers))) != before:
+                before = now
+                await trio.sleep(SETTLED_S)
 
     def _workers(self) -> list[psutil.Process]:
         replicas = [replica for stage in self._omni.health().stages.values() for replica in stage]

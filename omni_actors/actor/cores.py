@@ -8,10 +8,11 @@ others run: the kernel likes to wake a receiver on its sender's core, and the se
 Rules
 1. One page of shared memory, two bytes a worker: its threads, 0 while it does not compute, and its engine's core. Its
    owner writes them, and the spawner once the owner is dead; all read. There are no locks: who sees an old value is
-   slower for a moment, and nothing else follows.
+   slower for a step, and nothing else follows.
 2. Who looks only between its steps reacts too late: a step of a model may take as long as all that the others do.
 3. What is computed must not depend on it (see ``StageContext.team``).
-4. Where others run on all cores, all cores are as good: the kernel decides. Only the engine's own thread is moved.
+4. A thread is moved and not kept: where it runs from then on the kernel decides, and threads that it starts may run
+   anywhere.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from contextlib import suppress
 from ringbuf._descriptors import create_memory
 
 WORKERS = 128
-"""Of one spawner that have bytes of their own; those beyond share."""
+"""Of one spawner that have bytes of their own; those beyond share two, and are seen or not."""
 SIZE = 2 * WORKERS
 MOST = 255
 """Threads that a byte can tell of. A core with a higher number is not told of."""
@@ -43,8 +44,13 @@ class SharedCores:
     def join(self) -> int:
         """A new worker's number. Raises OSError (no memory, no descriptor)."""
         if self._map is None:
-            self.fd = create_memory(SIZE)
-            self._map = mmap.mmap(self.fd, SIZE)
+            fd = create_memory(SIZE)
+            try:
+                self._map = mmap.mmap(fd, SIZE)
+            except BaseException:
+                os.close(fd)
+                raise
+            self.fd = fd
         number = min(set(range(WORKERS)).difference(self._workers), default=WORKERS - 1)
         self._workers.append(number)
         return number
@@ -67,36 +73,42 @@ class Cores:
         self._map = mmap.mmap(fd, SIZE)
         os.close(fd)
         self._number = number
-        self._allowed = self._chosen = os.sched_getaffinity(0)
+        self._cores = len(os.sched_getaffinity(0))
         self.threads = 1
         """The most that it computes with."""
 
     def __enter__(self) -> None:
         self._say(self.threads, 0)
-        elsewhere = self._map[WORKERS:]
-        taken = {core - 1 for core in elsewhere if core} if any(elsewhere) else set()
-        self._keep_to(self._allowed - taken or self._allowed)
-        self._say(self.threads, _current_core() + 1)
+        here = _here()
+        if here and here in self._map[WORKERS:]:
+            self._move()
+            here = _here()
+        self._say(self.threads, here)
 
     def __exit__(self, *_: object) -> None:
         self._say(0, 0)
 
-    def close(self) -> None:
-        self._map.close()
-
     def team(self) -> int:
         """With how many threads to compute from now on: ``threads``, or those that the other workers leave."""
         others = sum(self._map[:WORKERS]) - self._map[self._number]
-        team = max(1, min(self.threads, len(self._allowed) - others))
-        self._say(team, _current_core() + 1)
+        team = max(1, min(self.threads, self._cores - others))
+        self._say(team, _here())
         return team
 
-    def _keep_to(self, cores: set[int]) -> None:
-        if cores != self._chosen:
-            with suppress(OSError):  # they were taken from us since this worker began
-                os.sched_setaffinity(0, cores)
-            self._chosen = cores
+    def _move(self) -> None:
+        """To a core on which no other worker's engine runs, if there is one."""
+        allowed = os.sched_getaffinity(0)
+        if free := allowed.difference(core - 1 for core in self._map[WORKERS:] if core):
+            with suppress(OSError):  # these cores were taken from the worker a moment ago
+                os.sched_setaffinity(0, free)
+                os.sched_setaffinity(0, allowed)
 
     def _say(self, threads: int, place: int) -> None:
         self._map[self._number] = min(threads, MOST)
-        self._map[WORKERS + self._number] = place if place <= MOST else 0
+        self._map[WORKERS + self._number] = place
+
+
+def _here() -> int:
+    """The core of the calling thread, as the page tells of it: counted from 1, and 0 where it cannot be told."""
+    core: int = _current_core()
+    return core + 1 if core < MOST else 0

@@ -131,7 +131,7 @@ class EngineLoop:
     """Runs one engine until ``Stop``. ``post`` may be called from any thread, everything else is the loop's own.
 
     notify: takes what is said of a request; called in the loop's thread and may block it.
-    computing: entered by ``run`` for each turn.
+    computing: entered by ``run`` for each turn, ``notify`` included.
     ``run`` is a thread's whole life. Who has no thread to give calls ``turn``, and ``park`` when it moved nothing.
     """
 

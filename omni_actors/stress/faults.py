@@ -40,6 +40,7 @@ class ShortSpawner(LocalSpawner):
     """This machine, with no memory for the next ``refusals`` rings of a stage."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.refusals: dict[str, int] = {}
         self.refused: list[tuple[str, str]] = []
         """Producer and consumer of each ring that was refused."""

@@ -175,8 +175,9 @@ def test_a_sentence_is_spoken_while_the_next_one_is_written(acoustic: Any) -> No
         (["It is late.", " Good", " night."], [1, 1, 2, 2]),
         (["It costs 3.", "14 dollars", "."], [1, 1, 2, 2]),
         (["Yes.", " Yes.", "  Yes", '."'], [1, 2, 2, 3, 3]),
+        (["Wait!", '"', '"', " Go"], [1, 1, 1, 1, 2]),
     ],
-    ids=["complete", "it goes on", "the same again"],
+    ids=["complete", "it goes on", "the same again", "it sounds as before"],
 )
 def test_a_sentence_that_looks_complete_is_computed_ahead(
     acoustic: Any, monkeypatch: pytest.MonkeyPatch, pieces: list[str], computed: list[int]
@@ -201,7 +202,7 @@ def test_a_sentence_that_looks_complete_is_computed_ahead(
             np.testing.assert_array_equal(ours.tensors[name], whole.tensors[name])
 
 
-def test_nobody_waits_for_what_may_be_for_nothing(acoustic: Any) -> None:
+def test_what_is_due_goes_before_what_may_be_for_nothing(acoustic: Any) -> None:
     acoustic.start(1, ("thinker",))
     acoustic.feed(1, {"text": "Perhaps."}, source="thinker")
     acoustic.start(2)

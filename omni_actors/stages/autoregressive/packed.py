@@ -34,12 +34,18 @@ class _PackedLinear(nn.Module):
         return result
 
 
-def pack_linears(model: nn.Module, rows: int) -> None:
-    """Replace the linear layers of a model for inference, where its device and dtype allow; rows: the usual batch."""
+def pack_linears(model: nn.Module, rows: int) -> bool:
+    """Replace the linear layers of a model for inference, where its device and dtype allow; rows: the usual batch.
+
+    Returns whether there were any.
+    """
+    packed = False
     for name, module in list(model.named_modules()):
         if type(module) is nn.Linear and _can_pack(module.weight):
             parent, _, child = name.rpartition(".")
             setattr(model.get_submodule(parent), child, _PackedLinear(module, rows))
+            packed = True
+    return packed
 
 
 def _can_pack(weight: Tensor) -> bool:

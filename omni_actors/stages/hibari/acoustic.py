@@ -12,7 +12,8 @@ phonemes counts as several; the first of them brings the text. The last chunk of
 last output, or an empty one where nothing is left to say.
 
 A sentence that ends as sentences do is computed before the text after it shows that it is complete, a step of the
-language model later; where it goes on after all ("3.", "14"), that was for nothing. What is put out is the same.
+language model later; where it goes on after all ("3.", "14"), that was for nothing. What is put out is the same, and
+what is due goes first; what becomes due meanwhile waits for a sentence, as it would behind any other.
 
 The text is hibari's to read (``Hibari.phonemize``); the network is the one in its package.
 """
@@ -148,8 +149,11 @@ class AcousticEngine:
         """Have the features when the sentence is complete: a language model's next token is a step of it away."""
         request.foreseen = request.likely
         assert request.foreseen is not None
-        phrases = self._phrases(request.foreseen)
-        request.ahead = (phrases[0], self._features(phrases[0], request.speed)) if phrases else None
+        first = next(iter(self._phrases(request.foreseen)), None)
+        if first is None:
+            request.ahead = None
+        elif request.ahead is None or request.ahead[0] != first:  # "Oh!" and "Oh!!" may sound alike
+            request.ahead = (first, self._features(first, request.speed))
 
     def _phrases(self, sentence: str) -> list[str]:
         """Those of hibari's phonemes, a string a phrase, in which there is something to pronounce."""

@@ -110,22 +110,23 @@ def open_engine(context: StageContext) -> LLMEngine:
     )
     _check(model.config, options)
     model = model.eval().to(torch.device(context.device))
-    pack_linears(model, options.max_batch)
-    if context.team is not None and context.threads > 1:
+    packed = pack_linears(model, options.max_batch)
+    if packed and context.team is not None and context.threads > 1:
         _follow(context.team, model)
     return LLMEngine(model, tokenizer, options)
 
 
 def _follow(team: Callable[[], int], model: Any) -> None:
-    """Let the model compute with as many threads as it may, from layer to layer: a step takes 40 ms and more.
+    """Let the packed model compute with as many threads as it may, from layer to layer: a step takes 40 ms and more.
 
-    Its bits stay the same: the layers are packed (see ``packed``), and the worker asks MKL for the same bits always.
+    Its bits stay the same, whose test is in tests/test_cores.py: linear layers are packed, and a worker sets MKL_CBWR.
+    A model that has its layers under another name follows at its last one only.
     """
 
     def adjust(*_: object) -> None:
         torch.set_num_threads(team())
 
-    for module in (*model.get_decoder().layers, model.get_output_embeddings()):
+    for module in (*getattr(model.get_decoder(), "layers", ()), model.get_output_embeddings()):
         module.register_forward_pre_hook(adjust)
 
 
