@@ -10,6 +10,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,15 @@ COMMANDS = [
 PORT = 8091
 
 pytestmark = pytest.mark.voice
+
+
+@pytest.fixture(autouse=True)
+def one_core() -> Iterator[None]:
+    """Other tests run beside, and two threads of a language model would wait for each other most of the time."""
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(cores)})
+    yield
+    os.sched_setaffinity(0, cores)
 
 
 def run(command: list[str] | str, where: Path, *, shell: bool = False) -> str:
