@@ -2,7 +2,7 @@
 
 A language model with a thread on every core and a voice beside it get in each other's way: one of the model's threads
 waits awake for the other, which the voice keeps from its core. So a worker with several threads computes with those
-that the others leave, and with one at least. And whoever begins to compute keeps off the cores on which the engines of
+that the others leave, and with one at least. And whoever begins to compute moves off the cores on which the engines of
 others run: the kernel likes to wake a receiver on its sender's core, and the sender has more to do.
 
 Rules
