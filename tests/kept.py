@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import queue
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractAsyncContextManager, contextmanager
-from typing import TypeAlias
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from typing import Any, TypeAlias
 
+import pytest
 import trio
 
 from omni_actors import OmniSystem
+from omni_actors.config import Pipeline, load
 
 Work: TypeAlias = Callable[[OmniSystem], Awaitable[None]]
 Kept: TypeAlias = Callable[[Work], None]
@@ -58,3 +60,32 @@ def in_kept(work: Work) -> Callable[[Kept], None]:
         kept(work)
 
     return test
+
+
+def stand_in(kept: Kept, patch: pytest.MonkeyPatch) -> list[Pipeline]:
+    """Let a program, run here, ask the kept system instead of one that it would open. Returns what it asks for."""
+    systems: list[OmniSystem] = []
+    asked: list[Pipeline] = []
+
+    async def tell(omni: OmniSystem) -> None:
+        systems.append(omni)
+
+    def run(function: Callable[..., Awaitable[Any]], *arguments: Any) -> Any:
+        """``trio.run``, in the loop that the system lives in."""
+        results = []
+
+        async def work(_: OmniSystem) -> None:
+            results.append(await function(*arguments))
+
+        kept(work)
+        return results[0]
+
+    @asynccontextmanager
+    async def open_kept(config: str, **overrides: Any) -> AsyncIterator[OmniSystem]:
+        asked.append(load(config, overrides))
+        yield systems[0]
+
+    kept(tell)
+    patch.setattr(trio, "run", run)
+    patch.setattr(OmniSystem, "open", open_kept)
+    return asked

@@ -230,7 +230,7 @@ engine._forward = noted
 def answers():
     logits.clear()
     for number, question in enumerate(["Why is the sky blue?", "Who wrote Hamlet? " * 8, "What do bees make?"]):
-        engine.start(StageRequest(number, (CLIENT,), {"max_tokens": 4 + 3 * number}))
+        engine.start(StageRequest(number, (CLIENT,), {"max_tokens": 3 + 2 * number}))
         engine.feed(number, Chunk(CLIENT, 0, True, {}, {"messages": [{"role": "user", "content": question}]}))
         list(engine.step())
     while engine.busy:
@@ -238,7 +238,7 @@ def answers():
     return list(logits)
 
 alone = answers()
-for teams in (repeat(1), cycle((1, 2, 4, 3)), chain(repeat(2, 150), repeat(1))):
+for teams in (cycle((1, 2, 4, 3)), chain(repeat(2, 150), repeat(1))):
     among = answers()
     assert len(among) == len(alone) > 10
     assert all(torch.equal(one, other) for one, other in zip(among, alone))

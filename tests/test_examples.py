@@ -12,20 +12,18 @@ from __future__ import annotations
 import re
 import runpy
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import pytest
 import soundfile
-import trio
 from PIL import Image
 
 from omni_actors import AudioChunk, OmniSystem
-from omni_actors.config import Pipeline, load
-from tests.kept import Kept, kept_open
+from omni_actors.config import Pipeline
+from tests.kept import Kept, kept_open, stand_in
 from tests.stages.multimodal.inputs import RATE, image_file, noise, video_file
 from tests.stages.qwen2_5 import tiny
 
@@ -87,46 +85,13 @@ def run(here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtu
         with monkeypatch.context() as patch:
             patch.setattr(sys, "argv", [name, *arguments])
             if kept is not None:
-                patch.setattr(trio, "run", in_its_thread(kept))
-                patch.setattr(OmniSystem, "open", opened(kept, asked))
+                asked = stand_in(kept, patch)
             with pytest.raises(SystemExit) as left:
                 runpy.run_path(str(EXAMPLES / name), run_name="__main__")
         stdout, stderr = capsys.readouterr()
         return Ran(int(left.value.code or 0), stdout, stderr, asked[0] if asked else None)
 
     return run
-
-
-def in_its_thread(kept: Kept) -> Callable[..., Any]:
-    """For ``trio.run``: in the loop that the system lives in."""
-
-    def run(function: Callable[..., Awaitable[Any]], *arguments: Any) -> Any:
-        results = []
-
-        async def work(_: OmniSystem) -> None:
-            results.append(await function(*arguments))
-
-        kept(work)
-        return results[0]
-
-    return run
-
-
-def opened(kept: Kept, asked: list[Pipeline]) -> Callable[..., Any]:
-    """For ``OmniSystem.open``."""
-    systems: list[OmniSystem] = []
-
-    async def tell(omni: OmniSystem) -> None:
-        systems.append(omni)
-
-    kept(tell)
-
-    @asynccontextmanager
-    async def open_kept(config: str, **overrides: Any) -> AsyncIterator[OmniSystem]:
-        asked.append(load(config, overrides))
-        yield systems[0]
-
-    return open_kept
 
 
 def ask(kept: Kept, *prompt: str, **more: Any) -> tuple[str, Samples]:

@@ -5,19 +5,22 @@ from __future__ import annotations
 import functools
 import os
 import re
+import runpy
 import signal
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import soundfile
 import trio
 
 from omni_actors import AudioChunk, OmniSystem
 from omni_actors.errors import InvalidRequest, StageCrashed
 from omni_actors.generation import Generation, Output
 from omni_actors.stages import assets
-from tests.kept import Kept, in_kept, kept_open
+from tests.kept import Kept, in_kept, kept_open, stand_in
 
 pytestmark = pytest.mark.voice
 
@@ -113,52 +116,50 @@ async def test_requests_side_by_side_give_each_its_text_and_speech_comes_early(o
 
 
 @in_kept
-async def test_an_answer_is_the_same_through_the_death_of_its_workers(omni: OmniSystem) -> None:
+async def test_workers_that_die_end_what_is_not_to_be_replayed_and_change_nothing_else(omni: OmniSystem) -> None:
     """Sampled text, and the sample of every sound: the llm dies in the middle of one, the vocoder of the other."""
     ask = functools.partial(omni.generate, QUESTIONS[1], modalities=("text", "audio"), temperature=0.8, seed=3)
     undisturbed = [out async for out in ask(max_tokens=24)]
-    outputs, victims = [], {"text": "llm", "audio": "vocoder"}
+    outputs: list[Output] = []
+    fail = functools.partial(omni.generate, on_failure="fail")
+    doomed = {
+        "text": ("llm", functools.partial(fail, QUESTIONS[0])),
+        "audio": ("vocoder", functools.partial(fail, script=QUESTIONS[0], modalities=("audio",))),
+    }
+    crashed = []
     async for out in ask(max_tokens=24):
         outputs.append(out)
-        if out.modality in victims:
-            kill(omni, victims.pop(out.modality))
-    assert not victims
+        if out.modality in doomed:
+            stage, request = doomed.pop(out.modality)
+            crashed.append((request(), stage, kill(omni, stage)))
+    assert not doomed
     assert text_of(outputs) == text_of(undisturbed)
     assert np.array_equal(sound_of(outputs), sound_of(undisturbed))
     assert outputs[-1].metrics is not None
     assert outputs[-1].metrics.replays == 2
+    for crash in crashed:
+        await expect_crash(*crash)
 
 
 @in_kept
-async def test_a_request_that_is_not_to_be_replayed_ends_at_once_with_the_cause(omni: OmniSystem) -> None:
-    """Three workers at once, each with a request of its own; then the fourth, with a request that all of them hold."""
+async def test_the_other_workers_die_and_the_next_request_is_answered(omni: OmniSystem) -> None:
     spoken = {"audio": (await answer(omni, script=QUESTIONS[0], modalities=("audio",)))[1]}
-    ask = functools.partial(omni.generate, on_failure="fail")
-    await expect_crashes(
-        omni,
-        {
-            "whisper": ask(multi_modal_data=spoken, modalities=("transcript",)),
-            "llm": ask(QUESTIONS[0]),
-            "vocoder": ask(script=QUESTIONS[0], modalities=("audio",)),
-        },
-    )
-    while not omni.health().ready:
-        await omni.wait_changed()
-    await expect_crashes(omni, {"acoustic": ask(multi_modal_data=spoken, modalities=("text", "audio"))})
-
+    ask = functools.partial(omni.generate, multi_modal_data=spoken, modalities=("text", "audio"), on_failure="fail")
+    for stage in ("whisper", "acoustic"):
+        await expect_crash(ask(), stage, kill(omni, stage))
+        while not omni.health().ready:
+            await omni.wait_changed()
     text, speech = await answer(omni, multi_modal_data=spoken, modalities=("text", "audio"))
     assert "Paris" in text
     assert "paris" in words(await heard(omni, speech))
 
 
-async def expect_crashes(omni: OmniSystem, requests: Mapping[str, Generation]) -> None:
-    """Kill the worker of each stage while it holds its request."""
-    pids = {stage: kill(omni, stage) for stage in requests}
-    for stage, request in requests.items():
-        with pytest.raises(StageCrashed) as caught:
-            async for _ in request:
-                pass
-        assert (caught.value.stage, caught.value.signal, caught.value.pid) == (stage, "SIGKILL", pids[stage])
+async def expect_crash(request: Generation, stage: str, pid: int) -> None:
+    """What is said of a request whose stage's worker, of that pid, was killed while it held it."""
+    with pytest.raises(StageCrashed) as caught:
+        async for _ in request:
+            pass
+    assert (caught.value.stage, caught.value.signal, caught.value.pid) == (stage, "SIGKILL", pid)
 
 
 def kill(omni: OmniSystem, stage: str) -> int:
@@ -187,3 +188,16 @@ async def test_bad_input_is_refused_with_its_parameter_and_the_system_serves_on(
             await answer(omni, **arguments)
         assert (arguments, caught.value.param) == (arguments, param)
     assert "Paris" in (await answer(omni, QUESTIONS[0]))[0]
+
+
+def test_the_example_of_the_readme_runs(
+    kept: Kept, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With the system that is open, as the other examples run: see test_examples.py."""
+    monkeypatch.chdir(tmp_path)
+    with monkeypatch.context() as patch:
+        asked = stand_in(kept, patch)
+        runpy.run_path(str(Path(__file__).parent.parent / "examples" / "ask.py"), run_name="__main__")
+    assert [pipeline.name for pipeline in asked] == ["voice"]
+    assert re.search(r"\w\nfirst text [\d.]+ s, first sound [\d.]+ s\n$", capsys.readouterr().out)
+    assert soundfile.info("answer.wav").duration > 1
