@@ -66,9 +66,9 @@ stages:
 
 
 def test_ask_as_json_is_one_object_on_standard_output() -> None:
-    code, out, err = Command("ask", "--config", "echo", "hello", "--json").finish()
-    assert (code, err) == (0, "")
-    answer = json.loads(out)
+    result = invoke("ask", "--config", "echo", "hello", "--json")
+    assert (result.exit_code, result.stderr) == (0, "")
+    answer = json.loads(result.stdout)
     assert answer["text"] == "hello"
     assert answer["output"] is None
     assert set(answer["metrics"]["stages"]) == {"first"}
@@ -109,21 +109,21 @@ def test_what_cannot_be_asked_for_that_way_is_2_and_says_why(arguments: list[str
     ("arguments", "says"),
     [
         (["hi", "--temperature", "1"], "'temperature'"),
-        (["hi", "-s", "stages.second.engine=sys:no_such_name"], "no_such_name"),
+        (["hi", "-s", "stages.first.engine=sys:no_such_name"], "no_such_name"),
         (["hi", "-s", "stages.first.restart.intensity=0", "-s", "stages.first.engine=sys:exit"], "exited with code 1"),
     ],
 )
-def test_work_that_fails_is_1_and_says_why(arguments: list[str], says: str) -> None:
-    result = invoke("ask", "--config", "echo", *arguments)
+def test_work_that_fails_is_1_and_says_why(talkative: Path, arguments: list[str], says: str) -> None:
+    result = invoke("ask", "--config", str(talkative), *arguments)
     assert result.exit_code == 1
     assert says in result.stderr
     assert isinstance(result.exception, SystemExit), "a sentence, not a traceback"
 
 
-def test_a_spoken_question_to_a_pipeline_without_ears_is_refused(tmp_path: Path) -> None:
+def test_a_spoken_question_to_a_pipeline_without_ears_is_refused(talkative: Path, tmp_path: Path) -> None:
     path = tmp_path / "question.wav"
     soundfile.write(path, np.zeros(1600, np.float32), 16_000)
-    result = invoke("ask", "--config", "echo", "--audio", str(path))
+    result = invoke("ask", "--config", str(talkative), "--audio", str(path))
     assert result.exit_code == 1
     assert "'audio'" in result.stderr
 

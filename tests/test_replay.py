@@ -398,7 +398,7 @@ async def test_what_is_retained_is_freed_however_a_request_ends(omni: OmniSystem
         for _ in range(5):
             await end()
         before = {stage: worker.memory_info().rss for stage, worker in workers.items()}
-        for _ in range(100):
+        for _ in range(60):
             await end()
         for stage, worker in workers.items():
             assert worker.memory_info().rss - before[stage] < 15_000_000, (end.__name__, stage)

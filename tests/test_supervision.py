@@ -6,9 +6,8 @@ import os
 import signal
 import textwrap
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -24,6 +23,7 @@ from omni_actors.orchestrator.request import Input
 from omni_actors.serve.app import build
 from omni_actors.serve.media import Media
 from omni_actors.system import OmniSystem
+from tests.kept import Kept, in_kept, kept_open
 
 WATCHDOG_S = 30.0
 STEP_S = 0.5
@@ -47,10 +47,26 @@ ENGINES = """
 """
 
 
-@pytest.fixture
-def engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "wedged_engines.py").write_text(textwrap.dedent(ENGINES))
-    monkeypatch.syspath_prepend(tmp_path)
+@pytest.fixture(scope="module")
+def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    path = tmp_path_factory.mktemp("wedged")
+    (path / "wedged_engines.py").write_text(textwrap.dedent(ENGINES))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(path)
+        yield
+
+
+def alone(engine: str = "echo", **more: Any) -> Pipeline:
+    """A pipeline of one stage, "only"."""
+    return Pipeline(name="alone", stages={"only": Stage(engine=engine, accepts=("script",), emits="audio", **more)})
+
+
+@pytest.fixture(scope="module")
+def kept(engines: None, its_own: set[int]) -> Iterator[Kept]:
+    often = Restart(intensity=1000, backoff_s=0.01, backoff_max_s=0.01)
+    pipeline = alone("wedged_engines:Endless", step_s=STEP_S, restart=often)
+    with kept_open(lambda: OmniSystem.open(pipeline), its_own) as kept:
+        yield kept
 
 
 def chain(**stages: dict[str, Any]) -> Pipeline:
@@ -104,27 +120,29 @@ def pid_of(omni: OmniSystem, stage: str) -> int:
 # hangs
 
 
-async def test_a_stopped_worker_is_killed_and_replaced() -> None:
-    async with OmniSystem.open("echo", **{"stages.second.step_s": STEP_S}) as omni:
-        os.kill(pid_of(omni, "second"), signal.SIGSTOP)
-        stopped = time.monotonic()
-        await wait_for(omni, lambda: generations(omni)["second"] == 2)
-        assert time.monotonic() - stopped > 0.9 * STEP_S
-        await wait_back(omni, second=2)
-        (past,) = omni.health().stages["second"][0].history
-        assert (past.generation, past.signal, past.reason) == (1, "SIGKILL", "no progress for 0.5 s (step_s)")
-        assert len(await read(ask(omni))) == 1
+@in_kept
+async def test_a_stopped_worker_is_killed_and_replaced(omni: OmniSystem) -> None:
+    before = generations(omni)["only"]
+    os.kill(pid_of(omni, "only"), signal.SIGSTOP)
+    stopped = time.monotonic()
+    await wait_for(omni, lambda: generations(omni)["only"] == before + 1)
+    assert time.monotonic() - stopped > 0.9 * STEP_S
+    await wait_back(omni, only=before + 1)
+    past = omni.health().stages["only"][0].history[-1]
+    assert (past.generation, past.signal, past.reason) == (before, "SIGKILL", "no progress for 0.5 s (step_s)")
+    assert len(await read(ask(omni))) == 1
 
 
 @pytest.mark.parametrize("loop", ["python", "c"])
-@pytest.mark.usefixtures("engines")
-async def test_an_endless_loop_in_a_step_is_ended_and_said(loop: str) -> None:
-    overrides = {"stages.second.engine": "wedged_engines:Endless", "stages.second.step_s": STEP_S}
-    async with OmniSystem.open("echo", **overrides) as omni:
+def test_an_endless_loop_in_a_step_is_ended_and_said(kept: Kept, loop: str) -> None:
+    async def work(omni: OmniSystem) -> None:
+        before = generations(omni)["only"]
         with pytest.raises(RequestError, match=r"no progress for 0\.5 s \(step_s\)"):
             await read(ask(omni, loop))
-        await wait_back(omni, second=2)
+        await wait_back(omni, only=before + 1)
         assert len(await read(ask(omni))) == 1
+
+    kept(work)
 
 
 async def test_a_slow_worker_is_not_killed_nor_one_that_waits_for_it() -> None:
@@ -143,14 +161,9 @@ async def test_a_slow_worker_is_not_killed_nor_one_that_waits_for_it() -> None:
 
 @pytest.mark.usefixtures("engines")
 async def test_a_worker_that_never_finishes_loading_is_killed_in_time() -> None:
-    stuck = {
-        "stages.second.engine": "wedged_engines:never",
-        "stages.second.load_s": 0.4,
-        "stages.second.restart.intensity": 1,
-        "stages.second.restart.backoff_s": 0.01,
-    }
+    stuck = alone("wedged_engines:never", load_s=0.4, restart=Restart(intensity=1, backoff_s=0.01))
     with pytest.raises(StageFailed, match="1 restarts were tried") as caught:
-        async with OmniSystem.open("echo", **stuck):
+        async with OmniSystem.open(stuck):
             pytest.fail("it opened")
     assert [exit.signal for exit in caught.value.exits] == ["SIGKILL", "SIGKILL"]
     assert {exit.reason for exit in caught.value.exits} == {"not loaded within 0.4 s (load_s)"}
@@ -224,21 +237,20 @@ async def test_stages_start_in_order_and_stop_in_reverse() -> None:
 
 
 async def test_the_history_is_in_dead_error_and_without_the_worker_s_words_in_health() -> None:
-    overrides = {"stages.first.restart.intensity": 1, "stages.first.restart.backoff_s": 0.01}
-    async with OmniSystem.open("echo", **overrides) as omni:
+    async with OmniSystem.open(alone(restart=Restart(intensity=1, backoff_s=0.01))) as omni:
         began = time.time()
         for code in (3, 4):
-            await wait_back(omni, first=code - 2)
-            pid = pid_of(omni, "first")
+            await wait_back(omni, only=code - 2)
+            pid = pid_of(omni, "only")
             with pytest.raises(RequestError):
-                await read(ask(omni, stage="first", exit=code, stderr="the words of the worker"))
+                await read(ask(omni, exit=code, stderr="the words of the worker"))
         await wait_for(omni, lambda: omni.errored)
         with pytest.raises(StageFailed) as caught:
             await omni.check_health()
         error = caught.value
         assert error is omni.dead_error
         facts = (error.stage, error.replica, error.generation, error.pid, error.exit_code, error.signal)
-        assert facts == ("first", 0, 2, pid, 4, None)
+        assert facts == ("only", 0, 2, pid, 4, None)
         assert error.stderr_tail == ("the words of the worker",)
         assert [(death.generation, death.exit.exit_code) for death in error.history] == [(1, 3), (2, 4)]
         assert began <= error.history[0].at <= error.history[1].at <= time.time()
@@ -246,6 +258,6 @@ async def test_the_history_is_in_dead_error_and_without_the_worker_s_words_in_he
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://here") as client:
             answer = await client.get("/health")
         assert (answer.status_code, answer.json()["status"]) == (503, "failed")
-        (replica,) = answer.json()["stages"]["first"]
+        (replica,) = answer.json()["stages"]["only"]
         assert [(past["generation"], past["exit_code"]) for past in replica["history"]] == [(1, 3), (2, 4)]
         assert "words of the worker" not in answer.text

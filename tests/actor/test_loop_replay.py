@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -141,11 +140,9 @@ def test_nothing_is_kept_past_the_end_nor_where_nobody_may_want_it(
         send(into, 1, seq, last=finished and seq == 2)
         receive(out)
     bench.wait_asleep()
-    gc.collect()
     assert sum(ref() is not None for ref in engine.given) == (3 if retain_bytes == PLENTY else 0)
     bench.loop.post(Abort(1))
     bench.wait_asleep()
-    gc.collect()
     assert not any(ref() is not None for ref in engine.given)
     assert bench.loop._retained == {}
 

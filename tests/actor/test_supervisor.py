@@ -298,7 +298,7 @@ async def test_whatever_dies_whenever_all_come_back(autojump_clock: trio.testing
     world.prepare = prepare
     with trio.fail_after(100_000):
         async with world.running():
-            for _ in range(60):
+            for _ in range(40):
                 await trio.sleep(draw.choice((0.0, 0.1, 1.0, 10.0)))
                 world.unspawnable = {"eye"} if draw.random() < 0.1 else set()
                 for worker in draw.sample(list(world.living.values()), min(2, len(world.living))):

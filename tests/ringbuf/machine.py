@@ -238,15 +238,20 @@ class Machine:
         node, at = state.at[side]
         if node.ops[at][0] in _STEPS:
             return state
-        stored, held, reading = list(state.buffers[side]), list(state.held[side]), list(state.reading[side])
+        stored, held, reading = state.buffers[side], state.held[side], state.reading[side]
         rests = 0
 
         def here() -> State:
-            return state._replace(
-                at=_put(state.at, side, (node, at)),
-                buffers=_put(state.buffers, side, tuple(stored)),
-                held=_put(state.held, side, tuple(held)),
-                reading=_put(state.reading, side, tuple(reading)),
+            return State(
+                _put(state.at, side, (node, at)),
+                _put(state.buffers, side, stored),
+                state.words,
+                state.data,
+                state.rung,
+                _put(state.held, side, held),
+                _put(state.reading, side, reading),
+                state.life,
+                state.past,
             )
 
         while True:
@@ -259,12 +264,12 @@ class Machine:
                     raise NotConstant(what[0])
                 if kind == "write":
                     _check_unused(state, side, what[0], what[0] + len(what[1]))
-                stored.append(op)
+                stored = (*stored, op)
             elif kind == "hold":
-                held.append((what[0], what[1]))
+                held = (*held, (what[0], what[1]))
             elif kind == "read":
                 _check_complete(state, side, what[0], what[1])
-                reading.append((what[0], what[1], len(stored)))
+                reading = (*reading, (what[0], what[1], len(stored)))
                 node, at = _after(node, side, _read(state.data, stored, what[0], what[1])), 0
                 continue
             elif kind == "load" and (what[0] in OWN[side] or what[0] not in self._varying):
@@ -335,7 +340,7 @@ def _after(node: Node, side: int, answer: Told) -> Node:
 
 
 def _put(items: tuple[T, ...], index: int, item: T) -> tuple[T, ...]:
-    return (*items[:index], item, *items[index + 1 :])
+    return items if items[index] is item else (*items[:index], item, *items[index + 1 :])
 
 
 def _load(state: State, side: int, word: int) -> int:
@@ -346,7 +351,7 @@ def _load(state: State, side: int, word: int) -> int:
     return state.words[SLOT[word]]
 
 
-def _read(memory: bytes, stored: list[Op], begin: int, end: int) -> bytes:
+def _read(memory: bytes, stored: tuple[Op, ...], begin: int, end: int) -> bytes:
     data = bytearray(memory)
     for kind, where, value in stored:
         if kind == "write":

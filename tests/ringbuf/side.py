@@ -27,7 +27,7 @@ COLUMNS = (PRODUCER, CONSUMER)
 SIDES = ("producer", "consumer", "onlooker")
 FIRST_DATA_WORD = HEADER >> 3
 LINE = 64
-PATIENCE = 300
+PATIENCE = 150
 """Answers after which a side is said to run in circles."""
 
 Action: TypeAlias = "Callable[[Side], bool | None]"

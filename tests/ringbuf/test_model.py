@@ -196,4 +196,4 @@ class RingAgainstDeque(RuleBasedStateMachine):
 
 
 TestRingAgainstDeque = RingAgainstDeque.TestCase
-TestRingAgainstDeque.settings = settings(max_examples=120, stateful_step_count=50)
+TestRingAgainstDeque.settings = settings(max_examples=80, stateful_step_count=50)

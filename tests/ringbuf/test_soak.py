@@ -1,6 +1,6 @@
 """Two processes, messages of every size, and sudden death of either: nothing is changed, out of order, or lost.
 
-``RINGBUF_SOAK_S`` says for how many seconds (default: 2), ``RINGBUF_SOAK_SEED`` which messages and deaths (default: new
+``RINGBUF_SOAK_S`` says for how many seconds (default: 1), ``RINGBUF_SOAK_SEED`` which messages and deaths (default: new
 ones). ``pytest -s`` shows what was counted.
 """
 
@@ -18,7 +18,7 @@ from ringbuf import Ring
 from tests.ringbuf.nursery import WATCHDOG_S, Child, Nursery
 from tests.ringbuf.soaking import CAPACITY, is_fragmented
 
-SOAK_S = float(os.environ.get("RINGBUF_SOAK_S", "2"))
+SOAK_S = float(os.environ.get("RINGBUF_SOAK_S", "1"))
 
 
 class Message(NamedTuple):

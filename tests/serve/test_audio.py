@@ -10,7 +10,7 @@ import numpy as np
 import openai
 import pytest
 import soundfile
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from omni_actors.generation import AudioChunk
@@ -44,6 +44,7 @@ def test_transcription_in_every_format(client: openai.OpenAI, recording: Callabl
     assert (done.type, done.text) == ("transcript.text.done", "2.0 s at 22050 Hz")
 
 
+@settings(max_examples=50)
 @given(
     sizes=st.lists(st.integers(0, 4000), min_size=1, max_size=8),
     rate=st.sampled_from([8000, 16000, 22050, 24000, 48000]),

@@ -6,7 +6,7 @@ import base64
 import io
 import json
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import httpx
@@ -219,10 +219,9 @@ def big(size: int) -> bytes:
 def test_a_body_over_the_limit(studio: Any, path: str, chunked: bool) -> None:
     """Also without a Content-Length; and the next request on the same connection, or a new one, is served."""
 
-    def pieces() -> Iterator[bytes]:
-        yield from (big(5_000_000)[i : i + 100_000] for i in range(0, 5_000_000, 100_000))
-
-    answer = studio.http.post(path, content=pieces() if chunked else big(5_000_000))
+    body = big(5_000_000)
+    pieces = (body[i : i + 100_000] for i in range(0, len(body), 100_000))
+    answer = studio.http.post(path, content=pieces if chunked else body)
     assert refusal(answer, 413)["code"] == "body_too_large"
     assert studio.http.get("/v1/models").status_code == 200
 

@@ -22,7 +22,13 @@ stages:
 """
 """It answers for hours."""
 NOT_REPLAYED = ("-s", "limits.replays=0")
-SLOW_SPEECH = ("-s", "stages.mouth.options.step_s=0.01")
+SLOW_SPEECH = """\
+name: studio
+stages:
+  ear: {engine: "engines:Ear", accepts: [audio], emits: transcript, options: {step_s: 600}, shutdown_s: 0.1}
+  mouth: {engine: "engines:Speaker", accepts: [script], emits: audio, options: {step_s: 0.01}}
+"""
+"""And an ear that hears nothing for ten minutes."""
 Start = Callable[..., AbstractContextManager[Any]]
 
 IN_FLIGHT = "omni_requests_in_flight"
@@ -91,23 +97,24 @@ def test_more_requests_than_fit_are_told_when_to_come_back(slow: Any) -> None:
     slow.wait_metric(IN_FLIGHT, 0)
 
 
-def test_a_request_that_still_comes_in_takes_a_place(start: Start) -> None:
+def test_a_request_that_still_comes_in_takes_a_place(slow: Any) -> None:
     """So what is sent meanwhile is refused before anybody looks at its body; and leaving gives the place back."""
-    with start("-s", "limits.max_requests=1", config=MIND) as server:
-        with socket.create_connection(("127.0.0.1", server.port)) as bare:
-            bare.sendall(b"POST /v1/audio/transcriptions HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{")
-            server.wait_metric(ARRIVING, 1)
-            answer = server.http.post("/v1/chat/completions", content=b"no JSON")
-            assert (answer.status_code, answer.json()["error"]["code"]) == (429, "overloaded")
-            assert int(answer.headers["retry-after"]) >= 1
-        server.wait_metric(ARRIVING, 0)
-        assert server.http.post("/v1/chat/completions", content=b"no JSON").status_code == 400
+    slow.wait_metric(IN_FLIGHT, 0)
+    head = b"POST /v1/audio/transcriptions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer sesame\r\n"
+    with contextlib.ExitStack() as coming:
+        for number in (1, 2):
+            bare = coming.enter_context(socket.create_connection(("127.0.0.1", slow.port)))
+            bare.sendall(head + b"Content-Length: 9\r\n\r\n{")
+            slow.wait_metric(ARRIVING, number)
+        answer = slow.http.post("/v1/chat/completions", content=b"no JSON")
+        assert (answer.status_code, answer.json()["error"]["code"]) == (429, "overloaded")
+        assert int(answer.headers["retry-after"]) >= 1
+    slow.wait_metric(ARRIVING, 0)
+    assert slow.http.post("/v1/chat/completions", content=b"no JSON").status_code == 400
 
 
 def test_a_request_under_way_takes_one_place_and_not_two(start: Start, recording: Callable[..., bytes]) -> None:
     """Its arrival's place is free when the system counts it."""
-    limits = ("-s", "limits.max_requests=2")
-    slow_ear = ("-s", "stages.ear.options.step_s=600", "-s", "stages.ear.shutdown_s=0.1")
     form = httpx.Request(
         "POST", "http://x/", data={"model": "studio"}, files={"file": ("a.wav", recording())}, headers={"host": "x"}
     )
@@ -119,7 +126,7 @@ def test_a_request_under_way_takes_one_place_and_not_two(start: Start, recording
         ),
         ("/v1/audio/transcriptions", dict(form.headers), form.read()),
     ]
-    with start(*limits, *slow_ear, *SLOW_SPEECH) as server:
+    with start("-s", "limits.max_requests=2", config=SLOW_SPEECH) as server:
         for path, headers, body in asked:
             head = "".join(f"{name}: {value}\r\n" for name, value in {**headers, "content-length": len(body)}.items())
             with socket.create_connection(("127.0.0.1", server.port)) as bare:
@@ -143,35 +150,29 @@ def test_a_deadline_ends_a_whole_answer_with_504_and_a_stream_with_an_event(star
 
 
 def test_a_killed_stage_fails_its_requests_by_name_and_serves_the_next(start: Start) -> None:
-    with start(*NOT_REPLAYED, config=MIND) as server, server.openai() as client:
+    """A stream by an event, and an answer that was to come whole with 500."""
+    body = {"model": "studio", "messages": [{"role": "user", "content": "hi"}]}
+    with start(*NOT_REPLAYED, config=MIND) as server, server.openai() as client, connection(server, body) as whole:
         stream = talk(client, stream=True)
         next(iter(stream))
+        server.wait_metric(IN_FLIGHT, 2)
         os.kill(server.pid_of("mind"), signal.SIGKILL)
         with pytest.raises(openai.APIError, match=r"stage 'mind' .*SIGKILL") as caught:
             for _ in stream:
                 pass
         assert (caught.value.type, caught.value.code) == ("server_error", "stage_crashed")
+        with contextlib.closing(http.client.HTTPResponse(whole)) as answer:
+            answer.begin()
+            assert answer.status == 500
+            assert b"SIGKILL" in answer.read()
         with talk(client, stream=True) as stream:
             assert next(iter(stream)).choices[0].delta.role == "assistant"
         assert "SIGKILL" in server.stderr
 
 
-def test_a_killed_stage_fails_a_whole_answer_with_500(start: Start) -> None:
-    with start(*NOT_REPLAYED, config=MIND) as server:
-        body = {"model": "studio", "messages": [{"role": "user", "content": "hi"}]}
-        with connection(server, body) as bare:
-            server.wait_metric(IN_FLIGHT, 1)
-            os.kill(server.pid_of("mind"), signal.SIGKILL)
-            answer = http.client.HTTPResponse(bare)
-            answer.begin()
-            assert answer.status == 500
-            assert b"SIGKILL" in answer.read()
-            answer.close()
-
-
 def test_sound_that_cannot_go_on_is_cut_not_ended(start: Start) -> None:
     body = {"model": "studio", "input": LONG}
-    with start(*SLOW_SPEECH, *NOT_REPLAYED) as server:
+    with start(*NOT_REPLAYED, config=SLOW_SPEECH) as server:
         with server.http.stream("POST", "/v1/audio/speech", json=body) as answer:
             pieces = answer.iter_bytes()
             assert next(pieces).startswith(b"RIFF")

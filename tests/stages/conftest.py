@@ -19,7 +19,7 @@ from omni_actors.stages.base import CLIENT, Chunk, StageContext, StageEngine, St
 from omni_actors.stages.registry import ENGINES
 from ringbuf import decode_bundle, encode_bundle
 
-_MODELS = {"llm": "smollm2-135m-instruct", "whisper": "whisper-tiny.en", "hibari_acoustic": "hibari"}
+_MODELS = {"whisper": "whisper-tiny.en", "hibari_acoustic": "hibari"}
 
 
 class Driver:
@@ -133,6 +133,12 @@ def open_stage(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., StageE
     """
 
     @functools.cache
+    def random_llama() -> Path:
+        from tests.stages import llama
+
+        return llama.save_model(tmp_path_factory.mktemp("llama"))
+
+    @functools.cache
     def random_qwen3() -> Path:
         from tests.stages.qwen3 import tiny
 
@@ -147,6 +153,8 @@ def open_stage(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., StageE
     def open_engine(name: str, model: Path | None = None, **options: Any) -> StageEngine:
         if model is None and name in _MODELS:
             model = assets.prepare(_MODELS[name], print)
+        elif model is None and name == "llm":
+            model, options = random_llama(), {"context": 128, **options}
         elif model is None and name.startswith("qwen2_5_"):
             model = random_qwen2_5()
         elif model is None and name.startswith("qwen3_"):

@@ -75,7 +75,19 @@ def echo(_: pytest.FixtureRequest) -> Case:
 
 
 def whisper(request: pytest.FixtureRequest) -> Case:
+    """Its encoder, which takes all the time, is a function of its input: it is asked once for each."""
     speak = request.getfixturevalue("speak")
+    model = request.getfixturevalue("shared_engines")("whisper")._model
+    encode, encoded = model.encode, dict[bytes, Any]()
+
+    def encode_once(features: np.ndarray[Any, Any]) -> Any:
+        key = features.tobytes()
+        if key not in encoded:
+            encoded[key] = encode(features)
+        return encoded[key]
+
+    model.encode = encode_once
+    request.addfinalizer(lambda: delattr(model, "encode"))  # the class has its own
 
     def chunks(text: str) -> list[FeedArgs]:
         data = {"sample_rate": 24000, "index": 0}
@@ -103,7 +115,7 @@ def llm(_: pytest.FixtureRequest) -> Case:
         )
 
     inputs = [chunks("What is the capital of France?"), chunks("What colour is the sky?")]
-    return Case("llm", inputs, ({"messages": "none"}, {}), gist, max_tokens=4)
+    return Case("llm", inputs, ({"messages": "none"}, {}), gist, max_tokens=8)
 
 
 def hibari_acoustic(_: pytest.FixtureRequest) -> Case:
@@ -179,10 +191,10 @@ def qwen3_talker(_: pytest.FixtureRequest) -> Case:
 
     def gist(outputs: list[Any]) -> Any:
         codes = np.concatenate([np.zeros((0, 4), np.int16), *(o.tensors["codes"] for o in outputs if o.tensors)])
-        assert len(codes) <= 11
+        assert len(codes) <= 7
         return codes
 
-    params = {"talker_max_tokens": 12, "seed": 0}
+    params = {"talker_max_tokens": 8, "seed": 0}
     refused = ({}, {"rows": np.zeros((1, 63), np.float32)})
     return Case("qwen3_talker", [chunks(1), chunks(2)], refused, gist, "thinker", **params)
 
@@ -333,7 +345,7 @@ def test_an_engine_that_replays_gives_the_same_chunks_whatever_the_timing(case: 
         return [(dict(o.data), {name: _frozen(t) for name, t in o.tensors.items()}, o.last) for o in outputs]
 
     expected = chunks(at_once())
-    for timing in (at_once, as_slowly_as_can_be, beside_another):
+    for timing in (as_slowly_as_can_be, beside_another):
         assert chunks(timing()) == expected, timing.__name__
 
 
@@ -391,9 +403,7 @@ def test_nothing_is_kept_of_a_request_that_has_ended(case: Case, driver: Any) ->
     one_of_each_end(10)  # what is loaded by a first request stays
     before = _reachable(driver.engine)
     one_of_each_end(20)
-    if (after := _reachable(driver.engine)) != before:  # a counter that passes 256 is an object of its own, once
-        one_of_each_end(30)
-        assert _reachable(driver.engine) == after
+    assert _reachable(driver.engine) == before
 
 
 def test_close_ends_the_engines_threads(case: Case, driver: Any, open_stage: Callable[..., Any], drive: Any) -> None:
@@ -412,18 +422,21 @@ def test_close_ends_the_engines_threads(case: Case, driver: Any, open_stage: Cal
 def _reachable(engine: Any) -> Counter[str]:
     """How many objects of each type the engine holds, directly or not; code and modules aside.
 
-    What a reader beside the steps is at comes to its end first: the abort of a request does not stop it.
+    A whole number counts as often as it is held: whether it is an object of its own depends on its value. What a reader
+    beside the steps is at comes to its end first: the abort of a request does not stop it.
     """
     if reader := getattr(engine, "_reader", None):
         reader.submit(int).result()
-    seen: dict[int, Any] = {}
+    numbers, seen = 0, dict[int, Any]()
     found = [engine]
     while found:
         thing = found.pop()
-        if id(thing) not in seen and not isinstance(thing, (type, ModuleType, FunctionType)):
+        if isinstance(thing, int):
+            numbers += 1
+        elif id(thing) not in seen and not isinstance(thing, (type, ModuleType, FunctionType)):
             seen[id(thing)] = thing
             found += gc.get_referents(thing)
-    return Counter(type(thing).__name__ for thing in seen.values())
+    return Counter(type(thing).__name__ for thing in seen.values()) + Counter(int=numbers)
 
 
 def _frozen(tensor: Any) -> Any:

@@ -38,8 +38,9 @@ def at(rate: int, index: int = 0) -> dict[str, Any]:
     return {"sample_rate": rate, "index": index}
 
 
-@pytest.mark.parametrize("rate", [8000, 16000, 24000, 44100])
+@pytest.mark.parametrize("rate", [8000, 16000, 44100])
 def test_speech_of_any_sample_rate_is_understood(driver: Any, speak: Speak, rate: int) -> None:
+    """At 24 kHz it is in the tests below."""
     import soxr
 
     audio = soxr.resample(speak(PARIS), 24000, rate)
@@ -81,15 +82,12 @@ def test_a_long_recording_does_not_hold_up_a_short_one(driver: Any, speak: Speak
     for request_id, audio in ((1, long), (2, speak(SHIPS))):
         driver.start(request_id)
         driver.feed(request_id, at(24000), {"audio": audio}, last=True)
-    ends = [output.request_id for output in _in_order(driver) if output.last]
-    assert ends == [2, 1]
-
-
-def _in_order(driver: Any) -> list[Any]:
-    outputs = []
-    while driver.engine.busy:
-        outputs += driver.step()
-    return outputs
+    heard_of = set()
+    while 2 in driver.live:
+        heard_of |= {output.request_id for output in driver.step()}
+    assert heard_of == {1, 2}
+    assert driver.live == {1}
+    driver.abort(1)
 
 
 def test_silence_gives_no_words(driver: Any) -> None:

@@ -29,11 +29,11 @@ def drawn(seed: int) -> list[Schedule]:
 
 
 def test_a_seed_gives_the_same_schedules_and_they_have_every_operation() -> None:
-    first = drawn(1)
+    first, second = drawn(1), drawn(2)
     assert len(first) == RUNS
     assert first == drawn(1)
-    assert first != drawn(2)
-    seen = {type(operation) for schedule in first + drawn(2) + drawn(3) for operation in schedule.operations}
+    assert first != second
+    seen = {type(operation) for schedule in first + second + drawn(3) for operation in schedule.operations}
     assert seen == set(Operation.__args__)
     assert {schedule.load for schedule in first} == {"idle", "one", "full"}
     assert {schedule.lives for schedule in first} == {None, 2}

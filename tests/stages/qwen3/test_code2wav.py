@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import random
-from collections.abc import Callable
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -37,9 +38,27 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
+def opened(checkpoint: Path, open_stage: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
+    """Options -> an engine of ``checkpoint``, opened once. A test leaves it idle."""
+
+    @functools.cache
+    def get(**options: Any) -> Any:
+        return stack.enter_context(closing(open_stage("qwen3_code2wav", checkpoint, **options)))
+
+    with ExitStack() as stack:
+        yield get
+
+
+@pytest.fixture(scope="module")
 def reference() -> Any:
     """transformers' own code2wav, with the weights of ``checkpoint``."""
     return tiny.build().code2wav
+
+
+@functools.cache
+def together(model: Any, count: int) -> np.ndarray[Any, Any]:
+    """The samples of ``frames(count)`` in one forward. Once for each count."""
+    return forward(model, frames(count))
 
 
 def forward(model: Any, codes: Codes) -> np.ndarray[Any, Any]:
@@ -63,76 +82,75 @@ def sound(outputs: list[Any]) -> np.ndarray[Any, Any]:
     return np.concatenate([np.zeros(0, np.float32), *(o.tensors["audio"] for o in outputs if o.tensors)])
 
 
-@pytest.mark.parametrize("chunk_frames", [(1,), (4,), (25,), (300,), (2, 4, 8, 16, 25)], ids=str)
+@pytest.mark.parametrize(
+    ("count", "chunk_frames"),
+    [(60, (1,)), (60, (4,)), (320, (25,)), (320, (300,)), (60, (2, 4, 8, 16, 25))],
+    ids=str,
+)
 def test_streamed_samples_are_those_of_one_forward(
-    checkpoint: Path, reference: Any, open_stage: Callable[..., Any], drive: Any, chunk_frames: tuple[int, ...]
+    reference: Any, opened: Callable[..., Any], drive: Any, count: int, chunk_frames: tuple[int, ...]
 ) -> None:
-    codes = frames(320)
-    with closing(open_stage("qwen3_code2wav", checkpoint, chunk_frames=chunk_frames)) as engine:
-        driver = drive(engine)
-        driver.start(1)
-        feed(driver, 1, pieces(codes, 7))
-        outputs = driver.run()[1]
-    expected = forward(reference, codes)
+    driver = drive(opened(chunk_frames=chunk_frames))
+    driver.start(1)
+    feed(driver, 1, pieces(frames(count), 7))
+    outputs = driver.run()[1]
+    expected = together(reference, count)
     assert np.sqrt(np.mean(expected**2)) > 0.05, "there is something to be heard"
-    assert len(sound(outputs)) == 320 * 1920 - TAIL
+    assert len(sound(outputs)) == count * 1920 - TAIL
     np.testing.assert_allclose(sound(outputs), expected, atol=1e-4)
     samples = [len(output.tensors["audio"]) for output in outputs if output.tensors]
-    assert samples[0] == min(chunk_frames[0], 320) * 1920 - TAIL
+    assert samples[0] == chunk_frames[0] * 1920 - TAIL
     assert all(count <= chunk_frames[-1] * 1920 for count in samples)
 
 
 def test_so_they_are_at_the_real_window_and_depth(tmp_path: Path, open_stage: Callable[..., Any], drive: Any) -> None:
     """Where the reference's 25 frames of left context are far too few."""
-    codes = frames(150)
+    codes = frames(120)
     model = tiny.build(**REAL_WINDOW).code2wav
     with closing(open_stage("qwen3_code2wav", tiny.save(tmp_path, **REAL_WINDOW), chunk_frames=(4,))) as engine:
         driver = drive(engine)
         driver.start(1)
         feed(driver, 1, [codes])
-        np.testing.assert_allclose(sound(driver.run()[1]), forward(model, codes), atol=1e-4)
+        np.testing.assert_allclose(sound(driver.run()[1]), together(model, 120), atol=1e-4)
     with torch.no_grad():
         again = model(torch.from_numpy(codes[75:].T[None].copy()))[0, 0].numpy()[25 * 1920 :]
-    assert np.abs(again - forward(model, codes)[100 * 1920 :]).max() > 0.01
+    assert np.abs(again - together(model, 120)[100 * 1920 :]).max() > 0.01
 
 
-def test_as_the_reference_decodes_bit_for_bit(
-    checkpoint: Path, reference: Any, open_stage: Callable[..., Any], drive: Any
-) -> None:
-    codes = frames(350)
-    with closing(open_stage("qwen3_code2wav", checkpoint, decode="reference")) as engine:
-        driver = drive(engine)
-        driver.start(1)
-        feed(driver, 1, pieces(codes, 100))
-        (output,) = driver.run()[1]
+def test_as_the_reference_decodes_bit_for_bit(reference: Any, opened: Callable[..., Any], drive: Any) -> None:
+    codes = frames(310)
+    driver = drive(opened(decode="reference"))
+    driver.start(1)
+    feed(driver, 1, pieces(codes, 100))
+    (output,) = driver.run()[1]
     with torch.no_grad():
         expected = reference.chunked_decode(torch.from_numpy(codes.T[None].copy()), 300, 25)[0, 0].numpy()
     assert np.array_equal(output.tensors["audio"], expected)
 
 
 @given(seed=st.integers(0, 2**32))
-@settings(max_examples=6, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=4, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_requests_that_join_and_leave_get_what_each_gets_alone(
-    checkpoint: Path, reference: Any, open_stage: Callable[..., Any], drive: Any, seed: int
+    reference: Any, opened: Callable[..., Any], drive: Any, seed: int
 ) -> None:
     draw = random.Random(seed)  # Hypothesis's own draws may end an example in its middle, with requests in the engine
     inputs = {number: frames(draw.randrange(41), number) for number in range(draw.randrange(2, 6))}
     left = {number: pieces(codes, draw.randrange(1, 10)) for number, codes in inputs.items()}
     outputs: dict[int, list[Any]] = {number: [] for number in inputs}
-    with closing(open_stage("qwen3_code2wav", checkpoint, max_batch=draw.choice([1, 3, 8]))) as engine:
-        driver = drive(engine)
-        for number in inputs:
-            driver.start(number)
-        while left or engine.busy:
-            if left and (not engine.busy or draw.random() < 0.5):
-                number = draw.choice(sorted(left))
-                chunk = left[number].pop(0) if left[number] else None
-                driver.feed(number, {}, {} if chunk is None else {"codes": chunk}, last=not left[number])
-                if not left[number]:
-                    del left[number]
-            else:
-                for output in driver.step():
-                    outputs[output.request_id].append(output)
+    engine = opened(max_batch=draw.choice([1, 3, 8]))
+    driver = drive(engine)
+    for number in inputs:
+        driver.start(number)
+    while left or engine.busy:
+        if left and (not engine.busy or draw.random() < 0.5):
+            number = draw.choice(sorted(left))
+            chunk = left[number].pop(0) if left[number] else None
+            driver.feed(number, {}, {} if chunk is None else {"codes": chunk}, last=not left[number])
+            if not left[number]:
+                del left[number]
+        else:
+            for output in driver.step():
+                outputs[output.request_id].append(output)
     for number, codes in inputs.items():
         wave = sound(outputs[number])
         assert len(wave) == max(0, len(codes) * 1920 - TAIL)
@@ -140,9 +158,7 @@ def test_requests_that_join_and_leave_get_what_each_gets_alone(
             np.testing.assert_allclose(wave, forward(reference, codes), atol=1e-4)
 
 
-def test_how_it_is_cut_does_not_depend_on_when_frames_come(
-    checkpoint: Path, open_stage: Callable[..., Any], drive: Any
-) -> None:
+def test_how_it_is_cut_does_not_depend_on_when_frames_come(opened: Callable[..., Any], drive: Any) -> None:
     """And, each request in a forward of its own, the samples are the same ones to the bit: it can be replayed."""
 
     def chunks_of(size: int, *, at_once: bool) -> list[Any]:
@@ -156,25 +172,22 @@ def test_how_it_is_cut_does_not_depend_on_when_frames_come(
         outputs += driver.run()[1]
         return [(output.last, output.tensors["audio"].tobytes() if output.tensors else b"") for output in outputs]
 
-    with closing(open_stage("qwen3_code2wav", checkpoint)) as engine:
-        driver = drive(engine)
-        slowly = chunks_of(1, at_once=False)
-        assert [len(audio) // 4 // 1920 + 1 for _, audio in slowly] == [2, 5, 9, 17, 2]  # a frame's samples, and more
-        assert chunks_of(31, at_once=True) == slowly
-        assert chunks_of(5, at_once=False) == slowly
+    driver = drive(opened())
+    slowly = chunks_of(1, at_once=False)
+    assert [len(audio) // 4 // 1920 + 1 for _, audio in slowly] == [2, 5, 9, 17, 2]  # a frame's samples, and more
+    assert chunks_of(31, at_once=True) == slowly
+    assert chunks_of(5, at_once=False) == slowly
 
 
-def test_a_request_without_frames_ends_without_sound(
-    checkpoint: Path, open_stage: Callable[..., Any], drive: Any
-) -> None:
+def test_a_request_without_frames_ends_without_sound(opened: Callable[..., Any], drive: Any) -> None:
     """As when the talker's first code ends it."""
-    for decode in ("exact", "reference"):
-        with closing(open_stage("qwen3_code2wav", checkpoint, decode=decode)) as engine:
-            driver = drive(engine)
-            driver.start(1)
-            assert not engine.busy
-            driver.feed(1, last=True)
-            assert len(sound(driver.run()[1])) == 0
+    for options in ({}, {"decode": "reference"}):
+        engine = opened(**options)
+        driver = drive(engine)
+        driver.start(1)
+        assert not engine.busy
+        driver.feed(1, last=True)
+        assert len(sound(driver.run()[1])) == 0
 
 
 @pytest.mark.parametrize(
@@ -188,17 +201,15 @@ def test_a_request_without_frames_ends_without_sound(
         (np.zeros((1, tiny.GROUPS), np.float32), "integers"),
     ],
 )
-def test_codes_that_are_none_are_refused(
-    checkpoint: Path, open_stage: Callable[..., Any], drive: Any, codes: Any, says: str
-) -> None:
-    with closing(open_stage("qwen3_code2wav", checkpoint)) as engine:
-        driver = drive(engine)
-        driver.start(1)
-        driver.live.discard(1)
-        with pytest.raises(InvalidRequest, match=says) as caught:
-            driver.feed(1, {}, {"codes": codes})
-        assert caught.value.param == "codes"
-        assert not engine.busy
+def test_codes_that_are_none_are_refused(opened: Callable[..., Any], drive: Any, codes: Any, says: str) -> None:
+    engine = opened()
+    driver = drive(engine)
+    driver.start(1)
+    driver.live.discard(1)
+    with pytest.raises(InvalidRequest, match=says) as caught:
+        driver.feed(1, {}, {"codes": codes})
+    assert caught.value.param == "codes"
+    assert not engine.busy
 
 
 def test_it_reads_its_own_weights_and_says_which_are_missing(

@@ -43,7 +43,6 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
         "groups": 6,
         "speakers": ("ada", "bob"),
     },
-    "curt": {"seed": 2, "text_eos": 3.0, "codec_eos": 3.0},
     "endless": {"seed": 4, "text_eos": 0.0, "codec_eos": 0.0, "groups": 2, "talker_layers": 1},
 }
 OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -69,8 +68,8 @@ class Ask(NamedTuple):
     """Frames, 2 a second."""
     use_audio_in_video: bool = False
     speaker: str = "ethan"
-    max_tokens: int = 24
-    max_frames: int = 32
+    max_tokens: int = 16
+    max_frames: int = 20
 
     @property
     def messages(self) -> list[dict[str, Any]]:
@@ -220,7 +219,7 @@ STORY = "please tell me a short story about the sea ."
 ASKS = [
     Ask("hello you"),
     Ask("sing", SYSTEM, speaker="chelsie"),
-    Ask(STORY, max_tokens=40, max_frames=50),
+    Ask(STORY, max_tokens=24, max_frames=30),
     Ask(STORY, SYSTEM, speaker="Aiden", max_tokens=7, max_frames=9),
     Ask("and now ?", earlier=("who is there ?", "it is me, the assistant")),
     Ask("what did you hear ?", audio=(1.7,)),
@@ -230,7 +229,8 @@ ASKS = [
     Ask("what do they say ?", SYSTEM, video=6, use_audio_in_video=True),
 ]
 EVERYWHERE = [(name, ask) for name in ("wordy", "brief") for ask in ASKS] + [
-    ("other", ask._replace(speaker="bob" if number % 2 else "ada")) for number, ask in enumerate(ASKS[1:])
+    ("other", ask._replace(speaker="bob" if number % 2 else "ada"))
+    for number, ask in enumerate([ASKS[1], ASKS[3], ASKS[5], ASKS[7], ASKS[9]])
 ]
 
 
@@ -258,10 +258,10 @@ def test_the_asks_are_of_every_kind(pipeline: Callable[[str], Pipeline]) -> None
 @pytest.mark.parametrize(
     ("checkpoint", "ask", "crash"),
     [
-        ("curt", Ask("hello", SYSTEM), "thinker"),
-        ("curt", Ask("hello how are you today ?"), "thinker"),
-        ("curt", Ask("why"), "talker"),
-        ("curt", Ask("why", SYSTEM, speaker="chelsie"), "talker"),
+        ("brief", Ask("hello how are you today ?", SYSTEM), "thinker"),
+        ("brief", Ask("tell me"), "thinker"),
+        ("brief", Ask("more"), "talker"),
+        ("brief", Ask("zip", SYSTEM, speaker="chelsie"), "talker"),
         ("wordy", Ask(STORY, max_tokens=1), "thinker"),
         ("wordy", Ask(STORY, max_frames=1), "talker"),
         ("wordy", Ask("what is it ?", image=((64, 64),), max_tokens=1), "thinker"),
@@ -277,43 +277,32 @@ def test_where_the_reference_crashes_the_text_is_right_and_there_is_no_sound(
     assert said.wave.shape == (0,)
 
 
-def sixteen(order: random.Random) -> list[Ask]:
-    asks = [order.choice(ASKS)._replace(speaker=order.choice(tiny.SPEAKERS)) for _ in range(16)]
-    lengths = [(order.choice([1, 5, ask.max_tokens]), order.choice([9, ask.max_frames])) for ask in asks]
-    return [a._replace(max_tokens=tokens, max_frames=n) for a, (tokens, n) in zip(asks, lengths, strict=True)]
-
-
 @pytest.mark.parametrize("seed", [0, 1])
 def test_sixteen_at_once_are_answered_as_each_alone(pipeline: Callable[[str], Pipeline], seed: int) -> None:
     """In fewer rows than there are requests, so that they join as others leave, in pieces of each other's prompts."""
     order = random.Random(seed)
-    asks, ours = sixteen(order), pipeline("wordy")
+    short = [ASKS[0]._replace(max_tokens=1), ASKS[5]._replace(max_tokens=5), ASKS[6]._replace(max_frames=1)]
+    asks = [order.choice([*ASKS, *short]) for _ in range(16)]
+    ours = pipeline("wordy")
     for ask, said in zip(asks, ours.said(asks, order if seed else None), strict=True):
         ours.check(ask, said)
 
 
-def test_a_long_answer_sounds_the_same_at_any_chunk_size(
+def test_a_long_answer_sounds_as_the_reference_decodes_it_bit_for_bit(
     pipeline: Callable[[str], Pipeline], open_stage: Callable[..., Any]
 ) -> None:
-    """And as the reference decodes it, to the bit."""
-    ours, ask = pipeline("endless"), Ask(STORY, max_tokens=40, max_frames=312)
+    """By more than one of its chunks of 300 frames; streamed, it is what ``check`` compares."""
+    ours, ask = pipeline("endless"), Ask(STORY, max_tokens=5, max_frames=312)
     (said,) = ours.said([ask])
     ours.check(ask, said)
     expected = ours.expected(ask)
     assert len(expected.codes) == 311
-
-    def sound(codes: np.ndarray[Any, Any], **options: Any) -> np.ndarray[Any, Any]:
-        with closing(open_stage("qwen3_code2wav", ours.directory, **options)) as engine:
-            driver = Driver(engine)
-            driver.start(1, ("talker",))
-            for frame in codes:
-                driver.feed(1, {}, {"codes": frame[None]}, source="talker")
-            driver.feed(1, last=True, source="talker")
-            return np.concatenate([output.tensors["audio"] for output in driver.run()[1] if output.tensors])
-
-    assert np.array_equal(sound(said.codes, decode="reference"), expected.wave)
-    for size, frames in ((1, 75), (4, 75), (25, 75), (300, 311)):
-        codes = said.codes[:frames]
-        forward = ours.reference.forward(codes)
-        assert np.abs(forward).max() > 0.05
-        np.testing.assert_allclose(sound(codes, chunk_frames=(size,)), forward, atol=1e-4)
+    assert np.abs(expected.wave).max() > 0.05
+    with closing(open_stage("qwen3_code2wav", ours.directory, decode="reference")) as engine:
+        driver = Driver(engine)
+        driver.start(1, ("talker",))
+        for frame in said.codes:
+            driver.feed(1, {}, {"codes": frame[None]}, source="talker")
+        driver.feed(1, last=True, source="talker")
+        sound = [output.tensors["audio"] for output in driver.run()[1] if output.tensors]
+    assert np.array_equal(np.concatenate(sound), expected.wave)
