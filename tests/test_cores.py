@@ -218,6 +218,8 @@ from omni_actors.stages.llm import open_engine
 teams = repeat(4)
 model = assets.resolve("smollm2-135m-instruct")
 engine = open_engine(StageContext("llm", model, {"prefill_chunk": 32}, 4, "cpu", print, lambda: next(teams)))
+decoder = engine._model.model
+decoder.layers = decoder.layers[:6]  # they tell what all thirty would, in a fifth of the time
 logits, forward = [], engine._forward
 
 def noted(rows, count):
@@ -230,7 +232,7 @@ engine._forward = noted
 def answers():
     logits.clear()
     for number, question in enumerate(["Why is the sky blue?", "Who wrote Hamlet? " * 8, "What do bees make?"]):
-        engine.start(StageRequest(number, (CLIENT,), {"max_tokens": 3 + 2 * number}))
+        engine.start(StageRequest(number, (CLIENT,), {"max_tokens": 4 + 3 * number}))
         engine.feed(number, Chunk(CLIENT, 0, True, {}, {"messages": [{"role": "user", "content": question}]}))
         list(engine.step())
     while engine.busy:
@@ -238,7 +240,7 @@ def answers():
     return list(logits)
 
 alone = answers()
-for teams in (cycle((1, 2, 4, 3)), chain(repeat(2, 150), repeat(1))):
+for teams in (cycle((1, 2, 4, 3)), chain(repeat(2, 40), repeat(1))):
     among = answers()
     assert len(among) == len(alone) > 10
     assert all(torch.equal(one, other) for one, other in zip(among, alone))

@@ -1,7 +1,8 @@
 """Every command and program of the README does what it says.
 
 The blocks run in the order of the page, in one empty directory, against the server that other tests ask too. Commands
-of `make` set a machine up; CI runs those, and here only that it does is checked. The example is in test_voice.py.
+of `make` set a machine up; CI runs those, and here only that it does is checked. The program and the example are in
+test_voice.py.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ COMMANDS = [
     if language == "sh"
     for line in block.replace("\\\n", " ").splitlines()
 ]
+[PROGRAM] = [block for language, block in BLOCKS if language == "python"]
 ASKED = next(command for command in COMMANDS if command.startswith("omni-actors"))
 """What `make demo` runs after setting up."""
 PORT = 8091
@@ -83,9 +85,3 @@ def test_the_commands_do_what_they_say(tmp_path: Path, voice_url: str) -> None:
     assert "Paris" in chat
     assert speech == ""
     assert "good morning" in transcription.lower()
-
-
-def test_the_program_of_the_page_runs(tmp_path: Path) -> None:
-    [program] = [block for language, block in BLOCKS if language == "python"]
-    (tmp_path / "program.py").write_text(program)
-    assert "Paris" in "".join(re.findall(r"text (.*)", run([sys.executable, "program.py"], tmp_path)))

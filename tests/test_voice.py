@@ -21,6 +21,7 @@ from omni_actors.errors import InvalidRequest, StageCrashed
 from omni_actors.generation import Generation, Output
 from omni_actors.stages import assets
 from tests.kept import Kept, in_kept, kept_open, stand_in
+from tests.test_readme import PROGRAM, ROOT
 
 pytestmark = pytest.mark.voice
 
@@ -190,14 +191,26 @@ async def test_bad_input_is_refused_with_its_parameter_and_the_system_serves_on(
     assert "Paris" in (await answer(omni, QUESTIONS[0]))[0]
 
 
+def run_here(file: Path, kept: Kept, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program for the pipeline, with the system that is open, as in test_examples.py."""
+    with monkeypatch.context() as patch:
+        asked = stand_in(kept, patch)
+        runpy.run_path(str(file), run_name="__main__")
+    assert [pipeline.name for pipeline in asked] == ["voice"]
+
+
+def test_the_program_of_the_readme_runs(
+    kept: Kept, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "program.py").write_text(PROGRAM)
+    run_here(tmp_path / "program.py", kept, monkeypatch)
+    assert "Paris" in "".join(re.findall(r"text (.*)", capsys.readouterr().out))
+
+
 def test_the_example_of_the_readme_runs(
     kept: Kept, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With the system that is open, as the other examples run: see test_examples.py."""
     monkeypatch.chdir(tmp_path)
-    with monkeypatch.context() as patch:
-        asked = stand_in(kept, patch)
-        runpy.run_path(str(Path(__file__).parent.parent / "examples" / "ask.py"), run_name="__main__")
-    assert [pipeline.name for pipeline in asked] == ["voice"]
+    run_here(ROOT / "examples" / "ask.py", kept, monkeypatch)
     assert re.search(r"\w\nfirst text [\d.]+ s, first sound [\d.]+ s\n$", capsys.readouterr().out)
     assert soundfile.info("answer.wav").duration > 1
