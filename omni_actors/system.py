@@ -200,7 +200,7 @@ class OmniSystem:
         by_stage: dict[str, dict[str, Any]] = {}
         for stage in stages:
             schema = self.pipeline.spec(stage).params
-            known = set(given) if schema is None else {f.name for f in msgspec.structs.fields(schema)} & set(given)
+            known = set(given) if schema is None else given.keys() & schema.__struct_fields__
             taken |= known
             share = {**self.pipeline.stages[stage].defaults, **{name: given[name] for name in known}}
             by_stage[stage] = share if schema is None else _validated(share, schema)
