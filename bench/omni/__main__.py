@@ -3,15 +3,20 @@
 For each scenario (``bench.omni.pipelines``) three systems are open at once, and all are idle but the one that is
 measured: streamed, gathered (each stage waits for all of its input), and the thinker alone. Rounds go through the
 systems in turn, so that a machine whose speed drifts is the same for all; medians are printed, and ratios of medians.
+TTFT is compared round by round, in random order, with the thinker alone: of the streamed system, and of the thinker
+itself while a process that is none of ours computes (``bench.omni.stranger``).
 """
 
 from __future__ import annotations
 
 import json
+import math
+import random
+import statistics
 import subprocess
 import sys
 import tempfile
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -23,23 +28,35 @@ from rich.table import Table
 
 from bench.omni import batching, pipelines
 from bench.omni.measure import Client, Run, cores, median
+from bench.omni.stranger import stranger
 from omni_actors import OmniSystem
 
 SPEEDUP = 4.0
 """What batching is to bring, of throughput."""
-TTFT_ROUNDS = 30
-"""Counted rounds to the first text only, besides, of the two that are compared: a millisecond matters there."""
+TTFT_ROUNDS = 24
+"""Counted rounds to the first text only, besides: a millisecond matters there."""
+ALONE, BESIDE = "thinker alone", "thinker alone, a stranger beside it"
 Bound = tuple[str, float, float]
 """What, ratio, the most that it may be."""
 
 
-async def measure(scenario: pipelines.Scenario, concurrency: list[int], rounds: int) -> dict[int, dict[str, Run]]:
-    """By number of requests at once and by system."""
+class Results(msgspec.Struct):
+    """Of some requests at once."""
+
+    runs: dict[str, Run]
+    """By system."""
+    ttft: dict[str, tuple[float, float]]
+    """By system, its TTFT to that of the thinker alone, round by round: the mean of the ratios and its standard error.
+    ``BESIDE``: of the thinker alone itself, while a process that is none of ours multiplies matrices."""
+
+
+async def measure(scenario: pipelines.Scenario, concurrency: list[int], rounds: int) -> dict[int, Results]:
+    """By number of requests at once."""
     both = ("text", "audio")
     systems = {
         "streamed": (scenario.pipeline(streamed=True), both),
         "gathered": (scenario.pipeline(streamed=False), both),
-        "thinker alone": (scenario.pipeline(streamed=True, speaks=False), ("text",)),
+        ALONE: (scenario.pipeline(streamed=True, speaks=False), ("text",)),
     }
     async with AsyncExitStack() as stack:
         clients = {}
@@ -47,6 +64,7 @@ async def measure(scenario: pipelines.Scenario, concurrency: list[int], rounds: 
             omni = await stack.enter_async_context(OmniSystem.open(pipeline))
             await omni.wait_ready()
             clients[name] = Client(omni, scenario, modalities)
+        other = stack.enter_context(stranger())
         results = {}
         for number in concurrency:
             runs: dict[str, list[Run]] = {name: [] for name in clients}
@@ -55,18 +73,29 @@ async def measure(scenario: pipelines.Scenario, concurrency: list[int], rounds: 
                     run = await client.run(number)
                     if turn:  # the first one warms
                         runs[name].append(run)
-            first: dict[str, list[float]] = {"streamed": [], "thinker alone": []}
+            first: dict[str, list[float]] = {"streamed": [], ALONE: [], BESIDE: []}
             for turn in range(TTFT_ROUNDS + 1):
-                for name in sorted(first, reverse=bool(turn % 2)):
-                    ttft_s = await clients[name].ttft_s(number)
+                for name in random.sample(sorted(first), len(first)):
+                    with other.computing() if name == BESIDE else nullcontext():
+                        ttft_s = await clients[ALONE if name == BESIDE else name].ttft_s(number)
                     if turn:
                         first[name].append(ttft_s)
-            results[number] = {name: median(runs[name], first.get(name, [])) for name in clients}
+            results[number] = Results(
+                {name: median(runs[name], first.get(name, [])) for name in clients},
+                {name: _ratio(first[name], first[ALONE]) for name in ("streamed", BESIDE)},
+            )
     return results
 
 
-def bounds(scenario: str, runs: dict[str, Run]) -> list[Bound]:
-    streamed, gathered = runs["streamed"], runs["gathered"]
+def _ratio(ours: list[float], theirs: list[float]) -> tuple[float, float]:
+    """Geometric mean of the ratios, and its standard error."""
+    logarithms = [math.log(one / other) for one, other in zip(ours, theirs, strict=True)]
+    mean = math.exp(statistics.mean(logarithms))
+    return mean, mean * statistics.stdev(logarithms) / math.sqrt(len(logarithms))
+
+
+def bounds(scenario: str, results: Results) -> list[Bound]:
+    streamed, gathered = results.runs["streamed"], results.runs["gathered"]
     assert streamed.ttfa_s is not None
     assert gathered.ttfa_s is not None
     # By themselves: gathered stages run one after the other, and none of them takes another's core.
@@ -74,7 +103,7 @@ def bounds(scenario: str, runs: dict[str, Run]) -> list[Bound]:
     return [
         ("TTFA, streamed / gathered", streamed.ttfa_s / gathered.ttfa_s, 0.15),
         ("E2E / max(slowest stage, CPU / cores)", streamed.e2e_s / max(slowest, streamed.cpu_s / cores()), 1.1),
-        ("TTFT, streamed / thinker alone", streamed.ttft_s / runs["thinker alone"].ttft_s, 1.05),
+        ("TTFT, streamed / thinker alone", results.ttft["streamed"][0], 1.05),
         *([("the parent's share of CPU", streamed.parent_cpu, 0.05)] if scenario == "compute" else []),
     ]
 
@@ -97,26 +126,28 @@ def monolith(directory: Path, rounds: int) -> dict[int, float]:
     return best
 
 
-def show(console: Console, scenario: str, results: dict[int, dict[str, Run]]) -> bool:
+def show(console: Console, scenario: str, results: dict[int, Results]) -> bool:
     """Print a scenario's figures; whether every bound held."""
     table = Table(scenario, "at once", "TTFT", "TTFA", "E2E", "stages' steps", "CPU", "parent's share")
-    for number, runs in results.items():
-        for name, run in runs.items():
+    for number, result in results.items():
+        for name, run in result.runs.items():
             steps = ", ".join(f"{seconds:.2f}" for seconds in run.steps_s.values())
             ttfa = "" if run.ttfa_s is None else f"{run.ttfa_s:.3f} s"
             row = f"{run.ttft_s:.3f} s", ttfa, f"{run.e2e_s:.2f} s", f"{steps} s", f"{run.cpu_s:.2f} s"
             table.add_row(name, str(number), *row, f"{run.parent_cpu:.1%}")
     console.print(table)
     held = True
-    for number, runs in results.items():
-        streamed = runs["streamed"]
+    for number, result in results.items():
+        streamed = result.runs["streamed"]
         if streamed.output_bytes:
             extra = streamed.client_bytes / streamed.output_bytes - 1
             console.print(f"{scenario:8} {number:3} at once  through the parent: outputs and {extra:.1%} for headers")
-        for what, ratio, most in bounds(scenario, runs):
+        for what, ratio, most in bounds(scenario, result):
             held &= ratio <= most
             verdict = "held" if ratio <= most else "[red]not held[/]"
             console.print(f"{scenario:8} {number:3} at once  {what:40} {ratio:.3f}  (<= {most:g})  {verdict}")
+        for name, (mean, error) in result.ttft.items():
+            console.print(f"{scenario:8} {number:3} at once  TTFT / thinker alone: {name} {mean:.3f} ± {error:.3f}")
     return held
 
 

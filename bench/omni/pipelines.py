@@ -18,6 +18,8 @@ from tests.stages.qwen3 import tiny
 TOKENS = FRAMES = 200
 PROMPT = "please tell me a long story about the sea , and of the people who live there ."
 STEP_S = 0.02
+TALKER_NICE, CODE2WAV_NICE = 10, 15
+"""The stages share two cores: who waits for a first word goes first, and what is furthest behind it last."""
 CHECKPOINT: dict[str, Any] = {
     "seed": 1,
     "text_eos": 0.0,
@@ -62,11 +64,18 @@ def compute(directory: Path) -> Scenario:
             "thinker": Stage(
                 engine="qwen3_thinker", model=model, accepts=("messages",), emits="text", threads=1, options=batch
             ),
-            # The stages share two cores: who waits for a first word goes first, and what is furthest behind it last.
-            "talker": Stage(engine="qwen3_talker", model=model, inputs=("thinker",), threads=1, nice=10, options=batch),
+            "talker": Stage(
+                engine="qwen3_talker", model=model, inputs=("thinker",), threads=1, nice=TALKER_NICE, options=batch
+            ),
             # Its work grows with its batch, which that of the others hardly does: one core would fall behind.
             "code2wav": Stage(
-                engine="qwen3_code2wav", model=model, inputs=("talker",), emits="audio", threads=1, nice=15, replicas=2
+                engine="qwen3_code2wav",
+                model=model,
+                inputs=("talker",),
+                emits="audio",
+                threads=1,
+                nice=CODE2WAV_NICE,
+                replicas=2,
             ),
         },
         {"max_tokens": TOKENS, "talker_max_tokens": FRAMES + 1, "talker_temperature": 0.0},

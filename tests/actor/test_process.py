@@ -37,6 +37,8 @@ ENGINES = """
             "torch": "torch" in sys.modules,
             "nice": [os.getpriority(os.PRIO_PROCESS, thread) for thread in (0, os.getpid())],
         }))
+        global kept
+        kept = [b"x" * 100_000 for _ in range(2000)][-1]  # the heap's last: below it is what was let go
         return EchoEngine(type(context)(context.stage, None, {}, 1, "cpu", context.report))
 
     def leaves_a_child(context):
@@ -89,6 +91,7 @@ async def test_a_worker_loads_serves_and_stops() -> None:
             }
             while not isinstance((await worker.mailbox.incoming.receive())[0], Ready):
                 pass
+            assert psutil.Process(worker.pid).memory_info().rss < 150e6, "what loading let go, 200 MB, went back"
             worker.mailbox.post(Stop(5.0))
             assert await worker.wait_dead() == WorkerExit(worker.pid, None, 0, ())
 
