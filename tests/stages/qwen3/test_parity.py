@@ -277,13 +277,17 @@ def test_where_the_reference_crashes_the_text_is_right_and_there_is_no_sound(
     assert said.wave.shape == (0,)
 
 
+def sixteen(order: random.Random) -> list[Ask]:
+    """Few of them differ: what the reference says to each is computed once."""
+    short = [ASKS[0]._replace(max_tokens=1), ASKS[5]._replace(max_tokens=5), ASKS[6]._replace(max_frames=1)]
+    return [order.choice([*ASKS, *short]) for _ in range(16)]
+
+
 @pytest.mark.parametrize("seed", [0, 1])
 def test_sixteen_at_once_are_answered_as_each_alone(pipeline: Callable[[str], Pipeline], seed: int) -> None:
     """In fewer rows than there are requests, so that they join as others leave, in pieces of each other's prompts."""
     order = random.Random(seed)
-    short = [ASKS[0]._replace(max_tokens=1), ASKS[5]._replace(max_tokens=5), ASKS[6]._replace(max_frames=1)]
-    asks = [order.choice([*ASKS, *short]) for _ in range(16)]
-    ours = pipeline("wordy")
+    asks, ours = sixteen(order), pipeline("wordy")
     for ask, said in zip(asks, ours.said(asks, order if seed else None), strict=True):
         ours.check(ask, said)
 
