@@ -14,6 +14,7 @@ import trio
 from omni_actors import OmniSystem
 from omni_actors.config import Pipeline, load
 
+WATCHDOG_S = 60.0
 Work: TypeAlias = Callable[[OmniSystem], Awaitable[None]]
 Kept: TypeAlias = Callable[[Work], None]
 """Does some work with the system, and waits until all of its stages serve again."""
@@ -38,9 +39,12 @@ def kept_open(opening: Callable[[], AbstractAsyncContextManager[OmniSystem]], it
         token, omni, close = found
 
         async def do_and_recover(work: Work) -> None:
-            await work(omni)
-            while not omni.health().ready:
-                await omni.wait_changed()
+            try:
+                await work(omni)
+            finally:  # a test that fails leaves the next one a system that serves
+                with trio.fail_after(WATCHDOG_S):
+                    while not omni.health().ready:
+                        await omni.wait_changed()
 
         def do(work: Work) -> None:
             try:

@@ -34,6 +34,12 @@ def good(tmp_path: Path) -> Path:
     return path
 
 
+def test_a_stage_may_stand_before_those_that_feed_it(good: Path) -> None:
+    head, first, second = re.split(r"(?=^  first:|^  second:)", GOOD, flags=re.MULTILINE)
+    good.write_text(head + second + first)
+    assert list(config.load(good).stages) == ["second", "first"]
+
+
 def refused(config_: str | Path | Pipeline, overrides: dict[str, Any] | None = None) -> ConfigError:
     with pytest.raises(ConfigError) as caught:
         config.load(config_, overrides)

@@ -1,4 +1,4 @@
-"""Every command and program of the README does what it says.
+"""Every command of the README does what it says, but those that CI tries.
 
 The blocks run in the order of the page, in one empty directory, against the server that other tests ask too. Commands
 of `make` set a machine up; CI runs those, and here only that it does is checked. The program and the example are in

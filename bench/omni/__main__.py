@@ -46,7 +46,7 @@ class Results(msgspec.Struct):
     runs: dict[str, Run]
     """By system."""
     ttft: dict[str, tuple[float, float]]
-    """By system, its TTFT to that of the thinker alone, round by round: the mean of the ratios and its standard error.
+    """By system, its TTFT to that of the thinker alone: geometric mean of the rounds' ratios, and its standard error.
     ``BESIDE``: of the thinker alone itself, while a process that is none of ours multiplies matrices."""
 
 
@@ -59,12 +59,12 @@ async def measure(scenario: pipelines.Scenario, concurrency: list[int], rounds: 
         ALONE: (scenario.pipeline(streamed=True, speaks=False), ("text",)),
     }
     async with AsyncExitStack() as stack:
+        other = stack.enter_context(stranger())
         clients = {}
         for name, (pipeline, modalities) in systems.items():
             omni = await stack.enter_async_context(OmniSystem.open(pipeline))
             await omni.wait_ready()
             clients[name] = Client(omni, scenario, modalities)
-        other = stack.enter_context(stranger())
         results = {}
         for number in concurrency:
             runs: dict[str, list[Run]] = {name: [] for name in clients}

@@ -16,8 +16,10 @@ from contextlib import contextmanager
 from bench.omni.pipelines import TALKER_NICE
 
 PROGRAM = """
-import os, torch
-os.nice({nice})
+import ctypes, os, signal
+ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: it ends with the benchmark, however that ends
+os.nice({nice})  # as a talker's worker
+import torch
 torch.set_num_threads(1)
 weights = [torch.randn(512, 1536) for _ in range(8)]  # 25 MB, a talker's layers
 states = torch.randn(4, 512)
@@ -39,6 +41,8 @@ class Stranger:
         self._process.send_signal(signal.SIGCONT)
         try:
             yield
+            if self._process.poll() is not None:
+                raise RuntimeError(f"the stranger has ended, by {self._process.returncode}")
         finally:
             self._process.send_signal(signal.SIGSTOP)
 
@@ -51,7 +55,8 @@ def stranger() -> Iterator[Stranger]:
     with subprocess.Popen(command, stdout=subprocess.PIPE, env=one_thread) as process:
         try:
             assert process.stdout is not None
-            process.stdout.readline()
+            if process.stdout.readline() != b"ready\n":
+                raise RuntimeError("the stranger did not start")
             process.send_signal(signal.SIGSTOP)
             yield Stranger(process)
         finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import signal
@@ -91,7 +92,8 @@ async def test_a_worker_loads_serves_and_stops() -> None:
             }
             while not isinstance((await worker.mailbox.incoming.receive())[0], Ready):
                 pass
-            assert psutil.Process(worker.pid).memory_info().rss < 150e6, "what loading let go, 200 MB, went back"
+            if hasattr(ctypes.CDLL(None), "malloc_trim"):  # it is glibc's
+                assert psutil.Process(worker.pid).memory_info().rss < 150e6, "what loading let go, 200 MB, went back"
             worker.mailbox.post(Stop(5.0))
             assert await worker.wait_dead() == WorkerExit(worker.pid, None, 0, ())
 

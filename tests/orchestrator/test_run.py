@@ -67,7 +67,7 @@ ONE = Pipeline(name="one", stages={"only": Stage(engine="echo", accepts=("script
 def census(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pipeline]:
     path = tmp_path_factory.mktemp("census")
     (path / "census_engine.py").write_text(textwrap.dedent(CENSUS))
-    engine, quick = "census_engine:Census", Restart(backoff_s=0.01)
+    engine, quick = "census_engine:Census", Restart(intensity=1000, backoff_s=0.01, backoff_max_s=0.01)
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(path)
         yield Pipeline(

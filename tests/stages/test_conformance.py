@@ -84,6 +84,9 @@ def whisper(request: pytest.FixtureRequest) -> Case:
         key = features.tobytes()
         if key not in encoded:
             encoded[key] = encode(features)
+            if len(encoded) == 2:  # so it is: the first input once more, after another
+                first = np.frombuffer(next(iter(encoded)), features.dtype).reshape(features.shape).copy()
+                np.testing.assert_array_equal(np.array(encode(first)), np.array(next(iter(encoded.values()))))
         return encoded[key]
 
     model.encode = encode_once

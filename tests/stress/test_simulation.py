@@ -231,6 +231,7 @@ def test_the_command_that_it_prints_repeats_a_failure_alone(monkeypatch: pytest.
     take = chunks.Intake.take
     monkeypatch.setattr(chunks.Intake, "take", lambda *a, **last: take(*a, **last) or True)
     seed = first_violated(since=20).seed
+    assert simulate(seed - 1).violations == []
     done = stress("--simulate", "2", "--seed", str(seed - 1))
     assert done.exit_code == 1
     command = shlex.split(done.stderr.strip().splitlines()[-1])

@@ -75,12 +75,14 @@ def test_an_answer_is_the_references(family: str, pipeline: Callable[..., Any], 
 
 
 @pytest.mark.parametrize("seed", [0, 1])
-def test_sixteen_at_once_are_answered_as_each_alone(family: str, pipeline: Callable[..., Any], seed: int) -> None:
-    """Eight of them are in the batch: they join as others leave, in pieces of each other's prompts."""
+def test_sixteen_at_once_are_answered_as_each_alone(pipeline: Callable[..., Any], seed: int) -> None:
+    """Eight of them are in the batch: they join as others leave, in pieces of each other's prompts.
+
+    With one voice: another's third frame is so nearly the last one that company decides (rule 3 of
+    ``autoregressive.packed`` says how little that takes), and a reference knows no company.
+    """
     order = random.Random(seed)
-    asks = [ask for ask in sixteen(order) if not ask.use_audio_in_video]
-    if family == "qwen2_5":
-        asks = [ask._replace(speaker="Chelsie") for ask in asks]
+    asks = [ask._replace(speaker="Chelsie") for ask in sixteen(order) if not ask.use_audio_in_video]
     ours = pipeline()
     for ask, said in zip(asks, ours.said(asks, order if seed else None), strict=True):
         ours.check(ask, said)

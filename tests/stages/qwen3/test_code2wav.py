@@ -100,7 +100,7 @@ def test_streamed_samples_are_those_of_one_forward(
     np.testing.assert_allclose(sound(outputs), expected, atol=1e-4)
     samples = [len(output.tensors["audio"]) for output in outputs if output.tensors]
     assert samples[0] == chunk_frames[0] * 1920 - TAIL
-    assert all(count <= chunk_frames[-1] * 1920 for count in samples)
+    assert all(chunk <= chunk_frames[-1] * 1920 for chunk in samples)
 
 
 def test_so_they_are_at_the_real_window_and_depth(tmp_path: Path, open_stage: Callable[..., Any], drive: Any) -> None:

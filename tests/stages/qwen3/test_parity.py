@@ -280,7 +280,8 @@ def test_where_the_reference_crashes_the_text_is_right_and_there_is_no_sound(
 def sixteen(order: random.Random) -> list[Ask]:
     """Few of them differ: what the reference says to each is computed once."""
     short = [ASKS[0]._replace(max_tokens=1), ASKS[5]._replace(max_tokens=5), ASKS[6]._replace(max_frames=1)]
-    return [order.choice([*ASKS, *short]) for _ in range(16)]
+    others = [ASKS[0]._replace(speaker="chelsie"), ASKS[4]._replace(speaker="aiden")]
+    return [order.choice([*ASKS, *short, *others]) for _ in range(16)]
 
 
 @pytest.mark.parametrize("seed", [0, 1])
