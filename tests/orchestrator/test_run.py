@@ -131,15 +131,20 @@ async def is_free_everywhere(omni: OmniSystem) -> bool:
     return bool(final.data["census"] == {"top": 0, "bottom": 0})
 
 
+async def lose_bottom(omni: OmniSystem) -> None:
+    """Kill that stage's worker; from now on requests wait for it."""
+    pid = omni.health().stages["bottom"][0].pid
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+    await until(lambda: omni.health().stages["bottom"][0].state != "ready")
+
+
 # abort, deadlines, dropping
 
 
 @in_kept
 async def test_abort_of_a_queued_request(omni: OmniSystem) -> None:
-    pid = omni.health().stages["bottom"][0].pid
-    assert pid is not None
-    os.kill(pid, signal.SIGKILL)
-    await until(lambda: omni.health().stages["bottom"][0].state != "ready")
+    await lose_bottom(omni)
     queued = ask(omni)
     assert omni.metrics.registry.get_sample_value("omni_requests_queued") == 1
     queued.abort()
@@ -346,10 +351,7 @@ def test_a_request_that_fits_no_stage_is_refused_at_once(echo: Kept) -> None:
 
 @in_kept
 async def test_requests_wait_for_a_stage_that_restarts_and_then_run(omni: OmniSystem) -> None:
-    pid = omni.health().stages["bottom"][0].pid
-    assert pid is not None
-    os.kill(pid, signal.SIGKILL)
-    await until(lambda: omni.health().stages["bottom"][0].state != "ready")
+    await lose_bottom(omni)
     waiting = [ask(omni) for _ in range(3)]
     assert omni.metrics.registry.get_sample_value("omni_requests_queued") == 3
     for generation in waiting:
