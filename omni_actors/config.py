@@ -83,7 +83,8 @@ class Stage(_Section, frozen=True, kw_only=True):
     threads: Annotated[int, Meta(ge=0)] = 0
     """Native threads of each worker; 0: cores / workers of the pipeline, at least 1."""
     nice: Annotated[int, Meta(ge=0, le=19)] = 0
-    """How far its engines' threads stand back for others on the same cores, as ``nice(1)`` counts."""
+    """How far its engines' threads stand back for others on the same cores, as ``nice(1)`` counts. Above 0, a step also
+    waits, up to a second at a time, while clients wait for the first output of a worker that stands back less."""
     device: str = "cpu"
     options: dict[str, Any] = {}
     defaults: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""How workers share the machine's cores: who has several threads computes with those that the others leave."""
+"""How workers share the machine's cores: with how many threads, where, and who goes first."""
 
 from __future__ import annotations
 
@@ -15,11 +15,15 @@ import trio
 
 from omni_actors import OmniSystem
 from omni_actors.actor import cores as module
-from omni_actors.actor.cores import WORKERS, Cores, SharedCores
+from omni_actors.actor.cores import LONGEST_S, SHARE, WORKERS, Cores, SharedCores
+from omni_actors.config import Pipeline, Stage
 from omni_actors.errors import StageCrashed
+from omni_actors.messages import Abort, Address, Finished, Ping, Pong
 from omni_actors.orchestrator.request import Input
 from omni_actors.stages.base import StageContext, StageFailure, StageOutput
 from omni_actors.stages.echo import EchoEngine
+from ringbuf import Consumer
+from tests.actor.bench import echo, open_bench, receive, send
 
 WATCHDOG_S = 60.0
 CORES = len(os.sched_getaffinity(0))
@@ -57,6 +61,7 @@ class Machine:
         self.numbers: dict[Cores, int] = {}
         self.core = FAR
         """On which who computes runs."""
+        self.now = 0.0
         self.moves: list[set[int]] = []
 
     def move(self, pid: int, cores: set[int]) -> None:
@@ -64,10 +69,10 @@ class Machine:
         if self.core not in cores:
             self.core = min(cores)
 
-    def worker(self, threads: int) -> Cores:
+    def worker(self, threads: int, nice: int = 0) -> Cores:
         number = self.shared.join()
         cores = Cores(os.dup(self.shared.fd), number)
-        cores.threads, self.numbers[cores] = threads, number
+        cores.threads, cores.nice, self.numbers[cores] = threads, nice, number
         return cores
 
     def leave(self, cores: Cores) -> None:
@@ -80,6 +85,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2, 3})
     monkeypatch.setattr(os, "sched_setaffinity", machine.move)
     monkeypatch.setattr(module, "_current_core", lambda: machine.core)
+    monkeypatch.setattr(module.time, "monotonic", lambda: machine.now)
     yield machine
     for cores in list(machine.numbers):
         machine.leave(cores)
@@ -145,6 +151,138 @@ def test_where_others_run_on_every_core_the_kernel_decides(machine: Machine) -> 
     machine.leave(others[2])
     with machine.worker(1):
         assert machine.moves == [{2}, {0, 1, 2, 3}]
+
+
+def test_who_stands_back_more_lets_the_first_words_of_the_others_go_first(machine: Machine) -> None:
+    thinker, talker, decoder = machine.worker(1), machine.worker(1, nice=10), machine.worker(1, nice=15)
+    workers = [thinker, talker, decoder]
+    assert [worker.stand_back() for worker in workers] == [False] * 3
+    thinker.urge(awaited=True)
+    assert [worker.stand_back() for worker in workers] == [False, True, True]
+    talker.urge(awaited=True)
+    thinker.urge(awaited=False)
+    assert [worker.stand_back() for worker in workers] == [False, False, True]
+    machine.leave(talker)
+    assert not decoder.stand_back(), "the dead are awaited no more"
+
+
+def test_whoever_stands_back_does_so_for_a_time(machine: Machine) -> None:
+    thinker, talker = machine.worker(1), machine.worker(1, nice=10)
+    thinker.urge(awaited=True)
+
+    def stood_back() -> float:
+        began = machine.now
+        while True:
+            with talker:
+                if not talker.stand_back():
+                    return machine.now - began
+            machine.now += LONGEST_S / 64
+
+    assert stood_back() == LONGEST_S
+    assert stood_back() == 0.0
+    with talker:
+        machine.now += 4 * LONGEST_S
+    assert stood_back() == pytest.approx(SHARE * 4 * LONGEST_S, abs=LONGEST_S / 64), (
+        "and for a share of what it computes"
+    )
+    machine.now += LONGEST_S / 2
+    assert stood_back() == pytest.approx(LONGEST_S / 2, abs=LONGEST_S / 64), "and for as long as it had nothing to do"
+    machine.now += 100 * LONGEST_S
+    assert stood_back() == LONGEST_S, "and no longer for a long rest"
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Cores, Cores]]:
+    """A worker that stands back for as long as a test takes, and another."""
+    monkeypatch.setattr(module, "LONGEST_S", 1000.0)
+    shared = SharedCores()
+    numbers = [shared.join() for _ in range(2)]
+    patient, other = (Cores(os.dup(shared.fd), number) for number in numbers)
+    patient.nice = 5
+    yield patient, other
+    for number in numbers:
+        shared.leave(number)
+
+
+def test_while_others_go_first_a_loop_obeys_and_receives_and_does_not_step(patient: tuple[Cores, Cores]) -> None:
+    ours, other = patient
+    other.urge(awaited=True)
+    with open_bench(ours) as bench:
+        into, out = bench.input(), bench.output()
+        bench.run(echo())
+        bench.start(1)
+        send(into, 1, 0, text="held", last=True)
+        bench.wait_asleep()
+        bench.loop.post(Ping(1))
+        assert bench.heard() == Pong(1)
+        assert out.try_recv() is None
+        other.urge(awaited=False)
+        assert receive(out).data["text"] == "held", "without a doorbell"
+        assert isinstance(bench.heard(), Finished)
+
+
+def test_a_loop_is_urgent_until_each_client_has_a_first_output(patient: tuple[Cores, Cores]) -> None:
+    other, ours = patient
+    urgent: list[tuple[int, bool, bool]] = []
+    """Of each output: its request, before it was given out, after."""
+
+    class Telling(EchoEngine):
+        def step(self) -> Iterator[StageOutput | StageFailure]:
+            for output in super().step():
+                before = other.stand_back()
+                if output.request_id == 5:
+                    bench.loop.post(Ping(1))
+                yield output
+                urgent.append((output.request_id, before, other.stand_back()))
+
+    with open_bench(ours) as bench:
+        into, out, below = bench.input(), bench.output(), bench.output(target=Address("below", 0))
+        bench.run(Telling(StageContext("here", None, {"fan_out": 2}, 1, "cpu", lambda note: None)))
+
+        def ask(request: int, consumer: Consumer) -> list[tuple[int, bool, bool]]:
+            urgent.clear()
+            send(into, request, 0, text="a", last=True)
+            assert [receive(consumer).seq, receive(consumer).seq] == [0, 1]
+            bench.wait_asleep()
+            return list(urgent)
+
+        bench.start(1)
+        assert ask(1, out) == [(1, True, False), (1, False, False)]
+        bench.start(2, targets=(Address("below", 0),))
+        assert ask(2, below) == [(2, False, False)] * 2, "no client hears this"
+        bench.start(3)
+        bench.start(4)
+        assert ask(3, out) == [(3, True, True)] * 2, "the fourth has nothing yet"
+        assert not other.stand_back(), "and nothing is computed for it"
+        bench.loop.post(Abort(4))
+        bench.start(5)
+        assert ask(5, out) == [(5, True, True), (5, False, False)], "a command that is here may be a request"
+
+
+async def test_a_worker_that_stands_back_waits_for_first_words_that_do_not_come_and_not_for_ever() -> None:
+    pipeline = Pipeline(
+        name="urgent",
+        stages={
+            "text": Stage(engine="echo", accepts=("messages",), emits="text", threads=1, shutdown_s=0.1),
+            "voice": Stage(engine="echo", accepts=("script",), emits="audio", threads=1, nice=5),
+        },
+    )
+    async with OmniSystem.open(pipeline) as omni:
+
+        async def took_s() -> float:
+            answer = omni.submit({"script": [Input({"text": "a"})]}, ("audio",), on_failure="fail")
+            *_, end = [output async for output in answer]
+            assert end.metrics is not None
+            times = end.metrics.stages["voice"]
+            assert times.first_input_s is not None
+            return times.finished_s - times.first_input_s
+
+        with trio.fail_after(WATCHDOG_S):
+            await omni.wait_ready()
+            hanging = omni.submit({"messages": [Input({"echo": {"hang": True}})]}, ("text",), on_failure="fail")
+            while await took_s() < LONGEST_S / 2:
+                pass  # it does not hang yet
+            hanging.abort()
 
 
 def test_a_page_that_cannot_be_mapped_is_closed_again(monkeypatch: pytest.MonkeyPatch) -> None:

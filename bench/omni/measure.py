@@ -46,6 +46,10 @@ class Client:
     def __init__(self, omni: OmniSystem, scenario: Scenario, modalities: tuple[str, ...]) -> None:
         self._omni, self._scenario, self._modalities = omni, scenario, modalities
 
+    def silent(self) -> Client:
+        """Asks the same system for text only."""
+        return Client(self._omni, self._scenario, ("text",))
+
     def _ask(self) -> Generation:
         params = self._scenario.params if "audio" in self._modalities else _for_text(self._scenario.params)
         return self._omni.generate(PROMPT, modalities=self._modalities, **params)

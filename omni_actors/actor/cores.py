@@ -1,14 +1,18 @@
-"""The machine's cores, as its workers share them: who computes now, with how many native threads, and where.
+"""The machine's cores, as its workers share them: who computes now, with how many native threads, where, and for whom.
 
 A language model with a thread on every core and a voice beside it get in each other's way: one of the model's threads
 waits awake for the other, which the voice keeps from its core. So a worker with several threads computes with those
 that the others leave, and with one at least. And whoever begins to compute moves off the cores on which the engines of
 others run: the kernel likes to wake a receiver on its sender's core, and the sender has more to do.
 
+First words go first: a prompt that is read beside a voice is read 5 to 10% later, though each has a core, since they
+share the cache and the memory. So a worker that stands back (``nice``) lets those that stand back less give out the
+first of what clients wait for: ``LONGEST_S`` at a time and ``SHARE`` of its own time, so that speech is not starved.
+
 Rules
-1. One page of shared memory, two bytes a worker: its threads, 0 while it does not compute, and its engine's core. Its
-   owner writes them, and the spawner once the owner is dead; all read. There are no locks: who sees an old value is
-   slower for a step, and nothing else follows.
+1. One page of shared memory, three bytes a worker: its threads, 0 while it does not compute, its engine's core, and how
+   urgent it is. Its owner writes them, and the spawner once the owner is dead; all read. There are no locks: who sees
+   an old value is slower for a step, and nothing else follows.
 2. Who looks only between its steps reacts too late: a step of a model may take as long as all that the others do.
 3. What is computed must not depend on it (see ``StageContext.team``).
 4. A thread is moved and not kept: where it runs from then on the kernel decides, and threads that it starts may run
@@ -20,15 +24,21 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import time
 from contextlib import suppress
 
 from ringbuf._descriptors import create_memory
 
 WORKERS = 128
 """Of one spawner that have bytes of their own; those beyond share two, and are seen or not."""
-SIZE = 2 * WORKERS
+PLACES, URGENT = WORKERS, 2 * WORKERS
+"""Where the second and the third bytes begin."""
+SIZE = 3 * WORKERS
 MOST = 255
 """Threads that a byte can tell of. A core with a higher number is not told of."""
+LONGEST_S, SHARE = 1.0, 0.1
+"""For which a worker lets others go first: at a time, and of the time that it computes."""
+LOOK_AGAIN_S = 0.02
 
 _current_core = ctypes.CDLL(None).sched_getcpu
 
@@ -58,7 +68,7 @@ class SharedCores:
     def leave(self, number: int) -> None:
         """That worker is dead, or never was."""
         assert self._map is not None
-        self._map[number] = self._map[WORKERS + number] = 0
+        self._map[number] = self._map[PLACES + number] = self._map[URGENT + number] = 0
         self._workers.remove(number)
         if not self._workers:
             self._map.close()
@@ -76,17 +86,28 @@ class Cores:
         self._cores = len(os.sched_getaffinity(0))
         self.threads = 1
         """The most that it computes with."""
+        self.nice = 0
+        """How far it stands back."""
+        self._stood_back = False
+        self._patience = LONGEST_S
+        """For how long it lets others go first. Grows while it has nothing to do, and slowly while it computes."""
+        self._entered = self._left = time.monotonic()
 
     def __enter__(self) -> None:
+        now = time.monotonic()
+        self._be_patient((self._left - now) if self._stood_back else (now - self._left))
+        self._entered, self._stood_back = now, False
         self._say(self.threads, 0)
         here = _here()
-        if here and here in self._map[WORKERS:]:
+        if here and here in self._map[PLACES:URGENT]:
             self._move()
             here = _here()
         self._say(self.threads, here)
 
     def __exit__(self, *_: object) -> None:
         self._say(0, 0)
+        self._left = time.monotonic()
+        self._be_patient(SHARE * (self._left - self._entered))
 
     def team(self) -> int:
         """With how many threads to compute from now on: ``threads``, or those that the other workers leave."""
@@ -95,17 +116,31 @@ class Cores:
         self._say(team, _here())
         return team
 
+    def urge(self, *, awaited: bool) -> None:
+        """Whether clients wait for the first that this worker gives out."""
+        self._map[URGENT + self._number] = self.nice + 1 if awaited else 0
+
+    def stand_back(self) -> bool:
+        """Whether to let others go first: to leave, and enter again after ``LOOK_AGAIN_S`` at the latest."""
+        most_urgent = min(self._map[URGENT:].translate(None, b"\0"), default=MOST)
+        self._stood_back = most_urgent <= self.nice and self._patience > 0
+        return self._stood_back
+
+    def _be_patient(self, seconds: float) -> None:
+        """For so much longer."""
+        self._patience = min(self._patience + seconds, LONGEST_S)
+
     def _move(self) -> None:
         """To a core on which no other worker's engine runs, if there is one."""
         allowed = os.sched_getaffinity(0)
-        if free := allowed.difference(core - 1 for core in self._map[WORKERS:] if core):
+        if free := allowed.difference(core - 1 for core in self._map[PLACES:URGENT] if core):
             with suppress(OSError):  # these cores were taken from the worker a moment ago
                 os.sched_setaffinity(0, free)
                 os.sched_setaffinity(0, allowed)
 
     def _say(self, threads: int, place: int) -> None:
         self._map[self._number] = min(threads, MOST)
-        self._map[WORKERS + self._number] = place
+        self._map[PLACES + self._number] = place
 
 
 def _here() -> int:

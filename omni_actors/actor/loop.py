@@ -3,12 +3,14 @@
 Rules
 1. Chunks go ring -> ``feed`` in place and ``step`` -> ring with one copy; no other thread touches them.
 2. The loop sleeps in one poll() over its command bell, the doorbells of its incoming rings and, where output waits for
-   room, of its outgoing rings. Nothing else wakes it.
+   room, of its outgoing rings. Nothing else wakes it, but for rule 6.
 3. Commands come before chunks. A chunk may still arrive before its ``Start``, since they travel apart: as numbers grow
    with every ``Start``, a number above the last one started waits, and a number below that is not active is stale.
 4. A new ring to a consumer is a new consumer: of requests that run already it gets nothing until ``Resend``, then all.
 5. Back-pressure: with ``CONGESTED_BYTES`` waiting for room on any edge, the loop neither steps nor receives: a stage
    below that stands still holds up the whole stage, until that worker is killed or its requests' deadlines pass.
+6. While other workers are to go first (``cores``) the loop receives and does not step. Whether they still are it looks
+   up by the clock too, since no doorbell may tell.
 """
 
 from __future__ import annotations
@@ -19,10 +21,11 @@ import select
 import threading
 import time
 from collections.abc import Callable, Iterable, Set
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 
 from omni_actors.actor import chunks
 from omni_actors.actor.chunks import ChunkHeader, Intake, ReplayDiverged
+from omni_actors.actor.cores import LOOK_AGAIN_S, Cores
 from omni_actors.actor.outgoing import Outgoing, Retained
 from omni_actors.messages import (
     CLIENT,
@@ -92,6 +95,8 @@ class _Active:
     def __init__(self, start: Start) -> None:
         self.request, self.targets = start.request, start.targets
         self.onward = start.onward
+        self.heard = any(target.stage == CLIENT for target in start.targets)
+        """Whether a client gets its output."""
         self._intakes = {source: Intake(start.request, source) for source in start.sources}
         self.seq = 0
         self.started = time.monotonic()
@@ -131,7 +136,7 @@ class EngineLoop:
     """Runs one engine until ``Stop``. ``post`` may be called from any thread, everything else is the loop's own.
 
     notify: takes what is said of a request; called in the loop's thread and may block it.
-    computing: entered by ``run`` for each turn, ``notify`` included.
+    cores: entered by ``run`` for each turn, ``notify`` included; None: they are not shared.
     ``run`` is a thread's whole life. Who has no thread to give calls ``turn``, and ``park`` when it moved nothing.
     """
 
@@ -140,10 +145,10 @@ class EngineLoop:
         address: Address,
         fence: int,
         notify: Callable[[Message], None],
-        computing: AbstractContextManager[object] | None = None,
+        cores: Cores | None = None,
     ) -> None:
         self._address, self._newest, self._notify = address, fence, notify
-        self._computing = computing or nullcontext()
+        self._cores = cores
         self._commands: collections.deque[Command] = collections.deque()
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._incoming: dict[Address, _Incoming] = {}
@@ -168,10 +173,12 @@ class EngineLoop:
         self.running = True
         try:
             while not self.stopping:
-                with self._computing:
+                with self._cores or nullcontext():
                     moved, receiving = self.turn(engine)
                 if not moved:
-                    self._sleep(receiving=receiving)
+                    if self._cores:
+                        self._cores.urge(awaited=False)
+                    self._sleep(receiving=receiving, looks_again=receiving and engine.busy)
             engine.close()
         finally:
             self.close()
@@ -185,7 +192,8 @@ class EngineLoop:
         congested = self._flush() > CONGESTED_BYTES
         if not congested:
             moved |= self._receive(engine)
-            if engine.busy:
+            if engine.busy and not (self._cores and self._cores.stand_back()):
+                self._urge()
                 self._step(engine)
                 moved = True
         return moved, not congested
@@ -344,7 +352,9 @@ class EngineLoop:
         buffers = chunks.encode(header, {**output.tensors, **onward})
         size = sum(buffer.nbytes for buffer in buffers)
         active.seq += 1
-        active.first_output = active.first_output or time.monotonic()
+        if active.first_output is None:
+            active.first_output = time.monotonic()
+            self._urge()
         retained = self._retained.get(output.request_id)
         if retained is not None and not retained.add(buffers, size):
             self._notify(Unreplayable(output.request_id, retained.too_many, needed=False))
@@ -363,6 +373,12 @@ class EngineLoop:
         self._outgoing[target].send(active.request, buffers, size)
         active.sent_bytes[str(target)] += size
 
+    def _urge(self) -> None:
+        """Say whether clients wait for a first output from here; of a command that is not obeyed yet it may be that."""
+        if self._cores:
+            awaited = (active.heard and active.first_output is None for active in self._active.values())
+            self._cores.urge(awaited=bool(self._commands) or any(awaited))
+
     def _refuse(self, request: int, error: InvalidRequest) -> None:
         del self._active[request]
         self._notify(Refused(request, error.message[:LONGEST_REFUSAL], error.param, error.code))
@@ -375,9 +391,9 @@ class EngineLoop:
             edge.flush()
         return max((edge.waiting_bytes for edge in self._outgoing.values()), default=0)
 
-    def _sleep(self, *, receiving: bool) -> None:
+    def _sleep(self, *, receiving: bool, looks_again: bool) -> None:
         if bells := self.park(receiving=receiving):
             poll = select.poll()
             for bell in bells:
                 poll.register(bell, select.POLLIN)
-            self.unpark([bell for bell, _ in poll.poll()])
+            self.unpark([bell for bell, _ in poll.poll(LOOK_AGAIN_S * 1000 if looks_again else None)])

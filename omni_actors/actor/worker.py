@@ -100,7 +100,7 @@ async def _serve(sock: socket.socket, cores: Cores) -> Exception | None:
             """For the engine's thread: queue a message, waiting for room."""
             trio.from_thread.run(mailbox.send, message)
 
-        cores.threads = configure.threads
+        cores.threads, cores.nice = configure.threads, configure.nice
         loop = EngineLoop(configure.address, configure.fence, notify, cores)
         error: Exception | None = None  # what stays when the engine's thread is abandoned
         async with trio.open_nursery() as nursery:

@@ -11,6 +11,7 @@ from typing import Any
 
 from omni_actors.actor import chunks
 from omni_actors.actor.chunks import ChunkHeader
+from omni_actors.actor.cores import Cores
 from omni_actors.actor.loop import Attach, EngineLoop
 from omni_actors.messages import CLIENT, CLIENT_ADDRESS, Address, Message, Start, Stop
 from omni_actors.stages.base import StageContext, StageEngine
@@ -40,9 +41,9 @@ class Watched(EngineLoop):
 class Bench:
     """A loop, the far ends of its rings, and what it says."""
 
-    def __init__(self) -> None:
+    def __init__(self, cores: Cores | None = None) -> None:
         self.said: queue.Queue[Message] = queue.Queue()
-        self.loop = Watched(HERE, 0, self.said.put)
+        self.loop = Watched(HERE, 0, self.said.put, cores)
         self.error: BaseException | None = None
         self._thread: threading.Thread | None = None
         self._rings: list[Ring] = []
@@ -112,10 +113,10 @@ class Bench:
 
 
 @contextmanager
-def open_bench() -> Iterator[Bench]:
+def open_bench(cores: Cores | None = None) -> Iterator[Bench]:
     """Leaving it has ended the loop, and closed every descriptor."""
     before = len(os.listdir("/proc/self/fd"))
-    bench = Bench()
+    bench = Bench(cores)
     yield bench
     bench.close()
     assert len(os.listdir("/proc/self/fd")) == before
