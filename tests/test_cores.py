@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import trio
 
@@ -18,15 +19,15 @@ from omni_actors.actor import cores as module
 from omni_actors.actor.cores import LONGEST_S, SHARE, WORKERS, Cores, SharedCores
 from omni_actors.config import Pipeline, Stage
 from omni_actors.errors import StageCrashed
-from omni_actors.messages import Abort, Address, Finished, Ping, Pong
+from omni_actors.messages import CLIENT_ADDRESS, Address, Finished, Ping, Pong
 from omni_actors.orchestrator.request import Input
 from omni_actors.stages.base import StageContext, StageFailure, StageOutput
 from omni_actors.stages.echo import EchoEngine
-from ringbuf import Consumer
-from tests.actor.bench import echo, open_bench, receive, send
+from tests.actor.bench import Bench, echo, open_bench, receive, send
 
 WATCHDOG_S = 60.0
 CORES = len(os.sched_getaffinity(0))
+BELOW = Address("below", 0)
 FAR = 1000
 """A core of which the page cannot tell."""
 
@@ -191,6 +192,24 @@ def test_whoever_stands_back_does_so_for_a_time(machine: Machine) -> None:
     assert stood_back() == LONGEST_S, "and no longer for a long rest"
 
 
+def test_a_turn_that_stands_back_is_of_that_time_too_and_rest_after_it_is_not(machine: Machine) -> None:
+    thinker, talker = machine.worker(1), machine.worker(1, nice=10)
+    thinker.urge(awaited=True)
+    with talker:
+        assert talker.stand_back()
+        machine.now += LONGEST_S / 2  # it takes in what comes
+    with talker:
+        assert talker.stand_back()
+    with talker:
+        pass  # what it had to do was aborted
+    machine.now += 10 * LONGEST_S
+    with talker:
+        assert talker.stand_back()
+        machine.now += LONGEST_S
+    with talker:
+        assert not talker.stand_back()
+
+
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Cores, Cores]]:
     """A worker that stands back for as long as a test takes, and another."""
@@ -207,56 +226,70 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Cores, Cores]]:
 def test_while_others_go_first_a_loop_obeys_and_receives_and_does_not_step(patient: tuple[Cores, Cores]) -> None:
     ours, other = patient
     other.urge(awaited=True)
+    engine = echo()
     with open_bench(ours) as bench:
         into, out = bench.input(), bench.output()
-        bench.run(echo())
+        bench.run(engine)
         bench.start(1)
         send(into, 1, 0, text="held", last=True)
-        bench.wait_asleep()
         bench.loop.post(Ping(1))
         assert bench.heard() == Pong(1)
+        for _ in range(10):  # fewer doorbells have rung: it looks by the clock
+            bench.loop.asleep.get(timeout=WATCHDOG_S)
+        assert engine.busy
         assert out.try_recv() is None
         other.urge(awaited=False)
-        assert receive(out).data["text"] == "held", "without a doorbell"
+        assert receive(out).data["text"] == "held"
         assert isinstance(bench.heard(), Finished)
+
+
+class Telling(EchoEngine):
+    """Notes of each output whether its worker is urgent, before it is given out and after."""
+
+    def __init__(self, bench: Bench, other: Cores) -> None:
+        super().__init__(StageContext("here", None, {"fan_out": 2}, 1, "cpu", lambda note: None))
+        self._bench, self._other = bench, other
+        self.urgent: list[tuple[bool, bool]] = []
+
+    def step(self) -> Iterator[StageOutput | StageFailure]:
+        for output in super().step():
+            assert isinstance(output, StageOutput)
+            before = self._other.stand_back()
+            if output.data.get("text") == "ping":
+                self._bench.loop.post(Ping(1))
+            if output.data.get("text") == "hidden states":
+                output = StageOutput(output.request_id, last=output.last, onward={"rows": np.zeros(1)})
+            yield output
+            self.urgent.append((before, self._other.stand_back()))
 
 
 def test_a_loop_is_urgent_until_each_client_has_a_first_output(patient: tuple[Cores, Cores]) -> None:
     other, ours = patient
-    urgent: list[tuple[int, bool, bool]] = []
-    """Of each output: its request, before it was given out, after."""
-
-    class Telling(EchoEngine):
-        def step(self) -> Iterator[StageOutput | StageFailure]:
-            for output in super().step():
-                before = other.stand_back()
-                if output.request_id == 5:
-                    bench.loop.post(Ping(1))
-                yield output
-                urgent.append((output.request_id, before, other.stand_back()))
-
     with open_bench(ours) as bench:
-        into, out, below = bench.input(), bench.output(), bench.output(target=Address("below", 0))
-        bench.run(Telling(StageContext("here", None, {"fan_out": 2}, 1, "cpu", lambda note: None)))
+        into, consumers = bench.input(), {target: bench.output(target=target) for target in (CLIENT_ADDRESS, BELOW)}
+        engine = Telling(bench, other)
+        bench.run(engine)
 
-        def ask(request: int, consumer: Consumer) -> list[tuple[int, bool, bool]]:
-            urgent.clear()
-            send(into, request, 0, text="a", last=True)
-            assert [receive(consumer).seq, receive(consumer).seq] == [0, 1]
+        def ask(
+            request: int, text: str = "", targets: tuple[Address, ...] = (CLIENT_ADDRESS,), *, replayed: bool = False
+        ) -> list[tuple[bool, bool]]:
+            engine.urgent.clear()
+            bench.start(request, targets=targets, replayed=replayed)
+            send(into, request, 0, text=text, last=True)
+            for target in targets:
+                assert [receive(consumers[target]).seq for _ in range(2)] == [0, 1]
             bench.wait_asleep()
-            return list(urgent)
+            assert not other.stand_back(), "when nothing is computed"
+            return list(engine.urgent)
 
-        bench.start(1)
-        assert ask(1, out) == [(1, True, False), (1, False, False)]
-        bench.start(2, targets=(Address("below", 0),))
-        assert ask(2, below) == [(2, False, False)] * 2, "no client hears this"
-        bench.start(3)
-        bench.start(4)
-        assert ask(3, out) == [(3, True, True)] * 2, "the fourth has nothing yet"
-        assert not other.stand_back(), "and nothing is computed for it"
-        bench.loop.post(Abort(4))
-        bench.start(5)
-        assert ask(5, out) == [(5, True, True), (5, False, False)], "a command that is here may be a request"
+        assert ask(1) == [(True, False), (False, False)]
+        assert ask(2, targets=(BELOW,)) == [(False, False)] * 2, "no client hears this"
+        assert ask(3, replayed=True) == [(False, False)] * 2, "its client may have heard it"
+        assert ask(4, "hidden states", (CLIENT_ADDRESS, BELOW)) == [(True, True)] * 2, "it has nothing"
+        assert ask(5, "ping") == [(True, True), (False, False)], "a command that is here may be a request"
+        bench.start(6, ("above", "client"))
+        send(into, 6, 0, text="half of it")
+        assert ask(7) == [(True, False), (False, False)], "the sixth waits for input"
 
 
 async def test_a_worker_that_stands_back_waits_for_first_words_that_do_not_come_and_not_for_ever() -> None:

@@ -18,7 +18,7 @@ from tests.stages.qwen3 import tiny
 TOKENS = FRAMES = 200
 PROMPT = "please tell me a long story about the sea , and of the people who live there ."
 STEP_S = 0.02
-TALKER_NICE, CODE2WAV_NICE = 10, 15
+TALKER_NICE, CODE2WAV_NICE = 1, 5
 """The stages share two cores: who waits for a first word goes first, and what is furthest behind it last."""
 CHECKPOINT: dict[str, Any] = {
     "seed": 1,

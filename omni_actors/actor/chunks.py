@@ -62,6 +62,10 @@ class Intake:
         self._digests = array("I")
         self._complete = False
 
+    @property
+    def begun(self) -> bool:
+        return bool(self._digests)
+
     def take(self, seq: int, frame: memoryview, *, last: bool) -> bool:
         """Whether this chunk is the next one; False for one that was taken before, or after the last.
 

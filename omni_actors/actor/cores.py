@@ -5,15 +5,17 @@ waits awake for the other, which the voice keeps from its core. So a worker with
 that the others leave, and with one at least. And whoever begins to compute moves off the cores on which the engines of
 others run: the kernel likes to wake a receiver on its sender's core, and the sender has more to do.
 
-First words go first: a prompt that is read beside a voice is read 5 to 10% later, though each has a core, since they
+First words go first: a prompt that is read beside a voice is read 5 to 8% later, though each has a core, since they
 share the cache and the memory. So a worker that stands back (``nice``) lets those that stand back less give out the
-first of what clients wait for: ``LONGEST_S`` at a time and ``SHARE`` of its own time, so that speech is not starved.
+first of what clients wait for: ``LONGEST_S`` at a time, and again after as much time with nothing to do, or after
+``LONGEST_S / SHARE`` of computing. Its step that is under way it ends.
 
 Rules
 1. One page of shared memory, three bytes a worker: its threads, 0 while it does not compute, its engine's core, and how
    urgent it is. Its owner writes them, and the spawner once the owner is dead; all read. There are no locks: who sees
-   an old value is slower for a step, and nothing else follows.
-2. Who looks only between its steps reacts too late: a step of a model may take as long as all that the others do.
+   an old value is slower for a step, or waits in vain for as long as it waits at all, and nothing else follows.
+2. Who looks for threads to take only between its steps reacts too late: a step of a model may take as long as all that
+   the others do.
 3. What is computed must not depend on it (see ``StageContext.team``).
 4. A thread is moved and not kept: where it runs from then on the kernel decides, and threads that it starts may run
    anywhere.
@@ -35,9 +37,8 @@ PLACES, URGENT = WORKERS, 2 * WORKERS
 """Where the second and the third bytes begin."""
 SIZE = 3 * WORKERS
 MOST = 255
-"""Threads that a byte can tell of. A core with a higher number is not told of."""
+"""That a byte can tell of. A core with a higher number is not told of."""
 LONGEST_S, SHARE = 1.0, 0.1
-"""For which a worker lets others go first: at a time, and of the time that it computes."""
 LOOK_AGAIN_S = 0.02
 
 _current_core = ctypes.CDLL(None).sched_getcpu
@@ -76,8 +77,24 @@ class SharedCores:
             self._map, self.fd = None, -1
 
 
-class Cores:
-    """A worker's side, for its engine's thread; a context in which it computes. Takes over ``fd``."""
+class OwnCores:
+    """Cores that are shared with nobody. A context in which an engine computes."""
+
+    look_again_s: float | None = None
+    """While it stands back: when to enter again at the latest."""
+
+    def __enter__(self) -> None: ...
+    def __exit__(self, *_: object) -> None: ...
+    def urge(self, *, awaited: bool) -> None:
+        """Whether clients wait for the first that is given out."""
+
+    def stand_back(self) -> bool:
+        """Whether to let others go first now: to leave, and enter again."""
+        return False
+
+
+class Cores(OwnCores):
+    """A worker's side, for its engine's thread. Takes over ``fd``."""
 
     def __init__(self, fd: int, number: int) -> None:
         self._map = mmap.mmap(fd, SIZE)
@@ -88,15 +105,18 @@ class Cores:
         """The most that it computes with."""
         self.nice = 0
         """How far it stands back."""
-        self._stood_back = False
         self._patience = LONGEST_S
-        """For how long it lets others go first. Grows while it has nothing to do, and slowly while it computes."""
+        """For how long it would let others go first."""
         self._entered = self._left = time.monotonic()
 
     def __enter__(self) -> None:
         now = time.monotonic()
-        self._be_patient((self._left - now) if self._stood_back else (now - self._left))
-        self._entered, self._stood_back = now, False
+        if self.look_again_s is None:
+            computed, rested = self._left - self._entered, now - self._left
+            self._patience = min(self._patience + SHARE * computed + rested, LONGEST_S)
+        else:
+            self._patience -= now - self._entered
+        self._entered, self.look_again_s = now, None
         self._say(self.threads, 0)
         here = _here()
         if here and here in self._map[PLACES:URGENT]:
@@ -107,7 +127,6 @@ class Cores:
     def __exit__(self, *_: object) -> None:
         self._say(0, 0)
         self._left = time.monotonic()
-        self._be_patient(SHARE * (self._left - self._entered))
 
     def team(self) -> int:
         """With how many threads to compute from now on: ``threads``, or those that the other workers leave."""
@@ -117,18 +136,13 @@ class Cores:
         return team
 
     def urge(self, *, awaited: bool) -> None:
-        """Whether clients wait for the first that this worker gives out."""
         self._map[URGENT + self._number] = self.nice + 1 if awaited else 0
 
     def stand_back(self) -> bool:
-        """Whether to let others go first: to leave, and enter again after ``LOOK_AGAIN_S`` at the latest."""
         most_urgent = min(self._map[URGENT:].translate(None, b"\0"), default=MOST)
-        self._stood_back = most_urgent <= self.nice and self._patience > 0
-        return self._stood_back
-
-    def _be_patient(self, seconds: float) -> None:
-        """For so much longer."""
-        self._patience = min(self._patience + seconds, LONGEST_S)
+        stands_back = most_urgent <= self.nice and self._patience > 0
+        self.look_again_s = LOOK_AGAIN_S if stands_back else None
+        return stands_back
 
     def _move(self) -> None:
         """To a core on which no other worker's engine runs, if there is one."""

@@ -9,8 +9,8 @@ Rules
 4. A new ring to a consumer is a new consumer: of requests that run already it gets nothing until ``Resend``, then all.
 5. Back-pressure: with ``CONGESTED_BYTES`` waiting for room on any edge, the loop neither steps nor receives: a stage
    below that stands still holds up the whole stage, until that worker is killed or its requests' deadlines pass.
-6. While other workers are to go first (``cores``) the loop receives and does not step. Whether they still are it looks
-   up by the clock too, since no doorbell may tell.
+6. While other workers are to go first (``cores``) the loop receives and does not step. When they have gone no doorbell
+   need tell: then it looks by the clock, too.
 """
 
 from __future__ import annotations
@@ -21,11 +21,10 @@ import select
 import threading
 import time
 from collections.abc import Callable, Iterable, Set
-from contextlib import nullcontext
 
 from omni_actors.actor import chunks
 from omni_actors.actor.chunks import ChunkHeader, Intake, ReplayDiverged
-from omni_actors.actor.cores import LOOK_AGAIN_S, Cores
+from omni_actors.actor.cores import OwnCores
 from omni_actors.actor.outgoing import Outgoing, Retained
 from omni_actors.messages import (
     CLIENT,
@@ -58,7 +57,8 @@ from ringbuf import Consumer, Frame, Ring, RingClosed
 CONGESTED_BYTES = 8 * 1024 * 1024
 RECEIVE_FRAMES = 64
 RECEIVE_BYTES = 1024 * 1024
-"""What one edge may bring in between two steps, so that a fast producer does not keep a busy engine from stepping."""
+"""What one edge may bring in between two steps, so that a fast producer does not keep a busy engine from stepping. A
+loop that stands back goes on receiving: who is to go first must not wait for room."""
 LONGEST_REFUSAL = 16_384
 
 
@@ -95,15 +95,20 @@ class _Active:
     def __init__(self, start: Start) -> None:
         self.request, self.targets = start.request, start.targets
         self.onward = start.onward
-        self.heard = any(target.stage == CLIENT for target in start.targets)
-        """Whether a client gets its output."""
         self._intakes = {source: Intake(start.request, source) for source in start.sources}
+        self.unheard = not start.replayed and any(target.stage == CLIENT for target in start.targets)
+        """Whether a client waits for its first output: of one that is replayed it may have that."""
         self.seq = 0
         self.started = time.monotonic()
         self.first_input: float | None = None
         self.first_output: float | None = None
         self.step_s = 0.0
         self.sent_bytes = {str(target): 0 for target in start.targets}
+
+    @property
+    def awaited(self) -> bool:
+        """Whether it is for this worker that a client waits: something came from each source."""
+        return self.unheard and all(intake.begun for intake in self._intakes.values())
 
     def take_in(self, chunk: Chunk, frame: memoryview) -> bool:
         """Whether it is news. Raises as ``Intake.take``, and KeyError for a source that was not announced."""
@@ -136,8 +141,9 @@ class EngineLoop:
     """Runs one engine until ``Stop``. ``post`` may be called from any thread, everything else is the loop's own.
 
     notify: takes what is said of a request; called in the loop's thread and may block it.
-    cores: entered by ``run`` for each turn, ``notify`` included; None: they are not shared.
-    ``run`` is a thread's whole life. Who has no thread to give calls ``turn``, and ``park`` when it moved nothing.
+    cores: entered by ``run`` for each turn, ``notify`` included.
+    ``run`` is a thread's whole life. Who has no thread to give, and no ``cores``, since those may have it look by the
+    clock, calls ``turn``, and ``park`` when it moved nothing.
     """
 
     def __init__(
@@ -145,10 +151,10 @@ class EngineLoop:
         address: Address,
         fence: int,
         notify: Callable[[Message], None],
-        cores: Cores | None = None,
+        cores: OwnCores | None = None,
     ) -> None:
         self._address, self._newest, self._notify = address, fence, notify
-        self._cores = cores
+        self._cores = cores or OwnCores()
         self._commands: collections.deque[Command] = collections.deque()
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._incoming: dict[Address, _Incoming] = {}
@@ -173,14 +179,14 @@ class EngineLoop:
         self.running = True
         try:
             while not self.stopping:
-                with self._cores or nullcontext():
+                with self._cores:
                     moved, receiving = self.turn(engine)
                 if not moved:
-                    if self._cores:
-                        self._cores.urge(awaited=False)
-                    self._sleep(receiving=receiving, looks_again=receiving and engine.busy)
+                    self._cores.urge(awaited=False)
+                    self._sleep(receiving=receiving)
             engine.close()
         finally:
+            self._cores.urge(awaited=False)
             self.close()
 
     def turn(self, engine: StageEngine) -> tuple[bool, bool]:
@@ -192,7 +198,7 @@ class EngineLoop:
         congested = self._flush() > CONGESTED_BYTES
         if not congested:
             moved |= self._receive(engine)
-            if engine.busy and not (self._cores and self._cores.stand_back()):
+            if engine.busy and not self._cores.stand_back():
                 self._urge()
                 self._step(engine)
                 moved = True
@@ -352,8 +358,9 @@ class EngineLoop:
         buffers = chunks.encode(header, {**output.tensors, **onward})
         size = sum(buffer.nbytes for buffer in buffers)
         active.seq += 1
-        if active.first_output is None:
-            active.first_output = time.monotonic()
+        active.first_output = active.first_output or time.monotonic()
+        if active.unheard and (output.data or output.tensors):
+            active.unheard = False
             self._urge()
         retained = self._retained.get(output.request_id)
         if retained is not None and not retained.add(buffers, size):
@@ -374,10 +381,8 @@ class EngineLoop:
         active.sent_bytes[str(target)] += size
 
     def _urge(self) -> None:
-        """Say whether clients wait for a first output from here; of a command that is not obeyed yet it may be that."""
-        if self._cores:
-            awaited = (active.heard and active.first_output is None for active in self._active.values())
-            self._cores.urge(awaited=bool(self._commands) or any(awaited))
+        """Say whether clients wait for first outputs from here. A command that is not obeyed yet may be a request."""
+        self._cores.urge(awaited=bool(self._commands) or any(active.awaited for active in self._active.values()))
 
     def _refuse(self, request: int, error: InvalidRequest) -> None:
         del self._active[request]
@@ -391,9 +396,10 @@ class EngineLoop:
             edge.flush()
         return max((edge.waiting_bytes for edge in self._outgoing.values()), default=0)
 
-    def _sleep(self, *, receiving: bool, looks_again: bool) -> None:
+    def _sleep(self, *, receiving: bool) -> None:
         if bells := self.park(receiving=receiving):
             poll = select.poll()
             for bell in bells:
                 poll.register(bell, select.POLLIN)
-            self.unpark([bell for bell, _ in poll.poll(LOOK_AGAIN_S * 1000 if looks_again else None)])
+            timeout_s = self._cores.look_again_s
+            self.unpark([bell for bell, _ in poll.poll(timeout_s and timeout_s * 1000)])

@@ -11,7 +11,7 @@ from typing import Any
 
 from omni_actors.actor import chunks
 from omni_actors.actor.chunks import ChunkHeader
-from omni_actors.actor.cores import Cores
+from omni_actors.actor.cores import OwnCores
 from omni_actors.actor.loop import Attach, EngineLoop
 from omni_actors.messages import CLIENT, CLIENT_ADDRESS, Address, Message, Start, Stop
 from omni_actors.stages.base import StageContext, StageEngine
@@ -41,7 +41,7 @@ class Watched(EngineLoop):
 class Bench:
     """A loop, the far ends of its rings, and what it says."""
 
-    def __init__(self, cores: Cores | None = None) -> None:
+    def __init__(self, cores: OwnCores | None = None) -> None:
         self.said: queue.Queue[Message] = queue.Queue()
         self.loop = Watched(HERE, 0, self.said.put, cores)
         self.error: BaseException | None = None
@@ -73,7 +73,7 @@ class Bench:
             except BaseException as error:  # noqa: BLE001 - the test looks at it
                 self.error = error
 
-        self._thread = threading.Thread(target=target)
+        self._thread = threading.Thread(target=target, daemon=True)
         self._thread.start()
 
     def start(
@@ -113,7 +113,7 @@ class Bench:
 
 
 @contextmanager
-def open_bench(cores: Cores | None = None) -> Iterator[Bench]:
+def open_bench(cores: OwnCores | None = None) -> Iterator[Bench]:
     """Leaving it has ended the loop, and closed every descriptor."""
     before = len(os.listdir("/proc/self/fd"))
     bench = Bench(cores)
