@@ -10,7 +10,7 @@ Rules
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import closing, suppress
+from contextlib import asynccontextmanager, closing, suppress
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -47,7 +47,7 @@ class InputEdge:
         Cancellation: the message is sent whole or never seen. A worker that has spoilt the ring is killed. Raises
         trio.ClosedResourceError when the worker dies.
         """
-        async with self._turn:
+        async with self._in_turn():
             try:
                 with closing(self._producer.sending(*buffers)) as sending:
                     for _ in sending:
@@ -57,6 +57,18 @@ class InputEdge:
             except RingCorrupted as error:
                 self._kill(f"RingCorrupted: {error}")
                 raise trio.ClosedResourceError from error
+
+    @asynccontextmanager
+    async def _in_turn(self) -> AsyncIterator[None]:
+        """Where nobody else is sending, within this turn of the event loop: what comes together goes out together."""
+        try:
+            self._turn.acquire_nowait()
+        except trio.WouldBlock:
+            await self._turn.acquire()
+        try:
+            yield
+        finally:
+            self._turn.release()
 
     def close(self) -> None:
         trio.lowlevel.notify_closing(self._producer.fileno())

@@ -167,9 +167,9 @@ class EngineLoop:
         self._ended = False
         self._ending = threading.Lock()
 
-    def post(self, command: Command) -> None:
-        """To a loop that has ended: goes nowhere."""
-        self._commands.append(command)
+    def post(self, *commands: Command) -> None:
+        """To be obeyed in one turn. To a loop that has ended: goes nowhere."""
+        self._commands.extend(commands)
         with self._ending:
             if not self._ended:
                 os.eventfd_write(self._bell, 1)

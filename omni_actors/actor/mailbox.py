@@ -7,6 +7,8 @@ Rules
 3. Descriptors are duplicated when posted and closed when sent or dropped: who posts keeps its own.
 4. What is no message ends the reading, as the other side's end does, and is said in ``fault``.
 5. The connection outlives the cancellation of its block, so that the last words of a cancelled owner are still sent.
+6. What is posted in one turn of the event loop goes out in the next one, all of it, and is taken in so at the other
+   end: requests that come together are read together, and not each a turn after the other.
 """
 
 from __future__ import annotations
@@ -15,8 +17,9 @@ import array
 import os
 import socket
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager
-from typing import Any, TypeAlias
+from contextlib import asynccontextmanager, suppress
+from itertools import chain
+from typing import TypeAlias, TypeVar
 
 import msgspec
 import trio
@@ -29,6 +32,8 @@ Envelope: TypeAlias = tuple[Message, tuple[int, ...]]
 """A message and the descriptors that came with it; the receiver owns them."""
 
 MAX_FDS = 8
+
+T = TypeVar("T")
 
 
 class MailboxFull(OmniError):
@@ -43,7 +48,7 @@ class Mailbox:
     """One end of a control connection; open it with ``open_mailbox``."""
 
     def __init__(self, sock: socket.socket, capacity: int) -> None:
-        self._raw, self._sock = sock, trio.socket.from_stdlib_socket(sock)
+        self._sock = sock
         self._capacity = capacity
         self._out_send, self._out_receive = trio.open_memory_channel[tuple[bytes, tuple[int, ...]]](capacity)
         self._in_send, self.incoming = trio.open_memory_channel[Envelope](capacity)
@@ -73,18 +78,18 @@ class Mailbox:
             _close_all(owned)
             raise MailboxFull(self._capacity) from None
 
+    def waiting(self) -> Iterator[Envelope]:
+        """What else is here to be taken from ``incoming``; for its only taker."""
+        return _there(self.incoming)
+
     def rest(self) -> Iterator[Message]:
         """What a peer that says no more has said and nobody has taken from ``incoming``; for its only taker."""
-        while True:
-            try:
-                message, fds = self.incoming.receive_nowait()
-            except (trio.WouldBlock, trio.EndOfChannel):
-                break
+        for message, fds in self.waiting():
             _close_all(fds)
             yield message
         while self.fault is None:
             try:
-                packet = self._raw.recv(messages.MAX_BYTES)
+                packet = self._sock.recv(messages.MAX_BYTES)
             except BlockingIOError:
                 return
             except ConnectionResetError:
@@ -113,24 +118,38 @@ class Mailbox:
     @trio.lowlevel.enable_ki_protection
     async def _write(self) -> None:
         async for packet, fds in self._out_receive:
-            try:
-                if not self._peer_gone:
-                    rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
-                    await self._sock.sendmsg([packet], rights)
-            except (BrokenPipeError, ConnectionResetError):
-                self._peer_gone = True  # the reader meets the same end and reports it
-            finally:
-                _close_all(fds)
+            await trio.lowlevel.cancel_shielded_checkpoint()  # whoever else has something to say in this turn
+            await self._hand_over(packet, fds)
+            for more, their_fds in _there(self._out_receive):
+                await self._hand_over(more, their_fds)
         self._written.set()
+
+    async def _hand_over(self, packet: bytes, fds: tuple[int, ...]) -> None:
+        """To the socket, waiting for room there; to a peer that is gone: dropped."""
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
+        try:
+            while not self._peer_gone:
+                try:
+                    self._sock.sendmsg([packet], rights)
+                    break
+                except BlockingIOError:
+                    await trio.lowlevel.wait_writable(self._sock)
+        except (BrokenPipeError, ConnectionResetError):
+            self._peer_gone = True  # the reader meets the same end and reports it
+        finally:
+            _close_all(fds)
 
     @trio.lowlevel.enable_ki_protection
     async def _read(self) -> None:
         async with self._in_send:
             while True:
                 try:
-                    packet, ancillary, _, _ = await self._sock.recvmsg(
+                    packet, ancillary, _, _ = self._sock.recvmsg(
                         messages.MAX_BYTES, socket.CMSG_SPACE(MAX_FDS * array.array("i").itemsize)
                     )
+                except BlockingIOError:
+                    await trio.lowlevel.wait_readable(self._sock)
+                    continue
                 except ConnectionResetError:
                     continue  # said once, where the peer left mail unread; what it sent itself is still to be read
                 if not packet:
@@ -143,7 +162,7 @@ class Mailbox:
                     _close_all(tuple(fds))
                     return
                 try:
-                    await self._in_send.send((message, tuple(fds)))
+                    await _put(self._in_send, (message, tuple(fds)))
                 except BaseException:
                     _close_all(tuple(fds))
                     raise
@@ -156,15 +175,23 @@ class Mailbox:
             return None
 
     def _drop_queued(self) -> None:
-        channels: tuple[trio.MemoryReceiveChannel[tuple[Any, tuple[int, ...]]], ...]
-        channels = (self._out_receive, self.incoming)
-        for channel in channels:
-            while True:
-                try:
-                    _, fds = channel.receive_nowait()
-                except (trio.WouldBlock, trio.EndOfChannel):
-                    break
-                _close_all(fds)
+        for _, fds in chain(_there(self._out_receive), _there(self.incoming)):
+            _close_all(fds)
+
+
+def _there(channel: trio.MemoryReceiveChannel[T]) -> Iterator[T]:
+    """What can be taken from it without waiting."""
+    with suppress(trio.WouldBlock, trio.EndOfChannel):
+        while True:
+            yield channel.receive_nowait()
+
+
+async def _put(channel: trio.MemorySendChannel[Envelope], envelope: Envelope) -> None:
+    """Where there is room, within this turn of the event loop."""
+    try:
+        channel.send_nowait(envelope)
+    except trio.WouldBlock:
+        await channel.send(envelope)
 
 
 def _duplicates(fds: Sequence[int]) -> tuple[int, ...]:

@@ -18,6 +18,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 from typing import NoReturn
 
@@ -25,7 +26,7 @@ import trio
 
 from omni_actors.actor import lifeline
 from omni_actors.actor.cores import Cores
-from omni_actors.actor.loop import Attach, EngineLoop
+from omni_actors.actor.loop import Attach, Command, EngineLoop
 from omni_actors.actor.mailbox import Mailbox, open_mailbox
 from omni_actors.messages import (
     Abort,
@@ -114,19 +115,21 @@ async def _serve(sock: socket.socket, cores: Cores) -> Exception | None:
 
 async def _obey(loop: EngineLoop, mailbox: Mailbox, worker_scope: trio.CancelScope) -> None:
     """Pass commands to the loop; end the worker when told to stop, or when the parent is gone."""
-    async for message, fds in mailbox.incoming:
-        match message:
-            case Start() | Resend() | Abort() | Ping():
-                loop.post(message)
-            case Connect(producer, consumer, generation):
-                loop.post(Attach(producer, consumer, Ring.attach(fds, generation=generation)))
-            case Stop(grace_s):
-                loop.post(message)
-                if loop.running:
-                    await trio.sleep(grace_s)
-                break
-            case _:
-                raise TypeError(f"a worker does not take {type(message).__name__}")
+    async for first in mailbox.incoming:
+        commands: list[Command] = []
+        for message, fds in chain([first], mailbox.waiting()):
+            match message:
+                case Start() | Resend() | Abort() | Ping() | Stop():
+                    commands.append(message)
+                case Connect(producer, consumer, generation):
+                    commands.append(Attach(producer, consumer, Ring.attach(fds, generation=generation)))
+                case _:
+                    raise TypeError(f"a worker does not take {type(message).__name__}")
+        loop.post(*commands)
+        if stop := next((command for command in commands if isinstance(command, Stop)), None):
+            if loop.running:
+                await trio.sleep(stop.grace_s)
+            break
     worker_scope.cancel()
 
 
