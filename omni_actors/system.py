@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import math
 import random
@@ -78,6 +79,7 @@ class OmniSystem:
     def __init__(self, pipeline: Pipeline, models: Mapping[str, Path], spawner: Spawner) -> None:
         self.pipeline = pipeline
         self._nodes = {name: Node(s.accepts, s.inputs, s.emits) for name, s in pipeline.stages.items()}
+        self._route = functools.cache(functools.partial(plan, self._nodes))
         self._edges = Edges(_edge_specs(pipeline), spawner)
         self.metrics = Metrics(self._gauges)
         self._orchestrator = Orchestrator(
@@ -176,7 +178,7 @@ class OmniSystem:
         **params: Any,
     ) -> Generation:
         """``generate`` for a pipeline of your own: pieces of input by the kinds that its stages accept."""
-        route = plan(self._nodes, [kind for kind, pieces in inputs.items() if pieces], modalities)
+        route = self._route(frozenset(kind for kind, pieces in inputs.items() if pieces), frozenset(modalities))
         by_stage = self._params(route.stages, params)
         deadline_s = self.pipeline.limits.deadline_s if deadline_s is None else deadline_s
         if not 0 <= deadline_s < math.inf:

@@ -228,7 +228,9 @@ class Orchestrator:
             ready = self._ready(stage)
             if not ready:
                 return None
-            placement[stage] = min(ready, key=lambda each: (each.behind, self.load(each.address))).address
+            if len(ready) > 1:  # the load of one need not be counted
+                ready.sort(key=lambda each: (each.behind, self.load(each.address)))
+            placement[stage] = ready[0].address
         return placement
 
     def load(self, address: Address) -> int:
