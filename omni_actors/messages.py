@@ -1,11 +1,13 @@
 """The control plane's vocabulary: one frozen tagged union, one encoder, one decoder.
 
-Control carries names, numbers and small parameters; tensors travel through the rings. A message is one packet of a
-SOCK_SEQPACKET socket, msgpack-encoded, with file descriptors (SCM_RIGHTS) where it says so.
+Control carries names, numbers and small parameters; tensors travel through the rings. Messages are msgpack-encoded, and
+travel as packets of a SOCK_SEQPACKET socket, with file descriptors (SCM_RIGHTS) where it says so.
 """
 
 from __future__ import annotations
 
+import struct
+from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import msgspec
@@ -187,10 +189,14 @@ MAX_BYTES = 128 * 1024
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
+_unpacker: msgspec.msgpack.Decoder[list[Message]] = msgspec.msgpack.Decoder(list[Message])
+_HEADER = struct.Struct(">BH")
+_ARRAY_16 = 0xDC
+MAX_PACKET_BYTES = _HEADER.size + MAX_BYTES
 
 
 def encode(message: Message) -> bytes:
-    """One packet. Raises ValueError past ``MAX_BYTES``."""
+    """Raises ValueError past ``MAX_BYTES``."""
     packet = _encoder.encode(message)
     if len(packet) > MAX_BYTES:
         raise ValueError(f"{type(message).__name__} of {len(packet)} bytes: control messages end at {MAX_BYTES}")
@@ -200,3 +206,13 @@ def encode(message: Message) -> bytes:
 def decode(packet: bytes) -> Message:
     """Raises msgspec.ValidationError or msgspec.DecodeError on anything that is not exactly one message."""
     return _decoder.decode(packet)
+
+
+def pack(encoded: Sequence[bytes]) -> bytes:
+    """Messages of ``MAX_BYTES`` in all as one packet: an array of msgpack, the one with a count of 16 bits."""
+    return _HEADER.pack(_ARRAY_16, len(encoded)) + b"".join(encoded)
+
+
+def unpack(packet: bytes) -> list[Message]:
+    """Raises as ``decode``."""
+    return _unpacker.decode(packet)

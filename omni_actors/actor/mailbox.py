@@ -1,14 +1,15 @@
 """A control socket as two bounded trio memory channels.
 
 Rules
-1. One packet is one message (SOCK_SEQPACKET): no framing, and b"" is read exactly when the other side is gone.
+1. A packet is some messages, whole (SOCK_SEQPACKET), and b"" is read exactly when the other side is gone. Descriptors
+   in a packet are its first message's.
 2. ``post`` never waits, so that no caller ever hangs on a worker that has stopped reading: it raises ``MailboxFull``,
    and the owner kills the worker.
 3. Descriptors are duplicated when posted and closed when sent or dropped: who posts keeps its own.
 4. What is no message ends the reading, as the other side's end does, and is said in ``fault``.
 5. The connection outlives the cancellation of its block, so that the last words of a cancelled owner are still sent.
-6. What is posted in one turn of the event loop goes out in the next one, all of it, and is taken in so at the other
-   end: requests that come together are read together, and not each a turn after the other.
+6. What is posted in one turn of the event loop goes out in the next one, in one packet where it fits: requests that
+   come together are read together, and not each a turn after the other.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from __future__ import annotations
 import array
 import os
 import socket
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Generator, Iterable, Iterator, Sequence
+from contextlib import asynccontextmanager, closing, suppress
 from itertools import chain
 from typing import TypeAlias, TypeVar
 
@@ -32,6 +33,8 @@ Envelope: TypeAlias = tuple[Message, tuple[int, ...]]
 """A message and the descriptors that came with it; the receiver owns them."""
 
 MAX_FDS = 8
+MOST_IN_PACKET = 64
+"""Messages. Those in hand are not counted among those that wait."""
 
 T = TypeVar("T")
 
@@ -89,14 +92,14 @@ class Mailbox:
             yield message
         while self.fault is None:
             try:
-                packet = self._sock.recv(messages.MAX_BYTES)
+                packet = self._sock.recv(messages.MAX_PACKET_BYTES)
             except BlockingIOError:
                 return
             except ConnectionResetError:
                 continue  # as in ``_read``
-            if not packet or (last_word := self._decoded(packet)) is None:
+            if not packet:
                 return
-            yield last_word
+            yield from self._unpacked(packet)
 
     async def send(self, message: Message) -> None:
         """Queue a message, waiting for room. A message to a peer that is gone is dropped."""
@@ -117,11 +120,11 @@ class Mailbox:
 
     @trio.lowlevel.enable_ki_protection
     async def _write(self) -> None:
-        async for packet, fds in self._out_receive:
+        async for first in self._out_receive:
             await trio.lowlevel.cancel_shielded_checkpoint()  # whoever else has something to say in this turn
-            await self._hand_over(packet, fds)
-            for more, their_fds in _there(self._out_receive):
-                await self._hand_over(more, their_fds)
+            with closing(_packets(chain([first], _there(self._out_receive)))) as packets:
+                for packet, fds in packets:
+                    await self._hand_over(packet, fds)
         self._written.set()
 
     async def _hand_over(self, packet: bytes, fds: tuple[int, ...]) -> None:
@@ -145,7 +148,7 @@ class Mailbox:
             while True:
                 try:
                     packet, ancillary, _, _ = self._sock.recvmsg(
-                        messages.MAX_BYTES, socket.CMSG_SPACE(MAX_FDS * array.array("i").itemsize)
+                        messages.MAX_PACKET_BYTES, socket.CMSG_SPACE(MAX_FDS * array.array("i").itemsize)
                     )
                 except BlockingIOError:
                     await trio.lowlevel.wait_readable(self._sock)
@@ -158,25 +161,47 @@ class Mailbox:
                 for level, kind, data in ancillary:
                     if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
                         fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
-                if (message := self._decoded(packet)) is None:
-                    _close_all(tuple(fds))
-                    return
+                owned = tuple(fds)
                 try:
-                    await _put(self._in_send, (message, tuple(fds)))
-                except BaseException:
-                    _close_all(tuple(fds))
-                    raise
+                    for message in self._unpacked(packet):
+                        await _put(self._in_send, (message, owned))
+                        owned = ()
+                finally:
+                    _close_all(owned)
+                if self.fault is not None:
+                    return
 
-    def _decoded(self, packet: bytes) -> Message | None:
+    def _unpacked(self, packet: bytes) -> list[Message]:
         try:
-            return messages.decode(packet)
+            return messages.unpack(packet)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             self.fault = f"a control packet of {len(packet)} bytes is no message: {error}"
-            return None
+            return []
 
     def _drop_queued(self) -> None:
         for _, fds in chain(_there(self._out_receive), _there(self.incoming)):
             _close_all(fds)
+
+
+def _packets(posted: Iterable[tuple[bytes, tuple[int, ...]]]) -> Generator[tuple[bytes, tuple[int, ...]]]:
+    """As few as possible. Closing it closes the descriptors that it has not given out."""
+    batch: list[bytes] = []
+    size = 0
+    owned: tuple[int, ...] = ()
+    try:
+        for message, fds in posted:
+            if batch and (fds or size + len(message) > messages.MAX_BYTES or len(batch) == MOST_IN_PACKET):
+                full, given, owned = messages.pack(batch), owned, fds
+                batch, size = [], 0
+                yield full, given
+            elif fds:
+                owned = fds
+            batch.append(message)
+            size += len(message)
+        given, owned = owned, ()
+        yield messages.pack(batch), given
+    finally:
+        _close_all(owned)
 
 
 def _there(channel: trio.MemoryReceiveChannel[T]) -> Iterator[T]:

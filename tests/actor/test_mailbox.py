@@ -159,7 +159,7 @@ async def test_what_a_peer_said_before_it_left_mail_unread_is_still_heard() -> N
     async with open_mailbox(ours, 8) as mailbox:
         mailbox.post(Stop(1.0))
         await trio.testing.wait_all_tasks_blocked()  # it lies in the peer's buffer now
-        theirs.send(messages.encode(Ready(1.5)))
+        theirs.send(messages.pack([messages.encode(Ready(1.5))]))
         theirs.close()
         assert [message async for message, _ in mailbox.incoming] == [Ready(1.5)]
 
