@@ -12,8 +12,8 @@ import trio
 import trio.testing
 
 from omni_actors import messages
-from omni_actors.actor.mailbox import Mailbox, MailboxFull, open_mailbox
-from omni_actors.messages import CLIENT_ADDRESS, Abort, Address, Connect, Loading, Ready, Stop
+from omni_actors.actor.mailbox import MAX_FDS, MOST_IN_PACKET, Mailbox, MailboxFull, open_mailbox
+from omni_actors.messages import CLIENT_ADDRESS, Abort, Address, Connect, Loading, Message, Ready, Stop
 
 CONNECT = Connect(Address("a", 0), CLIENT_ADDRESS, 3)
 
@@ -137,6 +137,62 @@ async def test_a_cancelled_owner_still_sends_its_last_words() -> None:
         nursery.start_soon(owner)
         await trio.testing.wait_all_tasks_blocked()
         nursery.cancel_scope.cancel()
+
+
+async def read(end: socket.socket) -> tuple[list[Message], int]:
+    """The next packet's messages, and how many descriptors came with it."""
+    await trio.lowlevel.wait_readable(end)
+    packet, fds, _, _ = socket.recv_fds(end, messages.MAX_PACKET_BYTES, MAX_FDS)
+    for fd in fds:
+        os.close(fd)
+    return messages.unpack(packet), len(fds)
+
+
+async def test_what_is_posted_together_is_one_packet_where_it_fits() -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    for end in (ours, theirs):
+        end.setblocking(False)
+    read_end, write_end = os.pipe()
+    large = Loading("x" * (messages.MAX_BYTES // 2))
+    with theirs:
+        async with open_mailbox(ours, MOST_IN_PACKET + 2) as mailbox:
+            for number in range(MOST_IN_PACKET + 2):
+                mailbox.post(Abort(number))
+            assert await read(theirs) == ([Abort(number) for number in range(MOST_IN_PACKET)], 0)
+            assert await read(theirs) == ([Abort(MOST_IN_PACKET), Abort(MOST_IN_PACKET + 1)], 0)
+            mailbox.post(Abort(1))
+            mailbox.post(CONNECT, (read_end, write_end))
+            mailbox.post(Abort(2))
+            mailbox.post(CONNECT, (read_end,))
+            assert await read(theirs) == ([Abort(1)], 0)
+            assert await read(theirs) == ([CONNECT, Abort(2)], 2), "descriptors are of a packet's first message"
+            assert await read(theirs) == ([CONNECT], 1)
+            mailbox.post(large)
+            mailbox.post(large)
+            assert await read(theirs) == ([large], 0)
+            assert await read(theirs) == ([large], 0)
+    os.close(read_end)
+    os.close(write_end)
+
+
+async def test_descriptors_behind_a_packet_that_finds_no_room_are_closed() -> None:
+    before = count_fds()
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ours.setblocking(False)
+    read_end, write_end = os.pipe()
+    with theirs:
+        async with open_mailbox(ours, 8) as mailbox:
+            for _ in range(6):  # more than a socket's buffer holds
+                mailbox.post(Loading("x" * (messages.MAX_BYTES - 100)))
+                mailbox.post(CONNECT, (read_end, write_end))
+                await trio.testing.wait_all_tasks_blocked()
+                if mailbox._out_send.statistics().current_buffer_used:
+                    break
+            else:
+                pytest.fail("the socket has room for all of it")
+    os.close(read_end)
+    os.close(write_end)
+    assert count_fds() == before
 
 
 def test_a_message_is_one_packet_or_refused() -> None:
