@@ -184,9 +184,9 @@ class EngineLoop:
                 if not moved:
                     self._cores.urge(awaited=False)
                     self._sleep(receiving=receiving)
+            self._cores.urge(awaited=False)
             engine.close()
         finally:
-            self._cores.urge(awaited=False)
             self.close()
 
     def turn(self, engine: StageEngine) -> tuple[bool, bool]:

@@ -8,8 +8,8 @@ Rules
 3. Descriptors are duplicated when posted and closed when sent or dropped: who posts keeps its own.
 4. What is no message ends the reading, as the other side's end does, and is said in ``fault``.
 5. The connection outlives the cancellation of its block, so that the last words of a cancelled owner are still sent.
-6. What is posted in one turn of the event loop goes out in the next one, in one packet where it fits: requests that
-   come together are read together, and not each a turn after the other.
+6. What is posted in one turn of the event loop goes out as one packet where it fits, a turn later than it could: then
+   the input of the same requests is in the ring. Requests that come together are read together, and not one by one.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ Envelope: TypeAlias = tuple[Message, tuple[int, ...]]
 """A message and the descriptors that came with it; the receiver owns them."""
 
 MAX_FDS = 8
-MOST_IN_PACKET = 64
-"""Messages. Those in hand are not counted among those that wait."""
+PACKED, PACKED_BYTES = 64, 16 * 1024
+"""Of messages in one packet; a larger one goes by itself. Those in the writer's hands are not counted as waiting."""
 
 T = TypeVar("T")
 
@@ -57,6 +57,8 @@ class Mailbox:
         self._in_send, self.incoming = trio.open_memory_channel[Envelope](capacity)
         self.fault: str | None = None
         """Why nothing more is read though the other side may live."""
+        self._in_hand: Iterator[Message] = iter(())
+        """What the reader has of a packet and there is no room for yet."""
         self._peer_gone = False
         self._written = trio.Event()
         self._open = trio.CancelScope(shield=True)
@@ -90,6 +92,7 @@ class Mailbox:
         for message, fds in self.waiting():
             _close_all(fds)
             yield message
+        yield from self._in_hand
         while self.fault is None:
             try:
                 packet = self._sock.recv(messages.MAX_PACKET_BYTES)
@@ -121,7 +124,7 @@ class Mailbox:
     @trio.lowlevel.enable_ki_protection
     async def _write(self) -> None:
         async for first in self._out_receive:
-            await trio.lowlevel.cancel_shielded_checkpoint()  # whoever else has something to say in this turn
+            await trio.lowlevel.cancel_shielded_checkpoint()  # rule 6
             with closing(_packets(chain([first], _there(self._out_receive)))) as packets:
                 for packet, fds in packets:
                     await self._hand_over(packet, fds)
@@ -163,7 +166,8 @@ class Mailbox:
                         fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
                 owned = tuple(fds)
                 try:
-                    for message in self._unpacked(packet):
+                    self._in_hand = iter(self._unpacked(packet))
+                    for message in self._in_hand:
                         await _put(self._in_send, (message, owned))
                         owned = ()
                 finally:
@@ -172,11 +176,15 @@ class Mailbox:
                     return
 
     def _unpacked(self, packet: bytes) -> list[Message]:
+        """An empty packet is no message either: one after the other would leave no turn to anybody."""
         try:
-            return messages.unpack(packet)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            self.fault = f"a control packet of {len(packet)} bytes is no message: {error}"
-            return []
+            if unpacked := messages.unpack(packet):
+                return unpacked
+            error: Exception = ValueError("it is empty")
+        except (msgspec.DecodeError, UnicodeDecodeError) as undecodable:
+            error = undecodable
+        self.fault = f"a control packet of {len(packet)} bytes is no message: {error}"
+        return []
 
     def _drop_queued(self) -> None:
         for _, fds in chain(_there(self._out_receive), _there(self.incoming)):
@@ -190,7 +198,7 @@ def _packets(posted: Iterable[tuple[bytes, tuple[int, ...]]]) -> Generator[tuple
     owned: tuple[int, ...] = ()
     try:
         for message, fds in posted:
-            if batch and (fds or size + len(message) > messages.MAX_BYTES or len(batch) == MOST_IN_PACKET):
+            if batch and (fds or size + len(message) > PACKED_BYTES or len(batch) == PACKED):
                 full, given, owned = messages.pack(batch), owned, fds
                 batch, size = [], 0
                 yield full, given

@@ -42,6 +42,10 @@ async def send_input(request: Request, stage: str, edges: Edges) -> None:
     assert request.number is not None, "it is placed"
     pieces = [piece for kind in request.route.entries[stage] for piece in request.inputs[kind]]
     for seq, piece in enumerate(pieces):
+        if seq:
+            await trio.lowlevel.checkpoint()  # everybody else has a turn; the first piece goes out in this one
+        else:
+            await trio.lowlevel.checkpoint_if_cancelled()
         try:
             header = ChunkHeader(request.number, CLIENT, seq, seq == len(pieces) - 1, dict(piece.data))
             buffers = chunks.encode(header, piece.tensors)

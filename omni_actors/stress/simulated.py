@@ -225,7 +225,7 @@ class SimulatedWorker:
         return messages.decode(packet), fds
 
     async def _obey(self, loop: EngineLoop) -> None:
-        """``worker._obey``, and the end of the process that follows it."""
+        """``worker._obey``, message by message, and the end of the process that follows it."""
         while True:
             message, fds = await self._next()
             match message:

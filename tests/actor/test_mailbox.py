@@ -12,8 +12,8 @@ import trio
 import trio.testing
 
 from omni_actors import messages
-from omni_actors.actor.mailbox import MAX_FDS, MOST_IN_PACKET, Mailbox, MailboxFull, open_mailbox
-from omni_actors.messages import CLIENT_ADDRESS, Abort, Address, Connect, Loading, Message, Ready, Stop
+from omni_actors.actor.mailbox import MAX_FDS, PACKED, PACKED_BYTES, Mailbox, MailboxFull, open_mailbox
+from omni_actors.messages import CLIENT_ADDRESS, Abort, Address, Connect, Loading, Message, Pong, Ready, Stop
 
 CONNECT = Connect(Address("a", 0), CLIENT_ADDRESS, 3)
 
@@ -119,6 +119,27 @@ async def test_what_a_peer_said_before_it_went_is_read_before_the_end() -> None:
         assert [message async for message, _ in parent.incoming] == [Loading("one"), Loading("two")]
 
 
+async def test_what_the_reader_has_no_room_for_is_of_the_rest_and_in_order() -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ours.setblocking(False)
+    async with open_mailbox(ours, 2) as mailbox:
+        for first in (0, 6):
+            theirs.send(messages.pack([messages.encode(Pong(first + number)) for number in range(6)]))
+        theirs.close()
+        await trio.testing.wait_all_tasks_blocked()
+        assert list(mailbox.rest()) == [Pong(number) for number in range(12)]
+
+
+async def test_a_packet_of_nothing_ends_the_reading() -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ours.setblocking(False)
+    with theirs:
+        async with open_mailbox(ours, 2) as mailbox:
+            theirs.send(messages.pack([]))
+            assert [message async for message in mailbox.incoming] == []
+            assert mailbox.fault == "a control packet of 3 bytes is no message: it is empty"
+
+
 async def test_a_cancelled_owner_still_sends_its_last_words() -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     for end in (ours, theirs):
@@ -153,13 +174,13 @@ async def test_what_is_posted_together_is_one_packet_where_it_fits() -> None:
     for end in (ours, theirs):
         end.setblocking(False)
     read_end, write_end = os.pipe()
-    large = Loading("x" * (messages.MAX_BYTES // 2))
+    large = Loading("x" * (PACKED_BYTES // 2))
     with theirs:
-        async with open_mailbox(ours, MOST_IN_PACKET + 2) as mailbox:
-            for number in range(MOST_IN_PACKET + 2):
+        async with open_mailbox(ours, PACKED + 2) as mailbox:
+            for number in range(PACKED + 2):
                 mailbox.post(Abort(number))
-            assert await read(theirs) == ([Abort(number) for number in range(MOST_IN_PACKET)], 0)
-            assert await read(theirs) == ([Abort(MOST_IN_PACKET), Abort(MOST_IN_PACKET + 1)], 0)
+            assert await read(theirs) == ([Abort(number) for number in range(PACKED)], 0)
+            assert await read(theirs) == ([Abort(PACKED), Abort(PACKED + 1)], 0)
             mailbox.post(Abort(1))
             mailbox.post(CONNECT, (read_end, write_end))
             mailbox.post(Abort(2))
@@ -196,7 +217,7 @@ async def test_descriptors_behind_a_packet_that_finds_no_room_are_closed() -> No
     assert count_fds() == before
 
 
-def test_a_message_is_one_packet_or_refused() -> None:
+def test_a_message_fits_into_a_packet_or_is_refused() -> None:
     with pytest.raises(ValueError, match=r"Loading of \d+ bytes"):
         messages.encode(Loading("x" * messages.MAX_BYTES))
     largest = messages.encode(Loading("x" * (messages.MAX_BYTES - 100)))

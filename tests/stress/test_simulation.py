@@ -56,7 +56,7 @@ def kinds(result: Result) -> set[str]:
 def test_the_system_passes_and_every_fault_was_injected() -> None:
     faults = set[str]()
     outcomes = set[str]()
-    for seed in range(40):
+    for seed in range(60):
         result = simulate(seed)
         assert result.violations == [], (seed, result.violations, *result.log)
         faults |= {fault for fault, _ in result.tally.rows}
