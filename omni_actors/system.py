@@ -80,6 +80,7 @@ class OmniSystem:
         self.pipeline = pipeline
         self._nodes = {name: Node(s.accepts, s.inputs, s.emits) for name, s in pipeline.stages.items()}
         self._route = functools.cache(functools.partial(plan, self._nodes))
+        self._defaults = {name: _defaults(pipeline, name) for name in self._nodes}
         self._edges = Edges(_edge_specs(pipeline), spawner)
         self.metrics = Metrics(self._gauges)
         self._orchestrator = Orchestrator(
@@ -202,13 +203,15 @@ class OmniSystem:
         by_stage: dict[str, dict[str, Any]] = {}
         for stage in stages:
             schema = self.pipeline.spec(stage).params
-            known = set(given) if schema is None else given.keys() & schema.__struct_fields__
+            known = given.keys() if schema is None else given.keys() & schema.__struct_fields__
             taken |= known
-            share = {**self.pipeline.stages[stage].defaults, **{name: given[name] for name in known}}
-            by_stage[stage] = share if schema is None else _validated(share, schema)
-            if schema is not None and by_stage[stage].get("seed", 0) is None:
-                by_stage[stage]["seed"] = random.getrandbits(63)
-        if unknown := sorted(set(given) - taken):
+            share = {**self._defaults[stage], **{name: given[name] for name in known}}
+            if schema is not None and known:
+                share = _validated(share, schema)
+            if schema is not None and share.get("seed", 0) is None:
+                share["seed"] = random.getrandbits(63)
+            by_stage[stage] = share
+        if unknown := sorted(given.keys() - taken):
             raise InvalidRequest(f"no stage on the way of this request takes {unknown[0]!r}", param=unknown[0])
         return by_stage
 
@@ -400,6 +403,12 @@ def _replica_health(replica: Replica) -> ReplicaHealth:
         str(replica.history[-1].exit) if replica.history else None,
         history,
     )
+
+
+def _defaults(pipeline: Pipeline, stage: str) -> dict[str, Any]:
+    """What a stage is asked where the request says nothing."""
+    defaults, schema = pipeline.stages[stage].defaults, pipeline.spec(stage).params
+    return defaults if schema is None else _validated(defaults, schema)
 
 
 def _validated(share: dict[str, Any], schema: type[msgspec.Struct]) -> dict[str, Any]:

@@ -42,6 +42,9 @@ ONE_THREAD = ("-s", "stages.llm.threads=1")
 os.environ[MARK] = uuid.uuid4().hex
 # Hundreds of processes are started from here, and what each does before it begins adds up.
 os.environ["OPENBLAS_NUM_THREADS"] = "1"  # with a pool of threads, numpy takes twice as long to import
+# Engines are opened here too. As in a worker onnxruntime is to report to nobody: it would open sockets at any moment,
+# and a test that counts descriptors is the one that fails.
+os.environ["ORT_DISABLE_TELEMETRY"] = "1"
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background job; what is started here would inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
 for package in ("omni_actors", "ringbuf"):  # also where PYTHONDONTWRITEBYTECODE keeps an interpreter from doing it

@@ -10,6 +10,7 @@ Rules
 5. The connection outlives the cancellation of its block, so that the last words of a cancelled owner are still sent.
 6. What is posted in one turn of the event loop goes out as one packet where it fits, a turn later than it could: then
    the input of the same requests is in the ring. Requests that come together are read together, and not one by one.
+7. Mail of a ``patient`` mailbox goes out a moment later still: who has nothing to do yet takes no core from who has.
 """
 
 from __future__ import annotations
@@ -36,6 +37,9 @@ MAX_FDS = 8
 PACKED, PACKED_BYTES = 64, 16 * 1024
 """Of messages in one packet; a larger one goes by itself. Those in the writer's hands are not counted as waiting."""
 
+PATIENCE_S = 0.001
+"""About what a worker needs to take in some dozens of requests that come at once."""
+
 T = TypeVar("T")
 
 
@@ -54,7 +58,11 @@ class Mailbox:
         self._sock = sock
         self._capacity = capacity
         self._out_send, self._out_receive = trio.open_memory_channel[tuple[bytes, tuple[int, ...]]](capacity)
+        self._waiting = 0
+        """Of the messages in ``_out_receive``."""
         self._in_send, self.incoming = trio.open_memory_channel[Envelope](capacity)
+        self.patient = False
+        """Whether what is posted here may wait ``PATIENCE_S``, for what is posted elsewhere to be read first."""
         self.fault: str | None = None
         """Why nothing more is read though the other side may live."""
         self._in_hand: Iterator[Message] = iter(())
@@ -66,7 +74,7 @@ class Mailbox:
     @property
     def behind(self) -> bool:
         """Whether half of the room is taken: the other side has stopped reading, or reads too slowly."""
-        return 2 * self._out_send.statistics().current_buffer_used >= self._capacity
+        return 2 * self._waiting >= self._capacity
 
     def post(self, message: Message, fds: Sequence[int] = ()) -> None:
         """Queue a message in order; one to a peer that is gone is dropped.
@@ -76,12 +84,13 @@ class Mailbox:
         if self._peer_gone:
             return
         packet = messages.encode(message)
-        owned = _duplicates(fds)
+        owned = _duplicates(fds) if fds else ()
         try:
             self._out_send.send_nowait((packet, owned))
         except trio.WouldBlock:
             _close_all(owned)
             raise MailboxFull(self._capacity) from None
+        self._waiting += 1
 
     def waiting(self) -> Iterator[Envelope]:
         """What else is here to be taken from ``incoming``; for its only taker."""
@@ -108,6 +117,7 @@ class Mailbox:
         """Queue a message, waiting for room. A message to a peer that is gone is dropped."""
         if not self._peer_gone:
             await self._out_send.send((messages.encode(message), ()))
+            self._waiting += 1
 
     async def drain(self) -> None:
         """Wait until everything queued has been handed to the socket. Nothing can be sent afterwards."""
@@ -125,10 +135,19 @@ class Mailbox:
     async def _write(self) -> None:
         async for first in self._out_receive:
             await trio.lowlevel.cancel_shielded_checkpoint()  # rule 6
-            with closing(_packets(chain([first], _there(self._out_receive)))) as packets:
+            if self.patient:
+                with trio.CancelScope(shield=True):
+                    await trio.sleep(PATIENCE_S)  # rule 7
+            with closing(_packets(self._posted(first))) as packets:
                 for packet, fds in packets:
                     await self._hand_over(packet, fds)
         self._written.set()
+
+    def _posted(self, first: tuple[bytes, tuple[int, ...]]) -> Iterator[tuple[bytes, tuple[int, ...]]]:
+        """What there is to be sent now."""
+        for posted in chain([first], _there(self._out_receive)):
+            self._waiting -= 1
+            yield posted
 
     async def _hand_over(self, packet: bytes, fds: tuple[int, ...]) -> None:
         """To the socket, waiting for room there; to a peer that is gone: dropped."""

@@ -125,13 +125,14 @@ class Replica:
     @property
     def behind(self) -> bool:
         """Whether its worker does not keep up with its mail."""
-        return self.worker is not None and self.worker.mailbox.behind
+        worker = self.worker
+        return worker is not None and worker.mailbox.behind
 
     def post(self, message: Message, fds: Sequence[int] = ()) -> None:
         """Tell the worker. One that has stopped reading is killed: it comes back, its requests fail with the cause."""
-        if self.worker is not None:
+        if (worker := self.worker) is not None:
             try:
-                self.worker.mailbox.post(message, fds)
+                worker.mailbox.post(message, fds)
             except MailboxFull as error:
                 self.kill(str(error))
 

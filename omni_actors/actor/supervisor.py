@@ -163,6 +163,7 @@ class Supervisor:
         try:
             async with self._spawner.spawn(replica.address, self._mailbox_capacity) as worker:
                 life.worker = worker
+                worker.mailbox.patient = bool(replica.blueprint.inputs)  # other stages work before it can
                 try:
                     await self._serve(replica, worker)
                 finally:

@@ -51,7 +51,7 @@ class Request:
     route: Route
     inputs: Mapping[str, Sequence[Input]]
     """Kept until the end where the request may be replayed."""
-    params: Mapping[str, Mapping[str, Any]]
+    params: Mapping[str, dict[str, Any]]
     deadline_s: float
     submitted: float
     """CLOCK_MONOTONIC, comparable with the times in ``stats``."""

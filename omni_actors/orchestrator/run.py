@@ -76,6 +76,7 @@ class Orchestrator:
     ) -> None:
         self._edges, self._limits, self._repeatable, self._on_end = edges, limits, repeatable, on_end
         self._replicas: Mapping[Address, Replica] = {}
+        self._of_stage: dict[str, list[Replica]] = {}
         self.failed_stages: dict[str, StageFailed] = {}
         """Those without a replica left, in the order in which they were given up on."""
         self._requests: dict[int, Request] = {}
@@ -89,6 +90,8 @@ class Orchestrator:
     async def run(self, replicas: Mapping[Address, Replica], task_status: trio.TaskStatus[None]) -> None:
         """Attend to requests until cancelled; then every request that is left ends as ``Aborted``."""
         self._replicas = replicas
+        for address, replica in replicas.items():
+            self._of_stage.setdefault(address.stage, []).append(replica)
         try:
             async with trio.open_nursery() as self._nursery:
                 task_status.started()
@@ -105,7 +108,7 @@ class Orchestrator:
         self,
         inputs: Mapping[str, Sequence[Input]],
         route: Route,
-        params: Mapping[str, Mapping[str, Any]],
+        params: Mapping[str, dict[str, Any]],
         deadline_s: float,
         name: str | None = None,
         on_failure: OnFailure = "replay",
@@ -118,14 +121,15 @@ class Orchestrator:
         if self._nursery is None:
             raise RuntimeError("the system is closed")
         require_portable(params)
-        if any(request.name == name for request in self._in_flight()):
+        if name is not None and any(request.name == name for request in self._in_flight()):
             raise InvalidRequest(f"a request named {name!r} is in flight", param="request_id")
         for stage in route.stages:
             if stage in self.failed_stages:
                 raise StageUnavailable(self.failed_stages[stage])
         if self.in_flight >= self._limits.max_requests:
             raise Overloaded(self._limits.max_requests, self.retry_after_s)
-        if (behind := self._behind(route.stages)) is not None:
+        placement = self._place(route.stages)
+        if placement is not None and (behind := self._behind(placement)) is not None:
             raise Overloaded(self._limits.max_requests, self.retry_after_s, behind)
         request = Request(
             name or f"req-{next(self._names)}",
@@ -137,9 +141,11 @@ class Orchestrator:
             on_failure=on_failure if self._limits.replays else "fail",
             work=trio.CancelScope(deadline=trio.current_time() + deadline_s),
         )
-        self._queued.append(request)
         self._nursery.start_soon(self._attend, request)
-        self._dispatch_waiting()
+        if placement is None:
+            self._queued.append(request)
+        else:
+            self._dispatch(request, placement)
         return OutputStream(request, self.abort)
 
     def _in_flight(self) -> list[Request]:
@@ -147,7 +153,7 @@ class Orchestrator:
 
     @property
     def in_flight(self) -> int:
-        return len(self._in_flight())
+        return len(self._queued) + len(self._requests)
 
     @property
     def queued(self) -> int:
@@ -204,31 +210,29 @@ class Orchestrator:
                 self._dispatch(request, placement)
 
     def _ready(self, stage: str) -> list[Replica]:
-        return [
-            each
-            for each in self._replicas.values()
-            if each.address.stage == stage and each.state is ReplicaState.READY and not each.life.leaving
-        ]
+        return [each for each in self._of_stage[stage] if each.state is ReplicaState.READY and not each.life.leaving]
 
-    def _behind(self, stages: Iterable[str]) -> str | None:
-        """A stage none of whose replicas keeps up with its mail.
+    def _behind(self, placement: Mapping[str, Address]) -> str | None:
+        """A stage that does not keep up with its mail, not even its best replica.
 
         It need not be hung: aborts are mail too, and a flood of requests that end at once may outrun a starved worker.
         """
-        for stage in stages:
-            ready = self._ready(stage)
-            if ready and all(each.behind for each in ready):
+        for stage, address in placement.items():
+            if self._replicas[address].behind:
                 return stage
         return None
 
     def _place(self, stages: Iterable[str]) -> dict[str, Address] | None:
-        """The least loaded ready replica of each stage, or None where a stage has none."""
+        """The ready replica of each stage that keeps up with its mail, if one does, and has the least to do.
+
+        None where a stage has none that is ready.
+        """
         placement: dict[str, Address] = {}
         for stage in stages:
             ready = self._ready(stage)
             if not ready:
                 return None
-            if len(ready) > 1:  # the load of one need not be counted
+            if len(ready) > 1:  # what one has to do need not be counted
                 ready.sort(key=lambda each: (each.behind, self.load(each.address)))
             placement[stage] = ready[0].address
         return placement
@@ -264,18 +268,16 @@ class Orchestrator:
     def _start(self, request: Request, stage: str) -> None:
         """To the stages below that are starting too it will be told to send when they have started."""
         assert request.number is not None, "it is dispatched"
-        route, placement = request.route, request.placement
-        targets = tuple(
-            CLIENT_ADDRESS if name == CLIENT else placement[name]
-            for name in route.targets[stage]
-            if name == CLIENT or (name in placement and name not in request.starting)
-        )
-        self._replicas[placement[stage]].post(
+        placed = {CLIENT: CLIENT_ADDRESS, **request.placement}
+        targets = [
+            placed[name] for name in request.route.targets[stage] if name in placed and name not in request.starting
+        ]
+        self._replicas[placed[stage]].post(
             Start(
                 request.number,
-                route.sources[stage],
-                targets,
-                dict(request.params.get(stage, {})),
+                request.route.sources[stage],
+                tuple(targets),
+                request.params[stage],
                 _feeds_stages(request, stage),
                 self._limits.retain_bytes if self._retains(request, stage) else 0,
                 stage in request.starting,
@@ -307,8 +309,7 @@ class Orchestrator:
                 self._settle(request)
 
     def stage_failed(self, failure: StageFailed) -> None:
-        others = [r for r in self._replicas.values() if r.address.stage == failure.stage]
-        if all(replica.state is ReplicaState.FAILED for replica in others):
+        if all(replica.state is ReplicaState.FAILED for replica in self._of_stage[failure.stage]):
             self.failed_stages[failure.stage] = failure
             for request in list(self._queued):
                 if failure.stage in request.route.stages:

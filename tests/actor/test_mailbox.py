@@ -12,7 +12,7 @@ import trio
 import trio.testing
 
 from omni_actors import messages
-from omni_actors.actor.mailbox import MAX_FDS, PACKED, PACKED_BYTES, Mailbox, MailboxFull, open_mailbox
+from omni_actors.actor.mailbox import MAX_FDS, PACKED, PACKED_BYTES, PATIENCE_S, Mailbox, MailboxFull, open_mailbox
 from omni_actors.messages import CLIENT_ADDRESS, Abort, Address, Connect, Loading, Message, Pong, Ready, Stop
 
 CONNECT = Connect(Address("a", 0), CLIENT_ADDRESS, 3)
@@ -194,6 +194,53 @@ async def test_what_is_posted_together_is_one_packet_where_it_fits() -> None:
             assert await read(theirs) == ([large], 0)
     os.close(read_end)
     os.close(write_end)
+
+
+async def test_what_is_posted_to_the_patient_is_read_later(autojump_clock: trio.testing.MockClock) -> None:
+    async with pair() as (parent, worker), pair() as (impatient, other):
+        parent.patient = True
+        began = trio.current_time()
+        parent.post(Abort(1))
+        impatient.post(Abort(2))
+        assert (await other.incoming.receive())[0] == Abort(2)
+        assert trio.current_time() == began
+        parent.post(Abort(3))
+        assert [(await worker.incoming.receive())[0] for _ in range(2)] == [Abort(1), Abort(3)]
+        assert trio.current_time() - began == pytest.approx(PATIENCE_S)
+
+
+async def test_the_patient_loses_nothing_when_its_block_is_left() -> None:
+    before = count_fds()
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    for end in (ours, theirs):
+        end.setblocking(False)
+    read_end, write_end = os.pipe()
+    with theirs:
+        async with open_mailbox(ours, 8) as mailbox:
+            mailbox.patient = True
+            mailbox.post(CONNECT, (read_end, write_end))
+            while mailbox._out_send.statistics().current_buffer_used:  # then it is in the writer's hands
+                await trio.lowlevel.checkpoint()
+        assert await read(theirs) == ([CONNECT], 2)
+    os.close(read_end)
+    os.close(write_end)
+    assert count_fds() == before
+
+
+async def test_who_does_not_read_is_behind_until_it_does() -> None:
+    async with pair(4) as (parent, worker):
+        for number in range(2):
+            assert not parent.behind
+            parent.post(Abort(number))
+        assert parent.behind
+        assert [(await worker.incoming.receive())[0] for _ in range(2)] == [Abort(0), Abort(1)]
+        assert not parent.behind
+        await parent.send(Abort(2))
+        await parent.send(Abort(3))
+        assert [(await worker.incoming.receive())[0] for _ in range(2)] == [Abort(2), Abort(3)]
+        assert not parent.behind
+        parent.post(Abort(4))
+        assert not parent.behind
 
 
 async def test_descriptors_behind_a_packet_that_finds_no_room_are_closed() -> None:
