@@ -163,7 +163,6 @@ class Supervisor:
         try:
             async with self._spawner.spawn(replica.address, self._mailbox_capacity) as worker:
                 life.worker = worker
-                worker.mailbox.patient = bool(replica.blueprint.inputs)  # other stages work before it can
                 try:
                     await self._serve(replica, worker)
                 finally:
@@ -214,6 +213,8 @@ class Supervisor:
             worker.kill()
             self._lost(replica, await worker.wait_dead())
             return
+        # Whom only stages feed has nothing to do before they have something for it.
+        worker.mailbox.patient = replica.address not in self._edges.inputs
         async with trio.open_nursery() as nursery:
             hearing = trio.CancelScope()
             nursery.start_soon(self._end_hearing, worker, hearing)

@@ -232,15 +232,6 @@ async def test_one_for_all_takes_the_other_replicas_too_and_rest_for_one_does_no
             assert world.generations() == {"a.0": generation, "a.1": 2, "b.0": 2, "b.1": 2}
 
 
-async def test_mail_to_those_that_stages_feed_is_patient_in_each_life(autojump_clock: trio.testing.MockClock) -> None:
-    world = World({"a": (), "b": ("a",)})
-    async with world.running():
-        world.worker("b").die(exit_code=1)
-        await trio.testing.wait_all_tasks_blocked()
-        await world.settle()
-        assert {name: world.worker(name).mailbox.patient for name in ("a", "b")} == {"a": False, "b": True}
-
-
 async def test_a_restart_with_another_does_not_count(autojump_clock: trio.testing.MockClock) -> None:
     world = World(
         {"a": (), "b": ("a",)},
