@@ -104,6 +104,44 @@ def test_a_team_is_what_the_others_leave_and_one_at_least(machine: Machine) -> N
         assert model.team() == 4
 
 
+def test_the_parent_leaves_the_cores_of_those_who_compute(machine: Machine) -> None:
+    machine.core = 1
+    machine.shared.give_way()
+    assert not machine.moves, "there is nobody"
+    one, other = machine.worker(1), machine.worker(1)
+    machine.shared.give_way()
+    assert not machine.moves, "nobody computes"
+    with one:
+        machine.shared.give_way()
+        assert machine.moves == [{0, 2, 3}, {0, 1, 2, 3}]
+        assert machine.core == 0
+        machine.shared.give_way()
+        assert len(machine.moves) == 2, "it is out of the way"
+        with other:
+            machine.shared.give_way()
+            assert machine.core == 2
+    machine.moves.clear()
+    machine.shared.give_way()
+    assert not machine.moves
+
+
+async def test_the_event_loop_gives_way_whenever_it_wakes_while_there_are_workers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ways: list[SharedCores] = []
+    monkeypatch.setattr(SharedCores, "give_way", lambda cores: ways.append(cores))
+    pipeline = Pipeline(name="one", stages={"only": Stage(engine="echo", accepts=("script",), emits="audio")})
+    for _ in range(2):
+        async with OmniSystem.open(pipeline) as omni:
+            await omni.wait_ready()
+            ways.clear()
+            await trio.lowlevel.checkpoint()
+            assert len(ways) == 1
+        ways.clear()
+        await trio.lowlevel.checkpoint()
+        assert not ways
+
+
 def test_two_who_would_have_all_cores_share_them(machine: Machine) -> None:
     one, other = machine.worker(4), machine.worker(4)
     with one:

@@ -3,7 +3,8 @@
 A language model with a thread on every core and a voice beside it get in each other's way: one of the model's threads
 waits awake for the other, which the voice keeps from its core. So a worker with several threads computes with those
 that the others leave, and with one at least. And whoever begins to compute moves off the cores on which the engines of
-others run: the kernel likes to wake a receiver on its sender's core, and the sender has more to do.
+others run: the kernel likes to wake a receiver on its sender's core, and the sender has more to do. So does the parent,
+whenever it wakes up: with the first text of 32 in hand it waited a millisecond, until all were sent.
 
 First words go first: a prompt that is read beside a voice is read 5 to 8% later, though each has a core, since they
 share the cache and the memory. So a worker that stands back (``nice``) lets those that stand back less give out the
@@ -45,7 +46,7 @@ _current_core = ctypes.CDLL(None).sched_getcpu
 
 
 class SharedCores:
-    """The spawner's side. There is memory while a worker lives."""
+    """The spawner's side. There is memory while a worker lives: ``fd`` is -1 without."""
 
     def __init__(self) -> None:
         self.fd = -1
@@ -75,6 +76,11 @@ class SharedCores:
             self._map.close()
             os.close(self.fd)
             self._map, self.fd = None, -1
+
+    def give_way(self) -> None:
+        """To whatever engine runs on the calling thread's core."""
+        if self._map is not None:
+            _move_off(self._map)
 
 
 class OwnCores:
@@ -118,11 +124,8 @@ class Cores(OwnCores):
             self._patience -= now - self._entered
         self._entered, self.look_again_s = now, None
         self._say(self.threads, 0)
-        here = _here()
-        if here and here in self._map[PLACES:URGENT]:
-            self._move()
-            here = _here()
-        self._say(self.threads, here)
+        _move_off(self._map)
+        self._say(self.threads, _here())
 
     def __exit__(self, *_: object) -> None:
         self._say(0, 0)
@@ -144,17 +147,20 @@ class Cores(OwnCores):
         self.look_again_s = LOOK_AGAIN_S if stands_back else None
         return stands_back
 
-    def _move(self) -> None:
-        """To a core on which no other worker's engine runs, if there is one."""
-        allowed = os.sched_getaffinity(0)
-        if free := allowed.difference(core - 1 for core in self._map[PLACES:URGENT] if core):
-            with suppress(OSError):  # these cores were taken from the worker a moment ago
-                os.sched_setaffinity(0, free)
-                os.sched_setaffinity(0, allowed)
-
     def _say(self, threads: int, place: int) -> None:
         self._map[self._number] = min(threads, MOST)
         self._map[PLACES + self._number] = place
+
+
+def _move_off(page: mmap.mmap) -> None:
+    """From a core on which an engine runs to one on which none does, if there is one: the calling thread."""
+    here, places = _here(), page[PLACES:URGENT]
+    if here and here in places:
+        allowed = os.sched_getaffinity(0)
+        if free := allowed.difference(core - 1 for core in places if core):
+            with suppress(OSError):  # these cores were taken from this process a moment ago
+                os.sched_setaffinity(0, free)
+                os.sched_setaffinity(0, allowed)
 
 
 def _here() -> int:

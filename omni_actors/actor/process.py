@@ -225,18 +225,30 @@ class _Tail:
         self._log.info(text)
 
 
+class _GivesWay(trio.abc.Instrument):
+    """The event loop, as one more who shares cores: it leaves to the engines those on which they run."""
+
+    def __init__(self, cores: SharedCores) -> None:
+        self._cores = cores
+
+    def after_io_wait(self, timeout: float) -> None:
+        self._cores.give_way()
+
+
 class LocalSpawner:
-    """Workers as child processes of this one."""
+    """Workers as child processes of this one. While one lives the event loop gives way to their engines (``cores``)."""
 
     def __init__(self) -> None:
         self._cores = SharedCores()
+        self._gives_way = _GivesWay(self._cores)
 
     @asynccontextmanager
     async def spawn(self, address: Address, mailbox_capacity: int) -> AsyncIterator[Worker]:
         with ExitStack() as held:
             try:
                 number = self._cores.join()
-                held.callback(self._cores.leave, number)
+                held.callback(self._leave, number)
+                trio.lowlevel.add_instrument(self._gives_way)  # or it is there already
                 ours, theirs, stderr_read, stderr_write, lifeline = _channels()
             except OSError as error:
                 raise SpawnFailed(f"no channels for a worker of {address}: {error}") from error
@@ -272,6 +284,11 @@ class LocalSpawner:
                         await worker.wait_dead()
                     process.close()
                     os.close(pidfd)
+
+    def _leave(self, number: int) -> None:
+        self._cores.leave(number)
+        if self._cores.fd == -1:
+            trio.lowlevel.remove_instrument(self._gives_way)
 
     def connect(self, producer: Address, consumer: Address, capacity: int, generation: int) -> Ring:
         return Ring.create(capacity, generation=generation)
