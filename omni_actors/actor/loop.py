@@ -3,13 +3,14 @@
 Rules
 1. Chunks go ring -> ``feed`` in place and ``step`` -> ring with one copy; no other thread touches them.
 2. The loop sleeps in one poll() over its command bell, the doorbells of its incoming rings and, where output waits for
-   room, of its outgoing rings. Nothing else wakes it, but for rule 6.
+   room, of its outgoing rings. Nothing else wakes it, but for rule 7.
 3. Commands come before chunks. A chunk may still arrive before its ``Start``, since they travel apart: as numbers grow
    with every ``Start``, a number above the last one started waits, and a number below that is not active is stale.
 4. A new ring to a consumer is a new consumer: of requests that run already it gets nothing until ``Resend``, then all.
 5. Back-pressure: with ``CONGESTED_BYTES`` waiting for room on any edge, the loop neither steps nor receives: a stage
    below that stands still holds up the whole stage, until that worker is killed or its requests' deadlines pass.
-6. While other workers are to go first (``cores``) the loop receives and does not step. When they have gone no doorbell
+6. What a step gives clients goes out before what the same outputs give stages: those wake up beside it.
+7. While other workers are to go first (``cores``) the loop receives and does not step. When they have gone no doorbell
    need tell: then it looks by the clock, too.
 """
 
@@ -347,6 +348,7 @@ class EngineLoop:
                 self._refuse(output.request_id, output.error)
             else:
                 self._emit(output, began)
+        self._flush()
         took = time.monotonic() - began
         for request in self._active.values():
             request.step_s += took
@@ -377,7 +379,8 @@ class EngineLoop:
             self._notify(Finished(output.request_id, active.stats(self._address.stage)))
 
     def _send(self, active: _Active, target: Address, buffers: list[memoryview], size: int) -> None:
-        self._outgoing[target].send(active.request, buffers, size)
+        at_once = target.stage == CLIENT or active.targets[0].stage != CLIENT  # rule 6: the client is the first of all
+        self._outgoing[target].send(active.request, buffers, size, at_once=at_once)
         active.sent_bytes[str(target)] += size
 
     def _urge(self) -> None:

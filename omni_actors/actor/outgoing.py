@@ -26,11 +26,11 @@ class Outgoing:
         """Request, the sending under way or to come, bytes."""
         self.waiting_bytes = 0
 
-    def send(self, request: int, buffers: list[memoryview], size: int) -> None:
-        """Send, or queue what there is no room for."""
+    def send(self, request: int, buffers: list[memoryview], size: int, *, at_once: bool = True) -> None:
+        """Send, or queue what there is no room for; not ``at_once``: queue it for ``flush``."""
         self._waiting.append((request, self.producer.sending(*buffers), size))
         self.waiting_bytes += size
-        if len(self._waiting) == 1:
+        if at_once and len(self._waiting) == 1:
             self.flush()
 
     def flush(self) -> None:

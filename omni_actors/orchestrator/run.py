@@ -269,9 +269,8 @@ class Orchestrator:
         """To the stages below that are starting too it will be told to send when they have started."""
         assert request.number is not None, "it is dispatched"
         placed = {CLIENT: CLIENT_ADDRESS, **request.placement}
-        targets = [
-            placed[name] for name in request.route.targets[stage] if name in placed and name not in request.starting
-        ]
+        below = request.route.targets[stage]
+        targets = [placed[name] for name in below if name in placed and name not in request.starting]
         self._replicas[placed[stage]].post(
             Start(
                 request.number,

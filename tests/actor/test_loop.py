@@ -11,11 +11,13 @@ import pytest
 import ringbuf
 from omni_actors.actor import chunks, loop
 from omni_actors.actor.chunks import ChunkCorrupted
-from omni_actors.messages import Abort, Finished, Ping, Pong, Refused, Stop
-from omni_actors.stages.base import Chunk, InvalidRequest, StageContext, StageRequest
+from omni_actors.messages import CLIENT_ADDRESS, Abort, Address, Finished, Ping, Pong, Refused, Stop
+from omni_actors.stages.base import Chunk, InvalidRequest, StageContext, StageFailure, StageOutput, StageRequest
 from omni_actors.stages.echo import EchoEngine
 from ringbuf import RingClosed
 from tests.actor.bench import WATCHDOG_S, Bench, echo, open_bench, receive, send
+
+BELOW = Address("below", 0)
 
 
 @pytest.fixture
@@ -158,6 +160,42 @@ def test_a_stuck_output_stops_stepping_and_receiving_until_there_is_room(
     got = [receive(out) for _ in range(200)]
     for request in (1, 2):
         assert [chunk.seq for chunk in got if chunk.request == request] == list(range(100))
+
+
+class Counting(EchoEngine):
+    """Looks, before each output, how many messages each of the bench's rings has carried."""
+
+    def __init__(self, bench: Bench) -> None:
+        super().__init__(StageContext("here", None, {}, 1, "cpu", lambda note: None))
+        self._rings = bench._rings
+        self.carried: list[list[int]] = []
+
+    def step(self) -> Iterator[StageOutput | StageFailure]:
+        for output in super().step():
+            self.carried.append([ring.statistics().messages for ring in self._rings])
+            yield output
+
+
+def test_clients_get_a_step_s_outputs_before_the_stages_that_get_them_too(bench: Bench) -> None:
+    out, onward, into = bench.output(), bench.output(target=BELOW), bench.input()
+    engine = Counting(bench)
+    for request in (1, 2, 3):
+        bench.start(request, targets=(CLIENT_ADDRESS, BELOW))
+        send(into, request, 0, last=True)
+    bench.run(engine)
+    assert [receive(out).request for _ in range(3)] == [receive(onward).request for _ in range(3)] == [1, 2, 3]
+    assert engine.carried == [[0, 0, 3], [1, 0, 3], [2, 0, 3]]
+
+
+def test_stages_get_at_once_what_no_client_gets(bench: Bench) -> None:
+    onward, into = bench.output(target=BELOW), bench.input()
+    engine = Counting(bench)
+    for request in (1, 2, 3):
+        bench.start(request, targets=(BELOW,))
+        send(into, request, 0, last=True)
+    bench.run(engine)
+    assert [receive(onward).request for _ in range(3)] == [1, 2, 3]
+    assert engine.carried == [[0, 3], [1, 3], [2, 3]]
 
 
 def test_a_consumer_that_leaves_takes_its_backlog_with_it(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
