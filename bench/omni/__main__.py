@@ -65,7 +65,8 @@ async def measure(scenario: pipelines.Scenario, concurrency: list[int], rounds: 
             await omni.wait_ready()
             clients[name] = Client(omni, scenario, modalities)
         gc.collect()
-        gc.freeze()  # of this process, where checkpoints were made: a collection of a million objects takes 0.2 s
+        gc.freeze()  # this process has loaded transformers to make a checkpoint; to collect that takes 0.2 s
+        stack.callback(gc.unfreeze)
         silent = clients["streamed"].silent()
         results = {}
         for number in concurrency:

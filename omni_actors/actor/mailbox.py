@@ -59,7 +59,7 @@ class Mailbox:
         self._capacity = capacity
         self._out_send, self._out_receive = trio.open_memory_channel[tuple[bytes, tuple[int, ...]]](capacity)
         self._waiting = 0
-        """Of the messages in ``_out_receive``."""
+        """Messages that were posted and that the writer has not begun to pack."""
         self._in_send, self.incoming = trio.open_memory_channel[Envelope](capacity)
         self.patient = False
         """Whether what is posted here may wait ``PATIENCE_S``, for what is posted elsewhere to be read first."""
@@ -144,7 +144,7 @@ class Mailbox:
         self._written.set()
 
     def _posted(self, first: tuple[bytes, tuple[int, ...]]) -> Iterator[tuple[bytes, tuple[int, ...]]]:
-        """What there is to be sent now."""
+        """What there is to be sent now. It waits no more once it is taken from here."""
         for posted in chain([first], _there(self._out_receive)):
             self._waiting -= 1
             yield posted

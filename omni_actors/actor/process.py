@@ -236,7 +236,7 @@ class _GivesWay(trio.abc.Instrument):
 
 
 class LocalSpawner:
-    """Workers as child processes of this one. While one lives the event loop gives way to their engines (``cores``)."""
+    """Workers as child processes of this one, for one event loop at a time, which gives way to their engines."""
 
     def __init__(self) -> None:
         self._cores = SharedCores()
@@ -288,7 +288,8 @@ class LocalSpawner:
     def _leave(self, number: int) -> None:
         self._cores.leave(number)
         if self._cores.fd == -1:
-            trio.lowlevel.remove_instrument(self._gives_way)
+            with suppress(KeyError):  # trio has dropped, and logged, an instrument that failed
+                trio.lowlevel.remove_instrument(self._gives_way)
 
     def connect(self, producer: Address, consumer: Address, capacity: int, generation: int) -> Ring:
         return Ring.create(capacity, generation=generation)

@@ -115,8 +115,8 @@ class Orchestrator:
     ) -> OutputStream:
         """Admit a request. Raises InvalidRequest, Overloaded, StageUnavailable; never waits.
 
-        inputs: pieces by kind; they must not change before the request's end. params: by stage. name: None, or one that
-        no other request in flight has.
+        inputs: pieces by kind; they must not change before the request's end. params: of each stage of the route. name:
+        None, or one that no other request in flight has.
         """
         if self._nursery is None:
             raise RuntimeError("the system is closed")
@@ -128,8 +128,7 @@ class Orchestrator:
                 raise StageUnavailable(self.failed_stages[stage])
         if self.in_flight >= self._limits.max_requests:
             raise Overloaded(self._limits.max_requests, self.retry_after_s)
-        placement = self._place(route.stages)
-        if placement is not None and (behind := self._behind(placement)) is not None:
+        if (behind := self._behind(route.stages)) is not None:
             raise Overloaded(self._limits.max_requests, self.retry_after_s, behind)
         request = Request(
             name or f"req-{next(self._names)}",
@@ -142,7 +141,7 @@ class Orchestrator:
             work=trio.CancelScope(deadline=trio.current_time() + deadline_s),
         )
         self._nursery.start_soon(self._attend, request)
-        if placement is None:
+        if (placement := self._place(route.stages)) is None:
             self._queued.append(request)
         else:
             self._dispatch(request, placement)
@@ -212,27 +211,25 @@ class Orchestrator:
     def _ready(self, stage: str) -> list[Replica]:
         return [each for each in self._of_stage[stage] if each.state is ReplicaState.READY and not each.life.leaving]
 
-    def _behind(self, placement: Mapping[str, Address]) -> str | None:
-        """A stage that does not keep up with its mail, not even its best replica.
+    def _behind(self, stages: Iterable[str]) -> str | None:
+        """A stage none of whose replicas keeps up with its mail.
 
         It need not be hung: aborts are mail too, and a flood of requests that end at once may outrun a starved worker.
         """
-        for stage, address in placement.items():
-            if self._replicas[address].behind:
+        for stage in stages:
+            ready = self._ready(stage)
+            if ready and all(each.behind for each in ready):
                 return stage
         return None
 
     def _place(self, stages: Iterable[str]) -> dict[str, Address] | None:
-        """The ready replica of each stage that keeps up with its mail, if one does, and has the least to do.
-
-        None where a stage has none that is ready.
-        """
+        """The least loaded ready replica of each stage, or None where a stage has none."""
         placement: dict[str, Address] = {}
         for stage in stages:
             ready = self._ready(stage)
             if not ready:
                 return None
-            if len(ready) > 1:  # what one has to do need not be counted
+            if len(ready) > 1:  # the load of one need not be counted
                 ready.sort(key=lambda each: (each.behind, self.load(each.address)))
             placement[stage] = ready[0].address
         return placement

@@ -227,7 +227,7 @@ async def test_the_patient_loses_nothing_when_its_block_is_left() -> None:
     assert count_fds() == before
 
 
-async def test_who_does_not_read_is_behind_until_it_does() -> None:
+async def test_a_mailbox_is_behind_while_half_of_its_room_is_taken() -> None:
     async with pair(4) as (parent, worker):
         for number in range(2):
             assert not parent.behind
@@ -241,6 +241,8 @@ async def test_who_does_not_read_is_behind_until_it_does() -> None:
         assert not parent.behind
         parent.post(Abort(4))
         assert not parent.behind
+        parent.post(Abort(5))
+        assert parent.behind, "what was sent by waiting counts as what was posted"
 
 
 async def test_descriptors_behind_a_packet_that_finds_no_room_are_closed() -> None:
