@@ -49,6 +49,10 @@ class Restart(_Section, frozen=True, kw_only=True):
     period_s: PositiveFloat = 60.0
     backoff_s: PositiveFloat = 0.1
     backoff_max_s: PositiveFloat = 10.0
+    retry_s: Annotated[float, Meta(ge=0)] = 30.0
+    """A replica that was given up for its ``intensity`` is tried again after so long; 0: never."""
+    retry_max_s: PositiveFloat = 600.0
+    """Each try that fails doubles the time until the next one, up to this."""
 
 
 class Limits(_Section, frozen=True, kw_only=True):
@@ -62,6 +66,8 @@ class Limits(_Section, frozen=True, kw_only=True):
     """Outputs of one request that may wait unread."""
     replays: Annotated[int, Meta(ge=0)] = 2
     """How often one request is replayed after the death of a worker, so that one that kills its stage ends."""
+    quarantine_s: Annotated[float, Meta(ge=0)] = 600.0
+    """How long a request is refused after one like it has used up its replays by ending its workers; 0: not at all."""
     retain_bytes: Positive = 64 * 1024 * 1024
     """Outputs of one request that one stage retains for a replay; with more the request cannot be replayed."""
 

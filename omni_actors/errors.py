@@ -9,7 +9,8 @@ OmniError
 │   ├── SlowConsumer      its outputs were not read and filled their buffer
 │   ├── Aborted           somebody called ``abort``
 │   ├── StageCrashed      a worker that held it died
-│   └── StageUnavailable  a stage on its route is failed for good
+│   ├── Quarantined       the same request has ended a stage's workers a short time ago
+│   └── StageUnavailable  a stage on its route has failed
 └── StageFailed           a stage's restarts ran out, or it could not load: the supervisor gave up on it
 """
 
@@ -112,16 +113,23 @@ class Death:
 
 
 class StageCrashed(RequestError):
-    """A worker that held the request died. The stage is being restarted: the same request may be sent again.
+    """A worker that held the request died. The stage is being restarted.
 
-    not_replayed: why the system did not do that by itself; None where it was asked not to.
+    not_replayed: why the system did not do that by itself; None where it was asked not to. retryable: False when the
+    request has used up its replays, so that sending it again would end more workers.
     """
 
-    retryable = True
-
     def __init__(
-        self, stage: str, replica: int, generation: int, exit: WorkerExit, not_replayed: str | None = None
+        self,
+        stage: str,
+        replica: int,
+        generation: int,
+        exit: WorkerExit,
+        not_replayed: str | None = None,
+        *,
+        retryable: bool = True,
     ) -> None:
+        self.retryable = retryable
         self.stage, self.replica, self.generation, self.exit = stage, replica, generation, exit
         self.pid, self.signal, self.exit_code, self.stderr_tail = (
             exit.pid,
@@ -132,6 +140,19 @@ class StageCrashed(RequestError):
         self.not_replayed = not_replayed
         message = f"stage {stage!r} (replica {replica}, generation {generation}) died: {exit}"
         super().__init__(message + (f"; the request was not replayed: {not_replayed}" if not_replayed else ""))
+
+
+class Quarantined(RequestError):
+    """A request with the same input and parameters ended workers of ``stage`` until its replays were used up.
+
+    ends_in_s: seconds until such requests are accepted again.
+    """
+
+    def __init__(self, stage: str, ends_in_s: float) -> None:
+        self.stage, self.ends_in_s = stage, ends_in_s
+        super().__init__(
+            f"the same request has ended the workers of stage {stage!r}; it is refused for the next {ends_in_s:.0f} s"
+        )
 
 
 class StageFailed(OmniError):
@@ -154,8 +175,13 @@ class StageFailed(OmniError):
 
 
 class StageUnavailable(RequestError):
-    """The request needs a stage that has failed for good; ``cause`` says why."""
+    """The request needs a stage that has failed; ``cause`` says why.
 
-    def __init__(self, cause: StageFailed) -> None:
-        self.stage, self.cause = cause.stage, cause
-        super().__init__(f"stage {cause.stage!r} is not available: {cause.reason}")
+    retry_after_s: seconds until the supervisor tries the stage again and it has loaded, as far as known; None where it
+    is not tried again.
+    """
+
+    def __init__(self, cause: StageFailed, retry_after_s: float | None = None) -> None:
+        self.stage, self.cause, self.retry_after_s = cause.stage, cause, retry_after_s
+        when = "" if retry_after_s is None else f"; it is tried again, and may be back in {retry_after_s:.0f} s"
+        super().__init__(f"stage {cause.stage!r} is not available: {cause.reason}{when}")

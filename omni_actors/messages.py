@@ -126,6 +126,15 @@ class LoadFailed(_Message, frozen=True):
     error: str
 
 
+class EngineFailed(_Message, frozen=True):
+    """The engine raised; the process ends after this.
+
+    request: the one for which the engine was called (``start``, ``feed``); None after a step, which serves many.
+    """
+
+    request: int | None
+
+
 class StageStats(msgspec.Struct, frozen=True):
     """What one stage did for one request. Times are CLOCK_MONOTONIC seconds, comparable between processes."""
 
@@ -181,7 +190,7 @@ class Refused(_Message, frozen=True):
 
 ToWorker: TypeAlias = Configure | Connect | Start | Resend | Abort | Ping | Stop
 AboutRequest: TypeAlias = Started | InputComplete | Finished | Refused | Unreplayable
-FromWorker: TypeAlias = Loading | Ready | Pong | LoadFailed | AboutRequest
+FromWorker: TypeAlias = Loading | Ready | Pong | LoadFailed | EngineFailed | AboutRequest
 Message: TypeAlias = ToWorker | FromWorker
 
 MAX_BYTES = 128 * 1024

@@ -50,7 +50,8 @@ class PastExit(msgspec.Struct, frozen=True):
 class ReplicaHealth(msgspec.Struct, frozen=True):
     """state: loading, ready, restarting or failed. note: what it is doing, in words.
 
-    history: its latest workers, oldest first.
+    retry_in_s: seconds until a failed replica is tried again; None where it is not. history: its latest workers, oldest
+    first.
     """
 
     replica: int
@@ -61,6 +62,7 @@ class ReplicaHealth(msgspec.Struct, frozen=True):
     pid: int | None
     load_s: float | None
     last_exit: str | None
+    retry_in_s: float | None
     history: list[PastExit]
 
 
@@ -156,7 +158,7 @@ class OmniSystem:
         "replay": the stage starts again, and what follows is what would have followed anyway; where that cannot be, and
         with "fail", the request ends with StageCrashed. params: of the engines on the way (max_tokens, temperature,
         seed, speed, …).
-        Raises InvalidRequest, Overloaded, StageUnavailable.
+        Raises InvalidRequest, Overloaded, Quarantined, StageUnavailable.
         """
         inputs = media.pieces(multi_modal_data or {})
         if prompt is not None:
@@ -377,6 +379,8 @@ def _blueprints(pipeline: Pipeline, models: Mapping[str, Path], order: Sequence[
                 stage.restart.backoff_max_s,
                 stage.restart.type,
                 stage.restart.strategy,
+                stage.restart.retry_s,
+                stage.restart.retry_max_s,
             ),
             stage.load_s,
             stage.step_s,
@@ -401,6 +405,7 @@ def _replica_health(replica: Replica) -> ReplicaHealth:
         replica.worker.pid if replica.worker else None,
         replica.load_s,
         str(replica.history[-1].exit) if replica.history else None,
+        None if replica.retry_at is None else max(0.0, replica.retry_at - trio.current_time()),
         history,
     )
 

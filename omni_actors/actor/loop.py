@@ -163,6 +163,8 @@ class EngineLoop:
         self._active: dict[int, _Active] = {}
         self._retained: dict[int, Retained] = {}
         """Of the requests that may be replayed, those too that are finished here and have not ended."""
+        self.handling: int | None = None
+        """The request that the engine is called for; None in a step. It stays when that call raises."""
         self.stopping = False
         self.running = False
         self._ended = False
@@ -251,10 +253,12 @@ class EngineLoop:
                         self._retained[start.request] = Retained(start.retain_bytes)
                     if start.replayed:
                         self._notify(Started(start.request))
+                    self.handling = start.request
                     try:
                         engine.start(StageRequest(start.request, start.sources, start.params, start.onward))
                     except InvalidRequest as error:
                         self._refuse(start.request, error)
+                    self.handling = None
                 case Resend(request, target):
                     self._resend(request, target)
                 case Abort(request):
@@ -331,10 +335,13 @@ class EngineLoop:
     def _feed(self, engine: StageEngine, active: _Active, chunk: Chunk, frame: memoryview) -> None:
         try:
             if active.take_in(chunk, frame):
+                self.handling = active.request
                 engine.feed(active.request, chunk)
+                self.handling = None
                 if chunk.last and chunk.source != CLIENT:
                     self._notify(InputComplete(active.request, chunk.source))
         except InvalidRequest as error:
+            self.handling = None
             self._refuse(active.request, error)
         except ReplayDiverged as error:
             self._notify(Unreplayable(active.request, str(error), needed=True))

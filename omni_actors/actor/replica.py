@@ -61,6 +61,10 @@ class Incarnation:
         """Cancelled, the worker is stopped. Nothing else stops it: the order of stopping is the supervisor's."""
         self.begun, self.ready, self.ended = trio.Event(), trio.Event(), trio.Event()
         """ended: nothing is left of it."""
+        self.ready_at = 0.0
+        """When it became ready, on trio's clock."""
+        self.failed_request: int | None = None
+        """The request for which the engine's call raised, where the worker could tell."""
         self.ping = 0
         self.pong = trio.Event()
         """Whether the last ping was answered."""
@@ -98,6 +102,10 @@ class Replica:
     note: str = "starting"
     load_s: float | None = None
     failure: StageFailed | None = None
+    retry_at: float | None = None
+    """When a replica that was given up is tried again, on trio's clock; None: it was not given up, or for good."""
+    failed_tries: int = 0
+    """Tries since it was given up."""
     history: collections.deque[Death] = field(default_factory=lambda: collections.deque(maxlen=HISTORY))
     life: Incarnation = field(default_factory=_before_the_first)
 

@@ -6,8 +6,11 @@ Rules
 2. ``strategy`` says who is restarted with the dead one: nobody (one_for_one), all workers of the stages below it
    (rest_for_one), all workers (one_for_all). A temporary one among them is stopped, and has failed.
 3. More than ``intensity`` restarts within ``period_s`` and it is given up. Failed starts count, and are not forgotten
-   while no start succeeds, however long each takes. Restarts that another's death has caused do not count.
-4. No clock here: time is an argument, in seconds.
+   while no start succeeds, however long each takes. Restarts that another's death has caused do not count, and of the
+   deaths that one request causes only the first one does.
+4. A replica that was given up by rule 3 is tried again after ``retry_s``: one worker, whose death gives it up again and
+   doubles the time until the next try. One that served for longer than ``period_s`` resets that time.
+5. No clock here: time is an argument, in seconds.
 """
 
 from __future__ import annotations
@@ -31,6 +34,13 @@ class RestartPolicy:
     backoff_max_s: float
     type: Literal["permanent", "transient", "temporary"] = "permanent"
     strategy: Literal["one_for_one", "rest_for_one", "one_for_all"] = "one_for_one"
+    retry_s: float = 0.0
+    """0: a replica that was given up is not tried again."""
+    retry_max_s: float = 600.0
+
+    def retry_delay_s(self, tries: int) -> float | None:
+        """Seconds until a replica that was given up is tried again, after ``tries`` tries that failed; None: never."""
+        return min(self.retry_max_s, self.retry_s * 2.0 ** min(tries, 64)) if self.retry_s else None
 
     def delay_s(self, recent: int) -> float:
         """Before the restart that follows ``recent`` others: exponential, with jitter so that replicas spread."""

@@ -10,7 +10,9 @@ Rules
    who opens the system hears the reason.
 4. A worker that is not ready in time, or whose engine loop takes no turn in time, is killed (see ``_watch``).
 5. What happens is told to one listener, in order, by plain calls: it never waits on a worker.
-6. The system's own tasks are shielded from KeyboardInterrupt: it is for the user's task, whose end ends them.
+6. A replica that was given up for its intensity is tried again later (``restart``, rule 4). It stays FAILED until the
+   new worker is ready.
+7. The system's own tasks are shielded from KeyboardInterrupt: it is for the user's task, whose end ends them.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ from omni_actors.messages import (
     AboutRequest,
     Address,
     Configure,
+    EngineFailed,
     Finished,
     InputComplete,
     LoadFailed,
@@ -63,6 +66,14 @@ class Listener(Protocol):
         ...
 
     def worker_ready(self, address: Address) -> None: ...
+    def worker_died(self, address: Address, exit: WorkerExit, failed_request: int | None) -> bool:
+        """A worker died: find the requests that may have caused it. ``worker_lost`` follows.
+
+        failed_request: the request for which the engine's call raised, if the worker could tell. Returns whether the
+        death counts against the stage's restart intensity.
+        """
+        ...
+
     def worker_lost(self, address: Address, generation: int, exit: WorkerExit) -> None:
         """It is dead, all that it said was heard; its edges are still to be closed."""
         ...
@@ -137,7 +148,9 @@ class Supervisor:
                 self._lost(replica, WorkerExit(0, None, NOT_STARTED))  # it was still being spawned
         finally:
             life.ended.set()
-        if life.dead and replica.state is not State.FAILED and not life.went_with_another:
+        if life.dead and replica.state is State.FAILED:
+            await self._try_again(replica)
+        elif life.dead and not life.went_with_another:
             await self._recover(replica)
 
     async def _recover(self, replica: Replica) -> None:
@@ -147,6 +160,13 @@ class Supervisor:
         await trio.sleep(replica.life.delay_s)
         down = [replica, *others]
         await self._start(each for each in self.replicas.values() if each in down and each.state is not State.FAILED)
+
+    async def _try_again(self, replica: Replica) -> None:
+        """Start one worker for a replica that was given up, when its time has come."""
+        if replica.retry_at is not None:
+            await trio.sleep_until(replica.retry_at)
+            replica.note = "starting again after it was given up"
+            await self._start([replica])
 
     def _others(self, replica: Replica) -> list[Replica]:
         """Who goes down with it. One that is down already comes back after it anyway."""
@@ -247,11 +267,15 @@ class Supervisor:
                 self.changes.unpark_all()
             case Ready(load_s) if not life.leaving:
                 life.ready.set()
+                life.ready_at = trio.current_time()
                 replica.state, replica.load_s, replica.note = State.READY, load_s, "ready"
+                replica.failure = replica.retry_at = None
                 self._listener.worker_ready(replica.address)
                 self.changes.unpark_all()
             case LoadFailed(error):
                 life.load_error = error
+            case EngineFailed(request):
+                life.failed_request = request
             case Pong(number, gauges) if number == life.ping:
                 life.gauges = gauges
                 life.pong.set()
@@ -308,10 +332,12 @@ class Supervisor:
         exit = replace(exit, reason=life.reason)
         replica.history.append(Death(replica.generation, time.time(), exit))
         life.leaving = life.dead = True
-        why = self._why_given_up(replica, exit, now)
+        counts = life.went_with_another or self._listener.worker_died(replica.address, exit, life.failed_request)
+        why = self._why_given_up(replica, exit, now) if counts else None
         if why is None and not life.went_with_another:
             life.delay_s = replica.blueprint.restart.delay_s(replica.recent.count(now, served=life.ready.is_set()))
-            replica.recent.add(now)
+            if counts:
+                replica.recent.add(now)
             life.takes_down = self._others(replica)
             for each in life.takes_down:  # before the death is told: nothing is to be sent to them any more
                 each.state, each.life.leaving, each.life.went_with_another = State.RESTARTING, True, True
@@ -319,6 +345,8 @@ class Supervisor:
                     f"restarted with stage {replica.address.stage!r} ({replica.blueprint.restart.strategy})"
                 )
         replica.state, replica.note = State.RESTARTING if why is None else State.FAILED, str(exit)
+        if why is not None:
+            self._plan_retry(replica, exit, now)
         self.changes.unpark_all()
         self._listener.worker_lost(replica.address, replica.generation, exit)
         if why is not None:
@@ -329,7 +357,7 @@ class Supervisor:
         policy, life = replica.blueprint.restart, replica.life
         if life.went_with_another:
             return f"{exit}; it is temporary" if policy.type == "temporary" else None
-        if life.load_error is not None and replica.generation == 1:
+        if _cannot_load(replica):
             return life.load_error
         if never := policy.why_never(exit):
             return never
@@ -338,6 +366,23 @@ class Supervisor:
             return None
         limit = f"intensity {policy.intensity} within {policy.period_s:g} s"
         return f"{life.load_error or exit}; {recent} restarts were tried ({limit})"
+
+    def _plan_retry(self, replica: Replica, exit: WorkerExit, now: float) -> None:
+        """Set when a replica that was given up is tried again."""
+        policy, life = replica.blueprint.restart, replica.life
+        replica.retry_at = None
+        if life.ready.is_set() and now - life.ready_at > policy.period_s:
+            replica.failed_tries = 0
+        if life.went_with_another or _cannot_load(replica) or policy.why_never(exit):
+            return
+        delay_s = policy.retry_delay_s(replica.failed_tries)
+        replica.retry_at = None if delay_s is None else now + delay_s
+        replica.failed_tries += 1
+
+
+def _cannot_load(replica: Replica) -> bool:
+    """Whether its very first worker failed to load: the one that opens the system is told so."""
+    return replica.life.load_error is not None and replica.generation == 1
 
 
 async def _comes_within(patience_s: float, event: trio.Event) -> bool:

@@ -32,6 +32,7 @@ from omni_actors.messages import (
     Abort,
     Configure,
     Connect,
+    EngineFailed,
     LoadFailed,
     Loading,
     Message,
@@ -166,6 +167,7 @@ def _run_engine(
     try:
         loop.run(engine)
     except Exception as error:  # noqa: BLE001 - it ends the worker
+        notify(EngineFailed(loop.handling))
         return error
     return None
 

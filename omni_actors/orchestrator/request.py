@@ -6,18 +6,23 @@ They are two objects so that dropping the stream is noticed: the orchestrator ho
 from __future__ import annotations
 
 import collections
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import trio
 
 from omni_actors.actor.chunks import Intake
-from omni_actors.errors import RequestError, StageCrashed
+from omni_actors.errors import InvalidRequest, RequestError, StageCrashed
 from omni_actors.messages import Address, StageStats
+from omni_actors.orchestrator.fingerprint import fingerprint
 from omni_actors.orchestrator.lifecycle import Lifecycle
 from omni_actors.orchestrator.routes import Route
+
+if TYPE_CHECKING:
+    from omni_actors.orchestrator.trials import Group
 
 OnFailure: TypeAlias = Literal["replay", "fail"]
 """What is to happen to a request when a worker that it needs dies."""
@@ -97,6 +102,23 @@ class Request:
     replays: int = 0
     crash: StageCrashed | None = None
     """The latest death of a worker that held it."""
+
+    # whether it ends its workers (see ``trials``)
+
+    charged: bool = False
+    """Whether the death that it is to be replayed for uses up one of its replays."""
+    charged_replays: int = 0
+    suspected: int = 0
+    """Deaths that it may have caused."""
+    suspect_in: Group | None = None
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """See ``fingerprint``. A request whose input is gone, or cannot be encoded, is equal to no other."""
+        with suppress(InvalidRequest):
+            if self.inputs:
+                return fingerprint(self.route, self.inputs, self.params)
+        return self.name
 
     def feed(self, *stages: str) -> None:
         self.unfed.extend(stages)

@@ -5,8 +5,10 @@ Rules
 2. ``Start`` is posted to every stage of a route, last stage first, before any input moves (prewarm).
 3. What a death means for a request is decided in ``settle`` alone; whenever the facts change, it is asked again.
 4. A stage that starts again is sent nothing before it has said ``Started``; then its sources send from the first chunk.
-5. A request ends once, in ``_end``: its outcome is set, its client woken, every stage that still holds it told.
-6. Nothing here waits on a worker. Bounded are: requests (``max_requests``), outputs not yet read (``output_bytes``),
+5. Requests that may have ended their worker are replayed on trial (``trials``); one that used up its replays by that
+   is refused when it is sent again (``quarantine``).
+6. A request ends once, in ``_end``: its outcome is set, its client woken, every stage that still holds it told.
+7. Nothing here waits on a worker. Bounded are: requests (``max_requests``), outputs not yet read (``output_bytes``),
    time (the deadline), and what is retained for a replay (``retain_bytes`` a stage).
 """
 
@@ -30,6 +32,7 @@ from omni_actors.errors import (
     DeadlineExceeded,
     InvalidRequest,
     Overloaded,
+    Quarantined,
     RequestError,
     SlowConsumer,
     StageCrashed,
@@ -54,9 +57,11 @@ from omni_actors.messages import (
 from omni_actors.orchestrator.inputs import require_portable, send_input
 from omni_actors.orchestrator.lifecycle import Event, State
 from omni_actors.orchestrator.pace import Pace
+from omni_actors.orchestrator.quarantine import Quarantine
 from omni_actors.orchestrator.request import Input, OnFailure, OutputStream, Piece, Request
 from omni_actors.orchestrator.routes import Route
 from omni_actors.orchestrator.settle import Facts, Fail, Replay, Unavailable, Untouched, idle, settle
+from omni_actors.orchestrator.trials import Trials, died_by_itself
 
 
 class Orchestrator:
@@ -84,6 +89,9 @@ class Orchestrator:
         self._newest = 0
         self._names = itertools.count(1)
         self._pace = Pace()
+        self._trials = Trials()
+        self._trials_changed = trio.lowlevel.ParkingLot()
+        self._quarantine = Quarantine(limits.quarantine_s)
         self._nursery: trio.Nursery | None = None
 
     @trio.lowlevel.enable_ki_protection
@@ -94,6 +102,7 @@ class Orchestrator:
             self._of_stage.setdefault(address.stage, []).append(replica)
         try:
             async with trio.open_nursery() as self._nursery:
+                self._nursery.start_soon(self._time_trials)
                 task_status.started()
                 await trio.sleep_forever()
         finally:
@@ -113,7 +122,7 @@ class Orchestrator:
         name: str | None = None,
         on_failure: OnFailure = "replay",
     ) -> OutputStream:
-        """Admit a request. Raises InvalidRequest, Overloaded, StageUnavailable; never waits.
+        """Admit a request. Raises InvalidRequest, Overloaded, Quarantined, StageUnavailable; never waits.
 
         inputs: pieces by kind; they must not change before the request's end. params: of each stage of the route. name:
         None, or one that no other request in flight has.
@@ -125,7 +134,7 @@ class Orchestrator:
             raise InvalidRequest(f"a request named {name!r} is in flight", param="request_id")
         for stage in route.stages:
             if stage in self.failed_stages:
-                raise StageUnavailable(self.failed_stages[stage])
+                raise self._unavailable(stage)
         if self.in_flight >= self._limits.max_requests:
             raise Overloaded(self._limits.max_requests, self.retry_after_s)
         if (behind := self._behind(route.stages)) is not None:
@@ -140,12 +149,20 @@ class Orchestrator:
             on_failure=on_failure if self._limits.replays else "fail",
             work=trio.CancelScope(deadline=trio.current_time() + deadline_s),
         )
+        joined = self._like_a_suspect(request)
         self._nursery.start_soon(self._attend, request)
-        if (placement := self._place(route.stages)) is None:
+        if joined or (placement := self._place(route.stages)) is None:
             self._queued.append(request)
         else:
             self._dispatch(request, placement)
         return OutputStream(request, self.abort)
+
+    def _like_a_suspect(self, request: Request) -> bool:
+        """Whether a new request shares the trial of one like it. Raises InvalidRequest, Quarantined."""
+        if not (self._quarantine or self._trials):
+            return False
+        self._quarantine.check(request.fingerprint, trio.current_time())
+        return self._trials.join(request)
 
     def _in_flight(self) -> list[Request]:
         return [*self._queued, *self._requests.values()]
@@ -200,15 +217,18 @@ class Orchestrator:
     def _dispatch_waiting(self) -> None:
         """Those that were dispatched before come first: they are older."""
         for request in list(self._requests.values()):
-            if request.again:
-                self._start_again(request)
+            if request.again and request.suspect_in is None:
+                self._start_again(request, self._place(request.again))
         for request in list(self._queued):
-            placement = self._place(request.route.stages)
-            if placement is not None:
+            if request.suspect_in is None and (placement := self._place(request.route.stages)) is not None:
                 self._queued.remove(request)
                 self._dispatch(request, placement)
 
     def _ready(self, stage: str) -> list[Replica]:
+        """The replicas that take requests."""
+        return [each for each in self._serving(stage) if each.address not in self._trials.running]
+
+    def _serving(self, stage: str) -> list[Replica]:
         return [each for each in self._of_stage[stage] if each.state is ReplicaState.READY and not each.life.leaving]
 
     def _behind(self, stages: Iterable[str]) -> str | None:
@@ -222,10 +242,13 @@ class Orchestrator:
                 return stage
         return None
 
-    def _place(self, stages: Iterable[str]) -> dict[str, Address] | None:
-        """The least loaded ready replica of each stage, or None where a stage has none."""
+    def _place(self, stages: Iterable[str], trial: Address | None = None) -> dict[str, Address] | None:
+        """The least loaded ready replica of each stage, or None where a stage has none. trial: the one of its stage."""
         placement: dict[str, Address] = {}
         for stage in stages:
+            if trial is not None and stage == trial.stage:
+                placement[stage] = trial
+                continue
             ready = self._ready(stage)
             if not ready:
                 return None
@@ -249,11 +272,12 @@ class Orchestrator:
             self._start(request, stage)
         request.feed(*request.route.entries)
 
-    def _start_again(self, request: Request) -> None:
-        placement = self._place(request.again)
+    def _start_again(self, request: Request, placement: Mapping[str, Address] | None) -> None:
         if placement is None:
             return
         request.replays += 1
+        request.charged_replays += request.charged
+        request.charged = False
         request.placement |= placement
         request.starting |= placement.keys()
         request.repeated |= placement.keys()
@@ -265,6 +289,7 @@ class Orchestrator:
     def _start(self, request: Request, stage: str) -> None:
         """To the stages below that are starting too it will be told to send when they have started."""
         assert request.number is not None, "it is dispatched"
+        self._trials.used(stage, request, trio.current_time())
         placed = {CLIENT: CLIENT_ADDRESS, **request.placement}
         below = request.route.targets[stage]
         targets = [placed[name] for name in below if name in placed and name not in request.starting]
@@ -284,13 +309,84 @@ class Orchestrator:
         """Whether a stage keeps its outputs. What goes to the client only is never sent again."""
         return request.on_failure == "replay" and _feeds_stages(request, stage)
 
+    # trials of suspects
+
+    @trio.lowlevel.enable_ki_protection
+    async def _time_trials(self) -> None:
+        """Begin and end trials where only time has passed."""
+        while True:
+            with trio.move_on_at(self._trials.next_time(trio.current_time())):
+                await self._trials_changed.park()
+                continue
+            self._follow_trials()
+
+    def _follow_trials(self) -> None:
+        """End and begin trials, as the facts are now."""
+        if not self._trials:
+            return
+        if self._trials.clear_expired(trio.current_time()):
+            self._dispatch_waiting()
+        for stage in {group.stage for group in self._trials.waiting}:
+            self._try_suspects(stage)
+        self._trials_changed.unpark_all()
+
+    def _try_suspects(self, stage: str) -> None:
+        now, serving = trio.current_time(), self._serving(stage)
+        working = {each.placement.get(stage) for each in self._requests.values() if stage not in each.stats}
+        idle = [each.address for each in serving if each.address not in working]
+        group = self._trials.next(stage, now, idle=bool(idle), wanted=self._is_wanted(stage)) if serving else None
+        if group is None:
+            return
+        address = (idle or [each.address for each in serving])[0]
+        waiting = [each for each in group.tried if stage in each.again or each.number is None]
+        placements = [(each, self._place(each.again or each.route.stages, address)) for each in waiting]
+        if not waiting or any(placement is None for _, placement in placements):
+            self._trials.put_back(group)
+            return
+        self._trials.begin(group, address, now)
+        for request, placement in placements:
+            if request in self._queued and placement is not None:
+                self._queued.remove(request)
+                self._dispatch(request, placement)
+            else:
+                self._start_again(request, placement)
+
+    def _is_wanted(self, stage: str) -> bool:
+        """Whether a request that is no suspect waits for a stage."""
+        again = (each for each in self._requests.values() if each.suspect_in is None and stage in each.again)
+        queued = (each for each in self._queued if each.suspect_in is None and stage in each.route.stages)
+        return any(again) or any(queued)
+
+    def _end_like(self, request: Request) -> None:
+        """A request has used up its replays: refuse those like it, the ones that share its trial now."""
+        assert request.crash is not None, "a worker died"
+        self._quarantine.add(request.fingerprint, request.crash.stage, trio.current_time())
+        for each in self._trials.like(request):
+            self._end(each, Event.FAIL, Quarantined(request.crash.stage, self._limits.quarantine_s))
+
     # the supervisor's side (Listener)
 
     def newest_request(self) -> int:
         return self._newest
 
     def worker_ready(self, address: Address) -> None:
+        self.failed_stages.pop(address.stage, None)
+        self._follow_trials()  # suspects that may be innocent go first: their replica has nothing else to do yet
         self._dispatch_waiting()
+
+    def worker_died(self, address: Address, exit: WorkerExit, failed_request: int | None) -> bool:
+        held = [
+            each
+            for each in self._requests.values()
+            if each.placement.get(address.stage) == address and address.stage not in each.stats
+        ]
+        if not died_by_itself(exit):
+            self._trials.interrupt(address)
+            for request in held:
+                request.charged = True
+            return True
+        failed = next((each for each in held if each.number == failed_request), None)
+        return self._trials.worker_died(address, held, failed, trio.current_time())
 
     def worker_lost(self, address: Address, generation: int, exit: WorkerExit) -> None:
         for request in list(self._requests.values()):
@@ -303,16 +399,29 @@ class Orchestrator:
                 request.fed = {(stage, source) for stage, source in request.fed if stage != address.stage}
                 request.crash = StageCrashed(address.stage, address.replica, generation, exit)
                 self._settle(request)
+                if address.stage not in request.again:
+                    self._trials.drop(request)
+        self._follow_trials()
 
     def stage_failed(self, failure: StageFailed) -> None:
         if all(replica.state is ReplicaState.FAILED for replica in self._of_stage[failure.stage]):
             self.failed_stages[failure.stage] = failure
             for request in list(self._queued):
                 if failure.stage in request.route.stages:
-                    self._end(request, Event.FAIL, StageUnavailable(failure))
+                    self._end(request, Event.FAIL, self._unavailable(failure.stage))
             for request in list(self._requests.values()):
                 if request.again:
                     self._settle(request)
+
+    def _unavailable(self, stage: str) -> StageUnavailable:
+        """Says when the stage may be back: at its next try, and as long as it took to load the last time."""
+        now = trio.current_time()
+        back = [
+            max(0.0, each.retry_at - now) + (each.load_s or 0.0)
+            for each in self._of_stage[stage]
+            if each.retry_at is not None
+        ]
+        return StageUnavailable(self.failed_stages[stage], min(back, default=None))
 
     def heard(self, address: Address, message: AboutRequest) -> None:
         request = self._requests.get(message.request)
@@ -326,6 +435,7 @@ class Orchestrator:
                 self._progressed(request)
             case Finished(stats=stats):
                 request.stats[address.stage] = stats
+                self._done_with(request, address.stage)
                 self._progressed(request)
             case Refused(_, text, param, code):
                 self._end(request, Event.FAIL, InvalidRequest(text, param=param, code=code))
@@ -334,6 +444,14 @@ class Orchestrator:
                 if needed and request.crash is not None:
                     request.broken[address.stage] = reason
                     self._settle(request)
+
+    def _done_with(self, request: Request, stage: str) -> None:
+        """A stage has finished a request."""
+        self._trials.used(stage, request, trio.current_time())
+        group = request.suspect_in
+        if group is not None and group.stage == stage and self._trials.passed(request):
+            self._dispatch_waiting()
+        self._follow_trials()
 
     def _fill(self, request: Request, address: Address) -> None:
         """A stage has started again: all that feed it begin at their first chunk."""
@@ -403,8 +521,9 @@ class Orchestrator:
             broken=request.broken,
             given_up=self.failed_stages.keys(),
             on_failure=request.on_failure,
-            replays=request.replays,
+            replays=request.charged_replays,
             limit=self._limits.replays,
+            charged=request.charged,
         )
 
     def _settle(self, request: Request) -> None:
@@ -415,17 +534,20 @@ class Orchestrator:
                 self._end_if_complete(request, idle(facts))
             case Replay(stages):
                 request.again = stages
-                self._start_again(request)
-            case Fail(reason):
-                self._fail(request, reason)
+                if request.suspect_in is None:
+                    self._start_again(request, self._place(stages))
+            case Fail(reason, used_up):
+                if used_up and request.crash is not None and died_by_itself(request.crash.exit):
+                    self._end_like(request)
+                self._fail(request, reason, retryable=not used_up)
             case Unavailable(stage):
-                self._end(request, Event.FAIL, StageUnavailable(self.failed_stages[stage]))
+                self._end(request, Event.FAIL, self._unavailable(stage))
 
-    def _fail(self, request: Request, reason: str | None) -> None:
+    def _fail(self, request: Request, reason: str | None, *, retryable: bool = True) -> None:
         """End it by the death that it did not survive, and why it was not replayed."""
         crash = request.crash
         assert crash is not None, "a worker died"
-        error = StageCrashed(crash.stage, crash.replica, crash.generation, crash.exit, reason)
+        error = StageCrashed(crash.stage, crash.replica, crash.generation, crash.exit, reason, retryable=retryable)
         self._end(request, Event.FAIL, error)
 
     def _end(self, request: Request, event: Event, error: RequestError | None) -> None:
@@ -449,6 +571,10 @@ class Orchestrator:
         request.work.cancel()
         request.news.unpark_all()
         self._on_end(request)
+        if request.suspect_in is not None:
+            self._trials.drop(request)
+            self._dispatch_waiting()
+            self._follow_trials()
 
 
 def _feeds_stages(request: Request, stage: str) -> bool:

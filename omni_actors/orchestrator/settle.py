@@ -25,7 +25,7 @@ starts again, the first of these that holds:
 
     the request was made with on_failure="fail"                                        Fail
     one of them has no replica left                                                    Unavailable
-    it was replayed ``limit`` times already                                            Fail, and why
+    its last death is charged to it, and ``limit`` replays were before                 Fail, and why
     one of them is not repeatable, and its output so far is in use                     Fail, and why
     a living stage that feeds one of them has let go of what it retained               Fail, and why
     otherwise                                                                          Replay
@@ -72,8 +72,10 @@ class Facts:
     on_failure: str
     """"replay" or "fail"."""
     replays: int
-    """How often it was replayed."""
+    """Replays that deaths were charged for."""
     limit: int
+    charged: bool = True
+    """Whether its last death is charged to it (see ``trials``)."""
 
 
 @dataclass(frozen=True)
@@ -90,9 +92,13 @@ class Replay:
 
 @dataclass(frozen=True)
 class Fail:
-    """It ends. reason: why it could not be replayed; None where nobody wanted that."""
+    """It ends. reason: why it could not be replayed; None where nobody wanted that.
+
+    used_up: whether that is because it has used up its replays.
+    """
 
     reason: str | None
+    used_up: bool = field(default=False, compare=False)
 
 
 @dataclass(frozen=True)
@@ -119,8 +125,8 @@ def settle(facts: Facts) -> Verdict:
     for stage in again:
         if stage in facts.given_up:
             return Unavailable(stage)
-    if facts.replays >= facts.limit:
-        return Fail(f"it was replayed {facts.replays} times already (limits.replays)")
+    if facts.charged and facts.replays >= facts.limit:
+        return Fail(f"it was replayed {facts.replays} times already (limits.replays)", used_up=True)
     for stage in again:
         if stage in found.in_use and stage not in facts.repeatable:
             return Fail(f"stage {stage!r} would not give the same output again, and some of it is in use")

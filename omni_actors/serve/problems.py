@@ -21,12 +21,14 @@ from omni_actors.errors import (
     InvalidRequest,
     OmniError,
     Overloaded,
+    Quarantined,
     SlowConsumer,
     StageCrashed,
     StageUnavailable,
 )
 
-UNAVAILABLE_RETRY_S = 5
+NO_RETRY = {"x-should-retry": "false"}
+"""OpenAI's clients read this header before the status. The status, 422, stops those that do not."""
 
 
 class Problem(Exception):
@@ -72,14 +74,18 @@ def as_problem(error: OmniError) -> Problem:
             return Problem(429, text, type="rate_limit_error", code="overloaded", retry_after_s=seconds)
         case SlowConsumer():
             return invalid(text, code="slow_consumer")
-        case StageUnavailable():
-            return Problem(503, text, type="server_error", code="stage_unavailable", retry_after_s=UNAVAILABLE_RETRY_S)
+        case StageUnavailable(retry_after_s=seconds):
+            return Problem(503, text, type="server_error", code="stage_unavailable", retry_after_s=seconds)
+        case StageCrashed(retryable=False):
+            return Problem(422, text, code="stage_crashed", headers=NO_RETRY)
+        case Quarantined():
+            return Problem(422, text, code="quarantined", headers=NO_RETRY)
         case StageCrashed():
             return Problem(500, text, type="server_error", code="stage_crashed")
         case DeadlineExceeded():
             return Problem(504, text, type="server_error", code="deadline_exceeded")
         case Aborted():
-            return Problem(503, text, type="server_error", code="aborted", retry_after_s=UNAVAILABLE_RETRY_S)
+            return Problem(503, text, type="server_error", code="aborted")
         case _:
             return Problem(500, text, type="server_error", code="internal_error")
 

@@ -34,6 +34,7 @@ from omni_actors.messages import (
     Address,
     Configure,
     Connect,
+    EngineFailed,
     LoadFailed,
     Message,
     Ping,
@@ -266,6 +267,8 @@ class SimulatedWorker:
             self.kill()
         except Exception as error:  # noqa: BLE001 - it ends the worker
             self._note(f"{self} {type(error).__name__}: {error}")
+            if self.ready_at is not None and self.alive:
+                self._say_send.send_nowait((EngineFailed(loop.handling), ()))
         if self.alive:
             loop.close()
             await trio.lowlevel.checkpoint()

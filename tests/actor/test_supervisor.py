@@ -95,6 +95,9 @@ class World:
         self.living: dict[Address, SimulatedWorker] = {}
         self.exits: list[WorkerExit] = []
         self.failures: list[StageFailed] = []
+        self.failed_requests: list[int | None] = []
+        self.counts = True
+        """Whether deaths count against the restart intensity."""
         self.unspawnable: set[str] = set()
         self.prepare: Callable[[SimulatedWorker], None] = lambda worker: None
         """Called with every new worker."""
@@ -164,6 +167,10 @@ class World:
 
     def worker_ready(self, address: Address) -> None:
         self._note("ready", address)
+
+    def worker_died(self, address: Address, exit: WorkerExit, failed_request: int | None) -> bool:
+        self.failed_requests.append(failed_request)
+        return self.counts
 
     def worker_lost(self, address: Address, generation: int, exit: WorkerExit) -> None:
         self._note("lost", address)

@@ -1,0 +1,47 @@
+"""What a request asks for, in a few bytes: equal for equal requests.
+
+A fingerprint covers the route, the input and the parameters. It leaves out the seed, which the system may have drawn.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from omni_actors.actor import chunks
+from omni_actors.actor.chunks import ChunkHeader
+from omni_actors.errors import InvalidRequest
+from omni_actors.orchestrator.routes import Route
+
+if TYPE_CHECKING:
+    from omni_actors.orchestrator.request import Input
+
+SAMPLED_BYTES = 512 * 1024
+"""Of a longer buffer each end is hashed, with its length: a fingerprint takes a few milliseconds at the most."""
+
+
+def fingerprint(route: Route, inputs: Mapping[str, Sequence[Input]], params: Mapping[str, Mapping[str, Any]]) -> str:
+    """Hash a request. Returns hex digits. Raises InvalidRequest where the input cannot be encoded."""
+    digest = hashlib.blake2b(digest_size=16)
+    for stage in route.stages:
+        share = {name: value for name, value in params[stage].items() if name != "seed"}
+        _add(digest, memoryview(msgspec.msgpack.encode([stage, share])))
+    for kind in sorted(inputs):
+        for piece in inputs[kind]:
+            try:
+                buffers = chunks.encode(ChunkHeader(0, kind, 0, False, dict(piece.data)), piece.tensors)
+            except Exception as error:
+                raise InvalidRequest(f"input that cannot be sent: {error}") from error
+            for buffer in buffers:
+                _add(digest, buffer)
+    return digest.hexdigest()
+
+
+def _add(digest: hashlib.blake2b, buffer: memoryview) -> None:
+    digest.update(buffer.nbytes.to_bytes(8, "little"))
+    digest.update(buffer[:SAMPLED_BYTES])
+    if buffer.nbytes > SAMPLED_BYTES:
+        digest.update(buffer[-SAMPLED_BYTES:])

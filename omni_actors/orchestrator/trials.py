@@ -1,0 +1,259 @@
+"""Finds the request that ends its workers, in few deaths, and keeps the others away from it.
+
+When a worker ends by itself (an exception, a crash signal, a hang), the requests that it was working on are suspects.
+
+Rules
+1. Where the engine raised in a call for one request, that request is the suspect. Otherwise all of them are.
+2. Suspects with the same fingerprint form a unit. One of them is tried; the others share its result.
+3. Suspects wait in groups, and one group of a stage is on trial at a time: it runs on a replica that takes no other
+   request meanwhile. A group that has run for its probation is cleared, and a unit whose tried request is done with the
+   stage.
+4. A group that is known to hold a culprit is halved: the less suspicious half goes on trial first, the rest after it.
+   Less suspicious are units that were suspects less often, that have fewer requests, and that are older.
+5. A death on trial belongs to the group on trial. A death that only one unit can have caused is charged to that unit:
+   it uses up one of the replays of its requests. The requests that are not charged lose none.
+6. A unit that is known to be the culprit waits until no other request has used the stage for ``QUIET_S``, or for
+   ``CULPRIT_PATIENCE_S``. Any other group waits for a replica without other requests, for ``PATIENCE_S``.
+7. Each time that requests are suspects again, their probation is twice as long: a request that ends its worker late is
+   found, too.
+8. No I/O and no clock here: time is an argument, in seconds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from omni_actors.errors import WorkerExit
+from omni_actors.messages import Address
+from omni_actors.orchestrator.request import Request
+
+PROBATION_S = 1.0
+LONGEST_PROBATION_S = 30.0
+QUIET_S = 1.0
+PATIENCE_S = 1.0
+CULPRIT_PATIENCE_S = 30.0
+CRASH_SIGNALS = frozenset({"SIGSEGV", "SIGABRT", "SIGBUS", "SIGFPE", "SIGILL", "SIGSYS", "SIGTRAP"})
+
+
+def died_by_itself(exit: WorkerExit) -> bool:
+    """Whether what the worker was doing may have ended it: not a signal that another process sent."""
+    return exit.reason is not None or exit.signal is None or exit.signal in CRASH_SIGNALS
+
+
+@dataclass(eq=False)
+class Group:
+    """Suspects of one stage, in units by fingerprint.
+
+    holds_culprit: whether one of them is known to have ended a worker. since: when the group began to wait. address and
+    until: the replica and the end of its probation, while it is on trial. rest: the other half, where it is one.
+    """
+
+    stage: str
+    units: dict[str, list[Request]]
+    holds_culprit: bool
+    since: float
+    address: Address | None = None
+    until: float = math.inf
+    rest: Group | None = None
+
+    @property
+    def requests(self) -> Iterator[Request]:
+        return (request for unit in self.units.values() for request in unit)
+
+    @property
+    def tried(self) -> list[Request]:
+        """One request of each unit, if possible one that its stages hold."""
+        return [min(unit, key=lambda each: each.number is None) for unit in self.units.values()]
+
+    @property
+    def is_culprit(self) -> bool:
+        return self.holds_culprit and len(self.units) == 1
+
+    def halve(self, now: float) -> Group:
+        """Split off the less suspicious half, which is returned."""
+        ranked = sorted(self.units, key=lambda name: _suspicion(self.units[name]))
+        half, taken = sum(map(len, self.units.values())) / 2, 0
+        first: dict[str, list[Request]] = {}
+        for name in ranked[:-1]:
+            if first and taken + len(self.units[name]) > half:
+                break
+            first[name] = self.units.pop(name)
+            taken += len(first[name])
+        group = Group(self.stage, first, holds_culprit=False, since=now, rest=self)
+        for request in group.requests:
+            request.suspect_in = group
+        return group
+
+
+def _suspicion(unit: Sequence[Request]) -> tuple[int, int, int]:
+    return max(each.suspected for each in unit), len(unit), max(each.number or 0 for each in unit)
+
+
+@dataclass
+class Trials:
+    """The suspects of all stages. Requests point to their group by ``Request.suspect_in``."""
+
+    waiting: list[Group] = field(default_factory=list)
+    running: dict[Address, Group] = field(default_factory=dict)
+    last_use: dict[str, tuple[float, Request]] = field(default_factory=dict)
+    """When a request that was no suspect last used a stage, and which one."""
+
+    def __bool__(self) -> bool:
+        return bool(self.waiting or self.running)
+
+    def used(self, stage: str, request: Request, now: float) -> None:
+        """A request has begun or finished at a stage."""
+        if request.suspect_in is None:
+            self.last_use[stage] = now, request
+
+    def worker_died(self, address: Address, held: Sequence[Request], failed: Request | None, now: float) -> bool:
+        """Find the suspects among the requests that a worker ``held`` when it ended by itself, and charge a culprit.
+
+        failed: the request for which the engine's call raised. Returns whether these suspects cause their first death.
+        """
+        group = self.interrupt(address)
+        suspects = [each for each in held if group and each.suspect_in is group] or list(held)
+        if failed is not None:
+            suspects = [failed]
+        known = bool(suspects) and all(each.suspected for each in suspects)
+        for each in suspects:
+            each.suspected += 1
+        if group is None or any(each.suspect_in is not group for each in suspects):
+            group = self._new_group(address.stage, suspects, now)
+        group.holds_culprit, group.since = True, now
+        if group.rest is not None:
+            group.rest.holds_culprit, group.rest = False, None
+        if len(group.units) == 1:
+            for each in suspects:
+                each.charged = True
+        return not known
+
+    def interrupt(self, address: Address | None) -> Group | None:
+        """The group that is on trial at this replica, if any, waits again."""
+        if address is not None and (group := self.running.pop(address, None)) is not None:
+            group.address, group.until = None, math.inf
+            self.waiting.append(group)
+            return group
+        return None
+
+    def _new_group(self, stage: str, suspects: Sequence[Request], now: float) -> Group:
+        group = Group(stage, {}, holds_culprit=True, since=now)
+        for request in suspects:
+            self._remove(request)
+            group.units.setdefault(request.fingerprint, []).append(request)
+            request.suspect_in = group
+        if suspects:
+            self.waiting.append(group)
+        return group
+
+    def join(self, request: Request) -> bool:
+        """Put a new request into the unit of its fingerprint. Returns False where there is none."""
+        for group in (*self.waiting, *self.running.values()):
+            if (unit := group.units.get(request.fingerprint)) is not None:
+                unit.append(request)
+                request.suspect_in = group
+                return True
+        return False
+
+    def drop(self, request: Request) -> None:
+        """Forget a request that has ended. The culprit may be gone with it: what is known of its group is void."""
+        group = request.suspect_in
+        if group is None:
+            return
+        if not self._remove(request):  # another one like it is tried
+            self.interrupt(group.address)
+            return
+        group.holds_culprit = False
+        if group.rest is not None:
+            group.rest.holds_culprit, group.rest = False, None
+
+    def passed(self, request: Request) -> bool:
+        """A request is done with its stage: its unit is cleared. Returns whether that ends a trial."""
+        group = request.suspect_in
+        if group is None:
+            return False
+        on_trial = group.address is not None
+        for each in self.like(request):
+            self._remove(each)
+        self._remove(request)
+        return on_trial and not group.units
+
+    def like(self, request: Request) -> list[Request]:
+        """The other suspects with its fingerprint."""
+        group = request.suspect_in
+        unit = group.units.get(request.fingerprint, []) if group else []
+        return [each for each in unit if each is not request]
+
+    def _remove(self, request: Request) -> bool:
+        """Take a request out of its group. Returns whether its unit ended with that."""
+        group, request.suspect_in = request.suspect_in, None
+        if group is None:
+            return False
+        unit = group.units[request.fingerprint]
+        unit.remove(request)
+        if unit:
+            return False
+        del group.units[request.fingerprint]
+        if not group.units:
+            if group.address is not None:
+                del self.running[group.address]
+            else:
+                self.waiting.remove(group)
+        return True
+
+    def next(self, stage: str, now: float, *, idle: bool, wanted: bool) -> Group | None:
+        """The group of a stage that goes on trial now; it is taken off the waiting ones.
+
+        idle: whether a replica works on no request. wanted: whether a request that is no suspect waits for the stage.
+        """
+        waiting = [group for group in self.waiting if group.stage == stage]
+        if not waiting or any(group.stage == stage for group in self.running.values()):
+            return None
+        group = min(waiting, key=lambda each: (each.holds_culprit, each.is_culprit, each.since))
+        if group.is_culprit:
+            idle = idle and not wanted and now >= self._quiet_at(group)
+        if not idle and now < group.since + _patience_s(group):
+            return None
+        if group.holds_culprit and not group.is_culprit:
+            return group.halve(now)
+        self.waiting.remove(group)
+        return group
+
+    def begin(self, group: Group, address: Address, now: float) -> None:
+        """The group is on trial at this replica from now on."""
+        often = max(each.suspected for each in group.requests)
+        group.address = address
+        group.until = now + min(LONGEST_PROBATION_S, PROBATION_S * 2.0 ** (often - 1))
+        self.running[address] = group
+
+    def put_back(self, group: Group) -> None:
+        """The group cannot be tried now."""
+        self.waiting.append(group)
+
+    def clear_expired(self, now: float) -> bool:
+        """End the trials whose probation is over. Returns whether there were any."""
+        over = [group for group in self.running.values() if now >= group.until]
+        for group in over:
+            for request in list(group.requests):
+                self._remove(request)
+        return bool(over)
+
+    def next_time(self, now: float) -> float:
+        """When a trial may begin or end although nothing else happens."""
+        times = [group.until for group in self.running.values()]
+        for group in self.waiting:
+            times.append(group.since + _patience_s(group))
+            if group.is_culprit:
+                times.append(self._quiet_at(group))
+        return min((time for time in times if time > now), default=math.inf)
+
+    def _quiet_at(self, group: Group) -> float:
+        """When no other request has used the group's stage for ``QUIET_S``."""
+        time, request = self.last_use.get(group.stage, (-math.inf, None))
+        return -math.inf if request in list(group.requests) else time + QUIET_S
+
+
+def _patience_s(group: Group) -> float:
+    return CULPRIT_PATIENCE_S if group.is_culprit else PATIENCE_S
