@@ -11,7 +11,7 @@ Rules
 4. A group that is known to hold a culprit is halved: the less suspicious half goes on trial first, the rest after it.
    Less suspicious are units that were suspects less often, that have fewer requests, and that are older.
 5. A death on trial belongs to the group on trial. A death that only one unit can have caused is charged to that unit:
-   it uses up one of the replays of its requests. The requests that are not charged lose none.
+   then each death that its requests were suspects in uses up a replay. Requests that are not charged lose none.
 6. A unit that is known to be the culprit waits until no other request has used the stage for ``QUIET_S``, or for
    ``CULPRIT_PATIENCE_S``. Any other group waits for a replica without other requests, for ``PATIENCE_S``.
 7. Each time that requests are suspects again, their probation is twice as long: a request that ends its worker late is
@@ -128,6 +128,7 @@ class Trials:
         if len(group.units) == 1:
             for each in suspects:
                 each.charged = True
+                each.charged_replays = max(each.charged_replays, each.suspected - 1)
         return not known
 
     def interrupt(self, address: Address | None) -> Group | None:

@@ -19,7 +19,18 @@ from omni_actors.actor.process import SpawnFailed, Worker
 from omni_actors.actor.restart import RestartPolicy, stages_below
 from omni_actors.actor.supervisor import Blueprint, State, Supervisor
 from omni_actors.errors import StageFailed, WorkerExit
-from omni_actors.messages import Address, Configure, Finished, Message, Ping, Pong, Ready, StageStats, Stop
+from omni_actors.messages import (
+    Address,
+    Configure,
+    EngineFailed,
+    Finished,
+    Message,
+    Ping,
+    Pong,
+    Ready,
+    StageStats,
+    Stop,
+)
 from ringbuf import Ring
 
 DIAMOND = {"ear": (), "mind": ("ear",), "eye": (), "voice": ("mind",), "face": ("mind", "eye")}
@@ -565,3 +576,49 @@ async def test_what_a_worker_said_before_it_died_is_heard_before_its_death(
         worker.die(signal="SIGKILL")
         await trio.testing.wait_all_tasks_blocked()
         assert [kind for _, kind, _ in world.log][2:8] == ["heard"] * 5 + ["lost"]
+
+
+async def test_a_replica_that_was_given_up_is_tried_again_at_growing_intervals(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    half_open = replace(POLICY, intensity=0, backoff_s=0.001, retry_s=10.0, retry_max_s=25.0)
+    world = World({"a": ()}, a={"restart": half_open})
+    async with world.running():
+        world.prepare = lambda worker: worker.die(exit_code=1)
+        world.worker("a").die(exit_code=1)
+        await trio.sleep(100.0)
+        times = [at for at, kind, _ in world.log if kind == "spawn"]
+        assert [later - earlier for earlier, later in itertools.pairwise(times)] == [10, 20, 25, 25]
+        assert len(world.failures) == 5
+        world.prepare = lambda worker: None
+        await trio.sleep(25.0)
+        replica = world.supervisor.replicas[Address("a", 0)]
+        assert (replica.state, replica.retry_at, replica.failure) == (State.READY, None, None)
+        await trio.sleep(POLICY.period_s + 1)
+        world.worker("a").die(exit_code=1)
+        await trio.sleep(10.5)
+        assert replica.state is State.READY, "it had served for long: the interval begins anew"
+
+
+async def test_deaths_that_do_not_count_never_give_a_replica_up(autojump_clock: trio.testing.MockClock) -> None:
+    world = World({"a": ()}, a={"restart": replace(POLICY, intensity=0)})
+    world.counts = False
+    async with world.running():
+        for _ in range(5):
+            world.worker("a").die(exit_code=1)
+            await trio.testing.wait_all_tasks_blocked()
+            await world.settle()
+        assert world.generations() == {"a.0": 6}
+        assert not world.failures
+
+
+async def test_what_the_engine_was_called_for_when_it_raised_is_told(autojump_clock: trio.testing.MockClock) -> None:
+    world = World({"a": ()})
+    async with world.running():
+        world.worker("a").say(EngineFailed(42))
+        world.worker("a").die(exit_code=1)
+        await trio.testing.wait_all_tasks_blocked()
+        await world.settle()
+        world.worker("a").die(exit_code=1)
+        await trio.testing.wait_all_tasks_blocked()
+        assert world.failed_requests == [42, None], "and nothing of it is left for the next worker"

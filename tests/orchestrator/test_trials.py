@@ -1,0 +1,208 @@
+"""How the culprit among a dead worker's requests is found, on plain data: no workers, time is a number."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from omni_actors.errors import WorkerExit
+from omni_actors.messages import Address
+from omni_actors.orchestrator.request import Input, Request
+from omni_actors.orchestrator.routes import Route
+from omni_actors.orchestrator.trials import CULPRIT_PATIENCE_S, PROBATION_S, QUIET_S, Trials, died_by_itself
+
+STAGE = "s"
+WORKER = Address(STAGE, 0)
+ROUTE = Route((STAGE,), {}, {}, {})
+
+
+def request(number: int, text: str | None = None) -> Request:
+    inputs = {"script": [Input({"text": text or f"text {number}"})]}
+    return Request(f"r{number}", ROUTE, inputs, {STAGE: {}}, 1.0, 0.0, number=number)
+
+
+class Stage:
+    """One replica that dies whenever a request that is poison runs on it, as the orchestrator would drive it."""
+
+    def __init__(self, poison: set[Request], *, limit: int = 2) -> None:
+        self.trials, self.poison, self.limit = Trials(), poison, limit
+        self.deaths, self.now = 0, 0.0
+        self.done: list[Request] = []
+        self.ended: list[Request] = []
+
+    def die(self, held: Sequence[Request], failed: Request | None = None) -> bool:
+        self.deaths += 1
+        counts = self.trials.worker_died(WORKER, held, failed, self.now)
+        for each in held:
+            if each.charged and each.charged_replays >= self.limit:
+                self.ended += [each, *self.trials.like(each)]
+                for other in self.trials.like(each):
+                    self.trials.drop(other)
+                self.trials.drop(each)
+            each.charged_replays += each.charged
+            each.charged = False
+        return counts
+
+    def run(self) -> None:
+        """Try group after group until no suspect is left."""
+        while self.trials:
+            group = self.trials.next(STAGE, self.now, idle=True, wanted=False)
+            if group is None:
+                self.now = self.trials.next_time(self.now)
+                assert self.now < math.inf, "suspects are left, and nothing will try them"
+                continue
+            tried = group.tried
+            self.trials.begin(group, WORKER, self.now)
+            if self.poison & set(tried):
+                self.die(tried)
+            else:
+                for each in tried:
+                    self.done += [each, *self.trials.like(each)]
+                    self.trials.passed(each)
+
+
+def test_the_request_that_the_engine_failed_on_is_charged_and_the_others_are_no_suspects() -> None:
+    requests = [request(number) for number in range(6)]
+    stage = Stage({requests[3]})
+    assert stage.die(requests, failed=requests[3])
+    assert [each.number for each in requests if each.suspect_in is not None] == [3]
+    stage.run()
+    assert (stage.deaths, stage.ended, stage.done) == (3, [requests[3]], [])
+
+
+@pytest.mark.parametrize("place", range(6))
+def test_one_culprit_among_six_is_found_in_few_deaths_and_the_others_lose_no_replay(place: int) -> None:
+    requests = [request(number) for number in range(6)]
+    stage = Stage({requests[place]})
+    stage.die(requests)
+    stage.run()
+    assert stage.ended == [requests[place]]
+    assert stage.deaths <= 4
+    innocent = [each for each in requests if each is not requests[place]]
+    assert sorted(stage.done, key=lambda each: each.number or 0) == innocent
+    assert not any(each.charged_replays for each in innocent)
+
+
+def test_requests_alike_are_tried_once_and_share_the_result() -> None:
+    """Fifty clients send the same poison: the eight others are tried before it, and lose one worker."""
+    poison = [request(number, "poison") for number in range(50)]
+    others = [request(number) for number in range(50, 58)]
+    stage = Stage(set(poison))
+    stage.die([*poison, *others])
+    first = stage.trials.next(STAGE, 0.0, idle=True, wanted=False)
+    assert first is not None
+    assert set(first.requests) == set(others)
+    stage.trials.put_back(first)
+    stage.run()
+    assert (stage.deaths, set(stage.ended), set(stage.done)) == (3, set(poison), set(others))
+
+
+@given(st.lists(st.booleans(), min_size=1, max_size=24), st.integers(0, 3))
+def test_however_many_culprits_there_are_each_is_found_and_no_other_is_charged(guilty: list[bool], limit: int) -> None:
+    requests = [request(number) for number in range(len(guilty))]
+    poison = {each for each, is_guilty in zip(requests, guilty, strict=True) if is_guilty}
+    stage = Stage(poison, limit=limit)
+    if poison:
+        stage.die(requests)
+        stage.run()
+        assert set(stage.ended) == poison
+        assert set(stage.done) == set(requests) - poison
+        assert not any(each.charged_replays for each in stage.done)
+        assert stage.deaths <= 1 + len(poison) * (limit + 1 + math.log2(len(requests)) * 2)
+
+
+def test_only_the_first_death_of_a_request_counts() -> None:
+    culprit, other = request(1), request(2)
+    stage = Stage({culprit}, limit=5)
+    assert stage.die([culprit])
+    assert not stage.die([culprit])
+    assert stage.die([culprit, other]), "another one may have caused it"
+    assert stage.trials.worker_died(WORKER, [], None, 0.0), "no request can have caused it"
+
+
+def test_a_culprit_waits_for_a_stage_that_is_quiet() -> None:
+    culprit, other = request(1), request(2)
+    stage = Stage({culprit})
+    trials = stage.trials
+    stage.die([culprit], failed=culprit)
+    trials.used(STAGE, other, 10.0)
+    assert trials.next(STAGE, 10.5, idle=True, wanted=False) is None
+    assert trials.next_time(10.5) == 10.0 + QUIET_S
+    assert trials.next(STAGE, 12.0, idle=True, wanted=True) is None
+    assert trials.next(STAGE, 12.0, idle=False, wanted=False) is None
+    assert trials.next(STAGE, CULPRIT_PATIENCE_S, idle=False, wanted=True) is culprit.suspect_in
+
+
+def test_a_culprit_alone_waits_for_nothing() -> None:
+    culprit = request(1)
+    stage = Stage({culprit})
+    stage.trials.used(STAGE, culprit, 0.0)
+    stage.die([culprit])
+    assert stage.trials.next(STAGE, 0.0, idle=True, wanted=False) is culprit.suspect_in
+
+
+def test_a_group_that_has_run_for_its_probation_is_cleared_and_runs_longer_the_next_time() -> None:
+    late = [request(1), request(2)]
+    trials = Trials()
+    for often in range(3):
+        trials.worker_died(WORKER, late, None, 0.0)
+        group = trials.next(STAGE, 0.0, idle=True, wanted=False)
+        assert group is not None
+        trials.begin(group, WORKER, 0.0)
+        assert not trials.clear_expired(PROBATION_S * 2.0**often - 0.1)
+        assert trials.clear_expired(PROBATION_S * 2.0**often)
+        for each in late:
+            trials.drop(each)
+
+
+def test_what_is_known_of_a_group_ends_with_a_request_that_leaves_it() -> None:
+    """It may have been the culprit: the one that is left is not charged by elimination."""
+    gone, left = request(1), request(2)
+    stage = Stage(set())
+    stage.die([gone, left])
+    stage.trials.drop(gone)
+    group = left.suspect_in
+    assert group is not None
+    assert not group.is_culprit
+    stage.run()
+    assert stage.done == [left]
+
+
+def test_where_the_one_that_is_tried_leaves_another_one_like_it_is_tried() -> None:
+    first, second = request(1, "alike"), request(2, "alike")
+    trials = Trials()
+    trials.worker_died(WORKER, [first, second], None, 0.0)
+    group = trials.next(STAGE, 0.0, idle=True, wanted=False)
+    assert group is not None
+    trials.begin(group, WORKER, 0.0)
+    trials.drop(group.tried[0])
+    assert trials.running == {}
+    assert trials.next(STAGE, 100.0, idle=True, wanted=False) is group
+
+
+def test_a_new_request_joins_the_trial_of_one_like_it() -> None:
+    suspect, alike, other = request(1, "alike"), request(2, "alike"), request(3)
+    trials = Trials()
+    trials.worker_died(WORKER, [suspect], None, 0.0)
+    assert trials.join(alike)
+    assert not trials.join(other)
+    assert trials.like(suspect) == [alike]
+
+
+@pytest.mark.parametrize(
+    ("exit", "by_itself"),
+    [
+        (WorkerExit(1, None, 1), True),
+        (WorkerExit(1, None, 0), True),
+        (WorkerExit(1, "SIGSEGV", None), True),
+        (WorkerExit(1, "SIGKILL", None, reason="no progress for 30 s (step_s)"), True),
+        (WorkerExit(1, "SIGKILL", None), False),
+        (WorkerExit(1, "SIGTERM", None), False),
+    ],
+)
+def test_a_signal_from_outside_accuses_no_request(exit: WorkerExit, by_itself: bool) -> None:
+    assert died_by_itself(exit) is by_itself

@@ -1,0 +1,188 @@
+"""Requests that end their workers, over real processes: the others go on, and the same request is refused next time."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import trio
+
+from omni_actors import OmniSystem
+from omni_actors.config import Limits, Pipeline, Restart, Stage
+from omni_actors.errors import OmniError, Quarantined, StageCrashed, StageUnavailable
+from omni_actors.generation import Generation, Output
+from omni_actors.orchestrator.request import Input
+from tests.kept import Kept, in_kept, kept_open
+
+WATCHDOG_S = 60.0
+PIECES = 8
+
+
+def pipeline(intensity: int, **limits: Any) -> Pipeline:
+    quick = Restart(intensity=intensity, backoff_s=0.01, backoff_max_s=0.01, retry_s=0)
+    stages = {
+        "first": Stage(engine="echo", accepts=("script",), emits="text", restart=quick),
+        "second": Stage(engine="echo", inputs=("first",), emits="audio", options={"step_s": 0.01}, restart=quick),
+    }
+    return Pipeline(name="poison", stages=stages, limits=Limits(**limits))
+
+
+@pytest.fixture(scope="module")
+def kept(its_own: set[int]) -> Iterator[Kept]:
+    with kept_open(lambda: OmniSystem.open(pipeline(1000, quarantine_s=0.5)), its_own) as kept:
+        yield kept
+
+
+def innocent(omni: OmniSystem, number: int) -> Generation:
+    return omni.submit({"script": [Input({"n": number, "piece": piece}) for piece in range(PIECES)]}, ["audio"])
+
+
+def poison(omni: OmniSystem, **how: Any) -> Generation:
+    """Ends the second stage's worker, in the middle of the work of the others."""
+    pieces = [Input({"piece": piece}) for piece in range(3)]
+    return omni.submit({"script": [*pieces, Input({"echo": {"stage": "second", **how}})]}, ["audio"])
+
+
+async def read(generation: Generation) -> list[Output]:
+    with trio.fail_after(WATCHDOG_S):
+        return [output async for output in generation]
+
+
+async def together(*generations: Generation) -> list[list[Output] | OmniError]:
+    """What each of them gives, or the error that it ends in."""
+    results: list[list[Output] | OmniError] = [[] for _ in generations]
+
+    async def one(place: int) -> None:
+        try:
+            results[place] = await read(generations[place])
+        except OmniError as error:
+            results[place] = error
+
+    async with trio.open_nursery() as nursery:
+        for place in range(len(generations)):
+            nursery.start_soon(one, place)
+    return results
+
+
+def check_innocent(number: int, outputs: list[Output] | OmniError) -> Output:
+    assert isinstance(outputs, list), outputs
+    assert [(output.data["n"], output.data["piece"]) for output in outputs] == [(number, i) for i in range(PIECES)]
+    return outputs[-1]
+
+
+@pytest.mark.parametrize("how", [{"raise": "feed"}, {"raise": "step"}, {"exit": 3}])
+def test_poison_among_five_others_ends_alone(kept: Kept, how: dict[str, Any]) -> None:
+    async def work(omni: OmniSystem) -> None:
+        before = omni.health().stages["second"][0].generation
+        others = [innocent(omni, number) for number in range(5)]
+        crash, *answers = await together(poison(omni, at=str(how), **how), *others)
+        assert isinstance(crash, StageCrashed)
+        assert "(limits.replays)" in (crash.not_replayed or "")
+        assert not crash.retryable
+        for number, outputs in enumerate(answers):
+            final = check_innocent(number, outputs)
+            assert final.metrics is not None
+            assert final.metrics.replays >= 1, "it was in the worker that died"
+        generation = omni.health().stages["second"][0].generation
+        assert generation - before <= 4, "it is found in few deaths"
+
+    kept(work)
+
+
+async def test_the_deaths_of_one_request_count_once_against_the_intensity() -> None:
+    """The second death that counts would be one too many."""
+    async with OmniSystem.open(pipeline(intensity=1)) as omni:
+        crash, outputs = await together(poison(omni, exit=3), innocent(omni, 1))
+        assert isinstance(crash, StageCrashed)
+        check_innocent(1, outputs)
+        assert [len(replicas[0].history) for replicas in omni.health().stages.values()] == [0, 3]
+        check_innocent(2, await read(innocent(omni, 2)))
+
+
+@in_kept
+async def test_the_same_request_is_refused_for_a_time_before_it_reaches_a_worker(omni: OmniSystem) -> None:
+    with pytest.raises(StageCrashed):
+        await read(poison(omni, exit=4))
+    generation = omni.health().stages["second"][0].generation
+    with pytest.raises(Quarantined, match="'second'") as caught:
+        poison(omni, exit=4)
+    assert not caught.value.retryable
+    assert 0 < caught.value.ends_in_s <= 0.5
+    check_innocent(1, await read(innocent(omni, 1)))
+    assert omni.health().stages["second"][0].generation <= generation + 1, "it did not die for the refused one"
+    await trio.sleep(caught.value.ends_in_s + 0.01)
+    poison(omni, exit=4).abort()
+
+
+@in_kept
+async def test_many_that_are_alike_end_together_for_the_deaths_of_one(omni: OmniSystem) -> None:
+    before = omni.health().stages["second"][0].generation
+    alike = [poison(omni, exit=5) for _ in range(20)]
+    others = [innocent(omni, number) for number in range(3)]
+    results = await together(*alike, *others)
+    kinds = {type(result) for result in results[:20]}
+    assert kinds <= {StageCrashed, Quarantined}
+    assert all(isinstance(result, OmniError) and not getattr(result, "retryable", True) for result in results[:20])
+    for number, outputs in enumerate(results[20:]):
+        check_innocent(number, outputs)
+    assert omni.health().stages["second"][0].generation - before <= 3
+
+
+@in_kept
+async def test_a_request_that_was_killed_from_outside_is_not_quarantined(omni: OmniSystem) -> None:
+    """It loses its replays as before; but nothing shows that it was its doing."""
+    hanging = poison(omni, hang=True)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(kill_thrice, omni)
+        with pytest.raises(StageCrashed, match="SIGKILL") as caught:
+            await read(hanging)
+    assert not caught.value.retryable
+    while not omni.health().ready:
+        await omni.wait_changed()
+    poison(omni, hang=True).abort()
+
+
+async def kill_thrice(omni: OmniSystem) -> None:
+    killed: set[int | None] = {None}
+    while len(killed) <= 3:
+        [replica] = omni.health().stages["second"]
+        if replica.state == "ready" and replica.pid not in killed:
+            assert replica.pid is not None
+            killed.add(replica.pid)
+            os.kill(replica.pid, signal.SIGKILL)
+        if len(killed) <= 3:
+            await omni.wait_changed()
+
+
+async def test_a_stage_that_was_given_up_is_tried_again_and_says_when() -> None:
+    half_open = Restart(intensity=0, backoff_s=0.01, retry_s=0.3)
+    stage = Stage(engine="echo", accepts=("script",), emits="text", restart=half_open)
+    async with OmniSystem.open(Pipeline(name="one", stages={"only": stage})) as omni:
+        with pytest.raises(StageUnavailable) as caught:
+            await read(omni.submit({"script": [Input({"echo": {"exit": 7}})]}, ["text"]))
+        assert omni.errored
+        assert caught.value.retry_after_s is not None
+        assert 0 < caught.value.retry_after_s < 30
+        [replica] = omni.health().stages["only"]
+        assert (replica.state, replica.retry_in_s is not None) == ("failed", True)
+        with pytest.raises(StageUnavailable, match="may be back in"):
+            omni.submit({"script": [Input({"n": 1})]}, ["text"])
+        with trio.fail_after(WATCHDOG_S):
+            while omni.health().stages["only"][0].state != "ready":
+                await omni.wait_changed()
+        assert (omni.errored, omni.dead_error) == (False, None)
+        assert omni.health().stages["only"][0].retry_in_s is None
+        assert [output.data["n"] for output in await read(omni.submit({"script": [Input({"n": 1})]}, ["text"]))] == [1]
+
+
+async def test_without_a_retry_a_stage_that_was_given_up_stays_so_and_promises_nothing() -> None:
+    stage = Stage(engine="echo", accepts=("script",), emits="text", restart=Restart(intensity=0, retry_s=0))
+    async with OmniSystem.open(Pipeline(name="one", stages={"only": stage})) as omni:
+        with pytest.raises(StageUnavailable) as caught:
+            await read(omni.submit({"script": [Input({"echo": {"exit": 7}})]}, ["text"]))
+        assert caught.value.retry_after_s is None
+        assert "back" not in str(caught.value)
+        assert omni.health().stages["only"][0].retry_in_s is None
