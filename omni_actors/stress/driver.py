@@ -237,7 +237,8 @@ class Driver:
         stage = crash.stage
         if stage in self.watch.given_up:
             return
-        self.asked_for[stage] += 1 if crash.on_failure == "fail" else 1 + self._workload.pipeline.limits.replays
+        deaths = judge.deaths_by_poison(self._workload.pipeline.limits)
+        self.asked_for[stage] += 1 if crash.on_failure == "fail" else deaths
         fault = CRASHES[crash.how] + (", replayed" if crash.on_failure == "replay" else "")
         injection = self._inject(fault, stage)
         hooks = {"stage": stage, **HOOKS[crash.how]}

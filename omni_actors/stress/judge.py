@@ -9,6 +9,7 @@ dropped      nobody read it any more; its system says that it is not in flight
 StageCrashed a worker of a stage on its route died while it was in flight, and: it asked to fail, or was replayed
              ``limits.replays`` times, or asked its engine to die, or a stage that died cannot be replayed
 Unavailable  a stage on its route was given up
+Quarantined  it asked its engine to die, as one like it did before
 anything     is a violation
 else
 ============ ==========================================================================================================
@@ -18,13 +19,14 @@ A worker died where the harness killed it (or asked it to die), nowhere else.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from omni_actors.config import Pipeline
-from omni_actors.errors import Aborted, RequestError, StageCrashed, StageUnavailable
+from omni_actors.config import Limits, Pipeline
+from omni_actors.errors import Aborted, Quarantined, RequestError, StageCrashed, StageUnavailable
 from omni_actors.stress.oracle import Answer
 from omni_actors.stress.schedule import OnFailure
 from omni_actors.stress.workload import Template
@@ -83,6 +85,11 @@ class Rules:
     replayed: frozenset[str]
 
 
+def deaths_by_poison(limits: Limits) -> int:
+    """How many workers one request may end: until its replays are used up, and the suspects are halved down to it."""
+    return 1 + max(limits.replays, math.ceil(math.log2(limits.max_requests)))
+
+
 def of_request(asked: Asked, losses: Sequence[Loss], given_up: Collection[str], rules: Rules) -> Violation | None:
     """The violation that a request's outcome is, if it is one."""
     who = f"{asked.name} ({asked.template.name})"
@@ -108,6 +115,8 @@ def _of_error(
         case StageUnavailable(stage=stage):
             fair = stage in given_up and stage in asked.template.stages
             return None if fair else Violation("lost", f"{facts}, and the stage was not given up")
+        case Quarantined():
+            return None if asked.hooked else Violation("lost", f"{facts}, and it did nothing to its engine")
         case StageCrashed():
             touched = [loss for loss in losses if _touches(loss, asked)]
             if not touched:

@@ -327,7 +327,7 @@ class Simulation(trio.abc.Instrument):
         name = self._any_template()
         stage = self.draw.choice(self._workload.templates[name].stages)
         self._inject("request that breaks its engine")
-        self._poisoned[stage] += 1 + self._workload.pipeline.limits.replays
+        self._poisoned[stage] += judge.deaths_by_poison(self._workload.pipeline.limits)
         self._ask("poison", name, hooks={"stage": stage, "raise": self.draw.choice(("feed", "step"))})
 
     def _refuse(self) -> None:
