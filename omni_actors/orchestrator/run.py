@@ -537,7 +537,7 @@ class Orchestrator:
                 if request.suspect_in is None:
                     self._start_again(request, self._place(stages))
             case Fail(reason, used_up):
-                if used_up and request.crash is not None and died_by_itself(request.crash.exit):
+                if used_up and request.suspected > self._limits.replays:
                     self._end_like(request)
                 self._fail(request, reason, retryable=not used_up)
             case Unavailable(stage):

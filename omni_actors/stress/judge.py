@@ -9,7 +9,8 @@ dropped      nobody read it any more; its system says that it is not in flight
 StageCrashed a worker of a stage on its route died while it was in flight, and: it asked to fail, or was replayed
              ``limits.replays`` times, or asked its engine to die, or a stage that died cannot be replayed
 Unavailable  a stage on its route was given up
-Quarantined  it asked its engine to die, as one like it did before
+Quarantined  it asked its engine to die, as one like it did before; or workers of the stage died so often that one like it
+             seemed to be the cause
 anything     is a violation
 else
 ============ ==========================================================================================================
@@ -115,8 +116,9 @@ def _of_error(
         case StageUnavailable(stage=stage):
             fair = stage in given_up and stage in asked.template.stages
             return None if fair else Violation("lost", f"{facts}, and the stage was not given up")
-        case Quarantined():
-            return None if asked.hooked else Violation("lost", f"{facts}, and it did nothing to its engine")
+        case Quarantined(stage=stage):
+            fair = asked.hooked or sum(loss.stage == stage for loss in losses) > rules.replays
+            return None if fair else Violation("lost", f"{facts}, and it did nothing to its engine")
         case StageCrashed():
             touched = [loss for loss in losses if _touches(loss, asked)]
             if not touched:
