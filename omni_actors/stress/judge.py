@@ -9,8 +9,8 @@ dropped      nobody read it any more; its system says that it is not in flight
 StageCrashed a worker of a stage on its route died while it was in flight, and: it asked to fail, or was replayed
              ``limits.replays`` times, or asked its engine to die, or a stage that died cannot be replayed
 Unavailable  a stage on its route was given up
-Quarantined  it asked its engine to die, as one like it did before; or workers of the stage died so often that one like it
-             seemed to be the cause
+Quarantined  it asked its engine to die, as one like it did before; or workers of the stage died so often that one
+             like it seemed to be the cause
 anything     is a violation
 else
 ============ ==========================================================================================================
