@@ -36,7 +36,7 @@ _STEPS = {**dict.fromkeys(_OF_VALUES, 0), **dict.fromkeys(b"[{", 1), **dict.from
 
 async def read_json(request: Request) -> dict[str, Any]:
     """Return the body's object without its nulls. The body itself is not kept. Raises Problem 400."""
-    body = b"".join([piece async for piece in request.stream()])
+    body = await whole(request)
     survey = Survey()
     for at in range(0, len(body), SLICE):
         await trio.lowlevel.checkpoint()
@@ -44,6 +44,11 @@ async def read_json(request: Request) -> dict[str, Any]:
     fields = decode(body)
     await trio.lowlevel.checkpoint()
     return fields
+
+
+async def whole(request: Request) -> bytes:
+    """Return the body, and keep no reference to it: Starlette's own ``body`` would."""
+    return b"".join([piece async for piece in request.stream()])
 
 
 def decode(body: bytes) -> dict[str, Any]:
@@ -74,26 +79,20 @@ class Survey:
     def add(self, piece: bytes) -> None:
         """Count one more slice. Raises Problem 400 where the document passes a bound."""
         self._slow += piece.count(b"\\")
-        parts = self._split(piece)
-        self._values += len(parts) // 2
-        self._require_few_values()  # before the loop over the parts
-        outside = b"".join(self._outside_strings(parts))
+        outside = b"".join(self._outside_strings(self._split(piece)))
         self._slow += len(outside)
         if self._slow > MAX_SLOW_BYTES:
             message = f"more than {MAX_SLOW_BYTES} bytes of spacing, escapes and text beyond ASCII"
             raise invalid(message, code="too_much_text")
         of_values = outside.translate(None, _OTHER)
         self._values += len(of_values)
-        self._require_few_values()
+        if self._values > MAX_VALUES:
+            message = f"too many values: more than {MAX_VALUES} strings, commas, colons, brackets, braces and digits"
+            raise invalid(message, code="too_many_values")
         depths = list(accumulate(map(_STEPS.__getitem__, of_values), initial=self._depth))
         if max(depths) > MAX_DEPTH:
             raise invalid(f"the body is nested more than {MAX_DEPTH} levels deep", code="nested_too_deeply")
         self._depth = depths[-1]
-
-    def _require_few_values(self) -> None:
-        if self._values > MAX_VALUES:
-            message = f"too many values: more than {MAX_VALUES} strings, commas, colons, brackets, braces and digits"
-            raise invalid(message, code="too_many_values")
 
     def _split(self, piece: bytes) -> list[bytes]:
         """``piece`` at the quotes that begin and end strings. A string loses escaped quotes and backslashes."""
@@ -105,10 +104,11 @@ class Survey:
         return piece.split(b'"')
 
     def _outside_strings(self, parts: list[bytes]) -> Iterator[bytes]:
-        """The parts outside strings. Counts the strings with characters beyond ASCII on the way."""
+        """The parts outside strings. Counts the strings, and the bytes of those with characters beyond ASCII."""
         for number, part in enumerate(parts):
             if number:
                 self._in_string = not self._in_string
+                self._values += self._in_string
                 self._string, self._is_wide = 0, False
             if not self._in_string:
                 yield part

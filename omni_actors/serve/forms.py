@@ -8,6 +8,7 @@ Rules
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import trio
@@ -15,8 +16,10 @@ from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
 from starlette.requests import Request
 
-from omni_actors.serve.bodies import SLICE
+from omni_actors.serve.bodies import SLICE, whole
 from omni_actors.serve.problems import Problem, invalid, quoted
+
+logging.getLogger("python_multipart").setLevel(logging.ERROR)  # a client's mistake is no warning for the operator
 
 MAX_PARTS = 32
 MAX_FIELD_BYTES = 1 << 16
@@ -31,13 +34,13 @@ async def read_form(request: Request, file_name: str) -> tuple[bytes | None, dic
     if kind != b"multipart/form-data" or b"boundary" not in options:
         message = f"missing required parameter {file_name!r}, an audio file in a multipart form"
         raise invalid(message, file_name, "missing_required_parameter")
+    body = await whole(request)
     form = _Form(file_name)
     try:
         parser = MultipartParser(options[b"boundary"], form.callbacks())
-        async for body in request.stream():
-            for at in range(0, len(body), SLICE):
-                await trio.lowlevel.checkpoint()
-                parser.write(body[at : at + SLICE])
+        for at in range(0, len(body), SLICE):
+            await trio.lowlevel.checkpoint()
+            parser.write(body[at : at + SLICE])
     except FormParserError as error:
         raise _broken(str(error)) from error
     return form.file, form.fields

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection
+from ipaddress import ip_address
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
@@ -22,6 +23,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from omni_actors.serve.problems import Problem, quoted
 
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^\s/?#@]+", re.ASCII)
+_HOST = re.compile(r"[a-z0-9_-]+(\.[a-z0-9_-]+)*", re.ASCII)
 _DEFAULT_PORTS = {"http": ":80", "https": ":443"}
 
 
@@ -35,8 +37,8 @@ def clean_origin(given: str) -> str:
 
 def clean_host(given: str) -> str:
     """Return a host's name or address, in lower case and without brackets. Raises ValueError."""
-    host = _host_name(given)
-    if host is None or given.lower().strip("[]") != host:
+    host = given.lower().removeprefix("[").removesuffix("]")
+    if not _HOST.fullmatch(host) and not _is_address(host):
         raise ValueError(f"{given!r} is not a host such as api.example.org or 127.0.0.1, without a port")
     return host
 
@@ -89,6 +91,14 @@ def _host_name(host: str) -> str | None:
         return urlsplit(f"//{host}").hostname
     except ValueError:
         return None
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ip_address(host)
+    except ValueError:
+        return False
+    return True
 
 
 def _is_own(origin: str, host: str) -> bool:

@@ -225,15 +225,11 @@ def _listening_socket(host: str, port: int) -> Iterator[socket.socket]:
 
 
 def _warn_where_open(listener: socket.socket) -> None:
-    """Without a key, an address beyond this machine is worth a warning."""
+    """Warn of an address that other machines reach. For servers without a key."""
     host, port, *_ = listener.getsockname()
     if not ip_address(host).is_loopback:
-        log.warning(
-            "anyone who reaches %s port %d can use this server; set a key: --api-key or %s",
-            host,
-            port,
-            API_KEY_VARIABLE,
-        )
+        message = "no API key: every machine that reaches %s port %d can use this server; set --api-key or %s"
+        log.warning(message, host, port, API_KEY_VARIABLE)
 
 
 def _cut_connections(port: int) -> None:
