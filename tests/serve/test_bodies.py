@@ -1,4 +1,7 @@
-"""Bodies in this process: their cost is bounded before they are decoded, and whatever is wrong with one is a 400."""
+"""Bodies: their cost is bounded before they are decoded, and whatever is wrong with one is a 400.
+
+Most are read in this process, as the handlers do it. A server gets some of the fuzzer's in the end.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from typing import Any
 
 import pytest
 import trio
-from hypothesis import example, given
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from starlette.requests import Request
 from starlette.types import Message
@@ -391,3 +394,25 @@ PIECES += [
 def test_any_form_is_parsed_or_refused(body: bytes, content_type: str) -> None:
     parsed_or_refused("transcription", b"--XX\r\n" + body, content_type)
     parsed_or_refused("transcription", body, content_type)
+
+
+# a server
+
+
+@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.sampled_from([GOOD[1], GOOD[2]]), FIELDS)
+def test_a_server_answers_any_object_with_what_was_asked_or_with_an_error(
+    studio: Any, good: dict[str, Any], fields: dict[str, Any]
+) -> None:
+    path = "/v1/chat/completions" if "messages" in good else "/v1/audio/speech"
+    answer = studio.http.post(path, content=json.dumps({**good, **fields}).encode())
+    assert answer.status_code == 200 or 400 <= answer.status_code < 500, answer.text
+    if answer.status_code != 200:
+        assert len(answer.content) < 4096
+        assert answer.json()["error"]["message"]
+
+
+def test_a_server_refuses_deep_nesting(studio: Any) -> None:
+    for body in (b"[" * 100_000, chat(b', "stop": ' + b'{"a":' * 100_000), chat(b', "a": ' + b"[" * 500 + b"]" * 500)):
+        answer = studio.http.post("/v1/chat/completions", content=body)
+        assert (answer.status_code, answer.json()["error"]["type"]) == (400, "invalid_request_error")
