@@ -104,7 +104,7 @@ def build(
 
 
 def _http_problem(request: Request, error: Exception) -> Response:
-    """What Starlette finds wrong: no such path, not with this method, a form that makes no sense."""
+    """What Starlette finds wrong: no such path, or not with this method."""
     assert isinstance(error, HTTPException)
     code = {404: "unknown_url", 405: "method_not_allowed"}.get(error.status_code, "invalid_request")
     place = f" ({request.method} {request.url.path})" if error.status_code in (404, 405) else ""
