@@ -256,8 +256,12 @@ async def test_the_history_is_in_dead_error_and_without_the_worker_s_words_in_he
         assert began <= error.history[0].at <= error.history[1].at <= time.time()
         app = build(omni, api_key="secret", max_body_bytes=1000, media=Media(), has_loaded=lambda: True)
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://here") as client:
-            answer = await client.get("/health")
+            answer = await client.get("/health", headers={"authorization": "Bearer secret"})
+            stranger = await client.get("/health")
         assert (answer.status_code, answer.json()["status"]) == (503, "failed")
         (replica,) = answer.json()["stages"]["only"]
         assert [(past["generation"], past["exit_code"]) for past in replica["history"]] == [(1, 3), (2, 4)]
         assert "words of the worker" not in answer.text
+        states = {"only": [{"replica": 0, "state": "failed"}]}
+        summary = {"status": "failed", "model": "alone", "ready": False, "errored": True, "stages": states}
+        assert (stranger.status_code, stranger.json()) == (503, summary), "no pid, no reason, no history"

@@ -76,12 +76,13 @@ class Spawner(Protocol):
 
 
 class _Popen(popen_spawn_posix.Popen):  # type: ignore[misc]
-    """multiprocess's spawn, less two things: the parent's main module, and the resource tracker process."""
+    """multiprocess's spawn, less the parent's main module, its arguments, and the resource tracker process."""
 
     def _launch(self, process_obj: Any) -> None:
         preparation = spawn.get_preparation_data(process_obj.name)
         preparation.pop("init_main_from_name", None)
         preparation.pop("init_main_from_path", None)
+        preparation.pop("sys_argv", None)  # the parent's command line may hold an API key
         payload = io.BytesIO()
         context.set_spawning_popen(self)
         try:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from typing import Any
 
 import msgspec
 from prometheus_client import Gauge
@@ -12,12 +13,15 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import ASGIApp
 
 from omni_actors.errors import RequestError
 from omni_actors.serve.arrivals import Arrival, Arrivals
 from omni_actors.serve.chat import chat
 from omni_actors.serve.door import Door
+from omni_actors.serve.keys import holds_key
 from omni_actors.serve.media import Media
+from omni_actors.serve.origins import OriginCheck
 from omni_actors.serve.problems import Problem, as_problem
 from omni_actors.serve.replies import Json
 from omni_actors.serve.schemas import require_model
@@ -38,9 +42,19 @@ WORK = {
 
 
 def build(
-    system: OmniSystem, *, api_key: str | None, max_body_bytes: int, media: Media, has_loaded: Callable[[], bool]
-) -> Door:
-    """The whole ASGI app. has_loaded: whether all stages have been ready once; until then there is no work."""
+    system: OmniSystem,
+    *,
+    api_key: str | None,
+    max_body_bytes: int,
+    media: Media,
+    has_loaded: Callable[[], bool],
+    origins: Collection[str] = (),
+    hosts: Collection[str] = (),
+) -> ASGIApp:
+    """The whole ASGI app. has_loaded: whether all stages have been ready once; until then there is no work.
+
+    origins, hosts: see ``OriginCheck``.
+    """
 
     max_requests = system.pipeline.limits.max_requests
     arrivals = Arrivals(
@@ -76,8 +90,8 @@ def build(
     )
     app.router.redirect_slashes = False
     app.state.system, app.state.media = system, media
-    app.state.created = int(time.time())
-    return Door(
+    app.state.created, app.state.api_key = int(time.time()), api_key
+    door = Door(
         app,
         system.metrics.registry,
         api_key=api_key,
@@ -86,10 +100,11 @@ def build(
         routes={*WORK, *readable},
         admit=admit,
     )
+    return OriginCheck(door, origins=origins, hosts=hosts, has_key=api_key is not None)
 
 
 def _http_problem(request: Request, error: Exception) -> Response:
-    """What Starlette finds wrong: no such path, not with this method, a form that makes no sense."""
+    """What Starlette finds wrong: no such path, or not with this method."""
     assert isinstance(error, HTTPException)
     code = {404: "unknown_url", 405: "method_not_allowed"}.get(error.status_code, "invalid_request")
     place = f" ({request.method} {request.url.path})" if error.status_code in (404, 405) else ""
@@ -99,14 +114,20 @@ def _http_problem(request: Request, error: Exception) -> Response:
 async def health(request: Request) -> Response:
     """200 while every stage serves, else 503; the body says how each replica is.
 
-    Everybody may read it: of what failed it gives the reason, not what the worker wrote before.
+    The path needs no key. A client that holds the key, or a server without one, gets everything but what the workers
+    wrote. Other clients get the states alone: no processes, no reasons, no history.
     """
     system: OmniSystem = request.app.state.system
     now = system.health()
     states = [replica.state for stage in now.stages.values() for replica in stage]
     status = "ready" if now.ready else next((s for s in ("failed", "restarting", "loading") if s in states), "loading")
-    error = system.dead_error.reason if system.dead_error else None
-    body = {"status": status, "model": system.pipeline.name, **msgspec.to_builtins(now), "error": error}
+    body: dict[str, Any] = {"status": status, "model": system.pipeline.name}
+    if holds_key(request.headers.raw, request.app.state.api_key):
+        error = system.dead_error.reason if system.dead_error else None
+        body |= {**msgspec.to_builtins(now), "error": error}
+    else:
+        stages = {name: [{"replica": r.replica, "state": r.state} for r in stage] for name, stage in now.stages.items()}
+        body |= {"ready": now.ready, "errored": now.errored, "stages": stages}
     return Json(body, 200 if now.ready else 503)
 
 

@@ -22,6 +22,7 @@ from omni_actors.config import Pipeline
 from omni_actors.generation import AudioChunk, Generation, Output
 from omni_actors.serve.arrivals import SCOPE_KEY, Arrival
 from omni_actors.serve.audio import Encoder, decode, whole_file
+from omni_actors.serve.bodies import read_json
 from omni_actors.serve.encoding import to_base64
 from omni_actors.serve.media import Media, Reference
 from omni_actors.serve.problems import invalid, renamed
@@ -35,7 +36,6 @@ from omni_actors.serve.schemas import (
     VideoPart,
     has_speakers,
     parse,
-    read_json,
     require_model,
 )
 from omni_actors.system import OmniSystem

@@ -1,7 +1,7 @@
 """The command line of the server: ``omni-actors serve`` and ``python -m omni_actors.serve``.
 
 Exit codes: 0 stopped by a signal, 1 it could not go on (an address that is taken, a stage that does not load), 2 a
-configuration that cannot work, or an API key that is empty.
+configuration that cannot work, or an API key, an origin or a host that is none.
 """
 
 from __future__ import annotations
@@ -15,9 +15,8 @@ import trio
 
 from omni_actors import config as configuration
 from omni_actors.errors import ConfigError, OmniError
-from omni_actors.serve.defaults import DRAIN_S, HOST, MAX_BODY_BYTES, PORT
-
-API_KEY_VARIABLE = "OMNI_ACTORS_API_KEY"
+from omni_actors.serve.defaults import API_KEY_VARIABLE, DRAIN_S, HOST, MAX_BODY_BYTES, PORT
+from omni_actors.serve.keys import clean_key
 
 override_option = click.option(
     "-s", "--set", "assignments", multiple=True, metavar="PATH=VALUE", help="Override a value: stages.llm.threads=2"
@@ -31,13 +30,19 @@ class BadConfig(click.ClickException):
     exit_code = 2
 
 
-def _require_words(context: click.Context, option: click.Parameter, given: str | None) -> str | None:
+def _clean_key(context: click.Context, option: click.Parameter, given: str | None) -> str | None:
     """A key that is meant to be there and is empty must not open the server to everybody."""
     # click takes a variable that is empty for one that is not set.
-    if not (os.environ.get(API_KEY_VARIABLE, "unset") if given is None else given).strip():
+    given = os.environ.get(API_KEY_VARIABLE) if given is None else given
+    if given is None:
+        return None
+    if not given.strip():
         message = f"the key is empty; to serve everybody, leave out --api-key and unset {API_KEY_VARIABLE}"
         raise click.BadParameter(message)
-    return given
+    try:
+        return clean_key(given)
+    except ValueError as error:
+        raise click.BadParameter(str(error)) from error
 
 
 @click.command()
@@ -48,8 +53,8 @@ def _require_words(context: click.Context, option: click.Parameter, given: str |
     "--api-key",
     envvar=API_KEY_VARIABLE,
     show_envvar=True,
-    callback=_require_words,
-    help="What a client must send; without one, everybody is served.",
+    callback=_clean_key,
+    help="What a client must send; without one, everybody is served. Whitespace around it does not count.",
 )
 @click.option(
     "--max-body-bytes",
@@ -72,6 +77,18 @@ def _require_words(context: click.Context, option: click.Parameter, given: str |
     help="A folder from which their file: URLs are read; for more than one, say it again.",
 )
 @click.option(
+    "--allow-origin",
+    multiple=True,
+    metavar="ORIGIN",
+    help="An origin whose web pages may use the server: https://app.example.org; for more than one, say it again.",
+)
+@click.option(
+    "--allow-host",
+    multiple=True,
+    metavar="HOST",
+    help="A host that the server answers for, and for no others; for more than one, say it again.",
+)
+@click.option(
     "--drain-s", default=DRAIN_S, show_default=True, type=click.FloatRange(min=0), help="Time for what is under way."
 )
 @override_option
@@ -83,17 +100,25 @@ def serve_command(
     max_body_bytes: int,
     allow_media_domain: tuple[str, ...],
     allow_media_dir: tuple[Path, ...],
+    allow_origin: tuple[str, ...],
+    allow_host: tuple[str, ...],
     drain_s: float,
     assignments: tuple[str, ...],
 ) -> None:
     """Serve the pipeline CONFIG (a name or a path) behind an API in the shape of OpenAI's."""
     from omni_actors.serve.media import Media  # the web stack: only a server waits for its import
+    from omni_actors.serve.origins import clean_host, clean_origin
     from omni_actors.serve.server import serve
 
+    os.environ.pop(API_KEY_VARIABLE, None)  # the workers inherit the environment, and the key is not theirs
     try:
         media = Media(allow_media_domain, allow_media_dir)
     except ValueError as error:
         raise click.BadParameter(str(error), param_hint="--allow-media-domain / --allow-media-dir") from error
+    try:
+        origins, hosts = [*map(clean_origin, allow_origin)], [*map(clean_host, allow_host)]
+    except ValueError as error:
+        raise click.BadParameter(str(error), param_hint="--allow-origin / --allow-host") from error
     try:
         server = partial(
             serve,
@@ -103,6 +128,8 @@ def serve_command(
             api_key=api_key,
             max_body_bytes=max_body_bytes,
             media=media,
+            allow_origins=origins,
+            allow_hosts=hosts,
             overrides=configuration.parse_overrides(assignments),
             drain_s=drain_s,
             announce=lambda line: click.echo(line),

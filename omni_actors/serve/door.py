@@ -11,7 +11,6 @@ Rules
 
 from __future__ import annotations
 
-import hmac
 from collections.abc import Callable, Collection
 
 import trio
@@ -19,6 +18,7 @@ from prometheus_client import CollectorRegistry, Counter
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from omni_actors.serve.arrivals import SCOPE_KEY, Arrival
+from omni_actors.serve.keys import holds_key
 from omni_actors.serve.problems import Problem
 
 BODY_S = 60.0
@@ -89,12 +89,7 @@ class Door:
 
     def _require_key(self, scope: Scope) -> None:
         """Raises Problem 401."""
-        if self._key is None or scope["path"] in self._public:
-            return
-        given = next((value for name, value in scope["headers"] if name.lower() == b"authorization"), b"")
-        scheme, _, token = given.partition(b" ")
-        # Bytes of any length, compared in constant time.
-        if scheme.lower() == b"bearer" and hmac.compare_digest(token.strip(), self._key.encode()):
+        if scope["path"] in self._public or holds_key(scope["headers"], self._key):
             return
         message = "a valid API key is needed: send it as 'Authorization: Bearer KEY'"
         raise Problem(401, message, code="invalid_api_key", headers={"www-authenticate": "Bearer"})

@@ -3,11 +3,14 @@
 Rules
 1. ``as_problem`` alone maps errors to statuses; nothing else names a status for an error of the system.
 2. A parameter is named as the client knows it: handlers translate the engines' names with ``renamed``.
+3. An error is short whatever the client sent: ``quoted`` shortens a value before it becomes text, and ``Problem`` clips
+   every message.
 """
 
 from __future__ import annotations
 
 import math
+import reprlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -29,6 +32,13 @@ from omni_actors.errors import (
 
 NO_RETRY = {"x-should-retry": "false"}
 """OpenAI's clients read this header before the status. The status, 422, stops those that do not."""
+MAX_MESSAGE = 500
+"""Characters. With every one of them escaped the error object stays below 4 KiB."""
+MAX_QUOTE = 80
+"""Characters of a client's text in a message."""
+
+_quoting = reprlib.Repr()
+_quoting.maxstring = _quoting.maxother = _quoting.maxlong = MAX_QUOTE
 
 
 class Problem(Exception):
@@ -45,11 +55,13 @@ class Problem(Exception):
         retry_after_s: float | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        self.status, self.message, self.type, self.param, self.code = status, message, type, param, code
+        self.status, self.type, self.code = status, type, code
+        self.message = clipped(message, MAX_MESSAGE)
+        self.param = None if param is None else clipped(param, MAX_QUOTE)
         self.headers = dict(headers or {})
         if retry_after_s is not None:
             self.headers["retry-after"] = str(max(1, math.ceil(retry_after_s)))
-        super().__init__(message)
+        super().__init__(self.message)
 
     def body(self) -> bytes:
         error = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
@@ -57,6 +69,18 @@ class Problem(Exception):
 
     def response(self) -> Response:
         return Response(self.body(), self.status, self.headers, media_type="application/json")
+
+
+def clipped(text: str, size: int) -> str:
+    """``text``, at most ``size`` characters of it, without lone surrogates, which no answer can carry."""
+    if len(text) > size:
+        text = text[: size - 1] + "…"
+    return text.encode("utf-8", "replace").decode()
+
+
+def quoted(value: Any) -> str:
+    """What a client sent, for a message. The cost does not depend on the length of its strings."""
+    return clipped(_quoting.repr(value), MAX_QUOTE)
 
 
 def invalid(message: str, param: str | None = None, code: str | None = "invalid_value") -> Problem:
@@ -108,8 +132,10 @@ def from_validation(error: msgspec.ValidationError, accepted_at: Callable[[str],
 
     accepted_at: the values that a field can have, where they are listed.
     """
-    message, _, place = str(error).partition(" - at `$")
-    param = place.rstrip("`").lstrip(".")
+    text = str(error)
+    # The last one is msgspec's own: a value that the client sent may hold these words too.
+    message, found, place = text.rpartition(" - at `$")
+    message, param = (clipped(message, MAX_MESSAGE), place.rstrip("`").lstrip(".")) if found else (text, "")
     if message.startswith("Object missing required field"):
         param = f"{param}.{message.split('`')[1]}".lstrip(".")
         return invalid(f"missing required parameter '{param}'", param, "missing_required_parameter")
@@ -120,6 +146,4 @@ def from_validation(error: msgspec.ValidationError, accepted_at: Callable[[str],
 
 def unsupported(param: str, value: Any, accepted: str) -> Problem:
     """A parameter of OpenAI's API whose effect this server cannot give."""
-    found = repr(value)
-    shown = found if len(found) <= 80 else f"{found[:77]}..."
-    return invalid(f"{param}: {shown} is not supported; accepted: {accepted}", param, "unsupported_parameter")
+    return invalid(f"{param}: {quoted(value)} is not supported; accepted: {accepted}", param, "unsupported_parameter")

@@ -16,14 +16,17 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 from msgspec import Meta, field
 from msgspec.inspect import ListType, LiteralType, StructType, Type, UnionType
-from starlette.requests import Request
 
 from omni_actors.config import Pipeline
-from omni_actors.serve.problems import Problem, from_validation, invalid, unsupported
+from omni_actors.serve.problems import Problem, from_validation, invalid, quoted, unsupported
 from omni_actors.system import OmniSystem
 
 MAX_SPEECH_CHARACTERS = 4096
 """OpenAI's own limit."""
+MAX_SHORT = 1 << 16
+"""Characters of a string where no content is expected, and of a field's name: an error may quote all of it."""
+CONTENT = frozenset({"content", "text", "data", "url"})
+"""The fields that carry content."""
 
 Text = Annotated[str, Meta(min_length=1)]
 
@@ -155,23 +158,12 @@ _OURS = {name for call in (OmniSystem.generate, OmniSystem.submit) for name in i
 """Arguments beside the engines' parameters: a client's field of that name is not one."""
 
 
-async def read_json(request: Request) -> dict[str, Any]:
-    """The body's object, without its nulls. The body itself is not kept. Raises Problem."""
-    body = b"".join([piece async for piece in request.stream()])
-    try:
-        fields = msgspec.json.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise invalid(f"the body is not JSON: {error}", code="invalid_json") from error
-    if not isinstance(fields, dict):
-        raise invalid("the body is not a JSON object", code="invalid_json")
-    return {name: value for name, value in fields.items() if value is not None}
-
-
 def parse(fields: Mapping[str, Any], schema: type[Body], *, strict: bool = True) -> tuple[Body, dict[str, Any]]:
     """The body, and the engines' parameters that came with it. Raises Problem.
 
     strict: False reads numbers from strings.
     """
+    _require_short(fields)
     try:
         body = msgspec.convert(fields, schema, strict=strict)
     except msgspec.ValidationError as error:
@@ -188,6 +180,22 @@ def parse(fields: Mapping[str, Any], schema: type[Body], *, strict: bool = True)
             accepted = " or ".join(map(repr, NEUTRAL[name])) or "its absence"
             raise unsupported(name, value, accepted)
     return body, params
+
+
+def _require_short(fields: Mapping[str, Any]) -> None:
+    """Raises Problem where a name or a string is long that an error may quote."""
+    found: list[tuple[str, Any]] = [(name, value) for name, value in fields.items() if name not in HARMLESS]
+    while found:
+        name, value = found.pop()
+        if len(name) > MAX_SHORT:
+            raise invalid(f"unknown parameter {quoted(name)}", name, "unknown_parameter")
+        if isinstance(value, dict):
+            found.extend(value.items())
+        elif isinstance(value, list):
+            found.extend((name, item) for item in value)
+        elif isinstance(value, str) and len(value) > MAX_SHORT and name not in CONTENT:
+            message = f"{quoted(name)}: {len(value)} characters; accepted: {MAX_SHORT}"
+            raise invalid(message, name, "string_too_long")
 
 
 def has_speakers(pipeline: Pipeline) -> bool:
@@ -227,5 +235,5 @@ def _below(node: Type, key: str) -> list[Type]:
 def require_model(asked: str, served: str) -> None:
     """Raises Problem 404."""
     if asked != served:
-        message = f"the model {asked!r} does not exist; this server serves {served!r}"
+        message = f"the model {quoted(asked)} does not exist; this server serves {served!r}"
         raise Problem(404, message, param="model", code="model_not_found")

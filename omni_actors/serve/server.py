@@ -11,14 +11,16 @@ Rules
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import signal
 import socket
 import stat
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
+from ipaddress import ip_address
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -30,8 +32,10 @@ from omni_actors import config as configuration
 from omni_actors.config import Pipeline
 from omni_actors.errors import OmniError, StageFailed
 from omni_actors.serve.app import build
-from omni_actors.serve.defaults import DRAIN_S, HOST, MAX_BODY_BYTES, PORT
+from omni_actors.serve.defaults import API_KEY_VARIABLE, DRAIN_S, HOST, MAX_BODY_BYTES, PORT
+from omni_actors.serve.keys import clean_key
 from omni_actors.serve.media import Media
+from omni_actors.serve.origins import clean_host, clean_origin
 from omni_actors.system import Health, OmniSystem
 
 if TYPE_CHECKING:
@@ -60,6 +64,8 @@ async def serve(
     api_key: str | None = None,
     max_body_bytes: int = MAX_BODY_BYTES,
     media: Media | None = None,
+    allow_origins: Collection[str] = (),
+    allow_hosts: Collection[str] = (),
     overrides: Mapping[str, Any] | None = None,
     drain_s: float = DRAIN_S,
     announce: Callable[[str], None] = print,
@@ -67,21 +73,25 @@ async def serve(
     """Serve a pipeline until SIGINT or SIGTERM; then every process is reaped. port 0: one that is free.
 
     api_key: what a client must send; None serves everybody. max_body_bytes: of a request and the files that its URLs
-    name. media: where those may be; None: nowhere, so that a request brings what it needs. announce: called with one
-    line when the server listens and one when it is ready.
-    Raises ValueError (an empty key), ConfigError, CannotListen, StageFailed (a stage that cannot load).
+    name. media: where those may be; None: nowhere, so that a request brings what it needs. allow_origins: of web pages
+    that may use the server. allow_hosts: which Host headers are answered; none: any. announce: called with one line
+    when the server listens and one when it is ready.
+    Raises ValueError (a key, an origin or a host that is none), ConfigError, CannotListen, StageFailed (a stage that
+    cannot load).
     """
-    if api_key is not None and not api_key.strip():
-        raise ValueError("an empty API key: None serves everybody")
+    key = None if api_key is None else clean_key(api_key)
+    origins, hosts = frozenset(map(clean_origin, allow_origins)), frozenset(map(clean_host, allow_hosts))
     pipeline = configuration.load(config, overrides)
     failure: OmniError | None = None
     async with trio.open_nursery() as nursery:
         stop: trio.Event = await nursery.start(_follow_signals)
         try:
             with _listening_socket(host, port) as listener:
+                if key is None:
+                    _warn_where_open(listener)
                 async with OmniSystem.open(pipeline, wait_ready=False) as system:
                     server = _Server(system, listener, stop, drain_s, announce)
-                    await server.run(api_key, max_body_bytes, media or Media())
+                    await server.run(key, max_body_bytes, media or Media(), origins, hosts)
         except OmniError as error:
             failure = error  # raised below as it is, not inside the nursery's exception group
         nursery.cancel_scope.cancel()
@@ -119,13 +129,22 @@ class _Server:
         self._port = port
         self._url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
-    async def run(self, api_key: str | None, max_body_bytes: int, media: Media) -> None:
+    async def run(
+        self,
+        api_key: str | None,
+        max_body_bytes: int,
+        media: Media,
+        origins: Collection[str],
+        hosts: Collection[str],
+    ) -> None:
         app = build(
             self._system,
             api_key=api_key,
             max_body_bytes=max_body_bytes,
             media=media,
             has_loaded=lambda: self._has_loaded,
+            origins=origins,
+            hosts=hosts,
         )
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._follow_stages)
@@ -160,6 +179,7 @@ class _Server:
                 return
             if not self._has_loaded and health.ready:
                 self._has_loaded = True
+                gc.freeze()  # a full collection would look through every imported object and hold all requests up
                 self._announce(f"ready: {self._url}/v1 serves {self._system.pipeline.name!r}")
             _log_exits(health, exits)
             await self._system.wait_changed()
@@ -202,6 +222,14 @@ def _listening_socket(host: str, port: int) -> Iterator[socket.socket]:
         except OSError as error:
             raise CannotListen(host, port, os.strerror(error.errno or 0)) from error
         yield listener
+
+
+def _warn_where_open(listener: socket.socket) -> None:
+    """Warn of an address that other machines reach. For servers without a key."""
+    host, port, *_ = listener.getsockname()
+    if not ip_address(host).is_loopback:
+        message = "no API key: every machine that reaches %s port %d can use this server; set --api-key or %s"
+        log.warning(message, host, port, API_KEY_VARIABLE)
 
 
 def _cut_connections(port: int) -> None:

@@ -8,9 +8,10 @@ from starlette.responses import Response
 from omni_actors.generation import AudioChunk, Generation
 from omni_actors.serve.arrivals import SCOPE_KEY
 from omni_actors.serve.audio import Encoder
+from omni_actors.serve.bodies import read_json
 from omni_actors.serve.problems import invalid, renamed
 from omni_actors.serve.replies import Pieces, Stream
-from omni_actors.serve.schemas import Speech, has_speakers, parse, read_json, require_model
+from omni_actors.serve.schemas import Speech, has_speakers, parse, require_model
 from omni_actors.system import OmniSystem
 
 _MEDIA_TYPES = {"wav": "audio/wav", "pcm": "audio/pcm"}

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
-from starlette.datastructures import UploadFile
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 from omni_actors.generation import Generation
 from omni_actors.serve.arrivals import SCOPE_KEY
 from omni_actors.serve.audio import decode
+from omni_actors.serve.forms import read_form
 from omni_actors.serve.problems import invalid, renamed
 from omni_actors.serve.replies import SSE, Json, Pieces, Stream, error_event, event
 from omni_actors.serve.schemas import Transcription, parse, require_model
 from omni_actors.system import OmniSystem
 
 _NAMES = {"audio": "file"}
-_MAX_FIELDS = 32
 
 
 async def transcription(request: Request) -> Response:
@@ -33,7 +31,7 @@ async def transcription(request: Request) -> Response:
 async def _begin(request: Request) -> tuple[Transcription, float, Generation]:
     """The fields, the sound's duration, and its answer."""
     system: OmniSystem = request.app.state.system
-    data, fields = await _form(request)
+    data, fields = await read_form(request, "file")
     body, params = parse(fields, Transcription, strict=False)
     require_model(body.model, system.pipeline.name)
     if data is None:
@@ -43,20 +41,6 @@ async def _begin(request: Request) -> tuple[Transcription, float, Generation]:
     request.scope[SCOPE_KEY].leave()
     generation = system.generate(multi_modal_data={"audio": clip}, modalities=("transcript",), **params)
     return body, clip.duration_s, generation
-
-
-async def _form(request: Request) -> tuple[bytes | None, dict[str, Any]]:
-    """The file's bytes, and the other fields. Raises HTTPException for a form that makes no sense."""
-    data, fields = None, {}
-    async with request.form(max_files=1, max_fields=_MAX_FIELDS) as form:
-        for name, value in form.multi_items():
-            if isinstance(value, UploadFile):
-                if name != "file":
-                    raise invalid(f"unknown file {name!r}; accepted: 'file'", name)
-                data = await value.read()
-            elif value:
-                fields[name] = value
-    return data, fields
 
 
 async def _whole(generation: Generation, seconds: float, format: str) -> Response:

@@ -5,12 +5,14 @@ Speaker: each word of ``text`` is a chunk of ``WORD_S`` seconds at ``RATE`` Hz, 
 Ear: a recording's transcript is its length and its rate, in words.
 Eye: writes what reaches it, a JSON object a line: the request's parameters, each file's digest, the conversation. It
 refuses an image that is "unsightly".
+Inside: writes what its process was started with, as JSON: its arguments and its environment.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
+import sys
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -105,6 +107,11 @@ class Eye(_Engine):
             yield _line({name: chunk.data["index"], "digest": hashlib.sha256(data).hexdigest()})
         if "messages" in chunk.data:
             yield _line({"messages": chunk.data["messages"]})
+
+
+class Inside(_Engine):
+    def _pieces(self, chunk: Chunk) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+        yield _line({"arguments": sys.argv, "environment": dict(os.environ)})
 
 
 def _line(found: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -1,0 +1,166 @@
+"""No request holds the event loop: a server in this process, and what each step of each of its tasks costs.
+
+Steps are measured in CPU time of the loop's thread. Other processes of a busy machine, and the clients' threads in this
+one, do not count; a full collection of garbage and a decoder that keeps the interpreter's lock do.
+"""
+
+from __future__ import annotations
+
+import base64
+import gc
+import json
+import math
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
+from http.client import HTTPConnection
+
+import trio
+
+from omni_actors.config import Pipeline, Stage
+from omni_actors.serve.server import serve
+
+MAX_STEP_S = 0.1
+WATCHDOG_S = 60.0
+SIZE = 32_000_000
+"""Of a body. The default limit is a little more."""
+CHAT, TRANSCRIPTIONS = "/v1/chat/completions", "/v1/audio/transcriptions"
+
+
+class Meter(trio.abc.Instrument):
+    """longest_s: the CPU time of the longest step of any task, and the task's name."""
+
+    def __init__(self) -> None:
+        self.longest_s, self.by, self._began = 0.0, "", math.inf
+
+    def before_task_step(self, task: trio.lowlevel.Task) -> None:
+        self._began = time.thread_time()
+
+    def after_task_step(self, task: trio.lowlevel.Task) -> None:
+        took = time.thread_time() - self._began
+        if took > self.longest_s:
+            self.longest_s, self.by = took, task.name
+
+
+@asynccontextmanager
+async def serving() -> AsyncIterator[str]:
+    """The URL of a server in this event loop, for as long as the block lasts."""
+    stage = Stage(engine="echo", accepts=("audio", "image", "messages", "script"), emits="text")
+    pipeline = Pipeline(name="studio", stages={"mind": stage})
+    urls: list[str] = []
+    ready = trio.Event()
+
+    def announce(line: str) -> None:
+        if line.startswith("ready: "):
+            urls.append(line.removeprefix("ready: ").partition("/v1")[0])
+            ready.set()
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(partial(serve, pipeline, port=0, announce=announce))
+        await ready.wait()
+        try:
+            yield urls[0]
+        finally:
+            nursery.cancel_scope.cancel()
+            gc.unfreeze()
+
+
+def filled(head: bytes, unit: bytes, tail: bytes = b"") -> bytes:
+    return head + unit * ((SIZE - len(head) - len(tail)) // len(unit)) + tail
+
+
+def chat(value: bytes, unit: bytes, tail: bytes) -> bytes:
+    return filled(b'{"model": "studio", "messages": [{"role": "user", "content": ' + value, unit, tail)
+
+
+PART = b'--XX\r\nContent-Disposition: form-data; name="%s"\r\n\r\n'
+FILE = PART % b'file"; filename="a.wav'
+END = b"\r\n--XX--\r\n"
+
+JSON_BODIES = [
+    filled(b"", b"[],"),
+    filled(b"", b'{"a":'),
+    filled(b"", b"["),
+    filled(b"", b'"'),
+    filled(b"", b" ", b"{}"),
+    filled(b'{"a": [', b"9e-324,", b"1]}"),
+    filled(b'{"a": [', b'{"a": {}},', b"1]}"),
+    filled(b'{"a": [', b"1" * 4000 + b",", b"1]}"),
+    filled(b'{"', b"A", b'": 1}'),
+    filled(b'{"model": "', b"A", b'", "messages": [{"role": "user", "content": ""}]}'),
+    filled(b'{"model": "studio", "messages": [{"role": "', b"A", b'"}]}'),
+    filled(b'{"model": "studio", "messages": [{"role": "user", "content": ""}], "n": "', rb"\u0000", b'"}'),
+    chat(b'"', b"\\n", b'"}]}'),
+    chat(b'"', rb"\ud83d\ude00", b'"}]}'),
+    chat(b'"\xf0\x9f\x98\x80', b"A", b'"}]}'),
+    chat(b'[{"type": "', b"A", b'"}]}]}'),
+]
+"""32 MB each, and each of them refused."""
+
+FORMS = [
+    filled(FILE, b"A", END),
+    filled(FILE, b"\r\n--X", END),
+    filled(FILE, b"\r", END),
+    filled(b"", PART % b"a" + b"\r\n"),
+    filled(b"--XX\r\n", b"a: b\r\n"),
+    filled(b"--XX\r\nContent-Disposition: ", b";a=b"),
+    filled(b"", b"\r\n"),
+    filled(PART % b"model", b"A", END),
+]
+
+
+def ask(url: str, method: str, path: str, body: bytes = b"", content_type: str = "") -> tuple[int, bytes]:
+    """The status and the body of an answer, on a connection of its own. It blocks: for threads."""
+    connection = HTTPConnection(url.removeprefix("http://"), timeout=WATCHDOG_S)
+    try:
+        connection.request(method, path, body, {"content-type": content_type})
+        answer = connection.getresponse()
+        return answer.status, answer.read()
+    finally:
+        connection.close()
+
+
+async def test_no_body_holds_the_event_loop() -> None:
+    """Hostile ones are refused, two at a time; meanwhile others are served."""
+    meter = Meter()
+
+    async def send(path: str, bodies: Sequence[bytes], content_type: str) -> None:
+        for body in bodies:
+            status, answer = await trio.to_thread.run_sync(ask, url, "POST", path, body, content_type)
+            assert (status, len(answer) < 4096) == (400, True), answer[:1000]
+
+    async def look() -> None:
+        while True:
+            status, _ = await trio.to_thread.run_sync(ask, url, "GET", "/health")
+            assert status == 200
+
+    async with serving() as url:
+        trio.lowlevel.add_instrument(meter)
+        async with trio.open_nursery() as looking:
+            looking.start_soon(look)
+            async with trio.open_nursery() as sending:
+                sending.start_soon(send, CHAT, JSON_BODIES, "application/json")
+                sending.start_soon(send, TRANSCRIPTIONS, FORMS, "multipart/form-data; boundary=XX")
+            looking.cancel_scope.cancel()
+    assert 0 < meter.longest_s < MAX_STEP_S, meter.by
+
+
+async def test_a_file_that_fills_a_body_does_not_hold_the_event_loop() -> None:
+    meter = Meter()
+    data = base64.b64encode(bytes(SIZE * 3 // 4 - 1000)).decode()
+    parts = [
+        {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}},
+        {"type": "text", "text": "hi"},
+    ]
+    body = json.dumps({"model": "studio", "messages": [{"role": "user", "content": parts}]}).encode()
+    async with serving() as url:
+        trio.lowlevel.add_instrument(meter)
+        status, answer = await trio.to_thread.run_sync(ask, url, "POST", CHAT, body, "application/json")
+    assert status == 200, answer[:1000]
+    assert 0 < meter.longest_s < MAX_STEP_S, meter.by
+
+
+async def test_a_full_collection_does_not_look_through_what_the_server_imported() -> None:
+    async with serving():
+        assert gc.get_freeze_count() > 10_000
