@@ -389,6 +389,7 @@ class Orchestrator:
         return self._trials.worker_died(address, held, failed, trio.current_time())
 
     def worker_lost(self, address: Address, generation: int, exit: WorkerExit) -> None:
+        self._trials.interrupt(address)  # a worker that went down with another one proves nothing
         for request in list(self._requests.values()):
             if request.placement.get(address.stage) == address:
                 del request.placement[address.stage]
