@@ -381,7 +381,6 @@ class Orchestrator:
             if each.placement.get(address.stage) == address and address.stage not in each.stats
         ]
         if not died_by_itself(exit):
-            self._trials.interrupt(address)
             for request in held:
                 request.charged = True
             return True
