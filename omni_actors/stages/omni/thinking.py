@@ -31,6 +31,7 @@ from omni_actors.stages.multimodal.processor import OmniInputs, OmniProcessor
 from omni_actors.stages.multimodal.prompt import OmniPrompt
 from omni_actors.stages.omni.positions import grids_of, is_heard, positions_of
 from omni_actors.stages.omni.reading import Reader
+from omni_actors.stages.refusal import request_work
 from omni_actors.stages.registry import ThinkerOptions, ThinkerParams
 from omni_actors.stages.tensors import to_wire
 
@@ -127,7 +128,9 @@ class OmniThinker(LanguageEngine[R]):
     def step(self) -> Iterator[StageOutput | StageFailure]:
         for request_id, reading in self._reader.take():
             try:
-                self._admit(self._requests[request_id], reading.result())
+                with request_work("messages"):
+                    tokens = reading.result()
+                self._admit(self._requests[request_id], tokens)
             except InvalidRequest as error:
                 del self._requests[request_id]
                 yield StageFailure(request_id, error)
