@@ -225,9 +225,7 @@ def test_requests_take_turns_by_the_sentence(acoustic: Any) -> None:
 
 
 @pytest.mark.parametrize("text", [":-)", "...", "漢字 🙂", "** **\n\n`"])
-def test_a_script_in_which_nothing_can_be_said_fails_and_an_answer_ends_without_sound(
-    acoustic: Any, text: str
-) -> None:
+def test_a_script_in_which_nothing_can_be_said_fails_and_an_answer_ends_without_sound(acoustic: Any, text: str) -> None:
     acoustic.start(1)
     acoustic.feed(1, {"text": text}, last=True)
     acoustic.start(2, ("thinker",))
