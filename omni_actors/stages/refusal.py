@@ -35,7 +35,7 @@ def validated(data: Mapping[str, Any], type: type[T]) -> T:
     """Convert to a struct. Raises ``InvalidRequest`` that names the field."""
     try:
         return msgspec.convert(data, type)
-    except msgspec.ValidationError as error:
+    except (msgspec.ValidationError, UnicodeError) as error:  # UnicodeError: half a surrogate pair
         _, _, path = str(error).partition("$.")
         raise InvalidRequest(str(error), param=path.rstrip("`") or None) from error
 

@@ -25,7 +25,7 @@ from omni_actors.stages.registry import ENGINES
 from tests.stages.test_conformance import VOICE, Case, echo, reachable
 
 FUZZ = int(os.environ.get("OMNI_ACTORS_FUZZ", "1"))
-EXAMPLES = {"whisper": 4, "hibari_acoustic": 12, "hibari_vocoder": 25, "echo": 40}
+EXAMPLES = {"whisper": 4, "qwen2_5_token2wav": 5, "hibari_acoustic": 12, "hibari_vocoder": 25, "echo": 40}
 """Of other engines 15."""
 STEPS = 25
 """After these, a request that goes on is aborted: some parameters ask for a long answer."""
@@ -42,6 +42,14 @@ TEXTS = st.sampled_from(
     ]
 )
 THINGS = st.one_of(NUMBERS, TEXTS, st.sampled_from([None, True, [], {}, [[]], {"a": [1]}, [None], b"\xff\x00"]))
+MEDIA: dict[str, np.ndarray[Any, Any]] = {
+    "audio": np.zeros(1600, np.float32),
+    "image": np.zeros((4, 4, 3), np.uint8),
+    "video": np.zeros((2, 4, 4, 3), np.uint8),
+    "encoded_image": np.frombuffer(b"\x89PNG\r\n\x1a\n" + b"\xff" * 40, np.uint8),
+    "encoded_video": np.frombuffer(b"\x00\x00\x00\x18ftypmp42" + b"\xff" * 40, np.uint8),
+    "rows": np.zeros((2, 64), np.float32),
+}
 MESSAGES = st.builds(
     lambda role, content: [{"role": role, "content": content}],
     st.sampled_from(["user", "system", "assistant", "developer", "", None]),
@@ -127,20 +135,21 @@ def _alter(draw: Callable[..., Any], array: np.ndarray[Any, Any]) -> Any:
             case 5:
                 return array.reshape(-1)[0] if array.size else array
         altered = array.copy()
-        number = draw(NUMBERS)
-        if altered.size and (altered.dtype.kind == "f" or abs(number) < 100):
+        if altered.size:
+            number = np.asarray(draw(NUMBERS)).astype(altered.dtype)  # of integers: whatever is left of it
             altered.reshape(-1)[draw(st.integers(0, altered.size - 1))] = number
         return altered
 
 
 @st.composite
 def odd_chunks(draw: Callable[..., Any], case: Case) -> list[Any]:
-    """The chunks of the case's first input, one or two of them altered."""
+    """The chunks of the case's first input, one or two of them altered, doubled, or with something added."""
     chunks = [(dict(data), dict(tensors)) for data, tensors in case.inputs[0]]
     for _ in range(draw(st.integers(0, 2))):
-        data, tensors = chunks[draw(st.integers(0, len(chunks) - 1))]
+        at = draw(st.integers(0, len(chunks) - 1))
+        data, tensors = chunks[at]
         names = sorted(tensors)
-        match draw(st.integers(0, 4)):
+        match draw(st.integers(0, 6)):
             case 0:
                 keys = sorted({*data, "text", "messages", "index", "sample_rate", "fps", "sentence", "start", "echo"})
                 data[draw(st.sampled_from(keys))] = draw(THINGS)
@@ -148,14 +157,17 @@ def odd_chunks(draw: Callable[..., Any], case: Case) -> list[Any]:
                 data["messages"] = draw(MESSAGES)
             case 2:
                 data["text"] = draw(TEXTS)
-            case 3 if names:
+            case 3:
+                chunks.insert(at, chunks[draw(st.integers(0, len(chunks) - 1))])
+            case 4:
+                kind = draw(st.sampled_from(sorted(MEDIA)))
+                data |= {"index": 0, "sample_rate": 8000, "fps": 2.0}
+                tensors[kind] = _alter(draw, MEDIA[kind])
+            case 5 if names:
+                del tensors[draw(st.sampled_from(names))]
+            case _ if names:
                 name = draw(st.sampled_from(names))
                 tensors[name] = _alter(draw, np.asarray(tensors[name]))
-            case _ if names:
-                del tensors[draw(st.sampled_from(names))]
-            case _:
-                kind = draw(st.sampled_from(["audio", "image", "encoded_image", "video", "encoded_video", "rows"]))
-                tensors[kind] = _alter(draw, np.zeros((4, 4, 3), np.uint8))
     return chunks
 
 
