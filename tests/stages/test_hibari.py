@@ -405,6 +405,9 @@ F0 = np.zeros(4, np.float32)
         ((0, 0), ZEROS | {"f0": F0, "phi": np.zeros((601, 1), np.float32)}, "do not fit"),
         ((0, 0), ZEROS | {"f0": F0, "lh": np.float32(0)}, "do not fit"),
         ((0, 0), {name: a[:, :0] for name, a in ZEROS.items()} | {"f0": F0}, "do not fit"),
+        ((0, 0), ZEROS | {"f0": np.full(4, np.nan, np.float32)}, "not finite"),
+        ((0, 0), ZEROS | {"f0": F0, "lh": np.full((601, 2), np.inf, np.float32)}, "not finite"),
+        ((0, 0), ZEROS | {"f0": np.zeros(40_000, np.float32)}, "at most 32768"),
     ],
 )
 def test_features_that_do_not_fit_are_refused(vocoder: Any, place: Any, tensors: Any, reason: str) -> None:

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.voice
 POISON = 6
 INNOCENT = (0, 1, 2, 3, 4)
 
-NUMBERS = (f"It is {10**36}.", f"{10**36}", "1" * 300, "⑴ and ⑼", "②x", "$" + "9" * 40, "AM7 İ°!")
+NUMBERS = (f"It is {10**36}.", f"{10**36}", "1" * 300, "⑴ and ⑼", "②x", "$" + "9" * 40, ")AM7İ°!")
 
 
 @pytest.fixture

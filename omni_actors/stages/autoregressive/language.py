@@ -115,7 +115,9 @@ class LanguageEngine(Generic[R]):
         self._admit(request, tokens)
 
     def _admit(self, request: R, tokens: list[int]) -> None:
-        """Into the batch, with a prompt of ``tokens``."""
+        """Into the batch, with a prompt of ``tokens``. Raises ``InvalidRequest``."""
+        if not tokens:
+            raise InvalidRequest("the prompt has no tokens", param="messages")
         del request.collector  # it may be large
         if request.sampler:
             request.sampler.see(tokens)

@@ -1,9 +1,9 @@
 """A sentence as strings of phonemes, whatever is in it: hibari's front end reads it, and this keeps the result usable.
 
 Rules
-1. hibari reads a sentence as it is, wherever it can.
-2. Where it raises, it reads the sentence again in plainer writing: a number that its number words do not reach digit by
-   digit, a digit in a circle or in brackets as that digit.
+1. hibari reads a sentence as it is, wherever it can. Only a number that its number words do not reach is written digit
+   by digit.
+2. Where it raises, it reads the sentence again in plainer writing: a digit in a circle or in brackets as that digit.
 3. Where it still raises, the words are read one by one, and those that raise are left out, with a traceback on stderr.
    A word that cannot be read costs a spoken answer that word, and never the answer.
 4. A phrase has at most ``LONGEST_PHRASE`` phonemes, and a word at most ``LONGEST_WORD`` characters: time and memory of
@@ -54,8 +54,9 @@ class Reading:
         ]
 
     def _phonemes(self, sentence: str) -> list[str]:
-        plainer = _plainer(sentence)
-        for text in (sentence, plainer):
+        readable = _NUMBER.sub(_digit_by_digit, sentence)
+        plainer = "".join(map(_plain, readable))
+        for text in (readable, plainer):
             with suppress(_Unreadable):
                 return self._phonemize(text)
         return [phonemes for word in plainer.split() for phonemes in self._word(word)]
@@ -81,11 +82,7 @@ class _Unreadable(Exception):
     """hibari cannot read this text."""
 
 
-def _plainer(sentence: str) -> str:
-    return _NUMBER.sub(_digit_by_digit, "".join(map(_plain_digit, sentence)))
-
-
-def _plain_digit(character: str) -> str:
+def _plain(character: str) -> str:
     if character.isdigit() and not character.isdecimal():
         return f" {unicodedata.digit(character)} "
     return "I" if character == "\N{LATIN CAPITAL LETTER I WITH DOT ABOVE}" else character  # two letters in lower case
