@@ -209,9 +209,10 @@ class OmniTalker(Generic[R]):
         rows = tensors.get("rows")
         if rows is None:
             return
-        if not request.introduced:
-            raise InvalidRequest("rows came before a first chunk", param="rows")
-        require_finite("rows", rows, (len(rows) if rows.dim() else 0, self._width))
+        if not request.introduced or rows.dim() != 2 or rows.shape[1] != self._width:
+            message = f"rows (n, {self._width}) behind a first chunk were expected, not {tuple(rows.shape)}"
+            raise InvalidRequest(message, param="rows")
+        require_finite("rows", rows, tuple(rows.shape))
         rows = rows.to(self._device, self._model.dtype)
         count = min(len(rows), request.left)
         if count:
