@@ -50,10 +50,14 @@ MEDIA: dict[str, np.ndarray[Any, Any]] = {
     "encoded_video": np.frombuffer(b"\x00\x00\x00\x18ftypmp42" + b"\xff" * 40, np.uint8),
     "rows": np.zeros((2, 64), np.float32),
 }
+PARTS = st.fixed_dictionaries(
+    {"type": st.sampled_from(["text", "image", "audio", "video", ""])},
+    optional={"text": TEXTS, "index": st.integers(-1, 2) | THINGS},
+)
 MESSAGES = st.builds(
     lambda role, content: [{"role": role, "content": content}],
     st.sampled_from(["user", "system", "assistant", "developer", "", None]),
-    st.one_of(TEXTS, THINGS, st.lists(st.fixed_dictionaries({"type": TEXTS, "text": THINGS}), max_size=2)),
+    st.one_of(TEXTS, THINGS, st.lists(PARTS, max_size=3)),
 )
 
 
