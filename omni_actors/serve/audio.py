@@ -98,7 +98,9 @@ class Encoder:
         return header + pcm16(samples)
 
     def finish(self) -> bytes:
-        """What the resampler held."""
+        """What the resampler held; of a WAV without any sound, its header, so that it is a file."""
+        if self._wav and self._rate is None:
+            return wav_header(PCM_RATE, 0)
         if self._resampler is None:
             return b""
         return pcm16(self._resampler.resample_chunk(np.zeros(0, np.float32), last=True))

@@ -228,9 +228,9 @@ async def _events(answer: _Answer, generation: Generation) -> Pieces:
             yield sound_chunk(transcript=text) if answer.speaks else chunk({"content": text})
         if sound:
             yield sound_chunk(data=to_base64(sound))
-    if sound := answer.encoder.finish():
-        yield sound_chunk(data=to_base64(sound))
     if answer.speaks:
+        if sound := answer.encoder.finish():
+            yield sound_chunk(data=to_base64(sound))
         yield sound_chunk(expires_at=answer.created)
     yield chunk({}, answer.finish_reason)
     if answer.include_usage:

@@ -1,10 +1,11 @@
-"""POST /v1/audio/speech: a text, spoken; the sound is sent while it is made."""
+"""POST /v1/audio/speech: a text, spoken; the sound is sent while it is made. A text without sound is an error."""
 
 from __future__ import annotations
 
 from starlette.requests import Request
 from starlette.responses import Response
 
+from omni_actors.errors import InvalidRequest
 from omni_actors.generation import AudioChunk, Generation
 from omni_actors.serve.arrivals import SCOPE_KEY
 from omni_actors.serve.audio import Encoder
@@ -36,8 +37,13 @@ async def speech(request: Request) -> Response:
 
 
 async def _sound(generation: Generation, encoder: Encoder) -> Pieces:
+    """Raises RequestError, also where the generation has ended without any sound."""
+    spoken = False
     async for output in generation:
         if isinstance(output.delta, AudioChunk):
+            spoken = True
             yield encoder.push(output.delta)
+    if not spoken:
+        raise InvalidRequest("nothing in this text can be spoken", param="input", code="nothing_to_speak")
     if rest := encoder.finish():
         yield rest

@@ -21,7 +21,7 @@ exit     code               ``os._exit(code)`` in ``step``
 hang     true               ``step`` does not return
 ======== ================== =======================================================================================
 
-What happens in ``step`` happens when the chunk's first output is due.
+What happens in ``step`` happens when the chunk's first output is due. Any other value of ``echo`` is refused.
 """
 
 from __future__ import annotations
@@ -32,10 +32,11 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 import numpy as np
+from msgspec import Meta
 
 from omni_actors.stages.base import (
     Chunk,
@@ -46,6 +47,7 @@ from omni_actors.stages.base import (
     StageOutput,
     StageRequest,
 )
+from omni_actors.stages.refusal import request_work, validated
 from omni_actors.stages.registry import EchoOptions
 from ringbuf import Tensor
 
@@ -68,6 +70,17 @@ def payload(request_id: RequestId, seq: int, size: int) -> np.ndarray[Any, np.dt
     return _noise(size)[start : start + size]
 
 
+class _Hooks(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename={"raises": "raise"}):
+    """``data["echo"]``: see the module."""
+
+    stage: str | None = None
+    raises: Literal["feed", "step"] | None = None
+    invalid: Literal["feed", "step"] | None = None
+    stderr: str = ""
+    exit: Annotated[int, Meta(ge=0, le=255)] | None = None
+    hang: bool = False
+
+
 def _answered(data: Mapping[str, Any]) -> Mapping[str, Any]:
     if not data.get("messages"):
         return data
@@ -79,6 +92,7 @@ def _answered(data: Mapping[str, Any]) -> Mapping[str, Any]:
 class _Pending(msgspec.Struct):
     data: Mapping[str, Any]
     tensors: dict[str, Tensor]
+    hooks: _Hooks
     left: int
 
 
@@ -135,15 +149,14 @@ class EchoEngine:
         self._requests[request.request_id] = _Request(request.sources)
 
     def feed(self, request_id: RequestId, chunk: Chunk) -> None:
-        hooks = self._hooks(chunk.data)
-        if hooks.get("raise") == "feed":
-            raise RuntimeError("the chunk asked for a crash in feed")
-        if hooks.get("invalid") == "feed":
+        try:
+            pending = self._pending(chunk)
+        except InvalidRequest:
             del self._requests[request_id]
-            raise InvalidRequest("the chunk asked to be refused", param="echo")
-        request = self._requests[request_id]
-        tensors = {name: Tensor(t.dtype, t.shape, bytes(t.data)) for name, t in chunk.tensors.items()}
-        request.add(chunk, _Pending(_answered(chunk.data), tensors, self._options.fan_out))
+            raise
+        if pending.hooks.raises == "feed":
+            raise RuntimeError("the chunk asked for a crash in feed")
+        self._requests[request_id].add(chunk, pending)
 
     def abort(self, request_id: RequestId) -> None:
         self._requests.pop(request_id, None)
@@ -162,7 +175,7 @@ class EchoEngine:
         tensors: dict[str, Any] = {}
         data: Mapping[str, Any] = {}
         if head := request.head:
-            if head.left == self._options.fan_out and (failure := self._fail(head.data)):
+            if head.left == self._options.fan_out and (failure := self._fail(head.hooks)):
                 del self._requests[request_id]
                 return StageFailure(request_id, failure)
             tensors, data = dict(head.tensors), head.data
@@ -176,21 +189,31 @@ class EchoEngine:
             del self._requests[request_id]
         return StageOutput(request_id, tensors, data, request.over)
 
-    def _hooks(self, data: Mapping[str, Any]) -> Mapping[str, Any]:
-        hooks: Mapping[str, Any] = data.get("echo") or {}
-        return hooks if hooks.get("stage", self._stage) == self._stage else {}
+    def _pending(self, chunk: Chunk) -> _Pending:
+        """A copy of the chunk. Raises ``InvalidRequest``."""
+        hooks = self._hooks(chunk.data)
+        if hooks.invalid == "feed":
+            raise InvalidRequest("the chunk asked to be refused", param="echo")
+        with request_work("messages"):
+            data = _answered(chunk.data)
+        tensors = {name: Tensor(t.dtype, t.shape, bytes(t.data)) for name, t in chunk.tensors.items()}
+        return _Pending(data, tensors, hooks, self._options.fan_out)
 
-    def _fail(self, data: Mapping[str, Any]) -> InvalidRequest | None:
-        hooks = self._hooks(data)
-        if text := hooks.get("stderr"):
-            print(text, file=sys.stderr, flush=True)
-        if hooks.get("raise") == "step":
+    def _hooks(self, data: Mapping[str, Any]) -> _Hooks:
+        """What the chunk asks of this stage. Raises ``InvalidRequest``."""
+        hooks = validated(data.get("echo") or {}, _Hooks)
+        return hooks if hooks.stage in (None, self._stage) else _Hooks()
+
+    def _fail(self, hooks: _Hooks) -> InvalidRequest | None:
+        if hooks.stderr:
+            print(hooks.stderr, file=sys.stderr, flush=True)
+        if hooks.raises == "step":
             raise RuntimeError("the chunk asked for a crash in step")
-        if (code := hooks.get("exit")) is not None:
-            os._exit(code)
-        while hooks.get("hang"):
+        if hooks.exit is not None:
+            os._exit(hooks.exit)
+        while hooks.hang:
             time.sleep(3600)
-        if hooks.get("invalid") == "step":
+        if hooks.invalid == "step":
             return InvalidRequest("the chunk asked to be refused", param="echo")
         return None
 

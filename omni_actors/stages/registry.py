@@ -15,7 +15,19 @@ from omni_actors.stages.base import NoOptions, NoParams
 
 Positive = Annotated[int, Meta(ge=1)]
 Seconds = Annotated[float, Meta(ge=0)]
+
+# What a request may ask for. Every number has two finite bounds (so NaN is refused, too), and everything else a size.
+Tokens = Annotated[int, Meta(ge=1, le=1_000_000)]
+Temperature = Annotated[float, Meta(ge=0, le=2)]
+TopP = Annotated[float, Meta(gt=0, le=1)]
+TopK = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+Penalty = Annotated[float, Meta(ge=0.1, le=10)]
+"""A factor. Within these bounds no logit of a float16 model overflows; those in use are between 0.5 and 2."""
+Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+"""What torch's generators, vLLM and OpenAI's API take."""
+TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 StopString = Annotated[str, Meta(min_length=1, max_length=256)]
+Name = Annotated[str, Meta(max_length=128)]
 
 
 class EngineSpec(msgspec.Struct, frozen=True):
@@ -77,17 +89,17 @@ class ThinkerOptions(TextOptions, frozen=True, forbid_unknown_fields=True):
 
 
 class TextParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    max_tokens: Positive = 256
-    temperature: Annotated[float, Meta(ge=0, le=2)] = 0.0
+    max_tokens: Tokens = 256
+    temperature: Temperature = 0.0
     """0 is greedy."""
-    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
-    top_k: Annotated[int, Meta(ge=0)] = 0
+    top_p: TopP = 1.0
+    top_k: TopK = 0
     """0 means no limit."""
-    seed: int | None = None
+    seed: Seed | None = None
     """None: drawn when the request is admitted, so that a replay draws the same tokens."""
     stop: Annotated[tuple[StopString, ...], Meta(max_length=16)] = ()
     """Each new piece of text is compared with all of them."""
-    repetition_penalty: Annotated[float, Meta(gt=0, le=10)] = 1.0
+    repetition_penalty: Penalty = 1.0
     """Of tokens that the prompt or the answer has already; 1 is none."""
 
 
@@ -111,16 +123,16 @@ class TalkerOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class TalkerParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Names of their own where the thinker has the same: what is said of the text must not change the voice."""
 
-    speaker: str | None = None
+    speaker: Name | None = None
     """One of the checkpoint's, in any case; None: "Ethan", or its first."""
-    talker_max_tokens: Positive = 4096
+    talker_max_tokens: Tokens = 4096
     """Frames, one less where it ends by this."""
-    talker_temperature: Annotated[float, Meta(ge=0, le=2)] = 0.9
-    talker_top_k: Annotated[int, Meta(ge=0)] = 50
-    talker_top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
-    talker_repetition_penalty: Annotated[float, Meta(gt=0, le=10)] = 1.05
+    talker_temperature: Temperature = 0.9
+    talker_top_k: TopK = 50
+    talker_top_p: TopP = 1.0
+    talker_repetition_penalty: Penalty = 1.05
     """Of first codes that were generated already."""
-    seed: int | None = None
+    seed: Seed | None = None
 
 
 class WhisperOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -131,7 +143,7 @@ class WhisperOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class WhisperParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    language: str | None = None
+    language: Name | None = None
 
 
 class AcousticOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -146,7 +158,7 @@ class AcousticParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class VocoderParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    seed: int = 0
+    seed: Seed = 0
     """Of the noise in the voice."""
 
 
@@ -174,10 +186,10 @@ class Qwen25TalkerOptions(TalkerOptions, frozen=True, forbid_unknown_fields=True
 class Qwen25TalkerParams(TalkerParams, frozen=True, forbid_unknown_fields=True):
     """The defaults are the authors'."""
 
-    talker_max_tokens: Positive = 4096
+    talker_max_tokens: Tokens = 4096
     """Codes."""
-    talker_top_k: Annotated[int, Meta(ge=0)] = 40
-    talker_top_p: Annotated[float, Meta(gt=0, le=1)] = 0.8
+    talker_top_k: TopK = 40
+    talker_top_p: TopP = 0.8
 
 
 class Token2WavOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -193,9 +205,9 @@ class Token2WavOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Token2WavParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    speaker: str | None = None
+    speaker: Name | None = None
     """One of the checkpoint's, in any case; None: its default. The talker is told the same."""
-    seed: int | None = None
+    seed: Seed | None = None
     """Of the noise that the sound is made of."""
 
 
@@ -215,41 +227,50 @@ class VLLMTalkerOptions(TalkerOptions, frozen=True, forbid_unknown_fields=True):
     """Of vLLM's EngineArgs, by its names, what the other options do not say; checked in the worker."""
 
 
+# Of vLLM's parameters. Both its lists and its mappings also end at the size of a request's parameters.
+Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+Logprobs = Annotated[int, Meta(ge=-1, le=100_000)]
+"""-1: of the whole vocabulary. The engine's own limit (max_logprobs) is 20 unless ``engine_args`` says otherwise."""
+Bias = Annotated[float, Meta(ge=-100, le=100)]
+TokenIds = Annotated[list[TokenId], Meta(max_length=16_384)]
+Settings = Annotated[dict[Name, Any], Meta(max_length=64)]
+
+
 class VLLMSampling(TextParams, frozen=True, forbid_unknown_fields=True):
     """vLLM's SamplingParams, by its names, with our defaults where the other engines have the same."""
 
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    min_p: float = 0.0
-    stop_token_ids: tuple[int, ...] = ()
+    presence_penalty: Annotated[float, Meta(ge=-2, le=2)] = 0.0
+    frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] = 0.0
+    min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    stop_token_ids: Annotated[tuple[TokenId, ...], Meta(max_length=256)] = ()
     ignore_eos: bool = False
-    min_tokens: Annotated[int, Meta(ge=0)] = 0
-    logprobs: int | None = None
+    min_tokens: Annotated[int, Meta(ge=0, le=1_000_000)] = 0
+    logprobs: Logprobs | None = None
     """How many of the likeliest tokens come with each one, and how likely they are."""
-    prompt_logprobs: int | None = None
-    prompt_logprob_start: int | None = None
-    prompt_logprob_token_ids: list[list[int]] | None = None
-    logprob_token_ids: list[int] | None = None
-    structured_outputs: dict[str, Any] | None = None
+    prompt_logprobs: Logprobs | None = None
+    prompt_logprob_start: Count | None = None
+    prompt_logprob_token_ids: Annotated[list[TokenIds], Meta(max_length=4096)] | None = None
+    logprob_token_ids: TokenIds | None = None
+    structured_outputs: Settings | None = None
     """One of json, regex, choice, grammar, json_object, structural_tag, and what goes with it."""
-    logit_bias: dict[str | int, float] | None = None
-    allowed_token_ids: list[int] | None = None
-    bad_words: list[str] | None = None
-    extra_args: dict[str, Any] | None = None
+    logit_bias: Annotated[dict[Name | TokenId, Bias], Meta(max_length=1024)] | None = None
+    allowed_token_ids: TokenIds | None = None
+    bad_words: Annotated[list[StopString], Meta(max_length=256)] | None = None
+    extra_args: Settings | None = None
     """What custom logits processors, named in ``engine_args``, read."""
     skip_reading_prefix_cache: bool | None = None
-    thinking_token_budget: int | None = None
-    repetition_detection: dict[str, Any] | None = None
+    thinking_token_budget: Annotated[int, Meta(ge=-1, le=1_000_000)] | None = None
+    repetition_detection: Settings | None = None
     watermarking: bool | None = None
-    stream_interval: int | None = None
-    routed_experts_prompt_start: int = 0
-    trace_decode_token_ids: list[int] | None = None
-    priority: int = 0
+    stream_interval: Annotated[int, Meta(ge=1, le=1_000_000)] | None = None
+    routed_experts_prompt_start: Count = 0
+    trace_decode_token_ids: TokenIds | None = None
+    priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] = 0
     """Lower comes first, where ``engine_args`` has scheduling_policy: priority."""
 
 
 class VLLMParams(VLLMSampling, frozen=True, forbid_unknown_fields=True):
-    n: Positive = 1
+    n: Annotated[int, Meta(ge=1, le=128)] = 1
     """Answers; each piece says in ``index`` of which it is, where there are several."""
     detokenize: bool = True
     """False: ``token_ids`` come in place of ``text``."""

@@ -20,8 +20,17 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 
-from omni_actors.stages.base import Chunk, InvalidRequest, RequestId, StageContext, StageOutput, StageRequest
+from omni_actors.stages.base import (
+    Chunk,
+    InvalidRequest,
+    RequestId,
+    StageContext,
+    StageFailure,
+    StageOutput,
+    StageRequest,
+)
 from omni_actors.stages.multimodal.audio import Floats, Recording, Recordings, refusal
+from omni_actors.stages.refusal import request_work, validated
 from omni_actors.stages.registry import WhisperOptions, WhisperParams
 
 if TYPE_CHECKING:
@@ -35,7 +44,7 @@ SAMPLE_RATE = 16000
 class _Request:
     def __init__(self, request: StageRequest) -> None:
         self.open = set(request.sources)
-        self.language = msgspec.convert(request.params, WhisperParams).language
+        self.language = validated(request.params, WhisperParams).language
         self.recordings = Recordings()
         self.complete: deque[Recording] = deque()
         self.segments: Iterator[Segment] | None = None
@@ -107,13 +116,16 @@ class WhisperEngine:
     def abort(self, request_id: RequestId) -> None:
         self._requests.pop(request_id, None)
 
-    def step(self) -> Iterator[StageOutput]:
+    def step(self) -> Iterator[StageOutput | StageFailure]:
         """The next segment of the request that has waited longest."""
         request_id = next(request_id for request_id, request in self._requests.items() if request.ready)
         request = self._requests.pop(request_id)
-        if request.segments is None and request.complete:
-            self._open(request)
-        segment = next(request.segments, None) if request.segments else None
+        try:
+            with request_work("audio"):
+                segment = self._next_segment(request)
+        except InvalidRequest as error:
+            yield StageFailure(request_id, error)
+            return
         if segment is None:
             request.segments = None
         if segment is None and not request.complete and not request.open:
@@ -130,6 +142,12 @@ class WhisperEngine:
         self._requests.clear()
         self._model.model.unload_model()
         del self._model
+
+    def _next_segment(self, request: _Request) -> Segment | None:
+        """None at the end of a recording."""
+        if request.segments is None and request.complete:
+            self._open(request)
+        return next(request.segments, None) if request.segments else None
 
     def _open(self, request: _Request) -> None:
         recording = request.complete.popleft()

@@ -1,7 +1,7 @@
 """A mouth, an ear and an eye without models, for pipelines in the shape of real ones. Workers import this by name.
 
 Speaker: each word of ``text`` is a chunk of ``WORD_S`` seconds at ``RATE`` Hz, all ``LEVEL``, and takes ``step_s``.
-"unspeakable" is refused, and "deadly" ends the worker, which has something to say about it.
+"hush" has no sound, "unspeakable" is refused, and "deadly" ends the worker, which has something to say about it.
 Ear: a recording's transcript is its length and its rate, in words.
 Eye: writes what reaches it, a JSON object a line: the request's parameters, each file's digest, the conversation. It
 refuses an image that is "unsightly".
@@ -83,6 +83,8 @@ class Speaker(_Engine):
             if word == "deadly":
                 os.write(2, b"words of the worker\n")
                 os._exit(3)
+            if word == "hush":
+                continue
             yield {"audio": np.full(round(RATE * WORD_S), LEVEL, np.float32)}, {"sample_rate": RATE}
 
 

@@ -63,6 +63,22 @@ def test_a_streamed_spoken_answer(client: openai.OpenAI, format: str, rate: int)
     assert chunks[-1].choices[0].finish_reason == "stop"
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("format", ["wav", "pcm16"])
+def test_an_answer_without_sound_still_brings_its_text(client: openai.OpenAI, format: str, stream: bool) -> None:
+    spoken = {"modalities": ["text", "audio"], "audio": {"format": format, "voice": "any"}}
+    answer = ask(client, messages=[{"role": "user", "content": "hush"}], stream=stream, **spoken)
+    if stream:
+        deltas = [chunk.choices[0].delta.audio for chunk in answer if chunk.choices[0].delta.audio]
+        text = "".join(delta.transcript or "" for delta in deltas)
+        sound = b"".join(base64.b64decode(delta.data) for delta in deltas if delta.data)
+    else:
+        audio = answer.choices[0].message.audio
+        text, sound = audio.transcript, base64.b64decode(audio.data)
+    assert text == "hush" * 3
+    assert _seconds(sound, format, 24000) == 0
+
+
 def _seconds(data: bytes, format: str, rate: int) -> float:
     if format == "wav":
         samples, found = soundfile.read(io.BytesIO(data))

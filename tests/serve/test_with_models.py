@@ -107,6 +107,16 @@ def test_what_is_dictated_is_heard(client: openai.OpenAI) -> None:
     assert rate <= 0.10, (rate, list(zip(DICTATION, heard, strict=True)))
 
 
+@pytest.mark.parametrize("text", ["...", "\N{GRINNING FACE}", "漢字", "مرحبا بالعالم"])
+@pytest.mark.parametrize("format", ["wav", "pcm"])
+def test_a_text_without_sound_is_refused_with_what_the_voice_reads(
+    client: openai.OpenAI, text: str, format: Any
+) -> None:
+    with pytest.raises(openai.BadRequestError, match="the voice reads English words") as caught:
+        client.audio.speech.create(model="voice", voice="any", input=text, response_format=format)
+    assert (caught.value.param, caught.value.code) == ("input", "nothing_to_speak")
+
+
 def test_speed_shortens_speech(client: openai.OpenAI) -> None:
     def speak(speed: float) -> float:
         request: Any = {"model": "voice", "voice": "any", "input": "It is late.", "response_format": "wav"}
@@ -134,6 +144,11 @@ def test_speech_comes_while_it_is_made(voice: Any, client: openai.OpenAI) -> Non
         ({"messages": [{"role": "user", "content": "word " * 3000}]}, "messages", "context_length_exceeded"),
         ({"max_tokens": 0}, "max_tokens", "invalid_value"),
         ({"max_tokens": -1}, "max_tokens", "invalid_value"),
+        ({"max_tokens": 2**63}, "max_tokens", "invalid_value"),
+        ({"max_completion_tokens": 2**80}, "max_completion_tokens", "invalid_value"),
+        ({"seed": 2**63}, "seed", "invalid_value"),
+        ({"extra_body": {"repetition_penalty": 1e-38}}, "repetition_penalty", "invalid_value"),
+        ({"extra_body": {"top_k": 2**63}}, "top_k", "invalid_value"),
         ({"temperature": 3}, "temperature", "invalid_value"),
         ({"top_p": 0}, "top_p", "invalid_value"),
         ({"seed": "x"}, "seed", "invalid_value"),

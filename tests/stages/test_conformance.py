@@ -404,9 +404,9 @@ def test_nothing_is_kept_of_a_request_that_has_ended(case: Case, driver: Any) ->
         driver.abort(request_id + 2)
 
     one_of_each_end(10)  # what is loaded by a first request stays
-    before = _reachable(driver.engine)
+    before = reachable(driver.engine)
     one_of_each_end(20)
-    assert _reachable(driver.engine) == before
+    assert reachable(driver.engine) == before
 
 
 def test_close_ends_the_engines_threads(case: Case, driver: Any, open_stage: Callable[..., Any], drive: Any) -> None:
@@ -422,7 +422,7 @@ def test_close_ends_the_engines_threads(case: Case, driver: Any, open_stage: Cal
         time.sleep(0.01)
 
 
-def _reachable(engine: Any) -> Counter[str]:
+def reachable(engine: Any) -> Counter[str]:
     """How many objects of each type the engine holds, directly or not; code and modules aside.
 
     A whole number counts as often as it is held: whether it is an object of its own depends on its value. What a reader

@@ -225,10 +225,16 @@ def test_requests_take_turns_by_the_sentence(acoustic: Any) -> None:
 
 
 @pytest.mark.parametrize("text", [":-)", "...", "漢字 🙂", "** **\n\n`"])
-def test_a_text_in_which_nothing_can_be_said_ends_empty(acoustic: Any, text: str) -> None:
+def test_a_script_in_which_nothing_can_be_said_fails_and_an_answer_ends_without_sound(acoustic: Any, text: str) -> None:
     acoustic.start(1)
     acoustic.feed(1, {"text": text}, last=True)
-    [output] = acoustic.run()[1]
+    acoustic.start(2, ("thinker",))
+    acoustic.feed(2, {"text": text}, last=True, source="thinker")
+    ended = acoustic.run()
+    [failure] = ended[1]
+    assert (failure.error.param, failure.error.code) == ("input", "nothing_to_speak")
+    assert "English words, numbers" in failure.error.message
+    [output] = ended[2]
     assert (output.last, output.tensors, output.data) == (True, {}, {})
 
 
@@ -360,7 +366,7 @@ def test_the_seed_makes_the_noise(vocoder: Any, voice: Any) -> None:
     assert not np.array_equal(first, second), "two sentences with the same noise"
     np.testing.assert_equal(vocode(vocoder, [sentence], 40), [first])
     np.testing.assert_equal(vocode(vocoder, [sentence], 40, seed=0), [first])
-    audio = {seed: vocode(vocoder, [sentence], 40, seed=seed)[0].tobytes() for seed in (0, 1, -1, 2**80)}
+    audio = {seed: vocode(vocoder, [sentence], 40, seed=seed)[0].tobytes() for seed in (0, 1, -1, 2**63 - 1)}
     assert audio[1] != audio[0] != audio[-1]
 
 
@@ -399,6 +405,9 @@ F0 = np.zeros(4, np.float32)
         ((0, 0), ZEROS | {"f0": F0, "phi": np.zeros((601, 1), np.float32)}, "do not fit"),
         ((0, 0), ZEROS | {"f0": F0, "lh": np.float32(0)}, "do not fit"),
         ((0, 0), {name: a[:, :0] for name, a in ZEROS.items()} | {"f0": F0}, "do not fit"),
+        ((0, 0), ZEROS | {"f0": np.full(4, np.nan, np.float32)}, "not finite"),
+        ((0, 0), ZEROS | {"f0": F0, "lh": np.full((601, 2), np.inf, np.float32)}, "not finite"),
+        ((0, 0), ZEROS | {"f0": np.zeros(40_000, np.float32)}, "at most 32768"),
     ],
 )
 def test_features_that_do_not_fit_are_refused(vocoder: Any, place: Any, tensors: Any, reason: str) -> None:

@@ -86,11 +86,14 @@ class Results:
     def __init__(self) -> None:
         self.pieces: dict[int, list[str]] = {}
         self.ends: dict[int, Mapping[str, Any]] = {}
+        self.failed: dict[int, InvalidRequest] = {}
 
     def step(self, engine: LLMEngine) -> None:
         for output in engine.step():
-            assert isinstance(output, StageOutput)
-            assert output.request_id not in self.ends, "named after its end"
+            assert output.request_id not in {*self.ends, *self.failed}, "named after its end"
+            if not isinstance(output, StageOutput):
+                self.failed[output.request_id] = output.error
+                continue
             self.pieces.setdefault(output.request_id, []).append(output.data["text"])
             if output.last:
                 self.ends[output.request_id] = output.data
@@ -399,6 +402,7 @@ def test_a_request_that_computes_nan_harms_no_other(engine: LLMEngine) -> None:
         for store in (*engine._cache._keys, *engine._cache._values):
             store[0, :, : engine._cache.lengths[0]] = torch.nan
     results.run(engine)
+    assert results.failed[1].code == "output_not_finite"
     assert (results.text(2), results.ends[2]) == expected
     assert answer(engine, PROMPTS[1], max_tokens=30) == expected
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from omni_actors.stages.autoregressive import batch
 from omni_actors.stages.autoregressive.batch import Batch
-from omni_actors.stages.autoregressive.sampling import Sampler, Sampling, choose, generator
+from omni_actors.stages.autoregressive.sampling import Sampler, Sampling, choose, generator, not_finite
 from omni_actors.stages.autoregressive.text import Answer, Vocabulary
 from omni_actors.stages.base import (
     Chunk,
@@ -27,6 +27,7 @@ from omni_actors.stages.base import (
     StageRequest,
     TensorLike,
 )
+from omni_actors.stages.refusal import request_work
 from omni_actors.stages.registry import TextParams
 
 __all__ = ["Collector", "LanguageEngine", "Request"]
@@ -99,7 +100,9 @@ class LanguageEngine(Generic[R]):
     def feed(self, request_id: RequestId, chunk: Chunk) -> None:
         request = self._requests[request_id]
         try:
-            if request.collector.feed(chunk):
+            with request_work("messages"):
+                complete = request.collector.feed(chunk)
+            if complete:
                 self._complete(request)
         except InvalidRequest:
             self.abort(request_id)
@@ -107,10 +110,14 @@ class LanguageEngine(Generic[R]):
 
     def _complete(self, request: R) -> None:
         """The input is here. Raises ``InvalidRequest``."""
-        self._admit(request, self._encode(request))
+        with request_work("messages"):
+            tokens = self._encode(request)
+        self._admit(request, tokens)
 
     def _admit(self, request: R, tokens: list[int]) -> None:
-        """Into the batch, with a prompt of ``tokens``."""
+        """Into the batch, with a prompt of ``tokens``. Raises ``InvalidRequest``."""
+        if not tokens:
+            raise InvalidRequest("the prompt has no tokens", param="messages")
         del request.collector  # it may be large
         if request.sampler:
             request.sampler.see(tokens)
@@ -135,7 +142,7 @@ class LanguageEngine(Generic[R]):
         self._requests.clear()
         del self._batch
 
-    def _prefill(self, row: int, count: int) -> Iterator[StageOutput]:
+    def _prefill(self, row: int, count: int) -> Iterator[StageOutput | StageFailure]:
         request = self._batch.rows[row]
         logits = self._forward([row], count)
         request.prompt -= count
@@ -145,12 +152,15 @@ class LanguageEngine(Generic[R]):
         elif onward := self._onward(request, generated=False):
             yield StageOutput(request.id, onward=onward)
 
-    def _next(self, requests: list[R], logits: Tensor) -> Iterator[StageOutput]:
+    def _next(self, requests: list[R], logits: Tensor) -> Iterator[StageOutput | StageFailure]:
         """Give each its next token; those that are done leave."""
         for request, token in zip(requests, choose(logits, [request.sampler for request in requests]), strict=True):
-            request.token, request.ready = token, 1
-            data = request.answer.push(token)
-            request.generated += 1
+            try:
+                data = self._write(request, token)
+            except InvalidRequest as error:
+                self.abort(request.id)
+                yield StageFailure(request.id, error)
+                continue
             if not request.answer.holds:
                 request.certain = request.generated
             last = request.answer.finish_reason is not None
@@ -160,6 +170,16 @@ class LanguageEngine(Generic[R]):
                 self._batch.remove(request)
             if data or onward:
                 yield StageOutput(request.id, data=data, onward=onward, last=last)
+
+    def _write(self, request: R, token: int | None) -> dict[str, Any]:
+        """Add a token to the answer; what the client gets of it. Raises ``InvalidRequest``."""
+        if token is None:
+            raise not_finite()
+        with request_work():
+            data = request.answer.push(token)
+        request.token, request.ready = token, 1
+        request.generated += 1
+        return data
 
 
 def refuse_beyond_context(tokens: int, found: str, context: int) -> None:

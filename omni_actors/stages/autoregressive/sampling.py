@@ -6,6 +6,8 @@ Rules
 3. The draw runs through the tokens in order of id, not of probability: rounding differs a little with the shape of the
    batch, and two nearly equal tokens that swap ranks must not change the text.
 4. The order is transformers': repetition penalty, suppressed tokens, temperature, top_k, top_p.
+5. A row from which nothing can be drawn (NaN, +inf, or no token above -inf) gives None, and changes no other row: it is
+   the failure of its own request. Every other row gives a token, whatever its numbers and its parameters.
 """
 
 from __future__ import annotations
@@ -16,8 +18,11 @@ import msgspec
 import torch
 from torch import Tensor
 
-__all__ = ["Sampler", "Sampling", "choose", "generator", "weights"]
+from omni_actors.stages.base import InvalidRequest
 
+__all__ = ["Sampler", "Sampling", "choose", "generator", "not_finite", "weights"]
+
+_LARGEST = torch.finfo(torch.float32).max
 _COLDEST = 1e-4  # below, dividing by it would overflow, and nothing but the most likely token remains anyway
 
 
@@ -64,7 +69,7 @@ class Sampler:
         """The logits (vocabulary,) after the penalty, with those of suppressed tokens at -inf."""
         if self._seen:
             found, penalty = logits[self._seen_index], self.sampling.repetition_penalty
-            found = torch.where(found < 0, found * penalty, found / penalty)
+            found = torch.where(found < 0, found * penalty, found / penalty).clamp(max=_LARGEST)
             logits = logits.index_put((self._seen_index,), found)
         if self._suppressed is not None:
             logits = logits.masked_fill(self._suppressed, float("-inf"))
@@ -74,8 +79,8 @@ class Sampler:
         """A random number, in [0, 1)."""
         return float(torch.rand((), dtype=torch.float64, generator=self._generator))
 
-    def __call__(self, logits: Tensor) -> int:
-        """Choose a token id by the logits (vocabulary,) of one sequence."""
+    def __call__(self, logits: Tensor) -> int | None:
+        """Choose a token id by the logits (vocabulary,) of one sequence; None: see rule 5."""
         return choose(logits[None], [self])[0]
 
 
@@ -105,23 +110,37 @@ def _floors(ordered: Tensor, top_p: float) -> Tensor:
     return ordered.gather(-1, size.clamp(max=ordered.shape[-1] - 1))
 
 
-def choose(logits: Tensor, samplers: Sequence[Sampler | None]) -> list[int]:
-    """One token id a row of the logits (rows, vocabulary); a row without a sampler is greedy."""
-    tokens: list[int] = [0] * len(samplers)
+def choose(logits: Tensor, samplers: Sequence[Sampler | None]) -> list[int | None]:
+    """One token id a row of the logits (rows, vocabulary), or None (rule 5); a row without a sampler is greedy."""
+    tokens: list[int | None] = [None] * len(samplers)
+    finite = _finite(logits)
     if not all(samplers):
-        tokens = logits.argmax(-1).tolist()
+        tokens = [token if usable else None for token, usable in zip(logits.argmax(-1).tolist(), finite, strict=True)]
     by_sampling: dict[Sampling, list[tuple[int, Sampler]]] = {}
-    for row, sampler in enumerate(samplers):
-        if sampler:
+    for row, (sampler, usable) in enumerate(zip(samplers, finite, strict=True)):
+        if sampler and usable:
             by_sampling.setdefault(sampler.sampling, []).append((row, sampler))
     for sampling, members in by_sampling.items():
         mine = logits[[row for row, _ in members]].to("cpu", torch.float32)
         mine = torch.stack([sampler.allowed(row) for (_, sampler), row in zip(members, mine, strict=True)])
+        usable_rows = _finite(mine)
         chosen = mine.argmax(-1) if sampling.temperature == 0 else _drawn(mine, sampling, members)
-        for (row, sampler), token in zip(members, chosen.tolist(), strict=True):
-            sampler.see([token])
-            tokens[row] = token
+        for (row, sampler), token, usable in zip(members, chosen.tolist(), usable_rows, strict=True):
+            tokens[row] = token if usable else None
+            sampler.see([token] if usable else [])
     return tokens
+
+
+def _finite(logits: Tensor) -> list[bool]:
+    """Of each row, whether a token can be chosen: its largest logit is a finite number."""
+    finite: list[bool] = logits.amax(-1).isfinite().tolist()
+    return finite
+
+
+def not_finite() -> InvalidRequest:
+    """The failure of a request for which ``choose`` gave None."""
+    message = "the model's output for this request is not finite: no token can be chosen"
+    return InvalidRequest(message, code="output_not_finite")
 
 
 def _drawn(logits: Tensor, sampling: Sampling, members: Sequence[tuple[int, Sampler]]) -> Tensor:

@@ -7,15 +7,16 @@ Output, for sentence ``k`` of F frames (80 a second), in chunks of ``chunk_frame
 ``data``: sentence k, start, frames F and, in the sentence's first chunk, its text. ``tensors``, float32: lh, theta, ln,
 lr, phi, each (601, f), C-contiguous, for frames [start, start + f); in the first chunk also f0, (F,), in Hz.
 
-A sentence in which there is nothing to pronounce (":-)") is left out. One that hibari splits because it has too many
-phonemes counts as several; the first of them brings the text. The last chunk of the last sentence is the request's
-last output, or an empty one where nothing is left to say.
+A sentence in which there is nothing to pronounce (":-)") is left out. A client's script without any other is a failed
+request; a language model's answer without any other ends without sound, since its text is the answer. A sentence with
+too many phonemes counts as several; the first of them brings the text. The last chunk of the last sentence is the
+request's last output, or an empty one where nothing is left to say.
 
 A sentence that ends as sentences do is computed before the text after it shows that it is complete, a step of the
 language model later; where it goes on after all ("3.", "14"), that was for nothing. What is put out is the same, and
 what is due goes first; what becomes due meanwhile waits for a sentence, as it would behind any other.
 
-The text is hibari's to read (``Hibari.phonemize``); the network is the one in its package.
+hibari reads the text (see ``reading``); the network is the one in its package.
 """
 
 from __future__ import annotations
@@ -28,8 +29,19 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import msgspec
 import numpy as np
 
-from omni_actors.stages.base import CLIENT, Chunk, InvalidRequest, RequestId, StageContext, StageOutput, StageRequest
+from omni_actors.stages.base import (
+    CLIENT,
+    Chunk,
+    InvalidRequest,
+    RequestId,
+    StageContext,
+    StageFailure,
+    StageOutput,
+    StageRequest,
+)
+from omni_actors.stages.hibari.reading import Reading
 from omni_actors.stages.hibari.text import SentenceReader
+from omni_actors.stages.refusal import validated
 from omni_actors.stages.registry import AcousticOptions, AcousticParams
 
 if TYPE_CHECKING:
@@ -42,16 +54,19 @@ __all__ = ["LONGEST_SCRIPT", "AcousticEngine"]
 LONGEST_SCRIPT = 16_384
 """Characters: about 18 minutes of speech."""
 
+_UNSPEAKABLE = "nothing in this text can be spoken: the voice reads English words, numbers and common symbols"
 _WARM_UP = "This warms up the voice, Xylander."  # with a word that no lexicon has, so that every part of it is loaded
 
 
 class _Request:
     def __init__(self, request: StageRequest, reader: SentenceReader) -> None:
         self.open = set(request.sources)
-        self.speed = msgspec.convert(request.params, AcousticParams).speed
+        self.speed = validated(request.params, AcousticParams).speed
         self.reader = reader
-        self.blank = request.sources == (CLIENT,)
-        """Nobody but the client speaks here, and so far it has said nothing."""
+        self.is_script = request.sources == (CLIENT,)
+        """The client's text is all there is to speak."""
+        self.blank = self.is_script
+        """It is a script, and so far there is only white space in it."""
         self.script = 0
         """Characters that the client has sent."""
         self.sentences: deque[str] = deque()
@@ -86,7 +101,8 @@ class AcousticEngine:
         self._chunk_frames = msgspec.convert(context.options, AcousticOptions).chunk_frames
         self._requests: dict[RequestId, _Request] = {}
         context.report("reading the lexicon")
-        self._features(self._voice.phonemize(_WARM_UP)[0], 1.0)
+        self._reading = Reading(self._voice)
+        self._features(self._reading.phrases(_WARM_UP)[0], 1.0)
 
     @property
     def busy(self) -> bool:
@@ -122,7 +138,7 @@ class AcousticEngine:
     def abort(self, request_id: RequestId) -> None:
         self._requests.pop(request_id, None)
 
-    def step(self) -> Iterator[StageOutput]:
+    def step(self) -> Iterator[StageOutput | StageFailure]:
         """One sentence of the request that has waited longest; or, where none is due, one ahead."""
         request_id = next((request_id for request_id, request in self._requests.items() if request.ready), None)
         if request_id is None:
@@ -131,33 +147,31 @@ class AcousticEngine:
         request = self._requests.pop(request_id)
         while not request.phrases and request.sentences:
             sentence = request.sentences.popleft()
-            request.phrases += [(p, "" if i else sentence) for i, p in enumerate(self._phrases(sentence))]
+            request.phrases += [(p, "" if i else sentence) for i, p in enumerate(self._reading.phrases(sentence))]
         phrase = request.phrases.popleft() if request.phrases else None
         last = not request.open and not request.sentences and not request.phrases
         if not last:
             self._requests[request_id] = request  # at the end of the queue: its turn is over
         if phrase:
             yield from self._chunks(request_id, request, *phrase, last)
+        elif last and request.is_script and not request.spoken:
+            yield StageFailure(request_id, InvalidRequest(_UNSPEAKABLE, param="input", code="nothing_to_speak"))
         elif last:
             yield StageOutput(request_id, last=True)
 
     def close(self) -> None:
         self._requests.clear()
-        del self._voice
+        del self._voice, self._reading
 
     def _compute_ahead(self, request: _Request) -> None:
         """Have the features when the sentence is complete: a language model's next token is a step of it away."""
         request.foreseen = request.likely
         assert request.foreseen is not None
-        first = next(iter(self._phrases(request.foreseen)), None)
+        first = next(iter(self._reading.phrases(request.foreseen)), None)
         if first is None:
             request.ahead = None
         elif request.ahead is None or request.ahead[0] != first:  # "Oh!" and "Oh!!" may sound alike
             request.ahead = (first, self._features(first, request.speed))
-
-    def _phrases(self, sentence: str) -> list[str]:
-        """Those of hibari's phonemes, a string a phrase, in which there is something to pronounce."""
-        return [phonemes for phonemes in self._voice.phonemize(sentence) if any(map(str.isalpha, phonemes))]
 
     def _chunks(
         self, request_id: RequestId, request: _Request, phonemes: str, text: str, last: bool

@@ -21,11 +21,14 @@ import numpy as np
 
 from omni_actors.stages.base import Chunk, InvalidRequest, RequestId, StageContext, StageOutput, StageRequest
 from omni_actors.stages.hibari.synthesis import BINS, SAMPLE_RATE, Floats, SentenceSynthesis
+from omni_actors.stages.refusal import validated
 from omni_actors.stages.registry import VocoderParams
 
 __all__ = ["VocoderEngine"]
 
 _SPECTRAL = ("lh", "theta", "ln", "lr", "phi")
+_MOST_FRAMES = 1 << 15
+"""Of one sentence, 7 minutes: its noise is drawn at once, 4.8 kB a frame."""
 
 
 class _Features(msgspec.Struct):
@@ -39,7 +42,7 @@ class _Features(msgspec.Struct):
 
 class _Request:
     def __init__(self, request: StageRequest) -> None:
-        seed = msgspec.convert(request.params, VocoderParams).seed
+        seed = validated(request.params, VocoderParams).seed
         self.seed = seed % 2**64  # a generator takes no negative seed
         self.open = set(request.sources)
         self.chunks: deque[_Features] = deque()
@@ -59,6 +62,9 @@ class _Request:
             if not self.frames:
                 features.f0 = chunk.tensors["f0"].numpy().copy()
                 self.frames = len(features.f0)
+            arrays = [*features.spectral, *([] if features.f0 is None else [features.f0])]
+            if not all(np.isfinite(array).all() for array in arrays):
+                raise _refusal(f"some features of sentence {self.sentence} are not finite")
             self.frame += features.spectral[0].shape[1]
             if self.frame == self.frames:
                 self.sentence, self.frame, self.frames = self.sentence + 1, 0, 0
@@ -85,6 +91,8 @@ class _Request:
         floats = all(chunk.tensors[name].dtype == "float32" for name in names)
         if not floats or shapes != expected or not 1 <= f <= frames - self.frame:
             raise _refusal(f"features of shapes {shapes} do not fit the sentence")
+        if frames > _MOST_FRAMES:
+            raise _refusal(f"a sentence of {frames} frames; at most {_MOST_FRAMES} can be spoken")
 
     def speak(self) -> tuple[Floats | None, int, bool]:
         """The next chunk's samples (None: no sample is final yet), its sentence, and whether it is the last."""

@@ -24,7 +24,7 @@ from omni_actors.stages.autoregressive.packed import pack_linears
 from omni_actors.stages.autoregressive.text import Vocabulary
 from omni_actors.stages.base import StageContext, StageRequest
 from omni_actors.stages.llm.prompt import Prompt
-from omni_actors.stages.multimodal.conversation import validated
+from omni_actors.stages.refusal import validated
 from omni_actors.stages.registry import LLMOptions, TextParams
 
 __all__ = ["LLMEngine", "open_engine"]

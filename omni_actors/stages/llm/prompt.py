@@ -24,9 +24,9 @@ from omni_actors.stages.multimodal.conversation import (
     MediaPart,
     Message,
     TextPart,
-    validated,
     with_system_prompt,
 )
+from omni_actors.stages.refusal import validated
 
 __all__ = ["Prompt"]
 

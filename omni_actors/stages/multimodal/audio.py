@@ -20,6 +20,8 @@ Floats: TypeAlias = "np.ndarray[Any, np.dtype[np.float32]]"
 SHORTEST_S = 0.1
 """Seconds; there is no word in less."""
 _RATES = range(1000, 384001)
+_LOUDEST = 2.0**31
+"""Samples of 32 bits that were never scaled have this; beyond it, feature extractors overflow."""
 
 
 class Recording(msgspec.Struct):
@@ -88,8 +90,8 @@ def checked(tensor: Tensor, data: Mapping[str, Any]) -> tuple[Floats, int]:
     if tensor.dtype != "float32" or len(tensor.shape) != 1:
         raise refusal(f"mono float32 samples were expected, not {tensor.dtype} {tensor.shape}")
     audio: Floats = tensor.numpy().copy()  # first of all: an exception would keep a view alive
-    if not np.isfinite(audio).all():
-        raise refusal("some samples are not finite")
+    if not (np.abs(audio) <= _LOUDEST).all():
+        raise refusal(f"some samples are not finite, or beyond ±{_LOUDEST:g}")
     sample_rate = data.get("sample_rate")
     if not isinstance(sample_rate, int) or sample_rate not in _RATES:
         raise refusal(f"a sample rate of {_RATES[0]} to {_RATES[-1]} Hz was expected, not {sample_rate!r}")

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Any, Literal, TypeAlias, TypeVar
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Literal, TypeAlias
 
 import msgspec
 from msgspec import Meta
-
-from omni_actors.stages.base import InvalidRequest
-
-T = TypeVar("T")
 
 Index: TypeAlias = Annotated[int, Meta(ge=0)]
 
@@ -71,12 +67,3 @@ def with_system_prompt(messages: Sequence[Message], system_prompt: str) -> list[
     if not system_prompt or any(message.role == "system" for message in messages):
         return list(messages)
     return [Message("system", system_prompt), *messages]
-
-
-def validated(data: Mapping[str, Any], type: type[T]) -> T:
-    """Convert to a struct. Raises ``InvalidRequest`` that names the field."""
-    try:
-        return msgspec.convert(data, type)
-    except msgspec.ValidationError as error:
-        _, _, path = str(error).partition("$.")
-        raise InvalidRequest(str(error), param=path.rstrip("`") or None) from error

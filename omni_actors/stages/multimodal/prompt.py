@@ -30,8 +30,8 @@ from omni_actors.stages.multimodal.conversation import (
     MediaPart,
     Message,
     VideoPart,
-    validated,
 )
+from omni_actors.stages.refusal import validated
 from ringbuf import Tensor
 
 __all__ = ["Media", "OmniPrompt", "Pixels", "VideoInput"]

@@ -21,9 +21,18 @@ from transformers import PreTrainedModel
 
 from omni_actors.stages.autoregressive.batch import Batch, Sequence
 from omni_actors.stages.autoregressive.cache import SlottedCache
-from omni_actors.stages.autoregressive.sampling import Sampler, Sampling, choose, generator
-from omni_actors.stages.base import Chunk, InvalidRequest, RequestId, StageContext, StageOutput, StageRequest
+from omni_actors.stages.autoregressive.sampling import Sampler, Sampling, choose, generator, not_finite
+from omni_actors.stages.base import (
+    Chunk,
+    InvalidRequest,
+    RequestId,
+    StageContext,
+    StageFailure,
+    StageOutput,
+    StageRequest,
+)
 from omni_actors.stages.checkpoint import load_part, whole_config
+from omni_actors.stages.refusal import request_work
 from omni_actors.stages.registry import TalkerOptions, TalkerParams
 from omni_actors.stages.tensors import to_torch
 
@@ -90,7 +99,7 @@ class OmniTalker(Generic[R]):
 
     MODEL: ClassVar[type[PreTrainedModel]]
     INTRODUCTION: ClassVar[frozenset[str]]
-    """What a first chunk must bring, besides rows."""
+    """What a first chunk must bring, besides ids and rows."""
 
     def __init__(self, context: StageContext, options: TalkerOptions) -> None:
         """Raises WrongCheckpoint, OSError (the checkpoint's files)."""
@@ -103,6 +112,8 @@ class OmniTalker(Generic[R]):
         model: Any = load_part(self.MODEL, context.model, "talker", dtype, context.device)
         self._whole: Any = whole_config(context.model)
         self._model, self._config, self._device = model, model.config, model.device
+        self._width: int = self._whole.thinker_config.text_config.hidden_size
+        """Of the thinker's rows."""
         positions = model.config.get_text_config().max_position_embeddings
         if options.context > positions:
             raise ValueError(f"context: found {options.context}; the talker has {positions} positions")
@@ -134,7 +145,7 @@ class OmniTalker(Generic[R]):
         """Inputs as the model takes them."""
         return inputs
 
-    def _speak(self, requests: list[R], codes: list[int], hidden: Tensor) -> Iterator[StageOutput]:
+    def _speak(self, requests: list[R], codes: list[int], hidden: Tensor) -> Iterator[StageOutput | StageFailure]:
         """Go on behind the codes that were chosen by hidden (rows, hidden): end a request, or set its ``frame``."""
         raise NotImplementedError
 
@@ -150,7 +161,8 @@ class OmniTalker(Generic[R]):
     def feed(self, request_id: RequestId, chunk: Chunk) -> None:
         request = self._requests[request_id]
         try:
-            self._take_in(request, {name: to_torch(tensor) for name, tensor in chunk.tensors.items()})
+            with request_work("rows"):
+                self._take_in(request, {name: to_torch(tensor) for name, tensor in chunk.tensors.items()})
         except InvalidRequest:
             self.abort(request_id)
             raise
@@ -169,7 +181,7 @@ class OmniTalker(Generic[R]):
         if request_id in self._silent:
             self._silent.remove(request_id)
 
-    def step(self) -> Iterator[StageOutput]:
+    def step(self) -> Iterator[StageOutput | StageFailure]:
         for request_id in self._silent:
             del self._requests[request_id]
             yield StageOutput(request_id, last=True)
@@ -191,17 +203,16 @@ class OmniTalker(Generic[R]):
     @torch.inference_mode()
     def _take_in(self, request: R, tensors: dict[str, Tensor]) -> None:
         if "ids" in tensors and not request.introduced:
-            if missing := sorted(self.INTRODUCTION - tensors.keys()):
-                raise InvalidRequest(f"a first chunk without {', '.join(missing)}", param="rows")
+            self._check_introduction(tensors)
             self._introduce(request, tensors)
             self._admit(request)
         rows = tensors.get("rows")
         if rows is None:
             return
-        width = self._whole.thinker_config.text_config.hidden_size
-        if not request.introduced or rows.dim() != 2 or rows.shape[1] != width:
-            message = f"rows (n, {width}) behind a first chunk were expected, not {tuple(rows.shape)}"
+        if not request.introduced or rows.dim() != 2 or rows.shape[1] != self._width:
+            message = f"rows (n, {self._width}) behind a first chunk were expected, not {tuple(rows.shape)}"
             raise InvalidRequest(message, param="rows")
+        require_finite("rows", rows, tuple(rows.shape))
         rows = rows.to(self._device, self._model.dtype)
         count = min(len(rows), request.left)
         if count:
@@ -215,6 +226,14 @@ class OmniTalker(Generic[R]):
             else:
                 request.opened = True
                 request.add(row + request.opening[-1:])
+
+    def _check_introduction(self, tensors: dict[str, Tensor]) -> None:
+        """Raises ``InvalidRequest`` where a first chunk lacks something, or brings something else than expected."""
+        if missing := sorted(self.INTRODUCTION - tensors.keys()):
+            raise InvalidRequest(f"a first chunk without {', '.join(missing)}", param="rows")
+        ids = tensors["ids"]
+        if ids.dtype != torch.int64 or ids.dim() != 1 or not len(ids):
+            raise InvalidRequest(f"ids: int64 (n,) was expected, not {ids.dtype} {tuple(ids.shape)}", param="rows")
 
     def _admit(self, request: R) -> None:
         size = request.positions.shape[1]
@@ -236,14 +255,24 @@ class OmniTalker(Generic[R]):
         self._batch.remove(request)
 
     @torch.inference_mode()
-    def _decode(self, rows: list[int]) -> Iterator[StageOutput]:
+    def _decode(self, rows: list[int]) -> Iterator[StageOutput | StageFailure]:
         requests = [self._batch.rows[row] for row in rows]
         hidden = self._forward(rows, torch.stack([request.take(1) for request in requests]))
         logits = self._model.codec_head(hidden)
-        codes = choose(logits, [request.sampler for request in requests])
-        for request in requests:
-            request.codes += 1
-        yield from self._speak(requests, codes, hidden)
+        chosen = choose(logits, [request.sampler for request in requests])
+        codes = {at: code for at, code in enumerate(chosen) if code is not None}
+        for at, request in enumerate(requests):
+            if at in codes:
+                request.codes += 1
+            else:
+                yield self._failed(request)
+        if codes:
+            yield from self._speak([requests[at] for at in codes], [*codes.values()], hidden[[*codes]])
+
+    def _failed(self, request: R) -> StageFailure:
+        """End a request for which no code can be chosen."""
+        self._end(request)
+        return StageFailure(request.id, not_finite())
 
     @torch.inference_mode()
     def _forward(self, rows: list[int], inputs: Tensor, axes: Tensor | None = None) -> Tensor:
@@ -267,3 +296,12 @@ class OmniTalker(Generic[R]):
             use_cache=True,
         ).last_hidden_state[:, -1]
         return hidden
+
+
+def require_finite(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
+    """Raises ``InvalidRequest`` where this is not a tensor of finite floats of that shape."""
+    if not tensor.is_floating_point() or tensor.shape != shape:
+        found = f"{tensor.dtype} {tuple(tensor.shape)}"
+        raise InvalidRequest(f"{name}: floats {shape} were expected, not {found}", param="rows")
+    if not tensor.float().isfinite().all():
+        raise InvalidRequest(f"{name}: some numbers are not finite", param="rows")

@@ -31,6 +31,7 @@ from omni_actors.stages.multimodal.processor import OmniInputs, OmniProcessor
 from omni_actors.stages.multimodal.prompt import OmniPrompt
 from omni_actors.stages.omni.positions import grids_of, is_heard, positions_of
 from omni_actors.stages.omni.reading import Reader
+from omni_actors.stages.refusal import request_work
 from omni_actors.stages.registry import ThinkerOptions, ThinkerParams
 from omni_actors.stages.tensors import to_wire
 
@@ -127,7 +128,9 @@ class OmniThinker(LanguageEngine[R]):
     def step(self) -> Iterator[StageOutput | StageFailure]:
         for request_id, reading in self._reader.take():
             try:
-                self._admit(self._requests[request_id], reading.result())
+                with request_work("messages"):
+                    tokens = reading.result()
+                self._admit(self._requests[request_id], tokens)
             except InvalidRequest as error:
                 del self._requests[request_id]
                 yield StageFailure(request_id, error)
@@ -161,6 +164,18 @@ class OmniThinker(LanguageEngine[R]):
         )
         return inputs.ids
 
+    def _prefill(self, row: int, count: int) -> Iterator[StageOutput | StageFailure]:
+        request = self._batch.rows[row]
+        try:
+            if not request.seen:
+                with request_work("messages"):
+                    self._encode_media(request)
+        except InvalidRequest as error:
+            self.abort(request.id)
+            yield StageFailure(request.id, error)
+        else:
+            yield from super()._prefill(row, count)
+
     @torch.inference_mode()
     def _forward(self, rows: list[int], count: int) -> Tensor:
         requests = [self._batch.rows[row] for row in rows]
@@ -168,8 +183,6 @@ class OmniThinker(LanguageEngine[R]):
         prefilling, more = bool(requests[0].prompt), {}  # then it is the only one
         if prefilling:
             (request,) = requests
-            if not request.seen:
-                self._encode_media(request)
             piece = slice(request.seen, request.seen + count)
             embeds, more = request.embeds[None, piece], self._beside(request, piece)
             axes = request.positions[:, None, piece].to(self._device)
@@ -193,8 +206,9 @@ class OmniThinker(LanguageEngine[R]):
         logits: Tensor = self._model.lm_head(hidden[:, -1])
         return logits
 
+    @torch.inference_mode()
     def _encode_media(self, request: R) -> None:
-        """Fill ``embeds``; the processor's tensors are let go."""
+        """Fill ``embeds``; the processor's tensors are let go. It changes nothing but the request."""
         ids, tensors, thinker = request.ids.to(self._device), request.inputs.tensors, self._config.thinker_config
         encoders, embeds, pictures = self._model.model, self._embed(ids), []
         if (features := tensors.get("input_features")) is not None:

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import Qwen2_5OmniTalkerForConditionalGeneration
 
-from omni_actors.stages.base import StageContext, StageOutput, StageRequest
-from omni_actors.stages.multimodal.conversation import validated
-from omni_actors.stages.omni.talking import OmniTalker, TalkerRequest
+from omni_actors.stages.base import InvalidRequest, StageContext, StageOutput, StageRequest
+from omni_actors.stages.omni.talking import OmniTalker, TalkerRequest, require_finite
 from omni_actors.stages.qwen2_5.speakers import load_speakers, speaker_named
+from omni_actors.stages.refusal import validated
 from omni_actors.stages.registry import Qwen25TalkerOptions, Qwen25TalkerParams
 
 
@@ -53,6 +53,14 @@ class TalkerEngine(OmniTalker[TalkerRequest]):
             [config.tts_codec_mask_token_id, config.tts_codec_pad_token_id, config.tts_codec_start_token_id]
         )
         return opened
+
+    def _check_introduction(self, tensors: dict[str, Tensor]) -> None:
+        super()._check_introduction(tensors)
+        require_finite("tts", tensors["tts"], (2 + len(self._speakers), self._width))
+        ids, positions = tensors["ids"], tensors["positions"]
+        if positions.shape != (3, len(ids)) or positions.is_complex() or not positions.isfinite().all():
+            message = f"positions: finite (3, {len(ids)}) were expected, not {tuple(positions.shape)}"
+            raise InvalidRequest(message, param="rows")
 
     def _introduce(self, request: TalkerRequest, tensors: dict[str, Tensor]) -> None:
         ids, config = tensors["ids"], self._config

@@ -17,10 +17,10 @@ from torch import Tensor
 from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import Qwen2_5OmniThinkerForConditionalGeneration
 
 from omni_actors.stages.base import StageContext, StageRequest
-from omni_actors.stages.multimodal.conversation import validated
 from omni_actors.stages.multimodal.prompt import OmniPrompt
 from omni_actors.stages.omni.thinking import OmniThinker, ThinkerRequest
 from omni_actors.stages.qwen2_5.speakers import load_speakers
+from omni_actors.stages.refusal import validated
 from omni_actors.stages.registry import ThinkerParams
 
 

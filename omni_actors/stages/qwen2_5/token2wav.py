@@ -33,6 +33,7 @@ from omni_actors.stages.checkpoint import load_part
 from omni_actors.stages.qwen2_5.flow import GUIDANCE, SWAY, Flow, FlowStream
 from omni_actors.stages.qwen2_5.speakers import Speaker, load_speakers, speaker_named
 from omni_actors.stages.qwen2_5.vocoder import Vocoder, VocoderStream
+from omni_actors.stages.refusal import validated
 from omni_actors.stages.registry import Token2WavOptions, Token2WavParams
 
 SAMPLE_RATE = 24_000
@@ -80,7 +81,7 @@ class Token2WavEngine:
         return any(self._next_chunk(request) for request in self._requests.values())
 
     def start(self, request: StageRequest) -> None:
-        params = msgspec.convert(request.params, Token2WavParams)
+        params = validated(request.params, Token2WavParams)
         speaker = speaker_named(params.speaker, self._speakers)
         seed = torch.seed() if params.seed is None else params.seed
         self._requests[request.request_id] = _Request(request, speaker, seed & (2**64 - 1))

@@ -15,12 +15,12 @@ from torch import Tensor
 from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import Qwen3OmniMoeTalkerForConditionalGeneration
 
 from omni_actors.stages.autoregressive.sampling import Sampler, Sampling
-from omni_actors.stages.base import InvalidRequest, StageContext, StageOutput, StageRequest
-from omni_actors.stages.multimodal.conversation import validated
+from omni_actors.stages.base import InvalidRequest, StageContext, StageFailure, StageOutput, StageRequest
 from omni_actors.stages.omni.positions import GRIDS, positions_of
-from omni_actors.stages.omni.talking import OmniTalker, TalkerRequest
+from omni_actors.stages.omni.talking import OmniTalker, TalkerRequest, require_finite
 from omni_actors.stages.qwen3.predictor import CodePredictor
 from omni_actors.stages.qwen3.speech import HEADER
+from omni_actors.stages.refusal import validated
 from omni_actors.stages.registry import TalkerOptions, TalkerParams
 
 SPECIAL = 1024
@@ -59,6 +59,14 @@ class TalkerEngine(OmniTalker[_Request]):
         self._speaker(params.speaker)
         return _Request(request, params, self._suppressed)
 
+    def _check_introduction(self, tensors: dict[str, Tensor]) -> None:
+        super()._check_introduction(tensors)
+        ids, heard = tensors["ids"], tensors["heard"]
+        if heard.dtype != torch.bool or heard.shape != ids.shape or len(ids) < HEADER:
+            message = f"heard: bool (n,) of {HEADER} ids or more was expected, not {heard.dtype} {tuple(heard.shape)}"
+            raise InvalidRequest(message, param="rows")
+        require_finite("tts", tensors["tts"], (3, self._width))
+
     def _introduce(self, request: _Request, tensors: dict[str, Tensor]) -> None:
         config, ids = self._config, tensors["ids"]
         request.heard, request.left = tensors["heard"], len(ids)
@@ -96,7 +104,9 @@ class TalkerEngine(OmniTalker[_Request]):
             raise InvalidRequest(f"speaker: found {name!r}; accepted: {known}", param="speaker")
         return self._speakers[name.lower()]
 
-    def _speak(self, requests: list[_Request], codes: list[int], hidden: Tensor) -> Iterator[StageOutput]:
+    def _speak(
+        self, requests: list[_Request], codes: list[int], hidden: Tensor
+    ) -> Iterator[StageOutput | StageFailure]:
         going = []
         for at, (request, code) in enumerate(zip(requests, codes, strict=True)):
             if code == self._config.codec_eos_token_id or request.codes == request.limit:
@@ -110,6 +120,9 @@ class TalkerEngine(OmniTalker[_Request]):
         embedded = self._model.get_input_embeddings()(torch.tensor(codes, device=hidden.device))
         others, frames = self._predictor(hidden[going], embedded, [request.residual for request in requests])
         for request, code, rest, frame in zip(requests, codes, others, frames[:, None], strict=True):
+            if rest is None:
+                yield self._failed(request)
+                continue
             request.frame = frame
             request.advance()
             yield StageOutput(request.id, {"codes": np.array([[code, *rest]], np.int16)})

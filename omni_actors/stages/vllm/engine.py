@@ -28,7 +28,7 @@ from omni_actors.stages.base import (
     StageOutput,
     StageRequest,
 )
-from omni_actors.stages.multimodal.conversation import validated
+from omni_actors.stages.refusal import request_work, validated
 from omni_actors.stages.registry import VLLMOptions, VLLMParams, VLLMSampling
 from omni_actors.stages.vllm import private
 from omni_actors.stages.vllm.arguments import CLIENTS, engine_args, refusal, sampling_params
@@ -101,7 +101,9 @@ class VLLMEngine(Generic[R]):
     def feed(self, request_id: RequestId, chunk: Chunk) -> None:
         request = self._requests[request_id]
         try:
-            if request.collector.feed(chunk):
+            with request_work("messages"):
+                complete = request.collector.feed(chunk)
+            if complete:
                 self._complete(request)
         except InvalidRequest:
             self.abort(request_id)

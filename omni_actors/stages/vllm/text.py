@@ -20,6 +20,7 @@ from torch import Tensor
 from omni_actors.stages.autoregressive.language import refuse_beyond_context
 from omni_actors.stages.base import Chunk, InvalidRequest, StageContext, StageOutput, StageRequest
 from omni_actors.stages.llm.prompt import Prompt
+from omni_actors.stages.refusal import request_work
 from omni_actors.stages.tensors import to_torch
 from omni_actors.stages.vllm.engine import Request, VLLMEngine, logprobs_of
 from vllm.inputs.engine import embeds_input, tokens_input
@@ -38,9 +39,11 @@ class _Prompt(Prompt):
     def feed(self, chunk: Chunk) -> bool:
         if (sent := chunk.tensors.get("embeds")) is not None:
             embeds = to_torch(sent)
-            if not embeds.is_floating_point() or embeds.ndim != 2 or not len(embeds):
+            if not embeds.is_floating_point() or embeds.ndim != 2 or not len(embeds) or not embeds.isfinite().all():
                 found = f"{sent.dtype} {sent.shape}"
-                raise InvalidRequest(f"embeds: floating point (n, hidden) was expected, not {found}", param="embeds")
+                raise InvalidRequest(
+                    f"embeds: finite floating point (n, hidden) was expected, not {found}", param="embeds"
+                )
             self.embeds.append(embeds)
         return super().feed(chunk)
 
@@ -69,10 +72,12 @@ class TextEngine(VLLMEngine[_Request]):
             if request.sampling.repetition_penalty != 1.0:  # vLLM would count the ids of whoever had the row before
                 message = "a repetition penalty counts the prompt's tokens, and embeds have none"
                 raise InvalidRequest(message, param="repetition_penalty")
-            embeds = self._embeds(request.collector)
+            with request_work("embeds"):
+                embeds = self._embeds(request.collector)
             self._add(request, embeds_input(embeds), len(embeds))
         else:
-            ids = self._ids(request.collector)
+            with request_work("messages"):
+                ids = self._ids(request.collector)
             self._add(request, tokens_input(ids), len(ids))
 
     def _ids(self, prompt: _Prompt) -> list[int]:

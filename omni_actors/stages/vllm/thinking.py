@@ -36,6 +36,7 @@ from omni_actors.stages.multimodal.processor import OmniProcessor
 from omni_actors.stages.multimodal.prompt import OmniPrompt
 from omni_actors.stages.omni.positions import grids_of, is_heard
 from omni_actors.stages.omni.reading import Reader
+from omni_actors.stages.refusal import request_work
 from omni_actors.stages.registry import VLLMThinkerParams
 from omni_actors.stages.tensors import to_wire
 from omni_actors.stages.vllm.engine import Request, VLLMEngine, logprobs_of
@@ -147,7 +148,9 @@ class Thinker(VLLMEngine[R]):
     def step(self) -> Iterator[StageOutput | StageFailure]:
         for request_id, reading in self._reader.take():
             try:
-                self._admit(self._requests[request_id], reading.result())
+                with request_work("messages"):
+                    prompt = reading.result()
+                self._admit(self._requests[request_id], prompt)
             except InvalidRequest as error:
                 del self._requests[request_id]
                 yield StageFailure(request_id, error)
@@ -169,7 +172,9 @@ class Thinker(VLLMEngine[R]):
         if request.collector.media:
             self._reader.read(request.id, lambda: self._read(request, self._media_processor))
         else:
-            self._admit(request, self._read(request, self._processor))
+            with request_work("messages"):
+                prompt = self._read(request, self._processor)
+            self._admit(request, prompt)
 
     def _read(self, request: R, processor: OmniProcessor) -> Any:
         """vLLM's ``EngineInput``, and all else of the input; in the reader's thread where there are media."""

@@ -142,7 +142,7 @@ def test_the_vocoder_in_pieces_gives_the_samples_of_the_whole() -> None:
 
 def test_as_the_reference_decodes_bit_for_bit(reference: Reference, opened: Callable[..., Any], drive: Any) -> None:
     driver = drive(opened(decode="reference", steps=4))
-    for number, (speaker, seed) in enumerate([("Chelsie", 0), ("Ethan", 2**63)]):
+    for number, (speaker, seed) in enumerate([("Chelsie", 0), ("Ethan", 2**63 - 1)]):
         driver.start(number, speaker=speaker.upper(), seed=seed)
         feed(driver, number, pieces(codes(55), 20))
         outputs = driver.run()[number]

@@ -1,0 +1,251 @@
+"""Requests with something odd in them, beside an innocent one, asked of every engine.
+
+Whatever one request brings, within its schema or not: the engine raises nothing but ``InvalidRequest``, the request
+ends once and leaves nothing behind, and the innocent request in the same batch gets what it gets alone.
+
+``OMNI_ACTORS_FUZZ=50`` in the environment makes 50 times as many examples.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from msgspec import inspect
+
+from omni_actors.stages.base import InvalidRequest, StageFailure
+from omni_actors.stages.registry import ENGINES
+from tests.stages.test_conformance import VOICE, Case, echo, reachable
+
+FUZZ = int(os.environ.get("OMNI_ACTORS_FUZZ", "1"))
+EXAMPLES = {"whisper": 4, "qwen2_5_token2wav": 5, "hibari_acoustic": 12, "hibari_vocoder": 25, "echo": 40}
+"""Of other engines 15."""
+STEPS = 25
+"""After these, a request that goes on is aborted: some parameters ask for a long answer."""
+INNOCENT, ODD = 2, 3
+
+NUMBERS = st.sampled_from(
+    [0, 1, -1, 2**31, 2**63 - 1, 0.5, 1e-45, 5e-324, -0.0, 1e38, 1e308, math.nan, math.inf, -math.inf]
+)
+TEXTS = st.sampled_from(
+    [
+        *("", " ", "\x00", "...", "\N{GRINNING FACE}", "漢字", "مرحبا", "\ud800", "\ufffe", "{{ 7 * 7 }}", "{% for %}"),
+        *("<|im_start|>system\n", "<|im_end|>", "<|image_pad|>", "<|audio_start|>", "</s>", "[x](/ˈ/)", "İ 1. ⒈x "),
+        *(str(10**36), "$" + "9" * 40, "1" * 5000, "⑴ and ⑼.", "a" * 100_000, "%" * 400, "\n" * 500, ") " * 500),
+    ]
+)
+THINGS = st.one_of(NUMBERS, TEXTS, st.sampled_from([None, True, [], {}, [[]], {"a": [1]}, [None], b"\xff\x00"]))
+MEDIA: dict[str, np.ndarray[Any, Any]] = {
+    "audio": np.zeros(1600, np.float32),
+    "image": np.zeros((4, 4, 3), np.uint8),
+    "video": np.zeros((2, 4, 4, 3), np.uint8),
+    "encoded_image": np.frombuffer(b"\x89PNG\r\n\x1a\n" + b"\xff" * 40, np.uint8),
+    "encoded_video": np.frombuffer(b"\x00\x00\x00\x18ftypmp42" + b"\xff" * 40, np.uint8),
+    "rows": np.zeros((2, 64), np.float32),
+}
+PARTS = st.fixed_dictionaries(
+    {"type": st.sampled_from(["text", "image", "audio", "video", ""])},
+    optional={"text": TEXTS, "index": st.integers(-1, 2) | THINGS},
+)
+MESSAGES = st.builds(
+    lambda role, content: [{"role": role, "content": content}],
+    st.sampled_from(["user", "system", "assistant", "developer", "", None]),
+    st.one_of(TEXTS, THINGS, st.lists(PARTS, max_size=3)),
+)
+
+
+@pytest.fixture(
+    scope="module", params=[echo, *(pytest.param(f, marks=pytest.mark.voice, id=f.__name__) for f in VOICE)]
+)
+def case(request: pytest.FixtureRequest) -> Case:
+    made: Case = request.param(request)
+    return made
+
+
+@pytest.fixture
+def driver(case: Case, drive: Callable[..., Any]) -> Any:
+    return drive(case.name)
+
+
+# what a schema accepts
+
+
+def accepted(node: inspect.Type) -> st.SearchStrategy[Any]:
+    """Values of a type, its bounds first of all. A number without a bound, or a list without a size, raises."""
+    match node:
+        case inspect.UnionType(types=types):
+            return st.one_of(*map(accepted, types))
+        case inspect.IntType(ge=int(low), le=int(high)):
+            return st.sampled_from([low, high]) | st.integers(low, high)
+        case inspect.FloatType(ge=low, gt=above, le=int() | float() as high) if {low, above} != {None}:
+            least = float(low if low is not None else math.nextafter(above, math.inf))
+            few = [number for number in (least, float(high), 1e-45, 1e-38, 0.1, 1.0) if least <= number <= high]
+            return st.sampled_from(few) | st.floats(least, float(high))
+        case inspect.StrType(min_length=least, max_length=int(most)):
+            return st.text(min_size=least or 0, max_size=min(most, 8)) | st.just("x" * most)
+        case (
+            inspect.VarTupleType(item_type=item, max_length=int(most))
+            | inspect.ListType(item_type=item, max_length=int(most))
+        ):
+            return st.lists(accepted(item), max_size=min(most, 4))
+        case inspect.DictType(key_type=key, value_type=value, max_length=int(most)):
+            return st.dictionaries(accepted(key), accepted(value), max_size=min(most, 4))
+        case inspect.BoolType():
+            return st.booleans()
+        case inspect.NoneType():
+            return st.none()
+        case inspect.AnyType():  # only in a mapping, which has a size
+            return st.none() | st.booleans()
+    raise AssertionError(f"a parameter without bounds: {node}")
+
+
+def parameters(engine: str) -> dict[str, st.SearchStrategy[Any]]:
+    schema = ENGINES[engine].params
+    assert schema is not None
+    return {field.name: accepted(inspect.type_info(field.type)) for field in msgspec.structs.fields(schema)}
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_every_parameter_has_finite_bounds(engine: str) -> None:
+    for strategy in parameters(engine).values():
+        strategy.validate()
+
+
+# what is odd about a chunk
+
+
+def _alter(draw: Callable[..., Any], array: np.ndarray[Any, Any]) -> Any:
+    """An array of another shape, dtype or content."""
+    with np.errstate(all="ignore"):
+        match draw(st.integers(0, 6)):
+            case 0:
+                dtype = draw(st.sampled_from(["bool", "int8", "uint64", "float16", "float64", "complex64"]))
+                return array.astype(dtype)
+            case 1:
+                return array[:0]
+            case 2:
+                return array.reshape(-1)
+            case 3:
+                return array[None]
+            case 4:
+                return np.concatenate([array, array]) if array.ndim else array
+            case 5:
+                return array.reshape(-1)[0] if array.size else array
+        altered = array.copy()
+        if altered.size:
+            number = np.asarray(draw(NUMBERS)).astype(altered.dtype)  # of integers: whatever is left of it
+            altered.reshape(-1)[draw(st.integers(0, altered.size - 1))] = number
+        return altered
+
+
+@st.composite
+def odd_chunks(draw: Callable[..., Any], case: Case) -> list[Any]:
+    """The chunks of the case's first input, one or two of them altered, doubled, or with something added."""
+    chunks = [(dict(data), dict(tensors)) for data, tensors in case.inputs[0]]
+    for _ in range(draw(st.integers(0, 2))):
+        at = draw(st.integers(0, len(chunks) - 1))
+        data, tensors = chunks[at]
+        names = sorted(tensors)
+        match draw(st.integers(0, 6)):
+            case 0:
+                keys = sorted({*data, "text", "messages", "index", "sample_rate", "fps", "sentence", "start", "echo"})
+                data[draw(st.sampled_from(keys))] = draw(THINGS)
+            case 1:
+                data["messages"] = draw(MESSAGES)
+            case 2:
+                data["text"] = draw(TEXTS)
+            case 3:
+                chunks.insert(at, chunks[draw(st.integers(0, len(chunks) - 1))])
+            case 4:
+                kind = draw(st.sampled_from(sorted(MEDIA)))
+                data |= {"index": 0, "sample_rate": 8000, "fps": 2.0}
+                tensors[kind] = _alter(draw, MEDIA[kind])
+            case 5 if names:
+                del tensors[draw(st.sampled_from(names))]
+            case _ if names:
+                name = draw(st.sampled_from(names))
+                tensors[name] = _alter(draw, np.asarray(tensors[name]))
+    return chunks
+
+
+@st.composite
+def odd_parameters(draw: Callable[..., Any], case: Case) -> dict[str, Any]:
+    """Those of the case, some replaced by others that the schema accepts, rarely one that it does not."""
+    known = parameters(case.name)
+    names = draw(st.lists(st.sampled_from(sorted(known)), max_size=4)) if known else []
+    params = {**case.params, **{name: draw(known[name]) for name in names}}
+    if names and draw(st.integers(0, 9)) == 0:
+        params[names[0]] = draw(THINGS)
+    return params
+
+
+# beside an innocent one
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numbers of any size overflow
+def test_an_odd_request_ends_by_itself_and_harms_no_other(
+    case: Case, driver: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
+    case.check(driver, _beside(case, driver, {**case.params}, case.inputs[0]), 1)
+    before = reachable(driver.engine)
+
+    @settings(
+        max_examples=EXAMPLES.get(case.name, 15) * FUZZ,
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base_example],
+    )
+    @given(params=odd_parameters(case), chunks=odd_chunks(case))
+    def harmless(params: dict[str, Any], chunks: list[Any]) -> None:
+        case.check(driver, _beside(case, driver, params, chunks), 1)
+
+    try:
+        harmless()
+    finally:
+        for request_id in list(driver.live):  # of an example that failed
+            driver.abort(request_id)
+        capfd.readouterr()  # tracebacks of what was refused
+    assert reachable(driver.engine) == before
+
+
+def _beside(case: Case, driver: Any, params: dict[str, Any], chunks: list[Any]) -> list[Any]:
+    """Run an odd request beside the innocent one, chunk by chunk in turn; the innocent one's outputs."""
+    case.start(driver, INNOCENT)
+    ended = 0
+    try:
+        driver.start(ODD, (case.source,), **params)
+    except InvalidRequest:
+        ended += 1
+    innocent: list[Any] = []
+    for at in range(max(len(chunks), len(case.inputs[1]))):
+        if at < len(chunks) and not ended:
+            try:
+                driver.feed(ODD, *chunks[at], last=at == len(chunks) - 1, source=case.source)
+            except InvalidRequest:
+                driver.live.discard(ODD)
+                ended += 1
+        case.feed(driver, INNOCENT, 1, slice(at, at + 1))
+        if driver.engine.busy:
+            ended += _take(driver.step(), innocent)
+    steps = 0
+    while driver.engine.busy:
+        steps += 1
+        if steps > STEPS and ODD in driver.live:
+            driver.abort(ODD)
+            ended += 1
+            continue
+        ended += _take(driver.step(), innocent)
+    assert ended == 1
+    assert not driver.live
+    return innocent
+
+
+def _take(outputs: list[Any], innocent: list[Any]) -> int:
+    """Sort one step's outputs; how often the odd request has ended in it."""
+    innocent += [output for output in outputs if output.request_id == INNOCENT]
+    return sum(isinstance(output, StageFailure) or output.last for output in outputs if output.request_id == ODD)
