@@ -15,7 +15,14 @@ import trio
 
 from omni_actors import config as configuration
 from omni_actors.errors import ConfigError, OmniError
-from omni_actors.serve.defaults import DRAIN_S, HOST, MAX_BODY_BYTES, PORT
+from omni_actors.serve.defaults import (
+    DRAIN_S,
+    HOST,
+    MAX_BODY_BYTES,
+    MAX_CONNECTIONS,
+    MAX_CONNECTIONS_PER_ADDRESS,
+    PORT,
+)
 
 API_KEY_VARIABLE = "OMNI_ACTORS_API_KEY"
 
@@ -74,6 +81,20 @@ def _require_words(context: click.Context, option: click.Parameter, given: str |
 @click.option(
     "--drain-s", default=DRAIN_S, show_default=True, type=click.FloatRange(min=0), help="Time for what is under way."
 )
+@click.option(
+    "--max-connections",
+    default=MAX_CONNECTIONS,
+    show_default=True,
+    type=click.IntRange(min=1),
+    help="Connections at a time; fewer where the process may not open so many files.",
+)
+@click.option(
+    "--max-connections-per-address",
+    default=MAX_CONNECTIONS_PER_ADDRESS,
+    show_default=True,
+    type=click.IntRange(min=1),
+    help="Of one client; raise it behind a proxy.",
+)
 @override_option
 def serve_command(
     config: str,
@@ -84,6 +105,8 @@ def serve_command(
     allow_media_domain: tuple[str, ...],
     allow_media_dir: tuple[Path, ...],
     drain_s: float,
+    max_connections: int,
+    max_connections_per_address: int,
     assignments: tuple[str, ...],
 ) -> None:
     """Serve the pipeline CONFIG (a name or a path) behind an API in the shape of OpenAI's."""
@@ -105,6 +128,8 @@ def serve_command(
             media=media,
             overrides=configuration.parse_overrides(assignments),
             drain_s=drain_s,
+            max_connections=max_connections,
+            max_connections_per_address=max_connections_per_address,
             announce=lambda line: click.echo(line),
         )
         trio.run(server)
