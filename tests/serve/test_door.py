@@ -64,6 +64,7 @@ class Building:
         with suppress(Problem):
             while True:
                 taken.append(self.arrivals.admit())
+                taken[-1].take_place()
         for arrival in taken:
             arrival.leave()
         return len(taken), self.arrivals.bytes
@@ -182,11 +183,12 @@ async def test_the_slowest_upload_makes_room_for_others(
 ) -> None:
     """Where it had its time to show its rate. One that is whole is no upload."""
     building = Building()
-    whole, quick, slow, newcomer = (Visitor(building, nursery) for _ in range(4))
+    whole, quick, slow = (Visitor(building, nursery) for _ in range(3))
     await whole.sends(bytes(10))
     await quick.sends(bytes(50), more=True)
     await slow.sends(bytes(40), more=True)
     await trio.sleep(GRACE_S)
+    newcomer = Visitor(building, nursery)
     await newcomer.sends(bytes(30), more=True)
     assert slow.status == 408
     assert building.state() == (2, 90)
