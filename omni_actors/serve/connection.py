@@ -43,6 +43,8 @@ class Connection:
         self._wire, self._app = Wire(sock), app
         self._idle = trio.CancelScope()
         """Around the wait for a request's first byte."""
+        self.idle_since: float | None = None
+        """Trio's time; None while a request is under way, and from ``stop`` on."""
         self._is_stopping = False
         self._exchange: Exchange | None = None
         """The request under way, or the one before."""
@@ -58,7 +60,7 @@ class Connection:
 
     def stop(self) -> None:
         """Close the connection when the request under way is answered; at once where there is none."""
-        self._is_stopping = True
+        self._is_stopping, self.idle_since = True, None
         self._idle.cancel()
         if self._exchange is not None:
             self._exchange.stop()
@@ -88,9 +90,9 @@ class Connection:
             head = await self._read_head((accepted or trio.current_time()) + HEAD_S)
             exchange = self._exchange = Exchange(self._wire, head, is_last=self._is_stopping)
             await exchange.run(self._app)
-            if exchange.complete and not exchange.is_whole:
-                await self._wire.linger()
             if not exchange.may_go_on:
+                if exchange.complete and (self._wire.buffer or not exchange.is_whole):
+                    await self._wire.linger()
                 return
             patience_s, accepted = IDLE_S, None
 
@@ -98,13 +100,14 @@ class Connection:
         """Whether a request begins. Raises PeerGone."""
         if self._is_stopping or self._wire.buffer:
             return not self._is_stopping
+        self.idle_since = trio.current_time()
         with trio.move_on_after(within_s) as self._idle:
             return await self._wire.fill()
         return False
 
     async def _read_head(self, deadline: float) -> bytes:
         """Raises Problem, PeerGone."""
-        self._exchange = None
+        self._exchange = self.idle_since = None
         with trio.CancelScope(deadline=deadline):
             while (head := self._wire.take_head()) is None:
                 if len(self._wire.buffer) > MAX_HEAD_BYTES:

@@ -2,8 +2,9 @@
 
 Rules
 1. Whatever a connection raises closes that connection, with one log record; the server goes on.
-2. A connection above a limit is told so and closed at once, unread. Running out of descriptors is logged once, and
-   accepting goes on after a pause.
+2. Where all connections are taken, the one that is idle for the longest time is closed for a new one. Where none is
+   idle, or one address has its share, the new one is told so and closed at once, unread. Running out of descriptors is
+   logged once, and accepting goes on after a pause.
 3. Shutdown is a deadline: no new connections, idle ones closed at once, ``drain_s`` for requests under way, then they
    are ended (``end_requests``), then ``CUT_S`` to send their errors, then all connections are closed.
 """
@@ -28,7 +29,7 @@ ACCEPT_AGAIN_S = 0.1
 
 log = logging.getLogger("omni_actors.serve")
 
-_FULL = refusal(Problem(503, "the server has no connection left", type="server_error", code="too_many_connections"))
+_FULL = Problem(503, "the server has no connection left", type="server_error", code="too_many_connections")
 
 
 class Listener:
@@ -78,11 +79,10 @@ class Listener:
                 await trio.sleep(ACCEPT_AGAIN_S)
                 continue
             self._is_short = False
-            is_full = len(self._connections) >= self._max_connections
-            if is_full or self._of_address[address] >= self._max_per_address:
+            sock.setblocking(False)
+            if self._of_address[address] >= self._max_per_address or not self._make_room():
                 with sock, suppress(OSError):
-                    sock.setblocking(False)
-                    sock.send(_FULL)
+                    sock.send(refusal(_FULL))
                     sock.shutdown(socket.SHUT_WR)
                 continue
             try:
@@ -93,6 +93,15 @@ class Listener:
             self._connections.add(connection)
             self._of_address[address] += 1
             nursery.start_soon(self._attend, connection, address)
+
+    def _make_room(self) -> bool:
+        """Whether there is a connection left, where need be an idle one."""
+        if len(self._connections) < self._max_connections:
+            return True
+        idle = [(each.idle_since, each) for each in self._connections if each.idle_since is not None]
+        if idle:
+            min(idle, key=lambda found: found[0])[1].stop()
+        return bool(idle)
 
     async def _attend(self, connection: Connection, address: str) -> None:
         try:

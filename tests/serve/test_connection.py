@@ -85,12 +85,12 @@ class Server:
         self.app, self.address, self.stop = app, address, stop
         self.requests_were_ended = trio.Event()
 
-    async def connect(self) -> trio.SocketStream:
-        return await trio.open_tcp_stream(*self.address)
+    async def connect(self, source: str = "127.0.0.1") -> trio.SocketStream:
+        return await trio.open_tcp_stream(*self.address, local_address=source)
 
-    async def ask(self, *pieces: bytes) -> tuple[int, dict[str, str], bytes]:
+    async def ask(self, *pieces: bytes, source: str = "127.0.0.1") -> tuple[int, dict[str, str], bytes]:
         """The first answer to these bytes, whatever follows."""
-        stream = await self.connect()
+        stream = await self.connect(source)
         async with stream:
             for piece in pieces:
                 await stream.send_all(piece)
@@ -457,16 +457,34 @@ async def read_until_cut(stream: trio.SocketStream) -> bytes:
 
 async def test_connections_above_a_limit_are_told_so(server: Server) -> None:
     async with contextlib.AsyncExitStack() as held:
-        kept = [await held.enter_async_context(await server.connect()) for _ in range(3)]
-        for stream in kept:
-            await stream.send_all(GET)
-            assert (await read_answer(stream))[0] == 200
+        uploads = [await held.enter_async_context(await server.connect()) for _ in range(3)]
+        for stream in uploads:
+            await stream.send_all(POST + b"Content-Length: 4\r\n\r\n")
         assert error_of(await server.ask()) == (503, "too_many_connections")
-        await kept[0].send_all(GET)
-        assert (await read_answer(kept[0]))[0] == 200
-        await kept[0].aclose()
+        elsewhere = await held.enter_async_context(await server.connect("127.0.0.2"))
+        await elsewhere.send_all(POST + b"Content-Length: 4\r\n\r\n")
+        assert error_of(await server.ask(source="127.0.0.3")) == (503, "too_many_connections")
+        await uploads[0].aclose()
         while (await server.ask(GET))[0] != 200:  # until the server has seen it
             await trio.lowlevel.checkpoint()
+
+
+async def test_the_connection_that_is_idle_longest_makes_room(server: Server) -> None:
+    """Idle ones never keep a client out, and one at work is not closed for it."""
+    async with contextlib.AsyncExitStack() as held:
+        streams = [await held.enter_async_context(await server.connect(f"127.0.0.{n}")) for n in (1, 2, 3, 4)]
+        for stream in streams:
+            await stream.send_all(GET)
+            assert (await read_answer(stream))[0] == 200
+        await streams[0].send_all(POST + b"Content-Length: 1\r\n\r\n")
+        while len(server.app.scopes) < 5:
+            await trio.lowlevel.checkpoint()
+        assert (await server.ask(GET, source="127.0.0.5"))[0] == 200
+        assert await read_all(streams[1]) == b""
+        await streams[0].send_all(b"x")
+        assert (await read_answer(streams[0]))[2] == b"x"
+        await streams[3].send_all(GET)
+        assert (await read_answer(streams[3]))[0] == 200
 
 
 async def test_running_out_of_descriptors_is_no_end(
