@@ -12,8 +12,9 @@ Rules
 differ in what the peer's kernel says to data: it resets a connection that was closed, and takes the data of one that
 was half closed. So after that end the exchange sends something without a meaning, again and again at growing intervals:
 before the answer begins an interim "100 Continue", which a client of HTTP/1.1 has to skip; in a stream of server-sent
-events a comment. A reset cancels the handler; otherwise the peer gets its answer. In any other stream the answer's next
-piece is the test. HTTP/1.0 has no interim answers: its peer gets ``UNPROBED_S`` for the answer to begin.
+events a comment (each piece of such a stream has to be whole events). A reset cancels the handler; otherwise the peer
+gets its answer. In any other stream the answer's next piece is the test. HTTP/1.0 has no interim answers: its peer gets
+``UNPROBED_S`` for the answer to begin.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ CHUNKED_BYTES, CHUNKED_PIECES = 1024, 8
 trailers, and some microseconds for each chunk. A chunk's head, and the trailer, may be as long as one piece."""
 PIPELINED_BYTES = 64 * 1024
 PROBE_S, PROBE_MAX_S = 0.01, 1.0
+"""Between two probes of a peer that sends no more: at first, and at last."""
 UNPROBED_S = 5.0
 _SSE_COMMENT = b":\n\n"
 

@@ -17,7 +17,7 @@ import trio
 
 PIECE_BYTES = 64 * 1024
 UNREAD_S = 60.0
-"""A peer that takes nothing off its connection for so long is dropped."""
+"""A peer that accepts no byte for so long is dropped."""
 LINGER_S = 2.0
 LINGER_BYTES = 64 * 1024 * 1024
 """How long, and for how many bytes, a peer that still sends may read its answer before the connection is closed."""
