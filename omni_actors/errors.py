@@ -81,8 +81,11 @@ class SlowConsumer(RequestError):
 
 
 class Aborted(RequestError):
-    def __init__(self) -> None:
-        super().__init__("the request was aborted")
+    """reason: why, where it was not the caller's own wish."""
+
+    def __init__(self, reason: str | None = None) -> None:
+        self.reason = reason
+        super().__init__("the request was aborted" + (f": {reason}" if reason else ""))
 
 
 @dataclass(frozen=True)

@@ -36,6 +36,10 @@ Messages: TypeAlias = Sequence[Mapping[str, Any]]
 "image" and "video"."""
 
 
+WORKER_DESCRIPTORS, RING_DESCRIPTORS = 8, 4
+"""Of this process, for each worker and each ring. A test counts them."""
+
+
 class PastExit(msgspec.Struct, frozen=True):
     """How an earlier worker of a replica ended. at: Unix time, s. What it wrote to stderr is in ``dead_error`` only."""
 
@@ -195,6 +199,10 @@ class OmniSystem:
         """End a request now, in every stage; reading it then raises ``Aborted``. Harmless when it has ended."""
         self._orchestrator.abort_named(request_id)
 
+    def abort_all(self, reason: str) -> None:
+        """End every request now; reading one then raises ``Aborted`` with this reason."""
+        self._orchestrator.abort_all(reason)
+
     def _params(self, stages: Sequence[str], given: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         """Each stage's share: its defaults, and what the request gives that its engine knows.
 
@@ -244,6 +252,13 @@ class OmniSystem:
     def retry_after_s(self) -> float:
         """When one more request is likely to find a place, where there is none; seconds."""
         return self._orchestrator.retry_after_s
+
+    @property
+    def descriptors(self) -> int:
+        """How many descriptors of this process its workers and their rings take when all of them are there."""
+        replicas = {CLIENT: 1} | {name: stage.replicas for name, stage in self.pipeline.stages.items()}
+        rings = sum(replicas[spec.producer] * replicas[spec.consumer] for spec in _edge_specs(self.pipeline))
+        return WORKER_DESCRIPTORS * (sum(replicas.values()) - 1) + RING_DESCRIPTORS * rings
 
     @property
     def _replicas(self) -> Sequence[Replica]:

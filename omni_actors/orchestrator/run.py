@@ -196,6 +196,12 @@ class Orchestrator:
             self._end(request, Event.ABORT, Aborted())
 
     @trio.lowlevel.enable_ki_protection
+    def abort_all(self, reason: str) -> None:
+        """End every request in flight; its client is told why."""
+        for request in self._in_flight():
+            self._end(request, Event.ABORT, Aborted(reason))
+
+    @trio.lowlevel.enable_ki_protection
     async def _attend(self, request: Request) -> None:
         """A request's own task: moves its input in, and watches its deadline."""
         with request.work:

@@ -107,7 +107,7 @@ def _http_problem(request: Request, error: Exception) -> Response:
     """What Starlette finds wrong: no such path, or not with this method."""
     assert isinstance(error, HTTPException)
     code = {404: "unknown_url", 405: "method_not_allowed"}.get(error.status_code, "invalid_request")
-    place = f" ({request.method} {request.url.path})" if error.status_code in (404, 405) else ""
+    place = f" ({request.method} {request.scope['path']})" if error.status_code in (404, 405) else ""
     return Problem(error.status_code, f"{error.detail}{place}", code=code, headers=error.headers).response()
 
 

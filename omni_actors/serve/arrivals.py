@@ -1,23 +1,31 @@
-"""Who may come in. Decided on a request's head: its body and its sound cost memory before the system is asked.
+"""Admission of requests. It is decided on a request's head, since its body and its sound cost memory before the system
+is asked, and once more when its body is whole.
 
 Rules
-1. A request that arrives (its body is read, its files come, its sound is decoded) takes one of the system's
-   ``max_requests`` places, as one in flight does. It leaves for the system without a wait in between, so nobody else
-   gets its place.
-2. The bytes of all that arrive (bodies, and files that they name) share one budget, and count while they come: what a
-   client declares costs nothing.
-3. Place and bytes are given back together, once: when the system takes the request over, or at its end before that.
+1. A request whose body is being uploaded takes no place: however slow it is, it keeps no other request out. Only its
+   bytes count. A head is refused where the system is full at that moment.
+2. A request whose body is whole takes one of the system's ``max_requests`` places, as one in flight does, while its
+   files are fetched and its sound is decoded. It leaves for the system without a wait in between, so that no other
+   request gets its place.
+3. The bytes of all arriving requests (bodies, and files that they name) share one budget, and count while they come:
+   what a client declares costs nothing. Where the budget is used up, the slowest upload that is older than ``GRACE_S``
+   is ended to make room; where there is none, the request that needs room is refused.
+4. Place and bytes are given back together, once: when the system takes the request over, or at its end before that.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
+import trio
+
 from omni_actors.errors import Overloaded
 from omni_actors.serve.problems import Problem, as_problem
 
 SCOPE_KEY = "omni_actors.arrival"
 """Where in its ASGI scope a request's Arrival is."""
+GRACE_S = 5.0
+"""An upload's rate is judged from then on."""
 
 
 class Arrivals:
@@ -48,23 +56,48 @@ class Arrivals:
         return sum(arrival.bytes for arrival in self._present)
 
     def admit(self) -> Arrival:
-        """Take a place. Raises Problem 429."""
-        if self._in_flight() + len(self) >= self._max_requests:
-            raise as_problem(Overloaded(self._max_requests, self.retry_after_s()))
+        """Begin an upload. Raises Problem 429."""
+        self.require_place()
         arrival = Arrival(self)
         self._present.add(arrival)
         return arrival
+
+    def require_place(self) -> None:
+        """Raises Problem 429 where the system is full."""
+        placed = sum(arrival.has_place for arrival in self._present)
+        if self._in_flight() + placed >= self._max_requests:
+            raise as_problem(Overloaded(self._max_requests, self.retry_after_s()))
+
+    def make_room(self, size: int) -> None:
+        """End slow uploads until ``size`` more bytes fit into the budget. Raises Problem 429."""
+        free = self.max_bytes - self.bytes
+        while free < size:
+            now = trio.current_time()
+            slow = [each for each in self._present if not each.has_place and now - each.began >= GRACE_S]
+            if not slow:
+                retry_s = self.retry_after_s()
+                message = f"more than {self.max_bytes} bytes of requests are coming in; try again in {retry_s:.0f} s"
+                raise Problem(429, message, type="rate_limit_error", code="overloaded", retry_after_s=retry_s)
+            slowest = min(slow, key=lambda each: each.bytes / (now - each.began))
+            free += slowest.bytes
+            slowest.end_upload()
 
     def remove(self, arrival: Arrival) -> None:
         self._present.discard(arrival)
 
 
 class Arrival:
-    """One request that arrives. bytes: of its body and its files, so far."""
+    """One request that arrives. bytes: of its body and its files, so far. began: trio's time of its head.
+
+    upload: the cancel scope in which its body is to be read. was_ended: it was cancelled to make room for others.
+    """
 
     def __init__(self, arrivals: Arrivals) -> None:
         self._arrivals = arrivals
+        self.began = trio.current_time()
+        self.upload = trio.CancelScope()
         self.bytes = 0
+        self.has_place = self.was_ended = False
 
     @property
     def max_bytes(self) -> int:
@@ -72,14 +105,25 @@ class Arrival:
         return self._arrivals.max_request_bytes
 
     def hold(self, size: int) -> None:
-        """Count ``size`` more bytes. Raises Problem 429 where all that arrive have no room for them."""
-        if self._arrivals.bytes + size > self._arrivals.max_bytes:
-            retry_s = self._arrivals.retry_after_s()
-            message = (
-                f"more than {self._arrivals.max_bytes} bytes of requests are coming in; try again in {retry_s:.0f} s"
-            )
-            raise Problem(429, message, type="rate_limit_error", code="overloaded", retry_after_s=retry_s)
+        """Count ``size`` more bytes. Raises Problem 429 where all that arrive have no room for them.
+
+        It may find that it is itself the slowest upload; then its own scope is cancelled.
+        """
+        if self.was_ended:
+            return
+        self._arrivals.make_room(size)
         self.bytes += size
+
+    def take_place(self) -> None:
+        """Its body is whole. Raises Problem 429."""
+        self._arrivals.require_place()
+        self.has_place = True
+
+    def end_upload(self) -> None:
+        """Make room for another request."""
+        self.was_ended = True
+        self.leave()
+        self.upload.cancel()
 
     def leave(self) -> None:
         """The system takes the request over, or it is over. Harmless when it has left."""

@@ -15,7 +15,15 @@ import trio
 
 from omni_actors import config as configuration
 from omni_actors.errors import ConfigError, OmniError
-from omni_actors.serve.defaults import API_KEY_VARIABLE, DRAIN_S, HOST, MAX_BODY_BYTES, PORT
+from omni_actors.serve.defaults import (
+    API_KEY_VARIABLE,
+    DRAIN_S,
+    HOST,
+    MAX_BODY_BYTES,
+    MAX_CONNECTIONS,
+    MAX_CONNECTIONS_PER_ADDRESS,
+    PORT,
+)
 from omni_actors.serve.keys import clean_key
 
 override_option = click.option(
@@ -91,6 +99,25 @@ def _clean_key(context: click.Context, option: click.Parameter, given: str | Non
 @click.option(
     "--drain-s", default=DRAIN_S, show_default=True, type=click.FloatRange(min=0), help="Time for what is under way."
 )
+@click.option(
+    "--max-connections",
+    default=MAX_CONNECTIONS,
+    show_default=True,
+    type=click.IntRange(min=1),
+    help="Connections at a time; fewer where the process may not open so many files.",
+)
+@click.option(
+    "--max-connections-per-address",
+    default=MAX_CONNECTIONS_PER_ADDRESS,
+    show_default=True,
+    type=click.IntRange(min=1),
+    help="Of one client; raise it behind a proxy.",
+)
+@click.option(
+    "--exit-on-failed-stage",
+    is_flag=True,
+    help="End, with exit code 1, when a stage is given up; else it is tried again.",
+)
 @override_option
 def serve_command(
     config: str,
@@ -103,6 +130,9 @@ def serve_command(
     allow_origin: tuple[str, ...],
     allow_host: tuple[str, ...],
     drain_s: float,
+    max_connections: int,
+    max_connections_per_address: int,
+    exit_on_failed_stage: bool,
     assignments: tuple[str, ...],
 ) -> None:
     """Serve the pipeline CONFIG (a name or a path) behind an API in the shape of OpenAI's."""
@@ -132,6 +162,9 @@ def serve_command(
             allow_hosts=hosts,
             overrides=configuration.parse_overrides(assignments),
             drain_s=drain_s,
+            max_connections=max_connections,
+            max_connections_per_address=max_connections_per_address,
+            exit_on_failed_stage=exit_on_failed_stage,
             announce=lambda line: click.echo(line),
         )
         trio.run(server)

@@ -1,12 +1,11 @@
-"""The door: what every request passes before a handler sees it, and the watch for clients that leave.
+"""The door: what every request passes before a handler sees it.
 
 Rules
-1. Who may not enter is told so from the head of the request alone.
-2. A body is read whole, and counted while it comes, before its handler starts; where no handler reads it, it is not
-   kept. One that is refused is read on for a while and thrown away, since a client that is still sending does not see
-   the answer. Nothing here holds on to a body that its handler has taken.
-3. While a handler runs, only the door listens to the client. One that leaves cancels the handler, unless its answer is
-   complete: then "disconnect" only means that the exchange is over, and the server is still at work on its end.
+1. A request is refused on its head alone where that suffices: a wrong key, a body that is declared too large, a system
+   that is full.
+2. A body is read whole before its handler starts, and counted while it comes. Where no handler reads it, it is not
+   kept. Nothing here holds on to a body that its handler has taken.
+3. A refusal is sent at once. What is left of the body is the connection's affair (``wire.linger``).
 """
 
 from __future__ import annotations
@@ -22,12 +21,7 @@ from omni_actors.serve.keys import holds_key
 from omni_actors.serve.problems import Problem
 
 BODY_S = 60.0
-"""A body that is not here by then is given up."""
-DISCARD_S = 5.0
-
-
-class _Gone(Exception):
-    """The client left before its request was whole."""
+"""From the head to the whole body. No byte in between extends it."""
 
 
 class Door:
@@ -54,9 +48,6 @@ class Door:
         self._answers = Counter("omni_http_answers", "HTTP answers begun", ["path", "status"], registry=registry)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
         path = scope["path"]
         counted_as = path if path in self._routes else "other"
         arrival: Arrival | None = None
@@ -68,21 +59,15 @@ class Door:
                 self._answers.labels(counted_as, str(message["status"])).inc()
             await send(message)
 
-        incoming = _Incoming(receive)
-        app, unread = self._app, [b""]
         try:
-            try:
-                self._require_key(scope)
-                arrival = scope[SCOPE_KEY] = self._admit(path)
-                unread = [await self._read(incoming, arrival)]
-            except Problem as problem:
-                if arrival is not None:
-                    arrival.leave()
-                app = problem.response()
-                await incoming.discard()
-            await _listening(app, scope, unread, receive, counting_send)
-        except _Gone:
-            return
+            self._require_key(scope)
+            arrival = scope[SCOPE_KEY] = self._admit(path)
+            body = _Body(await self._read(scope, receive, arrival))
+            if arrival is not None:
+                arrival.take_place()
+            await self._app(scope, body.receive, counting_send)
+        except Problem as problem:
+            await problem.response()(scope, receive, counting_send)
         finally:
             if arrival is not None:
                 arrival.leave()
@@ -94,67 +79,44 @@ class Door:
         message = "a valid API key is needed: send it as 'Authorization: Bearer KEY'"
         raise Problem(401, message, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
 
-    async def _read(self, incoming: _Incoming, arrival: Arrival | None) -> bytes:
-        """The body; without an arrival it is counted and not kept. Raises Problem, _Gone."""
-        body, size = bytearray(), 0
-        with trio.move_on_after(BODY_S):
-            while incoming.more:
-                piece = await incoming.next()
+    async def _read(self, scope: Scope, receive: Receive, arrival: Arrival | None) -> bytes:
+        """The body; without an arrival it is counted and not kept. Raises Problem."""
+        too_large = Problem(413, f"the body is larger than {self._max_body_bytes} bytes", code="body_too_large")
+        if _declared_bytes(scope) > self._max_body_bytes:
+            raise too_large
+        body, size, more = bytearray(), 0, True
+        upload = trio.CancelScope() if arrival is None else arrival.upload
+        upload.deadline = trio.current_time() + BODY_S
+        with upload:
+            while more:
+                message = await receive()
+                piece, more = message["body"], message["more_body"]
                 size += len(piece)
                 if size > self._max_body_bytes:
-                    message = f"the body is larger than {self._max_body_bytes} bytes"
-                    raise Problem(413, message, code="body_too_large")
+                    raise too_large
                 if arrival is not None:
                     arrival.hold(len(piece))
                     body += piece
-            return bytes(body)
-        raise Problem(408, f"the body did not come within {BODY_S:g} s", code="body_too_slow")
+            if arrival is None or not arrival.was_ended:
+                return bytes(body)
+        reason = f"within {BODY_S:g} s"
+        if arrival is not None and arrival.was_ended:
+            reason = "fast enough, and other requests need its room"
+        raise Problem(408, f"the body did not come {reason}", code="body_too_slow")
 
 
-class _Incoming:
-    """A request's body, as it comes. more: whether there is some yet."""
+class _Body:
+    """A body that is here, as an app receives it. It is kept until then."""
 
-    def __init__(self, receive: Receive) -> None:
-        self._receive, self.more = receive, True
+    def __init__(self, body: bytes) -> None:
+        self._unread = [body]
 
-    async def next(self) -> bytes:
-        """Raises _Gone."""
-        message = await self._receive()
-        if message["type"] == "http.disconnect":
-            raise _Gone
-        self.more = message.get("more_body", False)
-        piece: bytes = message.get("body", b"")
-        return piece
-
-    async def discard(self) -> None:
-        """Raises _Gone."""
-        with trio.move_on_after(DISCARD_S):
-            while self.more:
-                await self.next()
+    async def receive(self) -> Message:
+        await trio.lowlevel.checkpoint()
+        if not self._unread:
+            await trio.sleep_forever()
+        return {"type": "http.request", "body": self._unread.pop(), "more_body": False}
 
 
-async def _listening(app: ASGIApp, scope: Scope, unread: list[bytes], receive: Receive, send: Send) -> None:
-    """Run ``app`` on a body that is here already, until it is done or the client leaves. unread: the body, alone."""
-    answered = False
-
-    async def replay() -> Message:
-        if unread:
-            return {"type": "http.request", "body": unread.pop(), "more_body": False}
-        await trio.sleep_forever()
-        raise AssertionError
-
-    async def noting_send(message: Message) -> None:
-        nonlocal answered
-        answered = message["type"] == "http.response.body" and not message.get("more_body", False)
-        await send(message)
-
-    async def watch() -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
-        if not answered:
-            nursery.cancel_scope.cancel()
-
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(watch)
-        await app(scope, replay, noting_send)
-        nursery.cancel_scope.cancel()
+def _declared_bytes(scope: Scope) -> int:
+    return next((int(value) for name, value in scope["headers"] if name == b"content-length"), 0)

@@ -3,10 +3,12 @@
 Rules
 1. What cannot work is said before anything starts: a configuration (ConfigError), an address (CannotListen).
 2. The socket listens while the stages load; until they have, work is refused and /health says how far they are. A stage
-   that cannot load ends the server with StageFailed. One that fails later does not: what goes without it goes on.
-3. The first SIGINT or SIGTERM drains: no new connections, ``drain_s`` for what is under way, then it is cancelled. The
-   second one kills; the kernel then takes the workers along. One that follows at once is the same one: process managers
-   that signal a process and its group send two.
+   that cannot load ends the server with StageFailed. One that fails later does not, unless that was asked for: requests
+   that do not need it are served, and it is tried again.
+3. The first SIGINT or SIGTERM drains: no new connections, ``drain_s`` for what is under way, then every request ends
+   and its client is told why (``listener``). The second one kills; the kernel then takes the workers along. One that
+   follows at once is the same one: process managers that signal a process and its group send two.
+4. Clients cannot use up the process's descriptors: enough are kept to start every worker again (``descriptors``).
 """
 
 from __future__ import annotations
@@ -16,36 +18,41 @@ import logging
 import os
 import signal
 import socket
-import stat
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from ipaddress import ip_address
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
-import hypercorn.config
-import hypercorn.trio
 import trio
+from starlette.types import ASGIApp
 
 from omni_actors import config as configuration
 from omni_actors.config import Pipeline
 from omni_actors.errors import OmniError, StageFailed
 from omni_actors.serve.app import build
-from omni_actors.serve.defaults import API_KEY_VARIABLE, DRAIN_S, HOST, MAX_BODY_BYTES, PORT
+from omni_actors.serve.defaults import (
+    API_KEY_VARIABLE,
+    DRAIN_S,
+    HOST,
+    MAX_BODY_BYTES,
+    MAX_CONNECTIONS,
+    MAX_CONNECTIONS_PER_ADDRESS,
+    PORT,
+)
+from omni_actors.serve.descriptors import Descriptors
 from omni_actors.serve.keys import clean_key
+from omni_actors.serve.listener import Listener
 from omni_actors.serve.media import Media
 from omni_actors.serve.origins import clean_host, clean_origin
+from omni_actors.serve.wire import UNREAD_S
 from omni_actors.system import Health, OmniSystem
 
-if TYPE_CHECKING:
-    from hypercorn.typing import Framework
-
-CUT_S = 0.5
-"""After the drain: connections to clients that do not even read are shut then."""
 SAME_SIGNAL_S = 0.25
-UNREAD_S = 60
-"""A client that takes nothing off its connection for so long is dropped."""
+SEND_BUFFER_BYTES = 128 * 1024
+"""The kernel doubles it. That much of an answer may wait for a client outside of all limits."""
+BACKLOG = 1024
 
 log = logging.getLogger("omni_actors.serve")
 
@@ -68,20 +75,25 @@ async def serve(
     allow_hosts: Collection[str] = (),
     overrides: Mapping[str, Any] | None = None,
     drain_s: float = DRAIN_S,
+    max_connections: int = MAX_CONNECTIONS,
+    max_connections_per_address: int = MAX_CONNECTIONS_PER_ADDRESS,
+    exit_on_failed_stage: bool = False,
     announce: Callable[[str], None] = print,
 ) -> None:
     """Serve a pipeline until SIGINT or SIGTERM; then every process is reaped. port 0: one that is free.
 
     api_key: what a client must send; None serves everybody. max_body_bytes: of a request and the files that its URLs
     name. media: where those may be; None: nowhere, so that a request brings what it needs. allow_origins: of web pages
-    that may use the server. allow_hosts: which Host headers are answered; none: any. announce: called with one line
-    when the server listens and one when it is ready.
+    that may use the server. allow_hosts: which Host headers are answered; none: any. max_connections: of all clients;
+    fewer where the process may not open so many files. exit_on_failed_stage: end with StageFailed when a stage is given
+    up, instead of trying it again. announce: called with one line when the server listens and one when it is ready.
     Raises ValueError (a key, an origin or a host that is none), ConfigError, CannotListen, StageFailed (a stage that
-    cannot load).
+    cannot load, or is given up and ``exit_on_failed_stage``).
     """
     key = None if api_key is None else clean_key(api_key)
     origins, hosts = frozenset(map(clean_origin, allow_origins)), frozenset(map(clean_host, allow_hosts))
     pipeline = configuration.load(config, overrides)
+    descriptors = Descriptors.of_this_process()
     failure: OmniError | None = None
     async with trio.open_nursery() as nursery:
         stop: trio.Event = await nursery.start(_follow_signals)
@@ -90,8 +102,18 @@ async def serve(
                 if key is None:
                     _warn_where_open(listener)
                 async with OmniSystem.open(pipeline, wait_ready=False) as system:
-                    server = _Server(system, listener, stop, drain_s, announce)
-                    await server.run(key, max_body_bytes, media or Media(), origins, hosts)
+                    server = _Server(system, listener, stop, drain_s, announce, exit_on_failed_stage)
+                    app = partial(
+                        build,
+                        system,
+                        api_key=key,
+                        max_body_bytes=max_body_bytes,
+                        media=media or Media(),
+                        origins=origins,
+                        hosts=hosts,
+                    )
+                    most = descriptors.room(max_connections, reserved=system.descriptors)
+                    await server.run(app, most, max_connections_per_address)
         except OmniError as error:
             failure = error  # raised below as it is, not inside the nursery's exception group
         nursery.cancel_scope.cancel()
@@ -120,60 +142,32 @@ class _Server:
         stop: trio.Event,
         drain_s: float,
         announce: Callable[[str], None],
+        exits_on_failed_stage: bool,
     ) -> None:
         self._system, self._listener, self._stop = system, listener, stop
-        self._drain_s, self._announce = drain_s, announce
+        self._drain_s, self._announce, self._exits_on_failed_stage = drain_s, announce, exits_on_failed_stage
         self._has_loaded = False
         self._failure: StageFailed | None = None
         host, port, *_ = listener.getsockname()
-        self._port = port
         self._url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
-    async def run(
-        self,
-        api_key: str | None,
-        max_body_bytes: int,
-        media: Media,
-        origins: Collection[str],
-        hosts: Collection[str],
-    ) -> None:
-        app = build(
-            self._system,
-            api_key=api_key,
-            max_body_bytes=max_body_bytes,
-            media=media,
-            has_loaded=lambda: self._has_loaded,
-            origins=origins,
-            hosts=hosts,
-        )
+    async def run(self, make_app: Callable[..., ASGIApp], max_connections: int, max_per_address: int) -> None:
+        app = make_app(has_loaded=lambda: self._has_loaded)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._follow_stages)
-            nursery.start_soon(self._cut_those_left)
-            framework = cast("Framework", app)  # Starlette's names for the same types
-            serve_http = partial(
-                hypercorn.trio.serve, framework, self._http_config(), shutdown_trigger=self._stop.wait, mode="asgi"
-            )
-            async with trio.open_nursery() as connections:
-                await connections.start(serve_http)
-                self._announce(f"listening on {self._url}; {self._system.pipeline.name!r} is loading")
+            listener = Listener(self._listener, app, max_connections=max_connections, max_per_address=max_per_address)
+            self._announce(f"listening on {self._url}; {self._system.pipeline.name!r} is loading")
+            await listener.run(self._stop, self._drain_s, lambda: self._system.abort_all("the server is shutting down"))
             nursery.cancel_scope.cancel()
         if self._failure is not None:
             raise self._failure
-
-    def _http_config(self) -> hypercorn.config.Config:
-        config = hypercorn.config.Config()
-        config.bind = [f"fd://{self._listener.detach()}"]  # hypercorn closes it, first of all when it drains
-        config.graceful_timeout = self._drain_s
-        config.loglevel = "WARNING"
-        config.include_server_header = False
-        return config
 
     async def _follow_stages(self) -> None:
         """Say when all are loaded, and when one dies."""
         exits: dict[tuple[str, int], str | None] = {}
         while True:
             health = self._system.health()
-            if not self._has_loaded and self._system.dead_error is not None:
+            if self._system.dead_error is not None and (self._exits_on_failed_stage or not self._has_loaded):
                 self._failure = self._system.dead_error
                 self._stop.set()
                 return
@@ -183,12 +177,6 @@ class _Server:
                 self._announce(f"ready: {self._url}/v1 serves {self._system.pipeline.name!r}")
             _log_exits(health, exits)
             await self._system.wait_changed()
-
-    async def _cut_those_left(self) -> None:
-        """hypercorn's sends cannot be cancelled: one to a client that does not read would hold the server up."""
-        await self._stop.wait()
-        await trio.sleep(self._drain_s + CUT_S)
-        _cut_connections(self._port)
 
 
 def _log_exits(health: Health, known: dict[tuple[str, int], str | None]) -> None:
@@ -212,13 +200,14 @@ def _listening_socket(host: str, port: int) -> Iterator[socket.socket]:
         raise CannotListen(host, port, str(error)) from error
     with listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        # Connections inherit both.
+        # Connections inherit all three.
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNREAD_S * 1000)
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(UNREAD_S * 1000))
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
         try:
             listener.bind(address)
             # Another server that has bound the address may not listen yet; this is where the second one is told.
-            listener.listen()
+            listener.listen(BACKLOG)
         except OSError as error:
             raise CannotListen(host, port, os.strerror(error.errno or 0)) from error
         yield listener
@@ -230,33 +219,3 @@ def _warn_where_open(listener: socket.socket) -> None:
     if not ip_address(host).is_loopback:
         message = "no API key: every machine that reaches %s port %d can use this server; set --api-key or %s"
         log.warning(message, host, port, API_KEY_VARIABLE)
-
-
-def _cut_connections(port: int) -> None:
-    for connection in _connections(port):
-        # One that its peer has reset is no longer connected (ENOTCONN): that is as good.
-        with connection, suppress(OSError):
-            connection.shutdown(socket.SHUT_RDWR)
-
-
-def _connections(port: int) -> Iterator[socket.socket]:
-    """Duplicates of this process's connections on a local port. hypercorn keeps them to itself."""
-    for name in os.listdir("/proc/self/fd"):
-        try:
-            fd = os.dup(int(name))
-        except OSError:
-            continue  # the listing's own descriptor
-        if not stat.S_ISSOCK(os.fstat(fd).st_mode):
-            os.close(fd)
-            continue
-        connection = socket.socket(fileno=fd)
-        is_ours = (
-            connection.family in (socket.AF_INET, socket.AF_INET6)
-            and connection.type == socket.SOCK_STREAM
-            and not connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-            and connection.getsockname()[1] == port
-        )
-        if is_ours:
-            yield connection
-        else:
-            connection.close()

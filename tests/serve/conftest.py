@@ -158,13 +158,18 @@ Start = Callable[..., AbstractContextManager[Server]]
 
 @pytest.fixture(scope="session")
 def command() -> Callable[..., subprocess.Popen[bytes]]:
-    """Start ``python -m omni_actors.serve`` with arguments. Its workers can import the engines of these tests."""
+    """Start ``python -m omni_actors.serve`` with arguments. Its workers can import the engines of these tests.
 
-    def start(*arguments: str, stdout: Any, stderr: Any) -> subprocess.Popen[bytes]:
+    files: how many descriptors it may have.
+    """
+
+    def start(*arguments: str, stdout: Any, stderr: Any, files: int | None = None) -> subprocess.Popen[bytes]:
         root = HERE.parent.parent
         path = os.pathsep.join([str(root), str(HERE), os.environ.get("PYTHONPATH", "")])
         environment = {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
         command = [sys.executable, "-m", "omni_actors.serve", *arguments]
+        if files is not None:
+            command = ["sh", "-c", 'ulimit -n "$0" && exec "$@"', str(files), *command]
         return subprocess.Popen(command, stdout=stdout, stderr=stderr, env=environment, cwd=root)
 
     return start
@@ -180,7 +185,11 @@ def start(
 
     @contextmanager
     def open_server(
-        *arguments: str, config: str = STUDIO, api_key: str | None = None, ready: bool = True
+        *arguments: str,
+        config: str = STUDIO,
+        api_key: str | None = None,
+        ready: bool = True,
+        files: int | None = None,
     ) -> Iterator[Server]:
         folder = tmp_path_factory.mktemp("server")
         if "\n" in config:
@@ -190,7 +199,7 @@ def start(
             arguments = (*arguments, "--api-key", api_key)
         stdout, stderr = folder / "stdout", folder / "stderr"
         with stdout.open("wb") as out, stderr.open("wb") as err:
-            process = command(config, "--port", "0", *arguments, stdout=out, stderr=err)
+            process = command(config, "--port", "0", *arguments, stdout=out, stderr=err, files=files)
         try:
             server = Server(process, stdout, stderr, api_key, wait_ended)
             with server.http:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -18,8 +18,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from omni_actors.generation import AudioChunk
 from omni_actors.serve import audio
-from omni_actors.serve.arrivals import SCOPE_KEY, Arrivals
-from omni_actors.serve.door import BODY_S, DISCARD_S, Door
+from omni_actors.serve.arrivals import GRACE_S, SCOPE_KEY, Arrivals
+from omni_actors.serve.door import BODY_S, Door
 from omni_actors.serve.problems import Problem
 
 
@@ -64,6 +64,7 @@ class Building:
         with suppress(Problem):
             while True:
                 taken.append(self.arrivals.admit())
+                taken[-1].take_place()
         for arrival in taken:
             arrival.leave()
         return len(taken), self.arrivals.bytes
@@ -78,6 +79,7 @@ class Visitor:
         nursery: trio.Nursery,
         path: str = "/work",
         on_answer: Callable[[], None] = lambda: None,
+        headers: Sequence[tuple[bytes, bytes]] = (),
     ) -> None:
         self._say, receive = trio.open_memory_channel[Message](100)
         self.answer: list[Message] = []
@@ -87,14 +89,22 @@ class Visitor:
             on_answer()
             self.answer.append(message)
 
-        scope = {"type": "http", "path": path, "headers": []}
-        nursery.start_soon(building.door, scope, receive.receive, send)
+        self._connection = trio.CancelScope()
+
+        async def call() -> None:
+            scope = {"type": "http", "path": path, "headers": headers}
+            with self._connection:
+                await building.door(scope, receive.receive, send)
+
+        nursery.start_soon(call)
 
     async def sends(self, body: bytes, *, more: bool = False) -> None:
         await self._says({"type": "http.request", "body": body, "more_body": more})
 
     async def leaves(self) -> None:
-        await self._says({"type": "http.disconnect"})
+        """As the connection says it: it cancels what its client has asked for."""
+        self._connection.cancel()
+        await trio.testing.wait_all_tasks_blocked()
 
     async def _says(self, message: Message) -> None:
         self._say.send_nowait(message)
@@ -111,11 +121,11 @@ class Visitor:
         return headers.get(b"retry-after", b"").decode()
 
 
-async def test_a_request_holds_place_and_bytes_until_its_work_begins(nursery: trio.Nursery) -> None:
+async def test_an_upload_holds_bytes_and_a_whole_request_a_place_too(nursery: trio.Nursery) -> None:
     building = Building()
     visitor = Visitor(building, nursery)
     await visitor.sends(bytes(20), more=True)
-    assert building.state() == (2, 20)
+    assert building.state() == (3, 20)
     await visitor.sends(bytes(30))
     assert building.handler.bodies == [bytes(50)]
     assert building.state() == (2, 50)
@@ -130,7 +140,7 @@ async def test_a_request_holds_place_and_bytes_until_its_work_begins(nursery: tr
 
 
 @pytest.mark.parametrize("in_flight", [0, 2, 3])
-async def test_arrivals_and_requests_in_flight_share_the_places(nursery: trio.Nursery, in_flight: int) -> None:
+async def test_whole_requests_and_those_in_flight_share_the_places(nursery: trio.Nursery, in_flight: int) -> None:
     building = Building()
     building.in_flight = in_flight
     visitors = [Visitor(building, nursery) for _ in range(4)]
@@ -141,33 +151,77 @@ async def test_arrivals_and_requests_in_flight_share_the_places(nursery: trio.Nu
     assert [(visitor.status, visitor.retry_after) for visitor in refused] == [(429, "7")] * (1 + in_flight)
 
 
-async def test_bodies_share_one_budget_and_the_one_that_passes_it_is_refused(nursery: trio.Nursery) -> None:
+async def test_a_full_system_refuses_a_request_on_its_head(nursery: trio.Nursery) -> None:
+    building = Building()
+    building.in_flight = 3
+    visitor = Visitor(building, nursery)
+    await trio.testing.wait_all_tasks_blocked()
+    assert visitor.status == 429
+
+
+async def test_a_body_that_is_declared_too_large_is_refused_on_its_head(nursery: trio.Nursery) -> None:
+    visitor = Visitor(Building(), nursery, headers=[(b"content-length", b"61")])
+    await trio.testing.wait_all_tasks_blocked()
+    assert visitor.status == 413
+
+
+async def test_bodies_share_one_budget_and_a_newcomer_that_passes_it_is_refused(nursery: trio.Nursery) -> None:
     building = Building()
     first, second, third = (Visitor(building, nursery) for _ in range(3))
     await first.sends(bytes(60))
     await second.sends(bytes(40), more=True)
-    assert building.state() == (0, 100)
+    assert building.state() == (2, 100)
     await third.sends(b"x", more=True)
-    assert building.state() == (1, 100)
-    assert not third.answer  # it is still sending
-    await third.sends(b"x")
     assert (third.status, third.retry_after) == (429, "7")
-    assert building.state() == (1, 100)
+    assert building.state() == (2, 100)
     await second.sends(b"")
     assert building.handler.bodies == [bytes(60), bytes(40)]
 
 
+async def test_the_slowest_upload_makes_room_for_others(
+    nursery: trio.Nursery, autojump_clock: trio.testing.MockClock
+) -> None:
+    """Where it had its time to show its rate. One that is whole is no upload."""
+    building = Building()
+    whole, quick, slow = (Visitor(building, nursery) for _ in range(3))
+    await whole.sends(bytes(10))
+    await quick.sends(bytes(50), more=True)
+    await slow.sends(bytes(40), more=True)
+    await trio.sleep(GRACE_S)
+    newcomer = Visitor(building, nursery)
+    await newcomer.sends(bytes(30), more=True)
+    assert slow.status == 408
+    assert building.state() == (2, 90)
+    await quick.sends(b"")
+    await newcomer.sends(b"")
+    assert building.handler.bodies == [bytes(10), bytes(50), bytes(30)]
+
+
+async def test_an_upload_that_is_itself_the_slowest_ends(
+    nursery: trio.Nursery, autojump_clock: trio.testing.MockClock
+) -> None:
+    building = Building()
+    quick, slow = (Visitor(building, nursery) for _ in range(2))
+    await quick.sends(bytes(60), more=True)
+    await slow.sends(bytes(40), more=True)
+    await trio.sleep(GRACE_S)
+    await slow.sends(b"x")
+    assert slow.status == 408
+    assert building.state() == (3, 60)
+    assert not building.handler.bodies
+
+
 @pytest.mark.parametrize("sent", [0, 50])
-async def test_who_leaves_before_its_request_is_whole_gives_all_back(nursery: trio.Nursery, sent: int) -> None:
+async def test_a_client_that_leaves_before_its_request_is_whole_holds_nothing(nursery: trio.Nursery, sent: int) -> None:
     building = Building()
     visitor = Visitor(building, nursery)
     await visitor.sends(bytes(sent), more=True)
-    assert building.state() == (2, sent)
+    assert building.state() == (3, sent)
     await visitor.leaves()
     assert (building.state(), visitor.answer) == ((3, 0), [])
 
 
-async def test_who_leaves_before_its_work_begins_gives_all_back(nursery: trio.Nursery) -> None:
+async def test_a_client_that_leaves_before_its_work_begins_holds_nothing(nursery: trio.Nursery) -> None:
     building = Building()
     visitor = Visitor(building, nursery)
     await visitor.sends(bytes(50))
@@ -176,25 +230,26 @@ async def test_who_leaves_before_its_work_begins_gives_all_back(nursery: trio.Nu
     assert (building.state(), visitor.answer) == ((3, 0), [])
 
 
-async def test_a_body_over_its_own_limit_gives_all_back_and_is_told_so(nursery: trio.Nursery) -> None:
+async def test_a_body_over_its_own_limit_gives_all_back_and_is_told_so_at_once(nursery: trio.Nursery) -> None:
     building = Building()
     visitor = Visitor(building, nursery)
     await visitor.sends(bytes(61), more=True)
     assert building.state() == (3, 0)
-    await visitor.sends(bytes(1000))
     assert visitor.status == 413
 
 
 async def test_a_body_that_does_not_come_gives_all_back(
     nursery: trio.Nursery, autojump_clock: trio.testing.MockClock
 ) -> None:
+    """A byte now and then does not keep it."""
     building = Building()
     visitor = Visitor(building, nursery)
-    await visitor.sends(bytes(50), more=True)
-    await trio.sleep(BODY_S + 0.1)
-    assert building.state() == (3, 0)
-    await trio.sleep(DISCARD_S)
+    for _ in range(int(BODY_S / 2)):
+        await visitor.sends(b"x", more=True)
+        await trio.sleep(2)
+    await trio.sleep(0.1)
     assert visitor.status == 408
+    assert building.state() == (3, 0)
 
 
 async def test_a_place_is_free_before_its_client_sees_the_answer(nursery: trio.Nursery) -> None:

@@ -97,20 +97,17 @@ def test_more_requests_than_fit_are_told_when_to_come_back(slow: Any) -> None:
     slow.wait_metric(IN_FLIGHT, 0)
 
 
-def test_a_request_that_still_comes_in_takes_a_place(slow: Any) -> None:
-    """So what is sent meanwhile is refused before anybody looks at its body; and leaving gives the place back."""
+def test_slow_uploads_take_no_place(slow: Any) -> None:
+    """However many there are; and when their clients leave, nothing of them is kept."""
     slow.wait_metric(IN_FLIGHT, 0)
     head = b"POST /v1/audio/transcriptions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer sesame\r\n"
     with contextlib.ExitStack() as coming:
-        for number in (1, 2):
+        for number in range(1, 6):
             bare = coming.enter_context(socket.create_connection(("127.0.0.1", slow.port)))
             bare.sendall(head + b"Content-Length: 9\r\n\r\n{")
             slow.wait_metric(ARRIVING, number)
-        answer = slow.http.post("/v1/chat/completions", content=b"no JSON")
-        assert (answer.status_code, answer.json()["error"]["code"]) == (429, "overloaded")
-        assert int(answer.headers["retry-after"]) >= 1
+        assert slow.http.post("/v1/chat/completions", content=b"no JSON").status_code == 400
     slow.wait_metric(ARRIVING, 0)
-    assert slow.http.post("/v1/chat/completions", content=b"no JSON").status_code == 400
 
 
 def test_a_request_under_way_takes_one_place_and_not_two(start: Start, recording: Callable[..., bytes]) -> None:

@@ -1,0 +1,147 @@
+"""One connection: requests one after the other, each by its deadline, until either side ends it.
+
+Rules
+1. The first head is here ``HEAD_S`` after the connection was accepted, each further one ``HEAD_S`` after its first
+   byte. No byte in between extends that. A connection without a request is kept for ``IDLE_S``.
+2. A head is bounded, and free of the control characters for which h11 would need quadratic time, before h11 sees it.
+3. What is no HTTP is answered with its status and OpenAI's error object. Then the connection is closed.
+4. An answer that a client may still be too busy sending to read is followed by ``linger``, not by a reset.
+
+A later route for a protocol on top of HTTP takes the wire over here, after a 101: its buffer holds what came after the
+request.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from email.utils import formatdate
+from http import HTTPStatus
+
+import h11
+import trio
+from starlette.types import ASGIApp
+
+from omni_actors.serve.exchange import Exchange
+from omni_actors.serve.problems import Problem
+from omni_actors.serve.wire import PeerGone, Wire
+
+HEAD_S = 10.0
+IDLE_S = 75.0
+"""Longer than proxies keep theirs (60 s): a proxy that reuses a connection must not meet one that is being closed."""
+MAX_HEAD_BYTES = 64 * 1024
+
+_ILLEGAL = re.compile(rb"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]|\r(?!\n)")
+
+log = logging.getLogger("omni_actors.serve")
+
+
+class Connection:
+    """Serves ``app`` on one socket. Raises OSError where that is connected no more."""
+
+    def __init__(self, sock: trio.socket.SocketType, app: ASGIApp) -> None:
+        self._wire, self._app = Wire(sock), app
+        self._idle = trio.CancelScope()
+        """Around the wait for a request's first byte."""
+        self.idle_since: float | None = None
+        """Trio's time; None while a request is under way, and from ``stop`` on."""
+        self._is_stopping = False
+        self._exchange: Exchange | None = None
+        """The request under way, or the one before."""
+
+    @property
+    def client(self) -> tuple[str, int]:
+        """The peer's address and port."""
+        return self._wire.client
+
+    def close(self) -> None:
+        """Give up the socket; ``serve`` has ended."""
+        self._wire.close()
+
+    def stop(self) -> None:
+        """Close the connection when the request under way is answered; at once where there is none."""
+        self._is_stopping, self.idle_since = True, None
+        self._idle.cancel()
+        if self._exchange is not None:
+            self._exchange.stop()
+
+    async def serve(self) -> None:
+        """Answer requests until either side closes. Raises what the app raises."""
+        try:
+            await self._serve()
+        except PeerGone:
+            pass
+        except Problem as problem:
+            await self._refuse(problem)
+        except h11.RemoteProtocolError as error:
+            await self._refuse(Problem(error.error_status_hint, str(error), code="invalid_http"))
+        except Exception:
+            await self._refuse(Problem(500, "internal error", type="server_error", code="internal_error"))
+            raise
+        finally:
+            if self._exchange is not None and self._exchange.looks_whole_when_cut:
+                self._wire.reset_on_close()
+
+    async def _serve(self) -> None:
+        """Raises PeerGone, Problem, h11.RemoteProtocolError, and what the app raises."""
+        patience_s = HEAD_S
+        accepted: float | None = trio.current_time()
+        while await self._wait_first_byte(patience_s):
+            head = await self._read_head((accepted or trio.current_time()) + HEAD_S)
+            exchange = self._exchange = Exchange(self._wire, head, is_last=self._is_stopping)
+            await exchange.run(self._app)
+            if not exchange.may_go_on:
+                if exchange.complete and (self._wire.buffer or not exchange.is_whole):
+                    await self._wire.linger()
+                return
+            patience_s, accepted = IDLE_S, None
+
+    async def _wait_first_byte(self, within_s: float) -> bool:
+        """Whether a request begins. Raises PeerGone."""
+        if self._is_stopping or self._wire.buffer:
+            return not self._is_stopping
+        self.idle_since = trio.current_time()
+        with trio.move_on_after(within_s) as self._idle:
+            return await self._wire.fill()
+        return False
+
+    async def _read_head(self, deadline: float) -> bytes:
+        """Raises Problem, PeerGone."""
+        self._exchange = self.idle_since = None
+        with trio.CancelScope(deadline=deadline):
+            while (head := self._wire.take_head()) is None:
+                if len(self._wire.buffer) > MAX_HEAD_BYTES:
+                    break
+                if not await self._wire.fill():
+                    raise PeerGone
+            if head is None or len(head) > MAX_HEAD_BYTES:
+                message = f"the request's head is larger than {MAX_HEAD_BYTES} bytes"
+                raise Problem(431, message, code="head_too_large")
+            if _ILLEGAL.search(head):
+                raise Problem(400, "the request's head has a control character in it", code="invalid_http")
+            return head
+        raise Problem(408, f"the request's head did not come within {HEAD_S:g} s", code="head_too_slow")
+
+    async def _refuse(self, problem: Problem) -> None:
+        if self._exchange is None or not self._exchange.begun:
+            log.info("a request from %s:%d is refused: %s", *self.client, problem)
+            try:
+                await self._wire.write(refusal(problem))
+            except PeerGone:
+                return
+            await self._wire.linger()
+
+
+def refusal(problem: Problem) -> bytes:
+    """A whole answer that ends its connection."""
+    body = problem.body()
+    headers = {
+        "content-type": "application/json",
+        "content-length": str(len(body)),
+        "date": formatdate(usegmt=True),
+        "connection": "close",
+        **problem.headers,
+    }
+    lines = [f"HTTP/1.1 {problem.status} {HTTPStatus(problem.status).phrase}"]
+    lines += [f"{name}: {value}" for name, value in headers.items()]
+    return "\r\n".join([*lines, "", ""]).encode("latin-1") + body

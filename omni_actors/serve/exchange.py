@@ -1,0 +1,272 @@
+"""One request and its answer: h11's events on one side, ASGI on the other.
+
+Rules
+1. Each request has an h11 connection of its own. It gets the head, which ``connection`` has checked, then the body in
+   small pieces: nothing that a peer sends costs h11 more than some milliseconds at a time.
+2. ``receive`` reads from the socket only what the app asks for, and sends "100 Continue" only then.
+3. A peer that leaves cancels the handler. There is no "http.disconnect" message.
+4. Once the request is whole, the exchange watches for its peer. Pipelined bytes are kept, up to ``PIPELINED_BYTES``; a
+   peer that sends more is dropped.
+
+**A peer that has closed, or only half of its connection.** Both look the same at first: the end of what it sends. They
+differ in what the peer's kernel says to data: it resets a connection that was closed, and takes the data of one that
+was half closed. So after that end the exchange sends something without a meaning, again and again at growing intervals:
+before the answer begins an interim "100 Continue", which a client of HTTP/1.1 has to skip; in a stream of server-sent
+events a comment (each piece of such a stream has to be whole events). A reset cancels the handler; otherwise the peer
+gets its answer. In any other stream the answer's next piece is the test. HTTP/1.0 has no interim answers: its peer gets
+``UNPROBED_S`` for the answer to begin.
+"""
+
+from __future__ import annotations
+
+from email.utils import formatdate
+from typing import NoReturn
+from urllib.parse import unquote
+
+import h11
+import trio
+from starlette.types import ASGIApp, Message, Scope
+
+from omni_actors.serve.problems import Problem
+from omni_actors.serve.wire import PIECE_BYTES, PeerGone, Wire
+
+CHUNKED_BYTES, CHUNKED_PIECES = 1024, 8
+"""h11 gets a chunked body in such pieces, and so many in one turn of the event loop: it takes quadratic time for some
+trailers, and some microseconds for each chunk. A chunk's head, and the trailer, may be as long as one piece."""
+PIPELINED_BYTES = 64 * 1024
+PROBE_S, PROBE_MAX_S = 0.01, 1.0
+"""Between two probes of a peer that sends no more: at first, and at last."""
+UNPROBED_S = 5.0
+_SSE_COMMENT = b":\n\n"
+
+
+class Exchange:
+    """A request whose head is here. is_last: the connection is to be closed after the answer.
+
+    Raises h11.RemoteProtocolError, Problem.
+    """
+
+    def __init__(self, wire: Wire, head: bytes, *, is_last: bool) -> None:
+        self._wire, self._is_last = wire, is_last
+        self._h11 = h11.Connection(h11.SERVER, max_incomplete_event_size=CHUNKED_BYTES)
+        self._h11.receive_data(head)
+        request = self._h11.next_event()
+        assert isinstance(request, h11.Request), "the head is whole"
+        _require_sound(request)
+        self._scope = _scope(request, wire)
+        self._piece_bytes = CHUNKED_BYTES if _has(request, b"transfer-encoding") else PIECE_BYTES
+        self._has_bodiless_answer = request.method == b"HEAD"
+        self._whole = trio.Event()
+        """Set when the request's body is here."""
+        self._parse()
+        self._is_received = False
+        """Whether the app has the last of the body."""
+        self._handler, self._watching = trio.CancelScope(), trio.CancelScope()
+        self._turn = trio.Lock()
+        """Held by whoever sends: the handler, or the watch for the peer."""
+        self._head = b""
+        """The answer's head, until its first piece is sent along."""
+        self._is_sse = self._has_left = False
+        self.begun = self.complete = False
+        """Of the answer."""
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the request's body is here."""
+        return self._whole.is_set()
+
+    @property
+    def may_go_on(self) -> bool:
+        """Whether another request may follow on this connection."""
+        return self._h11.our_state is h11.DONE and self._h11.their_state is h11.DONE
+
+    @property
+    def looks_whole_when_cut(self) -> bool:
+        """Whether the answer was cut, and its client knows its end by the connection's alone."""
+        return self.begun and not self.complete and self._scope["http_version"] == "1.0"
+
+    def stop(self) -> None:
+        """Close the connection after the answer, if that has not begun."""
+        self._is_last = True
+
+    async def run(self, app: ASGIApp) -> None:
+        """Let ``app`` answer. Raises PeerGone, h11.RemoteProtocolError, and what ``app`` raises."""
+        failure: Exception | None = None
+        async with trio.open_nursery() as nursery:
+            self._handler = nursery.cancel_scope
+            nursery.start_soon(self._watch)
+            try:
+                await app(self._scope, self.receive, self.send)
+            except Exception as error:  # noqa: BLE001
+                failure = error  # raised below as it is, not inside the nursery's exception group
+            nursery.cancel_scope.cancel()
+        if self._has_left:
+            raise PeerGone
+        if failure is not None:
+            raise failure
+        if not self.begun:
+            raise RuntimeError("the app has not answered")
+
+    # the request
+
+    async def receive(self) -> Message:
+        """The next piece of the body. After the last one it waits until it is cancelled."""
+        await trio.lowlevel.checkpoint()
+        if self._is_received:
+            await trio.sleep_forever()
+        try:
+            if self._h11.they_are_waiting_for_100_continue:
+                await self._interim()
+            while not (body := self._parse_buffer()) and not self._whole.is_set():
+                if not await self._wire.fill():
+                    await self._leave()
+        except PeerGone:
+            await self._leave()
+        self._is_received = self._whole.is_set()
+        return {"type": "http.request", "body": body, "more_body": not self._is_received}
+
+    def _parse_buffer(self) -> bytes:
+        """The next part of the body that is here. Raises h11.RemoteProtocolError."""
+        body = bytearray()
+        for _ in range(CHUNKED_PIECES):
+            if self._whole.is_set() or not self._wire.buffer:
+                break
+            self._h11.receive_data(self._wire.take(self._piece_bytes))
+            body += self._parse()
+        return bytes(body)
+
+    def _parse(self) -> bytes:
+        """What h11 has of the body now. Raises h11.RemoteProtocolError."""
+        body = bytearray()
+        while not self._whole.is_set():
+            match self._h11.next_event():
+                case h11.Data(data=data):
+                    body += data
+                case h11.EndOfMessage():
+                    self._whole.set()
+                    self._wire.put_back(self._h11.trailing_data[0])
+                case _:
+                    break
+        return bytes(body)
+
+    async def _leave(self) -> NoReturn:
+        """The peer is gone: end the handler. Does not return."""
+        self._has_left = True
+        self._handler.cancel()
+        await trio.sleep_forever()
+        raise AssertionError
+
+    # the answer
+
+    async def send(self, message: Message) -> None:
+        """Take a message of the answer. Returns when the kernel has it; the head goes with the first piece."""
+        more = message.get("more_body", False)
+        async with self._turn:
+            if message["type"] == "http.response.start":
+                self._begin(message["status"], message.get("headers", ()))
+                return
+            body = b"" if self._has_bodiless_answer else message.get("body", b"")
+            pieces = self._take_head()
+            if body:
+                pieces += self._h11.send_with_data_passthrough(h11.Data(data=body)) or []
+            if not more:
+                pieces.append(self._h11.send(h11.EndOfMessage()))
+                self._watching.cancel()
+            await self._write(*pieces)
+            self.complete = not more
+
+    def _begin(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+        named = {name.lower(): value for name, value in headers}
+        added = [(b"date", formatdate(usegmt=True).encode())]
+        if self._is_last or not self._whole.is_set():
+            added.append((b"connection", b"close"))
+        self._head = self._h11.send(h11.Response(status_code=status, headers=[*headers, *added]))
+        self._is_sse = named.get(b"content-type", b"").startswith(b"text/event-stream")
+        self._has_bodiless_answer |= status in (204, 304)
+        self.begun = True
+
+    def _take_head(self) -> list[bytes]:
+        head, self._head = self._head, b""
+        return [head]
+
+    async def _interim(self) -> None:
+        await self._write(self._h11.send(h11.InformationalResponse(status_code=100, headers=[], reason=b"Continue")))
+
+    async def _write(self, *pieces: bytes) -> None:
+        try:
+            await self._wire.write(*pieces)
+        except PeerGone:
+            await self._leave()
+
+    # the peer
+
+    async def _watch(self) -> None:
+        """Cancel the handler when the peer leaves after its request is whole, and before its answer is."""
+        with self._watching:
+            await self._whole.wait()
+            try:
+                while await self._wire.fill():
+                    if len(self._wire.buffer) > PIPELINED_BYTES:
+                        await self._leave()
+                await self._wait_gone()
+            except PeerGone:
+                pass
+            await self._leave()
+
+    async def _wait_gone(self) -> None:
+        """Until a peer that sends no more has closed its connection for good. Raises PeerGone for a reset."""
+        pause_s = PROBE_S
+        until = trio.current_time() + UNPROBED_S
+        while self.begun or self._scope["http_version"] != "1.0" or trio.current_time() < until:
+            await self._probe()
+            await trio.sleep(pause_s)
+            self._wire.require_no_error()
+            pause_s = min(2 * pause_s, PROBE_MAX_S)
+
+    async def _probe(self) -> None:
+        """Send what has no meaning, where such a thing exists and the handler is not sending anyway."""
+        if self._turn.locked():
+            return
+        async with self._turn:
+            if self.begun and self._is_sse and not self._has_bodiless_answer:
+                data = self._h11.send_with_data_passthrough(h11.Data(data=_SSE_COMMENT)) or []
+                await self._write(*self._take_head(), *data)
+            elif not self.begun and self._scope["http_version"] != "1.0":
+                await self._interim()
+
+
+def _require_sound(request: h11.Request) -> None:
+    """Refuse what h11 lets pass. Raises Problem."""
+    if request.http_version[:1] != b"1":
+        message = f"HTTP/{request.http_version.decode()} is not spoken here; accepted: HTTP/1.1"
+        raise Problem(505, message, code="unsupported_http_version")
+    if request.method == b"CONNECT":
+        raise Problem(405, "this server is not a proxy", code="method_not_allowed")
+    if _has(request, b"transfer-encoding") and (
+        _has(request, b"content-length") or request.http_version < b"1.1"  # whose end would others take for the body's?
+    ):
+        raise Problem(400, "the body has two lengths: Content-Length and Transfer-Encoding", code="invalid_http")
+
+
+def _has(request: h11.Request, name: bytes) -> bool:
+    return any(found == name for found, _ in request.headers)
+
+
+def _scope(request: h11.Request, wire: Wire) -> Scope:
+    target, _, query = request.target.partition(b"?")
+    if not target.startswith(b"/") and b"://" in target:  # the form for proxies: http://host/path
+        target = b"/" + target.partition(b"://")[2].partition(b"/")[2]
+    return {
+        "type": "http",
+        "asgi": {"version": "3.0", "spec_version": "2.5"},
+        "http_version": "1.0" if request.http_version == b"1.0" else "1.1",
+        "method": request.method.decode("ascii"),
+        "scheme": "http",
+        "path": unquote(target.decode("ascii")),
+        "raw_path": target,
+        "query_string": query,
+        "root_path": "",
+        "headers": list(request.headers),
+        "client": wire.client,
+        "server": wire.server,
+    }
