@@ -405,8 +405,8 @@ class Orchestrator:
                 request.fed = {(stage, source) for stage, source in request.fed if stage != address.stage}
                 request.crash = StageCrashed(address.stage, address.replica, generation, exit)
                 self._settle(request)
-                if address.stage not in request.again:
-                    self._trials.drop(request)
+                if address.stage not in request.again and not request.lifecycle.ended:
+                    self._trials.passed(request)  # all of its output was here
         self._follow_trials()
 
     def stage_failed(self, failure: StageFailed) -> None:
@@ -578,7 +578,10 @@ class Orchestrator:
         request.news.unpark_all()
         self._on_end(request)
         if request.suspect_in is not None:
-            self._trials.drop(request)
+            if event is Event.COMPLETE:
+                self._trials.passed(request)
+            else:
+                self._trials.drop(request)
             self._dispatch_waiting()
             self._follow_trials()
 
