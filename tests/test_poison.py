@@ -78,7 +78,7 @@ def test_poison_among_five_others_ends_alone(kept: Kept, how: dict[str, Any]) ->
     async def work(omni: OmniSystem) -> None:
         before = omni.health().stages["second"][0].generation
         others = [innocent(omni, number) for number in range(5)]
-        crash, *answers = await together(poison(omni, at=str(how), **how), *others)
+        crash, *answers = await together(poison(omni, **how), *others)
         assert isinstance(crash, StageCrashed)
         assert "(limits.replays)" in (crash.not_replayed or "")
         assert not crash.retryable
