@@ -223,6 +223,7 @@ async def test_an_upgrade_is_answered_as_an_ordinary_request(server: Server) -> 
         (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\x00\x00\x00\x04\x00\x00\x00\x00\x00", 505),
         (b"GET / HTTP/1.1\r\nHost: x\r\na: " + b"x" * 70000, 431),
         (b"GET / HTTP/1.1\r\n" + b"a: b\r\n" * 20000 + b"\r\n", 431),
+        (b"GET / HTTP/1.1\r\nHost: x\r\n" + b"a:\r\n" * 300 + b"\r\n", 431),
     ],
 )
 async def test_what_is_no_http_is_answered_and_closed(
