@@ -29,7 +29,7 @@ from omni_actors.serve.wire import PeerGone, Wire
 HEAD_S = 10.0
 IDLE_S = 75.0
 """Longer than proxies keep theirs (60 s): a proxy that reuses a connection must not meet one that is being closed."""
-MAX_HEAD_BYTES = 64 * 1024
+MAX_HEAD_BYTES, MAX_HEAD_LINES = 64 * 1024, 256
 
 _ILLEGAL = re.compile(rb"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]|\r(?!\n)")
 
@@ -114,8 +114,8 @@ class Connection:
                     break
                 if not await self._wire.fill():
                     raise PeerGone
-            if head is None or len(head) > MAX_HEAD_BYTES:
-                message = f"the request's head is larger than {MAX_HEAD_BYTES} bytes"
+            if head is None or len(head) > MAX_HEAD_BYTES or head.count(b"\n") > MAX_HEAD_LINES:
+                message = f"the request's head is larger than {MAX_HEAD_BYTES} bytes or {MAX_HEAD_LINES} lines"
                 raise Problem(431, message, code="head_too_large")
             if _ILLEGAL.search(head):
                 raise Problem(400, "the request's head has a control character in it", code="invalid_http")

@@ -1,0 +1,85 @@
+"""All connections of a listener: limits, want of descriptors, the drain."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import pytest
+import trio
+
+from tests.serve.listening import GET, POST, Server, error_of, listening, read_all, read_answer, read_until_cut
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[Server]:
+    async with listening() as running:
+        yield running
+
+
+async def test_connections_above_a_limit_are_told_so(server: Server) -> None:
+    async with contextlib.AsyncExitStack() as held:
+        uploads = [await held.enter_async_context(await server.connect()) for _ in range(3)]
+        for stream in uploads:
+            await stream.send_all(POST + b"Content-Length: 4\r\n\r\n")
+        assert error_of(await server.ask()) == (503, "too_many_connections")
+        elsewhere = await held.enter_async_context(await server.connect("127.0.0.2"))
+        await elsewhere.send_all(POST + b"Content-Length: 4\r\n\r\n")
+        assert error_of(await server.ask(source="127.0.0.3")) == (503, "too_many_connections")
+        await uploads[0].aclose()
+        while (await server.ask(GET))[0] != 200:  # until the server has seen it
+            await trio.lowlevel.checkpoint()
+
+
+async def test_the_connection_that_is_idle_longest_makes_room(server: Server) -> None:
+    """Idle ones never keep a client out, and one at work is not closed for it."""
+    async with contextlib.AsyncExitStack() as held:
+        streams = [await held.enter_async_context(await server.connect(f"127.0.0.{n}")) for n in (1, 2, 3, 4)]
+        for stream in streams:
+            await stream.send_all(GET)
+            assert (await read_answer(stream))[0] == 200
+        await streams[0].send_all(POST + b"Content-Length: 1\r\n\r\n")
+        while len(server.app.scopes) < 5:
+            await trio.lowlevel.checkpoint()
+        assert (await server.ask(GET, source="127.0.0.5"))[0] == 200
+        assert await read_all(streams[1]) == b""
+        await streams[0].send_all(b"x")
+        assert (await read_answer(streams[0]))[2] == b"x"
+        await streams[3].send_all(GET)
+        assert (await read_answer(streams[3]))[0] == 200
+
+
+async def test_running_out_of_descriptors_is_no_end(
+    server: Server, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    accept: Callable[[socket.socket], Any] = socket.socket.accept
+    failures = [OSError(24, "Too many open files"), OSError(23, "Too many open files in system")]
+
+    def sometimes(self: socket.socket) -> Any:
+        if failures:
+            raise failures.pop()
+        return accept(self)
+
+    monkeypatch.setattr(socket.socket, "accept", sometimes)
+    assert (await server.ask(GET))[0] == 200
+    [record] = caplog.records
+    assert "cannot be accepted" in record.getMessage()
+
+
+async def test_a_drain_closes_what_is_idle_and_lets_the_rest_end(server: Server) -> None:
+    async with await server.connect() as idle, await server.connect() as busy, await server.connect() as endless:
+        await idle.send_all(GET)
+        await read_answer(idle)
+        await busy.send_all(b"GET /wait HTTP/1.1\r\nHost: x\r\n\r\n")
+        await server.app.started.wait()
+        await endless.send_all(POST + b"Content-Length: 4\r\n\r\n")
+        server.stop.set()
+        assert await read_all(idle) == b""
+        server.app.may_end.set()
+        status, headers, body = await read_answer(busy)
+        assert (status, headers["connection"], body) == (200, "close", b"the end")
+        assert not server.requests_were_ended.is_set()
+        assert await read_until_cut(endless) == b""
+        assert server.requests_were_ended.is_set()
