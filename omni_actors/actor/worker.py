@@ -35,9 +35,11 @@ from omni_actors.messages import (
     LoadFailed,
     Loading,
     Message,
+    Pause,
     Ping,
     Ready,
     Resend,
+    Resume,
     Start,
     Stop,
 )
@@ -119,7 +121,7 @@ async def _obey(loop: EngineLoop, mailbox: Mailbox, worker_scope: trio.CancelSco
         commands: list[Command] = []
         for message, fds in chain([first], mailbox.waiting()):
             match message:
-                case Start() | Resend() | Abort() | Ping() | Stop():
+                case Start() | Resend() | Pause() | Resume() | Abort() | Ping() | Stop():
                     commands.append(message)
                 case Connect(producer, consumer, generation):
                     commands.append(Attach(producer, consumer, Ring.attach(fds, generation=generation)))

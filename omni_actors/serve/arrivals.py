@@ -23,7 +23,8 @@ SCOPE_KEY = "omni_actors.arrival"
 class Arrivals:
     """The requests that arrive now. in_flight: how many the system has. max_bytes: of all that arrive.
 
-    max_request_bytes: of one of them. retry_after_s: when a place is likely to be free.
+    max_request_bytes: of one of them. retry_after_s: when a place is likely to be free. make_room: frees a place of the
+    system, or gives False.
     """
 
     def __init__(
@@ -34,8 +35,9 @@ class Arrivals:
         max_requests: int,
         max_bytes: int,
         max_request_bytes: int,
+        make_room: Callable[[], bool] = lambda: False,
     ) -> None:
-        self._in_flight, self.retry_after_s = in_flight, retry_after_s
+        self._in_flight, self.retry_after_s, self._make_room = in_flight, retry_after_s, make_room
         self._max_requests = max_requests
         self.max_bytes, self.max_request_bytes = max_bytes, max_request_bytes
         self._present: set[Arrival] = set()
@@ -49,7 +51,7 @@ class Arrivals:
 
     def admit(self) -> Arrival:
         """Take a place. Raises Problem 429."""
-        if self._in_flight() + len(self) >= self._max_requests:
+        if self._in_flight() + len(self) >= self._max_requests and not self._make_room():
             raise as_problem(Overloaded(self._max_requests, self.retry_after_s()))
         arrival = Arrival(self)
         self._present.add(arrival)
