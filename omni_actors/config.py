@@ -63,13 +63,21 @@ class Limits(_Section, frozen=True, kw_only=True):
     deadline_s: PositiveFloat = 600.0
     """A request's time, where it brings no deadline of its own."""
     output_bytes: Positive = 64 * 1024 * 1024
-    """Outputs of one request that may wait unread."""
+    """Outputs of one request that its client does not have yet; with more the request ends."""
+    unread_bytes: Positive = 256 * 1024 * 1024
+    """Outputs of all requests that their clients do not have yet. From half of it on, stages are paused."""
+    window_bytes: Positive = 1024 * 1024
+    """Outputs of one request that its HTTP client does not have yet, above which its stages are paused."""
+    read_bytes_s: PositiveFloat = 4096.0
+    """Output per second that an HTTP client reads at least, while its request waits for it."""
     replays: Annotated[int, Meta(ge=0)] = 2
     """How often one request is replayed after the death of a worker, so that one that kills its stage ends."""
     quarantine_s: Annotated[float, Meta(ge=0)] = 600.0
     """How long a request is refused after one like it has used up its replays by ending its workers; 0: not at all."""
     retain_bytes: Positive = 64 * 1024 * 1024
     """Outputs of one request that one stage retains for a replay; with more the request cannot be replayed."""
+    worker_retain_bytes: Positive = 256 * 1024 * 1024
+    """Outputs of all requests that one worker retains. Above it, the largest request cannot be replayed any more."""
 
 
 class Stage(_Section, frozen=True, kw_only=True):

@@ -6,7 +6,7 @@ OmniError
 │   ├── InvalidRequest    it never can: the caller must change it (HTTP 400)
 │   ├── Overloaded        not now: the system is full (HTTP 429)
 │   ├── DeadlineExceeded  its time was up
-│   ├── SlowConsumer      its outputs were not read and filled their buffer
+│   ├── SlowConsumer      its client did not read its outputs in time
 │   ├── Aborted           somebody called ``abort``
 │   ├── StageCrashed      a worker that held it died
 │   ├── Quarantined       the same request has ended a stage's workers a short time ago
@@ -73,11 +73,21 @@ class DeadlineExceeded(RequestError):
 
 
 class SlowConsumer(RequestError):
-    """The outputs waiting to be read passed ``limit_bytes``."""
+    """The client did not read the outputs of its request, which was ended to bound memory.
 
-    def __init__(self, limit_bytes: int) -> None:
-        self.limit_bytes = limit_bytes
-        super().__init__(f"the outputs of this request were not read: more than {limit_bytes} bytes are waiting")
+    limit: the field of ``limits`` that ended it, and ``bound``, its value. unread_bytes: what the client had not got.
+    read_bytes_s: what it read per second, in the ``waited_s`` seconds that the request had waited for it.
+    """
+
+    def __init__(
+        self, limit: str, bound: float, unread_bytes: int = 0, read_bytes_s: float = 0.0, waited_s: float = 0.0
+    ) -> None:
+        self.limit, self.bound, self.unread_bytes = limit, bound, unread_bytes
+        self.read_bytes_s, self.waited_s = read_bytes_s, waited_s
+        super().__init__(
+            f"the outputs of this request were not read: {unread_bytes} bytes are waiting, and {read_bytes_s:.0f} bytes"
+            f" per second were read in {waited_s:.1f} s (limits.{limit} is {bound:g})"
+        )
 
 
 class Aborted(RequestError):

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import msgspec
 import numpy as np
+import trio
 
 from omni_actors.config import Pipeline
-from omni_actors.orchestrator.request import OutputStream, Piece, Request
+from omni_actors.orchestrator.request import Piece, Request
+from omni_actors.orchestrator.stream import OutputStream
 from ringbuf import Tensor
 
 
@@ -95,8 +98,19 @@ class Generation:
         return self._stream.request.name
 
     def abort(self) -> None:
-        """End the request now, in every stage. Harmless after its end; iteration then raises ``Aborted``."""
+        """End the request now, in every stage, and drop what is not read; iteration then raises ``Aborted``.
+
+        Harmless for an answer that was read to its end.
+        """
         self._stream.abort()
+
+    def hold(self, *, whole: bool) -> None:
+        """Before reading, by a reader that passes the answer on: ``OutputStream.hold``."""
+        self._stream.hold(whole=whole)
+
+    def delivering(self) -> AbstractContextManager[trio.CancelScope]:
+        """Around each wait for the connection to which the answer is passed on: ``OutputStream.delivering``."""
+        return self._stream.delivering()
 
     def __aiter__(self) -> AsyncIterator[Output]:
         return self

@@ -74,6 +74,8 @@ class Start(_Message, frozen=True):
     """How much of its outputs is kept until its end, to be sent again."""
     replayed: bool = False
     """It has run before, in a worker that died: say ``Started``, so that its input is sent no sooner."""
+    worker_retain_bytes: int = 0
+    """How much of the outputs of all requests this worker keeps."""
 
 
 class Resend(_Message, frozen=True):
@@ -81,6 +83,18 @@ class Resend(_Message, frozen=True):
 
     request: int
     target: Address
+
+
+class Pause(_Message, frozen=True):
+    """The client does not keep up: compute nothing for this request until ``Resume``. Its input is still taken in."""
+
+    request: int
+
+
+class Resume(_Message, frozen=True):
+    """Go on with a request that was paused."""
+
+    request: int
 
 
 class Abort(_Message, frozen=True):
@@ -188,7 +202,7 @@ class Refused(_Message, frozen=True):
     code: str
 
 
-ToWorker: TypeAlias = Configure | Connect | Start | Resend | Abort | Ping | Stop
+ToWorker: TypeAlias = Configure | Connect | Start | Resend | Pause | Resume | Abort | Ping | Stop
 AboutRequest: TypeAlias = Started | InputComplete | Finished | Refused | Unreplayable
 FromWorker: TypeAlias = Loading | Ready | Pong | LoadFailed | EngineFailed | AboutRequest
 Message: TypeAlias = ToWorker | FromWorker

@@ -95,9 +95,9 @@ class OmniSystem:
             repeatable={name for name in self._nodes if pipeline.replays(name)},
             on_end=self._count,
         )
-        # Half of it is room for what every request may post: Start and Abort, and when a stage below starts again,
-        # Resend. Where the other half is taken, no more requests are admitted.
-        capacity = 6 * pipeline.limits.max_requests + 4 * len(self._nodes) + 16
+        # Half of it is room for what every request may post: Start and Abort, Resend when a stage below starts again,
+        # and Resume after a Pause. Where the other half is taken, no more requests are admitted, and none is paused.
+        capacity = 8 * pipeline.limits.max_requests + 4 * len(self._nodes) + 16
         blueprints = _blueprints(pipeline, models, topological(self._nodes))
         self._supervisor = Supervisor(blueprints, self._edges, spawner, self._orchestrator, capacity)
         self._running = False
@@ -245,8 +245,12 @@ class OmniSystem:
 
     @property
     def in_flight(self) -> int:
-        """Requests admitted and not ended."""
+        """Requests admitted and not ended, and those whose clients do not have all of a large answer yet."""
         return self._orchestrator.in_flight
+
+    def make_room(self) -> bool:
+        """Where no place is free, end the request that is read slowest; False where none is read slowly enough."""
+        return self._orchestrator.readers.make_room()
 
     @property
     def retry_after_s(self) -> float:
@@ -310,7 +314,15 @@ class OmniSystem:
                 histogram.observe(value)
 
     def _gauges(self) -> Gauges:
-        yield "omni_requests_in_flight", "Requests admitted and not ended", {}, self._orchestrator.in_flight
+        yield (
+            "omni_requests_in_flight",
+            "Requests admitted and not ended, and large answers that clients do not have yet",
+            {},
+            self._orchestrator.in_flight,
+        )
+        readers = self._orchestrator.readers
+        yield "omni_requests_paused", "Requests whose stages wait for their clients", {}, readers.paused
+        yield "omni_unread_bytes", "Bytes of output that clients do not have yet", {}, readers.unread_bytes
         yield (
             "omni_requests_queued",
             "Admitted requests that wait for a stage to be ready, at first or to be replayed",

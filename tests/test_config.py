@@ -208,6 +208,7 @@ def test_an_omni_pipeline_names_its_model_once_and_its_parts_fit_together(name: 
     row_bytes = 2 * {"qwen3_omni": 2048, "qwen2_5_omni": 3584}[name]  # bfloat16
     assert thinker.ring_bytes >= 2 * pipeline.options("thinker")["prefill_chunk"] * row_bytes, "one copy a chunk"
     assert pipeline.limits.retain_bytes > longest * row_bytes, "a talker that dies can be fed again"
+    assert pipeline.limits.worker_retain_bytes > pipeline.limits.retain_bytes
 
 
 def test_a_value_may_be_written_once_and_named_again(good: Path) -> None:

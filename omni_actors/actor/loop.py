@@ -24,9 +24,10 @@ import time
 from collections.abc import Callable, Iterable, Set
 
 from omni_actors.actor import chunks
-from omni_actors.actor.chunks import ChunkHeader, Intake, ReplayDiverged
+from omni_actors.actor.active import Active
+from omni_actors.actor.chunks import ChunkHeader, ReplayDiverged
 from omni_actors.actor.cores import OwnCores
-from omni_actors.actor.outgoing import Outgoing, Retained
+from omni_actors.actor.outgoing import Outgoing, Retention
 from omni_actors.messages import (
     CLIENT,
     Abort,
@@ -34,11 +35,12 @@ from omni_actors.messages import (
     Finished,
     InputComplete,
     Message,
+    Pause,
     Ping,
     Pong,
     Refused,
     Resend,
-    StageStats,
+    Resume,
     Start,
     Started,
     Stop,
@@ -48,6 +50,7 @@ from omni_actors.stages.base import (
     Chunk,
     InvalidRequest,
     Measured,
+    Pausable,
     StageEngine,
     StageFailure,
     StageOutput,
@@ -70,7 +73,7 @@ class Attach:
         self.producer, self.consumer, self.ring = producer, consumer, ring
 
 
-Command = Start | Resend | Abort | Ping | Stop | Attach
+Command = Start | Resend | Pause | Resume | Abort | Ping | Stop | Attach
 
 
 class _Incoming:
@@ -88,54 +91,6 @@ class _Incoming:
             self.early.release()
         self.consumer.close()
         self.ring.close()
-
-
-class _Active:
-    """A request that has started here and not ended."""
-
-    def __init__(self, start: Start) -> None:
-        self.request, self.targets = start.request, start.targets
-        self.onward = start.onward
-        self._intakes = {source: Intake(start.request, source) for source in start.sources}
-        self.unheard = not start.replayed and any(target.stage == CLIENT for target in start.targets)
-        """Whether a client waits for its first output: of one that is replayed it may have that."""
-        self.seq = 0
-        self.started = time.monotonic()
-        self.first_input: float | None = None
-        self.first_output: float | None = None
-        self.step_s = 0.0
-        self.sent_bytes = {str(target): 0 for target in start.targets}
-
-    @property
-    def awaited(self) -> bool:
-        """Whether it is for this worker that a client waits: something came from each source."""
-        return self.unheard and all(intake.begun for intake in self._intakes.values())
-
-    def take_in(self, chunk: Chunk, frame: memoryview) -> bool:
-        """Whether it is news. Raises as ``Intake.take``, and KeyError for a source that was not announced."""
-        self.first_input = self.first_input or time.monotonic()
-        return self._intakes[chunk.source].take(chunk.seq, frame, last=chunk.last)
-
-    def send_to(self, target: Address) -> None:
-        """From now on; instead of to another replica of that stage."""
-        self.cut_off(target.stage)
-        self.targets = (*self.targets, target)
-        self.sent_bytes.setdefault(str(target), 0)
-
-    def cut_off(self, stage: str) -> None:
-        self.targets = tuple(target for target in self.targets if target.stage != stage)
-
-    def stats(self, stage: str) -> StageStats:
-        return StageStats(
-            stage,
-            self.started,
-            self.first_input,
-            self.first_output,
-            time.monotonic(),
-            self.step_s,
-            self.seq,
-            self.sent_bytes,
-        )
 
 
 class EngineLoop:
@@ -160,8 +115,8 @@ class EngineLoop:
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._incoming: dict[Address, _Incoming] = {}
         self._outgoing: dict[Address, Outgoing] = {}
-        self._active: dict[int, _Active] = {}
-        self._retained: dict[int, Retained] = {}
+        self._active: dict[int, Active] = {}
+        self._retention = Retention()
         """Of the requests that may be replayed, those too that are finished here and have not ended."""
         self.handling: int | None = None
         """The request that the engine is called for; None in a step. It stays when that call raises."""
@@ -237,7 +192,7 @@ class EngineLoop:
     @property
     def requests(self) -> Set[int]:
         """Numbers of those of which something is here."""
-        return self._active.keys() | self._retained.keys()
+        return self._active.keys() | self._retention.requests
 
     # commands
 
@@ -248,9 +203,9 @@ class EngineLoop:
             match self._commands.popleft():
                 case Start() as start:
                     self._newest = max(self._newest, start.request)
-                    self._active[start.request] = _Active(start)
+                    self._active[start.request] = Active(start)
                     if start.retain_bytes:
-                        self._retained[start.request] = Retained(start.retain_bytes)
+                        self._retention.begin(start.request, start.retain_bytes, start.worker_retain_bytes)
                     if start.replayed:
                         self._notify(Started(start.request))
                     self.handling = start.request
@@ -261,10 +216,12 @@ class EngineLoop:
                     self.handling = None
                 case Resend(request, target):
                     self._resend(request, target)
+                case Pause(request) | Resume(request) as command:
+                    self._pause(engine, request, paused=isinstance(command, Pause))
                 case Abort(request):
                     for edge in self._outgoing.values():
                         edge.drop(request)
-                    self._retained.pop(request, None)
+                    self._retention.forget(request)
                     if self._active.pop(request, None):
                         engine.abort(request)
                 case Attach() as attach:
@@ -289,13 +246,19 @@ class EngineLoop:
                 if attach.consumer in active.targets:
                     active.cut_off(attach.consumer.stage)
 
+    def _pause(self, engine: StageEngine, request: int, *, paused: bool) -> None:
+        """An engine that cannot pause goes on: its outputs wait further down."""
+        if active := self._active.get(request):
+            active.paused = paused
+            if isinstance(engine, Pausable):
+                (engine.pause if paused else engine.resume)(request)
+
     def _resend(self, request: int, target: Address) -> None:
-        retained = self._retained.get(request)
-        if retained is None or retained.chunks is None:
-            reason = "nothing of it is retained" if retained is None else retained.too_many
-            self._notify(Unreplayable(request, reason, needed=True))
+        retained = self._retention.chunks(request)
+        if isinstance(retained, str):
+            self._notify(Unreplayable(request, retained, needed=True))
             return
-        for buffers, size in retained.chunks:
+        for buffers, size in retained:
             self._outgoing[target].send(request, buffers, size)
         if active := self._active.get(request):
             active.send_to(target)
@@ -332,7 +295,7 @@ class EngineLoop:
             edge.ended = True
             return None
 
-    def _feed(self, engine: StageEngine, active: _Active, chunk: Chunk, frame: memoryview) -> None:
+    def _feed(self, engine: StageEngine, active: Active, chunk: Chunk, frame: memoryview) -> None:
         try:
             if active.take_in(chunk, frame):
                 self.handling = active.request
@@ -371,9 +334,8 @@ class EngineLoop:
         if active.unheard and (output.data or output.tensors):
             active.unheard = False
             self._urge()
-        retained = self._retained.get(output.request_id)
-        if retained is not None and not retained.add(buffers, size):
-            self._notify(Unreplayable(output.request_id, retained.too_many, needed=False))
+        for request, why in self._retention.add(output.request_id, buffers, size):
+            self._notify(Unreplayable(request, why, needed=False))
         for target in active.targets:
             if onward and target.stage == CLIENT:
                 for_client = chunks.encode(header, output.tensors)
@@ -385,7 +347,7 @@ class EngineLoop:
             active.step_s += time.monotonic() - step_began
             self._notify(Finished(output.request_id, active.stats(self._address.stage)))
 
-    def _send(self, active: _Active, target: Address, buffers: list[memoryview], size: int) -> None:
+    def _send(self, active: Active, target: Address, buffers: list[memoryview], size: int) -> None:
         at_once = target.stage == CLIENT or active.targets[0].stage != CLIENT  # rule 6: the client is the first of all
         self._outgoing[target].send(active.request, buffers, size, at_once=at_once)
         active.sent_bytes[str(target)] += size

@@ -36,9 +36,11 @@ from omni_actors.messages import (
     LoadFailed,
     Loading,
     Message,
+    Pause,
     Ping,
     Ready,
     Resend,
+    Resume,
     Start,
     Stop,
 )
@@ -120,7 +122,7 @@ async def _obey(loop: EngineLoop, mailbox: Mailbox, worker_scope: trio.CancelSco
         commands: list[Command] = []
         for message, fds in chain([first], mailbox.waiting()):
             match message:
-                case Start() | Resend() | Abort() | Ping() | Stop():
+                case Start() | Resend() | Pause() | Resume() | Abort() | Ping() | Stop():
                     commands.append(message)
                 case Connect(producer, consumer, generation):
                     commands.append(Attach(producer, consumer, Ring.attach(fds, generation=generation)))

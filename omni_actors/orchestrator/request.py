@@ -1,13 +1,11 @@
-"""A request's record, and the stream its client reads.
-
-They are two objects so that dropping the stream is noticed: the orchestrator holds only the record.
-"""
+"""A request's record."""
 
 from __future__ import annotations
 
 import collections
 import functools
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
@@ -20,6 +18,7 @@ from omni_actors.messages import Address, StageStats
 from omni_actors.orchestrator.fingerprint import fingerprint
 from omni_actors.orchestrator.lifecycle import Lifecycle
 from omni_actors.orchestrator.routes import Route
+from omni_actors.orchestrator.unread import Account
 
 if TYPE_CHECKING:
     from omni_actors.orchestrator.trials import Group
@@ -68,10 +67,19 @@ class Request:
     lifecycle: Lifecycle = field(default_factory=Lifecycle)
     error: RequestError | None = None
     pieces: collections.deque[Piece] = field(default_factory=collections.deque)
-    unread_bytes: int = 0
+    account: Account = field(default_factory=Account)
+    """What its client does not have yet."""
     news: trio.lowlevel.ParkingLot = field(default_factory=trio.lowlevel.ParkingLot)
     work: trio.CancelScope = field(default_factory=trio.CancelScope)
-    """Around what the orchestrator does for it: its deadline is the request's, its end cancels it."""
+    """Until its client has everything; see ``expires``, and ``Readers`` for connections."""
+    feeding: trio.CancelScope = field(default_factory=trio.CancelScope)
+    """Around moving its input in: cancelled when its stages have ended it."""
+    expires: float = math.inf
+    """When its time is up, by trio's clock."""
+    delivery: trio.CancelScope | None = None
+    """Around a send that its reader waits for."""
+    told_to_pause: set[str] = field(default_factory=set)
+    """Stages whose worker was told to pause it, and not to go on."""
     stats: dict[str, StageStats] = field(default_factory=dict)
     """Of the stages that have finished it."""
     sent_bytes: dict[str, int] = field(default_factory=dict)
@@ -125,47 +133,13 @@ class Request:
         self.hungry.unpark_all()
 
     @property
+    def over(self) -> bool:
+        """Whether its stages have ended it, and its client has everything or was cut off."""
+        return self.lifecycle.ended and not self.account.charged
+
+    @property
     def readable(self) -> bool:
         """Whether a piece can be read now. The final one waits for the stages to finish: statistics are whole then."""
         if self.open_outputs or len(self.pieces) > 1:
             return bool(self.pieces)
         return bool(self.pieces) and self.lifecycle.ended
-
-
-class OutputStream:
-    """The outputs of one request: ``async for piece in stream``.
-
-    The final piece comes once every stage has finished. Iteration raises the RequestError that ended the request, after
-    the outputs that came before it (not those of one that was aborted). Cancellation: a piece is returned or stays
-    queued. Dropping the stream aborts.
-    """
-
-    def __init__(self, request: Request, abort: Callable[[Request], None]) -> None:
-        self.request, self._abort = request, abort
-        self._trio = trio.lowlevel.current_trio_token()
-
-    def abort(self) -> None:
-        """End the request now, in every stage. Harmless after its end."""
-        self._abort(self.request)
-
-    def __aiter__(self) -> OutputStream:
-        return self
-
-    async def __anext__(self) -> Piece:
-        request = self.request
-        await trio.lowlevel.checkpoint()
-        while not request.readable:
-            if request.error is not None:
-                raise request.error
-            if request.lifecycle.ended:
-                raise StopAsyncIteration
-            await request.news.park()
-        piece = request.pieces.popleft()
-        request.unread_bytes -= piece.nbytes
-        return piece
-
-    def __del__(self) -> None:
-        """The collector may run anywhere, in another thread too: only the event loop touches a request."""
-        if not self.request.lifecycle.ended:
-            with suppress(trio.RunFinishedError):
-                self._trio.run_sync_soon(self._abort, self.request)

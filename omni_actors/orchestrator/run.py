@@ -7,9 +7,11 @@ Rules
 4. A stage that starts again is sent nothing before it has said ``Started``; then its sources send from the first chunk.
 5. Requests that may have ended their worker are replayed on trial (``trials``); one that used up its replays by that
    is refused when it is sent again (``quarantine``).
-6. A request ends once, in ``_end``: its outcome is set, its client woken, every stage that still holds it told.
-7. Nothing here waits on a worker. Bounded are: requests (``max_requests``), outputs not yet read (``output_bytes``),
-   time (the deadline), and what is retained for a replay (``retain_bytes`` a stage).
+6. A request ends once, in ``_end``: its outcome is set, its client woken, every stage that still holds it told. It is
+   over, and gives back its place, when its client has everything too; its deadline counts until then (``readers``).
+7. Nothing here waits on a worker. Bounded are: requests (``max_requests``), outputs that clients do not have yet
+   (``output_bytes`` a request, ``unread_bytes`` in all), time (the deadline), and what is retained for a replay
+   (``retain_bytes`` a stage and request, ``worker_retain_bytes`` a worker).
 """
 
 from __future__ import annotations
@@ -58,10 +60,15 @@ from omni_actors.orchestrator.inputs import require_portable, send_input
 from omni_actors.orchestrator.lifecycle import Event, State
 from omni_actors.orchestrator.pace import Pace
 from omni_actors.orchestrator.quarantine import Quarantine
-from omni_actors.orchestrator.request import Input, OnFailure, OutputStream, Piece, Request
+from omni_actors.orchestrator.readers import Readers
+from omni_actors.orchestrator.request import Input, OnFailure, Piece, Request
 from omni_actors.orchestrator.routes import Route
 from omni_actors.orchestrator.settle import Facts, Fail, Replay, Unavailable, Untouched, idle, settle
+from omni_actors.orchestrator.stream import OutputStream
 from omni_actors.orchestrator.trials import Trials, died_by_itself
+
+CUTS = (Aborted, DeadlineExceeded, SlowConsumer)
+"""Errors after which nobody reads what is unread."""
 
 
 class Orchestrator:
@@ -80,6 +87,7 @@ class Orchestrator:
         on_end: Callable[[Request], None],
     ) -> None:
         self._edges, self._limits, self._repeatable, self._on_end = edges, limits, repeatable, on_end
+        self.readers = Readers(limits, replica=self._replica, cut=self._cut, on_over=self._over)
         self._replicas: Mapping[Address, Replica] = {}
         self._of_stage: dict[str, list[Replica]] = {}
         self.failed_stages: dict[str, StageFailed] = {}
@@ -107,7 +115,7 @@ class Orchestrator:
                 await trio.sleep_forever()
         finally:
             self._nursery = None
-            for request in self._in_flight():
+            for request in [*self._queued, *self._requests.values()]:
                 self._end(request, Event.ABORT, Aborted())
 
     # the client's side; a Ctrl-C is for the user's task, not for the middle of these
@@ -135,10 +143,10 @@ class Orchestrator:
         for stage in route.stages:
             if stage in self.failed_stages:
                 raise self._unavailable(stage)
-        if self.in_flight >= self._limits.max_requests:
-            raise Overloaded(self._limits.max_requests, self.retry_after_s)
         if (behind := self._behind(route.stages)) is not None:
             raise Overloaded(self._limits.max_requests, self.retry_after_s, behind)
+        if self.in_flight >= self._limits.max_requests and not self.readers.make_room():
+            raise Overloaded(self._limits.max_requests, self.retry_after_s)
         request = Request(
             name or f"req-{next(self._names)}",
             route,
@@ -147,15 +155,17 @@ class Orchestrator:
             deadline_s,
             submitted=time.monotonic(),
             on_failure=on_failure if self._limits.replays else "fail",
-            work=trio.CancelScope(deadline=trio.current_time() + deadline_s),
+            expires=trio.current_time() + deadline_s,
         )
+        request.work.deadline = request.expires
         joined = self._like_a_suspect(request)
+        self.readers.admit(request)
         self._nursery.start_soon(self._attend, request)
         if joined or (placement := self._place(route.stages)) is None:
             self._queued.append(request)
         else:
             self._dispatch(request, placement)
-        return OutputStream(request, self.abort)
+        return OutputStream(request, self.readers, self.abort)
 
     def _like_a_suspect(self, request: Request) -> bool:
         """Whether a new request shares the trial of one like it. Raises InvalidRequest, Quarantined."""
@@ -165,11 +175,12 @@ class Orchestrator:
         return self._trials.join(request)
 
     def _in_flight(self) -> list[Request]:
-        return [*self._queued, *self._requests.values()]
+        return [*self._queued, *self._requests.values(), *self.readers.complete_requests()]
 
     @property
     def in_flight(self) -> int:
-        return len(self._queued) + len(self._requests)
+        """Requests that take a place: those in the stages, and large answers that clients do not have yet."""
+        return len(self._queued) + len(self._requests) + self.readers.places
 
     @property
     def queued(self) -> int:
@@ -191,32 +202,42 @@ class Orchestrator:
 
     @trio.lowlevel.enable_ki_protection
     def abort(self, request: Request) -> None:
-        """Harmless after the request's end."""
+        """Harmless for one that was read to its end."""
         if not request.lifecycle.ended:
             self._end(request, Event.ABORT, Aborted())
+        elif request.pieces:
+            self._cut(request, Aborted())
+        else:
+            self.readers.close(request)
 
     @trio.lowlevel.enable_ki_protection
     def abort_all(self, reason: str) -> None:
         """End every request in flight; its client is told why."""
-        for request in self._in_flight():
+        for request in [*self._queued, *self._requests.values()]:
             self._end(request, Event.ABORT, Aborted(reason))
 
     @trio.lowlevel.enable_ki_protection
     async def _attend(self, request: Request) -> None:
-        """A request's own task: moves its input in, and watches its deadline."""
+        """A request's own task: moves its input in, and watches its deadline and its connection's least rate."""
         with request.work:
-            while True:
-                while not request.unfed:
-                    await request.hungry.park()
-                try:
-                    await send_input(request, request.unfed.popleft(), self._edges)
-                except InvalidRequest as error:
-                    if not request.lifecycle.ended:
-                        self._end(request, Event.FAIL, error)
-                if request.on_failure == "fail" and not request.unfed:
-                    request.inputs = {}
-        if not request.lifecycle.ended:
-            self._end(request, Event.FAIL, DeadlineExceeded(request.deadline_s))
+            with request.feeding:
+                await self._feed(request)
+            await trio.sleep_forever()
+        if not request.over:
+            late = trio.current_time() >= request.expires
+            self._cut(request, DeadlineExceeded(request.deadline_s) if late else self.readers.too_slow(request))
+
+    async def _feed(self, request: Request) -> None:
+        while True:
+            while not request.unfed:
+                await request.hungry.park()
+            try:
+                await send_input(request, request.unfed.popleft(), self._edges)
+            except InvalidRequest as error:
+                if not request.lifecycle.ended:
+                    self._end(request, Event.FAIL, error)
+            if request.on_failure == "fail" and not request.unfed:
+                request.inputs = {}
 
     # dispatch
 
@@ -263,6 +284,9 @@ class Orchestrator:
             placement[stage] = ready[0].address
         return placement
 
+    def _replica(self, address: Address) -> Replica:
+        return self._replicas[address]
+
     def load(self, address: Address) -> int:
         """Requests placed on a replica."""
         return sum(address in request.placement.values() for request in self._requests.values())
@@ -308,8 +332,10 @@ class Orchestrator:
                 _feeds_stages(request, stage),
                 self._limits.retain_bytes if self._retains(request, stage) else 0,
                 stage in request.starting,
+                self._limits.worker_retain_bytes,
             )
         )
+        self.readers.started(request, stage)
 
     def _retains(self, request: Request, stage: str) -> bool:
         """Whether a stage keeps its outputs. What goes to the client only is never sent again."""
@@ -491,12 +517,9 @@ class Orchestrator:
         request.lifecycle.advance(Event.OUTPUT)
         now = time.monotonic()
         request.first_arrived.setdefault(address.stage, now)
-        request.pieces.append(Piece(address.stage, header.data, tensors, header.last, now, payload.nbytes))
-        request.unread_bytes += payload.nbytes
-        request.news.unpark_all()
-        if request.unread_bytes > self._limits.output_bytes:
-            self._end(request, Event.FAIL, SlowConsumer(self._limits.output_bytes))
-        elif header.last:
+        piece = Piece(address.stage, header.data, tensors, header.last, now, payload.nbytes)
+        self.readers.arrive(request, piece)
+        if header.last and not request.lifecycle.ended:
             self._progressed(request)
 
     # settlement
@@ -562,9 +585,7 @@ class Orchestrator:
         request.error = error
         request.inputs = {}
         request.unfed.clear()
-        if isinstance(error, Aborted):
-            request.pieces.clear()  # nobody reads them
-            request.unread_bytes = 0
+        request.feeding.cancel()
         request.finished = time.monotonic()
         self._pace.note(request.finished - request.submitted)
         if waiting:
@@ -574,9 +595,11 @@ class Orchestrator:
             for stage, address in request.placement.items():
                 if stage not in request.stats or self._retains(request, stage):
                     self._replicas[address].post(Abort(request.number))
-        request.work.cancel()
         request.news.unpark_all()
-        self._on_end(request)
+        if isinstance(error, CUTS):
+            self.readers.drop(request)
+        else:
+            self.readers.complete(request)
         if request.suspect_in is not None:
             if event is Event.COMPLETE:
                 self._trials.passed(request)
@@ -584,6 +607,20 @@ class Orchestrator:
                 self._trials.drop(request)
             self._dispatch_waiting()
             self._follow_trials()
+
+    def _cut(self, request: Request, error: RequestError) -> None:
+        """End a request, whether its stages have or not, and drop what its client does not have."""
+        if not request.lifecycle.ended:
+            self._end(request, Event.FAIL, error)
+        else:
+            request.error = error
+            request.news.unpark_all()
+            self.readers.drop(request)
+
+    def _over(self, request: Request) -> None:
+        """Its stages have ended it, and its client has everything."""
+        request.work.cancel()
+        self._on_end(request)
 
 
 def _feeds_stages(request: Request, stage: str) -> bool:

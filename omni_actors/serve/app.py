@@ -63,6 +63,7 @@ def build(
         max_requests=max_requests,
         max_bytes=HELD_BODIES * max_body_bytes,
         max_request_bytes=max_body_bytes,
+        free_place=system.make_room,
     )
     arriving = Gauge("omni_http_arriving", "Requests that are read or decoded", registry=system.metrics.registry)
     arriving.set_function(lambda: len(arrivals))

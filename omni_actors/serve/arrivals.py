@@ -31,7 +31,8 @@ GRACE_S = 5.0
 class Arrivals:
     """The requests that arrive now. in_flight: how many the system has. max_bytes: of all that arrive.
 
-    max_request_bytes: of one of them. retry_after_s: when a place is likely to be free.
+    max_request_bytes: of one of them. retry_after_s: when a place is likely to be free. free_place: ends a request of
+    the system that is read slowly; False where there is none.
     """
 
     def __init__(
@@ -42,8 +43,9 @@ class Arrivals:
         max_requests: int,
         max_bytes: int,
         max_request_bytes: int,
+        free_place: Callable[[], bool] = lambda: False,
     ) -> None:
-        self._in_flight, self.retry_after_s = in_flight, retry_after_s
+        self._in_flight, self.retry_after_s, self._free_place = in_flight, retry_after_s, free_place
         self._max_requests = max_requests
         self.max_bytes, self.max_request_bytes = max_bytes, max_request_bytes
         self._present: set[Arrival] = set()
@@ -65,7 +67,7 @@ class Arrivals:
     def require_place(self) -> None:
         """Raises Problem 429 where the system is full."""
         placed = sum(arrival.has_place for arrival in self._present)
-        if self._in_flight() + placed >= self._max_requests:
+        if self._in_flight() + placed >= self._max_requests and not self._free_place():
             raise as_problem(Overloaded(self._max_requests, self.retry_after_s()))
 
     def make_room(self, size: int) -> None:

@@ -26,7 +26,7 @@ from omni_actors.serve.bodies import read_json
 from omni_actors.serve.encoding import to_base64
 from omni_actors.serve.media import Media, Reference
 from omni_actors.serve.problems import invalid, renamed
-from omni_actors.serve.replies import DONE, SSE, Json, Pieces, Stream, error_event, event
+from omni_actors.serve.replies import DONE, SSE, Held, Json, Pieces, Stream, collecting, error_event, event
 from omni_actors.serve.schemas import (
     AudioPart,
     Chat,
@@ -92,7 +92,8 @@ async def chat(request: Request) -> Response:
     with renamed(answer.names):
         if answer.streams:
             return await Stream(generation, _events(answer, generation), SSE, error_event).begun()
-        return await _whole(answer, generation)
+        with collecting(generation):
+            return Held(generation, await _whole(answer, generation))
 
 
 async def _begin(request: Request) -> tuple[_Answer, Generation]:
@@ -189,13 +190,10 @@ def _require_taken(files: Sequence[Reference], pipeline: Pipeline) -> None:
 async def _whole(answer: _Answer, generation: Generation) -> Response:
     texts: list[str] = []
     sounds: list[bytes] = []
-    try:
-        async for output in generation:
-            text, sound = answer.take(output)
-            texts.append(text)
-            sounds.append(sound)
-    finally:
-        generation.abort()
+    async for output in generation:
+        text, sound = answer.take(output)
+        texts.append(text)
+        sounds.append(sound)
     text = "".join(texts)
     message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
     if answer.speaks:

@@ -5,12 +5,14 @@ Rules
 2. What fails later ends the stream by ``farewell``: an event where the format has events, else the connection is cut,
    so that nobody takes half an answer for a whole one.
 3. However an answer ends, its generation is aborted: that is harmless when it was complete.
+4. What was read of a generation stays charged to its request until the connection has taken it: a stream holds one
+   piece, and a whole answer all of it. A request that is cut while the connection does not take more cuts that too.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import aclosing, contextmanager
 from typing import Any
 
 import msgspec
@@ -54,6 +56,7 @@ class Stream(Response):
         self.headers["cache-control"] = "no-cache"
         self.headers["x-accel-buffering"] = "no"  # a proxy in between must not collect it
         self._generation, self._pieces, self._farewell = generation, pieces, farewell
+        generation.hold(whole=False)
         self._first = b""
 
     async def begun(self) -> Stream:
@@ -69,12 +72,20 @@ class Stream(Response):
         async def send_piece(piece: bytes, *, more: bool = True) -> None:
             await send({"type": "http.response.body", "body": piece, "more_body": more})
 
+        async def deliver(piece: bytes) -> None:
+            with self._generation.delivering() as scope:
+                await send_piece(piece)
+            if scope.cancelled_caught:
+                raise _CutOff
+
         try:
             async with aclosing(self._pieces):
                 await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-                await send_piece(self._first)
+                await deliver(self._first)
                 async for piece in self._pieces:
-                    await send_piece(piece)
+                    await deliver(piece)
+        except _CutOff:
+            return
         except RequestError as error:
             if self._farewell is None:
                 return
@@ -82,3 +93,33 @@ class Stream(Response):
         finally:
             self._generation.abort()
         await send_piece(b"", more=False)
+
+
+class Held(Response):
+    """A whole answer, made of all that its generation gave; see rule 4."""
+
+    def __init__(self, generation: Generation, answer: Response) -> None:
+        super().__init__()
+        self._generation, self._answer = generation, answer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            with self._generation.delivering():
+                await self._answer(scope, receive, send)
+        finally:
+            self._generation.abort()
+
+
+@contextmanager
+def collecting(generation: Generation) -> Iterator[None]:
+    """Around reading a generation and making its whole answer, which ``Held`` is to send."""
+    generation.hold(whole=True)
+    try:
+        yield
+    except BaseException:
+        generation.abort()
+        raise
+
+
+class _CutOff(Exception):
+    """The request was cut while its connection did not take more."""

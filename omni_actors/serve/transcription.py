@@ -12,7 +12,7 @@ from omni_actors.serve.arrivals import SCOPE_KEY
 from omni_actors.serve.audio import decode
 from omni_actors.serve.forms import read_form
 from omni_actors.serve.problems import invalid, renamed
-from omni_actors.serve.replies import SSE, Json, Pieces, Stream, error_event, event
+from omni_actors.serve.replies import SSE, Held, Json, Pieces, Stream, collecting, error_event, event
 from omni_actors.serve.schemas import Transcription, parse, require_model
 from omni_actors.system import OmniSystem
 
@@ -25,7 +25,8 @@ async def transcription(request: Request) -> Response:
         body, seconds, generation = await _begin(request)
         if body.stream:
             return await Stream(generation, _events(generation), SSE, error_event).begun()
-        return await _whole(generation, seconds, body.response_format)
+        with collecting(generation):
+            return Held(generation, await _whole(generation, seconds, body.response_format))
 
 
 async def _begin(request: Request) -> tuple[Transcription, float, Generation]:
@@ -44,10 +45,7 @@ async def _begin(request: Request) -> tuple[Transcription, float, Generation]:
 
 
 async def _whole(generation: Generation, seconds: float, format: str) -> Response:
-    try:
-        texts = [output.delta async for output in generation if isinstance(output.delta, str)]
-    finally:
-        generation.abort()
+    texts = [output.delta async for output in generation if isinstance(output.delta, str)]
     text = "".join(texts).strip()
     if format == "text":
         return PlainTextResponse(text + "\n")

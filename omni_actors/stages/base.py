@@ -35,6 +35,7 @@ __all__ = [
     "Measured",
     "NoOptions",
     "NoParams",
+    "Pausable",
     "RequestId",
     "StageContext",
     "StageEngine",
@@ -157,4 +158,22 @@ class Measured(Protocol):
 
         Called between steps, each time that the supervisor looks whether the loop takes turns: be quick.
         """
+        ...
+
+
+@runtime_checkable
+class Pausable(Protocol):
+    """What an engine may have besides: it can leave single requests out of its steps for a time.
+
+    The client of a paused request does not keep up with reading. The request keeps its memory and still takes input;
+    ``step`` computes nothing for it and ``busy`` does not count it. Pausing changes no output: neither the values nor
+    how they are cut into chunks. A request that ends, in whatever way, is no longer paused.
+    """
+
+    def pause(self, request_id: RequestId) -> None:
+        """Leave a started request out. Harmless for one that is paused."""
+        ...
+
+    def resume(self, request_id: RequestId) -> None:
+        """Take it up again. Harmless for one that is not paused."""
         ...

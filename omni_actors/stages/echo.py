@@ -47,6 +47,7 @@ from omni_actors.stages.base import (
     StageOutput,
     StageRequest,
 )
+from omni_actors.stages.pausing import FlaggedPausing
 from omni_actors.stages.refusal import request_work, validated
 from omni_actors.stages.registry import EchoOptions
 from ringbuf import Tensor
@@ -103,6 +104,7 @@ class _Request:
         self._ended: set[str] = set()
         self._pending: dict[str, deque[_Pending]] = {source: deque() for source in sources}
         self.seq = 0
+        self.paused = False
 
     def add(self, chunk: Chunk, pending: _Pending) -> None:
         self._pending[chunk.source].append(pending)
@@ -128,10 +130,10 @@ class _Request:
 
     @property
     def ready(self) -> bool:
-        return self.over or self.head is not None
+        return not self.paused and (self.over or self.head is not None)
 
 
-class EchoEngine:
+class EchoEngine(FlaggedPausing):
     """See the module. Takes no model."""
 
     def __init__(self, context: StageContext) -> None:

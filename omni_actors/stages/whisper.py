@@ -30,6 +30,7 @@ from omni_actors.stages.base import (
     StageRequest,
 )
 from omni_actors.stages.multimodal.audio import Floats, Recording, Recordings, refusal
+from omni_actors.stages.pausing import FlaggedPausing
 from omni_actors.stages.refusal import request_work, validated
 from omni_actors.stages.registry import WhisperOptions, WhisperParams
 
@@ -49,12 +50,13 @@ class _Request:
         self.complete: deque[Recording] = deque()
         self.segments: Iterator[Segment] | None = None
         self.index = 0
+        self.paused = False
         self.fresh = False
         """The recording being transcribed has given no text so far."""
 
     @property
     def ready(self) -> bool:
-        return bool(self.segments or self.complete) or not self.open
+        return not self.paused and (bool(self.segments or self.complete) or not self.open)
 
     def take(self, chunk: Chunk) -> None:
         """Check a chunk and keep a copy. Raises InvalidRequest."""
@@ -69,7 +71,7 @@ class _Request:
         self.complete += self.recordings.take()
 
 
-class WhisperEngine:
+class WhisperEngine(FlaggedPausing):
     """See the module. The model is a directory in CTranslate2's format."""
 
     def __init__(self, context: StageContext) -> None:

@@ -37,14 +37,16 @@ from omni_actors.messages import (
     EngineFailed,
     LoadFailed,
     Message,
+    Pause,
     Ping,
     Pong,
     Ready,
     Resend,
+    Resume,
     Start,
     Stop,
 )
-from omni_actors.stages.base import Chunk, StageContext, StageEngine, StageFailure, StageOutput, StageRequest
+from omni_actors.stages.base import Chunk, Pausable, StageContext, StageEngine, StageFailure, StageOutput, StageRequest
 from ringbuf import Ring
 from ringbuf._words import CONSUMER, PRODUCER
 
@@ -230,7 +232,7 @@ class SimulatedWorker:
         while True:
             message, fds = await self._next()
             match message:
-                case Start() | Resend() | Abort() | Ping():
+                case Start() | Resend() | Pause() | Resume() | Abort() | Ping():
                     loop.post(message)
                 case Connect(producer, consumer, generation):
                     self._fds.difference_update(fds)
@@ -344,6 +346,16 @@ class _Mortal:
     def abort(self, request_id: int) -> None:
         self._breathe()
         self._engine.abort(request_id)
+
+    def pause(self, request_id: int) -> None:
+        self._breathe()
+        if isinstance(self._engine, Pausable):
+            self._engine.pause(request_id)
+
+    def resume(self, request_id: int) -> None:
+        self._breathe()
+        if isinstance(self._engine, Pausable):
+            self._engine.resume(request_id)
 
     def step(self) -> Iterator[StageOutput | StageFailure]:
         for output in self._engine.step():

@@ -271,6 +271,8 @@ class Simulation(trio.abc.Instrument):
         except RequestError as error:
             self._end(asked, "failed", error)
         else:
+            if asked.pace_s or len(self._asked) % 2:
+                generation.hold(whole=False)  # as a connection does: its stages may be paused
             self._open[asked] = trio.CancelScope()
             self._nursery.start_soon(self._read, asked, generation)
 
@@ -450,10 +452,17 @@ class Simulation(trio.abc.Instrument):
             found = judge.of_request(asked, self._losses, self._given_up, rules)
         if found is None and not asked.pace_s and late_s > EPSILON_S:
             found = Violation("hung", f"{asked.name} ended {late_s:g} s after its deadline")
-        if found is None and asked.full and asked.outcome != "failed":
+        if found is None and asked.full and asked.outcome != "failed" and not self._made_room(asked):
             found = Violation("disturbed", f"{asked.name} was admitted past limits.max_requests")
         if found is not None:
             self._violated(found.kind, found.what)
+
+    def _made_room(self, asked: _Asked) -> bool:
+        """Whether a slow reader's request may have been ended for this one."""
+        return any(
+            isinstance(other.error, SlowConsumer) and other.submitted <= asked.submitted <= other.ended
+            for other in self._asked
+        )
 
     def _judge_system(self) -> None:
         """While it is open. What it cannot have done yet is not asked of one that is left in the middle."""

@@ -92,6 +92,7 @@ def world(number: int) -> Workload:
         output_bytes=draw.choice((20_000, 1_000_000)),
         replays=draw.choice((0, 1, 2, 10)),
         retain_bytes=draw.choice((3_000, 1_000_000, 1_000_000)),
+        window_bytes=draw.choice((2_000, 1_000_000)),
     )
     pipeline = Pipeline(name=f"{shape} {number}", stages=stages, limits=limits)
     templates, oracle = {}, {}

@@ -84,8 +84,9 @@ class Bench:
         *,
         retain_bytes: int = 0,
         replayed: bool = False,
+        worker_retain_bytes: int = 1 << 30,
     ) -> None:
-        self.loop.post(Start(request, sources, targets, {}, True, retain_bytes, replayed))
+        self.loop.post(Start(request, sources, targets, {}, True, retain_bytes, replayed, worker_retain_bytes))
 
     def heard(self) -> Message:
         return self.said.get(timeout=WATCHDOG_S)

@@ -11,7 +11,7 @@ import pytest
 import ringbuf
 from omni_actors.actor import chunks, loop
 from omni_actors.actor.chunks import ChunkCorrupted
-from omni_actors.messages import CLIENT_ADDRESS, Abort, Address, Finished, Ping, Pong, Refused, Stop
+from omni_actors.messages import CLIENT_ADDRESS, Abort, Address, Finished, Pause, Ping, Pong, Refused, Resume, Stop
 from omni_actors.stages.base import Chunk, InvalidRequest, StageContext, StageFailure, StageOutput, StageRequest
 from omni_actors.stages.echo import EchoEngine
 from ringbuf import RingClosed
@@ -122,6 +122,36 @@ def test_a_request_aborted_while_it_waits_is_gone_from_the_engine(bench: Bench) 
     bench.wait_asleep()
     assert engine._requests == {}
     assert bench.said.empty()
+
+
+def test_a_paused_request_gives_nothing_until_it_is_resumed_and_takes_its_input(bench: Bench) -> None:
+    into, out = bench.input(), bench.output()
+    bench.run(echo())
+    bench.start(1)
+    bench.start(2)
+    bench.loop.post(Pause(1), Pause(99), Resume(99))
+    for seq, text in enumerate("ab"):
+        send(into, 1, seq, text=text, last=text == "b")
+    send(into, 2, 0, text="other", last=True)
+    assert receive(out).data["text"] == "other"
+    assert isinstance(bench.heard(), Finished)
+    bench.wait_asleep()
+    assert out.try_recv() is None
+    bench.loop.post(Resume(1))
+    assert [receive(out).data["text"] for _ in range(2)] == ["a", "b"]
+
+
+def test_an_engine_that_cannot_pause_goes_on(bench: Bench) -> None:
+    class Plain(EchoEngine):
+        pause = resume = None  # type: ignore[assignment]
+
+    into, out = bench.input(), bench.output()
+    bench.run(Plain(StageContext("here", None, {}, 1, "cpu", lambda note: None)))
+    bench.start(1)
+    bench.loop.post(Pause(1))
+    send(into, 1, 0, text="on", last=True)
+    assert receive(out).data["text"] == "on"
+    bench.loop.post(Resume(1))
 
 
 def test_a_new_ring_replaces_the_old_one_in_both_directions(bench: Bench) -> None:

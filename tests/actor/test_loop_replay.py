@@ -108,7 +108,7 @@ def test_a_finished_request_is_sent_again_until_it_has_ended(bench: Bench) -> No
     bench.wait_asleep()  # most of it waits for room
     bench.loop.post(Abort(1))
     bench.wait_asleep()
-    assert bench.loop._retained == {}
+    assert not bench.loop._retention.requests
     assert len(list(_drain(out))) < 100
 
 
@@ -144,7 +144,7 @@ def test_nothing_is_kept_past_the_end_nor_where_nobody_may_want_it(
     bench.loop.post(Abort(1))
     bench.wait_asleep()
     assert not any(ref() is not None for ref in engine.given)
-    assert bench.loop._retained == {}
+    assert not bench.loop._retention.requests
 
 
 @pytest.mark.parametrize("payload_bytes", [0, 100_000])
@@ -167,6 +167,34 @@ def test_past_its_bound_all_is_let_go_and_said_once_and_again_when_it_is_needed(
     bench.loop.post(Resend(1, BELOW))
     assert bench.heard() == Unreplayable(1, said.reason, needed=True)
     assert out.try_recv() is None
+
+
+def test_past_the_bound_of_the_worker_the_largest_is_let_go_and_the_others_are_not(bench: Bench) -> None:
+    into, out = bench.input(), bench.output(target=BELOW)
+    bench.run(echo(payload_bytes=10_000))
+    for request in (1, 2, 3):
+        bench.start(request, targets=(BELOW,), retain_bytes=PLENTY, worker_retain_bytes=60_000)
+    for request, seq in ((1, 0), (2, 0), (2, 1), (2, 2), (1, 1)):
+        send(into, request, seq, text="x")
+        receive(out)
+    bench.wait_asleep()
+    assert bench.said.empty()
+    send(into, 3, 0, text="x")
+    said = bench.heard()
+    assert isinstance(said, Unreplayable)
+    assert (said.request, said.needed) == (2, False)
+    assert "60000 bytes" in said.reason
+    assert "limits.worker_retain_bytes" in said.reason
+    receive(out)
+    send(into, 2, 3, text="x")  # what was let go stays so, and counts no more
+    receive(out)
+    for request, seqs in ((1, [0, 1]), (3, [0])):
+        bench.loop.post(Resend(request, BELOW))
+        assert [receive(out).seq for _ in seqs] == seqs
+    bench.loop.post(Abort(1), Resend(2, BELOW))
+    assert bench.heard() == Unreplayable(2, said.reason, needed=True)
+    bench.wait_asleep()
+    assert bench.loop._retention.requests == {2, 3}
 
 
 def test_a_resend_of_what_was_never_retained_is_answered(bench: Bench) -> None:

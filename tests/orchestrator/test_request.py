@@ -9,10 +9,15 @@ import trio
 import trio.testing
 
 from omni_actors.actor.chunks import Intake
+from omni_actors.actor.replica import Replica
+from omni_actors.config import Limits
 from omni_actors.errors import Aborted, RequestError
+from omni_actors.messages import Address
 from omni_actors.orchestrator.lifecycle import Event
-from omni_actors.orchestrator.request import OutputStream, Piece, Request
+from omni_actors.orchestrator.readers import Readers
+from omni_actors.orchestrator.request import Piece, Request
 from omni_actors.orchestrator.routes import Route
+from omni_actors.orchestrator.stream import OutputStream
 
 
 class Client:
@@ -23,22 +28,31 @@ class Client:
         self.request.open_outputs["s"] = Intake(1, "s")
         self.request.lifecycle.advance(Event.DISPATCH)
         self.aborted: list[Request] = []
-        self.stream = OutputStream(self.request, self.aborted.append)
+        self.ended: list[Request] = []
+        self.readers = Readers(Limits(), replica=dict[Address, Replica]().__getitem__, cut=self.cut, on_over=self.over)
+        self.readers.admit(self.request)
+        self.stream = OutputStream(self.request, self.readers, self.aborted.append)
         self._seq = 0
 
     def arrive(self, *, last: bool = False) -> None:
         self.request.lifecycle.advance(Event.OUTPUT)
-        self.request.pieces.append(Piece("s", {"seq": self._seq}, {}, last, 0.0, 10))
-        self.request.unread_bytes += 10
+        self.readers.arrive(self.request, Piece("s", {"seq": self._seq}, {}, last, 0.0, 10))
         self._seq += 1
         if last:
             del self.request.open_outputs["s"]
-        self.request.news.unpark_all()
+            self.request.news.unpark_all()
 
     def end(self, event: Event, error: RequestError | None = None) -> None:
         self.request.lifecycle.advance(event)
         self.request.error = error
         self.request.news.unpark_all()
+        self.readers.complete(self.request)
+
+    def cut(self, request: Request, error: RequestError) -> None:
+        raise AssertionError(f"{request.name} was cut: {error}")
+
+    def over(self, request: Request) -> None:
+        self.ended.append(request)
 
     async def read(self) -> int:
         return int((await anext(self.stream)).data["seq"])
@@ -58,7 +72,8 @@ async def test_the_final_piece_waits_for_the_statistics(client: Client) -> None:
     assert scope.cancelled_caught
     client.end(Event.COMPLETE)
     assert await client.read() == 1
-    assert client.request.unread_bytes == 0
+    assert client.request.account.charged == 0
+    assert client.ended == [client.request]
     with pytest.raises(StopAsyncIteration):
         await client.read()
 

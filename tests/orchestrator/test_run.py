@@ -120,6 +120,12 @@ def in_flight(omni: OmniSystem) -> float:
     return value
 
 
+def unread(omni: OmniSystem) -> float:
+    value = omni.metrics.registry.get_sample_value("omni_unread_bytes")
+    assert value is not None
+    return value
+
+
 def aborted(omni: OmniSystem) -> float:
     return omni.metrics.registry.get_sample_value("omni_requests_total", {"outcome": "Aborted"}) or 0.0
 
@@ -284,12 +290,11 @@ async def test_outputs_that_nobody_reads_are_bounded() -> None:
     async with OmniSystem.open(ONE, **overrides) as omni:
         slow = omni.submit({"script": [Input({})]}, ["audio"])
         await until(lambda: in_flight(omni) == 0)
-        got = 0
-        with pytest.raises(SlowConsumer) as caught, trio.fail_after(WATCHDOG_S):  # noqa: PT012
-            async for _ in slow:
-                got += 1
-        assert caught.value.limit_bytes == 100_000
-        assert 10 <= got <= 12
+        with pytest.raises(SlowConsumer) as caught:
+            await read(slow)
+        assert (caught.value.limit, caught.value.bound) == ("output_bytes", 100_000)
+        assert 100_000 < caught.value.unread_bytes <= 120_000
+        assert unread(omni) == 0
         assert len(await read(omni.submit({"script": [Input({"text": "x"})]}, ["audio"]))) == 1000
 
 

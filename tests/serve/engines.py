@@ -22,6 +22,7 @@ import msgspec
 import numpy as np
 
 from omni_actors.stages.base import Chunk, InvalidRequest, RequestId, StageContext, StageOutput, StageRequest
+from omni_actors.stages.pausing import FlaggedPausing
 
 RATE = 16000
 WORD_S = 0.1
@@ -31,45 +32,50 @@ LEVEL = 0.5
 class _Work(msgspec.Struct):
     open: set[str]
     pieces: deque[Any] = msgspec.field(default_factory=deque)
+    paused: bool = False
+
+    @property
+    def ready(self) -> bool:
+        return not self.paused and bool(self.pieces or not self.open)
 
 
-class _Engine:
+class _Engine(FlaggedPausing):
     def __init__(self, context: StageContext) -> None:
         self._step_s = context.options.get("step_s", 0.0)
-        self._work: dict[RequestId, _Work] = {}
+        self._requests: dict[RequestId, _Work] = {}
 
     @property
     def busy(self) -> bool:
-        return any(work.pieces or not work.open for work in self._work.values())
+        return any(work.ready for work in self._requests.values())
 
     def start(self, request: StageRequest) -> None:
-        self._work[request.request_id] = _Work(set(request.sources))
+        self._requests[request.request_id] = _Work(set(request.sources))
 
     def feed(self, request_id: RequestId, chunk: Chunk) -> None:
-        work = self._work[request_id]
+        work = self._requests[request_id]
         try:
             work.pieces.extend(self._pieces(chunk))
         except InvalidRequest:
-            del self._work[request_id]
+            del self._requests[request_id]
             raise
         if chunk.last:
             work.open.discard(chunk.source)
 
     def abort(self, request_id: RequestId) -> None:
-        self._work.pop(request_id, None)
+        self._requests.pop(request_id, None)
 
     def step(self) -> Iterator[StageOutput]:
         time.sleep(self._step_s)
-        for request_id, work in list(self._work.items()):
-            if work.pieces or not work.open:
+        for request_id, work in list(self._requests.items()):
+            if work.ready:
                 tensors, data = work.pieces.popleft() if work.pieces else ({}, {})
                 last = not work.open and not work.pieces
                 if last:
-                    del self._work[request_id]
+                    del self._requests[request_id]
                 yield StageOutput(request_id, tensors, data, last)
 
     def close(self) -> None:
-        self._work.clear()
+        self._requests.clear()
 
     def _pieces(self, chunk: Chunk) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
         raise NotImplementedError
@@ -99,7 +105,7 @@ class Ear(_Engine):
 class Eye(_Engine):
     def start(self, request: StageRequest) -> None:
         super().start(request)
-        self._work[request.request_id].pieces.append(_line({"params": request.params}))
+        self._requests[request.request_id].pieces.append(_line({"params": request.params}))
 
     def _pieces(self, chunk: Chunk) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
         for name, tensor in chunk.tensors.items():

@@ -135,7 +135,7 @@ def test_an_engines_name_for_a_field_becomes_the_clients() -> None:
 
 
 def test_every_error_of_a_request_has_a_status_and_a_code_of_its_own() -> None:
-    unread = as_problem(SlowConsumer(1000))
+    unread = as_problem(SlowConsumer("output_bytes", 1000))
     assert (unread.status, unread.type, unread.code) == (400, "invalid_request_error", "slow_consumer")
     failed = StageFailed("mouth", 0, "its restarts ran out", [])
     died = WorkerExit(1, "SIGKILL", None)

@@ -24,11 +24,11 @@ from omni_actors.actor.loop import EngineLoop
 from omni_actors.actor.replica import Replica
 from omni_actors.actor.supervisor import Supervisor
 from omni_actors.cli import main
-from omni_actors.messages import Abort, Address, Message
+from omni_actors.messages import Abort, Address, Message, Resume
 from omni_actors.orchestrator import run
-from omni_actors.orchestrator.request import OutputStream
 from omni_actors.orchestrator.run import Orchestrator
 from omni_actors.orchestrator.settle import Facts, Untouched
+from omni_actors.orchestrator.stream import OutputStream
 from omni_actors.stages.base import StageEngine
 from omni_actors.stress.oracle import Answer
 from omni_actors.stress.simulated import Nature, SimulatedSpawner
@@ -117,7 +117,7 @@ async def test_the_oracle_is_what_a_quiet_system_answers(autojump_clock: trio.te
 def test_a_chunk_that_is_taken_twice_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     take = chunks.Intake.take
     monkeypatch.setattr(chunks.Intake, "take", lambda *a, **last: take(*a, **last) or True)
-    assert "duplicated" in kinds(first_violated(since=20))
+    assert "duplicated" in kinds(first_violated())
 
 
 def test_a_settlement_that_sees_no_loss_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,9 +132,9 @@ def test_a_replay_that_leaves_out_the_first_chunk_is_found(monkeypatch: pytest.M
     resend = EngineLoop._resend
 
     def skipping(self: EngineLoop, request: int, target: Address) -> None:
-        retained = self._retained.get(request)
-        if retained is not None and retained.chunks:
-            del retained.chunks[0]
+        retained = self._retention.chunks(request)
+        if isinstance(retained, list) and retained:
+            del retained[0]
         resend(self, request, target)
 
     monkeypatch.setattr(EngineLoop, "_resend", skipping)
@@ -150,6 +150,17 @@ def test_an_abort_that_is_not_passed_on_is_found(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(Replica, "post", forgetful)
     assert "leaked" in kinds(first_violated())
+
+
+def test_a_resume_that_is_not_passed_on_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    post = Replica.post
+
+    def forgetful(self: Replica, message: Message, fds: tuple[int, ...] = ()) -> None:
+        if not isinstance(message, Resume):
+            post(self, message, fds)
+
+    monkeypatch.setattr(Replica, "post", forgetful)
+    assert "hung" in kinds(first_violated())
 
 
 def test_a_supervisor_that_never_pings_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,7 +241,7 @@ def test_the_command_counts_and_says_how_fast(tmp_path: Path) -> None:
 def test_the_command_that_it_prints_repeats_a_failure_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     take = chunks.Intake.take
     monkeypatch.setattr(chunks.Intake, "take", lambda *a, **last: take(*a, **last) or True)
-    seed = first_violated(since=20).seed
+    seed = first_violated().seed
     assert simulate(seed - 1).violations == []
     done = stress("--simulate", "2", "--seed", str(seed - 1))
     assert done.exit_code == 1

@@ -27,6 +27,7 @@ from omni_actors.stages.base import (
     StageRequest,
     TensorLike,
 )
+from omni_actors.stages.pausing import FlaggedPausing
 from omni_actors.stages.refusal import request_work
 from omni_actors.stages.registry import TextParams
 
@@ -62,7 +63,7 @@ class Request(batch.Sequence, Generic[C]):
 R = TypeVar("R", bound=Request[Any])
 
 
-class LanguageEngine(Generic[R]):
+class LanguageEngine(FlaggedPausing, Generic[R]):
     """A ``StageEngine`` of anything to text."""
 
     def __init__(self, batch: Batch[R], vocabulary: Vocabulary, context: int) -> None:

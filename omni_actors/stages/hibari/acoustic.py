@@ -41,6 +41,7 @@ from omni_actors.stages.base import (
 )
 from omni_actors.stages.hibari.reading import Reading
 from omni_actors.stages.hibari.text import SentenceReader
+from omni_actors.stages.pausing import FlaggedPausing
 from omni_actors.stages.refusal import validated
 from omni_actors.stages.registry import AcousticOptions, AcousticParams
 
@@ -73,22 +74,23 @@ class _Request:
         self.phrases: deque[tuple[str, str]] = deque()
         """(phonemes, text): the next sentence, made ready."""
         self.spoken = 0
+        self.paused = False
         self.foreseen: str | None = None
         """What was taken for the next sentence, and computed ahead: its first phrase and the features of that."""
         self.ahead: tuple[str, list[_Floats]] | None = None
 
     @property
     def ready(self) -> bool:
-        return bool(self.sentences or self.phrases) or not self.open
+        return not self.paused and (bool(self.sentences or self.phrases) or not self.open)
 
     @property
     def likely(self) -> str | None:
         """The sentence to compute ahead: it only waits for the text after it to show that it is complete."""
-        likely = None if self.ready else self.reader.likely
+        likely = None if self.paused or self.ready else self.reader.likely
         return None if likely == self.foreseen else likely
 
 
-class AcousticEngine:
+class AcousticEngine(FlaggedPausing):
     """See the module. The model is a directory with ``hibari.onnx``."""
 
     def __init__(self, context: StageContext) -> None:

@@ -21,6 +21,7 @@ import numpy as np
 
 from omni_actors.stages.base import Chunk, InvalidRequest, RequestId, StageContext, StageOutput, StageRequest
 from omni_actors.stages.hibari.synthesis import BINS, SAMPLE_RATE, Floats, SentenceSynthesis
+from omni_actors.stages.pausing import FlaggedPausing
 from omni_actors.stages.refusal import validated
 from omni_actors.stages.registry import VocoderParams
 
@@ -52,6 +53,11 @@ class _Request:
         self.frames = 0
         """Of that sentence; 0 between sentences."""
         self.synthesis: SentenceSynthesis | None = None
+        self.paused = False
+
+    @property
+    def ready(self) -> bool:
+        return bool(self.chunks) and not self.paused
 
     def take(self, chunk: Chunk) -> None:
         """Check a chunk and keep a copy. Raises InvalidRequest."""
@@ -112,7 +118,7 @@ def _refusal(message: str) -> InvalidRequest:
     return InvalidRequest(message, param="features")
 
 
-class VocoderEngine:
+class VocoderEngine(FlaggedPausing):
     """See the module. Takes no model: the vocoder is signal processing."""
 
     def __init__(self, context: StageContext) -> None:
@@ -123,7 +129,7 @@ class VocoderEngine:
 
     @property
     def busy(self) -> bool:
-        return any(request.chunks for request in self._requests.values())
+        return any(request.ready for request in self._requests.values())
 
     def start(self, request: StageRequest) -> None:
         self._requests[request.request_id] = _Request(request)
@@ -139,7 +145,7 @@ class VocoderEngine:
         self._requests.pop(request_id, None)
 
     def step(self) -> Iterator[StageOutput]:
-        for request_id in [request_id for request_id, request in self._requests.items() if request.chunks]:
+        for request_id in [request_id for request_id, request in self._requests.items() if request.ready]:
             audio, sentence, last = self._requests[request_id].speak()
             if last:
                 del self._requests[request_id]

@@ -30,6 +30,7 @@ from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import Qwen2_5OmniTo
 
 from omni_actors.stages.base import Chunk, InvalidRequest, RequestId, StageContext, StageOutput, StageRequest
 from omni_actors.stages.checkpoint import load_part
+from omni_actors.stages.pausing import FlaggedPausing
 from omni_actors.stages.qwen2_5.flow import GUIDANCE, SWAY, Flow, FlowStream
 from omni_actors.stages.qwen2_5.speakers import Speaker, load_speakers, speaker_named
 from omni_actors.stages.qwen2_5.vocoder import Vocoder, VocoderStream
@@ -49,13 +50,14 @@ class _Request:
         """That have come."""
         self.streams: tuple[FlowStream, VocoderStream] | None = None
         """Made with the first chunk."""
+        self.paused = False
 
     def take(self, codes: int) -> Tensor:
         taken, self.waiting = self.waiting[:codes], self.waiting[codes:]
         return taken
 
 
-class Token2WavEngine:
+class Token2WavEngine(FlaggedPausing):
     """See the module. ``context.model``: a checkpoint directory of Qwen2.5-Omni; its ``token2wav`` weights are read."""
 
     def __init__(self, context: StageContext) -> None:
@@ -123,7 +125,9 @@ class Token2WavEngine:
                 yield from self._outputs(request_id, self._decode(request, request.take(codes), last=last), last=last)
 
     def _next_chunk(self, request: _Request) -> tuple[int, bool] | None:
-        """How many codes the next chunk has, and whether it is the last; None where it is not complete yet."""
+        """How many codes the next chunk has, and whether it is the last; None where there is none to decode now."""
+        if request.paused:
+            return None
         if self._options.decode == "exact" and len(request.waiting) >= self._chunk_codes:
             return self._chunk_codes, False
         return None if request.open else (len(request.waiting), True)

@@ -24,6 +24,7 @@ from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import Qwen3Omni
 
 from omni_actors.stages.base import Chunk, InvalidRequest, RequestId, StageContext, StageOutput, StageRequest
 from omni_actors.stages.checkpoint import load_part
+from omni_actors.stages.pausing import FlaggedPausing
 from omni_actors.stages.qwen3.streaming import DecoderState, StreamingDecoder
 from omni_actors.stages.registry import Code2WavOptions
 
@@ -40,9 +41,12 @@ class _Request:
         self.chunks = 0
         """Decoded so far."""
         self.state = DecoderState()
+        self.paused = False
 
     def next_chunk(self, options: Code2WavOptions) -> tuple[int, bool] | None:
-        """How many frames the next chunk has, and whether it is the last; None where it is not complete yet."""
+        """How many frames the next chunk has, and whether it is the last; None where there is none to decode now."""
+        if self.paused:
+            return None
         due = options.chunk_frames[min(self.chunks, len(options.chunk_frames) - 1)]
         if options.decode == "exact" and self.frames >= due:
             return due, False
@@ -56,7 +60,7 @@ class _Request:
         return codes[:, :frames]
 
 
-class Code2WavEngine:
+class Code2WavEngine(FlaggedPausing):
     """See the module. ``context.model``: a checkpoint directory of Qwen3-Omni; its ``code2wav`` weights are read."""
 
     def __init__(self, context: StageContext) -> None:

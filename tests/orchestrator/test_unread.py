@@ -1,0 +1,208 @@
+"""The accounts of unread output: what is paused, what waits for its reader, and what is ended."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from omni_actors.config import Limits
+from omni_actors.orchestrator.unread import GRACE_S, ROOM_GRACE_S, SMALL_BYTES, Account, Unread
+
+KIB = 1024
+LIMITS = Limits(window_bytes=256 * KIB, unread_bytes=4096 * KIB, read_bytes_s=4096.0)
+
+
+def opened(unread: Unread, count: int, *, whole: bool = False, holds: bool = False) -> list[Account]:
+    accounts = [Account(whole=whole, holds=holds or whole) for _ in range(count)]
+    for account in accounts:
+        unread.open(account)
+    return accounts
+
+
+@pytest.fixture
+def unread() -> Unread:
+    return Unread(LIMITS)
+
+
+def test_a_caller_has_a_piece_when_it_is_returned(unread: Unread) -> None:
+    [account] = opened(unread, 1)
+    unread.arrive(account, 100, 0.0)
+    assert unread.total == account.charged == 100
+    unread.read(account, 100, 0.0)
+    assert unread.total == account.charged == 0
+
+
+def test_a_reader_that_passes_pieces_on_has_one_until_it_asks_for_the_next(unread: Unread) -> None:
+    [account] = opened(unread, 1, holds=True)
+    unread.arrive(account, 100, 0.0)
+    unread.arrive(account, 10, 0.0)
+    unread.read(account, 100, 0.0)
+    assert unread.total == 110
+    unread.ask(account, 0.0)
+    assert unread.total == 10
+
+
+def test_a_whole_answer_is_charged_until_it_is_released(unread: Unread) -> None:
+    [account] = opened(unread, 1, whole=True)
+    for _ in range(2):
+        unread.arrive(account, 100, 0.0)
+        unread.read(account, 100, 0.0)
+        unread.ask(account, 0.0)
+    assert unread.total == 200
+    unread.release(account, 0.0)
+    assert unread.total == 0
+
+
+def test_a_full_window_pauses_until_half_of_it_is_read(unread: Unread) -> None:
+    [account] = opened(unread, 1, holds=True)
+    assert unread.arrive(account, 256 * KIB, 0.0) == []
+    assert unread.arrive(account, 1, 0.0) == [account]
+    assert account.paused
+    assert unread.arrive(account, 10 * KIB, 0.0) == [], "it is told once"
+    unread.read(account, 100 * KIB, 0.0)
+    assert unread.ask(account, 0.0) == []
+    unread.read(account, 100 * KIB, 0.0)
+    assert account.paused, "it holds that"
+    assert unread.ask(account, 0.0) == [account]
+    assert not account.paused
+
+
+def test_a_whole_answer_has_no_window(unread: Unread) -> None:
+    [account] = opened(unread, 1, whole=True)
+    assert unread.arrive(account, 1024 * KIB, 0.0) == []
+
+
+def test_a_caller_of_the_library_has_no_window(unread: Unread) -> None:
+    [account] = opened(unread, 1)
+    assert unread.arrive(account, 1024 * KIB, 0.0) == []
+    assert account.waits_since is None
+
+
+def test_under_pressure_all_but_the_oldest_whole_answer_are_paused(unread: Unread) -> None:
+    streams, answers = opened(unread, 2), opened(unread, 3, whole=True)
+    unread.arrive(streams[0], 100 * KIB, 0.0)
+    unread.arrive(streams[1], SMALL_BYTES, 0.0)
+    unread.arrive(answers[0], SMALL_BYTES, 0.0)
+    unread.arrive(answers[1], 100 * KIB, 0.0)
+    assert unread.arrive(answers[2], 2048 * KIB, 0.0) == [streams[0], answers[2]]
+    unread.complete(answers[1], 0.0)
+    unread.close(answers[1], 0.0)
+    assert unread.total > 1024 * KIB, "the pressure goes on"
+    assert not answers[2].paused, "the next one runs"
+    assert unread.close(answers[2], 0.0) == [streams[0]]
+
+
+def test_pressure_ends_at_a_quarter(unread: Unread) -> None:
+    first, second = opened(unread, 2, whole=True)
+    unread.arrive(first, 1000 * KIB, 0.0)
+    unread.arrive(second, 1100 * KIB, 0.0)
+    assert second.paused
+    assert unread.arrive(first, 100 * KIB, 0.0) == []
+    unread.complete(first, 0.0)
+    assert not second.paused, "a complete answer lets the next one run"
+    unread.close(first, 0.0)
+    [third] = opened(unread, 1)
+    assert unread.arrive(third, 100 * KIB, 0.0) == [third], "1100 KiB are more than a quarter"
+    unread.close(second, 0.0)
+    assert not third.paused
+
+
+def test_the_rate_is_that_since_the_wait_began(unread: Unread) -> None:
+    [account] = opened(unread, 1, holds=True)
+    unread.arrive(account, 200 * KIB, 0.0)
+    unread.read(account, 100 * KIB, 1.0)
+    unread.ask(account, 2.0)
+    assert account.rate(5.0) == math.inf, "it does not wait for its reader"
+    unread.arrive(account, 200 * KIB, 10.0)
+    assert (account.waited_s(12.0), account.rate(12.0)) == (2.0, 0.0)
+    unread.read(account, 4 * KIB, 13.0)
+    unread.ask(account, 14.0)
+    assert account.rate(14.0) == 1024.0
+
+
+def test_a_connection_is_too_slow_when_what_it_got_does_not_reach_the_rate(unread: Unread) -> None:
+    [account] = opened(unread, 1, holds=True)
+    assert unread.too_slow_at(account) == math.inf
+    unread.arrive(account, 300 * KIB, 5.0)
+    assert unread.too_slow_at(account) == math.inf, "no connection is waited for"
+    account.sending = True
+    assert unread.too_slow_at(account) == 5.0 + GRACE_S
+    unread.read(account, 80 * KIB, 6.0)
+    assert unread.too_slow_at(account) == 5.0 + 20.0, "what it holds may be on its way"
+    unread.ask(account, 7.0)
+    assert unread.too_slow_at(account) == 5.0 + 20.0
+
+
+def test_the_slowest_reader_goes_and_one_that_waits_a_moment_or_for_little_does_not(unread: Unread) -> None:
+    slow, slower, fresh, small, running = opened(unread, 5, holds=True)
+    for account, size in ((slow, 300), (slower, 300), (small, 60), (running, 200)):
+        unread.arrive(account, size * KIB, 0.0)
+    unread.complete(small, 0.0)
+    unread.arrive(fresh, 300 * KIB, 2.0)
+    for account, size in ((slow, 2 * KIB), (slower, 1 * KIB)):
+        unread.read(account, size, 1.0)
+        unread.ask(account, 1.0)
+    assert unread.slowest(ROOM_GRACE_S - 0.1) is None
+    assert unread.slowest(ROOM_GRACE_S) is slower
+    unread.close(slower, 3.0)
+    assert unread.slowest(ROOM_GRACE_S) is slow
+    unread.close(slow, 3.0)
+    assert unread.slowest(ROOM_GRACE_S) is None
+
+
+def test_a_complete_answer_waits_for_its_reader_without_a_full_window(unread: Unread) -> None:
+    [account] = opened(unread, 1)
+    unread.arrive(account, 100 * KIB, 0.0)
+    unread.complete(account, 1.0)
+    assert account.waits_since == 1.0
+    assert unread.slowest(1.0 + ROOM_GRACE_S) is account
+
+
+def test_past_the_total_somebody_goes_even_where_all_are_small() -> None:
+    unread = Unread(Limits(unread_bytes=1000))
+    accounts = opened(unread, 3)
+    for i, account in enumerate(accounts):
+        unread.arrive(account, 300 + i, 0.0)
+    assert not unread.exceeded
+    unread.arrive(accounts[0], 100, 0.0)
+    assert unread.exceeded
+    assert unread.victim(0.0) is accounts[0]
+
+
+def test_a_closed_account_is_charged_nothing_and_may_be_closed_again(unread: Unread) -> None:
+    first, second = opened(unread, 2, holds=True)
+    unread.arrive(first, 300 * KIB, 0.0)
+    unread.arrive(second, 300 * KIB, 0.0)
+    for _ in range(2):
+        unread.close(first, 0.0)
+        assert (unread.total, first.charged, unread.paused) == (300 * KIB, 0, 1)
+
+
+@given(st.data())
+def test_the_total_is_the_sum_and_something_always_runs(data: st.DataObject) -> None:
+    """Whatever happens in whatever order: among whole answers that are incomplete, one at least is not paused."""
+    unread = Unread(Limits(window_bytes=128 * KIB, unread_bytes=1024 * KIB))
+    accounts = opened(unread, 3) + opened(unread, 2, holds=True) + opened(unread, 3, whole=True)
+    for now in range(data.draw(st.integers(0, 40))):
+        account = data.draw(st.sampled_from(accounts))
+        match data.draw(st.sampled_from(("arrive", "read", "ask", "complete", "close"))):
+            case "arrive" if not account.complete:
+                unread.arrive(account, data.draw(st.integers(1, 300 * KIB)), now)
+            case "read" if account.unread:
+                unread.read(account, data.draw(st.integers(1, account.unread)), now)
+            case "ask":
+                unread.ask(account, now)
+            case "complete":
+                unread.complete(account, now)
+            case "close":
+                unread.close(account, now)
+                accounts.remove(account)
+        assert unread.total == sum(account.charged for account in accounts)
+        running = [account for account in accounts if account.whole and not account.complete]
+        assert not running or not all(account.paused for account in running)
+        assert all(account.charged > 0 for account in accounts if account.paused)
+        if not accounts:
+            return

@@ -1,0 +1,66 @@
+"""Clients of the server that stop reading, beside others: nobody waits for them, and they hold little."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import msgspec
+import openai
+import pytest
+
+from tests.serve.conftest import WATCHDOG_S, Server, Start
+
+WORDS = 1365
+"""4,096 characters. A word is 1600 samples: 6.4 kB in the system, and 3.2 kB sent."""
+WINDOW = 200_000
+
+
+@pytest.fixture(scope="module")
+def server(start: Start) -> Iterator[Server]:
+    limits = ("-s", f"limits.window_bytes={WINDOW}", "-s", "limits.max_requests=3")
+    with start(*limits) as server:
+        yield server
+        assert server.stderr == ""
+
+
+def stalled(server: Server) -> socket.socket:
+    """A client that has asked for a long speech and reads nothing of it."""
+    client = socket.socket()
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    client.settimeout(WATCHDOG_S)
+    client.connect(("127.0.0.1", server.port))
+    speech = {"model": "studio", "voice": "alloy", "input": "la " * WORDS, "response_format": "wav"}
+    body = msgspec.json.encode(speech)
+    head = "POST /v1/audio/speech HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Type: application/json\r\n"
+    client.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+    return client
+
+
+def served(client: openai.OpenAI) -> bool:
+    try:
+        sound = client.audio.speech.create(model="studio", voice="alloy", input="hello", response_format="wav")
+    except openai.RateLimitError:
+        return False
+    return len(sound.content) > 3200
+
+
+def test_stalled_clients_hold_a_window_and_give_way_to_others(server: Server) -> None:
+    with ExitStack() as stack, server.openai() as client:
+        for _ in range(3):
+            stack.enter_context(stalled(server))
+        server.wait_metric("omni_requests_paused", 3)
+        assert server.metric("omni_requests_in_flight") == 3
+        server.wait(lambda: served(client), "a place to be made")
+        assert server.metric('omni_requests_total{outcome="SlowConsumer"}') == 1
+        assert WINDOW < server.metric("omni_unread_bytes") < 3 * 2_000_000
+    server.wait_metric("omni_unread_bytes", 0)
+
+
+def test_a_client_that_reads_again_gets_everything(server: Server) -> None:
+    with stalled(server) as client, client.makefile("rb") as answer:
+        server.wait_metric("omni_requests_paused", 1)
+        total = sum(iter(lambda: len(answer.read(1 << 16)), 0))
+        assert 2 * 1600 * WORDS < total < 2.1 * 1600 * WORDS
+    server.wait_metric("omni_requests_in_flight", 0)
