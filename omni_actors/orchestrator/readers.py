@@ -17,7 +17,7 @@ import trio
 
 from omni_actors.actor.replica import Replica
 from omni_actors.config import Limits
-from omni_actors.errors import RequestError, SlowConsumer
+from omni_actors.errors import Aborted, RequestError, SlowConsumer
 from omni_actors.messages import Address, Pause, Resume
 from omni_actors.orchestrator.request import Piece, Request
 from omni_actors.orchestrator.unread import Account, Unread
@@ -69,9 +69,13 @@ class Readers:
         self._apply(request, self._unread.complete(request.account, trio.current_time()))
 
     def drop(self, request: Request) -> None:
-        """Free all that the client does not have. The request is over, if it is complete."""
+        """Free all that the client does not have. The request is over, if it is complete.
+
+        A connection that took too little is cut. One whose request was aborted may still take the piece under way, and
+        hear the reason.
+        """
         request.pieces.clear()
-        if request.delivery is not None:
+        if request.delivery is not None and not isinstance(request.error, Aborted):
             request.delivery.cancel()
         self._apply(request, self._unread.close(request.account, trio.current_time()))
 

@@ -20,7 +20,7 @@ WINDOW = 200_000
 @pytest.fixture(scope="module")
 def server(start: Start) -> Iterator[Server]:
     limits = ("-s", f"limits.window_bytes={WINDOW}", "-s", "limits.max_requests=3")
-    with start(*limits) as server:
+    with start(*limits, "-s", "stages.mouth.options.step_s=0.002") as server:
         yield server
         assert server.stderr == ""
 
