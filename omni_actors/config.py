@@ -66,7 +66,7 @@ class Limits(_Section, frozen=True, kw_only=True):
     """Outputs of one request that its client does not have yet; with more the request ends."""
     unread_bytes: Positive = 256 * 1024 * 1024
     """Outputs of all requests that their clients do not have yet. From half of it on, stages are paused."""
-    window_bytes: Positive = 1024 * 1024
+    window_bytes: Positive = 512 * 1024
     """Outputs of one request that its HTTP client does not have yet, above which its stages are paused."""
     read_bytes_s: PositiveFloat = 4096.0
     """Output per second that an HTTP client reads at least, while its request waits for it."""
