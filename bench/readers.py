@@ -16,7 +16,7 @@ import tempfile
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import click
@@ -230,7 +230,7 @@ def main(
     click.echo(f"rate beside slow readers / alone: {phases[1].rate / max(phases[0].rate, 1e-9):.2f}")
     click.echo(f"slow clients that were cut: {dict(ends)}; requests by outcome: {outcomes}")
     if json_file is not None:
-        rows = [asdict(phase) | {"rate": phase.rate} for phase in phases]
+        rows = [{**vars(phase), "rate": phase.rate} for phase in phases]
         json_file.write_text(json.dumps({"phases": rows, "cut": ends, "outcomes": outcomes}, indent=1))
 
 

@@ -5,8 +5,8 @@ Rules
 2. ``Start`` is posted to every stage of a route, last stage first, before any input moves (prewarm).
 3. What a death means for a request is decided in ``settle`` alone; whenever the facts change, it is asked again.
 4. A stage that starts again is sent nothing before it has said ``Started``; then its sources send from the first chunk.
-5. Requests that may have ended their worker are replayed on trial (``trials``); one that used up its replays by that
-   is refused when it is sent again (``quarantine``).
+5. Requests that may have ended their worker are replayed on trial; one that used up its replays by that is refused
+   when it is sent again (``suspects``).
 6. A request ends once, in ``_end``: its outcome is set, its client woken, every stage that still holds it told. It is
    over, and gives back its place, when its client has everything too; its deadline counts until then (``readers``).
 7. Nothing here waits on a worker. Bounded are: requests (``max_requests``), outputs that clients do not have yet
@@ -27,7 +27,6 @@ from omni_actors.actor import chunks
 from omni_actors.actor.chunks import Intake, ReplayDiverged
 from omni_actors.actor.edges import Edges
 from omni_actors.actor.supervisor import Replica
-from omni_actors.actor.supervisor import State as ReplicaState
 from omni_actors.config import Limits
 from omni_actors.errors import (
     Aborted,
@@ -59,13 +58,13 @@ from omni_actors.messages import (
 from omni_actors.orchestrator.inputs import require_portable, send_input
 from omni_actors.orchestrator.lifecycle import Event, State
 from omni_actors.orchestrator.pace import Pace
-from omni_actors.orchestrator.quarantine import Quarantine
+from omni_actors.orchestrator.placement import Placement
 from omni_actors.orchestrator.readers import Readers
 from omni_actors.orchestrator.request import Input, OnFailure, Piece, Request
 from omni_actors.orchestrator.routes import Route
 from omni_actors.orchestrator.settle import Facts, Fail, Replay, Unavailable, Untouched, idle, settle
 from omni_actors.orchestrator.stream import OutputStream
-from omni_actors.orchestrator.trials import Trials, died_by_itself
+from omni_actors.orchestrator.suspects import Suspects
 
 CUTS = (Aborted, DeadlineExceeded, SlowConsumer)
 """Errors after which nobody reads what is unread."""
@@ -88,8 +87,7 @@ class Orchestrator:
     ) -> None:
         self._edges, self._limits, self._repeatable, self._on_end = edges, limits, repeatable, on_end
         self.readers = Readers(limits, replica=self._replica, cut=self._cut, on_over=self._over)
-        self._replicas: Mapping[Address, Replica] = {}
-        self._of_stage: dict[str, list[Replica]] = {}
+        self._placement = Placement(self.load)
         self.failed_stages: dict[str, StageFailed] = {}
         """Those without a replica left, in the order in which they were given up on."""
         self._requests: dict[int, Request] = {}
@@ -97,25 +95,21 @@ class Orchestrator:
         self._newest = 0
         self._names = itertools.count(1)
         self._pace = Pace()
-        self._trials = Trials()
-        self._trials_changed = trio.lowlevel.ParkingLot()
-        self._quarantine = Quarantine(limits.quarantine_s)
+        self._suspects = Suspects(self, self._placement, limits.quarantine_s)
         self._nursery: trio.Nursery | None = None
 
     @trio.lowlevel.enable_ki_protection
     async def run(self, replicas: Mapping[Address, Replica], task_status: trio.TaskStatus[None]) -> None:
         """Attend to requests until cancelled; then every request that is left ends as ``Aborted``."""
-        self._replicas = replicas
-        for address, replica in replicas.items():
-            self._of_stage.setdefault(address.stage, []).append(replica)
+        self._placement.use(replicas)
         try:
             async with trio.open_nursery() as self._nursery:
-                self._nursery.start_soon(self._time_trials)
+                self._nursery.start_soon(self._suspects.run)
                 task_status.started()
                 await trio.sleep_forever()
         finally:
             self._nursery = None
-            for request in [*self._queued, *self._requests.values()]:
+            for request in self.running():
                 self._end(request, Event.ABORT, Aborted())
 
     # the client's side; a Ctrl-C is for the user's task, not for the middle of these
@@ -143,10 +137,8 @@ class Orchestrator:
         for stage in route.stages:
             if stage in self.failed_stages:
                 raise self._unavailable(stage)
-        if (behind := self._behind(route.stages)) is not None:
+        if (behind := self._placement.behind(route.stages)) is not None:
             raise Overloaded(self._limits.max_requests, self.retry_after_s, behind)
-        if self.in_flight >= self._limits.max_requests and not self.readers.make_room():
-            raise Overloaded(self._limits.max_requests, self.retry_after_s)
         request = Request(
             name or f"req-{next(self._names)}",
             route,
@@ -157,25 +149,23 @@ class Orchestrator:
             on_failure=on_failure if self._limits.replays else "fail",
             expires=trio.current_time() + deadline_s,
         )
+        self._suspects.require_admissible(request)
+        if self.in_flight >= self._limits.max_requests and not self.readers.make_room():
+            raise Overloaded(self._limits.max_requests, self.retry_after_s)
         request.work.deadline = request.expires
-        joined = self._like_a_suspect(request)
         self.readers.admit(request)
         self._nursery.start_soon(self._attend, request)
-        if joined or (placement := self._place(route.stages)) is None:
-            self._queued.append(request)
-        else:
-            self._dispatch(request, placement)
+        self._queued.append(request)
+        if not self._suspects.join(request) and (placement := self._placement.place(route.stages)) is not None:
+            self.dispatch(request, placement)
         return OutputStream(request, self.readers, self.abort)
 
-    def _like_a_suspect(self, request: Request) -> bool:
-        """Whether a new request shares the trial of one like it. Raises InvalidRequest, Quarantined."""
-        if not (self._quarantine or self._trials):
-            return False
-        self._quarantine.check(request.fingerprint, trio.current_time())
-        return self._trials.join(request)
+    def running(self) -> list[Request]:
+        """The requests that have not ended."""
+        return [*self._queued, *self._requests.values()]
 
     def _in_flight(self) -> list[Request]:
-        return [*self._queued, *self._requests.values(), *self.readers.complete_requests()]
+        return [*self.running(), *self.readers.complete_requests()]
 
     @property
     def in_flight(self) -> int:
@@ -213,7 +203,7 @@ class Orchestrator:
     @trio.lowlevel.enable_ki_protection
     def abort_all(self, reason: str) -> None:
         """End every request in flight; its client is told why."""
-        for request in [*self._queued, *self._requests.values()]:
+        for request in self.running():
             self._end(request, Event.ABORT, Aborted(reason))
 
     @trio.lowlevel.enable_ki_protection
@@ -241,57 +231,29 @@ class Orchestrator:
 
     # dispatch
 
-    def _dispatch_waiting(self) -> None:
-        """Those that were dispatched before come first: they are older."""
-        for request in list(self._requests.values()):
-            if request.again and request.suspect_in is None:
-                self._start_again(request, self._place(request.again))
-        for request in list(self._queued):
-            if request.suspect_in is None and (placement := self._place(request.route.stages)) is not None:
-                self._queued.remove(request)
-                self._dispatch(request, placement)
+    def dispatch_waiting(self) -> None:
+        """Give waiting requests to replicas that are ready, suspects aside; those that were dispatched before first."""
+        for request in [*self._requests.values(), *self._queued]:
+            stages = request.again if request.number is not None else request.route.stages
+            if stages and request.suspect_in is None and (placement := self._placement.place(stages)) is not None:
+                self.dispatch(request, placement)
 
-    def _ready(self, stage: str) -> list[Replica]:
-        """The replicas that take requests."""
-        return [each for each in self._serving(stage) if each.address not in self._trials.running]
-
-    def _serving(self, stage: str) -> list[Replica]:
-        return [each for each in self._of_stage[stage] if each.state is ReplicaState.READY and not each.life.leaving]
-
-    def _behind(self, stages: Iterable[str]) -> str | None:
-        """A stage none of whose replicas keeps up with its mail.
-
-        It need not be hung: aborts are mail too, and a flood of requests that end at once may outrun a starved worker.
-        """
-        for stage in stages:
-            ready = self._ready(stage)
-            if ready and all(each.behind for each in ready):
-                return stage
-        return None
-
-    def _place(self, stages: Iterable[str], trial: Address | None = None) -> dict[str, Address] | None:
-        """The least loaded ready replica of each stage, or None where a stage has none. trial: the one of its stage."""
-        placement: dict[str, Address] = {}
-        for stage in stages:
-            if trial is not None and stage == trial.stage:
-                placement[stage] = trial
-                continue
-            ready = self._ready(stage)
-            if not ready:
-                return None
-            if len(ready) > 1:  # the load of one need not be counted
-                ready.sort(key=lambda each: (each.behind, self.load(each.address)))
-            placement[stage] = ready[0].address
-        return placement
+    def dispatch(self, request: Request, placement: Mapping[str, Address]) -> None:
+        """Start a waiting request in all stages of its route, or again in those that lost it."""
+        if request.number is None:
+            self._start_first(request, dict(placement))
+        else:
+            self._start_again(request, placement)
 
     def _replica(self, address: Address) -> Replica:
-        return self._replicas[address]
+        return self._placement.replicas[address]
 
     def load(self, address: Address) -> int:
         """Requests placed on a replica."""
         return sum(address in request.placement.values() for request in self._requests.values())
 
-    def _dispatch(self, request: Request, placement: dict[str, Address]) -> None:
+    def _start_first(self, request: Request, placement: dict[str, Address]) -> None:
+        self._queued.remove(request)
         self._newest += 1
         request.number, request.placement = self._newest, placement
         self._requests[request.number] = request
@@ -302,9 +264,7 @@ class Orchestrator:
             self._start(request, stage)
         request.feed(*request.route.entries)
 
-    def _start_again(self, request: Request, placement: Mapping[str, Address] | None) -> None:
-        if placement is None:
-            return
+    def _start_again(self, request: Request, placement: Mapping[str, Address]) -> None:
         request.replays += 1
         request.charged_replays += request.charged
         request.charged = False
@@ -319,11 +279,11 @@ class Orchestrator:
     def _start(self, request: Request, stage: str) -> None:
         """To the stages below that are starting too it will be told to send when they have started."""
         assert request.number is not None, "it is dispatched"
-        self._trials.used(stage, request, trio.current_time())
+        self._suspects.used(stage, request)
         placed = {CLIENT: CLIENT_ADDRESS, **request.placement}
         below = request.route.targets[stage]
         targets = [placed[name] for name in below if name in placed and name not in request.starting]
-        self._replicas[placed[stage]].post(
+        self._placement.replicas[placed[stage]].post(
             Start(
                 request.number,
                 request.route.sources[stage],
@@ -341,61 +301,6 @@ class Orchestrator:
         """Whether a stage keeps its outputs. What goes to the client only is never sent again."""
         return request.on_failure == "replay" and _feeds_stages(request, stage)
 
-    # trials of suspects
-
-    @trio.lowlevel.enable_ki_protection
-    async def _time_trials(self) -> None:
-        """Begin and end trials where only time has passed."""
-        while True:
-            with trio.move_on_at(self._trials.next_time(trio.current_time())):
-                await self._trials_changed.park()
-                continue
-            self._follow_trials()
-
-    def _follow_trials(self) -> None:
-        """End and begin trials, as the facts are now."""
-        if not self._trials:
-            return
-        if self._trials.clear_expired(trio.current_time()):
-            self._dispatch_waiting()
-        for stage in {group.stage for group in self._trials.waiting}:
-            self._try_suspects(stage)
-        self._trials_changed.unpark_all()
-
-    def _try_suspects(self, stage: str) -> None:
-        now, serving = trio.current_time(), self._serving(stage)
-        working = {each.placement.get(stage) for each in self._requests.values() if stage not in each.stats}
-        idle = [each.address for each in serving if each.address not in working]
-        group = self._trials.next(stage, now, idle=bool(idle), wanted=self._is_wanted(stage)) if serving else None
-        if group is None:
-            return
-        address = (idle or [each.address for each in serving])[0]
-        waiting = [each for each in group.tried if stage in each.again or each.number is None]
-        placements = [(each, self._place(each.again or each.route.stages, address)) for each in waiting]
-        if not waiting or any(placement is None for _, placement in placements):
-            self._trials.put_back(group)
-            return
-        self._trials.begin(group, address, now)
-        for request, placement in placements:
-            if request in self._queued and placement is not None:
-                self._queued.remove(request)
-                self._dispatch(request, placement)
-            else:
-                self._start_again(request, placement)
-
-    def _is_wanted(self, stage: str) -> bool:
-        """Whether a request that is no suspect waits for a stage."""
-        again = (each for each in self._requests.values() if each.suspect_in is None and stage in each.again)
-        queued = (each for each in self._queued if each.suspect_in is None and stage in each.route.stages)
-        return any(again) or any(queued)
-
-    def _end_like(self, request: Request) -> None:
-        """A request has used up its replays: refuse those like it, the ones that share its trial now."""
-        assert request.crash is not None, "a worker died"
-        self._quarantine.add(request.fingerprint, request.crash.stage, trio.current_time())
-        for each in self._trials.like(request):
-            self._end(each, Event.FAIL, Quarantined(request.crash.stage, self._limits.quarantine_s))
-
     # the supervisor's side (Listener)
 
     def newest_request(self) -> int:
@@ -403,24 +308,14 @@ class Orchestrator:
 
     def worker_ready(self, address: Address) -> None:
         self.failed_stages.pop(address.stage, None)
-        self._follow_trials()  # suspects that may be innocent go first: their replica has nothing else to do yet
-        self._dispatch_waiting()
+        self._suspects.follow()  # those that may be innocent go first: their replica has nothing else to do yet
+        self.dispatch_waiting()
 
     def worker_died(self, address: Address, exit: WorkerExit, failed_request: int | None) -> bool:
-        held = [
-            each
-            for each in self._requests.values()
-            if each.placement.get(address.stage) == address and address.stage not in each.stats
-        ]
-        if not died_by_itself(exit):
-            for request in held:
-                request.charged = True
-            return True
-        failed = next((each for each in held if each.number == failed_request), None)
-        return self._trials.worker_died(address, held, failed, trio.current_time())
+        return self._suspects.worker_died(address, exit, failed_request)
 
     def worker_lost(self, address: Address, generation: int, exit: WorkerExit) -> None:
-        self._trials.interrupt(address)  # a worker that went down with another one proves nothing
+        self._suspects.interrupt(address)
         for request in list(self._requests.values()):
             if request.placement.get(address.stage) == address:
                 del request.placement[address.stage]
@@ -432,11 +327,11 @@ class Orchestrator:
                 request.crash = StageCrashed(address.stage, address.replica, generation, exit)
                 self._settle(request)
                 if address.stage not in request.again and not request.lifecycle.ended:
-                    self._trials.passed(request)  # all of its output was here
-        self._follow_trials()
+                    self._suspects.clear(request)  # all of its output was here
+        self._suspects.follow()
 
     def stage_failed(self, failure: StageFailed) -> None:
-        if all(replica.state is ReplicaState.FAILED for replica in self._of_stage[failure.stage]):
+        if self._placement.has_failed(failure.stage):
             self.failed_stages[failure.stage] = failure
             for request in list(self._queued):
                 if failure.stage in request.route.stages:
@@ -446,14 +341,7 @@ class Orchestrator:
                     self._settle(request)
 
     def _unavailable(self, stage: str) -> StageUnavailable:
-        """Says when the stage may be back: at its next try, and as long as it took to load the last time."""
-        now = trio.current_time()
-        back = [
-            max(0.0, each.retry_at - now) + (each.load_s or 0.0)
-            for each in self._of_stage[stage]
-            if each.retry_at is not None
-        ]
-        return StageUnavailable(self.failed_stages[stage], min(back, default=None))
+        return StageUnavailable(self.failed_stages[stage], self._placement.back_in_s(stage))
 
     def heard(self, address: Address, message: AboutRequest) -> None:
         request = self._requests.get(message.request)
@@ -467,7 +355,7 @@ class Orchestrator:
                 self._progressed(request)
             case Finished(stats=stats):
                 request.stats[address.stage] = stats
-                self._done_with(request, address.stage)
+                self._suspects.done_with(request, address.stage)
                 self._progressed(request)
             case Refused(_, text, param, code):
                 self._end(request, Event.FAIL, InvalidRequest(text, param=param, code=code))
@@ -476,14 +364,6 @@ class Orchestrator:
                 if needed and request.crash is not None:
                     request.broken[address.stage] = reason
                     self._settle(request)
-
-    def _done_with(self, request: Request, stage: str) -> None:
-        """A stage has finished a request."""
-        self._trials.used(stage, request, trio.current_time())
-        group = request.suspect_in
-        if group is not None and group.stage == stage and self._trials.passed(request):
-            self._dispatch_waiting()
-        self._follow_trials()
 
     def _fill(self, request: Request, address: Address) -> None:
         """A stage has started again: all that feed it begin at their first chunk."""
@@ -495,7 +375,7 @@ class Orchestrator:
                 source in request.placement
             ):  # otherwise it starts again itself if it is wanted, and knows whom to feed
                 assert request.number is not None, "it is dispatched"
-                self._replicas[request.placement[source]].post(Resend(request.number, address))
+                self._placement.replicas[request.placement[source]].post(Resend(request.number, address))
 
     def received(self, address: Address, data: memoryview) -> None:
         """Takes one private copy. Raises ringbuf.RingError where the bytes make no sense."""
@@ -563,11 +443,11 @@ class Orchestrator:
                 self._end_if_complete(request, idle(facts))
             case Replay(stages):
                 request.again = stages
-                if request.suspect_in is None:
-                    self._start_again(request, self._place(stages))
+                if request.suspect_in is None and (placement := self._placement.place(stages)) is not None:
+                    self._start_again(request, placement)
             case Fail(reason, used_up):
                 if used_up and request.suspected > self._limits.replays:
-                    self._end_like(request)
+                    self._suspects.convict(request)
                 self._fail(request, reason, retryable=not used_up)
             case Unavailable(stage):
                 self._end(request, Event.FAIL, self._unavailable(stage))
@@ -594,19 +474,17 @@ class Orchestrator:
             del self._requests[request.number]
             for stage, address in request.placement.items():
                 if stage not in request.stats or self._retains(request, stage):
-                    self._replicas[address].post(Abort(request.number))
+                    self._placement.replicas[address].post(Abort(request.number))
         request.news.unpark_all()
         if isinstance(error, CUTS):
             self.readers.drop(request)
         else:
             self.readers.complete(request)
-        if request.suspect_in is not None:
-            if event is Event.COMPLETE:
-                self._trials.passed(request)
-            else:
-                self._trials.drop(request)
-            self._dispatch_waiting()
-            self._follow_trials()
+        self._suspects.ended(request, complete=event is Event.COMPLETE)
+
+    def end_like_culprit(self, request: Request, error: Quarantined) -> None:
+        """End a request that is like one that used up its replays."""
+        self._end(request, Event.FAIL, error)
 
     def _cut(self, request: Request, error: RequestError) -> None:
         """End a request, whether its stages have or not, and drop what its client does not have."""
