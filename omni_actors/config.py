@@ -68,12 +68,13 @@ class Limits(_Section, frozen=True, kw_only=True):
     """Outputs of all requests that their clients do not have yet. From half of it on, stages are paused."""
     window_bytes: Positive = 512 * 1024
     """Outputs of one request that its HTTP client does not have yet, above which its stages are paused."""
-    read_bytes_s: PositiveFloat = 4096.0
+    read_bytes_s: PositiveFloat = 16384.0
     """Output per second that an HTTP client reads at least, while its request waits for it."""
     replays: Annotated[int, Meta(ge=0)] = 2
     """How often one request is replayed after the death of a worker, so that one that kills its stage ends."""
     quarantine_s: Annotated[float, Meta(ge=0)] = 600.0
-    """How long a request is refused after one like it has used up its replays by ending its workers; 0: not at all."""
+    """How long a request is refused after one like it has used up its replays by ending its workers; 0: not at all. It
+    takes replays to find such a request: with ``replays: 0`` none is refused."""
     retain_bytes: Positive = 64 * 1024 * 1024
     """Outputs of one request that one stage retains for a replay; with more the request cannot be replayed."""
     worker_retain_bytes: Positive = 256 * 1024 * 1024

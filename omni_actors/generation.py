@@ -108,6 +108,15 @@ class Generation:
         """Before reading, by a reader that passes the answer on: ``OutputStream.hold``."""
         self._stream.hold(whole=whole)
 
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of output that a reader that passes the answer on holds."""
+        return self._stream.held_bytes
+
+    def delivered(self, size: int) -> None:
+        """The connection has taken ``size`` bytes of that output."""
+        self._stream.delivered(size)
+
     def delivering(self) -> AbstractContextManager[trio.CancelScope]:
         """Around each wait for the connection to which the answer is passed on: ``OutputStream.delivering``."""
         return self._stream.delivering()

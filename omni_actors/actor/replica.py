@@ -68,6 +68,8 @@ class Incarnation:
         self.ping = 0
         self.pong = trio.Event()
         """Whether the last ping was answered."""
+        self.turned_at = 0.0
+        """When its engine loop answered a ping the last time, on trio's clock."""
         self.gauges: Mapping[str, float] = {}
         """What its engine measured of itself when it last answered."""
         self.worker: Worker | None = None

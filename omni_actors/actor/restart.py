@@ -8,8 +8,8 @@ Rules
 3. More than ``intensity`` restarts within ``period_s`` and it is given up. Failed starts count, and are not forgotten
    while no start succeeds, however long each takes. Restarts that another's death has caused do not count, and of the
    deaths that one request causes only the first one does.
-4. A replica that was given up by rule 3 is tried again after ``retry_s``: one worker, whose death gives it up again and
-   doubles the time until the next try. One that served for longer than ``period_s`` resets that time.
+4. A replica that was given up by rule 3 is tried again after ``retry_s``, with one worker. If that one gives it up too,
+   the time until the next try doubles. A worker that served for longer than ``period_s`` resets that time.
 5. No clock here: time is an argument, in seconds.
 """
 

@@ -277,7 +277,7 @@ class Supervisor:
             case EngineFailed(request):
                 life.failed_request = request
             case Pong(number, gauges) if number == life.ping:
-                life.gauges = gauges
+                life.gauges, life.turned_at = gauges, trio.current_time()
                 life.pong.set()
             case Started() | InputComplete() | Finished() | Refused() | Unreplayable():
                 self._listener.heard(replica.address, message)
@@ -333,7 +333,7 @@ class Supervisor:
         replica.history.append(Death(replica.generation, time.time(), exit))
         life.leaving = life.dead = True
         counts = life.went_with_another or self._listener.worker_died(replica.address, exit, life.failed_request)
-        why = self._why_given_up(replica, exit, now) if counts else None
+        why = self._why_given_up(replica, exit, now, counts=counts)
         if why is None and not life.went_with_another:
             life.delay_s = replica.blueprint.restart.delay_s(replica.recent.count(now, served=life.ready.is_set()))
             if counts:
@@ -353,7 +353,7 @@ class Supervisor:
             replica.failure = StageFailed(replica.address.stage, replica.address.replica, why, replica.history)
             self._listener.stage_failed(replica.failure)
 
-    def _why_given_up(self, replica: Replica, exit: WorkerExit, now: float) -> str | None:
+    def _why_given_up(self, replica: Replica, exit: WorkerExit, now: float, *, counts: bool) -> str | None:
         policy, life = replica.blueprint.restart, replica.life
         if life.went_with_another:
             return f"{exit}; it is temporary" if policy.type == "temporary" else None
@@ -362,7 +362,7 @@ class Supervisor:
         if never := policy.why_never(exit):
             return never
         recent = replica.recent.count(now, served=life.ready.is_set())
-        if recent < policy.intensity:
+        if recent < policy.intensity or not counts:
             return None
         limit = f"intensity {policy.intensity} within {policy.period_s:g} s"
         return f"{life.load_error or exit}; {recent} restarts were tried ({limit})"

@@ -113,6 +113,11 @@ class Readers:
         self._watch_rate(request)
 
     @trio.lowlevel.enable_ki_protection
+    def deliver(self, request: Request, size: int) -> None:
+        """The client has ``size`` bytes of what the reader holds."""
+        self._apply(request, self._unread.deliver(request.account, size, trio.current_time()))
+
+    @trio.lowlevel.enable_ki_protection
     def close(self, request: Request) -> None:
         """The reader wants nothing more, of a request that is complete."""
         self._apply(request, self._unread.release(request.account, trio.current_time()))

@@ -67,7 +67,7 @@ from omni_actors.orchestrator.stream import OutputStream
 from omni_actors.orchestrator.suspects import Suspects
 
 CUTS = (Aborted, DeadlineExceeded, SlowConsumer)
-"""Errors after which nobody reads what is unread."""
+"""Errors after which unread output is dropped."""
 
 
 class Orchestrator:
@@ -436,6 +436,8 @@ class Orchestrator:
         )
 
     def _settle(self, request: Request) -> None:
+        if request.lifecycle.ended:
+            return  # one like it was settled before, and ended it
         facts = self._facts(request)
         request.again = ()
         match settle(facts):

@@ -37,6 +37,15 @@ class OutputStream:
         """
         self.request.account.holds, self.request.account.whole = True, whole
 
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of output that this reader holds for its connection."""
+        return self.request.account.held
+
+    def delivered(self, size: int) -> None:
+        """The connection has taken ``size`` bytes of the output that this reader holds."""
+        self._readers.deliver(self.request, size)
+
     @contextmanager
     def delivering(self) -> Iterator[trio.CancelScope]:
         """A block that waits for the connection of a reader that passes pieces on. It has to read at the least rate.

@@ -132,11 +132,14 @@ class Suspects:
         """End and begin trials, as the facts are now."""
         if not self._trials:
             return
-        if self._trials.clear_expired(trio.current_time()):
+        if self._trials.clear_expired(self._turned_at):
             self._requests.dispatch_waiting()
         for stage in {group.stage for group in self._trials.waiting}:
             self._try(stage)
         self._changed.unpark_all()
+
+    def _turned_at(self, address: Address) -> float:
+        return self._placement.replicas[address].life.turned_at
 
     def _try(self, stage: str) -> None:
         now, serving = trio.current_time(), [each.address for each in self._placement.serving(stage)]
@@ -153,7 +156,7 @@ class Suspects:
         if not waiting or None in placements:
             self._trials.put_back(group)
             return
-        self._trials.begin(group, address, now)
+        self._trials.begin(group, address, now, alone=bool(idle))
         for request, placement in zip(waiting, placements, strict=True):
             assert placement is not None, "all have a place"
             self._requests.dispatch(request, placement)

@@ -6,23 +6,25 @@ Rules
 1. Where the engine raised in a call for one request, that request is the suspect. Otherwise all of them are.
 2. Suspects with the same fingerprint form a unit. One of them is tried; the others share its result.
 3. Suspects wait in groups, and one group of a stage is on trial at a time: it runs on a replica that takes no other
-   request meanwhile. A group that has run for its probation is cleared, and a unit whose tried request is done with the
-   stage.
+   request meanwhile. A group is cleared when it has run for its probation and its worker has taken a turn since: one
+   that hangs is not. A unit is cleared when its tried request is done with the stage.
 4. A group that is known to hold a culprit is halved: the less suspicious half goes on trial first, the rest after it.
    Less suspicious are units that were suspects less often, that have fewer requests, and that are older.
-5. A death on trial belongs to the group on trial. A death that only one unit can have caused is charged to that unit:
-   then each death that its requests were suspects in uses up a replay. Requests that are not charged lose none.
+5. A death on trial belongs to the group on trial, where it ran alone or is the known culprit. A death that only one
+   unit can have caused is charged to that unit: then each death that its requests were suspects in uses up a replay.
+   Requests that are not charged lose none.
 6. A unit that is known to be the culprit waits until no other request has used the stage for ``QUIET_S``, or for
-   ``CULPRIT_PATIENCE_S``. Any other group waits for a replica without other requests, for ``PATIENCE_S``.
-7. Each time that requests are suspects again, their probation is twice as long: a request that ends its worker late is
-   found, too.
+   ``CULPRIT_PATIENCE_S``. Any other group waits for a replica without other requests, for ``PATIENCE_S``. Then it runs
+   beside others.
+7. Each time that requests are suspects again, their probation is twice as long, up to ``LONGEST_PROBATION_S``: a
+   request that ends its worker late is found, too, if it does so within that.
 8. No I/O and no clock here: time is an argument, in seconds.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from omni_actors.errors import WorkerExit
@@ -34,6 +36,8 @@ LONGEST_PROBATION_S = 30.0
 QUIET_S = 1.0
 PATIENCE_S = 1.0
 CULPRIT_PATIENCE_S = 30.0
+OVERDUE_S = 0.25
+"""How often it is looked whether the worker of a group whose probation is over has taken a turn."""
 CRASH_SIGNALS = frozenset({"SIGSEGV", "SIGABRT", "SIGBUS", "SIGFPE", "SIGILL", "SIGSYS", "SIGTRAP"})
 
 
@@ -56,6 +60,10 @@ class Group:
     since: float
     address: Address | None = None
     until: float = math.inf
+    on_trial: Sequence[Request] = ()
+    """The requests that are tried, while they are."""
+    is_alone: bool = False
+    """Whether its replica worked on no other request when its trial began."""
     rest: Group | None = None
 
     @property
@@ -113,8 +121,11 @@ class Trials:
 
         failed: the request for which the engine's call raised. Returns whether these suspects cause their first death.
         """
-        group = self.interrupt(address)
-        suspects = [each for each in held if group and each.suspect_in is group] or list(held)
+        group, is_proof = self.running.get(address), False
+        if group is not None:
+            is_proof = group.is_alone or group.is_culprit
+            self.interrupt(address)
+        suspects = [each for each in held if is_proof and each.suspect_in is group] or list(held)
         if failed is not None:
             suspects = [failed]
         known = bool(suspects) and all(each.suspected for each in suspects)
@@ -131,13 +142,11 @@ class Trials:
                 each.charged_replays = max(each.charged_replays, each.suspected - 1)
         return not known
 
-    def interrupt(self, address: Address | None) -> Group | None:
+    def interrupt(self, address: Address | None) -> None:
         """The group that is on trial at this replica, if any, waits again."""
         if address is not None and (group := self.running.pop(address, None)) is not None:
-            group.address, group.until = None, math.inf
+            group.address, group.until, group.on_trial = None, math.inf, ()
             self.waiting.append(group)
-            return group
-        return None
 
     def _new_group(self, stage: str, suspects: Sequence[Request], now: float) -> Group:
         group = Group(stage, {}, holds_culprit=True, since=now)
@@ -163,8 +172,10 @@ class Trials:
         group = request.suspect_in
         if group is None:
             return
-        if not self._remove(request):  # another one like it is tried
-            self.interrupt(group.address)
+        was_tried = request in group.on_trial
+        if not self._remove(request):  # others like it are left
+            if was_tried:
+                self.interrupt(group.address)
             return
         group.holds_culprit = False
         if group.rest is not None:
@@ -222,10 +233,10 @@ class Trials:
         self.waiting.remove(group)
         return group
 
-    def begin(self, group: Group, address: Address, now: float) -> None:
-        """The group is on trial at this replica from now on."""
+    def begin(self, group: Group, address: Address, now: float, *, alone: bool = True) -> None:
+        """The group is on trial at this replica from now on. alone: the replica works on no other request."""
         often = max(each.suspected for each in group.requests)
-        group.address = address
+        group.address, group.on_trial, group.is_alone = address, group.tried, alone
         group.until = now + min(LONGEST_PROBATION_S, PROBATION_S * 2.0 ** (often - 1))
         self.running[address] = group
 
@@ -233,9 +244,12 @@ class Trials:
         """The group cannot be tried now."""
         self.waiting.append(group)
 
-    def clear_expired(self, now: float) -> bool:
-        """End the trials whose probation is over. Returns whether there were any."""
-        over = [group for group in self.running.values() if now >= group.until]
+    def clear_expired(self, turned_at: Callable[[Address], float]) -> bool:
+        """End the trials whose probation is over. Returns whether there were any.
+
+        turned_at: when the worker at an address took a turn the last time, as far as known.
+        """
+        over = [group for address, group in self.running.items() if turned_at(address) >= group.until]
         for group in over:
             for request in list(group.requests):
                 self._remove(request)
@@ -243,7 +257,7 @@ class Trials:
 
     def next_time(self, now: float) -> float:
         """When a trial may begin or end although nothing else happens."""
-        times = [group.until for group in self.running.values()]
+        times = [group.until if group.until > now else now + OVERDUE_S for group in self.running.values()]
         for group in self.waiting:
             times.append(group.since + _patience_s(group))
             if group.is_culprit:

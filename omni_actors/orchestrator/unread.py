@@ -8,12 +8,13 @@ Rules
    brought it down to half of that. A whole answer has no window: its reader gives nothing back before the end. Nor has
    a caller of the library, who may read several answers in any order: a paused request may have the row of a batch
    that another one waits for.
-3. Pressure: from half of ``unread_bytes`` in total until a quarter of it, each request with more than ``SMALL_BYTES``
-   is paused, except the oldest whole answer that is incomplete and has more: it always runs. So whole answers complete
-   one after the other, and never wait for each other's memory.
+3. Pressure: from half of ``unread_bytes`` in total until a quarter of it, each request of a connection with more than
+   ``SMALL_BYTES`` is paused, except the oldest whole answer that is incomplete and has more: it always runs. So whole
+   answers complete one after the other, and never wait for each other's memory.
 4. A request waits for its reader while it is paused, whole answers aside, and when it is complete and not read. The
    reader's rate is measured while it waits, from the beginning of that wait. A connection that reads less than
-   ``read_bytes_s``, after ``GRACE_S``, is too slow. What it holds counts as read: nobody sees how much of it was sent.
+   ``read_bytes_s``, after ``GRACE_S``, is too slow. The piece that a stream holds counts as read; of a whole answer
+   only what was sent does.
 5. No I/O and no clock: ``now`` is an argument, in seconds of one clock.
 """
 
@@ -118,6 +119,13 @@ class Unread:
         self._give(account, held)
         return self._review(account, now)
 
+    def deliver(self, account: Account, size: int, now: float) -> list[Account]:
+        """The client has ``size`` bytes of what the reader holds."""
+        size = min(size, account.held)
+        account.held -= size
+        self._give(account, size)
+        return self._review(account, now)
+
     def complete(self, account: Account, now: float) -> list[Account]:
         """Nothing more will arrive."""
         account.complete = True
@@ -143,7 +151,8 @@ class Unread:
         """When the account's connection is too slow, unless it reads more before."""
         if account.waits_since is None or not account.sending:
             return math.inf
-        return account.waits_since + max(GRACE_S, (account.given + account.held) / self._read_bytes_s)
+        taken = account.given + (0 if account.whole else account.held)
+        return account.waits_since + max(GRACE_S, taken / self._read_bytes_s)
 
     def slowest(self, now: float, grace_s: float = ROOM_GRACE_S) -> Account | None:
         """The request whose reader is the slowest, of those that have waited for it longer than ``grace_s``."""
@@ -189,6 +198,8 @@ class Unread:
         return next((each for each in incomplete if each.charged > SMALL_BYTES), None)
 
     def _is_to_pause(self, account: Account, running: Account | None) -> bool:
+        if not (account.holds or account.whole):
+            return False
         if account.whole:
             return self._pressed and account is not running and account.charged > SMALL_BYTES
         limit = self._window_bytes if account.holds else math.inf

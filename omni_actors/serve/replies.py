@@ -22,6 +22,7 @@ from starlette.types import Receive, Scope, Send
 from omni_actors.errors import RequestError
 from omni_actors.generation import Generation
 from omni_actors.serve.problems import as_problem
+from omni_actors.serve.wire import PIECE_BYTES
 
 SSE = "text/event-stream"
 DONE = b"data: [DONE]\n\n"
@@ -103,11 +104,23 @@ class Held(Response):
         self._generation, self._answer = generation, answer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the answer in pieces. With each one the client gets its share of the output that was collected."""
+        answer, generation = self._answer, self._generation
+        held, body = generation.held_bytes, memoryview(bytes(answer.body))
+        await send({"type": "http.response.start", "status": answer.status_code, "headers": answer.raw_headers})
         try:
-            with self._generation.delivering():
-                await self._answer(scope, receive, send)
+            for at in range(0, len(body), PIECE_BYTES):
+                piece = body[at : at + PIECE_BYTES]
+                with generation.delivering() as delivery:
+                    await send({"type": "http.response.body", "body": bytes(piece), "more_body": True})
+                if delivery.cancelled_caught:
+                    return
+                generation.delivered(held * len(piece) // len(body))
+        except RequestError:
+            return  # it was cut: the connection is, too, before the answer is whole
         finally:
-            self._generation.abort()
+            generation.abort()
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 @contextmanager

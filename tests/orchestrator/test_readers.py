@@ -194,7 +194,7 @@ async def test_a_connection_that_takes_nothing_is_cut(autojump_clock: MockClock)
         for _ in range(2):
             with pytest.raises(SlowConsumer) as caught:
                 await read(generation)
-        assert (caught.value.limit, caught.value.bound) == ("read_bytes_s", 4096)
+        assert (caught.value.limit, caught.value.bound) == ("read_bytes_s", 16384)
         with pytest.raises(SlowConsumer), generation.delivering():
             raise AssertionError("it is over")
 

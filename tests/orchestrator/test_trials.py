@@ -153,8 +153,9 @@ def test_a_group_that_has_run_for_its_probation_is_cleared_and_runs_longer_the_n
         group = trials.next(STAGE, 0.0, idle=True, wanted=False)
         assert group is not None
         trials.begin(group, WORKER, 0.0)
-        assert not trials.clear_expired(PROBATION_S * 2.0**often - 0.1)
-        assert trials.clear_expired(PROBATION_S * 2.0**often)
+        assert not trials.clear_expired(lambda _, often=often: PROBATION_S * 2.0**often - 0.1)
+        assert trials.next_time(100.0) < 101.0, "its worker has not taken a turn since: it is asked again"
+        assert trials.clear_expired(lambda _, often=often: PROBATION_S * 2.0**often)
         for each in late:
             trials.drop(each)
 
