@@ -104,11 +104,17 @@ class Held(Response):
         self._generation, self._answer = generation, answer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the answer in pieces. With each one the client gets its share of the output that was collected."""
+        """Send the answer in pieces. With each one the client gets its share of the output that was collected.
+
+        Raises RequestError where the request was cut before. One that is cut later ends before its answer is whole.
+        """
         answer, generation = self._answer, self._generation
         held, body = generation.held_bytes, memoryview(bytes(answer.body))
-        await send({"type": "http.response.start", "status": answer.status_code, "headers": answer.raw_headers})
+        begun = False
         try:
+            with generation.delivering():
+                await send({"type": "http.response.start", "status": answer.status_code, "headers": answer.raw_headers})
+            begun = True
             for at in range(0, len(body), PIECE_BYTES):
                 piece = body[at : at + PIECE_BYTES]
                 with generation.delivering() as delivery:
@@ -117,7 +123,9 @@ class Held(Response):
                     return
                 generation.delivered(held * len(piece) // len(body))
         except RequestError:
-            return  # it was cut: the connection is, too, before the answer is whole
+            if begun:
+                return
+            raise
         finally:
             generation.abort()
         await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -82,7 +82,7 @@ def test_a_caller_of_the_library_has_no_window(unread: Unread) -> None:
 
 
 def test_under_pressure_all_but_the_oldest_whole_answer_are_paused(unread: Unread) -> None:
-    streams, answers = opened(unread, 2), opened(unread, 3, whole=True)
+    streams, answers = opened(unread, 2, holds=True), opened(unread, 3, whole=True)
     unread.arrive(streams[0], 100 * KIB, 0.0)
     unread.arrive(streams[1], SMALL_BYTES, 0.0)
     unread.arrive(answers[0], SMALL_BYTES, 0.0)
@@ -95,6 +95,14 @@ def test_under_pressure_all_but_the_oldest_whole_answer_are_paused(unread: Unrea
     assert unread.close(answers[2], 0.0) == [streams[0]]
 
 
+def test_a_caller_of_the_library_is_not_paused_under_pressure(unread: Unread) -> None:
+    """It may read several answers in any order: one that waits for another's row would never get it."""
+    [caller], [stream] = opened(unread, 1), opened(unread, 1, holds=True)
+    unread.arrive(caller, 2048 * KIB, 0.0)
+    assert unread.arrive(stream, 100 * KIB, 0.0) == [stream]
+    assert not caller.paused
+
+
 def test_pressure_ends_at_a_quarter(unread: Unread) -> None:
     first, second = opened(unread, 2, whole=True)
     unread.arrive(first, 1000 * KIB, 0.0)
@@ -104,7 +112,7 @@ def test_pressure_ends_at_a_quarter(unread: Unread) -> None:
     unread.complete(first, 0.0)
     assert not second.paused, "a complete answer lets the next one run"
     unread.close(first, 0.0)
-    [third] = opened(unread, 1)
+    [third] = opened(unread, 1, holds=True)
     assert unread.arrive(third, 100 * KIB, 0.0) == [third], "1100 KiB are more than a quarter"
     unread.close(second, 0.0)
     assert not third.paused

@@ -92,10 +92,20 @@ async def test_a_whole_answer_is_charged_until_its_connection_has_it(autojump_cl
         connection = Connection(room=1)
         nursery.start_soon(serve, await whole(world), connection)
         await connection.stuck.wait()
-        await trio.sleep(20)
+        await trio.sleep(5)
         assert world.unread > PIECE * PIECES
         assert world.omni.in_flight == 1
         assert len([output async for output in world.ask(pieces=1)]) == 1, "it goes for a newcomer"
+        assert (world.unread, world.ended("SlowConsumer")) == (0, 1)
+    assert not connection.complete
+
+
+async def test_a_whole_answer_that_is_not_taken_is_cut(autojump_clock: MockClock) -> None:
+    async with opened() as world, trio.open_nursery() as nursery:
+        connection = Connection(room=1)
+        nursery.start_soon(serve, await whole(world), connection)
+        await connection.stuck.wait()
+        await trio.sleep(20)
         assert (world.unread, world.ended("SlowConsumer")) == (0, 1)
     assert not connection.complete
 
