@@ -2,9 +2,9 @@
 
 Rules
 1. Whatever a connection raises closes that connection, with one log record; the server goes on.
-2. Where all connections are taken, the one that is idle for the longest time is closed for a new one. Where none is
-   idle, or one address has its share, the new one is told so and closed at once, unread. Running out of descriptors is
-   logged once, and accepting goes on after a pause.
+2. Where all connections are taken, the one that is idle for the longest time is closed for a new one; where one
+   address has its share, one of its own. Where none is idle, the new one is told so and closed at once, unread. Running
+   out of descriptors is logged once, and accepting goes on after a pause.
 3. Shutdown is a deadline: no new connections, idle ones closed at once, ``drain_s`` for requests under way, then they
    are ended (``end_requests``), then ``CUT_S`` to send their errors, then all connections are closed.
 """
@@ -80,7 +80,7 @@ class Listener:
                 continue
             self._is_short = False
             sock.setblocking(False)
-            if self._of_address[address] >= self._max_per_address or not self._make_room():
+            if not self._make_room(address):
                 with sock, suppress(OSError):
                     sock.send(refusal(_FULL))
                     sock.shutdown(socket.SHUT_WR)
@@ -94,11 +94,13 @@ class Listener:
             self._of_address[address] += 1
             nursery.start_soon(self._attend, connection, address)
 
-    def _make_room(self) -> bool:
-        """Whether there is a connection left, where need be an idle one."""
-        if len(self._connections) < self._max_connections:
+    def _make_room(self, address: str) -> bool:
+        """Whether there is a connection left for a client at this address, where need be an idle one."""
+        has_share = self._of_address[address] >= self._max_per_address
+        if len(self._connections) < self._max_connections and not has_share:
             return True
-        idle = [(each.idle_since, each) for each in self._connections if each.idle_since is not None]
+        candidates = (each for each in self._connections if not has_share or each.client[0] == address)
+        idle = [(each.idle_since, each) for each in candidates if each.idle_since is not None]
         if idle:
             min(idle, key=lambda found: found[0])[1].stop()
         return bool(idle)
