@@ -6,8 +6,7 @@ Rules
    the next piece or, where it collects a whole answer, until it closes.
 2. Window: a request with more than ``window_bytes`` whose reader passes pieces on is paused until the reader has
    brought it down to half of that. A whole answer has no window: its reader gives nothing back before the end. Nor has
-   a caller of the library, who may read several answers in any order: a paused request may have the row of a batch
-   that another one waits for.
+   a caller of the library, who may read several answers in any order, each as slowly as it likes.
 3. Pressure: from half of ``unread_bytes`` in total until a quarter of it, each request of a connection with more than
    ``SMALL_BYTES`` is paused, except the oldest whole answer that is incomplete and has more: it always runs. So whole
    answers complete one after the other, and never wait for each other's memory.

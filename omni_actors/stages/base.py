@@ -167,7 +167,8 @@ class Pausable(Protocol):
 
     The client of a paused request does not keep up with reading. The request keeps its memory and still takes input;
     ``step`` computes nothing for it and ``busy`` does not count it. Pausing changes no output: neither the values nor
-    how they are cut into chunks. A request that ends, in whatever way, is no longer paused.
+    how they are cut into chunks. A request that ends, in whatever way, is no longer paused. It is for engines whose
+    output is large, and whose requests hold no place that others wait for, such as a row of a batch.
     """
 
     def pause(self, request_id: RequestId) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import itertools
 import os
-import random
 import threading
 import time
 from collections import Counter
@@ -348,59 +347,6 @@ def test_an_engine_that_replays_gives_the_same_chunks_whatever_the_timing(case: 
     expected = _chunks(at_once())
     for timing in (as_slowly_as_can_be, beside_another):
         assert _chunks(timing()) == expected, timing.__name__
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_pausing_changes_no_chunk(case: Case, driver: Any, seed: int) -> None:
-    """Two requests are paused and resumed at random, between any two steps and chunks of input."""
-    draw = random.Random(seed)
-    case.start(driver, 1)
-    case.feed(driver, 1, 0)
-    expected = _chunks(driver.run()[1])
-    outputs: list[Any] = []
-    for number in (0, 1):
-        case.start(driver, 10 + number)
-    for i in range(max(map(len, case.inputs))):
-        for number in (0, 1):
-            case.feed(driver, 10 + number, number, slice(i, i + 1))
-        outputs += _step_and_pause(driver, draw)
-    while driver.live:
-        outputs += _step_and_pause(driver, draw)
-    assert _chunks([output for output in outputs if output.request_id == 10]) == expected
-
-
-def _step_and_pause(driver: Any, draw: random.Random) -> list[Any]:
-    for request_id in driver.live:
-        draw.choice((driver.engine.pause, driver.engine.resume))(request_id)
-    return driver.step() if driver.engine.busy else []
-
-
-def test_a_paused_request_alone_leaves_the_engine_idle(case: Case, driver: Any) -> None:
-    case.start(driver, 2)
-    driver.engine.pause(2)
-    driver.engine.pause(2)
-    case.feed(driver, 2, 0)
-    assert not driver.engine.busy
-    case.start(driver, 3)
-    case.feed(driver, 3, 1)
-    outputs = driver.run()
-    assert outputs.keys() == {3}, "the paused request was served"
-    case.check(driver, outputs[3], 1)
-    driver.engine.resume(2)
-    driver.engine.resume(2)
-    case.check(driver, driver.run()[2], 0)
-
-
-def test_abort_frees_a_paused_request(case: Case, driver: Any) -> None:
-    case.start(driver, 2)
-    case.feed(driver, 2, 0)
-    driver.step()
-    driver.engine.pause(2)
-    driver.abort(2)
-    assert not driver.engine.busy
-    case.start(driver, 2)  # a new request of the same number is not paused
-    case.feed(driver, 2, 0)
-    case.check(driver, driver.run()[2], 0)
 
 
 @pytest.mark.parametrize("state", ["started", "half fed", "half fed and stepped", "fed", "stepped"])

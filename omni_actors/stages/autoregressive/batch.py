@@ -28,8 +28,6 @@ class Sequence:
     """Positions of the prompt that the model has not seen, those included whose input has not come."""
     ready = 0
     """Positions whose input is here and that the model has not seen."""
-    paused = False
-    """Whether it stays where it is for now."""
     place = 0
     """In the order of arrival; the batch's own."""
 
@@ -92,9 +90,9 @@ class Batch(Generic[S]):
 
     def decoding(self) -> list[int]:
         """The rows that have one position to be decoded."""
-        return [row for row, sequence in enumerate(self.rows) if not sequence.prompt and self._due(sequence)]
+        return [row for row, sequence in enumerate(self.rows) if not sequence.prompt and sequence.ready]
 
     def _due(self, sequence: S) -> int:
-        """Positions that may be brought on now: a whole piece of the prompt, or one; 0 without its input, or paused."""
+        """Positions that may be brought on now: a whole piece of the prompt, or one; 0 where input is missing."""
         due = min(sequence.prompt, self._prefill) or 1
-        return due if sequence.ready >= due and not sequence.paused else 0
+        return due if sequence.ready >= due else 0

@@ -27,7 +27,6 @@ from omni_actors.stages.base import (
     StageRequest,
     TensorLike,
 )
-from omni_actors.stages.pausing import FlaggedPausing
 from omni_actors.stages.refusal import request_work
 from omni_actors.stages.registry import TextParams
 
@@ -63,7 +62,7 @@ class Request(batch.Sequence, Generic[C]):
 R = TypeVar("R", bound=Request[Any])
 
 
-class LanguageEngine(FlaggedPausing, Generic[R]):
+class LanguageEngine(Generic[R]):
     """A ``StageEngine`` of anything to text."""
 
     def __init__(self, batch: Batch[R], vocabulary: Vocabulary, context: int) -> None:

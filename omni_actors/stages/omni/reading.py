@@ -8,7 +8,7 @@ Rules
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import Generic, TypeVar
 
@@ -28,11 +28,6 @@ class Reader(ThreadPoolExecutor, Generic[T]):
     def __init__(self) -> None:
         super().__init__(1, "reader")
         self._reading: dict[RequestId, Future[T]] = {}
-
-    @property
-    def requests(self) -> Set[RequestId]:
-        """The requests whose media are being read, or were and are not taken."""
-        return self._reading.keys()
 
     @property
     def reads(self) -> bool:

@@ -32,7 +32,6 @@ from omni_actors.stages.base import (
     StageRequest,
 )
 from omni_actors.stages.checkpoint import load_part, whole_config
-from omni_actors.stages.pausing import FlaggedPausing
 from omni_actors.stages.refusal import request_work
 from omni_actors.stages.registry import TalkerOptions, TalkerParams
 from omni_actors.stages.tensors import to_torch
@@ -95,7 +94,7 @@ class TalkerRequest(Sequence):
 R = TypeVar("R", bound=TalkerRequest)
 
 
-class OmniTalker(FlaggedPausing, Generic[R]):
+class OmniTalker(Generic[R]):
     """``context.model``: a checkpoint directory; its ``talker`` weights are read."""
 
     MODEL: ClassVar[type[PreTrainedModel]]
@@ -154,7 +153,7 @@ class OmniTalker(FlaggedPausing, Generic[R]):
 
     @property
     def busy(self) -> bool:
-        return bool(self._ending()) or self._batch.busy
+        return bool(self._silent) or self._batch.busy
 
     def start(self, request: StageRequest) -> None:
         self._requests[request.request_id] = self._open(request)
@@ -183,10 +182,10 @@ class OmniTalker(FlaggedPausing, Generic[R]):
             self._silent.remove(request_id)
 
     def step(self) -> Iterator[StageOutput | StageFailure]:
-        for request_id in self._ending():
-            self._silent.remove(request_id)
+        for request_id in self._silent:
             del self._requests[request_id]
             yield StageOutput(request_id, last=True)
+        self._silent.clear()
         for row, count in self._batch.pieces():
             request = self._batch.rows[row]
             axes = request.positions[:, None, request.seen : request.seen + count]
@@ -250,10 +249,6 @@ class OmniTalker(FlaggedPausing, Generic[R]):
         self._batch.add(request)
 
     # out
-
-    def _ending(self) -> list[RequestId]:
-        """The requests that a step ends without a code."""
-        return [request_id for request_id in self._silent if not self._requests[request_id].paused]
 
     def _end(self, request: R) -> None:
         del self._requests[request.id]

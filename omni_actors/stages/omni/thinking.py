@@ -119,12 +119,7 @@ class OmniThinker(LanguageEngine[R]):
 
     @property
     def busy(self) -> bool:
-        return self._reads or super().busy
-
-    @property
-    def _reads(self) -> bool:
-        """Whether media are read for a request that is to go on."""
-        return any(not self._requests[request_id].paused for request_id in self._reader.requests)
+        return self._reader.reads or super().busy
 
     def abort(self, request_id: RequestId) -> None:
         super().abort(request_id)
@@ -141,7 +136,7 @@ class OmniThinker(LanguageEngine[R]):
                 yield StageFailure(request_id, error)
         if self._batch.busy:
             yield from super().step()
-        elif self._reads:
+        elif self._reader.reads:
             self._reader.wait()
 
     def _complete(self, request: R) -> None:
