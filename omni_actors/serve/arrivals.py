@@ -49,13 +49,12 @@ class Arrivals:
         self._max_requests = max_requests
         self.max_bytes, self.max_request_bytes = max_bytes, max_request_bytes
         self._present: set[Arrival] = set()
+        self.bytes = self._placed = 0
+        """Bytes of all that are present, and how many of them have a place. Kept up to date, since each piece of a body
+        asks for them."""
 
     def __len__(self) -> int:
         return len(self._present)
-
-    @property
-    def bytes(self) -> int:
-        return sum(arrival.bytes for arrival in self._present)
 
     def admit(self) -> Arrival:
         """Begin an upload. Raises Problem 429."""
@@ -66,8 +65,7 @@ class Arrivals:
 
     def require_place(self) -> None:
         """Raises Problem 429 where the system is full."""
-        placed = sum(arrival.has_place for arrival in self._present)
-        if self._in_flight() + placed >= self._max_requests and not self._free_place():
+        if self._in_flight() + self._placed >= self._max_requests and not self._free_place():
             raise as_problem(Overloaded(self._max_requests, self.retry_after_s()))
 
     def make_room(self, size: int) -> None:
@@ -84,8 +82,24 @@ class Arrivals:
             free += slowest.bytes
             slowest.end_upload()
 
+    def place(self, arrival: Arrival) -> None:
+        """Give an arrival a place. Raises Problem 429."""
+        self.require_place()
+        arrival.has_place = True
+        self._placed += 1
+
+    def count(self, arrival: Arrival, size: int) -> None:
+        """An arrival brings ``size`` more bytes."""
+        arrival.bytes += size
+        if arrival in self._present:
+            self.bytes += size
+
     def remove(self, arrival: Arrival) -> None:
-        self._present.discard(arrival)
+        """Give back the place and the bytes of an arrival. Harmless when it has left."""
+        if arrival in self._present:
+            self._present.remove(arrival)
+            self.bytes -= arrival.bytes
+            self._placed -= arrival.has_place
 
 
 class Arrival:
@@ -114,12 +128,11 @@ class Arrival:
         if self.was_ended:
             return
         self._arrivals.make_room(size)
-        self.bytes += size
+        self._arrivals.count(self, size)
 
     def take_place(self) -> None:
         """Its body is whole. Raises Problem 429."""
-        self._arrivals.require_place()
-        self.has_place = True
+        self._arrivals.place(self)
 
     def end_upload(self) -> None:
         """Make room for another request."""
