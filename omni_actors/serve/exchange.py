@@ -243,7 +243,7 @@ def _require_sound(request: h11.Request) -> None:
     if request.method == b"CONNECT":
         raise Problem(405, "this server is not a proxy", code="method_not_allowed")
     if _has(request, b"transfer-encoding") and (
-        _has(request, b"content-length") or request.http_version < b"1.1"  # whose end would others take for the body's?
+        _has(request, b"content-length") or request.http_version < b"1.1"  # the two lengths may differ
     ):
         raise Problem(400, "the body has two lengths: Content-Length and Transfer-Encoding", code="invalid_http")
 
