@@ -92,7 +92,7 @@ class Replay:
 
 @dataclass(frozen=True)
 class Fail:
-    """It ends. reason: why it could not be replayed; None where nobody wanted that.
+    """It ends. reason: why it could not be replayed; None where it was not to be.
 
     used_up: whether that is because it has used up its replays.
     """

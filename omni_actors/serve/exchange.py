@@ -63,12 +63,12 @@ class Exchange:
         """Whether the app has the last of the body."""
         self._handler, self._watching = trio.CancelScope(), trio.CancelScope()
         self._turn = trio.Lock()
-        """Held by whoever sends: the handler, or the watch for the peer."""
+        """The handler and the watch for the peer hold it while they send."""
         self._head = b""
         """The answer's head, until its first piece is sent along."""
         self._is_sse = self._has_left = False
         self.begun = self.complete = False
-        """Of the answer."""
+        """Whether the answer has begun, and whether all of it was sent."""
 
     @property
     def is_whole(self) -> bool:

@@ -132,7 +132,7 @@ def choose(logits: Tensor, samplers: Sequence[Sampler | None]) -> list[int | Non
 
 
 def _finite(logits: Tensor) -> list[bool]:
-    """Of each row, whether a token can be chosen: its largest logit is a finite number."""
+    """Whether each row has a token that can be chosen: its largest logit is a finite number."""
     finite: list[bool] = logits.amax(-1).isfinite().tolist()
     return finite
 

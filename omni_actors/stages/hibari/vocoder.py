@@ -29,7 +29,7 @@ __all__ = ["VocoderEngine"]
 
 _SPECTRAL = ("lh", "theta", "ln", "lr", "phi")
 _MOST_FRAMES = 1 << 15
-"""Of one sentence, 7 minutes: its noise is drawn at once, 4.8 kB a frame."""
+"""The longest sentence, 7 minutes. Its noise is drawn at once, 4.8 kB a frame."""
 
 
 class _Features(msgspec.Struct):
