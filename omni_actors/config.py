@@ -23,7 +23,7 @@ import yaml
 from msgspec import Meta
 
 from omni_actors.errors import ConfigError
-from omni_actors.messages import CLIENT
+from omni_actors.protocol.messages import CLIENT
 from omni_actors.stages.registry import ENGINES, EngineSpec
 
 Positive = Annotated[int, Meta(ge=1)]

@@ -16,19 +16,19 @@ import trio
 
 from omni_actors import config as configuration
 from omni_actors import media
-from omni_actors.actor.edges import Edges, EdgeSpec
-from omni_actors.actor.process import LocalSpawner, Spawner
-from omni_actors.actor.supervisor import Blueprint, Replica, RestartPolicy, State, Supervisor
 from omni_actors.config import Pipeline
 from omni_actors.errors import ConfigError, InvalidRequest, StageFailed
 from omni_actors.generation import Generation, RequestMetrics
 from omni_actors.media import MultiModalData
-from omni_actors.messages import CLIENT, Address
 from omni_actors.metrics import Gauges, Metrics
 from omni_actors.orchestrator.request import Input, OnFailure, Request
 from omni_actors.orchestrator.routes import Node, plan, routes_of, topological
 from omni_actors.orchestrator.run import Orchestrator
+from omni_actors.protocol.messages import CLIENT, Address
 from omni_actors.stages import assets
+from omni_actors.supervisor.edges import Edges, EdgeSpec
+from omni_actors.supervisor.process import LocalSpawner, Spawner
+from omni_actors.supervisor.supervisor import Blueprint, Replica, RestartPolicy, State, Supervisor
 
 Messages: TypeAlias = Sequence[Mapping[str, Any]]
 """A conversation: {"role": "user", "content": "…"}, where content may be a list of parts, as in OpenAI's chat API:

@@ -20,38 +20,44 @@ from typing import NamedTuple
 import pytest
 
 ROOT = Path(__file__).parent.parent
-LEAVES = {"omni_actors.errors", "omni_actors.messages", "omni_actors.metrics", "omni_actors.config"}
+LEAVES = {"omni_actors.errors", "omni_actors.protocol.messages", "omni_actors.metrics", "omni_actors.config"}
+WORKER = {
+    *("omni_actors.errors", "omni_actors.metrics", "omni_actors.protocol.messages"),
+    *("omni_actors.protocol", "omni_actors.platform", "omni_actors.stages.base", "ringbuf"),
+}
+"""What a worker and its supervisor may import."""
 ENGINE_DATA = {f"omni_actors.stages.{name}" for name in ("base", "registry", "assets", "memory")}
 """What can be imported without an engine's libraries."""
 
 LAYERS: dict[str, set[str]] = {
     "ringbuf": set(),
     "omni_actors.errors": set(),
-    "omni_actors.messages": {"omni_actors.errors"},
     "omni_actors.metrics": {"omni_actors.errors"},
-    "omni_actors.stages.base": {"omni_actors.errors", "omni_actors.messages", "ringbuf"},
+    "omni_actors.protocol.messages": {"omni_actors.errors"},
+    "omni_actors.stages.base": {"omni_actors.errors", "omni_actors.protocol.messages", "ringbuf"},
     "omni_actors.stages.assets": {"omni_actors.errors"},
     "omni_actors.stages.memory": set(),
     "omni_actors.stages.registry": {"omni_actors.errors", "omni_actors.stages.base"},
     "omni_actors.stages": {"omni_actors.errors", "ringbuf", *ENGINE_DATA},
-    "omni_actors.config": {"omni_actors.errors", "omni_actors.messages", "omni_actors.stages.registry"},
-    "omni_actors.actor": {
+    "omni_actors.config": {"omni_actors.errors", "omni_actors.protocol.messages", "omni_actors.stages.registry"},
+    "omni_actors.protocol": {
         "omni_actors.errors",
-        "omni_actors.messages",
-        "omni_actors.metrics",
+        "omni_actors.protocol.messages",
         "omni_actors.stages.base",
         "ringbuf",
     },
-    "omni_actors.cluster": {"omni_actors.actor", "ringbuf", *LEAVES},
-    "omni_actors.orchestrator": {"omni_actors.actor", "omni_actors.stages.base", *LEAVES},
-    "omni_actors.generation": {"omni_actors.orchestrator", "ringbuf", *LEAVES},
+    "omni_actors.platform": {"omni_actors.errors", "ringbuf"},
+    "omni_actors.worker": WORKER,
+    "omni_actors.supervisor": {*WORKER, "omni_actors.worker"},
+    "omni_actors.orchestrator": {"omni_actors.supervisor", "omni_actors.protocol", "omni_actors.stages.base", *LEAVES},
+    "omni_actors.generation": {"omni_actors.orchestrator", "omni_actors.protocol", "ringbuf", *LEAVES},
     "omni_actors.media": {"omni_actors.generation", "omni_actors.orchestrator", "ringbuf", *LEAVES},
     "omni_actors.system": {
         "omni_actors.media",
         "omni_actors.generation",
         "omni_actors.orchestrator",
-        "omni_actors.cluster",
-        "omni_actors.actor",
+        "omni_actors.supervisor",
+        "omni_actors.protocol",
         "ringbuf",
         *LEAVES,
         *ENGINE_DATA,
@@ -70,7 +76,10 @@ LAYERS: dict[str, set[str]] = {
         "omni_actors.generation",
         "omni_actors.system",
         "omni_actors.orchestrator",
-        "omni_actors.actor",
+        "omni_actors.supervisor",
+        "omni_actors.worker",
+        "omni_actors.platform",
+        "omni_actors.protocol",
         "ringbuf",
         *LEAVES,
         *ENGINE_DATA,
@@ -84,7 +93,6 @@ LAYERS: dict[str, set[str]] = {
         *LEAVES,
         *ENGINE_DATA,
     },
-    "omni_actors.__main__": {"omni_actors.cli"},
 }
 
 HEAVY = {"torch", "transformers", "onnxruntime", "faster_whisper", "ctranslate2", "vllm", "ray", "diffusers"}
@@ -93,11 +101,10 @@ FORBIDDEN_LIBRARIES: dict[str, set[str]] = {
     "ringbuf": HEAVY | {"trio"},
     "omni_actors": HEAVY,
     "omni_actors.errors": HEAVY | {"numpy", "trio"},
-    "omni_actors.messages": HEAVY | {"numpy", "trio"},
+    "omni_actors.protocol.messages": HEAVY | {"numpy", "trio"},
     "omni_actors.metrics": HEAVY | {"numpy", "trio"},
     "omni_actors.config": HEAVY | {"numpy", "trio"},
     "omni_actors.orchestrator": HEAVY | {"numpy"},
-    "omni_actors.cluster": HEAVY - {"ray"},
     "omni_actors.stages": {"trio"},
     "omni_actors.stages.base": HEAVY | {"trio"},
     "omni_actors.stages.registry": HEAVY | {"trio"},
@@ -222,7 +229,7 @@ MUST_NOT_LOAD = {
     "ringbuf": {*HEAVY, "trio", "omni_actors"},
     "omni_actors": HEAVY,
     "omni_actors.system": HEAVY,
-    "omni_actors.actor.worker": HEAVY,
+    "omni_actors.worker.main": HEAVY,
     "omni_actors.cli": HEAVY,
 }
 

@@ -20,8 +20,6 @@ import pytest
 import trio
 import trio.testing
 
-from omni_actors.actor.process import LocalWorker
-from omni_actors.actor.supervisor import NOT_STARTED
 from omni_actors.config import Pipeline, Restart, Stage
 from omni_actors.errors import (
     Aborted,
@@ -33,8 +31,10 @@ from omni_actors.errors import (
     StageUnavailable,
 )
 from omni_actors.generation import Generation, Output
-from omni_actors.messages import CLIENT_ADDRESS, Abort, Address
 from omni_actors.orchestrator.request import Input
+from omni_actors.protocol.messages import CLIENT_ADDRESS, Abort, Address
+from omni_actors.supervisor.process import LocalWorker
+from omni_actors.supervisor.supervisor import NOT_STARTED
 from omni_actors.system import OmniSystem
 from ringbuf._words import CONSUMER, PRODUCER, Column
 from tests.kept import Kept, in_kept, kept_open
@@ -524,7 +524,7 @@ async def test_a_machine_that_gives_no_more_threads_still_sees_workers_die(monke
         raise RuntimeError("can't start new thread")
 
     with monkeypatch.context() as patched:
-        patched.setattr("omni_actors.actor.lifeline.threading.Thread.start", none_left)
+        patched.setattr("omni_actors.platform.lifeline.threading.Thread.start", none_left)
         async with OmniSystem.open(alone()) as omni:
             os.kill(pid_of(omni, "only"), signal.SIGKILL)
             await wait_back(omni, "only", 2)

@@ -22,12 +22,12 @@ import pytest
 import trio
 
 from omni_actors import config
-from omni_actors.actor.process import LocalSpawner
 from omni_actors.config import Limits, Pipeline, Restart, Stage
 from omni_actors.errors import Aborted, DeadlineExceeded, InvalidRequest, StageCrashed, StageUnavailable
 from omni_actors.generation import Generation, Output
 from omni_actors.orchestrator.request import Input, Request
 from omni_actors.stages.echo import payload
+from omni_actors.supervisor.process import LocalSpawner
 from omni_actors.system import OmniSystem
 from tests.kept import Kept, in_kept, kept_open
 

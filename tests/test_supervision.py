@@ -14,14 +14,14 @@ import httpx
 import pytest
 import trio
 
-from omni_actors.actor.process import LocalSpawner, Worker
 from omni_actors.config import Pipeline, Restart, Stage
 from omni_actors.errors import RequestError, StageFailed, StageUnavailable
 from omni_actors.generation import Generation, Output
-from omni_actors.messages import Address
 from omni_actors.orchestrator.request import Input
+from omni_actors.protocol.messages import Address
 from omni_actors.serve.app import build
 from omni_actors.serve.media import Media
+from omni_actors.supervisor.process import LocalSpawner, Worker
 from omni_actors.system import OmniSystem
 from tests.kept import Kept, in_kept, kept_open
 

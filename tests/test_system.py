@@ -310,8 +310,8 @@ def test_ctrl_c_ends_a_script_as_it_ends_any_other(script: Script, whom: str, wa
 def test_ctrl_c_that_meets_the_system_at_work_ends_the_users_task(script: Script) -> None:
     """In the middle of the supervisor's own code, of the orchestrator's, and of a worker's start."""
     process = script("""
-        from omni_actors.actor.edges import Edges
-        from omni_actors.actor.process import LocalWorker
+        from omni_actors.supervisor.edges import Edges
+        from omni_actors.supervisor.process import LocalWorker
         from omni_actors.orchestrator.run import Orchestrator
 
         def interrupted(owner, name):

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from omni_actors.actor import chunks
-from omni_actors.actor.chunks import ChunkHeader
 from omni_actors.errors import InvalidRequest
 from omni_actors.orchestrator.routes import Route
+from omni_actors.protocol import chunks
+from omni_actors.protocol.chunks import ChunkHeader
 
 if TYPE_CHECKING:
     from omni_actors.orchestrator.request import Input

@@ -8,12 +8,12 @@ from typing import Any
 import msgspec
 import trio
 
-from omni_actors.actor import chunks
-from omni_actors.actor.chunks import ChunkHeader
-from omni_actors.actor.edges import Edges
 from omni_actors.errors import InvalidRequest
-from omni_actors.messages import CLIENT, MAX_BYTES
 from omni_actors.orchestrator.request import Request
+from omni_actors.protocol import chunks
+from omni_actors.protocol.chunks import ChunkHeader
+from omni_actors.protocol.messages import CLIENT, MAX_BYTES
+from omni_actors.supervisor.edges import Edges
 
 PARAMS_BYTES = MAX_BYTES // 2
 """Largest parameters of a request at one stage, encoded: they travel in one control message."""

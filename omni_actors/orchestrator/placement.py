@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable, Mapping
 
 import trio
 
-from omni_actors.actor.supervisor import Replica, State
-from omni_actors.messages import Address
+from omni_actors.protocol.messages import Address
+from omni_actors.supervisor.supervisor import Replica, State
 
 
 class Placement:

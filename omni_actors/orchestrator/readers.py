@@ -15,12 +15,12 @@ from collections.abc import Callable, Iterator
 
 import trio
 
-from omni_actors.actor.replica import Replica
 from omni_actors.config import Limits
 from omni_actors.errors import Aborted, RequestError, SlowConsumer
-from omni_actors.messages import Address, Pause, Resume
 from omni_actors.orchestrator.request import Piece, Request
 from omni_actors.orchestrator.unread import Account, Unread
+from omni_actors.protocol.messages import Address, Pause, Resume
+from omni_actors.supervisor.replica import Replica
 
 
 class Readers:

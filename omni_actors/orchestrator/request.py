@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import trio
 
-from omni_actors.actor.chunks import Intake
 from omni_actors.errors import InvalidRequest, RequestError, StageCrashed
-from omni_actors.messages import Address, StageStats
 from omni_actors.orchestrator.fingerprint import fingerprint
 from omni_actors.orchestrator.lifecycle import Lifecycle
 from omni_actors.orchestrator.routes import Route
 from omni_actors.orchestrator.unread import Account
+from omni_actors.protocol.chunks import Intake
+from omni_actors.protocol.messages import Address, StageStats
 
 if TYPE_CHECKING:
     from omni_actors.orchestrator.trials import Group

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from graphlib import TopologicalSorter
 
 from omni_actors.errors import InvalidRequest
-from omni_actors.messages import CLIENT
+from omni_actors.protocol.messages import CLIENT
 
 
 @dataclass(frozen=True)

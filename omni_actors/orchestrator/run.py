@@ -23,10 +23,6 @@ from typing import Any
 
 import trio
 
-from omni_actors.actor import chunks
-from omni_actors.actor.chunks import Intake, ReplayDiverged
-from omni_actors.actor.edges import Edges
-from omni_actors.actor.supervisor import Replica
 from omni_actors.config import Limits
 from omni_actors.errors import (
     Aborted,
@@ -41,7 +37,19 @@ from omni_actors.errors import (
     StageUnavailable,
     WorkerExit,
 )
-from omni_actors.messages import (
+from omni_actors.orchestrator.inputs import require_portable, send_input
+from omni_actors.orchestrator.lifecycle import Event, State
+from omni_actors.orchestrator.pace import Pace
+from omni_actors.orchestrator.placement import Placement
+from omni_actors.orchestrator.readers import Readers
+from omni_actors.orchestrator.request import Input, OnFailure, Piece, Request
+from omni_actors.orchestrator.routes import Route
+from omni_actors.orchestrator.settle import Facts, Fail, Replay, Unavailable, Untouched, idle, settle
+from omni_actors.orchestrator.stream import OutputStream
+from omni_actors.orchestrator.suspects import Suspects
+from omni_actors.protocol import chunks
+from omni_actors.protocol.chunks import Intake, ReplayDiverged
+from omni_actors.protocol.messages import (
     CLIENT,
     CLIENT_ADDRESS,
     Abort,
@@ -55,16 +63,8 @@ from omni_actors.messages import (
     Started,
     Unreplayable,
 )
-from omni_actors.orchestrator.inputs import require_portable, send_input
-from omni_actors.orchestrator.lifecycle import Event, State
-from omni_actors.orchestrator.pace import Pace
-from omni_actors.orchestrator.placement import Placement
-from omni_actors.orchestrator.readers import Readers
-from omni_actors.orchestrator.request import Input, OnFailure, Piece, Request
-from omni_actors.orchestrator.routes import Route
-from omni_actors.orchestrator.settle import Facts, Fail, Replay, Unavailable, Untouched, idle, settle
-from omni_actors.orchestrator.stream import OutputStream
-from omni_actors.orchestrator.suspects import Suspects
+from omni_actors.supervisor.edges import Edges
+from omni_actors.supervisor.supervisor import Replica
 
 CUTS = (Aborted, DeadlineExceeded, SlowConsumer)
 """Errors after which unread output is dropped."""

@@ -37,8 +37,8 @@ from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from omni_actors.messages import CLIENT
 from omni_actors.orchestrator.routes import Route
+from omni_actors.protocol.messages import CLIENT
 
 
 @dataclass(frozen=True)

@@ -14,11 +14,11 @@ from typing import Protocol
 import trio
 
 from omni_actors.errors import Quarantined, WorkerExit
-from omni_actors.messages import Address
 from omni_actors.orchestrator.placement import Placement
 from omni_actors.orchestrator.quarantine import Quarantine
 from omni_actors.orchestrator.request import Request
 from omni_actors.orchestrator.trials import Trials, died_by_itself
+from omni_actors.protocol.messages import Address
 
 
 class Requests(Protocol):

@@ -28,8 +28,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from omni_actors.errors import WorkerExit
-from omni_actors.messages import Address
 from omni_actors.orchestrator.request import Request
+from omni_actors.protocol.messages import Address
 
 PROBATION_S = 1.0
 LONGEST_PROBATION_S = 30.0

@@ -25,7 +25,7 @@ import msgspec
 import numpy as np
 
 from omni_actors.errors import InvalidRequest
-from omni_actors.messages import CLIENT
+from omni_actors.protocol.messages import CLIENT
 from ringbuf import Tensor
 
 __all__ = [

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 from trio._core import _run as trio_run
 
-from omni_actors.actor import loop
+from omni_actors.worker import engine_loop as loop
 
 CONGESTED_BYTES = 6_000
 """So that the few small chunks of a schedule congest an edge."""

@@ -26,10 +26,10 @@ from pathlib import Path
 import msgspec
 import trio
 
-from omni_actors.actor.process import LocalSpawner
-from omni_actors.messages import Address
+from omni_actors.protocol.messages import Address
 from omni_actors.stress import hand, leaks
 from omni_actors.stress.workload import Workload
+from omni_actors.supervisor.process import LocalSpawner
 from ringbuf import Ring
 
 ORPHANED_S = 5.0

@@ -24,12 +24,10 @@ from typing import TypeAlias, cast
 
 import trio
 
-from omni_actors import messages
-from omni_actors.actor.loop import Attach, EngineLoop
-from omni_actors.actor.mailbox import Envelope, MailboxFull
-from omni_actors.actor.process import Worker
 from omni_actors.errors import WorkerExit
-from omni_actors.messages import (
+from omni_actors.protocol import messages
+from omni_actors.protocol.mailbox import Envelope, MailboxFull
+from omni_actors.protocol.messages import (
     Abort,
     Address,
     Configure,
@@ -47,6 +45,8 @@ from omni_actors.messages import (
     Stop,
 )
 from omni_actors.stages.base import Chunk, Pausable, StageContext, StageEngine, StageFailure, StageOutput, StageRequest
+from omni_actors.supervisor.process import Worker
+from omni_actors.worker.engine_loop import Attach, EngineLoop
 from ringbuf import Ring
 from ringbuf._words import CONSUMER, PRODUCER
 

@@ -23,10 +23,9 @@ import trio
 import trio.testing
 from trio._core import _run as trio_run
 
-from omni_actors.actor.process import SpawnFailed
 from omni_actors.errors import DeadlineExceeded, InvalidRequest, Overloaded, RequestError, SlowConsumer
 from omni_actors.generation import Generation
-from omni_actors.messages import Address
+from omni_actors.protocol.messages import Address
 from omni_actors.stress import judge
 from omni_actors.stress.client import read_to_the_end
 from omni_actors.stress.determined import determined, unraisable
@@ -35,6 +34,7 @@ from omni_actors.stress.oracle import Answer
 from omni_actors.stress.report import Tally, Timing
 from omni_actors.stress.simulated import EngineBroke, Killed, Nature, SimulatedSpawner, SimulatedWorker
 from omni_actors.stress.worlds import LOAD_S, PATIENCE_S, SHUTDOWN_S, STEP_S, WORLDS, world
+from omni_actors.supervisor.process import SpawnFailed
 from omni_actors.system import OmniSystem
 
 LOAD = "simulated"

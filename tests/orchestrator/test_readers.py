@@ -8,7 +8,7 @@ from trio.testing import MockClock
 
 from omni_actors.errors import Aborted, DeadlineExceeded, Overloaded, SlowConsumer
 from omni_actors.generation import Generation
-from omni_actors.messages import Address
+from omni_actors.protocol.messages import Address
 from tests.reading import PIECE, PIECES, UNSTOPPABLE, WATCHDOG_S, numbers, opened, read, until
 
 LAST = Address("second", 0)

@@ -8,16 +8,16 @@ import pytest
 import trio
 import trio.testing
 
-from omni_actors.actor.chunks import Intake
-from omni_actors.actor.replica import Replica
 from omni_actors.config import Limits
 from omni_actors.errors import Aborted, RequestError
-from omni_actors.messages import Address
 from omni_actors.orchestrator.lifecycle import Event
 from omni_actors.orchestrator.readers import Readers
 from omni_actors.orchestrator.request import Piece, Request
 from omni_actors.orchestrator.routes import Route
 from omni_actors.orchestrator.stream import OutputStream
+from omni_actors.protocol.chunks import Intake
+from omni_actors.protocol.messages import Address
+from omni_actors.supervisor.replica import Replica
 
 
 class Client:

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from omni_actors import config
 from omni_actors.errors import InvalidRequest
-from omni_actors.messages import CLIENT
 from omni_actors.orchestrator.routes import Node, Route, plan, topological
+from omni_actors.protocol.messages import CLIENT
 
 VOICE = {name: Node(s.accepts, s.inputs, s.emits) for name, s in config.load("voice").stages.items()}
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from omni_actors.messages import CLIENT
 from omni_actors.orchestrator.routes import Node, Route, plan
 from omni_actors.orchestrator.settle import Facts, Fail, Replay, Unavailable, Untouched, Verdict, idle, settle, unwanted
+from omni_actors.protocol.messages import CLIENT
 
 ROUTES = {
     "one": plan({"a": Node(("x",), (), "m")}, ["x"], ["m"]),

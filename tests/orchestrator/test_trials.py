@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from omni_actors.errors import WorkerExit
-from omni_actors.messages import Address
 from omni_actors.orchestrator.request import Input, Request
 from omni_actors.orchestrator.routes import Route
 from omni_actors.orchestrator.trials import CULPRIT_PATIENCE_S, PROBATION_S, QUIET_S, Trials, died_by_itself
+from omni_actors.protocol.messages import Address
 
 STAGE = "s"
 WORKER = Address(STAGE, 0)

@@ -13,7 +13,7 @@ import psutil
 import pytest
 import trio
 
-from omni_actors.messages import Address
+from omni_actors.protocol.messages import Address
 from omni_actors.stress import leaks, soak
 from omni_actors.stress.driver import Driver
 from omni_actors.stress.faults import Hand, ShortSpawner, Victim

@@ -19,22 +19,23 @@ import pytest
 import trio
 from click.testing import CliRunner
 
-from omni_actors.actor import chunks, edges, supervisor
-from omni_actors.actor.loop import EngineLoop
-from omni_actors.actor.replica import Replica
-from omni_actors.actor.supervisor import Supervisor
 from omni_actors.cli import main
-from omni_actors.messages import Abort, Address, Message, Resume
 from omni_actors.orchestrator import run
 from omni_actors.orchestrator.run import Orchestrator
 from omni_actors.orchestrator.settle import Facts, Untouched
 from omni_actors.orchestrator.stream import OutputStream
+from omni_actors.protocol import chunks
+from omni_actors.protocol.messages import Abort, Address, Message, Resume
 from omni_actors.stages.base import StageEngine
 from omni_actors.stress.oracle import Answer
 from omni_actors.stress.simulated import Nature, SimulatedSpawner
 from omni_actors.stress.simulation import Result, simulate
 from omni_actors.stress.worlds import WORLDS, world
+from omni_actors.supervisor import edges, supervisor
+from omni_actors.supervisor.replica import Replica
+from omni_actors.supervisor.supervisor import Supervisor
 from omni_actors.system import OmniSystem
+from omni_actors.worker.engine_loop import EngineLoop
 
 SEEDS = 100
 """Schedules that a planted bug is looked for in, at the most; most take under ten."""

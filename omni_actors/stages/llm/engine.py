@@ -119,7 +119,7 @@ def open_engine(context: StageContext) -> LLMEngine:
 def _follow(team: Callable[[], int], model: Any) -> None:
     """Let the packed model compute with as many threads as it may, from layer to layer: a step takes 40 ms and more.
 
-    Its bits stay the same, whose test is in tests/test_cores.py: linear layers are packed, and a worker sets MKL_CBWR.
+    Its bits stay the same (tests/platform/test_cpu_sharing.py): linear layers are packed, and a worker sets MKL_CBWR.
     A model that has its layers under another name follows at its last one only.
     """
 

@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from omni_actors.actor.outgoing import OVERHEAD_BYTES
-from omni_actors.messages import (
+from omni_actors.protocol.messages import (
     CLIENT,
     CLIENT_ADDRESS,
     Abort,
@@ -23,8 +22,9 @@ from omni_actors.messages import (
 )
 from omni_actors.stages.base import StageContext, StageOutput, StageRequest
 from omni_actors.stages.echo import EchoEngine
+from omni_actors.worker.outgoing import OVERHEAD_BYTES
 from ringbuf import Consumer
-from tests.actor.bench import Bench, echo, open_bench, receive, send
+from tests.worker.bench import Bench, echo, open_bench, receive, send
 
 BELOW, ITS_TWIN = Address("below", 0), Address("below", 1)
 PLENTY = 1 << 20

@@ -16,8 +16,8 @@ from typing import TypeAlias
 
 import trio
 
-from omni_actors.actor.process import Spawner
-from omni_actors.messages import CLIENT, CLIENT_ADDRESS, Address, Connect, Message
+from omni_actors.protocol.messages import CLIENT, CLIENT_ADDRESS, Address, Connect, Message
+from omni_actors.supervisor.process import Spawner
 from ringbuf import AlreadyClaimed, Consumer, Frame, Producer, Ring, RingClosed, RingCorrupted, RingStatistics
 
 Post: TypeAlias = Callable[[Message, Sequence[int]], None]

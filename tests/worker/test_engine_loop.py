@@ -9,13 +9,25 @@ import numpy as np
 import pytest
 
 import ringbuf
-from omni_actors.actor import chunks, loop
-from omni_actors.actor.chunks import ChunkCorrupted
-from omni_actors.messages import CLIENT_ADDRESS, Abort, Address, Finished, Pause, Ping, Pong, Refused, Resume, Stop
+from omni_actors.protocol import chunks
+from omni_actors.protocol.chunks import ChunkCorrupted
+from omni_actors.protocol.messages import (
+    CLIENT_ADDRESS,
+    Abort,
+    Address,
+    Finished,
+    Pause,
+    Ping,
+    Pong,
+    Refused,
+    Resume,
+    Stop,
+)
 from omni_actors.stages.base import Chunk, InvalidRequest, StageContext, StageFailure, StageOutput, StageRequest
 from omni_actors.stages.echo import EchoEngine
+from omni_actors.worker import engine_loop as loop
 from ringbuf import RingClosed
-from tests.actor.bench import WATCHDOG_S, Bench, echo, open_bench, receive, send
+from tests.worker.bench import WATCHDOG_S, Bench, echo, open_bench, receive, send
 
 BELOW = Address("below", 0)
 

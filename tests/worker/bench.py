@@ -9,13 +9,13 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from omni_actors.actor import chunks
-from omni_actors.actor.chunks import ChunkHeader
-from omni_actors.actor.cores import OwnCores
-from omni_actors.actor.loop import Attach, EngineLoop
-from omni_actors.messages import CLIENT, CLIENT_ADDRESS, Address, Message, Start, Stop
+from omni_actors.platform.cpu_sharing import OwnCores
+from omni_actors.protocol import chunks
+from omni_actors.protocol.chunks import ChunkHeader
+from omni_actors.protocol.messages import CLIENT, CLIENT_ADDRESS, Address, Message, Start, Stop
 from omni_actors.stages.base import StageContext, StageEngine
 from omni_actors.stages.echo import EchoEngine
+from omni_actors.worker.engine_loop import Attach, EngineLoop
 from ringbuf import Consumer, Producer, Ring
 
 WATCHDOG_S = 60.0

@@ -16,12 +16,12 @@ import threading
 import pytest
 import trio
 
-from omni_actors.actor.lifeline import SCHED_GETATTR, SIZE, Lifeline
+from omni_actors.platform.lifeline import SCHED_GETATTR, SIZE, Lifeline
 
 WATCHDOG_S = 60.0
 WORKER = """
 import ctypes, sys, threading
-from omni_actors.actor import lifeline
+from omni_actors.platform import lifeline
 
 lifeline.hold(int(sys.argv[1]))
 threading.Thread(target=sys.stdin.read).start()

@@ -11,9 +11,9 @@ import pytest
 import trio
 import trio.testing
 
-from omni_actors import messages
-from omni_actors.actor.mailbox import MAX_FDS, PACKED, PACKED_BYTES, PATIENCE_S, Mailbox, MailboxFull, open_mailbox
-from omni_actors.messages import CLIENT_ADDRESS, Abort, Address, Connect, Loading, Message, Pong, Ready, Stop
+from omni_actors.protocol import messages
+from omni_actors.protocol.mailbox import MAX_FDS, PACKED, PACKED_BYTES, PATIENCE_S, Mailbox, MailboxFull, open_mailbox
+from omni_actors.protocol.messages import CLIENT_ADDRESS, Abort, Address, Connect, Loading, Message, Pong, Ready, Stop
 
 CONNECT = Connect(Address("a", 0), CLIENT_ADDRESS, 3)
 

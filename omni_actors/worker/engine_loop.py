@@ -23,12 +23,10 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Set
 
-from omni_actors.actor import chunks
-from omni_actors.actor.active import Active
-from omni_actors.actor.chunks import ChunkHeader, ReplayDiverged
-from omni_actors.actor.cores import OwnCores
-from omni_actors.actor.outgoing import Outgoing, Retention
-from omni_actors.messages import (
+from omni_actors.platform.cpu_sharing import OwnCores
+from omni_actors.protocol import chunks
+from omni_actors.protocol.chunks import ChunkHeader, ReplayDiverged
+from omni_actors.protocol.messages import (
     CLIENT,
     Abort,
     Address,
@@ -56,6 +54,8 @@ from omni_actors.stages.base import (
     StageOutput,
     StageRequest,
 )
+from omni_actors.worker.active import Active
+from omni_actors.worker.outgoing import Outgoing, Retention
 from ringbuf import Consumer, Frame, Ring, RingClosed
 
 CONGESTED_BYTES = 8 * 1024 * 1024

@@ -26,9 +26,9 @@ from typing import TypeAlias, TypeVar
 import msgspec
 import trio
 
-from omni_actors import messages
 from omni_actors.errors import OmniError
-from omni_actors.messages import Message
+from omni_actors.protocol import messages
+from omni_actors.protocol.messages import Message
 
 Envelope: TypeAlias = tuple[Message, tuple[int, ...]]
 """A message and the descriptors that came with it; the receiver owns them."""

@@ -14,11 +14,11 @@ import pytest
 import trio
 import trio.testing
 
-from omni_actors.actor.process import LocalSpawner, SpawnFailed
-from omni_actors.actor.supervisor import RestartPolicy
-from omni_actors.actor.worker import SWITCH_INTERVAL_S
 from omni_actors.errors import WorkerExit
-from omni_actors.messages import Address, Configure, LoadFailed, Loading, Message, Ready, Stop
+from omni_actors.protocol.messages import Address, Configure, LoadFailed, Loading, Message, Ready, Stop
+from omni_actors.supervisor.process import LocalSpawner, SpawnFailed
+from omni_actors.supervisor.supervisor import RestartPolicy
+from omni_actors.worker.main import SWITCH_INTERVAL_S
 
 HERE = Address("here", 0)
 WATCHDOG_S = 60.0

@@ -24,11 +24,10 @@ from typing import NoReturn
 
 import trio
 
-from omni_actors.actor import lifeline
-from omni_actors.actor.cores import Cores
-from omni_actors.actor.loop import Attach, Command, EngineLoop
-from omni_actors.actor.mailbox import Mailbox, open_mailbox
-from omni_actors.messages import (
+from omni_actors.platform import lifeline
+from omni_actors.platform.cpu_sharing import Cores
+from omni_actors.protocol.mailbox import Mailbox, open_mailbox
+from omni_actors.protocol.messages import (
     Abort,
     Configure,
     Connect,
@@ -45,6 +44,7 @@ from omni_actors.messages import (
     Stop,
 )
 from omni_actors.stages.base import StageContext, StageEngine
+from omni_actors.worker.engine_loop import Attach, Command, EngineLoop
 from ringbuf import Ring
 
 PR_SET_PDEATHSIG = 1

@@ -25,12 +25,8 @@ from typing import Protocol
 
 import trio
 
-from omni_actors.actor.edges import Edges, receive_frames
-from omni_actors.actor.process import Spawner, SpawnFailed, Worker
-from omni_actors.actor.replica import Blueprint, Incarnation, Replica, State
-from omni_actors.actor.restart import RestartPolicy, stages_below
 from omni_actors.errors import Death, StageFailed, WorkerExit
-from omni_actors.messages import (
+from omni_actors.protocol.messages import (
     AboutRequest,
     Address,
     Configure,
@@ -48,6 +44,10 @@ from omni_actors.messages import (
     Stop,
     Unreplayable,
 )
+from omni_actors.supervisor.edges import Edges, receive_frames
+from omni_actors.supervisor.process import Spawner, SpawnFailed, Worker
+from omni_actors.supervisor.replica import Blueprint, Incarnation, Replica, State
+from omni_actors.supervisor.restart import RestartPolicy, stages_below
 from ringbuf import Consumer, RingClosed, RingError
 
 __all__ = ["Blueprint", "Listener", "Replica", "RestartPolicy", "State", "Supervisor"]

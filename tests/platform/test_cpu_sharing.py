@@ -15,15 +15,15 @@ import pytest
 import trio
 
 from omni_actors import OmniSystem
-from omni_actors.actor import cores as module
-from omni_actors.actor.cores import LONGEST_S, SHARE, WORKERS, Cores, SharedCores
 from omni_actors.config import Pipeline, Stage
 from omni_actors.errors import StageCrashed
-from omni_actors.messages import CLIENT_ADDRESS, Address, Finished, Ping, Pong
 from omni_actors.orchestrator.request import Input
+from omni_actors.platform import cpu_sharing as module
+from omni_actors.platform.cpu_sharing import LONGEST_S, SHARE, WORKERS, Cores, SharedCores
+from omni_actors.protocol.messages import CLIENT_ADDRESS, Address, Finished, Ping, Pong
 from omni_actors.stages.base import StageContext, StageFailure, StageOutput
 from omni_actors.stages.echo import EchoEngine
-from tests.actor.bench import Bench, echo, open_bench, receive, send
+from tests.worker.bench import Bench, echo, open_bench, receive, send
 
 WATCHDOG_S = 60.0
 CORES = len(os.sched_getaffinity(0))
@@ -49,7 +49,7 @@ class Asking(EchoEngine):
 PIPELINE = f"""\
 name: cores
 stages:
-  asking: {{engine: "tests.test_cores:Asking", accepts: [messages], emits: text, threads: {CORES}}}
+  asking: {{engine: "tests.platform.test_cpu_sharing:Asking", accepts: [messages], emits: text, threads: {CORES}}}
   voice: {{engine: echo, accepts: [script], emits: audio, threads: 1}}
 """
 
@@ -415,7 +415,7 @@ async def test_a_worker_gives_way_to_one_that_computes_until_that_is_killed(tmp_
 
 BITS = """
 from itertools import chain, cycle, repeat
-from omni_actors.actor.worker import _prepare_libraries
+from omni_actors.worker.main import _prepare_libraries
 
 _prepare_libraries(4, spins=False)  # as a worker does, before torch is loaded
 

@@ -14,12 +14,8 @@ import pytest
 import trio
 import trio.testing
 
-from omni_actors.actor.edges import Edges
-from omni_actors.actor.process import SpawnFailed, Worker
-from omni_actors.actor.restart import RestartPolicy, stages_below
-from omni_actors.actor.supervisor import Blueprint, State, Supervisor
 from omni_actors.errors import StageFailed, WorkerExit
-from omni_actors.messages import (
+from omni_actors.protocol.messages import (
     Address,
     Configure,
     EngineFailed,
@@ -31,6 +27,10 @@ from omni_actors.messages import (
     StageStats,
     Stop,
 )
+from omni_actors.supervisor.edges import Edges
+from omni_actors.supervisor.process import SpawnFailed, Worker
+from omni_actors.supervisor.restart import RestartPolicy, stages_below
+from omni_actors.supervisor.supervisor import Blueprint, State, Supervisor
 from ringbuf import Ring
 
 DIAMOND = {"ear": (), "mind": ("ear",), "eye": (), "voice": ("mind",), "face": ("mind", "eye")}

@@ -15,11 +15,11 @@ from typing import Any
 
 import trio
 
-from omni_actors.actor.mailbox import MailboxFull
-from omni_actors.actor.process import Worker
-from omni_actors.actor.restart import RecentRestarts, RestartPolicy
 from omni_actors.errors import Death, StageFailed
-from omni_actors.messages import Address, Message
+from omni_actors.protocol.mailbox import MailboxFull
+from omni_actors.protocol.messages import Address, Message
+from omni_actors.supervisor.process import Worker
+from omni_actors.supervisor.restart import RecentRestarts, RestartPolicy
 
 HISTORY = 16
 """Deaths of a replica that are kept."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 
-from omni_actors.actor.chunks import Intake
-from omni_actors.messages import CLIENT, Address, StageStats, Start
+from omni_actors.protocol.chunks import Intake
+from omni_actors.protocol.messages import CLIENT, Address, StageStats, Start
 from omni_actors.stages.base import Chunk
 
 

@@ -24,12 +24,12 @@ from typing import Any, Protocol
 import trio
 from multiprocess import context, popen_spawn_posix, reduction, spawn, util
 
-from omni_actors.actor.cores import SharedCores
-from omni_actors.actor.lifeline import Lifeline, exit_of_dying
-from omni_actors.actor.mailbox import Mailbox, open_mailbox
-from omni_actors.actor.worker import worker_main
 from omni_actors.errors import OmniError, WorkerExit
-from omni_actors.messages import Address
+from omni_actors.platform.cpu_sharing import SharedCores
+from omni_actors.platform.lifeline import Lifeline, exit_of_dying
+from omni_actors.protocol.mailbox import Mailbox, open_mailbox
+from omni_actors.protocol.messages import Address
+from omni_actors.worker.main import worker_main
 from ringbuf import Ring
 
 STDERR_TAIL_LINES = 40

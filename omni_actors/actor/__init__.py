@@ -1,1 +1,0 @@
-"""Worker processes: spawned, connected by rings, supervised."""

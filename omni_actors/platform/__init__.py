@@ -1,0 +1,1 @@
+"""Linux mechanisms of parent and workers; each can be removed by itself."""

@@ -1,0 +1,1 @@
+"""Parent process: starts, watches and restarts the workers of every stage."""
