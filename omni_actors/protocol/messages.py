@@ -68,7 +68,7 @@ class Start(_Message, frozen=True):
     sources: tuple[str, ...]
     targets: tuple[Address, ...]
     params: dict[str, Any]
-    onward: bool = False
+    downstream: bool = False
     """Whether stages below take part, among ``targets`` or not yet (one that starts again comes by ``Resend``)."""
     retain_bytes: int = 0
     """How much of its outputs is kept until its end, to be sent again."""

@@ -82,8 +82,8 @@ class StageRequest(msgspec.Struct, frozen=True):
     """Who feeds this request here: ``CLIENT``, names of stages, or both. Each ends its part with ``chunk.last``."""
     params: Mapping[str, Any]
     """The request's parameters for this engine over the stage's defaults; validated against the engine's ``params``."""
-    onward: bool = True
-    """Whether stages below take part in it: else nobody reads ``StageOutput.onward``."""
+    downstream: bool = True
+    """Whether stages below take part in it: else nobody reads ``StageOutput.downstream``."""
 
 
 class Chunk(msgspec.Struct, frozen=True):
@@ -104,7 +104,7 @@ class StageOutput(msgspec.Struct, frozen=True):
 
     For a client, ``data["text"]`` (str) is text, and ``tensors["audio"]`` (float32 (n,), mono) is sound, which needs
     ``data["sample_rate"]`` (Hz). ``tensors`` are copied into rings after ``step`` returns, and may be retained for a
-    replay: do not write to them after that call. ``onward``: more of them, for the stages below and not for a client
+    replay: do not write to them after that call. ``downstream``: more of them, for the stages below, not for a client
     (hidden states); a stage finds them among its chunk's ``tensors``, so no name may be in both.
     """
 
@@ -112,7 +112,7 @@ class StageOutput(msgspec.Struct, frozen=True):
     tensors: Mapping[str, TensorLike] = {}
     data: Mapping[str, Any] = {}
     last: bool = False
-    onward: Mapping[str, TensorLike] = {}
+    downstream: Mapping[str, TensorLike] = {}
 
 
 class StageFailure(msgspec.Struct, frozen=True):

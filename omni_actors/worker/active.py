@@ -14,7 +14,7 @@ class Active:
 
     def __init__(self, start: Start) -> None:
         self.request, self.targets = start.request, start.targets
-        self.onward = start.onward
+        self.downstream = start.downstream
         self._intakes = {source: Intake(start.request, source) for source in start.sources}
         self.unheard = not start.replayed and any(target.stage == CLIENT for target in start.targets)
         """Whether a client waits for its first output: of one that is replayed it may have that."""

@@ -210,7 +210,7 @@ class EngineLoop:
                         self._notify(Started(start.request))
                     self.handling = start.request
                     try:
-                        engine.start(StageRequest(start.request, start.sources, start.params, start.onward))
+                        engine.start(StageRequest(start.request, start.sources, start.params, start.downstream))
                     except InvalidRequest as error:
                         self._refuse(start.request, error)
                     self.handling = None
@@ -326,8 +326,8 @@ class EngineLoop:
     def _emit(self, output: StageOutput, step_began: float) -> None:
         active = self._active[output.request_id]
         header = ChunkHeader(output.request_id, self._address.stage, active.seq, output.last, dict(output.data))
-        onward = output.onward if active.onward else {}
-        buffers = chunks.encode(header, {**output.tensors, **onward})
+        downstream = output.downstream if active.downstream else {}
+        buffers = chunks.encode(header, {**output.tensors, **downstream})
         size = sum(buffer.nbytes for buffer in buffers)
         active.seq += 1
         active.first_output = active.first_output or time.monotonic()
@@ -337,7 +337,7 @@ class EngineLoop:
         for request, why in self._retention.add(output.request_id, buffers, size):
             self._notify(Unreplayable(request, why, needed=False))
         for target in active.targets:
-            if onward and target.stage == CLIENT:
+            if downstream and target.stage == CLIENT:
                 for_client = chunks.encode(header, output.tensors)
                 self._send(active, target, for_client, sum(buffer.nbytes for buffer in for_client))
             else:

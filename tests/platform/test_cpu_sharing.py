@@ -296,7 +296,7 @@ class Telling(EchoEngine):
             if output.data.get("text") == "ping":
                 self._bench.loop.post(Ping(1))
             if output.data.get("text") == "hidden states":
-                output = StageOutput(output.request_id, last=output.last, onward={"rows": np.zeros(1)})
+                output = StageOutput(output.request_id, last=output.last, downstream={"rows": np.zeros(1)})
             yield output
             self.urgent.append((before, self._other.stand_back()))
 

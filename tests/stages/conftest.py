@@ -117,8 +117,8 @@ def run_chain(
 
 def for_stages(output: StageOutput) -> dict[str, Any]:
     """What a stage below finds among its chunk's tensors."""
-    assert not output.tensors.keys() & output.onward.keys()
-    return {**output.tensors, **output.onward}
+    assert not output.tensors.keys() & output.downstream.keys()
+    return {**output.tensors, **output.downstream}
 
 
 def _bytes(tensor: Any) -> bytes:

@@ -178,9 +178,9 @@ def shown(seed: int) -> list[FeedArgs]:
 
 def qwen3_thinker(_: pytest.FixtureRequest) -> Case:
     def gist(outputs: list[Any]) -> Any:
-        rows = np.concatenate([o.onward["rows"].numpy() for o in outputs if "rows" in o.onward])
+        rows = np.concatenate([o.downstream["rows"].numpy() for o in outputs if "rows" in o.downstream])
         end = outputs[-1].data
-        assert len(rows) == len(outputs[0].onward["ids"].numpy()) + end["completion_tokens"] - 1
+        assert len(rows) == len(outputs[0].downstream["ids"].numpy()) + end["completion_tokens"] - 1
         return "".join(output.data.get("text", "") for output in outputs), end["finish_reason"], rows.round(3) + 0.0
 
     return Case("qwen3_thinker", [shown(1), shown(2)], ({"messages": "none"}, {}), gist, max_tokens=6)
@@ -204,7 +204,7 @@ def qwen3_talker(_: pytest.FixtureRequest) -> Case:
 
 def qwen2_5_thinker(_: pytest.FixtureRequest) -> Case:
     def gist(outputs: list[Any]) -> Any:
-        rows = np.concatenate([o.onward["rows"].numpy() for o in outputs if "rows" in o.onward])
+        rows = np.concatenate([o.downstream["rows"].numpy() for o in outputs if "rows" in o.downstream])
         end = outputs[-1].data
         assert rows.shape == (end["prompt_tokens"] + end["completion_tokens"] - 1, 64)
         return "".join(output.data.get("text", "") for output in outputs), end["finish_reason"], rows.round(3) + 0.0

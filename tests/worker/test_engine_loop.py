@@ -219,24 +219,24 @@ class Counting(EchoEngine):
 
 
 def test_clients_get_a_step_s_outputs_before_the_stages_that_get_them_too(bench: Bench) -> None:
-    out, onward, into = bench.output(), bench.output(target=BELOW), bench.input()
+    out, below, into = bench.output(), bench.output(target=BELOW), bench.input()
     engine = Counting(bench)
     for request in (1, 2, 3):
         bench.start(request, targets=(CLIENT_ADDRESS, BELOW))
         send(into, request, 0, last=True)
     bench.run(engine)
-    assert [receive(out).request for _ in range(3)] == [receive(onward).request for _ in range(3)] == [1, 2, 3]
+    assert [receive(out).request for _ in range(3)] == [receive(below).request for _ in range(3)] == [1, 2, 3]
     assert engine.carried == [[0, 0, 3], [1, 0, 3], [2, 0, 3]]
 
 
 def test_stages_get_at_once_what_no_client_gets(bench: Bench) -> None:
-    onward, into = bench.output(target=BELOW), bench.input()
+    below, into = bench.output(target=BELOW), bench.input()
     engine = Counting(bench)
     for request in (1, 2, 3):
         bench.start(request, targets=(BELOW,))
         send(into, request, 0, last=True)
     bench.run(engine)
-    assert [receive(onward).request for _ in range(3)] == [1, 2, 3]
+    assert [receive(below).request for _ in range(3)] == [1, 2, 3]
     assert engine.carried == [[0, 3], [1, 3], [2, 3]]
 
 

@@ -51,8 +51,8 @@ class Request(batch.Sequence, Generic[C]):
         self.id, self.params, self.collector = request.request_id, params, collector
         sampling = Sampling(params.temperature, params.top_k, params.top_p, params.repetition_penalty)
         self.sampler = None if sampling.is_greedy else Sampler(sampling, generator(params.seed))
-        self.onward = request.onward
-        """Whether anybody reads what goes onward."""
+        self.downstream = request.downstream
+        """Whether anybody reads what goes downstream."""
         self.token = -1
         self.generated = self.certain = 0
         """Tokens of the answer; those whose text no stop string can cut off any more."""
@@ -83,7 +83,7 @@ class LanguageEngine(Generic[R]):
         """Bring each row on by ``count`` positions; logits (rows, vocabulary) of the last one."""
         raise NotImplementedError
 
-    def _onward(self, request: R, *, generated: bool) -> Mapping[str, TensorLike]:
+    def _downstream(self, request: R, *, generated: bool) -> Mapping[str, TensorLike]:
         """What the stages below get now: of a piece of the prompt, where one was just brought on, and of
         ``request.token`` where that was just generated and is not the last one."""
         return {}
@@ -149,8 +149,8 @@ class LanguageEngine(Generic[R]):
         request.ready -= count
         if not request.prompt:
             yield from self._next([request], logits)
-        elif onward := self._onward(request, generated=False):
-            yield StageOutput(request.id, onward=onward)
+        elif downstream := self._downstream(request, generated=False):
+            yield StageOutput(request.id, downstream=downstream)
 
     def _next(self, requests: list[R], logits: Tensor) -> Iterator[StageOutput | StageFailure]:
         """Give each its next token; those that are done leave."""
@@ -164,12 +164,12 @@ class LanguageEngine(Generic[R]):
             if not request.answer.holds:
                 request.certain = request.generated
             last = request.answer.finish_reason is not None
-            onward = self._onward(request, generated=not last)
+            downstream = self._downstream(request, generated=not last)
             if last:
                 del self._requests[request.id]
                 self._batch.remove(request)
-            if data or onward:
-                yield StageOutput(request.id, data=data, onward=onward, last=last)
+            if data or downstream:
+                yield StageOutput(request.id, data=data, downstream=downstream, last=last)
 
     def _write(self, request: R, token: int | None) -> dict[str, Any]:
         """Add a token to the answer; what the client gets of it. Raises ``InvalidRequest``."""

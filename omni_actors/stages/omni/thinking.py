@@ -1,7 +1,7 @@
 """What the thinkers of omni models share: a conversation with sound and pictures, read in pieces and answered in text.
 
-Input: the client's chunks, as ``multimodal.prompt`` takes them. Output: ``LanguageEngine``'s, and ``onward`` what the
-family's talker is to get: see ``talking``.
+Input: the client's chunks, as ``multimodal.prompt`` takes them. Output: ``LanguageEngine``'s, and ``downstream`` what
+the family's talker is to get: see ``talking``.
 
 Rules
 1. Sounds and pictures are decoded and made into features beside the steps (``omni.reading``). They are encoded in the
@@ -230,23 +230,23 @@ class OmniThinker(LanguageEngine[R]):
         del request.inputs
 
     @torch.inference_mode()
-    def _onward(self, request: R, *, generated: bool) -> Mapping[str, TensorLike]:
-        if not request.onward:
+    def _downstream(self, request: R, *, generated: bool) -> Mapping[str, TensorLike]:
+        if not request.downstream:
             request.rows, request.said = [], []
             return {}
-        onward: dict[str, Tensor] = {}
+        downstream: dict[str, Tensor] = {}
         if not request.introduced:
             request.introduced = True
-            onward = self._introduction(request)
+            downstream = self._introduction(request)
         if generated and (row := self._embedded(request)) is not None:
             request.said.append(row)
         certain = max(0, request.certain - request.sent)
         going, request.said = request.said[:certain], request.said[certain:]
         request.sent += len(going)
         if rows := request.rows + going:
-            onward["rows"] = torch.cat(rows)
+            downstream["rows"] = torch.cat(rows)
             request.rows = []
-        return {name: to_wire(tensor) for name, tensor in onward.items()}
+        return {name: to_wire(tensor) for name, tensor in downstream.items()}
 
     @torch.inference_mode()
     def _embed(self, ids: Any) -> Tensor:

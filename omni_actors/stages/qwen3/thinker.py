@@ -1,7 +1,7 @@
 """Qwen3-Omni's thinker as a stage: a conversation with sound and pictures to text, and what the talker needs of it.
 
-See ``omni.thinking`` for what thinkers share and ``speech`` for what goes onward. A token's row is its embedding, which
-needs no forward: the talker has it as soon as the token is chosen.
+See ``omni.thinking`` for what thinkers share and ``speech`` for what goes downstream. A token's row is its embedding,
+which needs no forward: the talker has it as soon as the token is chosen.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class ThinkerEngine(OmniThinker[_Request]):
 
     def _after(self, requests: list[_Request], embeds: Tensor, hidden: Tensor) -> None:
         request, [read, *_] = requests[0], embeds
-        if not request.prompt or not request.onward:
+        if not request.prompt or not request.downstream:
             return
         piece = slice(request.seen, request.seen + len(read))
         spoken, heard = request.spoken[piece].to(self._device), request.heard[piece].to(self._device)

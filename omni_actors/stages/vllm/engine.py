@@ -46,8 +46,8 @@ class Request:
     def __init__(self, request: StageRequest, params: VLLMSampling, collector: Collector) -> None:
         self.id, self.params, self.collector = request.request_id, params, collector
         self.sampling: SamplingParams = sampling_params(params)
-        self.onward = request.onward
-        """Whether anybody reads what goes onward."""
+        self.downstream = request.downstream
+        """Whether anybody reads what goes downstream."""
         self.tokens = 0
         """Generated so far."""
 

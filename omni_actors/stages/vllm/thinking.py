@@ -210,7 +210,7 @@ class Thinker(VLLMEngine[R]):
 
     @torch.inference_mode()
     def _stepped(self) -> Iterator[StageOutput]:
-        by_name = {request.internal: request for request in self._requests.values() if request.onward}
+        by_name = {request.internal: request for request in self._requests.values() if request.downstream}
         for captured in self._llm.collective_rpc("take_rows")[0]:
             if (request := by_name.get(captured.request)) is not None:
                 self._see(request, captured)
@@ -228,8 +228,8 @@ class Thinker(VLLMEngine[R]):
 
     def _pieces(self, request: R) -> Iterator[StageOutput]:
         while len(request.rows) >= PIECE and request.given + PIECE < len(request.ids):
-            if onward := self._onward(request, self._take(request, PIECE)):
-                yield StageOutput(request.id, onward=onward)
+            if downstream := self._downstream(request, self._take(request, PIECE)):
+                yield StageOutput(request.id, downstream=downstream)
 
     @torch.inference_mode()
     def _outputs(self, request: R, output: Any) -> Iterator[StageOutput]:
@@ -244,21 +244,21 @@ class Thinker(VLLMEngine[R]):
         if output.finished and request.answer.finish_reason is None:  # vLLM has a reason of its own
             data |= {"text": "", "finish_reason": answer.finish_reason}
             data |= {"prompt_tokens": request.prompt_tokens, "completion_tokens": request.tokens}
-        if request.onward and not last and (row := self._embedded(answer.token_ids[-1])) is not None:
+        if request.downstream and not last and (row := self._embedded(answer.token_ids[-1])) is not None:
             request.said.append(row)
         rows = []
-        if request.onward:
+        if request.downstream:
             count = max(0, request.certain - request.sent)
             going, request.said = request.said[:count], request.said[count:]
             request.sent += len(going)
             rows = [*self._take(request, len(request.rows)), *going]
-        onward = self._onward(request, rows)
+        downstream = self._downstream(request, rows)
         if last:
             del self._requests[request.id]
             if not output.finished:
                 self._llm.abort_request([str(request.id)])
-        if data or onward:
-            yield StageOutput(request.id, data=data, onward=onward, last=last)
+        if data or downstream:
+            yield StageOutput(request.id, data=data, downstream=downstream, last=last)
 
     def _take(self, request: R, count: int) -> list[Tensor]:
         """Of the prompt's next rows, ``count`` of them, what the talker gets."""
@@ -267,12 +267,12 @@ class Thinker(VLLMEngine[R]):
         request.given += count
         return [spoken] if len(spoken) else []
 
-    def _onward(self, request: R, rows: Sequence[Tensor]) -> Mapping[str, TensorLike]:
+    def _downstream(self, request: R, rows: Sequence[Tensor]) -> Mapping[str, TensorLike]:
         """The first time with what comes once."""
-        if not request.onward:
+        if not request.downstream:
             return {}
-        onward = {} if request.introduced else self._introduction(request)
+        downstream = {} if request.introduced else self._introduction(request)
         request.introduced = True
         if rows:
-            onward["rows"] = torch.cat(list(rows))
-        return {name: to_wire(tensor) for name, tensor in onward.items()}
+            downstream["rows"] = torch.cat(list(rows))
+        return {name: to_wire(tensor) for name, tensor in downstream.items()}

@@ -93,7 +93,7 @@ class Pipeline:
         return Said(
             "".join(output.data.get("text", "") for output in thinker),
             {name: value for name, value in thinker[-1].data.items() if name != "text"},
-            np.concatenate([tensor(output.onward["rows"]) for output in thinker if "rows" in output.onward]),
+            np.concatenate([tensor(output.downstream["rows"]) for output in thinker if "rows" in output.downstream]),
             np.concatenate([np.zeros(0, np.int16), *codes]),
             np.concatenate([np.zeros(0, np.float32), *wave]),
         )

@@ -152,8 +152,8 @@ class Pipeline:
         return [self._said(*(outputs[name][number] for name in stages)) for number in range(len(asks))]
 
     def _said(self, thinker: list[Any], talker: list[Any], code2wav: list[Any]) -> Said:
-        spoken = sum(len(tensor(output.onward["ids"])) for output in thinker if "ids" in output.onward)
-        rows = [tensor(output.onward["rows"]) for output in thinker if "rows" in output.onward]
+        spoken = sum(len(tensor(output.downstream["ids"])) for output in thinker if "ids" in output.downstream)
+        rows = [tensor(output.downstream["rows"]) for output in thinker if "rows" in output.downstream]
         answer = np.concatenate(rows)[spoken:]
         ids = [int(np.abs(self._table - row).sum(1).argmin()) for row in answer]
         np.testing.assert_array_equal(self._table[ids].reshape(answer.shape), answer)
