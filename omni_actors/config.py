@@ -109,11 +109,11 @@ class Stage(_Section, frozen=True, kw_only=True):
     can be started again in the middle of a request. Null: what the engine's entry in the registry says."""
     ring_bytes: Positive = 2 * 1024 * 1024
     """Capacity of each ring out of this stage. A larger chunk streams through it in pieces."""
-    load_s: PositiveFloat = 600.0
+    load_timeout_s: PositiveFloat = 600.0
     """From its spawn until a worker is ready; one that takes longer is killed."""
-    step_s: PositiveFloat = 30.0
+    step_timeout_s: PositiveFloat = 30.0
     """A turn of the engine loop: what has come in is fed, one step. A worker that takes longer is killed."""
-    shutdown_s: PositiveFloat = 2.0
+    shutdown_timeout_s: PositiveFloat = 2.0
     """What a worker gets to stop in, before SIGKILL."""
     restart: Restart = Restart()
 
@@ -424,5 +424,6 @@ def _leaves(value: Any, place: str = "") -> list[tuple[str, Any]]:
 
 
 def _meant(found: str, accepted: Any) -> str:
-    close = difflib.get_close_matches(found, list(accepted), n=1)
+    longer = [name for name in accepted if name.startswith(f"{found.removesuffix('_s')}_")]  # step_s: step_timeout_s
+    close = longer or difflib.get_close_matches(found, list(accepted), n=1)
     return f"; did you mean {close[0]!r}?" if close else ""

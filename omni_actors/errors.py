@@ -102,7 +102,7 @@ class Aborted(RequestError):
 class WorkerExit:
     """How a worker ended. Exactly one of ``signal`` (a name such as SIGKILL) and ``exit_code`` is not None.
 
-    reason: why the supervisor ended it ("no progress for 30 s (step_s)"); None where it died by itself.
+    reason: why the supervisor ended it ("no progress for 30 s (step_timeout_s)"); None where it died by itself.
     """
 
     pid: int

@@ -342,7 +342,7 @@ class OmniSystem:
             for name, value in replica.gauges.items():
                 yield (
                     "omni_engine",
-                    "What an engine measures of itself, as of its last answer to a ping (one each step_s / 20)",
+                    "What an engine measures of itself, as of its last answer to a ping (one each step_timeout_s / 20)",
                     {**labels, "name": name},
                     value,
                 )
@@ -409,9 +409,9 @@ def _blueprints(pipeline: Pipeline, models: Mapping[str, Path], order: Sequence[
                 stage.restart.retry_s,
                 stage.restart.retry_max_s,
             ),
-            stage.load_s,
-            stage.step_s,
-            stage.shutdown_s,
+            stage.load_timeout_s,
+            stage.step_timeout_s,
+            stage.shutdown_timeout_s,
         )
         for name, stage in ((name, pipeline.stages[name]) for name in order)
         for replica in range(stage.replicas)

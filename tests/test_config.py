@@ -56,6 +56,10 @@ BROKEN: dict[str, tuple[str, str, int | None, str, object, str]] = {
     "unknown source": ("[first]", "[frist]", 8, "stages.second.inputs.0", "frist", "did you mean 'first'?"),
     "a stage that is not a mapping": ("\n    engine: echo\n    a", " 5\n  x:\n    a", 3, "stages.first", 5, "object"),
     "wrong type": ("emits: audio", "emits: audio\n    replicas: two", 10, "stages.second.replicas", "two", "int"),
+    "former name of a timeout": (
+        *("emits: audio", "emits: audio\n    step_s: 5", 7),
+        *("stages.second", "step_s", "did you mean 'step_timeout_s'?"),
+    ),
     "wrong type in a list": ("[script]", "[script, 7]", 5, "stages.first.accepts[1]", 7, "str"),
     "number out of range": ("emits: audio", "emits: audio\n    threads: -1", 10, "stages.second.threads", -1, ">= 0"),
     "unknown option": ("[script]", "[script]\n    options: {stp_s: 1}", 6, "stages.first.options", "stp_s", "'step_s'"),

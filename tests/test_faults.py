@@ -399,7 +399,7 @@ async def test_requests_that_wait_for_a_stage_fail_when_it_is_given_up(tmp_path:
 
 @pytest.mark.usefixtures("engines")
 async def test_a_stage_that_never_loads_holds_up_neither_the_opening_nor_the_leaving() -> None:
-    overrides = {"stages.second.engine": "faulty_engines:never", "stages.second.shutdown_s": 2 * WATCHDOG_S}
+    overrides = {"stages.second.engine": "faulty_engines:never", "stages.second.shutdown_timeout_s": 2 * WATCHDOG_S}
     async with OmniSystem.open("echo", **overrides, wait_ready=False) as omni:
         await wait_for(omni, lambda: omni.health().stages["second"][0].note == "thinking")
         await wait_back(omni, "first", generation=1)
@@ -419,8 +419,8 @@ async def test_rings_that_cannot_be_made_fail_the_opening() -> None:
 
 @pytest.mark.parametrize("how", ["stopped", "hung in a step"])
 async def test_a_worker_that_does_not_stop_is_killed_after_its_time(how: str) -> None:
-    shutdown_s = 0.3
-    async with OmniSystem.open(alone(shutdown_s=shutdown_s)) as omni:
+    shutdown_timeout_s = 0.3
+    async with OmniSystem.open(alone(shutdown_timeout_s=shutdown_timeout_s)) as omni:
         process = psutil.Process(pid_of(omni, "only"))
         if how == "stopped":
             process.suspend()
@@ -433,7 +433,7 @@ async def test_a_worker_that_does_not_stop_is_killed_after_its_time(how: str) ->
                     await trio.sleep(0.005)
             hanging.abort()
         began = time.monotonic()
-    assert shutdown_s <= time.monotonic() - began < WATCHDOG_S
+    assert shutdown_timeout_s <= time.monotonic() - began < WATCHDOG_S
     assert not process.is_running()
 
 

@@ -161,7 +161,7 @@ async def test_two_that_are_alike_and_end_their_worker_late_end_together(monkeyp
     monkeypatch.setattr(trials, "PROBATION_S", 0.05)
     late = [Input({"piece": piece}) for piece in range(100)]
     late.append(Input({"echo": {"stage": "second", "exit": 6}}))
-    async with OmniSystem.open(pipeline(1000, replays=1), **{"stages.second.step_s": 2.0}) as omni:
+    async with OmniSystem.open(pipeline(1000, replays=1), **{"stages.second.step_timeout_s": 2.0}) as omni:
         results = await together(*(omni.submit({"script": late}, ["audio"]) for _ in range(2)))
         assert {type(result) for result in results} <= {StageCrashed, Quarantined}
         while not omni.health().ready:
@@ -171,7 +171,7 @@ async def test_two_that_are_alike_and_end_their_worker_late_end_together(monkeyp
 
 async def test_a_request_that_hangs_is_not_cleared_by_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trials, "PROBATION_S", 0.05)
-    async with OmniSystem.open(pipeline(1000), **{"stages.second.step_s": 1.0}) as omni:
+    async with OmniSystem.open(pipeline(1000), **{"stages.second.step_timeout_s": 1.0}) as omni:
         hanging, *answers = await together(poison(omni, hang=True), *(innocent(omni, number) for number in range(3)))
         assert isinstance(hanging, StageCrashed)
         assert not hanging.retryable

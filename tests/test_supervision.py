@@ -64,7 +64,7 @@ def alone(engine: str = "echo", **more: Any) -> Pipeline:
 @pytest.fixture(scope="module")
 def kept(engines: None, its_own: set[int]) -> Iterator[Kept]:
     often = Restart(intensity=1000, backoff_s=0.01, backoff_max_s=0.01)
-    pipeline = alone("wedged_engines:Endless", step_s=STEP_S, restart=often)
+    pipeline = alone("wedged_engines:Endless", step_timeout_s=STEP_S, restart=often)
     with kept_open(lambda: OmniSystem.open(pipeline), its_own) as kept:
         yield kept
 
@@ -129,7 +129,7 @@ async def test_a_stopped_worker_is_killed_and_replaced(omni: OmniSystem) -> None
     assert time.monotonic() - stopped > 0.9 * STEP_S
     await wait_back(omni, only=before + 1)
     past = omni.health().stages["only"][0].history[-1]
-    assert (past.generation, past.signal, past.reason) == (before, "SIGKILL", "no progress for 0.5 s (step_s)")
+    assert (past.generation, past.signal, past.reason) == (before, "SIGKILL", "no progress for 0.5 s (step_timeout_s)")
     assert len(await read(ask(omni))) == 1
 
 
@@ -137,7 +137,7 @@ async def test_a_stopped_worker_is_killed_and_replaced(omni: OmniSystem) -> None
 def test_an_endless_loop_in_a_step_is_ended_and_said(kept: Kept, loop: str) -> None:
     async def work(omni: OmniSystem) -> None:
         before = generations(omni)["only"]
-        with pytest.raises(RequestError, match=r"no progress for 0\.5 s \(step_s\)"):
+        with pytest.raises(RequestError, match=r"no progress for 0\.5 s \(step_timeout_s\)"):
             await read(ask(omni, loop))
         await wait_back(omni, only=before + 1)
         assert len(await read(ask(omni))) == 1
@@ -148,10 +148,10 @@ def test_an_endless_loop_in_a_step_is_ended_and_said(kept: Kept, loop: str) -> N
 async def test_a_slow_worker_is_not_killed_nor_one_that_waits_for_it() -> None:
     """The one above has more to send than is let wait: it stands still for as long as the slow one takes."""
     overrides = {
-        "stages.first.step_s": STEP_S,
+        "stages.first.step_timeout_s": STEP_S,
         "stages.first.options.payload_bytes": 6_000_000,
         "stages.first.options.fan_out": 3,
-        "stages.second.step_s": STEP_S,
+        "stages.second.step_timeout_s": STEP_S,
         "stages.second.options.step_s": 0.6 * STEP_S,
     }
     async with OmniSystem.open("echo", **overrides) as omni:
@@ -161,12 +161,12 @@ async def test_a_slow_worker_is_not_killed_nor_one_that_waits_for_it() -> None:
 
 @pytest.mark.usefixtures("engines")
 async def test_a_worker_that_never_finishes_loading_is_killed_in_time() -> None:
-    stuck = alone("wedged_engines:never", load_s=0.4, restart=Restart(intensity=1, backoff_s=0.01))
+    stuck = alone("wedged_engines:never", load_timeout_s=0.4, restart=Restart(intensity=1, backoff_s=0.01))
     with pytest.raises(StageFailed, match="1 restarts were tried") as caught:
         async with OmniSystem.open(stuck):
             pytest.fail("it opened")
     assert [exit.signal for exit in caught.value.exits] == ["SIGKILL", "SIGKILL"]
-    assert {exit.reason for exit in caught.value.exits} == {"not loaded within 0.4 s (load_s)"}
+    assert {exit.reason for exit in caught.value.exits} == {"not loaded within 0.4 s (load_timeout_s)"}
 
 
 # who is restarted, and whether
@@ -227,7 +227,7 @@ class Recording(LocalSpawner):
 
 async def test_stages_start_in_order_and_stop_in_reverse() -> None:
     spawner = Recording()
-    async with OmniSystem.open(chain(middle={"shutdown_s": 0.2}), spawner=spawner) as omni:
+    async with OmniSystem.open(chain(middle={"shutdown_timeout_s": 0.2}), spawner=spawner) as omni:
         os.kill(pid_of(omni, "middle"), signal.SIGSTOP)  # it takes all of its time
     starts = [f"{stage} starts" for stage in ("top", "middle", "bottom")]
     assert spawner.log == [*starts, *(f"{stage} is gone" for stage in ("bottom", "middle", "top"))]

@@ -355,7 +355,7 @@ def test_a_system_at_rest_does_nothing(script: Script) -> None:
         STAGES = "first", "second"
 
         async def main():
-            async with OmniSystem.open("echo", **{f"stages.{name}.step_s": 3600.0 for name in STAGES}) as omni:
+            async with OmniSystem.open("echo", **{f"stages.{name}.step_timeout_s": 3600.0 for name in STAGES}) as omni:
                 async for output in ask(omni, "text", "audio"):
                     pass
                 print("open", flush=True)

@@ -227,7 +227,7 @@ class Driver:
             victim.send(signal.SIGSTOP)
             self._unfollowed += 1
             try:
-                await trio.sleep(min(for_s, self._workload.pipeline.stages[stage].step_s / 2))
+                await trio.sleep(min(for_s, self._workload.pipeline.stages[stage].step_timeout_s / 2))
             finally:
                 if pid not in self.killed:  # one that was frozen for good meanwhile is to stay so
                     victim.send(signal.SIGCONT)

@@ -78,7 +78,7 @@ def under_fire(
         driver, closed_s = trio.run(live)
         now = time.monotonic()
         found = [Violation("leaked", each) for each in leaks.left(before, leaks.snapshot(mark, directory))]
-        allowed_s = CLOSED_S + sum(stage.shutdown_s for stage in workload.pipeline.stages.values())
+        allowed_s = CLOSED_S + sum(stage.shutdown_timeout_s for stage in workload.pipeline.stages.values())
         if closed_s > allowed_s:
             found.append(Violation("hung", f"closing took {closed_s:.1f} s; {allowed_s:g} s are fair"))
     seen = [*driver.violations, *driver.client.violations, *((now, violation) for violation in found)]

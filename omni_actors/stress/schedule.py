@@ -88,7 +88,7 @@ class Freeze(_Operation, frozen=True):
 
 
 class Pause(_Operation, frozen=True):
-    """SIGSTOP, and SIGCONT within half of what the stage's ``step_s`` allows: nobody is to be killed for it."""
+    """SIGSTOP, and SIGCONT within half of what the stage's ``step_timeout_s`` allows: nobody is to be killed for it."""
 
     stage: str
     ms: Milliseconds

@@ -95,7 +95,7 @@ def find(config: str | Pipeline, overrides: Mapping[str, Any]) -> Workload:
         place = f"stages.{name}"
         ours[f"{place}.restart.backoff_s"] = ours[f"{place}.restart.backoff_max_s"] = 0.01
         ours[f"{place}.restart.intensity"] = 1_000_000
-        ours[f"{place}.load_s"], ours[f"{place}.step_s"] = (3.0, 1.0) if is_echo else (60.0, 10.0)
+        ours[f"{place}.load_timeout_s"], ours[f"{place}.step_timeout_s"] = (3.0, 1.0) if is_echo else (60.0, 10.0)
         if stage.engine == "echo":
             ours[f"{place}.options.step_s"] = 0.001
     pipeline = configuration.load(config, {**ours, **overrides})

@@ -71,9 +71,9 @@ def world(number: int) -> Workload:
             threads=1,
             options={"spin": True},  # for no time at all; a sleep of no time gives the core away
             ring_bytes=RING_BYTES,
-            load_s=LOAD_S,
-            step_s=STEP_S,
-            shutdown_s=SHUTDOWN_S,
+            load_timeout_s=LOAD_S,
+            step_timeout_s=STEP_S,
+            shutdown_timeout_s=SHUTDOWN_S,
             restart=Restart(
                 type=draw.choice(("permanent",) * 8 + ("transient", "temporary")),
                 strategy=draw.choice(strategies),

@@ -48,9 +48,9 @@ class Blueprint:
     device: str
     spins: bool
     restart: RestartPolicy
-    load_s: float
-    step_s: float
-    shutdown_s: float
+    load_timeout_s: float
+    step_timeout_s: float
+    shutdown_timeout_s: float
 
 
 class Incarnation:

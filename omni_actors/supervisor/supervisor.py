@@ -5,7 +5,7 @@ Rules
    ``restart``, is that task's too: it stops those who go down with it, and starts them all again after the delay.
    So whoever is down is brought back by exactly one task; one who is down already is left to that one.
 2. Workers are started in the order of the pipeline, none waits for another to be ready (models load in parallel), and
-   stopped in reverse, stage by stage: each gets its stage's ``shutdown_s``, then SIGKILL.
+   stopped in reverse, stage by stage: each gets its stage's ``shutdown_timeout_s``, then SIGKILL.
 3. A first start that fails with the engine's own exception, or for want of memory or descriptors, is given up at once:
    who opens the system hears the reason.
 4. A worker that is not ready in time, or whose engine loop takes no turn in time, is killed (see ``_watch``).
@@ -55,7 +55,7 @@ __all__ = ["Blueprint", "Listener", "Replica", "RestartPolicy", "State", "Superv
 NOT_STARTED = 127
 """Exit code of a worker that never was, as a shell gives it; its pid is 0."""
 PARTS = 20
-"""A ping every twentieth of ``step_s``, so that a hang is seen within 1.05 times that."""
+"""A ping every twentieth of ``step_timeout_s``, so that a hang is seen within 1.05 times that."""
 
 
 class Listener(Protocol):
@@ -178,7 +178,7 @@ class Supervisor:
         return [each for each in living if each.address.stage in below]
 
     async def _spawn(self, replica: Replica) -> None:
-        """A worker, from spawn to reaping. Cancelled: stops it, by SIGKILL after ``shutdown_s``."""
+        """A worker, from spawn to reaping. Cancelled: stops it, by SIGKILL after ``shutdown_timeout_s``."""
         life = replica.life
         try:
             async with self._spawner.spawn(replica.address, self._mailbox_capacity) as worker:
@@ -201,8 +201,8 @@ class Supervisor:
 
     async def _end(self, replica: Replica, worker: Worker) -> WorkerExit:
         replica.life.leaving = True
-        replica.post(Stop(replica.blueprint.shutdown_s))
-        with trio.move_on_after(replica.blueprint.shutdown_s, shield=True):
+        replica.post(Stop(replica.blueprint.shutdown_timeout_s))
+        with trio.move_on_after(replica.blueprint.shutdown_timeout_s, shield=True):
             await worker.wait_dead()
         worker.kill()
         with trio.CancelScope(shield=True):
@@ -306,23 +306,23 @@ class Supervisor:
 
     @trio.lowlevel.enable_ki_protection
     async def _watch(self, replica: Replica) -> None:
-        """Kill a worker that is not ready within ``load_s``, or whose engine loop takes no turn for ``step_s``.
+        """Kill a worker that is not ready in ``load_timeout_s``, or takes no turn of its loop in ``step_timeout_s``.
 
         One ping is under way at a time, and a loop that sleeps answers at once: a hang is seen when the ping that
-        follows it has waited ``step_s``.
+        follows it has waited ``step_timeout_s``.
         """
         blueprint, life = replica.blueprint, replica.life
-        if not await _comes_within(blueprint.load_s, life.ready):
-            replica.kill(f"not loaded within {blueprint.load_s:g} s (load_s)")
+        if not await _comes_within(blueprint.load_timeout_s, life.ready):
+            replica.kill(f"not loaded within {blueprint.load_timeout_s:g} s (load_timeout_s)")
             return
         while True:
             life.ping += 1
             life.pong = trio.Event()
             replica.post(Ping(life.ping))
-            if not await _comes_within(blueprint.step_s, life.pong):
-                replica.kill(f"no progress for {blueprint.step_s:g} s (step_s)")
+            if not await _comes_within(blueprint.step_timeout_s, life.pong):
+                replica.kill(f"no progress for {blueprint.step_timeout_s:g} s (step_timeout_s)")
                 return
-            await trio.sleep(blueprint.step_s / PARTS)
+            await trio.sleep(blueprint.step_timeout_s / PARTS)
 
     # its end
 

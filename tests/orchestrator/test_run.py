@@ -195,7 +195,7 @@ async def test_abort_after_the_end_changes_nothing(omni: OmniSystem) -> None:
 
 
 async def test_abort_of_a_request_whose_stage_hangs_is_immediate() -> None:
-    overrides = {"stages.second.shutdown_s": 0.1}
+    overrides = {"stages.second.shutdown_timeout_s": 0.1}
     async with OmniSystem.open("echo", **overrides) as omni:
         hanging = ask(omni, echo={"stage": "second", "hang": True})
         hanging.abort()
@@ -250,7 +250,7 @@ def test_a_cancelled_reader_loses_nothing(echo: Kept) -> None:
 
 async def test_aborted_requests_do_not_pile_up_behind_a_stage_that_takes_nothing() -> None:
     """Their input waits for room in a ring; it, and the task that would send it, go with them."""
-    overrides = {"stages.only.ring_bytes": 4096, "stages.only.shutdown_s": 0.1, "limits.max_requests": 4}
+    overrides = {"stages.only.ring_bytes": 4096, "stages.only.shutdown_timeout_s": 0.1, "limits.max_requests": 4}
     async with OmniSystem.open(ONE, **overrides) as omni:
         hanging = ask(omni, echo={"hang": True})
         tasks: list[int] = []

@@ -200,7 +200,7 @@ def test_a_new_request_joins_the_trial_of_one_like_it() -> None:
         (WorkerExit(1, None, 1), True),
         (WorkerExit(1, None, 0), True),
         (WorkerExit(1, "SIGSEGV", None), True),
-        (WorkerExit(1, "SIGKILL", None, reason="no progress for 30 s (step_s)"), True),
+        (WorkerExit(1, "SIGKILL", None, reason="no progress for 30 s (step_timeout_s)"), True),
         (WorkerExit(1, "SIGKILL", None), False),
         (WorkerExit(1, "SIGTERM", None), False),
     ],

@@ -334,7 +334,7 @@ async def test_a_worker_that_stands_back_waits_for_first_words_that_do_not_come_
     pipeline = Pipeline(
         name="urgent",
         stages={
-            "text": Stage(engine="echo", accepts=("messages",), emits="text", threads=1, shutdown_s=0.1),
+            "text": Stage(engine="echo", accepts=("messages",), emits="text", threads=1, shutdown_timeout_s=0.1),
             "voice": Stage(engine="echo", accepts=("script",), emits="audio", threads=1, nice=5),
         },
     )

@@ -80,7 +80,7 @@ def test_without_hypothesis_it_says_what_to_install(
         (("echo", "--replay", '["idle",null,[["kill",["third"]]]]'), "'third'"),
         (("echo", "--replay", '["idle",null,[["submit","poem"]]]'), "'poem'"),
         (("no_such_pipeline",), "no_such_pipeline"),
-        (("echo", "--set", "stages.first.step_s=0"), "step_s"),
+        (("echo", "--set", "stages.first.step_timeout_s=0"), "step_timeout_s"),
     ],
 )
 def test_what_cannot_work_is_exit_code_2(stress: Callable[..., Result], arguments: tuple[str, ...], words: str) -> None:

@@ -166,7 +166,7 @@ def test_a_resume_that_is_not_passed_on_is_found(monkeypatch: pytest.MonkeyPatch
 
 def test_a_supervisor_that_never_pings_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     async def blind(self: Supervisor, replica: Replica) -> None:
-        if not await supervisor._comes_within(replica.blueprint.load_s, replica.life.ready):
+        if not await supervisor._comes_within(replica.blueprint.load_timeout_s, replica.life.ready):
             replica.kill("not loaded")
 
     monkeypatch.setattr(Supervisor, "_watch", blind)

@@ -304,7 +304,11 @@ async def test_whatever_dies_whenever_all_come_back(autojump_clock: trio.testing
     draw = random.Random(seed)
     names: Any = ("one_for_one", "rest_for_one", "one_for_all")
     policies = {
-        name: {"restart": replace(POLICY, intensity=1000, strategy=draw.choice(names)), "load_s": 20.0, "step_s": 5.0}
+        name: {
+            "restart": replace(POLICY, intensity=1000, strategy=draw.choice(names)),
+            "load_timeout_s": 20.0,
+            "step_timeout_s": 5.0,
+        }
         for name in DIAMOND
     }
     world = World(DIAMOND, replicas=2, **policies)
@@ -402,11 +406,11 @@ async def test_restarts_are_forgotten_after_the_period(autojump_clock: trio.test
 async def test_failed_starts_count_and_are_not_forgotten_however_long_they_take(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
-    world = World({"a": ()}, a={"load_s": 100.0})
+    world = World({"a": ()}, a={"load_timeout_s": 100.0})
     world.prepare = lambda worker: setattr(worker, "load_s", math.inf)
     async with world.running():
         assert world.generations() == {"a.0": 4}
-        assert [exit.reason for exit in world.exits] == ["not loaded within 100 s (load_s)"] * 4
+        assert [exit.reason for exit in world.exits] == ["not loaded within 100 s (load_timeout_s)"] * 4
 
 
 async def test_a_machine_that_gives_no_process_counts_as_a_failed_start(autojump_clock: trio.testing.MockClock) -> None:
@@ -436,7 +440,7 @@ async def test_delays_double_from_restart_to_restart(
 
 @pytest.mark.parametrize("load_s", [9.9, 10.1])
 async def test_the_time_to_load(autojump_clock: trio.testing.MockClock, load_s: float) -> None:
-    world = World({"a": ()}, a={"load_s": 10.0})
+    world = World({"a": ()}, a={"load_timeout_s": 10.0})
     loads = iter((load_s, 0.0))
     world.prepare = lambda worker: setattr(worker, "load_s", next(loads))
     began = trio.current_time()
@@ -444,7 +448,7 @@ async def test_the_time_to_load(autojump_clock: trio.testing.MockClock, load_s: 
         if load_s < 10.0:
             assert not world.exits
         else:
-            assert world.exits == [WorkerExit(1, "SIGKILL", None, (), "not loaded within 10 s (load_s)")]
+            assert world.exits == [WorkerExit(1, "SIGKILL", None, (), "not loaded within 10 s (load_timeout_s)")]
             (killed,) = [at for at, kind, _ in world.log if kind == "kill"]
             assert killed - began == pytest.approx(10.0)
 
@@ -453,7 +457,7 @@ async def test_the_time_to_load(autojump_clock: trio.testing.MockClock, load_s: 
 async def test_a_hang_is_seen_within_its_time_whenever_it_begins(
     autojump_clock: trio.testing.MockClock, after_s: float
 ) -> None:
-    world = World({"a": ()}, a={"step_s": 10.0})
+    world = World({"a": ()}, a={"step_timeout_s": 10.0})
     async with world.running():
         await trio.sleep(after_s)
         world.worker("a").wedged = True
@@ -463,11 +467,13 @@ async def test_a_hang_is_seen_within_its_time_whenever_it_begins(
         await world.settle()
         (killed,) = [at for at, kind, _ in world.log if kind == "kill"]
         assert 10.0 <= killed - hung <= 11.0
-        assert [str(exit) for exit in world.exits] == ["pid 1 was killed by SIGKILL: no progress for 10 s (step_s)"]
+        assert [str(exit) for exit in world.exits] == [
+            "pid 1 was killed by SIGKILL: no progress for 10 s (step_timeout_s)"
+        ]
 
 
 async def test_a_slow_worker_is_never_killed(autojump_clock: trio.testing.MockClock) -> None:
-    world = World({"a": ()}, a={"step_s": 10.0})
+    world = World({"a": ()}, a={"step_timeout_s": 10.0})
     world.prepare = lambda worker: setattr(worker, "turn_s", 9.9)
     async with world.running():
         await trio.sleep(2_000.0)
@@ -478,7 +484,7 @@ async def test_the_time_in_which_this_process_stood_still_is_not_the_worker_s(
     mock_clock: trio.testing.MockClock,
 ) -> None:
     """The answer came meanwhile; it is read only after the time is over."""
-    world = World({"a": ()}, a={"step_s": 10.0, "load_s": 10.0})
+    world = World({"a": ()}, a={"step_timeout_s": 10.0, "load_timeout_s": 10.0})
 
     def mute(worker: SimulatedWorker) -> None:
         worker.load_s = worker.turn_s = math.inf
@@ -506,7 +512,7 @@ async def test_the_time_in_which_this_process_stood_still_is_not_the_worker_s(
 
 async def test_what_an_engine_measures_is_kept_until_its_worker_dies(autojump_clock: trio.testing.MockClock) -> None:
     """A later answer replaces it; an answer to a ping before the last one is no news."""
-    world = World({"a": ()}, a={"step_s": 10.0})
+    world = World({"a": ()}, a={"step_timeout_s": 10.0})
     world.prepare = lambda worker: setattr(worker, "turn_s", math.inf)
     async with world.running():
         worker = world.worker("a")
@@ -528,7 +534,7 @@ async def test_what_an_engine_measures_is_kept_until_its_worker_dies(autojump_cl
 
 
 async def test_stages_are_stopped_in_reverse_each_with_its_own_time(autojump_clock: trio.testing.MockClock) -> None:
-    world = World({"a": (), "b": ("a",), "c": ("b",)}, replicas=2, b={"shutdown_s": 7.0})
+    world = World({"a": (), "b": ("a",), "c": ("b",)}, replicas=2, b={"shutdown_timeout_s": 7.0})
     async with world.running():
         world.worker("b", 1).wedged = True
         world.log.clear()

@@ -44,7 +44,7 @@ def kept(its_own: set[int], tmp_path_factory: pytest.TempPathFactory) -> Iterato
             accepts=accepts,
             emits="text",
             options=options,
-            step_s=STEP_S,
+            step_timeout_s=STEP_S,
             restart=Restart(intensity=9),
         ),
         "talker": Stage(engine="qwen3_talker", model=model, threads=1, inputs=("thinker",)),
@@ -124,7 +124,7 @@ async def test_a_step_that_hangs_is_ended_and_its_request_replayed(omni: OmniSys
     async with held_in_a_step(omni, at=9):
         pass
     [replica] = omni.health().stages["thinker"]
-    assert f"no progress for {STEP_S:g} s (step_s)" in (replica.last_exit or "")
+    assert f"no progress for {STEP_S:g} s (step_timeout_s)" in (replica.last_exit or "")
 
 
 @in_kept
