@@ -37,10 +37,13 @@ log = logging.getLogger("omni_actors.serve")
 
 
 class Connection:
-    """Serves ``app`` on one socket. Raises OSError where that is connected no more."""
+    """Serves ``app`` on one socket. Raises OSError where that is connected no more.
 
-    def __init__(self, sock: trio.socket.SocketType, app: ASGIApp) -> None:
-        self._wire, self._app = Wire(sock), app
+    max_body_bytes: the largest size that a chunk of a request's body may declare.
+    """
+
+    def __init__(self, sock: trio.socket.SocketType, app: ASGIApp, max_body_bytes: int) -> None:
+        self._wire, self._app, self._max_body_bytes = Wire(sock), app, max_body_bytes
         self._idle = trio.CancelScope()
         """Around the wait for a request's first byte."""
         self.idle_since: float | None = None
@@ -88,7 +91,9 @@ class Connection:
         accepted: float | None = trio.current_time()
         while await self._wait_first_byte(patience_s):
             head = await self._read_head((accepted or trio.current_time()) + HEAD_S)
-            exchange = self._exchange = Exchange(self._wire, head, is_last=self._is_stopping)
+            exchange = self._exchange = Exchange(
+                self._wire, head, is_last=self._is_stopping, max_chunk_bytes=self._max_body_bytes
+            )
             await exchange.run(self._app)
             if not exchange.may_go_on:
                 if exchange.complete and (self._wire.buffer or not exchange.is_whole):

@@ -19,6 +19,7 @@ gets its answer. In any other stream the answer's next piece is the test. HTTP/1
 
 from __future__ import annotations
 
+import re
 from email.utils import formatdate
 from typing import NoReturn
 from urllib.parse import unquote
@@ -38,23 +39,26 @@ PROBE_S, PROBE_MAX_S = 0.01, 1.0
 """Between two probes of a peer that sends no more: at first, and at last."""
 UNPROBED_S = 5.0
 _SSE_COMMENT = b":\n\n"
+_CHUNK_SIZE = re.compile(rb"[\r\n]*([0-9A-Fa-f]+)([^\n]*\n)?")
+"""The declared size at the beginning of a chunk, and the rest of its line once that has arrived."""
 
 
 class Exchange:
     """A request whose head is here. is_last: the connection is to be closed after the answer.
 
-    Raises h11.RemoteProtocolError, Problem.
+    max_chunk_bytes: the largest size that a chunk of the body may declare. Raises h11.RemoteProtocolError, Problem.
     """
 
-    def __init__(self, wire: Wire, head: bytes, *, is_last: bool) -> None:
-        self._wire, self._is_last = wire, is_last
+    def __init__(self, wire: Wire, head: bytes, *, is_last: bool, max_chunk_bytes: int) -> None:
+        self._wire, self._is_last, self._max_chunk_bytes = wire, is_last, max_chunk_bytes
         self._h11 = h11.Connection(h11.SERVER, max_incomplete_event_size=CHUNKED_BYTES)
         self._h11.receive_data(head)
         request = self._h11.next_event()
         assert isinstance(request, h11.Request), "the head is whole"
         _require_sound(request)
         self._scope = _scope(request, wire)
-        self._piece_bytes = CHUNKED_BYTES if _has(request, b"transfer-encoding") else PIECE_BYTES
+        self._expects_chunk_size = _has(request, b"transfer-encoding")
+        self._piece_bytes = CHUNKED_BYTES if self._expects_chunk_size else PIECE_BYTES
         self._has_bodiless_answer = request.method == b"HEAD"
         self._whole = trio.Event()
         """Set when the request's body is here."""
@@ -136,18 +140,32 @@ class Exchange:
         return bytes(body)
 
     def _parse(self) -> bytes:
-        """What h11 has of the body now. Raises h11.RemoteProtocolError."""
+        """What h11 has of the body now. Raises h11.RemoteProtocolError, Problem."""
         body = bytearray()
         while not self._whole.is_set():
+            self._check_chunk_size()
             match self._h11.next_event():
-                case h11.Data(data=data):
+                case h11.Data(data=data, chunk_end=chunk_end):
                     body += data
+                    self._expects_chunk_size = chunk_end
                 case h11.EndOfMessage():
                     self._whole.set()
                     self._wire.put_back(self._h11.trailing_data[0])
                 case _:
                     break
         return bytes(body)
+
+    def _check_chunk_size(self) -> None:
+        """Refuse a chunk by the size that it declares: h11 would wait for all of it. Raises Problem."""
+        if not self._expects_chunk_size:
+            return
+        found = _CHUNK_SIZE.match(self._h11.trailing_data[0])
+        if found is None:
+            return
+        if int(found[1], 16) > self._max_chunk_bytes:
+            message = f"a chunk of the body is larger than {self._max_chunk_bytes} bytes"
+            raise Problem(413, message, code="body_too_large")
+        self._expects_chunk_size = found[2] is None
 
     async def _leave(self) -> NoReturn:
         """The peer is gone: end the handler. Does not return."""

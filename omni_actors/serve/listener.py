@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 
+import prometheus_client
 import trio
 from starlette.types import ASGIApp
 
@@ -33,12 +34,30 @@ _FULL = Problem(503, "the server has no connection left", type="server_error", c
 
 
 class Listener:
-    """Serves ``app`` on the connections of a listening socket, which the caller closes too, if it likes."""
+    """Serves ``app`` on the connections of a listening socket, which the caller closes too, if it likes.
 
-    def __init__(self, sock: socket.socket, app: ASGIApp, *, max_connections: int, max_per_address: int) -> None:
+    registry: gets a counter of the connections that are refused at a limit.
+    """
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        app: ASGIApp,
+        registry: prometheus_client.CollectorRegistry,
+        *,
+        max_connections: int,
+        max_per_address: int,
+        max_body_bytes: int,
+    ) -> None:
         sock.setblocking(False)
-        self._socket, self._app = sock, app
+        self._socket, self._app, self._max_body_bytes = sock, app, max_body_bytes
         self._max_connections, self._max_per_address = max_connections, max_per_address
+        self._refused = prometheus_client.Counter(
+            "omni_http_refused_connections",
+            "Connections refused, by limit (total, address)",
+            ["limit"],
+            registry=registry,
+        )
         self._connections: set[Connection] = set()
         self._of_address: Counter[str] = Counter()
         self._is_short = False
@@ -86,7 +105,7 @@ class Listener:
                     sock.shutdown(socket.SHUT_WR)
                 continue
             try:
-                connection = Connection(trio.socket.from_stdlib_socket(sock), self._app)
+                connection = Connection(trio.socket.from_stdlib_socket(sock), self._app, self._max_body_bytes)
             except OSError:  # its client has reset it
                 sock.close()
                 continue
@@ -103,6 +122,8 @@ class Listener:
         idle = [(each.idle_since, each) for each in candidates if each.idle_since is not None]
         if idle:
             min(idle, key=lambda found: found[0])[1].stop()
+        else:
+            self._refused.labels("address" if has_share else "total").inc()
         return bool(idle)
 
     async def _attend(self, connection: Connection, address: str) -> None:

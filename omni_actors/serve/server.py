@@ -113,7 +113,8 @@ async def serve(
                         hosts=hosts,
                     )
                     most = descriptors.room(max_connections, reserved=system.descriptors)
-                    await server.run(app, most, max_connections_per_address)
+                    limits = {"max_connections": most, "max_per_address": max_connections_per_address}
+                    await server.run(app, **limits, max_body_bytes=max_body_bytes)
         except OmniError as error:
             failure = error  # raised below as it is, not inside the nursery's exception group
         nursery.cancel_scope.cancel()
@@ -151,11 +152,12 @@ class _Server:
         host, port, *_ = listener.getsockname()
         self._url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
-    async def run(self, make_app: Callable[..., ASGIApp], max_connections: int, max_per_address: int) -> None:
+    async def run(self, make_app: Callable[..., ASGIApp], **limits: int) -> None:
+        """limits: the keyword arguments of ``Listener``."""
         app = make_app(has_loaded=lambda: self._has_loaded)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._follow_stages)
-            listener = Listener(self._listener, app, max_connections=max_connections, max_per_address=max_per_address)
+            listener = Listener(self._listener, app, self._system.metrics.registry, **limits)
             self._announce(f"listening on {self._url}; {self._system.pipeline.name!r} is loading")
             await listener.run(self._stop, self._drain_s, lambda: self._system.abort_all("the server is shutting down"))
             nursery.cancel_scope.cancel()

@@ -10,10 +10,12 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import trio
+from prometheus_client import CollectorRegistry
 from starlette.types import Message, Receive, Scope, Send
 
 from omni_actors.serve.listener import Listener
 
+MAX_BODY_BYTES = 1 << 30
 GET = b"GET /now HTTP/1.1\r\nHost: x\r\n\r\n"
 POST = b"POST /body HTTP/1.1\r\nHost: x\r\n"
 
@@ -79,6 +81,7 @@ class Server:
 
     def __init__(self, app: App, address: tuple[str, int], stop: trio.Event) -> None:
         self.app, self.address, self.stop = app, address, stop
+        self.registry = CollectorRegistry()
         self.requests_were_ended = trio.Event()
 
     async def connect(self, source: str = "127.0.0.1") -> trio.SocketStream:
@@ -115,7 +118,8 @@ async def listening() -> AsyncIterator[Server]:
         async with trio.open_nursery() as nursery:
             with socket.create_server(("127.0.0.1", 0)) as sock:
                 running = Server(App(), sock.getsockname(), trio.Event())
-                listener = Listener(sock, running.app, max_connections=4, max_per_address=3)
+                limits = {"max_connections": 4, "max_per_address": 3, "max_body_bytes": MAX_BODY_BYTES}
+                listener = Listener(sock, running.app, running.registry, **limits)
                 nursery.start_soon(listener.run, running.stop, 0.1, running.requests_were_ended.set)
                 yield running
                 running.stop.set()

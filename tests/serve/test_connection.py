@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 import trio
+import trio.testing
 
 from omni_actors.serve import connection, exchange, wire
-from tests.serve.listening import GET, POST, Server, error_of, listening, read_all, read_answer
+from tests.serve.listening import GET, MAX_BODY_BYTES, POST, Server, error_of, listening, read_all, read_answer
 
 
 @pytest.fixture
@@ -64,6 +65,15 @@ async def test_requests_byte_by_byte_and_pipelined(server: Server) -> None:
     assert both.index(b"abcde") < both.index(b"hello")
 
 
+async def test_the_first_bytes_of_a_chunk_are_not_read_as_its_size(server: Server) -> None:
+    async with await server.connect() as stream:
+        for piece in (POST + b"Transfer-Encoding: chunked\r\n\r\n9\r\n", b"ffffffff", b"f\r\n", b"9", b"\r\n"):
+            await stream.send_all(piece)
+            await trio.testing.wait_all_tasks_blocked(0.01)
+        await stream.send_all(b"eeeeeeeee\r\n0\r\n\r\n")
+        assert (await read_answer(stream))[2] == b"fffffffffeeeeeeeee"
+
+
 async def test_head_has_no_body_and_an_old_client_no_keep_alive(server: Server) -> None:
     async with await server.connect() as stream:
         await stream.send_all(b"HEAD /now HTTP/1.1\r\nHost: x\r\n\r\n" + b"GET /now HTTP/1.0\r\n\r\n")
@@ -101,7 +111,10 @@ async def test_an_upgrade_is_answered_as_an_ordinary_request(server: Server) -> 
         (POST + b"Content-Length: 3\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n", 400),
         (b"POST / HTTP/1.0\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n", 400),
         (POST + b"Transfer-Encoding: gzip\r\n\r\n", 501),
-        (POST + b"Transfer-Encoding: chunked\r\n\r\n%x\r\n" % 2**80, 400),
+        (POST + b"Transfer-Encoding: chunked\r\n\r\n%x\r\n" % 2**80, 413),
+        (POST + b"Transfer-Encoding: chunked\r\n\r\n%x\r\n" % 2**79, 413),
+        (POST + b"Transfer-Encoding: chunked\r\n\r\n%x" % (MAX_BODY_BYTES + 1), 413),
+        (POST + b"Transfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n%x;a=b\r\nab" % 2**79, 413),
         (POST + b"Transfer-Encoding: chunked\r\n\r\n-1\r\n", 400),
         (POST + b"Transfer-Encoding: chunked\r\n\r\n3\r\nabcde", 400),
         (POST + b"Transfer-Encoding: chunked\r\n\r\n0\r\na:" + b" " * 60000 + b"\x0b\r\n\r\n", 431),

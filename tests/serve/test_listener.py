@@ -12,6 +12,8 @@ import trio
 
 from tests.serve.listening import GET, POST, Server, error_of, listening, read_all, read_answer, read_until_cut
 
+REFUSED = "omni_http_refused_connections_total"
+
 
 @pytest.fixture
 async def server() -> AsyncIterator[Server]:
@@ -31,6 +33,11 @@ async def test_connections_above_a_limit_are_told_so(server: Server) -> None:
         await uploads[0].aclose()
         while (await server.ask(GET))[0] != 200:  # until the server has seen it
             await trio.lowlevel.checkpoint()
+        refusals = {
+            limit: server.registry.get_sample_value(REFUSED, {"limit": limit}) for limit in ("total", "address")
+        }
+        assert refusals["total"] == 1
+        assert (refusals["address"] or 0) >= 1
 
 
 async def test_the_connection_that_is_idle_longest_makes_room(server: Server) -> None:
