@@ -3,7 +3,7 @@
 Rules
 1. A test leaves no process and no /dev/shm entry behind; one that does fails, by name, whatever it asserted.
    What was there before it (a worker of a wider fixture) is not its doing, nor is what that fixture has said to be its
-   own since (``its_own``).
+   own since (``fixture_processes``).
 2. Orphans count: every process started from here inherits ``MARK`` in its environment, so one that outlived its parent
    is still known as ours. A fork that execs nothing has no environment of its own; as a child it is found all the same.
 3. In CI, Hypothesis draws the same examples each time: a red run can be run again.
@@ -30,6 +30,8 @@ import psutil
 import pytest
 from hypothesis import settings
 from xdist.scheduler import LoadScopeScheduling
+
+pytest.register_assert_rewrite("tests.support")
 
 MARK = "OMNI_ACTORS_TEST_RUN"
 GRACE_S = 5.0
@@ -121,17 +123,17 @@ def shm_entries() -> set[str]:
 
 
 @pytest.fixture(scope="session")
-def its_own() -> set[int]:
+def fixture_processes() -> set[int]:
     """Where a fixture wider than a test puts the processes that it has started since: a worker that came back."""
     return set()
 
 
 @pytest.fixture(autouse=True)
-def leaves_nothing_behind(its_own: set[int]) -> Iterator[None]:
+def leaves_nothing_behind(fixture_processes: set[int]) -> Iterator[None]:
     """Rule 1. Processes that remain are killed, so that the next test starts clean."""
     processes_before, shm_before = processes(), shm_entries()
     yield
-    if new := processes() - processes_before - its_own:
+    if new := processes() - processes_before - fixture_processes:
         found, children = ours(new), psutil.Process().children()
         # A child is for its test to reap: one that is here, if only as a zombie, was not. Others may take a moment.
         left = [process for process in found if process in children]

@@ -23,9 +23,9 @@ from PIL import Image
 
 from omni_actors import AudioChunk, OmniSystem
 from omni_actors.config import Pipeline
-from tests.kept import Kept, kept_open, stand_in
-from tests.stages.multimodal.inputs import RATE, image_file, noise, video_file
-from tests.stages.qwen2_5 import tiny
+from tests.support.media_inputs import RATE, image_file, noise, video_file
+from tests.support.shared_system import SharedSystem, open_shared_system, use_shared_system
+from tiny_models import qwen2_5 as tiny
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 EVERYTHING = ("--audio", "a.wav", "--audio", "b.wav", "--image", "seen.png", "--video", "clip.mkv")
@@ -48,7 +48,7 @@ Example: TypeAlias = Callable[..., Ran]
 
 
 @pytest.fixture(scope="module")
-def kept(its_own: set[int], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kept]:
+def shared_system(fixture_processes: set[int], tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedSystem]:
     """The shipped pipeline, but for its size. Its answers are as long as its defaults say: the model is saved without
     ends, so there is none among the four likeliest codes."""
     model = str(tiny.save(tmp_path_factory.mktemp("omni"), text_eos=0.0, codec_eos=0.0))
@@ -60,8 +60,8 @@ def kept(its_own: set[int], tmp_path_factory: pytest.TempPathFactory) -> Iterato
         small |= {f"stages.{stage}.model": model, f"stages.{stage}.device": "cpu", f"stages.{stage}.threads": 1}
     for stage in ("thinker", "talker"):
         small |= {f"stages.{stage}.options.dtype": "float32", f"stages.{stage}.options.context": 2048}
-    with kept_open(lambda: OmniSystem.open("qwen2_5_omni", **small), its_own) as kept:
-        yield kept
+    with open_shared_system(lambda: OmniSystem.open("qwen2_5_omni", **small), fixture_processes) as shared_system:
+        yield shared_system
 
 
 @pytest.fixture
@@ -78,14 +78,17 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def run(here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Example:
-    """(name of an example, *arguments, kept=None) -> how it ran. kept: instead of the pipeline that it would open."""
+    """(name of an example, *arguments, shared_system=None) -> how it ran.
 
-    def run(name: str, *arguments: str, kept: Kept | None = None) -> Ran:
+    shared_system: instead of the pipeline that it would open.
+    """
+
+    def run(name: str, *arguments: str, shared_system: SharedSystem | None = None) -> Ran:
         asked: list[Pipeline] = []
         with monkeypatch.context() as patch:
             patch.setattr(sys, "argv", [name, *arguments])
-            if kept is not None:
-                asked = stand_in(kept, patch)
+            if shared_system is not None:
+                asked = use_shared_system(shared_system, patch)
             with pytest.raises(SystemExit) as left:
                 runpy.run_path(str(EXAMPLES / name), run_name="__main__")
         stdout, stderr = capsys.readouterr()
@@ -94,7 +97,7 @@ def run(here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtu
     return run
 
 
-def ask(kept: Kept, *prompt: str, **more: Any) -> tuple[str, Samples]:
+def ask(shared_system: SharedSystem, *prompt: str, **more: Any) -> tuple[str, Samples]:
     """What the library answers: text and samples."""
     text, sound = [], []
 
@@ -105,7 +108,7 @@ def ask(kept: Kept, *prompt: str, **more: Any) -> tuple[str, Samples]:
             elif out.delta is not None:
                 text.append(out.delta)
 
-    kept(work)
+    shared_system.run(work)
     return "".join(text), np.concatenate(sound)
 
 
@@ -120,9 +123,9 @@ def assert_same_sound(file: Path, samples: Samples) -> None:
     np.testing.assert_allclose(wav(file), samples, atol=1e-4)  # 16 bits
 
 
-def test_a_question_about_all_kinds_of_files(run: Example, here: Path, kept: Kept) -> None:
+def test_a_question_about_all_kinds_of_files(run: Example, here: Path, shared_system: SharedSystem) -> None:
     asked = ("--use-audio-in-video", "--prompt", "what is it ?", "--seed", "3")
-    ran = run("mixed_modalities.py", *EVERYTHING, *asked, kept=kept)
+    ran = run("mixed_modalities.py", *EVERYTHING, *asked, shared_system=shared_system)
     assert not ran.stderr
     assert ran.code == 0
     assert ran.pipeline is not None
@@ -131,23 +134,36 @@ def test_a_question_about_all_kinds_of_files(run: Example, here: Path, kept: Kep
     mono, _ = soundfile.read(here / "b.wav", dtype="float32")
     heard = [AudioChunk(stereo.mean(axis=1), rate), AudioChunk(mono, RATE)]
     media = {"audio": heard, "image": here / "seen.png", "video": here / "clip.mkv"}
-    text, sound = ask(kept, "what is it ?", multi_modal_data=media, use_audio_in_video=True, seed=3)
+    text, sound = ask(shared_system, "what is it ?", multi_modal_data=media, use_audio_in_video=True, seed=3)
     assert ran.stdout == text + "\n"
     assert_same_sound(here / "answer.wav", sound)
-    assert text not in (ask(kept, "what is it ?", multi_modal_data=media)[0], ask(kept, "what is it ?")[0])
+    assert text not in (
+        ask(shared_system, "what is it ?", multi_modal_data=media)[0],
+        ask(shared_system, "what is it ?")[0],
+    )
 
 
-def test_speech_and_what_it_took(run: Example, here: Path, kept: Kept) -> None:
-    ran = run("text_to_speech.py", "the sea", "--speaker", "chelsie", "--seed", "7", "--max-tokens", "8", kept=kept)
+def test_speech_and_what_it_took(run: Example, here: Path, shared_system: SharedSystem) -> None:
+    ran = run(
+        "text_to_speech.py",
+        "the sea",
+        "--speaker",
+        "chelsie",
+        "--seed",
+        "7",
+        "--max-tokens",
+        "8",
+        shared_system=shared_system,
+    )
     assert not ran.stderr
     assert ran.code == 0
     assert ran.pipeline is not None
     assert ran.pipeline.name == "qwen3_omni"
-    text, sound = ask(kept, "the sea", speaker="chelsie", seed=7, max_tokens=8)
+    text, sound = ask(shared_system, "the sea", speaker="chelsie", seed=7, max_tokens=8)
     assert ran.stdout.startswith(text + "\n")
     assert_same_sound(here / "answer.wav", sound)
     for other in ({"speaker": "ethan", "seed": 7}, {"speaker": "chelsie", "seed": 8}):
-        assert not np.array_equal(ask(kept, "the sea", max_tokens=8, **other)[1], sound)
+        assert not np.array_equal(ask(shared_system, "the sea", max_tokens=8, **other)[1], sound)
     tables = ran.stdout.removeprefix(text)
     ttft, ttfa, total, speech = map(float, re.findall(r"([\d.]+) s", tables)[:4])
     assert 0 < ttft < ttfa <= total
@@ -158,7 +174,9 @@ def test_speech_and_what_it_took(run: Example, here: Path, kept: Kept) -> None:
     assert float(rows[2][2]) > 4 * SPEECH / 1000, "bytes of float32, and what goes with them"
 
 
-def test_a_file_of_prompts(run: Example, here: Path, kept: Kept, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_of_prompts(
+    run: Example, here: Path, shared_system: SharedSystem, monkeypatch: pytest.MonkeyPatch
+) -> None:
     prompts = {1: "hello", 3: "what is the sea ?", 4: "too long " * 1000, 5: "a story", 6: "hear the sea", 7: "you"}
     (here / "prompts.txt").write_text("\n".join(prompts.get(line, " ") for line in range(1, 8)))
     under_way = []
@@ -170,7 +188,7 @@ def test_a_file_of_prompts(run: Example, here: Path, kept: Kept, monkeypatch: py
         return generation
 
     monkeypatch.setattr(OmniSystem, "generate", counted)
-    ran = run("offline_batch.py", "prompts.txt", "answers", "--at-once", "3", kept=kept)
+    ran = run("offline_batch.py", "prompts.txt", "answers", "--at-once", "3", shared_system=shared_system)
     monkeypatch.undo()
 
     assert ran.code == 1, "one has failed"
@@ -184,7 +202,7 @@ def test_a_file_of_prompts(run: Example, here: Path, kept: Kept, monkeypatch: py
         f"{line:04}{suffix}" for line in prompts for suffix in (".txt", ".wav")
     }
     for line, prompt in prompts.items():
-        text = ask(kept, prompt)[0]
+        text = ask(shared_system, prompt)[0]
         assert (here / "answers" / f"{line:04}.txt").read_bytes().decode() == text
         assert len(wav(here / "answers" / f"{line:04}.wav")) == SPEECH
     figures = re.findall(r"\d+\.?\d*", ran.stdout.splitlines()[-2])

@@ -37,7 +37,7 @@ from omni_actors.supervisor.process import LocalWorker
 from omni_actors.supervisor.supervisor import NOT_STARTED
 from omni_actors.system import OmniSystem
 from ringbuf._words import CONSUMER, PRODUCER, Column
-from tests.kept import Kept, in_kept, kept_open
+from tests.support.shared_system import SharedSystem, open_shared_system, with_shared_system
 
 WATCHDOG_S = 60.0
 QUICK = {f"stages.{stage}.restart.backoff_s": 0.01 for stage in ("first", "second")}
@@ -51,15 +51,17 @@ def alone(engine: str = "echo", **more: Any) -> Pipeline:
 
 
 @pytest.fixture(scope="module")
-def kept(its_own: set[int]) -> Iterator[Kept]:
+def shared_system(fixture_processes: set[int]) -> Iterator[SharedSystem]:
     """Two stages, listed upside down, with rings that are small for the inputs here."""
     small: dict[str, Any] = {"engine": "echo", "restart": OFTEN, "ring_bytes": 4096}
     stages = {
         "second": Stage(inputs=("first",), emits="audio", **small),
         "first": Stage(accepts=("script",), emits="text", **small),
     }
-    with kept_open(lambda: OmniSystem.open(Pipeline(name="small", stages=stages)), its_own) as kept:
-        yield kept
+    with open_shared_system(
+        lambda: OmniSystem.open(Pipeline(name="small", stages=stages)), fixture_processes
+    ) as shared_system:
+        yield shared_system
 
 
 def ask(omni: OmniSystem, modalities: tuple[str, ...] = ("audio",), /, **echo: Any) -> Generation:
@@ -100,7 +102,9 @@ def pid_of(omni: OmniSystem, stage: str, replica: int = 0) -> int:
 
 
 @pytest.mark.parametrize(("stage", "other"), [("first", "second"), ("second", "first")])
-def test_sigkill_ends_the_request_with_the_facts_and_the_stage_comes_back(kept: Kept, stage: str, other: str) -> None:
+def test_sigkill_ends_the_request_with_the_facts_and_the_stage_comes_back(
+    shared_system: SharedSystem, stage: str, other: str
+) -> None:
     async def work(omni: OmniSystem) -> None:
         [before], [neighbour] = omni.health().stages[stage], omni.health().stages[other]
         hanging = ask(omni, stage=stage, hang=True)
@@ -119,11 +123,13 @@ def test_sigkill_ends_the_request_with_the_facts_and_the_stage_comes_back(kept: 
         assert "SIGKILL" in (after.last_exit or "")
         assert [output.finished for output in await read(ask(omni))] == [True]
 
-    kept(work)
+    shared_system.run(work)
 
 
 @pytest.mark.parametrize(("stage", "where"), [("first", "feed"), ("second", "step")])
-def test_an_engine_s_exception_is_exit_code_1_with_its_traceback(kept: Kept, stage: str, where: str) -> None:
+def test_an_engine_s_exception_is_exit_code_1_with_its_traceback(
+    shared_system: SharedSystem, stage: str, where: str
+) -> None:
     async def work(omni: OmniSystem) -> None:
         before = generation_of(omni, stage)
         with pytest.raises(StageCrashed) as caught:
@@ -135,17 +141,17 @@ def test_an_engine_s_exception_is_exit_code_1_with_its_traceback(kept: Kept, sta
         await wait_back(omni, stage, before + 1)
         assert len(await read(ask(omni))) == 1
 
-    kept(work)
+    shared_system.run(work)
 
 
-@in_kept
+@with_shared_system
 async def test_what_a_worker_wrote_to_stderr_and_its_exit_code_are_kept(omni: OmniSystem) -> None:
     with pytest.raises(StageCrashed) as caught:
         await read(ask(omni, stage="second", stderr="out of ideas", exit=42))
     assert (caught.value.exit_code, caught.value.stderr_tail) == (42, ("out of ideas",))
 
 
-@in_kept
+@with_shared_system
 async def test_a_signal_without_a_name_is_a_signal(omni: OmniSystem) -> None:
     hanging = ask(omni, stage="second", hang=True)
     os.kill(pid_of(omni, "second"), signal.SIGRTMIN + 5)
@@ -154,7 +160,7 @@ async def test_a_signal_without_a_name_is_a_signal(omni: OmniSystem) -> None:
     assert caught.value.signal == f"signal {signal.SIGRTMIN + 5}"
 
 
-@in_kept
+@with_shared_system
 async def test_outputs_that_came_before_the_crash_are_read_before_the_error(omni: OmniSystem) -> None:
     generation = ask(omni, ("text", "audio"), stage="second", exit=3)
     got = []
@@ -193,7 +199,7 @@ async def test_a_crash_does_not_reach_the_stage_above_that_is_still_sending() ->
         assert omni.health().stages["first"][0].generation == 1
 
 
-@in_kept
+@with_shared_system
 async def test_a_crash_does_not_reach_the_system_that_is_still_sending_input(omni: OmniSystem) -> None:
     before = generation_of(omni, "first")
     failing = {"text": "x", "echo": {"stage": "first", "raise": "feed"}}
@@ -232,7 +238,7 @@ async def test_a_replica_that_is_given_up_does_not_stop_the_stage_above_it() -> 
         assert len(await read(ask(omni))) == 2
 
 
-@in_kept
+@with_shared_system
 async def test_a_refused_request_costs_nobody_else_anything(omni: OmniSystem) -> None:
     before = [generation_of(omni, stage) for stage in ("first", "second")]
     for where in ("feed", "step"):
@@ -253,7 +259,7 @@ PAIRS = [
 @pytest.mark.parametrize("column", [PRODUCER, CONSUMER], ids=lambda column: column.end)
 @pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: pair[0].stage)
 def test_a_spoilt_ring_costs_no_more_than_the_workers_at_its_ends(
-    kept: Kept, pair: tuple[Address, Address], column: Column
+    shared_system: SharedSystem, pair: tuple[Address, Address], column: Column
 ) -> None:
     """A position that the protocol never writes, as a program that writes where it should not leaves it.
 
@@ -270,7 +276,7 @@ def test_a_spoilt_ring_costs_no_more_than_the_workers_at_its_ends(
         await wait_for(omni, lambda: omni.health().ready)
         assert all(replica.restarts <= restarts[stage] + 1 for stage, [replica] in omni.health().stages.items())
 
-    kept(work)
+    shared_system.run(work)
 
 
 # giving up
@@ -477,7 +483,7 @@ def refusal_of_one_more(omni: OmniSystem) -> Overloaded | None:
     return None
 
 
-@in_kept
+@with_shared_system
 async def test_a_worker_that_reads_no_mail_at_all_is_killed_and_replaced(omni: OmniSystem) -> None:
     before = generation_of(omni, "second")
     psutil.Process(pid_of(omni, "second")).suspend()
@@ -568,7 +574,7 @@ async def test_a_system_that_refuses_every_request_is_errored() -> None:
         assert omni.errored
 
 
-@in_kept
+@with_shared_system
 async def test_a_full_mailbox_at_the_moment_its_neighbour_comes_back_costs_that_worker_only(omni: OmniSystem) -> None:
     """The new worker's rings are announced to a neighbour that has stopped reading: it is killed, nothing else is."""
     before = {stage: generation_of(omni, stage) for stage in ("first", "second")}
@@ -587,7 +593,7 @@ async def test_a_full_mailbox_at_the_moment_its_neighbour_comes_back_costs_that_
     assert len(await read(ask(omni))) == 1
 
 
-@in_kept
+@with_shared_system
 async def test_a_stage_s_place_in_the_pipeline_does_not_matter(omni: OmniSystem) -> None:
     assert list(omni.pipeline.stages) == ["second", "first"]
     assert not omni.errored
@@ -595,7 +601,7 @@ async def test_a_stage_s_place_in_the_pipeline_does_not_matter(omni: OmniSystem)
     assert len(await read(omni.generate(script="x", modalities=("audio",)))) == 1
 
 
-@in_kept
+@with_shared_system
 async def test_two_requests_of_one_name_and_times_that_are_none_are_refused(omni: OmniSystem) -> None:
     held = omni.generate(script="x", modalities=("audio",), request_id="mine")
     with pytest.raises(InvalidRequest) as caught:

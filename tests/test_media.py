@@ -146,7 +146,7 @@ def test_a_question_comes_after_what_it_is_about() -> None:
 GALLERY = """\
 name: gallery
 stages:
-  eye: {engine: "tests.serve.engines:Eye", accepts: [audio, image, messages, video], emits: text}
+  eye: {engine: "tests.support.served_engines:Eye", accepts: [audio, image, messages, video], emits: text}
 """
 
 

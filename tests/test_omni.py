@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +15,10 @@ import trio
 from omni_actors import AudioChunk, OmniSystem
 from omni_actors.config import Pipeline, Stage
 from omni_actors.errors import InvalidRequest
-from omni_actors.generation import Generation, Output
-from tests.kept import Kept, in_kept, kept_open
-from tests.stages.qwen3 import tiny
-
-STORY = "please tell me a short story about the sea ."
-SPOKEN: dict[str, Any] = {
-    "modalities": ("text", "audio"),
-    "max_tokens": 24,
-    "talker_max_tokens": 61,
-    "talker_temperature": 0.0,
-}
+from omni_actors.generation import Output
+from tests.support.shared_system import SharedSystem, open_shared_system, with_shared_system
+from tests.support.spoken_answers import SPOKEN, STORY, read, sound_of, text_of
+from tiny_models import qwen3 as tiny
 
 
 def pipeline(model: Path) -> Pipeline:
@@ -41,33 +34,13 @@ def pipeline(model: Path) -> Pipeline:
 
 
 @pytest.fixture(scope="module")
-def kept(its_own: set[int], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kept]:
+def shared_system(fixture_processes: set[int], tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedSystem]:
     model = tiny.save(tmp_path_factory.mktemp("omni"), text_eos=0.0, codec_eos=0.0)
-    with kept_open(lambda: OmniSystem.open(pipeline(model)), its_own) as kept:
-        yield kept
+    with open_shared_system(lambda: OmniSystem.open(pipeline(model)), fixture_processes) as shared_system:
+        yield shared_system
 
 
-async def read(generation: Generation, on_audio: Callable[[], None] = lambda: None) -> list[Output]:
-    """on_audio: called once, at the first sound."""
-    outputs = []
-    async for out in generation:
-        assert out.delta is not None or out.data or out.finished, "an output of nothing"
-        outputs.append(out)
-        if isinstance(out.delta, AudioChunk):
-            on_audio()
-            on_audio = lambda: None  # noqa: E731
-    return outputs
-
-
-def text_of(outputs: list[Output]) -> str:
-    return "".join(out.delta for out in outputs if isinstance(out.delta, str))
-
-
-def sound_of(outputs: list[Output]) -> np.ndarray[Any, Any]:
-    return np.concatenate([out.delta.samples for out in outputs if isinstance(out.delta, AudioChunk)])
-
-
-@in_kept
+@with_shared_system
 async def test_each_stage_begins_before_the_one_above_has_ended(omni: OmniSystem) -> None:
     outputs = await read(omni.generate(STORY, **{**SPOKEN, "max_tokens": 400}))
     assert len(text_of(outputs)) > 3
@@ -80,7 +53,7 @@ async def test_each_stage_begins_before_the_one_above_has_ended(omni: OmniSystem
     assert metrics.ttfa_s < talker.finished_s
 
 
-@in_kept
+@with_shared_system
 async def test_only_what_is_for_the_client_passes_the_parent(omni: OmniSystem) -> None:
     outputs = await read(omni.generate(STORY, **SPOKEN))
     metrics = outputs[-1].metrics
@@ -93,7 +66,7 @@ async def test_only_what_is_for_the_client_passes_the_parent(omni: OmniSystem) -
     assert metrics.stages["code2wav"].sent_bytes["client.0"] < sound_of(outputs).nbytes + 40 * 200
 
 
-@in_kept
+@with_shared_system
 async def test_text_alone_needs_no_talker(omni: OmniSystem) -> None:
     outputs = await read(omni.generate(STORY, max_tokens=24))
     metrics = outputs[-1].metrics
@@ -103,7 +76,7 @@ async def test_text_alone_needs_no_talker(omni: OmniSystem) -> None:
     assert text_of(outputs) == text_of(await read(omni.generate(STORY, **SPOKEN)))
 
 
-@in_kept
+@with_shared_system
 async def test_a_picture_and_a_sound_are_heard_and_answered_in_both(omni: OmniSystem) -> None:
     seen = np.random.default_rng(0).integers(0, 255, (96, 64, 3), np.uint8)
     sound = np.sin(np.arange(27_200) * 0.09).astype(np.float32) * 0.3
@@ -114,7 +87,7 @@ async def test_a_picture_and_a_sound_are_heard_and_answered_in_both(omni: OmniSy
     assert not np.array_equal(sound_of(both), sound_of(blind))
 
 
-@in_kept
+@with_shared_system
 async def test_eight_at_once_get_what_each_gets_alone(omni: OmniSystem) -> None:
     asked = [(STORY[: 12 + 4 * n], {**SPOKEN, "talker_max_tokens": 20 + 5 * n, "seed": n}) for n in range(8)]
     asked[3][1]["talker_temperature"] = 0.9
@@ -134,7 +107,9 @@ async def test_eight_at_once_get_what_each_gets_alone(omni: OmniSystem) -> None:
 
 
 @pytest.mark.parametrize("killed", [("code2wav",), ("thinker", "talker")])  # the last, and both ends of an edge
-def test_stages_killed_in_the_middle_change_nothing_for_the_client(kept: Kept, killed: tuple[str, ...]) -> None:
+def test_stages_killed_in_the_middle_change_nothing_for_the_client(
+    shared_system: SharedSystem, killed: tuple[str, ...]
+) -> None:
     params = {**SPOKEN, "max_tokens": 400, "temperature": 1.0, "talker_temperature": 0.9, "seed": 7}
 
     async def work(omni: OmniSystem) -> None:
@@ -152,10 +127,10 @@ def test_stages_killed_in_the_middle_change_nothing_for_the_client(kept: Kept, k
         assert outputs[-1].metrics is not None
         assert outputs[-1].metrics.replays >= 1
 
-    kept(work)
+    shared_system.run(work)
 
 
-@in_kept
+@with_shared_system
 async def test_an_unknown_speaker_is_refused_by_name(omni: OmniSystem) -> None:
     with pytest.raises(InvalidRequest, match="'nobody'; accepted: aiden, chelsie, ethan") as refused:
         await read(omni.generate(STORY, **SPOKEN, speaker="nobody"))

@@ -16,7 +16,7 @@ from omni_actors.errors import OmniError, Quarantined, StageCrashed, StageUnavai
 from omni_actors.generation import Generation, Output
 from omni_actors.orchestrator import trials
 from omni_actors.orchestrator.request import Input
-from tests.kept import Kept, in_kept, kept_open
+from tests.support.shared_system import SharedSystem, open_shared_system, with_shared_system
 
 WATCHDOG_S = 60.0
 PIECES = 8
@@ -32,9 +32,9 @@ def pipeline(intensity: int, **limits: Any) -> Pipeline:
 
 
 @pytest.fixture(scope="module")
-def kept(its_own: set[int]) -> Iterator[Kept]:
-    with kept_open(lambda: OmniSystem.open(pipeline(1000)), its_own) as kept:
-        yield kept
+def shared_system(fixture_processes: set[int]) -> Iterator[SharedSystem]:
+    with open_shared_system(lambda: OmniSystem.open(pipeline(1000)), fixture_processes) as shared_system:
+        yield shared_system
 
 
 def innocent(omni: OmniSystem, number: int) -> Generation:
@@ -75,7 +75,7 @@ def check_innocent(number: int, outputs: list[Output] | OmniError) -> Output:
 
 
 @pytest.mark.parametrize("how", [{"raise": "feed"}, {"raise": "step"}, {"exit": 3}])
-def test_poison_among_five_others_ends_alone(kept: Kept, how: dict[str, Any]) -> None:
+def test_poison_among_five_others_ends_alone(shared_system: SharedSystem, how: dict[str, Any]) -> None:
     async def work(omni: OmniSystem) -> None:
         before = omni.health().stages["second"][0].generation
         others = [innocent(omni, number) for number in range(5)]
@@ -90,7 +90,7 @@ def test_poison_among_five_others_ends_alone(kept: Kept, how: dict[str, Any]) ->
         generation = omni.health().stages["second"][0].generation
         assert generation - before <= 4, "it is found in few deaths"
 
-    kept(work)
+    shared_system.run(work)
 
 
 async def test_the_deaths_of_one_request_count_once_against_the_intensity() -> None:
@@ -103,7 +103,7 @@ async def test_the_deaths_of_one_request_count_once_against_the_intensity() -> N
         check_innocent(2, await read(innocent(omni, 2)))
 
 
-@in_kept
+@with_shared_system
 async def test_the_same_request_is_refused_for_a_time_before_it_reaches_a_worker(omni: OmniSystem) -> None:
     with pytest.raises(StageCrashed):
         await read(poison(omni, exit=4))
@@ -116,7 +116,7 @@ async def test_the_same_request_is_refused_for_a_time_before_it_reaches_a_worker
     assert omni.health().stages["second"][0].generation <= generation + 1, "it did not die for the refused one"
 
 
-@in_kept
+@with_shared_system
 async def test_many_that_are_alike_end_together_for_the_deaths_of_one(omni: OmniSystem) -> None:
     before = omni.health().stages["second"][0].generation
     alike = [poison(omni, exit=5) for _ in range(20)]
@@ -130,7 +130,7 @@ async def test_many_that_are_alike_end_together_for_the_deaths_of_one(omni: Omni
     assert omni.health().stages["second"][0].generation - before <= 3
 
 
-@in_kept
+@with_shared_system
 async def test_a_request_that_was_killed_from_outside_is_not_quarantined(omni: OmniSystem) -> None:
     """It loses its replays as before; but nothing shows that it was its doing."""
     hanging = poison(omni, hang=True)

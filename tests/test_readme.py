@@ -17,18 +17,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-ROOT = Path(__file__).parent.parent
-PAGE = (ROOT / "README.md").read_text(encoding="utf-8")
-BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
-COMMANDS = [
-    line.partition("  #")[0].strip()
-    for language, block in BLOCKS
-    if language == "sh"
-    for line in block.replace("\\\n", " ").splitlines()
-]
-[PROGRAM] = [block for language, block in BLOCKS if language == "python"]
-ASKED = next(command for command in COMMANDS if command.startswith("omni-actors"))
-"""What `make demo` runs after setting up."""
+from tests.support.readme import ASKED, COMMANDS, PAGE, ROOT
+
 PORT = 8091
 
 pytestmark = pytest.mark.voice

@@ -29,7 +29,7 @@ from omni_actors.orchestrator.request import Input, Request
 from omni_actors.stages.echo import payload
 from omni_actors.supervisor.process import LocalSpawner
 from omni_actors.system import OmniSystem
-from tests.kept import Kept, in_kept, kept_open
+from tests.support.shared_system import SharedSystem, open_shared_system, with_shared_system
 
 WATCHDOG_S = 60.0
 STAGES = ("first", "second", "third")
@@ -102,9 +102,9 @@ def pipeline(**options: Any) -> Pipeline:
 
 
 @pytest.fixture(scope="module")
-def kept(its_own: set[int], markers: Path) -> Iterator[Kept]:
-    with kept_open(lambda: OmniSystem.open(pipeline()), its_own) as kept:
-        yield kept
+def shared_system(fixture_processes: set[int], markers: Path) -> Iterator[SharedSystem]:
+    with open_shared_system(lambda: OmniSystem.open(pipeline()), fixture_processes) as shared_system:
+        yield shared_system
 
 
 def dies(at: int, stage: str, where: str) -> tuple[int, str, str, str]:
@@ -181,7 +181,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_death_at_any_point_changes_no_output(kept: Kept, stage: str) -> None:
+def test_a_death_at_any_point_changes_no_output(shared_system: SharedSystem, stage: str) -> None:
     """Before the first chunk is taken; between two outputs; with the last output given and nothing after it said."""
 
     async def work(omni: OmniSystem) -> None:
@@ -194,10 +194,10 @@ def test_a_death_at_any_point_changes_no_output(kept: Kept, stage: str) -> None:
             await until(lambda expected=after: generations(omni) == expected)  # nobody else was restarted
             await all_ready(omni)
 
-    kept(work)
+    shared_system.run(work)
 
 
-@in_kept
+@with_shared_system
 async def test_several_stages_dead_at_once(omni: OmniSystem) -> None:
     for stages in (("second", "third"), STAGES):
         generation = ask(omni)
@@ -205,13 +205,13 @@ async def test_several_stages_dead_at_once(omni: OmniSystem) -> None:
         await all_ready(omni)
 
 
-@in_kept
+@with_shared_system
 async def test_a_stage_that_dies_twice(omni: OmniSystem) -> None:
     generation = ask(omni, dies(1, "second", "before"), dies(3, "second", "after"))
     check_exact(generation, await read(generation), 2)
 
 
-@in_kept
+@with_shared_system
 async def test_all_requests_in_flight_are_exact_and_who_does_not_need_the_dead_is_untouched(omni: OmniSystem) -> None:
     asked = [ask(omni, dies(n, stage, "before")) for n, stage in enumerate(("second", "third", "second"))]
     asked += [ask(omni) for _ in range(5)]
@@ -306,7 +306,7 @@ async def test_a_join_is_replayed_whichever_of_its_sources_died() -> None:
 # where it cannot be
 
 
-@in_kept
+@with_shared_system
 async def test_on_failure_fail_ends_the_request_at_the_death(omni: OmniSystem) -> None:
     with pytest.raises(StageCrashed, match=r"'second'.*SIGKILL") as caught:
         await read(ask(omni, dies(1, "second", "after"), on_failure="fail"))
@@ -317,7 +317,7 @@ async def test_on_failure_fail_ends_the_request_at_the_death(omni: OmniSystem) -
     assert refused.value.param == "on_failure"
 
 
-@in_kept
+@with_shared_system
 async def test_past_its_bound_a_request_is_not_replayed_and_says_so(omni: OmniSystem) -> None:
     too_much = 300_000
     with pytest.raises(StageCrashed, match=r"stage 'first'.*2000000 bytes.*limits\.retain_bytes") as caught:
@@ -329,7 +329,7 @@ async def test_past_its_bound_a_request_is_not_replayed_and_says_so(omni: OmniSy
     assert len(await read(entry_stage)) == PIECES * OF_A_PIECE["first"], "the client keeps its own input"
 
 
-@in_kept
+@with_shared_system
 async def test_a_request_that_kills_its_stage_ends_and_the_stage_survives(omni: OmniSystem) -> None:
     before = generations(omni)["second"]
     poison = {"n": 0, "echo": {"stage": "second", "raise": "step"}}
@@ -341,7 +341,7 @@ async def test_a_request_that_kills_its_stage_ends_and_the_stage_survives(omni: 
     check_exact(generation, await read(generation), 0)
 
 
-@in_kept
+@with_shared_system
 async def test_an_engine_that_says_something_else_the_second_time_is_never_spliced(omni: OmniSystem) -> None:
     """Whether the stage below sees it, or the client's side."""
     for stage in ("second", "third"):
@@ -377,7 +377,7 @@ async def test_a_stage_given_up_while_a_request_waits_for_it_ends_it_with_the_ca
 # what it costs
 
 
-@in_kept
+@with_shared_system
 async def test_what_is_retained_is_freed_however_a_request_ends(omni: OmniSystem) -> None:
     """Each request has the first stage retain 0.4 MB and the second one 0.8 MB."""
     script = {"script": [Input({"n": 0}, {"x": np.zeros(200_000, np.uint8)})]}

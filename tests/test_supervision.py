@@ -23,7 +23,7 @@ from omni_actors.serve.app import build
 from omni_actors.serve.media import Media
 from omni_actors.supervisor.process import LocalSpawner, Worker
 from omni_actors.system import OmniSystem
-from tests.kept import Kept, in_kept, kept_open
+from tests.support.shared_system import SharedSystem, open_shared_system, with_shared_system
 
 WATCHDOG_S = 30.0
 STEP_S = 0.5
@@ -62,11 +62,11 @@ def alone(engine: str = "echo", **more: Any) -> Pipeline:
 
 
 @pytest.fixture(scope="module")
-def kept(engines: None, its_own: set[int]) -> Iterator[Kept]:
+def shared_system(engines: None, fixture_processes: set[int]) -> Iterator[SharedSystem]:
     often = Restart(intensity=1000, backoff_s=0.01, backoff_max_s=0.01)
     pipeline = alone("wedged_engines:Endless", step_timeout_s=STEP_S, restart=often)
-    with kept_open(lambda: OmniSystem.open(pipeline), its_own) as kept:
-        yield kept
+    with open_shared_system(lambda: OmniSystem.open(pipeline), fixture_processes) as shared_system:
+        yield shared_system
 
 
 def chain(**stages: dict[str, Any]) -> Pipeline:
@@ -120,7 +120,7 @@ def pid_of(omni: OmniSystem, stage: str) -> int:
 # hangs
 
 
-@in_kept
+@with_shared_system
 async def test_a_stopped_worker_is_killed_and_replaced(omni: OmniSystem) -> None:
     before = generations(omni)["only"]
     os.kill(pid_of(omni, "only"), signal.SIGSTOP)
@@ -134,7 +134,7 @@ async def test_a_stopped_worker_is_killed_and_replaced(omni: OmniSystem) -> None
 
 
 @pytest.mark.parametrize("loop", ["python", "c"])
-def test_an_endless_loop_in_a_step_is_ended_and_said(kept: Kept, loop: str) -> None:
+def test_an_endless_loop_in_a_step_is_ended_and_said(shared_system: SharedSystem, loop: str) -> None:
     async def work(omni: OmniSystem) -> None:
         before = generations(omni)["only"]
         with pytest.raises(RequestError, match=r"no progress for 0\.5 s \(step_timeout_s\)"):
@@ -142,7 +142,7 @@ def test_an_endless_loop_in_a_step_is_ended_and_said(kept: Kept, loop: str) -> N
         await wait_back(omni, only=before + 1)
         assert len(await read(ask(omni))) == 1
 
-    kept(work)
+    shared_system.run(work)
 
 
 async def test_a_slow_worker_is_not_killed_nor_one_that_waits_for_it() -> None:

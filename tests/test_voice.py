@@ -7,9 +7,8 @@ import os
 import re
 import runpy
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -20,8 +19,9 @@ from omni_actors import AudioChunk, OmniSystem
 from omni_actors.errors import InvalidRequest, StageCrashed
 from omni_actors.generation import Generation, Output
 from omni_actors.stages import assets
-from tests.kept import Kept, in_kept, kept_open, stand_in
-from tests.test_readme import PROGRAM, ROOT
+from tests.support.readme import PROGRAM, ROOT
+from tests.support.shared_system import SharedSystem, open_shared_system, use_shared_system, with_shared_system
+from tests.support.spoken_answers import sound_of, text_of
 
 pytestmark = pytest.mark.voice
 
@@ -34,28 +34,18 @@ QUESTIONS = (
 
 
 @pytest.fixture(scope="module")
-def kept(its_own: set[int]) -> Iterator[Kept]:
+def shared_system(fixture_processes: set[int]) -> Iterator[SharedSystem]:
     for model in assets.NAMES:
         assets.prepare(model, print)
     one_thread = {"stages.llm.threads": 1}  # other tests run beside
-    with kept_open(lambda: OmniSystem.open("voice", **one_thread), its_own) as kept:
-        yield kept
+    with open_shared_system(lambda: OmniSystem.open("voice", **one_thread), fixture_processes) as shared_system:
+        yield shared_system
 
 
 async def answer(omni: OmniSystem, *args: object, **kwargs: object) -> tuple[str, AudioChunk]:
     outputs = [out async for out in omni.generate(*args, **kwargs)]  # type: ignore[arg-type]
     rates = {out.delta.sample_rate for out in outputs if isinstance(out.delta, AudioChunk)}
     return text_of(outputs), AudioChunk(sound_of(outputs), rates.pop() if rates else 24_000)
-
-
-def text_of(outputs: Sequence[Output]) -> str:
-    return "".join(out.delta for out in outputs if isinstance(out.delta, str))
-
-
-def sound_of(outputs: Sequence[Output]) -> np.ndarray[Any, np.dtype[np.float32]]:
-    return np.concatenate(
-        [np.zeros(0, np.float32), *(o.delta.samples for o in outputs if isinstance(o.delta, AudioChunk))]
-    )
 
 
 async def heard(omni: OmniSystem, clip: AudioChunk) -> str:
@@ -66,7 +56,7 @@ def words(text: str) -> list[str]:
     return re.findall(r"[a-z']+", text.lower())
 
 
-@in_kept
+@with_shared_system
 async def test_a_question_is_answered_in_text_and_speech_written_and_spoken_alike(omni: OmniSystem) -> None:
     text, speech = await answer(omni, QUESTIONS[0], modalities=("text", "audio"))
     assert "Paris" in text
@@ -92,7 +82,7 @@ async def test_a_question_is_answered_in_text_and_speech_written_and_spoken_alik
     assert all(size > 0 for stage in final.stages.values() for size in stage.sent_bytes.values())
 
 
-@in_kept
+@with_shared_system
 async def test_requests_side_by_side_give_each_its_text_and_speech_comes_early(omni: OmniSystem) -> None:
     alone = [(await answer(omni, question, max_tokens=6))[0] for question in QUESTIONS]
     together: dict[str, str] = {}
@@ -116,7 +106,7 @@ async def test_requests_side_by_side_give_each_its_text_and_speech_comes_early(o
     assert order.index("AudioChunk") < len(order) - 1 - order[::-1].index("str")
 
 
-@in_kept
+@with_shared_system
 async def test_workers_that_die_end_what_is_not_to_be_replayed_and_change_nothing_else(omni: OmniSystem) -> None:
     """Sampled text, and the sample of every sound: the llm dies in the middle of one, the vocoder of the other."""
     ask = functools.partial(omni.generate, QUESTIONS[1], modalities=("text", "audio"), temperature=0.8, seed=3)
@@ -142,7 +132,7 @@ async def test_workers_that_die_end_what_is_not_to_be_replayed_and_change_nothin
         await expect_crash(*crash)
 
 
-@in_kept
+@with_shared_system
 async def test_the_other_workers_die_and_the_next_request_is_answered(omni: OmniSystem) -> None:
     spoken = {"audio": (await answer(omni, script=QUESTIONS[0], modalities=("audio",)))[1]}
     ask = functools.partial(omni.generate, multi_modal_data=spoken, modalities=("text", "audio"), on_failure="fail")
@@ -182,7 +172,7 @@ BAD_INPUT: tuple[tuple[dict[str, object], str], ...] = (
 )
 
 
-@in_kept
+@with_shared_system
 async def test_bad_input_is_refused_with_its_parameter_and_the_system_serves_on(omni: OmniSystem) -> None:
     for arguments, param in BAD_INPUT:
         with pytest.raises(InvalidRequest) as caught:
@@ -191,26 +181,26 @@ async def test_bad_input_is_refused_with_its_parameter_and_the_system_serves_on(
     assert "Paris" in (await answer(omni, QUESTIONS[0]))[0]
 
 
-def run_here(file: Path, kept: Kept, monkeypatch: pytest.MonkeyPatch) -> None:
+def run_here(file: Path, shared_system: SharedSystem, monkeypatch: pytest.MonkeyPatch) -> None:
     """A program for the pipeline, with the system that is open, as in test_examples.py."""
     with monkeypatch.context() as patch:
-        asked = stand_in(kept, patch)
+        asked = use_shared_system(shared_system, patch)
         runpy.run_path(str(file), run_name="__main__")
     assert [pipeline.name for pipeline in asked] == ["voice"]
 
 
 def test_the_program_of_the_readme_runs(
-    kept: Kept, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    shared_system: SharedSystem, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "program.py").write_text(PROGRAM)
-    run_here(tmp_path / "program.py", kept, monkeypatch)
+    run_here(tmp_path / "program.py", shared_system, monkeypatch)
     assert "Paris" in "".join(re.findall(r"text (.*)", capsys.readouterr().out))
 
 
 def test_the_example_of_the_readme_runs(
-    kept: Kept, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    shared_system: SharedSystem, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    run_here(ROOT / "examples" / "ask.py", kept, monkeypatch)
+    run_here(ROOT / "examples" / "ask.py", shared_system, monkeypatch)
     assert re.search(r"\w\nfirst text [\d.]+ s, first sound [\d.]+ s\n$", capsys.readouterr().out)
     assert soundfile.info("answer.wav").duration > 1

@@ -11,7 +11,7 @@ import trio
 
 from bench.omni.pipelines import Scenario, compute
 from omni_actors import OmniSystem
-from tests.stages.qwen3 import tiny
+from tiny_models import qwen3 as tiny
 
 REQUESTS = 16
 

@@ -13,7 +13,7 @@ import msgspec
 
 from bench.omni.gathered import FACTORY
 from omni_actors.config import Pipeline, Stage
-from tests.stages.qwen3 import tiny
+from tiny_models import qwen3 as tiny
 
 TOKENS = FRAMES = 200
 PROMPT = "please tell me a long story about the sea , and of the people who live there ."
@@ -34,7 +34,7 @@ CHECKPOINT: dict[str, Any] = {
     "num_hidden_layers": 4,
     "sliding_window": 72,
 }
-"""Options of ``tests.stages.qwen3.tiny``; 148 MB."""
+"""Options of ``tiny_models.qwen3``; 148 MB."""
 
 
 class Scenario(msgspec.Struct, frozen=True):

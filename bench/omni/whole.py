@@ -14,7 +14,7 @@ from transformers import Qwen3OmniMoeForConditionalGeneration
 from transformers.utils import logging
 
 from bench.omni.pipelines import FRAMES, PROMPT, TOKENS
-from tests.stages.qwen3 import tiny
+from tiny_models import qwen3 as tiny
 
 
 def main() -> None:

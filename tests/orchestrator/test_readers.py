@@ -9,7 +9,16 @@ from trio.testing import MockClock
 from omni_actors.errors import Aborted, DeadlineExceeded, Overloaded, SlowConsumer
 from omni_actors.generation import Generation
 from omni_actors.protocol.messages import Address
-from tests.reading import PIECE, PIECES, UNSTOPPABLE, WATCHDOG_S, numbers, opened, read, until
+from tests.support.simulated_system import (
+    NOT_PAUSABLE,
+    PIECE,
+    PIECES,
+    WATCHDOG_S,
+    numbers,
+    open_simulated_system,
+    read,
+    until,
+)
 
 LAST = Address("second", 0)
 
@@ -18,7 +27,7 @@ LAST = Address("second", 0)
 
 
 async def test_a_request_that_is_not_read_is_paused_and_goes_on_where_it_was(autojump_clock: MockClock) -> None:
-    async with opened() as world:
+    async with open_simulated_system() as world:
         generation = world.ask()
         await world.until_paused()
         assert 100_000 < world.unread < 300_000
@@ -31,7 +40,7 @@ async def test_a_request_that_is_not_read_is_paused_and_goes_on_where_it_was(aut
 
 
 async def test_an_engine_that_cannot_pause_is_bounded_by_the_request_s_own_limit(autojump_clock: MockClock) -> None:
-    async with opened(UNSTOPPABLE, output_bytes=500_000) as world:
+    async with open_simulated_system(NOT_PAUSABLE, output_bytes=500_000) as world:
         generation = world.ask()
         await until(lambda: world.ended("SlowConsumer") == 1)
         assert world.unread == 0
@@ -41,7 +50,7 @@ async def test_an_engine_that_cannot_pause_is_bounded_by_the_request_s_own_limit
 
 
 async def test_a_stage_that_starts_a_paused_request_again_is_paused_too(autojump_clock: MockClock) -> None:
-    async with opened() as world:
+    async with open_simulated_system() as world:
         generation = world.ask()
         await world.until_paused()
         before = world.unread
@@ -59,7 +68,7 @@ async def test_a_stage_that_starts_a_paused_request_again_is_paused_too(autojump
 
 
 async def test_a_caller_that_reads_one_answer_after_the_other_is_not_paused(autojump_clock: MockClock) -> None:
-    async with opened() as world:
+    async with open_simulated_system() as world:
         generations = [world.ask(whole=None) for _ in range(4)]
         await until(lambda: world.unread > 4 * PIECE * PIECES)
         assert world.gauge("requests_paused") == 0
@@ -71,7 +80,7 @@ async def test_a_caller_that_reads_one_answer_after_the_other_is_not_paused(auto
 
 
 async def test_a_complete_answer_that_is_not_read_takes_a_place_until_it_is(autojump_clock: MockClock) -> None:
-    async with opened(max_requests=1, window_bytes=10_000_000) as world:
+    async with open_simulated_system(max_requests=1, window_bytes=10_000_000) as world:
         generation = world.ask()
         await until(lambda: world.gauge("requests_in_flight") == 1 and world.unread > PIECE * PIECES)
         await trio.sleep(1)
@@ -84,7 +93,7 @@ async def test_a_complete_answer_that_is_not_read_takes_a_place_until_it_is(auto
 
 
 async def test_a_complete_answer_that_is_small_takes_no_place(autojump_clock: MockClock) -> None:
-    async with opened(max_requests=1) as world:
+    async with open_simulated_system(max_requests=1) as world:
         generation = world.ask(pieces=2)
         await until(lambda: world.omni.in_flight == 0)
         assert len(await read(world.ask(pieces=2))) == 2
@@ -94,7 +103,7 @@ async def test_a_complete_answer_that_is_small_takes_no_place(autojump_clock: Mo
 
 
 async def test_the_deadline_counts_until_everything_is_read(autojump_clock: MockClock) -> None:
-    async with opened(window_bytes=10_000_000) as world:
+    async with open_simulated_system(window_bytes=10_000_000) as world:
         generation = world.ask(deadline_s=50)
         await until(lambda: world.unread > PIECE * PIECES)
         await trio.sleep(40)
@@ -107,7 +116,7 @@ async def test_the_deadline_counts_until_everything_is_read(autojump_clock: Mock
 
 @pytest.mark.parametrize("how", ["abort", "by name", "drop"])
 async def test_an_abort_frees_what_is_complete_and_not_read(autojump_clock: MockClock, how: str) -> None:
-    async with opened(window_bytes=10_000_000) as world:
+    async with open_simulated_system(window_bytes=10_000_000) as world:
         generation = world.ask()
         await until(lambda: world.unread > PIECE * PIECES)
         await trio.sleep(1)
@@ -122,7 +131,7 @@ async def test_an_abort_frees_what_is_complete_and_not_read(autojump_clock: Mock
 
 
 async def test_a_full_system_ends_the_slowest_reader_for_a_newcomer_and_not_at_once(autojump_clock: MockClock) -> None:
-    async with opened(max_requests=3) as world:
+    async with open_simulated_system(max_requests=3) as world:
         slow = [world.ask() for _ in range(3)]
         await until(lambda: world.gauge("requests_paused") == 3)
         with pytest.raises(Overloaded):
@@ -140,7 +149,7 @@ async def test_a_full_system_ends_the_slowest_reader_for_a_newcomer_and_not_at_o
 
 
 async def test_the_total_is_bounded_where_nothing_can_be_paused(autojump_clock: MockClock) -> None:
-    async with opened(UNSTOPPABLE, unread_bytes=1_500_000) as world:
+    async with open_simulated_system(NOT_PAUSABLE, unread_bytes=1_500_000) as world:
         generations = [world.ask() for _ in range(4)]
         highest = 0.0
         for _ in range(1000):
@@ -159,7 +168,7 @@ async def test_the_total_is_bounded_where_nothing_can_be_paused(autojump_clock: 
 
 async def test_whole_answers_complete_one_after_the_other_when_memory_is_short(autojump_clock: MockClock) -> None:
     """Together they are four times the bound. Each is collected, which gives nothing back before the end."""
-    async with opened(unread_bytes=3_000_000) as world:
+    async with open_simulated_system(unread_bytes=3_000_000) as world:
         done, highest = [], 0.0
 
         async def collect() -> None:
@@ -182,7 +191,7 @@ async def test_whole_answers_complete_one_after_the_other_when_memory_is_short(a
 
 
 async def test_a_connection_that_takes_nothing_is_cut(autojump_clock: MockClock) -> None:
-    async with opened() as world:
+    async with open_simulated_system() as world:
         generation = world.ask()
         await anext(aiter(generation))
         began = trio.current_time()
@@ -210,7 +219,7 @@ async def pass_on(generation: Generation, pace_s: float) -> int:
 
 
 async def test_a_connection_is_cut_below_the_least_rate(autojump_clock: MockClock) -> None:
-    async with opened() as world:
+    async with open_simulated_system() as world:
         with pytest.raises(SlowConsumer) as caught:
             await pass_on(world.ask(), 4.0)
         assert 0 < caught.value.read_bytes_s < 4096
@@ -218,13 +227,13 @@ async def test_a_connection_is_cut_below_the_least_rate(autojump_clock: MockCloc
 
 
 async def test_a_connection_is_not_cut_above_the_least_rate(autojump_clock: MockClock) -> None:
-    async with opened() as world:
+    async with open_simulated_system() as world:
         assert await pass_on(world.ask(), 1.0) == PIECES
         assert world.ended("done") == 1
 
 
 async def test_a_caller_that_computes_between_two_pieces_is_left_alone(autojump_clock: MockClock) -> None:
-    async with opened() as world:
+    async with open_simulated_system() as world:
         outputs = []
         async for output in world.ask(whole=None):
             outputs.append(output)
@@ -234,7 +243,7 @@ async def test_a_caller_that_computes_between_two_pieces_is_left_alone(autojump_
 
 async def test_a_connection_that_is_fast_enough_is_not_blamed_for_a_slow_engine(autojump_clock: MockClock) -> None:
     """The least rate counts while output waits for the connection, not while the connection waits for output."""
-    async with opened() as world:
+    async with open_simulated_system() as world:
         world.spawner.living[LAST].freeze()
         generation = world.ask()
         await trio.sleep(20)

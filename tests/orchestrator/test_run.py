@@ -19,7 +19,7 @@ from omni_actors.errors import Aborted, DeadlineExceeded, InvalidRequest, Overlo
 from omni_actors.generation import Generation, Output
 from omni_actors.orchestrator.request import Input
 from omni_actors.system import OmniSystem
-from tests.kept import Kept, in_kept, kept_open
+from tests.support.shared_system import SharedSystem, open_shared_system, with_shared_system
 
 WATCHDOG_S = 60.0
 MAX_REQUESTS = 3
@@ -86,17 +86,21 @@ def alone(census: Pipeline) -> Pipeline:
 
 
 @pytest.fixture(scope="module")
-def kept(census: Pipeline, its_own: set[int]) -> Iterator[Kept]:
-    with kept_open(lambda: OmniSystem.open(census, **{"limits.max_requests": MAX_REQUESTS}), its_own) as kept:
-        yield kept
+def shared_system(census: Pipeline, fixture_processes: set[int]) -> Iterator[SharedSystem]:
+    with open_shared_system(
+        lambda: OmniSystem.open(census, **{"limits.max_requests": MAX_REQUESTS}), fixture_processes
+    ) as shared_system:
+        yield shared_system
 
 
 @pytest.fixture(scope="module")
-def echo(its_own: set[int]) -> Iterator[Kept]:
+def echo(fixture_processes: set[int]) -> Iterator[SharedSystem]:
     """Each stage's rings are smaller than the one's before."""
     rings = {"stages.first.ring_bytes": 8192, "stages.second.ring_bytes": 4096}
-    with kept_open(lambda: OmniSystem.open("echo", **rings, **{"stages.first.options.step_s": 0.001}), its_own) as kept:
-        yield kept
+    with open_shared_system(
+        lambda: OmniSystem.open("echo", **rings, **{"stages.first.options.step_s": 0.001}), fixture_processes
+    ) as shared_system:
+        yield shared_system
 
 
 def ask(omni: OmniSystem, *, modalities: tuple[str, ...] = ("audio",), **data: Any) -> Generation:
@@ -148,7 +152,7 @@ async def lose_bottom(omni: OmniSystem) -> None:
 # abort, deadlines, dropping
 
 
-@in_kept
+@with_shared_system
 async def test_abort_of_a_queued_request(omni: OmniSystem) -> None:
     await lose_bottom(omni)
     queued = ask(omni)
@@ -160,7 +164,7 @@ async def test_abort_of_a_queued_request(omni: OmniSystem) -> None:
     assert await is_free_everywhere(omni)
 
 
-@in_kept
+@with_shared_system
 async def test_abort_of_a_running_request(omni: OmniSystem) -> None:
     for where in ("top", "bottom"):
         held = ask(omni, hold=where)
@@ -171,7 +175,7 @@ async def test_abort_of_a_running_request(omni: OmniSystem) -> None:
         assert await is_free_everywhere(omni)
 
 
-@in_kept
+@with_shared_system
 async def test_abort_of_a_streaming_request(omni: OmniSystem) -> None:
     before = aborted(omni)
     held = ask(omni, modalities=("text", "audio"), hold="bottom")
@@ -184,7 +188,7 @@ async def test_abort_of_a_streaming_request(omni: OmniSystem) -> None:
     assert aborted(omni) == before + 1
 
 
-@in_kept
+@with_shared_system
 async def test_abort_after_the_end_changes_nothing(omni: OmniSystem) -> None:
     before = aborted(omni)
     generation = ask(omni)
@@ -205,7 +209,7 @@ async def test_abort_of_a_request_whose_stage_hangs_is_immediate() -> None:
         assert [output.delta for output in await read(ask(omni, modalities=("text",)))] == ["x"]
 
 
-@in_kept
+@with_shared_system
 async def test_a_deadline_ends_the_request_everywhere(omni: OmniSystem) -> None:
     for deadline_s in (0.05, 0.0):
         late = omni.submit({"script": [Input({"hold": "bottom"})]}, ["audio"], deadline_s=deadline_s)
@@ -221,7 +225,7 @@ async def test_a_deadline_of_the_pipeline_counts_where_the_request_has_none(alon
             await read(ask(omni, modalities=("text",), hold="top"))
 
 
-@in_kept
+@with_shared_system
 async def test_a_dropped_answer_aborts_its_request(omni: OmniSystem) -> None:
     held = ask(omni, hold="bottom")
     assert in_flight(omni) == 1
@@ -234,7 +238,7 @@ async def test_a_dropped_answer_aborts_its_request(omni: OmniSystem) -> None:
     assert await is_free_everywhere(omni)
 
 
-def test_a_cancelled_reader_loses_nothing(echo: Kept) -> None:
+def test_a_cancelled_reader_loses_nothing(echo: SharedSystem) -> None:
     async def work(omni: OmniSystem) -> None:
         generation = omni.submit({"script": [Input({"n": n}) for n in range(50)]}, ["text"])
         got: list[Output] = []
@@ -267,7 +271,7 @@ async def test_aborted_requests_do_not_pile_up_behind_a_stage_that_takes_nothing
 # bounds
 
 
-@in_kept
+@with_shared_system
 async def test_past_max_requests_admission_is_refused(omni: OmniSystem) -> None:
     held = [ask(omni, hold="top") for _ in range(MAX_REQUESTS)]
     with pytest.raises(Overloaded) as caught:
@@ -301,7 +305,7 @@ async def test_outputs_that_nobody_reads_are_bounded() -> None:
 # what a request may bring
 
 
-@in_kept
+@with_shared_system
 async def test_input_that_cannot_travel_fails_its_own_request_only(omni: OmniSystem) -> None:
     deep: dict[str, Any] = {}
     for _ in range(100_000):
@@ -320,7 +324,7 @@ async def test_input_that_cannot_travel_fails_its_own_request_only(omni: OmniSys
         assert len(await read(fine)) == 1
 
 
-@in_kept
+@with_shared_system
 async def test_parameters_that_cannot_travel_are_refused(omni: OmniSystem) -> None:
     for value in (object(), 10**30, "x" * 200_000):
         with pytest.raises(InvalidRequest, match="parameters of stage"):
@@ -329,13 +333,13 @@ async def test_parameters_that_cannot_travel_are_refused(omni: OmniSystem) -> No
     assert await is_free_everywhere(omni)
 
 
-@in_kept
+@with_shared_system
 async def test_a_kind_of_input_without_a_piece_is_no_input(omni: OmniSystem) -> None:
     with pytest.raises(InvalidRequest, match="no input"):
         omni.submit({"script": []}, ["audio"])
 
 
-def test_a_request_that_fits_no_stage_is_refused_at_once(echo: Kept) -> None:
+def test_a_request_that_fits_no_stage_is_refused_at_once(echo: SharedSystem) -> None:
     async def work(omni: OmniSystem) -> None:
         unknown: dict[str, Any] = {"temperature": 1.0}
         for kind, modalities, params in (
@@ -354,7 +358,7 @@ def test_a_request_that_fits_no_stage_is_refused_at_once(echo: Kept) -> None:
 # graphs
 
 
-@in_kept
+@with_shared_system
 async def test_requests_wait_for_a_stage_that_restarts_and_then_run(omni: OmniSystem) -> None:
     await lose_bottom(omni)
     waiting = [ask(omni) for _ in range(3)]
@@ -392,7 +396,7 @@ async def test_a_stage_with_two_entries_joins_and_one_read_by_two_fans_out() -> 
         assert {stage for stage, worker in workers.items() if worker and worker.mailbox.patient} == {"left", "right"}
 
 
-def test_a_payload_larger_than_every_ring_arrives_as_it_was(echo: Kept) -> None:
+def test_a_payload_larger_than_every_ring_arrives_as_it_was(echo: SharedSystem) -> None:
     pixels = np.random.default_rng(1).integers(0, 255, (3, 333, 777), np.uint8)
 
     async def work(omni: OmniSystem) -> None:

@@ -23,7 +23,7 @@ from omni_actors.platform.cpu_sharing import LONGEST_S, SHARE, WORKERS, Cores, S
 from omni_actors.protocol.messages import CLIENT_ADDRESS, Address, Finished, Ping, Pong
 from omni_actors.stages.base import StageContext, StageFailure, StageOutput
 from omni_actors.stages.echo import EchoEngine
-from tests.worker.bench import Bench, echo, open_bench, receive, send
+from tests.support.engine_loop_harness import LoopHarness, echo, open_harness, receive, send
 
 WATCHDOG_S = 60.0
 CORES = len(os.sched_getaffinity(0))
@@ -265,28 +265,28 @@ def test_while_others_go_first_a_loop_obeys_and_receives_and_does_not_step(patie
     ours, other = patient
     other.urge(awaited=True)
     engine = echo()
-    with open_bench(ours) as bench:
-        into, out = bench.input(), bench.output()
-        bench.run(engine)
-        bench.start(1)
+    with open_harness(ours) as harness:
+        into, out = harness.input(), harness.output()
+        harness.run(engine)
+        harness.start(1)
         send(into, 1, 0, text="held", last=True)
-        bench.loop.post(Ping(1))
-        assert bench.heard() == Pong(1)
+        harness.loop.post(Ping(1))
+        assert harness.next_message() == Pong(1)
         for _ in range(10):  # fewer doorbells have rung: it looks by the clock
-            bench.loop.asleep.get(timeout=WATCHDOG_S)
+            harness.loop.asleep.get(timeout=WATCHDOG_S)
         assert engine.busy
         assert out.try_recv() is None
         other.urge(awaited=False)
         assert receive(out).data["text"] == "held"
-        assert isinstance(bench.heard(), Finished)
+        assert isinstance(harness.next_message(), Finished)
 
 
 class Telling(EchoEngine):
     """Notes of each output whether its worker is urgent, before it is given out and after."""
 
-    def __init__(self, bench: Bench, other: Cores) -> None:
+    def __init__(self, harness: LoopHarness, other: Cores) -> None:
         super().__init__(StageContext("here", None, {"fan_out": 2}, 1, "cpu", lambda note: None))
-        self._bench, self._other = bench, other
+        self._bench, self._other = harness, other
         self.urgent: list[tuple[bool, bool]] = []
 
     def step(self) -> Iterator[StageOutput | StageFailure]:
@@ -303,20 +303,20 @@ class Telling(EchoEngine):
 
 def test_a_loop_is_urgent_until_each_client_has_a_first_output(patient: tuple[Cores, Cores]) -> None:
     other, ours = patient
-    with open_bench(ours) as bench:
-        into, consumers = bench.input(), {target: bench.output(target=target) for target in (CLIENT_ADDRESS, BELOW)}
-        engine = Telling(bench, other)
-        bench.run(engine)
+    with open_harness(ours) as harness:
+        into, consumers = harness.input(), {target: harness.output(target=target) for target in (CLIENT_ADDRESS, BELOW)}
+        engine = Telling(harness, other)
+        harness.run(engine)
 
         def ask(
             request: int, text: str = "", targets: tuple[Address, ...] = (CLIENT_ADDRESS,), *, replayed: bool = False
         ) -> list[tuple[bool, bool]]:
             engine.urgent.clear()
-            bench.start(request, targets=targets, replayed=replayed)
+            harness.start(request, targets=targets, replayed=replayed)
             send(into, request, 0, text=text, last=True)
             for target in targets:
                 assert [receive(consumers[target]).seq for _ in range(2)] == [0, 1]
-            bench.wait_asleep()
+            harness.wait_asleep()
             assert not other.stand_back(), "when nothing is computed"
             return list(engine.urgent)
 
@@ -325,7 +325,7 @@ def test_a_loop_is_urgent_until_each_client_has_a_first_output(patient: tuple[Co
         assert ask(3, replayed=True) == [(False, False)] * 2, "its client may have heard it"
         assert ask(4, "hidden states", (CLIENT_ADDRESS, BELOW)) == [(True, True)] * 2, "it has nothing"
         assert ask(5, "ping") == [(True, True), (False, False)], "a command that is here may be a request"
-        bench.start(6, ("above", "client"))
+        harness.start(6, ("above", "client"))
         send(into, 6, 0, text="half of it")
         assert ask(7) == [(True, False), (False, False)], "the sixth waits for input"
 

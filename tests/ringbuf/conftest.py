@@ -5,15 +5,15 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TypeAlias
 
 import pytest
 
 import ringbuf
 from ringbuf import Ring
+from tests.ringbuf.descriptors import Peer
 
 ROOT = Path(ringbuf.__file__).parent.parent
 PROLOGUE = """
@@ -31,20 +31,6 @@ def wait_until_asleep(column):
 
 ring, *others = map(attach, sys.argv[1:])
 """
-
-Peer: TypeAlias = Callable[..., "subprocess.Popen[str]"]
-"""peer(script, *rings)"""
-
-
-def descriptors() -> set[str]:
-    """Of this process."""
-    with os.scandir("/proc/self/fd") as entries:
-        return {entry.name for entry in entries}
-
-
-def duplicates(ring: Ring) -> list[int]:
-    """What another mapping of it may have."""
-    return [os.dup(fd) for fd in ring.fds]
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ringbuf import CudaFailed, Ring
-from tests.ringbuf.conftest import descriptors
+from tests.ringbuf.descriptors import descriptors
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no NVIDIA GPU")

@@ -19,7 +19,7 @@ import pytest
 
 from ringbuf import Consumer, PeerDied, Producer, Ring, RingClosed, WrongGeneration
 from ringbuf._words import CONSUMER, PRODUCER, Column
-from tests.ringbuf.conftest import descriptors, duplicates
+from tests.ringbuf.descriptors import descriptors, duplicates
 from tests.ringbuf.dying import CAPACITY, FILLING, MESSAGES, START, STREAM
 from tests.ringbuf.nursery import WATCHDOG_S, Child, Nursery
 

@@ -26,7 +26,7 @@ from ringbuf._descriptors import (
     create_memory,
 )
 from ringbuf._words import HEADER, PAGE
-from tests.ringbuf.conftest import Peer, descriptors, duplicates
+from tests.ringbuf.descriptors import Peer, descriptors, duplicates
 
 GENERATION = 7
 

@@ -30,7 +30,7 @@ from ringbuf import (
 from ringbuf._claim import _claim_word
 from ringbuf._producer import MAX_MESSAGE
 from ringbuf._words import CONSUMER, FIRST, HEADER, PRODUCER, RECORD
-from tests.ringbuf.conftest import descriptors, duplicates
+from tests.ringbuf.descriptors import descriptors, duplicates
 
 CAPACITY = 4096
 GENERATION = 7

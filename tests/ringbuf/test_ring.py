@@ -13,7 +13,7 @@ import pytest
 import ringbuf
 from ringbuf import AlreadyClaimed, Ring, RingClosed, RingCorrupted, RingMisuse, WrongGeneration
 from ringbuf._words import CONSUMER, HEADER, PRODUCER
-from tests.ringbuf.conftest import descriptors, duplicates
+from tests.ringbuf.descriptors import descriptors, duplicates
 
 
 def test_a_ring_has_no_name() -> None:

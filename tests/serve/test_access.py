@@ -26,7 +26,7 @@ Start = Callable[..., AbstractContextManager[Any]]
 INSIDE = """\
 name: inside
 stages:
-  mind: {engine: "engines:Inside", accepts: [messages], emits: text}
+  mind: {engine: "tests.support.served_engines:Inside", accepts: [messages], emits: text}
 """
 APP = "https://app.example.org"
 KEY = {"authorization": "Bearer sesame"}

@@ -13,7 +13,7 @@ import trio
 import trio.testing
 
 from omni_actors.serve import connection, exchange, wire
-from tests.serve.listening import GET, MAX_BODY_BYTES, POST, Server, error_of, listening, read_all, read_answer
+from tests.support.http_listener import GET, MAX_BODY_BYTES, POST, Server, error_of, listening, read_all, read_answer
 
 
 @pytest.fixture

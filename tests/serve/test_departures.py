@@ -12,7 +12,7 @@ import pytest
 import trio
 
 from omni_actors.serve import exchange, wire
-from tests.serve.listening import POST, Server, listening, read_answer, read_until_cut
+from tests.support.http_listener import POST, Server, listening, read_answer, read_until_cut
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import trio
 
-from tests.serve.listening import GET, POST, Server, error_of, listening, read_all, read_answer, read_until_cut
+from tests.support.http_listener import GET, POST, Server, error_of, listening, read_all, read_answer, read_until_cut
 
 REFUSED = "omni_http_refused_connections_total"
 

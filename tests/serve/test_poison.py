@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import openai
 
-from tests.serve.conftest import WATCHDOG_S, Server, Start
+from tests.support.http_server import WATCHDOG_S, Server, Start
 
 POISONERS, OTHERS, ROUNDS = 50, 8, 5
 POISON = "a deadly word"

@@ -12,7 +12,7 @@ from trio.testing import MockClock
 from omni_actors.errors import RequestError, SlowConsumer
 from omni_actors.generation import Generation
 from omni_actors.serve.replies import Held, Json, Stream, collecting
-from tests.reading import PIECE, PIECES, WATCHDOG_S, World, opened
+from tests.support.simulated_system import PIECE, PIECES, WATCHDOG_S, SimulatedSystem, open_simulated_system
 
 
 class Connection:
@@ -35,7 +35,7 @@ class Connection:
         return self.sent[-1]["type"] == "http.response.body" and not self.sent[-1].get("more_body")
 
 
-async def stream(world: World) -> Stream:
+async def stream(world: SimulatedSystem) -> Stream:
     async def pieces(generation: Generation) -> AsyncGenerator[bytes, None]:
         async for output in generation:
             yield b"%d" % output.data["n"]
@@ -44,7 +44,7 @@ async def stream(world: World) -> Stream:
     return await Stream(generation, pieces(generation), "text/plain", lambda error: b"sorry").begun()
 
 
-async def whole(world: World) -> Held:
+async def whole(world: SimulatedSystem) -> Held:
     generation = world.ask()
     with collecting(generation):
         return Held(generation, Json([output.data["n"] async for output in generation]))
@@ -60,7 +60,7 @@ async def serve(answer: Stream | Held, connection: Connection) -> None:
 
 @pytest.mark.parametrize("make", [stream, whole])
 async def test_an_answer_that_is_taken_is_sent_whole_and_leaves_nothing(autojump_clock: MockClock, make: Any) -> None:
-    async with opened() as world:
+    async with open_simulated_system() as world:
         connection = Connection()
         await serve(await make(world), connection)
         assert connection.complete
@@ -68,7 +68,7 @@ async def test_an_answer_that_is_taken_is_sent_whole_and_leaves_nothing(autojump
 
 
 async def test_a_stream_whose_connection_is_stuck_is_cut_without_an_end(autojump_clock: MockClock) -> None:
-    async with opened() as world:
+    async with open_simulated_system() as world:
         connection = Connection(room=3)
         await serve(await stream(world), connection)
         assert [message.get("body") for message in connection.sent] == [None, b"0", b"1"]
@@ -77,7 +77,7 @@ async def test_a_stream_whose_connection_is_stuck_is_cut_without_an_end(autojump
 
 
 async def test_the_last_piece_is_charged_while_it_is_sent(autojump_clock: MockClock) -> None:
-    async with opened() as world, trio.open_nursery() as nursery:
+    async with open_simulated_system() as world, trio.open_nursery() as nursery:
         connection = Connection(room=PIECES)  # the head, and all but one
         nursery.start_soon(serve, await stream(world), connection)
         await connection.stuck.wait()
@@ -88,7 +88,7 @@ async def test_the_last_piece_is_charged_while_it_is_sent(autojump_clock: MockCl
 
 
 async def test_a_whole_answer_is_charged_until_its_connection_has_it(autojump_clock: MockClock) -> None:
-    async with opened(max_requests=1) as world, trio.open_nursery() as nursery:
+    async with open_simulated_system(max_requests=1) as world, trio.open_nursery() as nursery:
         connection = Connection(room=1)
         nursery.start_soon(serve, await whole(world), connection)
         await connection.stuck.wait()
@@ -101,7 +101,7 @@ async def test_a_whole_answer_is_charged_until_its_connection_has_it(autojump_cl
 
 
 async def test_a_whole_answer_that_is_not_taken_is_cut(autojump_clock: MockClock) -> None:
-    async with opened() as world, trio.open_nursery() as nursery:
+    async with open_simulated_system() as world, trio.open_nursery() as nursery:
         connection = Connection(room=1)
         nursery.start_soon(serve, await whole(world), connection)
         await connection.stuck.wait()
@@ -111,7 +111,7 @@ async def test_a_whole_answer_that_is_not_taken_is_cut(autojump_clock: MockClock
 
 
 async def test_a_client_that_leaves_while_a_whole_answer_is_sent_frees_it(autojump_clock: MockClock) -> None:
-    async with opened() as world:
+    async with open_simulated_system() as world:
         async with trio.open_nursery() as nursery:
             connection = Connection(room=1)
             nursery.start_soon(serve, await whole(world), connection)
@@ -121,7 +121,7 @@ async def test_a_client_that_leaves_while_a_whole_answer_is_sent_frees_it(autoju
 
 
 async def test_an_answer_that_was_cut_before_it_is_sent_is_an_error(autojump_clock: MockClock) -> None:
-    async with opened() as world:
+    async with open_simulated_system() as world:
         generation = world.ask(deadline_s=50)
         with collecting(generation):
             answer = Held(generation, Json([output.data["n"] async for output in generation]))

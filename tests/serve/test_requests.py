@@ -25,8 +25,9 @@ NOT_REPLAYED = ("-s", "limits.replays=0")
 SLOW_SPEECH = """\
 name: studio
 stages:
-  ear: {engine: "engines:Ear", accepts: [audio], emits: transcript, options: {step_s: 600}, shutdown_timeout_s: 0.1}
-  mouth: {engine: "engines:Speaker", accepts: [script], emits: audio, options: {step_s: 0.01}}
+  ear: {engine: "tests.support.served_engines:Ear", accepts: [audio], emits: transcript,
+    options: {step_s: 600}, shutdown_timeout_s: 0.1}
+  mouth: {engine: "tests.support.served_engines:Speaker", accepts: [script], emits: audio, options: {step_s: 0.01}}
 """
 """And an ear that hears nothing for ten minutes."""
 Start = Callable[..., AbstractContextManager[Any]]

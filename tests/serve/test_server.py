@@ -227,7 +227,9 @@ def test_an_address_that_is_none() -> None:
 
 def test_a_stage_that_cannot_load_ends_the_server_with_its_error(command: Command, tmp_path: Path) -> None:
     pipeline = tmp_path / "broken.yaml"
-    pipeline.write_text('name: broken\nstages:\n  one: {engine: "engines:broken", accepts: [script], emits: text}\n')
+    pipeline.write_text(
+        'name: broken\nstages: {one: {engine: "tests.support.served_engines:broken", accepts: [script], emits: text}}\n'
+    )
     code, out, err = run(command, str(pipeline), "--port", "0")
     assert code == 1
     assert out.startswith("listening on ")

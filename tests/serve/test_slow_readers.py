@@ -10,7 +10,7 @@ import msgspec
 import openai
 import pytest
 
-from tests.serve.conftest import WATCHDOG_S, Server, Start
+from tests.support.http_server import WATCHDOG_S, Server, Start
 
 WORDS = 1365
 """4,096 characters. A word is 1600 samples: 6.4 kB in the system, and 3.2 kB sent."""

@@ -22,7 +22,8 @@ from msgspec import inspect
 
 from omni_actors.stages.base import InvalidRequest, StageFailure
 from omni_actors.stages.registry import ENGINES
-from tests.stages.test_conformance import VOICE, Case, echo, reachable
+from tests.support.conformance import reachable
+from tests.support.engine_cases import Case
 
 FUZZ = int(os.environ.get("OMNI_ACTORS_FUZZ", "1"))
 EXAMPLES = {"whisper": 4, "qwen2_5_token2wav": 5, "hibari_acoustic": 12, "hibari_vocoder": 25, "echo": 40}
@@ -59,19 +60,6 @@ MESSAGES = st.builds(
     st.sampled_from(["user", "system", "assistant", "developer", "", None]),
     st.one_of(TEXTS, THINGS, st.lists(PARTS, max_size=3)),
 )
-
-
-@pytest.fixture(
-    scope="module", params=[echo, *(pytest.param(f, marks=pytest.mark.voice, id=f.__name__) for f in VOICE)]
-)
-def case(request: pytest.FixtureRequest) -> Case:
-    made: Case = request.param(request)
-    return made
-
-
-@pytest.fixture
-def driver(case: Case, drive: Callable[..., Any]) -> Any:
-    return drive(case.name)
 
 
 # what a schema accepts

@@ -21,7 +21,7 @@ from omni_actors.stages.autoregressive.text import Answer, Vocabulary
 from omni_actors.stages.base import CLIENT, Chunk, InvalidRequest, StageContext, StageOutput, StageRequest
 from omni_actors.stages.llm import open_engine
 from omni_actors.stages.llm.engine import LLMEngine
-from tests.stages.llama import save_model, save_tokenizer
+from tiny_models.llama import save_model, save_tokenizer
 
 CONTEXT = 96
 PROMPTS = [

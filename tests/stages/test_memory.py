@@ -124,8 +124,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any, Pat
     """Whole models of random weights, and where they were saved, one of them in many shards."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from tests.stages.qwen2_5 import tiny as tiny_2_5
-    from tests.stages.qwen3 import tiny
+    from tiny_models import qwen2_5 as tiny_2_5
+    from tiny_models import qwen3 as tiny
 
     sizes: dict[str, Any] = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
     llama = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, tie_word_embeddings=True))

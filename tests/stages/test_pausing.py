@@ -4,35 +4,25 @@ from __future__ import annotations
 
 import pkgutil
 import random
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from omni_actors.stages.base import Pausable
-from tests.stages import test_conformance
-from tests.stages.test_conformance import VOICE, Case, echo
+from tests.support.conformance import exact_chunks
+from tests.support.engine_cases import EVERY_ENGINE, Case
 
 PAUSABLE = {"echo", "whisper", "hibari_acoustic", "hibari_vocoder", "qwen3_code2wav", "qwen2_5_token2wav"}
-_chunks = test_conformance._chunks
 
 
 @pytest.fixture(
     scope="module",
-    params=[
-        pytest.param(make, marks=[pytest.mark.voice] * (make is not echo), id=make.__name__)
-        for make in (echo, *VOICE)
-        if make.__name__ in PAUSABLE
-    ],
+    params=[param for param in EVERY_ENGINE if param.id in PAUSABLE],
 )
 def case(request: pytest.FixtureRequest) -> Case:
+    """Replaces the fixture of ``conftest.py``."""
     made: Case = request.param(request)
     return made
-
-
-@pytest.fixture
-def driver(case: Case, drive: Callable[..., Any]) -> Any:
-    return drive(case.name)
 
 
 @pytest.mark.voice
@@ -47,7 +37,7 @@ def test_pausing_changes_no_chunk(case: Case, driver: Any) -> None:
     draw = random.Random(1)
     case.start(driver, 1)
     case.feed(driver, 1, 0)
-    expected = _chunks(driver.run()[1])
+    expected = exact_chunks(driver.run()[1])
     outputs: list[Any] = []
     for number in (0, 1):
         case.start(driver, 10 + number)
@@ -57,7 +47,7 @@ def test_pausing_changes_no_chunk(case: Case, driver: Any) -> None:
         outputs += _step_and_pause(driver, draw)
     while driver.live:
         outputs += _step_and_pause(driver, draw)
-    assert _chunks([output for output in outputs if output.request_id == 10]) == expected
+    assert exact_chunks([output for output in outputs if output.request_id == 10]) == expected
 
 
 def _step_and_pause(driver: Any, draw: random.Random) -> list[Any]:

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from omni_actors.stages.base import CLIENT, InvalidRequest, StageFailure
-from tests.stages import test_conformance as cases
-from tests.stages.test_conformance import Case
+from tests.support import engine_cases as cases
+from tests.support.engine_cases import Case
 
 pytestmark = pytest.mark.voice
 

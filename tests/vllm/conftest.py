@@ -17,7 +17,8 @@ from omni_actors.stages import assets
 from omni_actors.stages.base import StageContext, StageEngine
 from omni_actors.stages.registry import ENGINES
 from omni_actors.stages.vllm.opening import prepare
-from tests.stages.conftest import drive
+from tests.support.engine_fixtures import drive
+from tests.support.vllm_options import ENGINE_ARGS, TEXT_ARGS
 
 __all__ = ["drive"]
 
@@ -28,22 +29,6 @@ else:
     with warnings.catch_warnings():  # vLLM's own fail no test of ours
         warnings.simplefilter("ignore")
         import_module("omni_actors.stages.vllm.private")
-
-ENGINE_ARGS: dict[str, Any] = {
-    "dtype": "float32",
-    "enforce_eager": True,
-    "kv_cache_memory_bytes": 1 << 28,
-    "max_model_len": 1024,
-    "max_num_batched_tokens": 64,
-    "max_num_seqs": 8,
-}
-"""Prompts are prefilled in pieces of 64 tokens."""
-TEXT_ARGS: dict[str, Any] = {
-    "enable_prompt_embeds": True,
-    "logits_processors": ["tests.vllm.processors:Only"],
-    "scheduling_policy": "priority",
-}
-"""Besides, of the ``vllm`` engine."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -68,7 +53,7 @@ def open_stage(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Calla
 
     @functools.cache
     def random(family: str) -> Path:
-        from tests.vllm import tiny
+        from tiny_models import vllm as tiny
 
         directory: Path = getattr(tiny, family)(tmp_path_factory.mktemp(family))
         return directory

@@ -15,10 +15,10 @@ from vllm.inputs.engine import tokens_input
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from omni_actors.stages.vllm import private
-from tests.stages.qwen2_5 import reference as reference25
-from tests.stages.qwen3 import reference as reference3
-from tests.vllm import tiny
-from tests.vllm.conftest import ENGINE_ARGS
+from tests.support import qwen2_5_reference as reference25
+from tests.support import qwen3_reference as reference3
+from tests.support.vllm_options import ENGINE_ARGS
+from tiny_models import vllm as tiny
 
 LAYERS = [0, 1, 2, 3]
 """Of four: transformers gives the last one after the norm."""

@@ -15,17 +15,17 @@ from typing import Any
 import pytest
 
 from omni_actors.errors import InvalidRequest
-from tests.stages.qwen2_5 import test_parity as parity25
-from tests.stages.qwen3 import test_parity as parity3
-from tests.stages.qwen3.test_parity import ASKS, STORY, Ask, sixteen
-from tests.vllm import tiny
+from tests.support.omni_questions import ASKS, STORY, Ask, sixteen
+from tests.support.qwen2_5_chain import Qwen25Chain
+from tests.support.qwen3_chain import Qwen3Chain
+from tiny_models import vllm as tiny
 
 WHOLE = {"disable_chunked_mm_input": True, "max_num_batched_tokens": 2048, "max_model_len": 2048}
 
 
 FAMILIES: dict[str, tuple[Any, Callable[..., Any], str, dict[str, Any]]] = {
-    "qwen3": (parity3.Pipeline, tiny.qwen3, "qwen3_thinker", {"seed": 1}),
-    "qwen2_5": (parity25.Pipeline, tiny.qwen2_5, "qwen2_5_thinker", {"seed": 1}),
+    "qwen3": (Qwen3Chain, tiny.qwen3, "qwen3_thinker", {"seed": 1}),
+    "qwen2_5": (Qwen25Chain, tiny.qwen2_5, "qwen2_5_thinker", {"seed": 1}),
 }
 
 

@@ -17,10 +17,10 @@ import trio
 from omni_actors import OmniSystem
 from omni_actors.config import Pipeline, Restart, Stage
 from omni_actors.errors import InvalidRequest, StageCrashed
-from tests.kept import Kept, in_kept, kept_open
-from tests.test_omni import SPOKEN, STORY, read, sound_of, text_of
-from tests.vllm import tiny
-from tests.vllm.conftest import ENGINE_ARGS
+from tests.support.shared_system import SharedSystem, open_shared_system, with_shared_system
+from tests.support.spoken_answers import SPOKEN, STORY, read, sound_of, text_of
+from tests.support.vllm_options import ENGINE_ARGS
+from tiny_models import vllm as tiny
 
 ASKED = {**SPOKEN, "max_tokens": 60, "talker_max_tokens": 61}
 LONG = STORY * 12
@@ -30,7 +30,7 @@ WATCHDOG_S = 100.0
 
 
 @pytest.fixture(scope="module")
-def kept(its_own: set[int], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kept]:
+def shared_system(fixture_processes: set[int], tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedSystem]:
     """Its workers, however they end, leave nothing among the temporary files."""
     temporary = tmp_path_factory.mktemp("temporary")
     model = str(tiny.qwen3(tmp_path_factory.mktemp("omni"), text_eos=0.0, codec_eos=0.0))
@@ -52,8 +52,10 @@ def kept(its_own: set[int], tmp_path_factory: pytest.TempPathFactory) -> Iterato
     }
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("TMPDIR", str(temporary))
-        with kept_open(lambda: OmniSystem.open(Pipeline(name="tiny", stages=stages)), its_own) as kept:
-            yield kept
+        with open_shared_system(
+            lambda: OmniSystem.open(Pipeline(name="tiny", stages=stages)), fixture_processes
+        ) as shared_system:
+            yield shared_system
     assert list(temporary.iterdir()) == []
 
 
@@ -68,7 +70,7 @@ def kill(omni: OmniSystem) -> None:
     os.kill(pid, signal.SIGKILL)
 
 
-@in_kept
+@with_shared_system
 async def test_each_stage_begins_before_the_one_above_has_ended(omni: OmniSystem) -> None:
     outputs = await read(omni.generate(STORY, **ASKED))
     assert len(sound_of(outputs)) == 60 * 1920 - 555
@@ -78,7 +80,7 @@ async def test_each_stage_begins_before_the_one_above_has_ended(omni: OmniSystem
     assert metrics.stages["thinker"].sent_bytes["talker.0"] > 4 * 64 * (60 - 1 + 10), "a row for each token"
 
 
-@in_kept
+@with_shared_system
 async def test_a_thinker_killed_while_it_decodes_changes_nothing_for_the_client(omni: OmniSystem) -> None:
     expected = await read(omni.generate(STORY, **ASKED))
     outputs = await read(omni.generate(STORY, **ASKED), lambda: kill(omni))
@@ -107,7 +109,7 @@ async def held_in_a_step(omni: OmniSystem, at: int) -> AsyncIterator[None]:
     assert answered == [expected]
 
 
-@in_kept
+@with_shared_system
 async def test_a_thinker_killed_while_it_prefills_and_while_it_loads_comes_back(omni: OmniSystem) -> None:
     """``leaves_nothing_behind`` looks for what it left: processes, shared memory."""
     async with held_in_a_step(omni, at=2):
@@ -118,7 +120,7 @@ async def test_a_thinker_killed_while_it_prefills_and_while_it_loads_comes_back(
         kill(omni)  # its successor, which has just begun to load
 
 
-@in_kept
+@with_shared_system
 async def test_a_step_that_hangs_is_ended_and_its_request_replayed(omni: OmniSystem) -> None:
     """In the middle of an answer; nobody but the supervisor ends the worker."""
     async with held_in_a_step(omni, at=9):
@@ -127,7 +129,7 @@ async def test_a_step_that_hangs_is_ended_and_its_request_replayed(omni: OmniSys
     assert f"no progress for {STEP_S:g} s (step_timeout_s)" in (replica.last_exit or "")
 
 
-@in_kept
+@with_shared_system
 async def test_an_exception_in_a_step_reaches_the_client_and_the_stage_comes_back(omni: OmniSystem) -> None:
     fault: dict[str, Any] = {"fault": "raise", "at": 3}
     with trio.fail_after(WATCHDOG_S):
@@ -138,7 +140,7 @@ async def test_an_exception_in_a_step_reaches_the_client_and_the_stage_comes_bac
         assert text_of(await read(omni.generate(STORY, max_tokens=8)))
 
 
-@in_kept
+@with_shared_system
 async def test_the_figures_of_vllm_are_among_the_systems(omni: OmniSystem) -> None:
     """As of the last ping: one comes soon that has seen it."""
     await read(omni.generate(STORY, max_tokens=8))
@@ -151,7 +153,7 @@ async def test_the_figures_of_vllm_are_among_the_systems(omni: OmniSystem) -> No
         assert f'omni_engine{{name="{name}",replica="0",stage="thinker"}}' in figures
 
 
-@in_kept
+@with_shared_system
 async def test_a_prompt_beyond_the_context_is_refused(omni: OmniSystem) -> None:
     with pytest.raises(InvalidRequest, match="1023") as refused:
         await read(omni.generate("word " * 2000, max_tokens=4))

@@ -18,36 +18,13 @@ import pytest
 
 from omni_actors.stages.base import StageContext
 from omni_actors.stages.registry import ENGINES
-from tests.stages.conftest import Driver
-from tests.stages.qwen3 import test_parity as parity
-from tests.stages.qwen3 import tiny
-from tests.stages.qwen3.test_parity import ASKS, sixteen
-from tests.stages.test_conformance import (
-    Case,
-    qwen3_talker,
-    test_a_bad_chunk_refuses_its_own_request_only,
-    test_a_request_gives_its_outputs_and_exactly_one_last,
-    test_a_request_that_joins_between_steps_gives_what_it_gives_alone,
-    test_abort_frees_a_request_in_every_state,
-    test_an_engine_that_replays_gives_the_same_chunks_whatever_the_timing,
-    test_an_engine_without_work_is_not_busy,
-    test_an_id_can_be_used_again_after_its_end,
-    test_nothing_is_kept_of_a_request_that_has_ended,
-    test_requests_side_by_side_give_what_each_gives_alone,
-)
-from tests.vllm.tiny import HEADS, SECTION
-
-__all__ = [
-    "test_a_bad_chunk_refuses_its_own_request_only",
-    "test_a_request_gives_its_outputs_and_exactly_one_last",
-    "test_a_request_that_joins_between_steps_gives_what_it_gives_alone",
-    "test_abort_frees_a_request_in_every_state",
-    "test_an_engine_that_replays_gives_the_same_chunks_whatever_the_timing",
-    "test_an_engine_without_work_is_not_busy",
-    "test_an_id_can_be_used_again_after_its_end",
-    "test_nothing_is_kept_of_a_request_that_has_ended",
-    "test_requests_side_by_side_give_what_each_gives_alone",
-]
+from tests.support.conformance import EngineConformance
+from tests.support.engine_cases import Case, qwen3_talker
+from tests.support.engine_driver import Driver
+from tests.support.omni_questions import ASKS, Ask, sixteen
+from tests.support.qwen3_chain import Qwen3Chain
+from tiny_models import qwen3 as tiny
+from tiny_models.vllm import HEADS, SECTION
 
 CONTEXT = 1024
 ENGINE_ARGS = {"enforce_eager": True, "kv_cache_memory_bytes": 1 << 26, "max_num_batched_tokens": 32}
@@ -88,12 +65,12 @@ def open_plain(name: str, model: Path, **options: Any) -> Any:
 
 
 @pytest.fixture(scope="module")
-def pipeline(open_engine: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> parity.Pipeline:
-    return parity.Pipeline(save(tmp_path_factory.mktemp("wide"), seed=1, codec_eos=0.0), open_engine, ({}, {}))
+def pipeline(open_engine: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> Qwen3Chain:
+    return Qwen3Chain(save(tmp_path_factory.mktemp("wide"), seed=1, codec_eos=0.0), open_engine, ({}, {}))
 
 
 @pytest.fixture(scope="module")
-def theirs(pipeline: parity.Pipeline) -> Iterator[Any]:
+def theirs(pipeline: Qwen3Chain) -> Iterator[Any]:
     """The talker on transformers."""
     with closing(open_plain("qwen3_talker", pipeline.directory, context=CONTEXT)) as engine:
         yield engine
@@ -105,17 +82,21 @@ def case() -> Case:
 
 
 @pytest.fixture
-def driver(pipeline: parity.Pipeline) -> Driver:
+def driver(pipeline: Qwen3Chain) -> Driver:
     return Driver(pipeline.talker)
 
 
+class TestConformance(EngineConformance):
+    pass
+
+
 @pytest.mark.parametrize("ask", ASKS)
-def test_an_answer_is_the_references(pipeline: parity.Pipeline, ask: parity.Ask) -> None:
+def test_an_answer_is_the_references(pipeline: Qwen3Chain, ask: Ask) -> None:
     pipeline.check(ask, *pipeline.said([ask]))
 
 
 @pytest.mark.parametrize("seed", [0, 1])
-def test_sixteen_at_once_are_answered_as_each_alone(pipeline: parity.Pipeline, seed: int) -> None:
+def test_sixteen_at_once_are_answered_as_each_alone(pipeline: Qwen3Chain, seed: int) -> None:
     """Eight of them are in the batch: they join as others leave, and wait for text while others go on."""
     order = random.Random(seed)
     asks = sixteen(order)
@@ -146,14 +127,14 @@ def codes(engine: Any, prompts: Sequence[int], **params: Any) -> list[list[list[
     return [[output.tensors["codes"][0].tolist() for output in found if output.tensors] for found in outputs.values()]
 
 
-def test_sampled_codes_are_those_of_the_talker_on_transformers(pipeline: parity.Pipeline, theirs: Any) -> None:
+def test_sampled_codes_are_those_of_the_talker_on_transformers(pipeline: Qwen3Chain, theirs: Any) -> None:
     prompts = [9, 70, 3, 48, 49, 100, 20, 5]
     found = codes(pipeline.talker, prompts, talker_max_tokens=30)
     assert found == codes(theirs, prompts, talker_max_tokens=30)
     assert sum(map(len, found)) > 100
 
 
-def test_eight_that_fill_their_contexts_do_not_wait_for_each_other(pipeline: parity.Pipeline, theirs: Any) -> None:
+def test_eight_that_fill_their_contexts_do_not_wait_for_each_other(pipeline: Qwen3Chain, theirs: Any) -> None:
     prompts = [CONTEXT - 15 - number for number in range(8)]
     found = codes(pipeline.talker, prompts)
     assert found == codes(theirs, prompts)

@@ -11,7 +11,7 @@ import pytest
 
 from omni_actors.errors import InvalidRequest
 from omni_actors.stages.base import StageFailure
-from tests.stages.test_conformance import shown
+from tests.support.engine_cases import shown
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ from omni_actors.stages.base import StageContext, StageOutput, StageRequest
 from omni_actors.stages.echo import EchoEngine
 from omni_actors.worker.outgoing import OVERHEAD_BYTES
 from ringbuf import Consumer
-from tests.worker.bench import Bench, echo, open_bench, receive, send
+from tests.support.engine_loop_harness import LoopHarness, echo, open_harness, receive, send
 
 BELOW, ITS_TWIN = Address("below", 0), Address("below", 1)
 PLENTY = 1 << 20
@@ -32,9 +32,9 @@ _CLIENT_TOO = (CLIENT_ADDRESS,)
 
 
 @pytest.fixture
-def bench() -> Iterator[Bench]:
-    with open_bench() as bench:
-        yield bench
+def harness() -> Iterator[LoopHarness]:
+    with open_harness() as harness:
+        yield harness
 
 
 def texts(out: Consumer, count: int) -> list[tuple[int, str]]:
@@ -47,68 +47,68 @@ def texts(out: Consumer, count: int) -> list[tuple[int, str]]:
 
 @pytest.mark.parametrize("again_at", [BELOW, ITS_TWIN], ids=["the same replica", "another replica"])
 def test_a_new_consumer_gets_nothing_of_a_running_request_until_resend_then_all_of_it(
-    bench: Bench, again_at: Address
+    harness: LoopHarness, again_at: Address
 ) -> None:
-    into, out = bench.input(), bench.output(target=BELOW)
-    bench.run(echo())
-    bench.start(1, targets=(BELOW,), retain_bytes=PLENTY)
+    into, out = harness.input(), harness.output(target=BELOW)
+    harness.run(echo())
+    harness.start(1, targets=(BELOW,), retain_bytes=PLENTY)
     send(into, 1, 0, text="a")
     assert texts(out, 1) == [(0, "a")]
     out.close()  # it died
-    again = bench.output(target=again_at)
+    again = harness.output(target=again_at)
     send(into, 1, 1, text="b")
-    bench.wait_asleep()
+    harness.wait_asleep()
     assert again.try_recv() is None
-    bench.loop.post(Resend(1, again_at))
+    harness.loop.post(Resend(1, again_at))
     assert texts(again, 2) == [(0, "a"), (1, "b")]
     send(into, 1, 2, text="c", last=True)
     assert texts(again, 1) == [(2, "c")]
-    finished = bench.heard()
+    finished = harness.next_message()
     assert isinstance(finished, Finished)
     assert finished.stats.sent_bytes[str(again_at)] > 0
 
 
-def test_a_request_that_starts_later_flows_to_the_new_consumer_at_once(bench: Bench) -> None:
-    into, _ = bench.input(), bench.output(target=BELOW)
-    bench.run(echo())
-    bench.start(1, targets=(BELOW,), retain_bytes=PLENTY)
-    again = bench.output(target=BELOW)
-    bench.start(2, targets=(BELOW,), retain_bytes=PLENTY)
+def test_a_request_that_starts_later_flows_to_the_new_consumer_at_once(harness: LoopHarness) -> None:
+    into, _ = harness.input(), harness.output(target=BELOW)
+    harness.run(echo())
+    harness.start(1, targets=(BELOW,), retain_bytes=PLENTY)
+    again = harness.output(target=BELOW)
+    harness.start(2, targets=(BELOW,), retain_bytes=PLENTY)
     send(into, 1, 0, text="cut off", last=True)
     send(into, 2, 0, text="flows", last=True)
     assert texts(again, 1) == [(0, "flows")]
-    bench.loop.post(Resend(1, BELOW))
+    harness.loop.post(Resend(1, BELOW))
     assert texts(again, 1) == [(0, "cut off")]
 
 
-def test_another_target_of_the_same_request_does_not_notice(bench: Bench) -> None:
-    into, client, _ = bench.input(), bench.output(), bench.output(target=BELOW)
-    bench.run(echo())
-    bench.start(1, targets=(CLIENT_ADDRESS, BELOW), retain_bytes=PLENTY)
+def test_another_target_of_the_same_request_does_not_notice(harness: LoopHarness) -> None:
+    into, client, _ = harness.input(), harness.output(), harness.output(target=BELOW)
+    harness.run(echo())
+    harness.start(1, targets=(CLIENT_ADDRESS, BELOW), retain_bytes=PLENTY)
     send(into, 1, 0, text="a")
-    again = bench.output(target=BELOW)
-    bench.wait_asleep()
-    bench.loop.post(Resend(1, BELOW))
+    again = harness.output(target=BELOW)
+    harness.wait_asleep()
+    harness.loop.post(Resend(1, BELOW))
     send(into, 1, 1, text="b", last=True)
     assert texts(again, 2) == texts(client, 2) == [(0, "a"), (1, "b")]
     assert client.try_recv() is None
 
 
-def test_a_finished_request_is_sent_again_until_it_has_ended(bench: Bench) -> None:
-    into, out = bench.input(), bench.output(4096, target=BELOW)
-    bench.run(echo(fan_out=100, payload_bytes=1000))
-    bench.start(1, targets=(BELOW,), retain_bytes=PLENTY)
+def test_a_finished_request_is_sent_again_until_it_has_ended(harness: LoopHarness) -> None:
+    into, out = harness.input(), harness.output(4096, target=BELOW)
+    harness.run(echo(fan_out=100, payload_bytes=1000))
+    harness.start(1, targets=(BELOW,), retain_bytes=PLENTY)
     send(into, 1, 0, last=True)
     first = [receive(out) for _ in range(100)]
-    assert isinstance(bench.heard(), Finished)
+    assert isinstance(harness.next_message(), Finished)
     for _ in range(2):
-        bench.loop.post(Resend(1, BELOW))
+        harness.loop.post(Resend(1, BELOW))
         assert [receive(out) for _ in range(100)] == first
-    bench.loop.post(Resend(1, BELOW))
-    bench.wait_asleep()  # most of it waits for room
-    bench.loop.post(Abort(1))
-    bench.wait_asleep()
-    assert not bench.loop._retention.requests
+    harness.loop.post(Resend(1, BELOW))
+    harness.wait_asleep()  # most of it waits for room
+    harness.loop.post(Abort(1))
+    harness.wait_asleep()
+    assert not harness.loop._retention.requests
     assert len(list(_drain(out))) < 100
 
 
@@ -130,57 +130,57 @@ class Keeping(EchoEngine):
 @pytest.mark.parametrize("finished", [False, True])
 @pytest.mark.parametrize("retain_bytes", [0, 1, PLENTY])
 def test_nothing_is_kept_past_the_end_nor_where_nobody_may_want_it(
-    bench: Bench, retain_bytes: int, finished: bool
+    harness: LoopHarness, retain_bytes: int, finished: bool
 ) -> None:
     engine = Keeping()
-    into, out = bench.input(), bench.output(target=BELOW)
-    bench.run(engine)
-    bench.start(1, targets=(BELOW,), retain_bytes=retain_bytes)
+    into, out = harness.input(), harness.output(target=BELOW)
+    harness.run(engine)
+    harness.start(1, targets=(BELOW,), retain_bytes=retain_bytes)
     for seq in range(3):
         send(into, 1, seq, last=finished and seq == 2)
         receive(out)
-    bench.wait_asleep()
+    harness.wait_asleep()
     assert sum(ref() is not None for ref in engine.given) == (3 if retain_bytes == PLENTY else 0)
-    bench.loop.post(Abort(1))
-    bench.wait_asleep()
+    harness.loop.post(Abort(1))
+    harness.wait_asleep()
     assert not any(ref() is not None for ref in engine.given)
-    assert not bench.loop._retention.requests
+    assert not harness.loop._retention.requests
 
 
 @pytest.mark.parametrize("payload_bytes", [0, 100_000])
 def test_past_its_bound_all_is_let_go_and_said_once_and_again_when_it_is_needed(
-    bench: Bench, payload_bytes: int
+    harness: LoopHarness, payload_bytes: int
 ) -> None:
-    into, out = bench.input(), bench.output(target=BELOW)
-    bench.run(echo(payload_bytes=payload_bytes))
+    into, out = harness.input(), harness.output(target=BELOW)
+    harness.run(echo(payload_bytes=payload_bytes))
     limit = 2 * payload_bytes + 3 * OVERHEAD_BYTES
-    bench.start(1, targets=(BELOW,), retain_bytes=limit)
+    harness.start(1, targets=(BELOW,), retain_bytes=limit)
     for seq in range(8):
         send(into, 1, seq, text="x", last=seq == 7)
         assert texts(out, 1) == [(seq, "x")], "that it cannot be sent again does not touch how it goes on"
-    said = bench.heard()
+    said = harness.next_message()
     assert isinstance(said, Unreplayable)
     assert (said.request, said.needed) == (1, False)
     assert f"{limit} bytes" in said.reason
     assert "limits.retain_bytes" in said.reason
-    assert isinstance(bench.heard(), Finished)
-    bench.loop.post(Resend(1, BELOW))
-    assert bench.heard() == Unreplayable(1, said.reason, needed=True)
+    assert isinstance(harness.next_message(), Finished)
+    harness.loop.post(Resend(1, BELOW))
+    assert harness.next_message() == Unreplayable(1, said.reason, needed=True)
     assert out.try_recv() is None
 
 
-def test_past_the_bound_of_the_worker_the_largest_is_let_go_and_the_others_are_not(bench: Bench) -> None:
-    into, out = bench.input(), bench.output(target=BELOW)
-    bench.run(echo(payload_bytes=10_000))
+def test_past_the_bound_of_the_worker_the_largest_is_let_go_and_the_others_are_not(harness: LoopHarness) -> None:
+    into, out = harness.input(), harness.output(target=BELOW)
+    harness.run(echo(payload_bytes=10_000))
     for request in (1, 2, 3):
-        bench.start(request, targets=(BELOW,), retain_bytes=PLENTY, worker_retain_bytes=60_000)
+        harness.start(request, targets=(BELOW,), retain_bytes=PLENTY, worker_retain_bytes=60_000)
     for request, seq in ((1, 0), (2, 0), (2, 1), (2, 2), (1, 1)):
         send(into, request, seq, text="x")
         receive(out)
-    bench.wait_asleep()
-    assert bench.said.empty()
+    harness.wait_asleep()
+    assert harness.said.empty()
     send(into, 3, 0, text="x")
-    said = bench.heard()
+    said = harness.next_message()
     assert isinstance(said, Unreplayable)
     assert (said.request, said.needed) == (2, False)
     assert "60000 bytes" in said.reason
@@ -189,22 +189,22 @@ def test_past_the_bound_of_the_worker_the_largest_is_let_go_and_the_others_are_n
     send(into, 2, 3, text="x")  # what was let go stays so, and counts no more
     receive(out)
     for request, seqs in ((1, [0, 1]), (3, [0])):
-        bench.loop.post(Resend(request, BELOW))
+        harness.loop.post(Resend(request, BELOW))
         assert [receive(out).seq for _ in seqs] == seqs
-    bench.loop.post(Abort(1), Resend(2, BELOW))
-    assert bench.heard() == Unreplayable(2, said.reason, needed=True)
-    bench.wait_asleep()
-    assert bench.loop._retention.requests == {2, 3}
+    harness.loop.post(Abort(1), Resend(2, BELOW))
+    assert harness.next_message() == Unreplayable(2, said.reason, needed=True)
+    harness.wait_asleep()
+    assert harness.loop._retention.requests == {2, 3}
 
 
-def test_a_resend_of_what_was_never_retained_is_answered(bench: Bench) -> None:
-    into, out = bench.input(), bench.output(target=BELOW)
-    bench.run(echo())
-    bench.start(1, targets=(BELOW,))
+def test_a_resend_of_what_was_never_retained_is_answered(harness: LoopHarness) -> None:
+    into, out = harness.input(), harness.output(target=BELOW)
+    harness.run(echo())
+    harness.start(1, targets=(BELOW,))
     send(into, 1, 0, text="x")
     assert texts(out, 1) == [(0, "x")]
-    bench.loop.post(Resend(1, BELOW))
-    said = bench.heard()
+    harness.loop.post(Resend(1, BELOW))
+    said = harness.next_message()
     assert isinstance(said, Unreplayable)
     assert said.needed
 
@@ -212,38 +212,38 @@ def test_a_resend_of_what_was_never_retained_is_answered(bench: Bench) -> None:
 # what is taken in again
 
 
-def test_chunks_that_come_again_are_dropped_and_those_that_follow_are_taken(bench: Bench) -> None:
-    into, out = bench.input(source="above"), bench.output()
-    bench.run(echo())
-    bench.start(1, ("above",))
+def test_chunks_that_come_again_are_dropped_and_those_that_follow_are_taken(harness: LoopHarness) -> None:
+    into, out = harness.input(source="above"), harness.output()
+    harness.run(echo())
+    harness.start(1, ("above",))
     for seq, text in enumerate("ab"):
         send(into, 1, seq, source="above", text=text)
-    again = bench.input(source="above")
+    again = harness.input(source="above")
     for seq, text in enumerate("abcd"):
         send(again, 1, seq, source="above", text=text, last=text == "d")
     assert texts(out, 4) == [(0, "a"), (1, "b"), (2, "c"), (3, "d")]
-    assert bench.heard() == InputComplete(1, "above")
-    assert isinstance(bench.heard(), Finished)
-    bench.wait_asleep()
+    assert harness.next_message() == InputComplete(1, "above")
+    assert isinstance(harness.next_message(), Finished)
+    harness.wait_asleep()
     assert out.try_recv() is None
 
 
-def test_it_says_of_which_stages_it_has_all_and_once(bench: Bench) -> None:
+def test_it_says_of_which_stages_it_has_all_and_once(harness: LoopHarness) -> None:
     """Not of the client, which dies with the system."""
-    left, right, client = (bench.input(source=source) for source in ("left", "right", CLIENT))
-    out = bench.output()
-    bench.run(echo())
-    bench.start(1, ("left", "right", CLIENT), retain_bytes=PLENTY)
+    left, right, client = (harness.input(source=source) for source in ("left", "right", CLIENT))
+    out = harness.output()
+    harness.run(echo())
+    harness.start(1, ("left", "right", CLIENT), retain_bytes=PLENTY)
     send(left, 1, 0, source="left", text="a", last=True)
-    assert bench.heard() == InputComplete(1, "left")
-    send(bench.input(source="left"), 1, 0, source="left", text="a", last=True)  # it started again for somebody else
+    assert harness.next_message() == InputComplete(1, "left")
+    send(harness.input(source="left"), 1, 0, source="left", text="a", last=True)  # it started again for somebody else
     send(client, 1, 0, text="b", last=True)
-    bench.wait_asleep()
-    assert bench.said.empty()
+    harness.wait_asleep()
+    assert harness.said.empty()
     send(right, 1, 0, source="right", text="c")
     send(right, 1, 1, source="right", text="d", last=True)
-    assert bench.heard() == InputComplete(1, "right")
-    assert isinstance(bench.heard(), Finished)
+    assert harness.next_message() == InputComplete(1, "right")
+    assert isinstance(harness.next_message(), Finished)
     assert sorted(text for _, text in texts(out, 4)) == ["a", "b", "c", "d"]  # in this order of each source
 
 
@@ -251,18 +251,18 @@ def test_it_says_of_which_stages_it_has_all_and_once(bench: Bench) -> None:
     "difference", [{"text": "other"}, {"tensors": {"x": np.r_[np.zeros(9999), 1]}}, {"last": True}], ids=str
 )
 def test_a_chunk_that_comes_again_and_differs_ends_the_replay_and_nothing_else(
-    bench: Bench, difference: dict[str, Any]
+    harness: LoopHarness, difference: dict[str, Any]
 ) -> None:
-    into, out = bench.input(source="above"), bench.output()
-    bench.run(echo())
-    bench.start(1, ("above",))
-    bench.start(2, ("above",))
+    into, out = harness.input(source="above"), harness.output()
+    harness.run(echo())
+    harness.start(1, ("above",))
+    harness.start(2, ("above",))
     same = {"text": "same", "tensors": {"x": np.zeros(10_000)}}
     send(into, 1, 0, source="above", **same)
     assert texts(out, 1) == [(0, "same")]
-    again = bench.input(source="above")
+    again = harness.input(source="above")
     send(again, 1, 0, source="above", **(same | difference))
-    said = bench.heard()
+    said = harness.next_message()
     assert isinstance(said, Unreplayable)
     assert (said.request, said.needed) == (1, True)
     assert "differently" in said.reason
@@ -270,22 +270,22 @@ def test_a_chunk_that_comes_again_and_differs_ends_the_replay_and_nothing_else(
     assert texts(out, 1) == [(0, "fine")]
 
 
-def test_a_replayed_start_is_acknowledged_and_takes_nothing_that_came_before_it(bench: Bench) -> None:
+def test_a_replayed_start_is_acknowledged_and_takes_nothing_that_came_before_it(harness: LoopHarness) -> None:
     """Its number is below the newest. The others' order is what it was: what is stale stays so, what is early waits."""
-    into, out = bench.input(), bench.output()
-    bench.loop._newest = 5
-    bench.run(echo())
+    into, out = harness.input(), harness.output()
+    harness.loop._newest = 5
+    harness.run(echo())
     send(into, 3, 0, text="stale")
-    bench.wait_asleep()
-    bench.start(3, replayed=True)
-    assert bench.heard() == Started(3)
+    harness.wait_asleep()
+    harness.start(3, replayed=True)
+    assert harness.next_message() == Started(3)
     send(into, 4, 0, text="stale too")
     send(into, 3, 0, text="three", last=True)
     assert texts(out, 1) == [(0, "three")]
     send(into, 6, 0, text="early", last=True)
-    bench.wait_asleep()
+    harness.wait_asleep()
     assert out.try_recv() is None
-    bench.start(6)
+    harness.start(6)
     assert texts(out, 1) == [(0, "early")]
 
 
@@ -295,13 +295,13 @@ class Noting(EchoEngine):
         self.sources = request.sources
 
 
-def test_a_first_start_is_not_acknowledged(bench: Bench) -> None:
+def test_a_first_start_is_not_acknowledged(harness: LoopHarness) -> None:
     engine = Noting(StageContext("here", None, {}, 1, "cpu", lambda note: None))
-    bench.run(engine)
-    bench.start(1, (CLIENT, "above"))
-    bench.wait_asleep()
+    harness.run(engine)
+    harness.start(1, (CLIENT, "above"))
+    harness.wait_asleep()
     assert engine.sources == (CLIENT, "above")
-    assert bench.said.empty()
+    assert harness.said.empty()
 
 
 def _drain(out: Consumer) -> Iterator[int]:

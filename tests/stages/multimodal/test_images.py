@@ -11,7 +11,7 @@ from PIL import Image
 
 from omni_actors.stages.base import InvalidRequest
 from omni_actors.stages.multimodal.images import decode_image
-from tests.stages.multimodal.inputs import image_file, noise
+from tests.support.media_inputs import image_file, noise
 
 pytestmark = pytest.mark.voice  # the extra's libraries
 

@@ -22,8 +22,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from omni_actors.stages.base import InvalidRequest
 from omni_actors.stages.multimodal.limits import MediaLimits
 from omni_actors.stages.multimodal.processor import OmniProcessor
-from tests.stages import tokenizer
-from tests.stages.multimodal.inputs import (
+from tests.support.media_inputs import (
     RATE,
     Piece,
     bytes_of,
@@ -38,6 +37,7 @@ from tests.stages.multimodal.inputs import (
     video,
     video_file,
 )
+from tiny_models import tokenizer
 
 pytestmark = pytest.mark.voice  # the extra's libraries
 
@@ -108,7 +108,7 @@ class Family(NamedTuple):
 
 
 def load(name: str, directory: Path) -> Family:
-    tiny: Any = importlib.import_module(f"tests.stages.{name}.tiny")
+    tiny: Any = importlib.import_module(f"tiny_models.{name}")
     tiny.config().save_pretrained(directory)
     tokenizer.save(tiny.TOKENIZER, directory)
     window = {"chunk_length": WINDOW_S, "n_samples": WINDOW_S * RATE, "nb_max_frames": WINDOW_S * 100}

@@ -9,7 +9,7 @@ from omni_actors.stages.base import Chunk, InvalidRequest
 from omni_actors.stages.multimodal.conversation import AudioPart, ImagePart, Message, VideoPart
 from omni_actors.stages.multimodal.prompt import OmniPrompt
 from ringbuf import Tensor
-from tests.stages.multimodal.inputs import (
+from tests.support.media_inputs import (
     Piece,
     bytes_of,
     feed,

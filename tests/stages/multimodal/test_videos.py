@@ -13,7 +13,7 @@ import torch
 from omni_actors.stages.base import InvalidRequest
 from omni_actors.stages.multimodal.limits import MediaLimits
 from omni_actors.stages.multimodal.videos import Frames, Size, decode_sound, decode_video, sample_frames
-from tests.stages.multimodal.inputs import RATE, noise, video_file
+from tests.support.media_inputs import RATE, noise, video_file
 
 pytestmark = pytest.mark.voice  # the extra's libraries
 

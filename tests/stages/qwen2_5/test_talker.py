@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from omni_actors.stages.base import InvalidRequest
-from tests.stages.qwen2_5 import tiny
+from tiny_models import qwen2_5 as tiny
 
 pytestmark = pytest.mark.voice  # the extra's libraries; the weights are random
 

@@ -19,8 +19,8 @@ from safetensors.torch import load_file, save_file
 from omni_actors.stages.base import InvalidRequest
 from omni_actors.stages.checkpoint import WrongCheckpoint
 from omni_actors.stages.qwen2_5.vocoder import Vocoder, VocoderStream
-from tests.stages.qwen2_5 import tiny
-from tests.stages.qwen2_5.reference import Codes, Reference, Wave, load
+from tests.support.qwen2_5_reference import Codes, Reference, Wave, load
+from tiny_models import qwen2_5 as tiny
 
 pytestmark = pytest.mark.voice  # the extra's libraries; the weights are random
 

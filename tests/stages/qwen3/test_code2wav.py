@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from omni_actors.stages.base import InvalidRequest
 from omni_actors.stages.checkpoint import WrongCheckpoint
-from tests.stages.qwen3 import tiny
+from tiny_models import qwen3 as tiny
 
 pytestmark = pytest.mark.voice  # the extra's libraries; the weights are random
 

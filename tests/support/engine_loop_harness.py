@@ -38,7 +38,7 @@ class Watched(EngineLoop):
         return super().park(receiving=receiving)
 
 
-class Bench:
+class LoopHarness:
     """A loop, the far ends of its rings, and what it says."""
 
     def __init__(self, cores: OwnCores | None = None) -> None:
@@ -88,7 +88,7 @@ class Bench:
     ) -> None:
         self.loop.post(Start(request, sources, targets, {}, True, retain_bytes, replayed, worker_retain_bytes))
 
-    def heard(self) -> Message:
+    def next_message(self) -> Message:
         return self.said.get(timeout=WATCHDOG_S)
 
     def wait_asleep(self, *, receiving: bool = True) -> None:
@@ -114,12 +114,12 @@ class Bench:
 
 
 @contextmanager
-def open_bench(cores: OwnCores | None = None) -> Iterator[Bench]:
+def open_harness(cores: OwnCores | None = None) -> Iterator[LoopHarness]:
     """Leaving it has ended the loop, and closed every descriptor."""
     before = len(os.listdir("/proc/self/fd"))
-    bench = Bench(cores)
-    yield bench
-    bench.close()
+    harness = LoopHarness(cores)
+    yield harness
+    harness.close()
     assert len(os.listdir("/proc/self/fd")) == before
 
 

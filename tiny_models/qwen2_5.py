@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import Qwen2_5OmniConfig, Qwen2_5OmniForConditionalGeneration
 
-from tests.stages import tokenizer as words
+from tiny_models import tokenizer as words
 
 SYSTEM_PROMPT = "you are the sea"
 """Of the chat template, for a conversation that brings none: the real one has such a sentence, too."""

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from transformers import Qwen3OmniMoeConfig, Qwen3OmniMoeForConditionalGeneration
 
-from tests.stages import tokenizer
+from tiny_models import tokenizer
 
 CODEBOOK, GROUPS = 64, 4
 """Codes of a group, and groups of a frame (the real ones: 2048, 16)."""

@@ -11,15 +11,15 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from tests.stages.qwen2_5 import tiny as tiny25
-from tests.stages.qwen3 import tiny as tiny3
+from tiny_models import qwen2_5 as tiny25
+from tiny_models import qwen3 as tiny3
 
 HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
 SECTION = [8, 4, 4]
 
 
 def qwen3(directory: Path, **options: Any) -> Path:
-    """options: of ``tests.stages.qwen3.tiny.save``."""
+    """options: of ``tiny_models.qwen3.save``."""
     text_config = tiny3.text_config
 
     def wider(vocabulary: int, layers: int, **more: Any) -> dict[str, Any]:
@@ -39,7 +39,7 @@ def qwen3(directory: Path, **options: Any) -> Path:
 
 
 def qwen2_5(directory: Path, *, spread: float = 0.3, **options: Any) -> Path:
-    """spread: of the thinker's random weights. options: of ``tests.stages.qwen2_5.tiny.save``."""
+    """spread: of the thinker's random weights. options: of ``tiny_models.qwen2_5.save``."""
     config = tiny25.config
 
     def wider(**more: Any) -> Any:

@@ -23,16 +23,16 @@ WATCHDOG_S = 1000.0
 """Virtual."""
 
 
-class Unstoppable(EchoEngine):
+class NotPausable(EchoEngine):
     """An engine that does not implement ``Pausable``."""
 
     pause = resume = None  # type: ignore[assignment]
 
 
-UNSTOPPABLE = f"{__name__}:Unstoppable"
+NOT_PAUSABLE = f"{__name__}:NotPausable"
 
 
-class World(NamedTuple):
+class SimulatedSystem(NamedTuple):
     omni: OmniSystem
     spawner: SimulatedSpawner
 
@@ -77,7 +77,7 @@ def numbers(outputs: list[Output]) -> list[int]:
 
 
 @asynccontextmanager
-async def opened(engine: str = "echo", **limits: Any) -> AsyncIterator[World]:
+async def open_simulated_system(engine: str = "echo", **limits: Any) -> AsyncIterator[SimulatedSystem]:
     """Two stages: what the first gives is small, what the second gives is not."""
     pipeline = Pipeline(
         name="readers",
@@ -89,4 +89,4 @@ async def opened(engine: str = "echo", **limits: Any) -> AsyncIterator[World]:
     )
     spawner = SimulatedSpawner(lambda address, pid: Nature(turn_s=0.001), lambda said: None)
     async with OmniSystem.open(pipeline, spawner=spawner) as omni:
-        yield World(omni, spawner)
+        yield SimulatedSystem(omni, spawner)

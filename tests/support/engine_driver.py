@@ -1,0 +1,116 @@
+"""Drive engines in this process as a worker's engine loop drives them."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from omni_actors.stages.base import CLIENT, Chunk, StageEngine, StageOutput, StageRequest
+from ringbuf import decode_bundle, encode_bundle
+
+
+class Driver:
+    """Drives one engine and holds it to the protocol: what it names is live, and ends once.
+
+    Chunks are fed from memory that is taken away when ``feed`` ends: an engine that keeps a view meets a BufferError.
+    """
+
+    def __init__(self, engine: StageEngine) -> None:
+        self.engine = engine
+        self.live: set[int] = set()
+        self._seq = 0
+
+    def start(self, request_id: int, sources: tuple[str, ...] = (CLIENT,), **params: Any) -> None:
+        self.engine.start(StageRequest(request_id, sources, params))
+        self.live.add(request_id)
+
+    def feed(
+        self,
+        request_id: int,
+        data: Mapping[str, Any] | None = None,
+        tensors: Mapping[str, Any] | None = None,
+        *,
+        last: bool = False,
+        source: str = CLIENT,
+    ) -> None:
+        memory = bytearray(b"".join(encode_bundle(None, tensors or {})))
+        try:
+            with memoryview(memory) as view:
+                chunk = Chunk(source, self._seq, last, decode_bundle(view).tensors, data or {})
+                self._seq += 1
+                self.engine.feed(request_id, chunk)
+        finally:
+            memory.clear()  # refused while anything looks at it
+
+    def abort(self, request_id: int) -> None:
+        self.live.discard(request_id)
+        self.engine.abort(request_id)
+
+    def step(self) -> list[Any]:
+        """The outputs and failures of one step."""
+        assert self.engine.busy
+        outputs, written = [], []
+        for output in self.engine.step():
+            assert output.request_id in self.live, f"request {output.request_id} is not live"
+            if not isinstance(output, StageOutput) or output.last:
+                self.live.discard(output.request_id)
+            outputs.append(output)
+            if isinstance(output, StageOutput):
+                written.append({name: _bytes(tensor) for name, tensor in for_stages(output).items()})
+        kept = [output for output in outputs if isinstance(output, StageOutput)]
+        for output, before in zip(kept, written, strict=True):
+            assert {name: _bytes(t) for name, t in for_stages(output).items()} == before, "written to after the step"
+        return outputs
+
+    def run(self) -> dict[int, list[Any]]:
+        """Step while the engine is busy: the outputs of each request, in order."""
+        outputs: dict[int, list[Any]] = {}
+        while self.engine.busy:
+            for output in self.step():
+                outputs.setdefault(output.request_id, []).append(output)
+        return outputs
+
+
+def run_chain(
+    stages: Mapping[str, Driver], arrivals: Sequence[Callable[[], None]], order: random.Random | None = None
+) -> dict[str, dict[int, list[Any]]]:
+    """Each stage's outputs by request, where each feeds the next one as the workers' loops would.
+
+    A request that has ended in a stage takes no more there. Each of ``arrivals`` starts one request in all stages and
+    feeds the first. order: draws when they come and which stage steps; without it, all come first and step in turn.
+    """
+    outputs: dict[str, dict[int, list[Any]]] = {name: {} for name in stages}
+    below = dict(zip(stages, [*stages.values()][1:], strict=False))
+    coming = deque(arrivals)
+    try:
+        while coming or any(driver.engine.busy for driver in stages.values()):
+            working = [name for name, driver in stages.items() if driver.engine.busy]
+            if coming and (order is None or not working or order.random() < 0.2):
+                coming.popleft()()
+                continue
+            for name in working if order is None else [order.choice(working)]:
+                for output in stages[name].step():
+                    outputs[name].setdefault(output.request_id, []).append(output)
+                    if name in below and output.request_id in below[name].live:
+                        tensors = for_stages(output)
+                        below[name].feed(output.request_id, output.data, tensors, last=output.last, source=name)
+        assert not any(driver.live for driver in stages.values()), "a request waits for ever"
+    finally:
+        for driver in stages.values():
+            for request_id in list(driver.live):
+                driver.abort(request_id)
+    return outputs
+
+
+def for_stages(output: StageOutput) -> dict[str, Any]:
+    """What a stage below finds among its chunk's tensors."""
+    assert not output.tensors.keys() & output.downstream.keys()
+    return {**output.tensors, **output.downstream}
+
+
+def _bytes(tensor: Any) -> bytes:
+    return tensor.tobytes() if isinstance(tensor, np.ndarray) else bytes(tensor.data)

@@ -1,0 +1,133 @@
+"""A server as users start it: a process, seen only through HTTP, signals and its output."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import httpx
+import openai
+import psutil
+
+WATCHDOG_S = 60.0
+"""No wait in these tests comes near it."""
+
+
+class Api:
+    """A server that is there, as its clients see it."""
+
+    def __init__(self, url: str, api_key: str | None = None) -> None:
+        self.url, self._key = url, api_key
+        headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+        self.http = httpx.Client(base_url=url, timeout=WATCHDOG_S, headers=headers)
+
+    @property
+    def port(self) -> int:
+        return int(self.url.rpartition(":")[2])
+
+    def openai(self, api_key: str | None = None) -> openai.OpenAI:
+        """A client without retries, so that a test sees the first answer. To be closed."""
+        key = api_key or self._key or "none"
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=WATCHDOG_S)
+
+    def metric(self, sample: str) -> float:
+        """A sample by its name and labels, as it stands in the exposition; 0 where it is not there."""
+        lines = self.http.get("/metrics").text.splitlines()
+        return next((float(line.rpartition(" ")[2]) for line in lines if line.startswith(f"{sample} ")), 0.0)
+
+    def aborted(self) -> float:
+        return self.metric('omni_requests_total{outcome="Aborted"}')
+
+    def wait(self, condition: Callable[[], bool], what: str) -> None:
+        until(condition, what)
+
+    def wait_metric(self, sample: str, value: float) -> None:
+        until(lambda: self.metric(sample) == value, f"{sample} to become {value}")
+
+    def status(self) -> str:
+        """What /health says in a word."""
+        status: str = self.http.get("/health").json()["status"]
+        return status
+
+    def pid_of(self, stage: str) -> int:
+        pid: int = self.http.get("/health").json()["stages"][stage][0]["pid"]
+        return pid
+
+
+class Server(Api):
+    """With its process. Its output goes to files, so that it never waits for this process to read."""
+
+    def __init__(
+        self,
+        process: subprocess.Popen[bytes],
+        stdout: Path,
+        stderr: Path,
+        api_key: str | None,
+        wait_ended: Callable[[Iterable[psutil.Process]], None],
+    ) -> None:
+        self.process, self._stdout, self._stderr, self._wait_ended = process, stdout, stderr, wait_ended
+        super().__init__(self._announced("listening on ").split(";")[0], api_key)
+
+    @property
+    def stderr(self) -> str:
+        return self._stderr.read_text()
+
+    def wait_ready(self) -> None:
+        self._announced("ready: ")
+
+    def signal(self, number: signal.Signals) -> None:
+        self.process.send_signal(number)
+
+    def wait_end(self) -> int:
+        return self.process.wait(WATCHDOG_S)
+
+    def ends_by(self, number: signal.Signals) -> tuple[int, str]:
+        """Send it a signal: its exit code, and what it has said on stderr. None of its processes is left."""
+        workers = psutil.Process(self.process.pid).children(recursive=True)
+        assert workers
+        self.signal(number)
+        code = self.wait_end()
+        self._wait_ended(workers)
+        return code, self.stderr
+
+    def wait_refusing(self) -> None:
+        """Until it takes no connections. One that meets the listener as it closes is reset: not refused yet."""
+
+        def refused() -> bool:
+            try:
+                socket.create_connection(("127.0.0.1", self.port), WATCHDOG_S).close()
+            except ConnectionRefusedError:
+                return True
+            except ConnectionResetError:
+                pass
+            return False
+
+        until(refused, f"port {self.port} to be closed")
+
+    def _announced(self, start: str) -> str:
+        found: list[str] = []
+
+        def look() -> bool:
+            has_ended = self.process.poll() is not None  # before the look at what it said
+            found[:] = [line for line in self._stdout.read_text().splitlines(keepends=True) if line.startswith(start)]
+            return bool(found and found[0].endswith("\n")) or has_ended
+
+        until(look, f"the line {start!r}")
+        assert found, f"the server ended with {self.process.returncode}: {self.stderr}"
+        return found[0].removeprefix(start).strip()
+
+
+def until(condition: Callable[[], bool], what: str) -> None:
+    """Look until it holds, or the watchdog barks."""
+    give_up = time.monotonic() + WATCHDOG_S
+    while not condition():
+        assert time.monotonic() < give_up, f"waited {WATCHDOG_S:.0f} s for {what}"
+        time.sleep(0.01)
+
+
+Start = Callable[..., AbstractContextManager[Server]]

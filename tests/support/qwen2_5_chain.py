@@ -1,0 +1,108 @@
+"""The three engines of a tiny Qwen2.5-Omni, beside transformers' own ``generate``."""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from omni_actors.stages.base import CLIENT, Chunk
+from omni_actors.stages.multimodal.processor import OmniProcessor
+from omni_actors.stages.multimodal.prompt import OmniPrompt
+from ringbuf import decode_bundle, encode_bundle
+from tests.support import qwen2_5_reference as reference
+from tests.support.engine_driver import Driver, run_chain
+from tests.support.omni_questions import Ask, tensor
+from tiny_models import qwen2_5 as tiny
+
+STEPS = 2
+"""Of token2wav, so that it is cheap."""
+
+
+class Said(NamedTuple):
+    text: str
+    end: dict[str, Any]
+    rows: np.ndarray[Any, Any]
+    codes: np.ndarray[Any, Any]
+    wave: np.ndarray[Any, Any]
+
+
+class Qwen25Chain:
+    """One checkpoint's three engines, and the reference."""
+
+    def __init__(self, directory: Path, open_engine: Callable[..., Any], options: Sequence[dict[str, Any]]) -> None:
+        thinker, talker = options
+        self.thinker = open_engine("qwen2_5_thinker", directory, **thinker)
+        self.talker = open_engine("qwen2_5_talker", directory, **talker)
+        self.token2wav = open_engine("qwen2_5_token2wav", directory, steps=STEPS)
+        self.directory, self.reference = directory, reference.load(directory)
+        self._processor = OmniProcessor(directory)
+        self._inputs = functools.cache(self._processed)
+
+    def _processed(self, ask: Ask) -> Any:
+        prompt = OmniPrompt((CLIENT,))
+        for seq, (data, tensors) in enumerate(ask.chunks):
+            bundle = decode_bundle(memoryview(b"".join(encode_bundle(None, tensors))))
+            prompt.feed(Chunk(CLIENT, seq, seq == len(ask.chunks) - 1, bundle.tensors, data))
+        return self._processor(prompt, system_prompt="", use_audio_in_video=ask.use_audio_in_video)
+
+    def expected(self, ask: Ask, *, padded: bool = False) -> reference.Answer:
+        inputs = self._inputs(ask)
+        return self.reference.answer(
+            ask,
+            inputs.ids,
+            inputs.tensors,
+            speaker=ask.speaker,
+            max_tokens=ask.max_tokens,
+            max_codes=ask.max_frames,
+            use_audio_in_video=ask.use_audio_in_video,
+            steps=STEPS,
+            padded=padded,
+        )
+
+    def said(self, asks: Sequence[Ask], order: random.Random | None = None) -> list[Said]:
+        """What each is answered. order: see ``run_chain``."""
+        engines = {"thinker": self.thinker, "talker": self.talker, "token2wav": self.token2wav}
+        stages = {name: Driver(engine) for name, engine in engines.items()}
+        arrivals = [functools.partial(_arrive, stages, number, ask) for number, ask in enumerate(asks)]
+        outputs = run_chain(stages, arrivals, order)
+        return [self._said(*(outputs[name][number] for name in stages)) for number in range(len(asks))]
+
+    def _said(self, thinker: list[Any], talker: list[Any], token2wav: list[Any]) -> Said:
+        codes = [tensor(output.tensors["codes"])[:, 0] for output in talker if output.tensors]
+        wave = [tensor(output.tensors["audio"]) for output in token2wav if output.tensors]
+        return Said(
+            "".join(output.data.get("text", "") for output in thinker),
+            {name: value for name, value in thinker[-1].data.items() if name != "text"},
+            np.concatenate([tensor(output.downstream["rows"]) for output in thinker if "rows" in output.downstream]),
+            np.concatenate([np.zeros(0, np.int16), *codes]),
+            np.concatenate([np.zeros(0, np.float32), *wave]),
+        )
+
+    def check(self, ask: Ask, said: Said, *, padded: bool = False) -> None:
+        expected = self.expected(ask, padded=padded)
+        ended = expected.ids[-1] == tiny.token("<|im_end|>")
+        written = expected.ids[:-1] if ended else expected.ids
+        assert said.text == tiny.TOKENIZER.decode(written, skip_special_tokens=True)
+        assert said.end["finish_reason"] == ("stop" if ended else "length")
+        assert said.end["completion_tokens"] == len(expected.ids)
+        assert len(said.rows) == said.end["prompt_tokens"] + len(expected.ids) - 1
+        if expected.crash != "thinker":
+            np.testing.assert_allclose(said.rows, expected.rows, atol=1e-4)
+        assert said.codes.tolist() == expected.codes.tolist()
+        np.testing.assert_allclose(said.wave, expected.wave, atol=1e-4)
+
+
+def _arrive(stages: Mapping[str, Driver], number: int, ask: Ask) -> None:
+    stages["token2wav"].start(number, ("talker",), speaker=ask.speaker, seed=0)
+    stages["talker"].start(
+        number, ("thinker",), speaker=ask.speaker, talker_max_tokens=ask.max_frames, talker_temperature=0.0
+    )
+    stages["thinker"].start(number, max_tokens=ask.max_tokens, use_audio_in_video=ask.use_audio_in_video)
+    for chunk in ask.chunks[:-1]:
+        stages["thinker"].feed(number, *chunk)
+    stages["thinker"].feed(number, *ask.chunks[-1], last=True)

@@ -1,0 +1,106 @@
+"""The three engines of a tiny Qwen3-Omni, beside transformers' own ``generate``."""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from omni_actors.stages.base import CLIENT, Chunk
+from omni_actors.stages.multimodal.processor import OmniProcessor
+from omni_actors.stages.multimodal.prompt import OmniPrompt
+from ringbuf import decode_bundle, encode_bundle
+from tests.support import qwen3_reference as reference
+from tests.support.engine_driver import Driver, run_chain
+from tests.support.omni_questions import Ask, tensor
+from tiny_models import qwen3 as tiny
+
+
+class Said(NamedTuple):
+    text: str
+    end: dict[str, Any]
+    ids: list[int]
+    """All but the last."""
+    codes: np.ndarray[Any, Any]
+    wave: np.ndarray[Any, Any]
+
+
+class Qwen3Chain:
+    """One checkpoint's three engines, and the reference."""
+
+    def __init__(self, directory: Path, open_engine: Callable[..., Any], options: Sequence[dict[str, Any]]) -> None:
+        thinker, talker = options
+        self.thinker = open_engine("qwen3_thinker", directory, **thinker)
+        self.talker = open_engine("qwen3_talker", directory, **talker)
+        self.code2wav = open_engine("qwen3_code2wav", directory)
+        self.directory, self.reference = directory, reference.load(directory)
+        self._table = self.reference.model.thinker.get_input_embeddings().weight.detach().numpy()
+        self._processor = OmniProcessor(directory)
+
+    def expected(self, ask: Ask) -> reference.Answer:
+        prompt = OmniPrompt((CLIENT,))
+        for seq, (data, tensors) in enumerate(ask.chunks):
+            bundle = decode_bundle(memoryview(b"".join(encode_bundle(None, tensors))))
+            prompt.feed(Chunk(CLIENT, seq, seq == len(ask.chunks) - 1, bundle.tensors, data))
+        inputs = self._processor(prompt, system_prompt="", use_audio_in_video=ask.use_audio_in_video)
+        return self.reference.answer(
+            ask,
+            inputs.ids,
+            inputs.tensors,
+            speaker=ask.speaker,
+            max_tokens=ask.max_tokens,
+            max_frames=ask.max_frames,
+            use_audio_in_video=ask.use_audio_in_video,
+        )
+
+    def said(self, asks: Sequence[Ask], order: random.Random | None = None) -> list[Said]:
+        """What each is answered. order: see ``run_chain``."""
+        engines = {"thinker": self.thinker, "talker": self.talker, "code2wav": self.code2wav}
+        stages = {name: Driver(engine) for name, engine in engines.items()}
+        arrivals = [functools.partial(_arrive, stages, number, ask) for number, ask in enumerate(asks)]
+        outputs = run_chain(stages, arrivals, order)
+        return [self._said(*(outputs[name][number] for name in stages)) for number in range(len(asks))]
+
+    def _said(self, thinker: list[Any], talker: list[Any], code2wav: list[Any]) -> Said:
+        spoken = sum(len(tensor(output.downstream["ids"])) for output in thinker if "ids" in output.downstream)
+        rows = [tensor(output.downstream["rows"]) for output in thinker if "rows" in output.downstream]
+        answer = np.concatenate(rows)[spoken:]
+        ids = [int(np.abs(self._table - row).sum(1).argmin()) for row in answer]
+        np.testing.assert_array_equal(self._table[ids].reshape(answer.shape), answer)
+        codes = [np.zeros((0, self.reference.groups), np.int16)]
+        codes += [tensor(output.tensors["codes"]) for output in talker if output.tensors]
+        wave = [tensor(output.tensors["audio"]) for output in code2wav if output.tensors]
+        return Said(
+            "".join(output.data.get("text", "") for output in thinker),
+            {name: value for name, value in thinker[-1].data.items() if name != "text"},
+            ids,
+            np.concatenate(codes),
+            np.concatenate([np.zeros(0, np.float32), *wave]),
+        )
+
+    def check(self, ask: Ask, said: Said) -> None:
+        expected = self.expected(ask)
+        ended = expected.ids[-1] == tiny.token("<|im_end|>")
+        assert said.ids == expected.ids[:-1]
+        assert said.text == tiny.TOKENIZER.decode(
+            expected.ids[:-1] if ended else expected.ids, skip_special_tokens=True
+        )
+        assert said.end["finish_reason"] == ("stop" if ended else "length")
+        assert said.end["completion_tokens"] == len(expected.ids)
+        assert said.codes.tolist() == expected.codes.tolist()
+        np.testing.assert_allclose(said.wave, self.reference.forward(expected.codes), atol=1e-4)
+
+
+def _arrive(stages: Mapping[str, Driver], number: int, ask: Ask) -> None:
+    stages["code2wav"].start(number, ("talker",))
+    stages["talker"].start(
+        number, ("thinker",), speaker=ask.speaker, talker_max_tokens=ask.max_frames, talker_temperature=0.0
+    )
+    stages["thinker"].start(number, max_tokens=ask.max_tokens, use_audio_in_video=ask.use_audio_in_video)
+    for chunk in ask.chunks[:-1]:
+        stages["thinker"].feed(number, *chunk)
+    stages["thinker"].feed(number, *ask.chunks[-1], last=True)
