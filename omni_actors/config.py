@@ -146,7 +146,7 @@ class Pipeline(_Section, frozen=True, kw_only=True):
     def replays(self, stage: str) -> bool:
         """Whether ``stage`` gives the same output chunks again."""
         said = self.stages[stage].replays
-        return self.spec(stage).replays if said is None else said
+        return self.spec(stage).replayable if said is None else said
 
     def options(self, stage: str) -> dict[str, Any]:
         """The effective options of ``stage``: what it says over its engine's defaults."""

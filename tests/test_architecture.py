@@ -28,6 +28,22 @@ WORKER = {
 """What a worker and its supervisor may import."""
 ENGINE_DATA = {f"omni_actors.stages.{name}" for name in ("base", "registry", "assets", "memory")}
 """What can be imported without an engine's libraries."""
+OPTIONS = {
+    f"omni_actors.stages.{name}.options": {"omni_actors.stages.bounds"}
+    | {f"omni_actors.stages.{base}.options" for base in bases}
+    for name, bases in {
+        "autoregressive": (),
+        "echo": (),
+        "hibari": (),
+        "llm": ("autoregressive",),
+        "omni": ("autoregressive",),
+        "qwen2_5": ("omni",),
+        "qwen3": (),
+        "vllm": ("autoregressive", "omni"),
+        "whisper": (),
+    }.items()
+}
+"""The options and request parameters of each engine, with the modules that each may import."""
 
 LAYERS: dict[str, set[str]] = {
     "ringbuf": set(),
@@ -36,9 +52,14 @@ LAYERS: dict[str, set[str]] = {
     "omni_actors.protocol.messages": {"omni_actors.errors"},
     "omni_actors.stages.base": {"omni_actors.errors", "omni_actors.protocol.messages", "ringbuf"},
     "omni_actors.stages.assets": {"omni_actors.errors"},
-    "omni_actors.stages.memory": set(),
-    "omni_actors.stages.registry": {"omni_actors.errors", "omni_actors.stages.base"},
-    "omni_actors.stages": {"omni_actors.errors", "ringbuf", *ENGINE_DATA},
+    "omni_actors.stages.bounds": set(),
+    **OPTIONS,
+    "omni_actors.stages.registry": {"omni_actors.stages.base", *OPTIONS},
+    "omni_actors.stages.memory": {"omni_actors.stages.registry"},
+    "omni_actors.stages": {
+        *("omni_actors.errors", "ringbuf", *OPTIONS),
+        *(f"omni_actors.stages.{name}" for name in ("base", "assets", "bounds")),
+    },
     "omni_actors.config": {"omni_actors.errors", "omni_actors.protocol.messages", "omni_actors.stages.registry"},
     "omni_actors.protocol": {
         "omni_actors.errors",
@@ -97,7 +118,6 @@ LAYERS: dict[str, set[str]] = {
 
 HEAVY = {"torch", "transformers", "onnxruntime", "faster_whisper", "ctranslate2", "vllm", "ray", "diffusers"}
 FORBIDDEN_LIBRARIES: dict[str, set[str]] = {
-    "omni_actors.stages.memory": HEAVY | {"trio"},
     "ringbuf": HEAVY | {"trio"},
     "omni_actors": HEAVY,
     "omni_actors.errors": HEAVY | {"numpy", "trio"},
@@ -107,7 +127,10 @@ FORBIDDEN_LIBRARIES: dict[str, set[str]] = {
     "omni_actors.orchestrator": HEAVY | {"numpy"},
     "omni_actors.stages": {"trio"},
     "omni_actors.stages.base": HEAVY | {"trio"},
-    "omni_actors.stages.registry": HEAVY | {"trio"},
+    **{
+        module: HEAVY | {"trio"}
+        for module in (*OPTIONS, *(f"omni_actors.stages.{name}" for name in ("bounds", "memory", "registry")))
+    },
 }
 """By layer, the longest matching name counts: libraries that no import statement in it may name."""
 

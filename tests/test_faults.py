@@ -322,7 +322,7 @@ async def test_a_system_that_can_serve_nothing_is_errored() -> None:
 
 ENGINES = """
     import os, pathlib, signal, time
-    from omni_actors.stages.echo import EchoEngine
+    from omni_actors.stages.echo.engine import EchoEngine
 
     def broken(context):
         context.report("about to fail")
@@ -541,7 +541,7 @@ async def test_a_worker_that_says_what_is_no_message_is_killed(tmp_path: Path, m
     (tmp_path / "babbling_engine.py").write_text(
         textwrap.dedent("""
             import contextlib, os, socket
-            from omni_actors.stages.echo import EchoEngine
+            from omni_actors.stages.echo.engine import EchoEngine
 
             class Babbling(EchoEngine):
                 def feed(self, request_id, chunk):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import trio
 
 from omni_actors import OmniSystem
-from omni_actors.stages.echo import EchoEngine
+from omni_actors.stages.echo.engine import EchoEngine
 
 
 class Weighed(EchoEngine):

@@ -26,7 +26,7 @@ from omni_actors.config import Limits, Pipeline, Restart, Stage
 from omni_actors.errors import Aborted, DeadlineExceeded, InvalidRequest, StageCrashed, StageUnavailable
 from omni_actors.generation import Generation, Output
 from omni_actors.orchestrator.request import Input, Request
-from omni_actors.stages.echo import payload
+from omni_actors.stages.echo.engine import payload
 from omni_actors.supervisor.process import LocalSpawner
 from omni_actors.system import OmniSystem
 from tests.support.shared_system import SharedSystem, open_shared_system, with_shared_system
@@ -42,7 +42,7 @@ NEVER_S = 3600.0
 ENGINES = """
     import os, signal
     from omni_actors.stages.base import StageOutput
-    from omni_actors.stages.echo import EchoEngine
+    from omni_actors.stages.echo.engine import EchoEngine
 
     class Mortal(EchoEngine):
         '''data["dies"]: (stage, where, marker); where: "feed", "before" an output, "after" one, at the "end".

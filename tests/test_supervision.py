@@ -29,7 +29,7 @@ WATCHDOG_S = 30.0
 STEP_S = 0.5
 ENGINES = """
     import collections, itertools, time
-    from omni_actors.stages.echo import EchoEngine
+    from omni_actors.stages.echo.engine import EchoEngine
 
     class Endless(EchoEngine):
         def step(self):

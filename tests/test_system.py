@@ -224,7 +224,7 @@ def test_an_engine_beside_the_script_is_found(script: Script, tmp_path: Path) ->
     (tmp_path / "my_engine.py").write_text(
         textwrap.dedent("""
             from msgspec.structs import replace
-            from omni_actors.stages.echo import EchoEngine
+            from omni_actors.stages.echo.engine import EchoEngine
 
             class Shouting(EchoEngine):
                 def __init__(self, context):

@@ -62,7 +62,7 @@ class Facts:
     seen: Set[str]
     """Stages of which the client has some output."""
     repeatable: Set[str]
-    """Stages whose outputs are a function of their input alone (see ``EngineSpec.replays``)."""
+    """Stages whose outputs are a function of their input alone (see ``EngineSpec.replayable``)."""
     let_go: Mapping[str, str]
     """Stages that cannot send their outputs again, and why."""
     broken: Mapping[str, str]

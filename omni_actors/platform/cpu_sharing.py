@@ -17,7 +17,7 @@ Rules
    an old value is slower for a step, or waits in vain for as long as it waits at all, and nothing else follows.
 2. Who looks for threads to take only between its steps reacts too late: a step of a model may take as long as all that
    the others do.
-3. What is computed must not depend on it (see ``StageContext.team``).
+3. What is computed must not depend on it (see ``StageContext.thread_budget``).
 4. A thread is moved and not kept: where it runs from then on the kernel decides, among the cores that it was allowed
    before, and threads that it starts may run on all of them.
 """

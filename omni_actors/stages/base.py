@@ -69,7 +69,7 @@ class StageContext(msgspec.Struct, frozen=True):
     device: str
     report: Callable[[str], None]
     """Call with a few words while loading ("reading weights"): they reach the health report and the terminal."""
-    team: Callable[[], int] | None = None
+    thread_budget: Callable[[], int] | None = None
     """Call in a step, as often as it can be followed: with how many native threads to compute from now on, ``threads``
     at the most, as other workers need cores. Only for an engine that gives the same bits with any number."""
 

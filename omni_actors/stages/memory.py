@@ -1,13 +1,13 @@
-"""What a stage's model takes of its device's memory, read from the checkpoint before anything is loaded.
+"""How much memory of its device a stage's model needs, read from the checkpoint before anything is loaded.
 
 Rules
-1. No weights are read. A safetensors file begins with the length of a header (8 bytes, little-endian) and the header,
-   JSON: of each tensor its dtype, its shape, and where it lies. Of a sharded checkpoint only the shards that the stage
-   needs have to be there.
-2. Counted are the weights of the stage's part in the dtype that the stage loads, and the key/value cache at full use:
-   ``max_batch`` requests of ``context`` tokens. On top come what a forward needs while it runs, what a streaming
-   decoder carries from chunk to chunk (some MB a request), and what libraries take (a CUDA context: some hundred MB).
-3. Nothing is guessed: what the checkpoint does not say raises ``Uncounted``.
+1. No weights are read. A safetensors file begins with the length of a header (8 bytes, little-endian), then comes the
+   header: JSON with the dtype, the shape and the place of each tensor. Of a sharded checkpoint only the shards that the
+   stage needs have to be present.
+2. The count has the weights of the stage's part, in the dtype that the stage loads, and the full key-value cache:
+   ``max_batch`` requests of ``context`` tokens. It leaves out what a forward needs while it runs, what a streaming
+   decoder carries from chunk to chunk (some MB per request), and what libraries need (a CUDA context: some hundred MB).
+3. Nothing is guessed: if the checkpoint lacks a figure, ``count`` raises ``Uncounted``.
 """
 
 from __future__ import annotations
@@ -19,19 +19,9 @@ from typing import Any
 
 import msgspec
 
-__all__ = ["PARTS", "Memory", "Uncounted", "count"]
+from omni_actors.stages.registry import ENGINES
 
-PARTS: dict[str, str] = {
-    "llm": "",
-    "qwen3_thinker": "thinker",
-    "qwen3_talker": "talker",
-    "qwen3_code2wav": "code2wav",
-    "qwen2_5_thinker": "thinker",
-    "qwen2_5_talker": "talker",
-    "qwen2_5_token2wav": "token2wav",
-}
-"""By engine: what it loads of a checkpoint, the tensors whose names begin with this and a dot; "": all of them. In
-``dtype``, or without that option in float32."""
+__all__ = ["Memory", "Uncounted", "count"]
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 HEADER_BYTES = 100_000_000
@@ -40,7 +30,10 @@ ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 class Uncounted(ValueError):
-    """A checkpoint does not say what a stage needs. directory: its own. reason: what is missing, in words."""
+    """The memory that a stage needs cannot be read from its checkpoint.
+
+    directory: the checkpoint. reason: what is missing, in words.
+    """
 
     def __init__(self, directory: Path, reason: str) -> None:
         self.directory, self.reason = directory, reason
@@ -48,7 +41,7 @@ class Uncounted(ValueError):
 
 
 class Memory(msgspec.Struct, frozen=True):
-    """Of one worker, bytes. cache: None where the stage has no context."""
+    """The memory that one worker needs, in bytes. cache: None for a stage without a context."""
 
     weights: int
     cache: int | None
@@ -60,7 +53,7 @@ class _Tensor(msgspec.Struct):
     data_offsets: tuple[int, int]
 
     def loaded_bytes(self, item_bytes: int) -> int:
-        """Floating-point numbers take the stage's dtype; others stay as they are stored."""
+        """Floating-point tensors are converted to the stage's dtype; others keep theirs."""
         if self.dtype.startswith(("F", "BF")):
             return math.prod(self.shape) * item_bytes
         return self.data_offsets[1] - self.data_offsets[0]
@@ -68,11 +61,11 @@ class _Tensor(msgspec.Struct):
 
 class _Index(msgspec.Struct):
     weight_map: dict[str, str]
-    """Tensor to shard."""
+    """Tensor name to shard file."""
 
 
 class _Decoder(msgspec.Struct):
-    """Of a config.json, the part that attends to its own past."""
+    """The fields of a config.json that determine the size of the key-value cache."""
 
     num_hidden_layers: int
     num_attention_heads: int
@@ -81,42 +74,45 @@ class _Decoder(msgspec.Struct):
     head_dim: int | None = None
 
     @property
-    def numbers_per_token(self) -> int:
-        """In the cache: keys and values of each layer."""
+    def values_per_token(self) -> int:
+        """Numbers in the cache for each token: keys and values of all layers."""
         heads = self.num_key_value_heads or self.num_attention_heads
         return 2 * self.num_hidden_layers * heads * (self.head_dim or self.hidden_size // self.num_attention_heads)
 
 
 def count(engine: str, directory: Path, options: Mapping[str, Any]) -> Memory:
-    """What one worker of ``engine`` needs for the checkpoint in ``directory``. options: the effective ones.
+    """Return the memory that one worker needs.
 
+    engine: a name of the registry. directory: the checkpoint. options: the stage's effective options; without ``dtype``
+    the weights count as float32, without ``context`` there is no cache.
     Raises Uncounted.
     """
-    if engine not in PARTS:
-        raise Uncounted(directory, f"what the engine {engine!r} loads of it is not known")
-    part, item_bytes = PARTS[engine], ITEM_BYTES[options.get("dtype", "float32")]
+    part = ENGINES[engine].checkpoint_part if engine in ENGINES else None
+    if part is None:
+        raise Uncounted(directory, f"the parts of it that the engine {engine!r} loads are not known")
+    item_bytes = ITEM_BYTES[options.get("dtype", "float32")]
     sizes = [tensor.loaded_bytes(item_bytes) for tensor in _tensors(directory, f"{part}." if part else "")]
     if not sizes:
         raise Uncounted(directory, f"there are no weights of the part {part!r}")
     if "context" not in options:
         return Memory(sum(sizes), None)
     tokens = options["max_batch"] * options["context"]
-    return Memory(sum(sizes), tokens * _decoder(directory, part).numbers_per_token * item_bytes)
+    return Memory(sum(sizes), tokens * _decoder(directory, part).values_per_token * item_bytes)
 
 
 def _tensors(directory: Path, prefix: str) -> Iterator[_Tensor]:
     shards = [directory / SINGLE]
-    if not shards[0].exists():  # in the order in which transformers looks
+    if not shards[0].exists():  # transformers looks for the two files in this order
         if not (directory / INDEX).exists():
             raise Uncounted(directory, f"there is neither {SINGLE} nor {INDEX}")
         placed: dict[str, str] = _read(directory / INDEX, _Index).weight_map
-        shards = [directory / name for name in sorted({placed[tensor] for tensor in _of(placed, prefix)})]
+        shards = [directory / name for name in sorted({placed[tensor] for tensor in _tensor_names(placed, prefix)})]
     for shard in shards:
         header: dict[str, Any] = _read(shard, dict[str, Any], header=True)
-        yield from (_convert(shard, header[name], _Tensor) for name in _of(header, prefix))
+        yield from (_convert(shard, header[name], _Tensor) for name in _tensor_names(header, prefix))
 
 
-def _of(names: Iterable[str], prefix: str) -> Iterator[str]:
+def _tensor_names(names: Iterable[str], prefix: str) -> Iterator[str]:
     return (name for name in names if name.startswith(prefix) and name != "__metadata__")
 
 
@@ -130,12 +126,12 @@ def _decoder(directory: Path, part: str) -> _Decoder:
 
 
 def _read(file: Path, schema: Any, *, header: bool = False) -> Any:
-    """The JSON in ``file``; header: in the beginning of it, where it is a safetensors file."""
+    """Decode a JSON file, or with ``header`` the header of a safetensors file."""
     try:
         with file.open("rb") as opened:
             size = int.from_bytes(opened.read(8), "little") if header else -1
             if size > HEADER_BYTES:
-                raise Uncounted(file.parent, f"{file.name}: no safetensors file")
+                raise Uncounted(file.parent, f"{file.name}: this is not a safetensors file")
             return msgspec.json.decode(opened.read(size), type=schema)
     except FileNotFoundError as error:
         raise Uncounted(file.parent, f"there is no {file.name}") from error

@@ -152,7 +152,7 @@ def _run_engine(
                 model=Path(configure.model) if configure.model else None,
                 options=configure.options,
                 threads=configure.threads,
-                team=cores.team,
+                thread_budget=cores.team,
                 device=configure.device,
                 report=lambda note: notify(Loading(note[:LONGEST_NOTE])),
             )

@@ -22,7 +22,7 @@ from omni_actors.platform import cpu_sharing as module
 from omni_actors.platform.cpu_sharing import LONGEST_S, SHARE, WORKERS, Cores, SharedCores
 from omni_actors.protocol.messages import CLIENT_ADDRESS, Address, Finished, Ping, Pong
 from omni_actors.stages.base import StageContext, StageFailure, StageOutput
-from omni_actors.stages.echo import EchoEngine
+from omni_actors.stages.echo.engine import EchoEngine
 from tests.support.engine_loop_harness import LoopHarness, echo, open_harness, receive, send
 
 WATCHDOG_S = 60.0
@@ -37,8 +37,8 @@ class Asking(EchoEngine):
 
     def __init__(self, context: StageContext) -> None:
         super().__init__(context)
-        assert context.team is not None
-        self._team = context.team
+        assert context.thread_budget is not None
+        self._team = context.thread_budget
 
     def step(self) -> Iterator[StageOutput | StageFailure]:
         for output in super().step():
@@ -422,7 +422,7 @@ _prepare_libraries(4, spins=False)  # as a worker does, before torch is loaded
 import torch
 from omni_actors.stages import assets
 from omni_actors.stages.base import CLIENT, Chunk, StageContext, StageRequest
-from omni_actors.stages.llm import open_engine
+from omni_actors.stages.llm.engine import open_engine
 
 teams = repeat(4)
 model = assets.resolve("smollm2-135m-instruct")

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from omni_actors.stages.base import InvalidRequest, StageFailure
-from omni_actors.stages.echo import EchoEngine, payload
+from omni_actors.stages.echo.engine import EchoEngine, payload
 from ringbuf import Tensor
 
 

@@ -19,8 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 from omni_actors.stages.autoregressive.text import Answer, Vocabulary
 from omni_actors.stages.base import CLIENT, Chunk, InvalidRequest, StageContext, StageOutput, StageRequest
-from omni_actors.stages.llm import open_engine
-from omni_actors.stages.llm.engine import LLMEngine
+from omni_actors.stages.llm.engine import LLMEngine, open_engine
 from tiny_models.llama import save_model, save_tokenizer
 
 CONTEXT = 96

@@ -1,4 +1,4 @@
-"""What is counted is what a loaded module has, and it is counted from headers alone."""
+"""``memory.count`` equals what a loaded module has, and reads headers only."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ import pytest
 from omni_actors.stages import memory
 from omni_actors.stages.memory import Memory, Uncounted
 from omni_actors.stages.registry import ENGINES
+
+PARTS = {name: spec.checkpoint_part for name, spec in ENGINES.items() if spec.checkpoint_part is not None}
 
 voice = pytest.mark.voice  # the extra's libraries; the weights are random
 
@@ -29,7 +31,7 @@ CONFIG = {
 
 
 def write_weights(file: Path, **tensors: tuple[str, list[int], int]) -> None:
-    """A safetensors file cut off behind its header. tensors: name with "__" for "." -> dtype, shape, bytes."""
+    """Write a safetensors file that ends after its header. tensors: name with "__" for "." -> dtype, shape, bytes."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, (dtype, shape, size) in tensors.items():
@@ -41,7 +43,7 @@ def write_weights(file: Path, **tensors: tuple[str, list[int], int]) -> None:
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
-    """Two shards: the first has the thinker and some of the talker, the second the rest of it."""
+    """A checkpoint in two shards: the thinker and some of the talker, and the rest of the talker."""
     write_weights(
         tmp_path / "1.safetensors",
         thinker__a=("BF16", [10, 10], 200),
@@ -61,7 +63,7 @@ def checkpoint(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_part_is_counted_over_its_shards_in_the_dtype_that_is_loaded(checkpoint: Path) -> None:
+def test_a_part_is_counted_over_its_shards_in_the_loaded_dtype(checkpoint: Path) -> None:
     options = {"dtype": "bfloat16", "max_batch": 2, "context": 10}
     heads, size = 4, 32 // 4
     assert memory.count("qwen3_thinker", checkpoint, options) == Memory(101 * 2, 20 * 2 * 3 * heads * size * 2)
@@ -71,7 +73,7 @@ def test_a_part_is_counted_over_its_shards_in_the_dtype_that_is_loaded(checkpoin
     assert memory.count("llm", checkpoint, {"dtype": "float32"}).weights == (101 + 11 + 1000) * 4 + 32
 
 
-def test_only_the_shards_of_the_part_have_to_be_there(checkpoint: Path) -> None:
+def test_only_the_shards_of_the_part_must_be_present(checkpoint: Path) -> None:
     (checkpoint / "2.safetensors").unlink()
     assert memory.count("qwen3_thinker", checkpoint, {}).weights == 101 * 4
     with pytest.raises(Uncounted, match=r"there is no 2\.safetensors") as caught:
@@ -84,19 +86,27 @@ def cut(file: Path, to: int) -> None:
 
 
 BROKEN: dict[str, tuple[Callable[[Path], object], str, str]] = {
-    # case: (what is done to the checkpoint, engine, what is said)
-    "no weights": (lambda at: (at / "model.safetensors.index.json").unlink(), "qwen3_thinker", "neither model.safe"),
-    "none of the part": (lambda at: None, "qwen3_code2wav", "no weights of the part 'code2wav'"),
-    "an engine of one's own": (lambda at: None, "package.module:Engine", "'package.module:Engine' loads"),
+    # case: (the damage to the checkpoint, engine, a part of the expected reason)
+    "no weight files": (
+        lambda at: (at / "model.safetensors.index.json").unlink(),
+        "qwen3_thinker",
+        "neither model.safe",
+    ),
+    "no weights of the part": (lambda at: None, "qwen3_code2wav", "no weights of the part 'code2wav'"),
+    "an engine outside the registry": (lambda at: None, "package.module:Engine", "'package.module:Engine' loads"),
     "no configuration": (lambda at: (at / "config.json").unlink(), "qwen3_talker", "there is no config.json"),
-    "none of the part's": (lambda at: (at / "config.json").write_text("{}"), "qwen3_talker", "config.json: Expected"),
+    "no configuration of the part": (
+        lambda at: (at / "config.json").write_text("{}"),
+        "qwen3_talker",
+        "config.json: Expected",
+    ),
     "a broken index": (lambda at: (at / "model.safetensors.index.json").write_text("{"), "qwen3_talker", "index.json"),
     "an empty shard": (lambda at: cut(at / "1.safetensors", 0), "qwen3_talker", "1.safetensors: "),
     "a header cut off": (lambda at: cut(at / "1.safetensors", 100), "qwen3_talker", "1.safetensors: "),
     "no safetensors": (
         lambda at: (at / "1.safetensors").write_bytes(b"PK\3\4" * 100),
         "qwen3_talker",
-        "1.safetensors: no safetensors file",
+        "1.safetensors: this is not a safetensors file",
     ),
     "a tensor without shape": (
         lambda at: (at / "1.safetensors").write_bytes(struct.pack("<Q", 20) + b'{"talker.a":"F32"}  '),
@@ -107,21 +117,21 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str, str]] = {
 
 
 @pytest.mark.parametrize("case", BROKEN)
-def test_what_a_checkpoint_does_not_say_is_not_guessed(case: str, checkpoint: Path) -> None:
-    damage, engine, says = BROKEN[case]
+def test_a_missing_figure_is_an_error_not_a_guess(case: str, checkpoint: Path) -> None:
+    damage, engine, expected = BROKEN[case]
     damage(checkpoint)
     with pytest.raises(Uncounted) as caught:
         memory.count(engine, checkpoint, {"max_batch": 1, "context": 1})
-    assert says in caught.value.reason
+    assert expected in caught.value.reason
 
 
-def test_every_engine_of_a_transformers_checkpoint_is_counted() -> None:
-    assert {name for name, spec in ENGINES.items() if "transformers" in spec.libraries} <= memory.PARTS.keys()
+def test_every_engine_that_loads_a_transformers_checkpoint_can_be_counted() -> None:
+    assert {name for name, spec in ENGINES.items() if "transformers" in spec.libraries} == PARTS.keys()
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any, Path]]:
-    """Whole models of random weights, and where they were saved, one of them in many shards."""
+    """Complete models with random weights and their directories; one is saved in many shards."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from tiny_models import qwen2_5 as tiny_2_5
@@ -143,11 +153,13 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any, Pat
 
 @voice
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("engine", memory.PARTS)
-def test_the_weights_are_those_of_the_module(engine: str, dtype: str, models: dict[str, tuple[Any, Path]]) -> None:
+@pytest.mark.parametrize("engine", PARTS)
+def test_the_counted_weights_are_those_of_the_loaded_module(
+    engine: str, dtype: str, models: dict[str, tuple[Any, Path]]
+) -> None:
     import torch
 
-    part = memory.PARTS[engine]
+    part = PARTS[engine]
     whole, directory = models[engine.removesuffix(f"_{part}") if part else engine]
     item_bytes = getattr(torch, dtype).itemsize
     held = sum(parameter.numel() * item_bytes for parameter in whole.get_submodule(part).parameters())
@@ -156,10 +168,10 @@ def test_the_weights_are_those_of_the_module(engine: str, dtype: str, models: di
 
 @voice
 @pytest.mark.parametrize("engine", ["llm", "qwen3_thinker", "qwen3_talker", "qwen2_5_thinker", "qwen2_5_talker"])
-def test_the_cache_is_what_a_forward_fills(engine: str, models: dict[str, tuple[Any, Path]]) -> None:
+def test_the_counted_cache_is_what_a_forward_fills(engine: str, models: dict[str, tuple[Any, Path]]) -> None:
     import torch
 
-    part = memory.PARTS[engine]
+    part = PARTS[engine]
     whole, directory = models[engine.removesuffix(f"_{part}") if part else engine]
     decoder = whole.get_submodule(f"{part}.model".lstrip("."))
     requests, tokens = 2, 24

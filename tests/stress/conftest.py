@@ -21,7 +21,7 @@ ENGINES = """
     import subprocess
 
     from omni_actors.stages.base import StageOutput
-    from omni_actors.stages.echo import EchoEngine
+    from omni_actors.stages.echo.engine import EchoEngine
 
 
     def context_without(context):

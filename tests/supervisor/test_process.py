@@ -24,7 +24,7 @@ HERE = Address("here", 0)
 WATCHDOG_S = 60.0
 ENGINES = """
     import json, os, signal, subprocess, sys
-    from omni_actors.stages.echo import EchoEngine
+    from omni_actors.stages.echo.engine import EchoEngine
 
     def tells(context):
         variables = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
@@ -162,7 +162,7 @@ async def test_a_start_that_fails_half_way_leaves_nothing(monkeypatch: pytest.Mo
 async def test_a_worker_ends_when_its_connection_does() -> None:
     with trio.fail_after(WATCHDOG_S):
         async with LocalSpawner().spawn(HERE, 8) as worker:
-            worker.mailbox.post(configure("omni_actors.stages.echo:EchoEngine"))
+            worker.mailbox.post(configure("omni_actors.stages.echo.engine:EchoEngine"))
             while not isinstance((await worker.mailbox.incoming.receive())[0], Ready):
                 pass
             worker.mailbox._sock.shutdown(2)

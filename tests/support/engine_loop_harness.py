@@ -14,7 +14,7 @@ from omni_actors.protocol import chunks
 from omni_actors.protocol.chunks import ChunkHeader
 from omni_actors.protocol.messages import CLIENT, CLIENT_ADDRESS, Address, Message, Start, Stop
 from omni_actors.stages.base import StageContext, StageEngine
-from omni_actors.stages.echo import EchoEngine
+from omni_actors.stages.echo.engine import EchoEngine
 from omni_actors.worker.engine_loop import Attach, EngineLoop
 from ringbuf import Consumer, Producer, Ring
 

@@ -14,9 +14,9 @@ from safetensors import safe_open
 from vllm import SamplingParams
 
 from omni_actors.errors import InvalidRequest
-from omni_actors.stages.registry import VLLMParams, VLLMSampling
 from omni_actors.stages.vllm import private
 from omni_actors.stages.vllm.arguments import WrongEngineArgument
+from omni_actors.stages.vllm.options import VLLMParams, VLLMSampling
 
 QUESTIONS = [
     "What is the capital of France?",

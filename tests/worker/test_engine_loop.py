@@ -24,7 +24,7 @@ from omni_actors.protocol.messages import (
     Stop,
 )
 from omni_actors.stages.base import Chunk, InvalidRequest, StageContext, StageFailure, StageOutput, StageRequest
-from omni_actors.stages.echo import EchoEngine
+from omni_actors.stages.echo.engine import EchoEngine
 from omni_actors.worker import engine_loop as loop
 from ringbuf import RingClosed
 from tests.support.engine_loop_harness import WATCHDOG_S, LoopHarness, echo, open_harness, receive, send

@@ -21,7 +21,7 @@ from omni_actors.protocol.messages import (
     Unreplayable,
 )
 from omni_actors.stages.base import StageContext, StageOutput, StageRequest
-from omni_actors.stages.echo import EchoEngine
+from omni_actors.stages.echo.engine import EchoEngine
 from omni_actors.worker.outgoing import OVERHEAD_BYTES
 from ringbuf import Consumer
 from tests.support.engine_loop_harness import LoopHarness, echo, open_harness, receive, send

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from omni_actors.stages.autoregressive import batch
 from omni_actors.stages.autoregressive.batch import Batch
+from omni_actors.stages.autoregressive.options import TextParams
 from omni_actors.stages.autoregressive.sampling import Sampler, Sampling, choose, generator, not_finite
 from omni_actors.stages.autoregressive.text import Answer, Vocabulary
 from omni_actors.stages.base import (
@@ -28,7 +29,6 @@ from omni_actors.stages.base import (
     TensorLike,
 )
 from omni_actors.stages.refusal import request_work
-from omni_actors.stages.registry import TextParams
 
 __all__ = ["Collector", "LanguageEngine", "Request"]
 

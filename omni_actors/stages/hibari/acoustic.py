@@ -39,11 +39,11 @@ from omni_actors.stages.base import (
     StageOutput,
     StageRequest,
 )
+from omni_actors.stages.hibari.options import AcousticOptions, AcousticParams
 from omni_actors.stages.hibari.reading import Reading
 from omni_actors.stages.hibari.text import SentenceReader
 from omni_actors.stages.pausing import FlaggedPausing
 from omni_actors.stages.refusal import validated
-from omni_actors.stages.registry import AcousticOptions, AcousticParams
 
 if TYPE_CHECKING:
     from hibari import Hibari

@@ -20,10 +20,10 @@ import msgspec
 import numpy as np
 
 from omni_actors.stages.base import Chunk, InvalidRequest, RequestId, StageContext, StageOutput, StageRequest
+from omni_actors.stages.hibari.options import VocoderParams
 from omni_actors.stages.hibari.synthesis import BINS, SAMPLE_RATE, Floats, SentenceSynthesis
 from omni_actors.stages.pausing import FlaggedPausing
 from omni_actors.stages.refusal import validated
-from omni_actors.stages.registry import VocoderParams
 
 __all__ = ["VocoderEngine"]
 

@@ -20,12 +20,13 @@ from omni_actors.stages import assets
 from omni_actors.stages.autoregressive.batch import Batch
 from omni_actors.stages.autoregressive.cache import SlottedCache
 from omni_actors.stages.autoregressive.language import LanguageEngine, Request, refuse_beyond_context
+from omni_actors.stages.autoregressive.options import TextParams
 from omni_actors.stages.autoregressive.packed import pack_linears
 from omni_actors.stages.autoregressive.text import Vocabulary
 from omni_actors.stages.base import StageContext, StageRequest
+from omni_actors.stages.llm.options import LLMOptions
 from omni_actors.stages.llm.prompt import Prompt
 from omni_actors.stages.refusal import validated
-from omni_actors.stages.registry import LLMOptions, TextParams
 
 __all__ = ["LLMEngine", "open_engine"]
 
@@ -111,8 +112,8 @@ def open_engine(context: StageContext) -> LLMEngine:
     _check(model.config, options)
     model = model.eval().to(torch.device(context.device))
     packed = pack_linears(model, options.max_batch)
-    if packed and context.team is not None and context.threads > 1:
-        _follow(context.team, model)
+    if packed and context.thread_budget is not None and context.threads > 1:
+        _follow(context.thread_budget, model)
     return LLMEngine(model, tokenizer, options)
 
 

@@ -32,8 +32,8 @@ from omni_actors.stages.base import (
     StageRequest,
 )
 from omni_actors.stages.checkpoint import load_part, whole_config
+from omni_actors.stages.omni.options import TalkerOptions, TalkerParams
 from omni_actors.stages.refusal import request_work
-from omni_actors.stages.registry import TalkerOptions, TalkerParams
 from omni_actors.stages.tensors import to_torch
 
 

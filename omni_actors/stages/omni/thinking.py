@@ -29,10 +29,10 @@ from omni_actors.stages.checkpoint import load_part, whole_config
 from omni_actors.stages.multimodal.limits import MediaLimits
 from omni_actors.stages.multimodal.processor import OmniInputs, OmniProcessor
 from omni_actors.stages.multimodal.prompt import OmniPrompt
+from omni_actors.stages.omni.options import ThinkerOptions, ThinkerParams
 from omni_actors.stages.omni.positions import grids_of, is_heard, positions_of
 from omni_actors.stages.omni.reading import Reader
 from omni_actors.stages.refusal import request_work
-from omni_actors.stages.registry import ThinkerOptions, ThinkerParams
 from omni_actors.stages.tensors import to_wire
 
 

@@ -21,9 +21,9 @@ from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import Qwen2_5OmniTa
 
 from omni_actors.stages.base import InvalidRequest, StageContext, StageOutput, StageRequest
 from omni_actors.stages.omni.talking import OmniTalker, TalkerRequest, require_finite
+from omni_actors.stages.qwen2_5.options import Qwen25TalkerOptions, Qwen25TalkerParams
 from omni_actors.stages.qwen2_5.speakers import load_speakers, speaker_named
 from omni_actors.stages.refusal import validated
-from omni_actors.stages.registry import Qwen25TalkerOptions, Qwen25TalkerParams
 
 
 class TalkerEngine(OmniTalker[TalkerRequest]):

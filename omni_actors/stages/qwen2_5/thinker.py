@@ -3,7 +3,7 @@
 A row of the talker's is what went into the language model at a position and what came out of it, added up; of sound and
 picture only the latter. So the row of a token of the answer is there one step behind the token, and the last token has
 none. The talker gets all positions of the prompt. As the last digits of what a batch computes move with the company in
-it, so do an answer's rows: a replay in which they come out otherwise ends with StageCrashed (``EngineSpec.replays``).
+it, so do an answer's rows: a replay that differs ends with StageCrashed (``EngineSpec.replayable``).
 
 Wire, besides what every talker gets (``omni.talking``):
 the first chunk has ``positions``, (3, n), of the prompt's rotary embedding, and ``tts``, (2 + speakers, hidden),
@@ -18,10 +18,10 @@ from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import Qwen2_5OmniTh
 
 from omni_actors.stages.base import StageContext, StageRequest
 from omni_actors.stages.multimodal.prompt import OmniPrompt
+from omni_actors.stages.omni.options import ThinkerParams
 from omni_actors.stages.omni.thinking import OmniThinker, ThinkerRequest
 from omni_actors.stages.qwen2_5.speakers import load_speakers
 from omni_actors.stages.refusal import validated
-from omni_actors.stages.registry import ThinkerParams
 
 
 class ThinkerEngine(OmniThinker[ThinkerRequest]):

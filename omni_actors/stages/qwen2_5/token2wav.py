@@ -32,10 +32,10 @@ from omni_actors.stages.base import Chunk, InvalidRequest, RequestId, StageConte
 from omni_actors.stages.checkpoint import load_part
 from omni_actors.stages.pausing import FlaggedPausing
 from omni_actors.stages.qwen2_5.flow import GUIDANCE, SWAY, Flow, FlowStream
+from omni_actors.stages.qwen2_5.options import Token2WavOptions, Token2WavParams
 from omni_actors.stages.qwen2_5.speakers import Speaker, load_speakers, speaker_named
 from omni_actors.stages.qwen2_5.vocoder import Vocoder, VocoderStream
 from omni_actors.stages.refusal import validated
-from omni_actors.stages.registry import Token2WavOptions, Token2WavParams
 
 SAMPLE_RATE = 24_000
 

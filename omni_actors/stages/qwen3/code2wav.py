@@ -25,8 +25,8 @@ from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import Qwen3Omni
 from omni_actors.stages.base import Chunk, InvalidRequest, RequestId, StageContext, StageOutput, StageRequest
 from omni_actors.stages.checkpoint import load_part
 from omni_actors.stages.pausing import FlaggedPausing
+from omni_actors.stages.qwen3.options import Code2WavOptions
 from omni_actors.stages.qwen3.streaming import DecoderState, StreamingDecoder
-from omni_actors.stages.registry import Code2WavOptions
 
 SAMPLE_RATE = 24_000
 

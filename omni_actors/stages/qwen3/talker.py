@@ -16,12 +16,12 @@ from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import Qwen3Omni
 
 from omni_actors.stages.autoregressive.sampling import Sampler, Sampling
 from omni_actors.stages.base import InvalidRequest, StageContext, StageFailure, StageOutput, StageRequest
+from omni_actors.stages.omni.options import TalkerOptions, TalkerParams
 from omni_actors.stages.omni.positions import GRIDS, positions_of
 from omni_actors.stages.omni.talking import OmniTalker, TalkerRequest, require_finite
 from omni_actors.stages.qwen3.predictor import CodePredictor
 from omni_actors.stages.qwen3.speech import HEADER
 from omni_actors.stages.refusal import validated
-from omni_actors.stages.registry import TalkerOptions, TalkerParams
 
 SPECIAL = 1024
 """The last of the talker's vocabulary: of these only the end is ever chosen."""

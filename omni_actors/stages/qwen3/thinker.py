@@ -15,10 +15,10 @@ from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import Qwen3Omni
 from omni_actors.stages.base import StageContext, StageRequest
 from omni_actors.stages.multimodal.processor import OmniProcessor
 from omni_actors.stages.multimodal.prompt import OmniPrompt
+from omni_actors.stages.omni.options import ThinkerParams
 from omni_actors.stages.omni.thinking import OmniThinker, ThinkerRequest
 from omni_actors.stages.qwen3.speech import spoken_positions
 from omni_actors.stages.refusal import validated
-from omni_actors.stages.registry import ThinkerParams
 
 
 class _Request(ThinkerRequest):

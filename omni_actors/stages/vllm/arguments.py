@@ -8,11 +8,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from omni_actors.stages.base import InvalidRequest
-from omni_actors.stages.registry import VLLMSampling
 from vllm import EngineArgs, SamplingParams
 from vllm.exceptions import VLLMClientError
 from vllm.sampling_params import RepetitionDetectionParams, RequestOutputKind, StructuredOutputsParams
+
+from omni_actors.stages.base import InvalidRequest
+from omni_actors.stages.vllm.options import VLLMSampling
 
 __all__ = ["CLIENTS", "WrongEngineArgument", "engine_args", "refusal", "sampling_params"]
 

@@ -16,8 +16,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, Generic, TypeVar
 
 import msgspec
-
 import vllm
+from vllm import LLMEngine, SamplingParams
+
 from omni_actors.stages.autoregressive.language import Collector
 from omni_actors.stages.base import (
     Chunk,
@@ -29,10 +30,9 @@ from omni_actors.stages.base import (
     StageRequest,
 )
 from omni_actors.stages.refusal import request_work, validated
-from omni_actors.stages.registry import VLLMOptions, VLLMParams, VLLMSampling
 from omni_actors.stages.vllm import private
 from omni_actors.stages.vllm.arguments import CLIENTS, engine_args, refusal, sampling_params
-from vllm import LLMEngine, SamplingParams
+from omni_actors.stages.vllm.options import VLLMOptions, VLLMParams, VLLMSampling
 
 __all__ = ["Request", "VLLMEngine", "logprobs_of"]
 

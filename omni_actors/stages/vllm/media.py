@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import BatchFeature
+from vllm.inputs.engine import MultiModalInput, TokensInput, mm_input, tokens_input
 
 from omni_actors.stages.multimodal.processor import OmniInputs
 from omni_actors.stages.vllm.private import MultiModalKwargsItems, PlaceholderRange, omni_fields
-from vllm.inputs.engine import MultiModalInput, TokensInput, mm_input, tokens_input
 
 __all__ = ["to_prompt"]
 

@@ -18,9 +18,8 @@ from importlib import import_module
 from typing import Any
 
 import torch
-from torch import Tensor
-
 import vllm
+from torch import Tensor
 from vllm import ModelRegistry, PoolingParams
 from vllm.platforms import current_platform
 

@@ -17,7 +17,7 @@ from omni_actors.stages.checkpoint import whole_config
 from omni_actors.stages.multimodal.prompt import OmniPrompt
 from omni_actors.stages.omni.positions import positions_of
 from omni_actors.stages.qwen2_5.speakers import load_speakers
-from omni_actors.stages.registry import VLLMThinkerParams
+from omni_actors.stages.vllm.options import VLLMThinkerParams
 from omni_actors.stages.vllm.private import Captured
 from omni_actors.stages.vllm.thinking import Thinker, ThinkerRequest
 

@@ -15,7 +15,7 @@ from omni_actors.stages.base import InvalidRequest, StageContext, StageRequest
 from omni_actors.stages.checkpoint import WrongCheckpoint, whole_config
 from omni_actors.stages.multimodal.prompt import OmniPrompt
 from omni_actors.stages.qwen3.speech import spoken_positions
-from omni_actors.stages.registry import VLLMThinkerParams
+from omni_actors.stages.vllm.options import VLLMThinkerParams
 from omni_actors.stages.vllm.private import Captured
 from omni_actors.stages.vllm.thinking import Thinker, ThinkerRequest
 

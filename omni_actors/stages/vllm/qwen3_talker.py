@@ -20,19 +20,19 @@ import msgspec
 import torch
 from torch import Tensor
 from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import Qwen3OmniMoeTalkerForConditionalGeneration
+from vllm import LLMEngine
+from vllm.config import PoolerConfig
+from vllm.platforms import current_platform
 
 from omni_actors.stages.autoregressive.batch import Batch
 from omni_actors.stages.autoregressive.cache import SlottedCache
 from omni_actors.stages.base import StageContext
 from omni_actors.stages.omni.talking import TalkerRequest
 from omni_actors.stages.qwen3.talker import TalkerEngine
-from omni_actors.stages.registry import VLLMTalkerOptions
 from omni_actors.stages.vllm import private
 from omni_actors.stages.vllm.arguments import engine_args
+from omni_actors.stages.vllm.options import VLLMTalkerOptions
 from omni_actors.stages.vllm.qwen3_talker_model import register
-from vllm import LLMEngine
-from vllm.config import PoolerConfig
-from vllm.platforms import current_platform
 
 __all__ = ["Qwen3Talker"]
 

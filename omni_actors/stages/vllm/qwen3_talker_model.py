@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import apply_rotary_pos_emb
-
-from omni_actors.stages.vllm.private import VLLMMoved
 from vllm import ModelRegistry
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.pooler import DispatchPooler
 from vllm.model_executor.models import VllmModelForPooling
 from vllm.model_executor.models.qwen3_moe import Qwen3MoeModel
+
+from omni_actors.stages.vllm.private import VLLMMoved
 
 __all__ = ["TalkerLayers", "register"]
 

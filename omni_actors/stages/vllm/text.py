@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from vllm.inputs.engine import embeds_input, tokens_input
 
 from omni_actors.stages.autoregressive.language import refuse_beyond_context
 from omni_actors.stages.base import Chunk, InvalidRequest, StageContext, StageOutput, StageRequest
@@ -23,7 +24,6 @@ from omni_actors.stages.llm.prompt import Prompt
 from omni_actors.stages.refusal import request_work
 from omni_actors.stages.tensors import to_torch
 from omni_actors.stages.vllm.engine import Request, VLLMEngine, logprobs_of
-from vllm.inputs.engine import embeds_input, tokens_input
 
 __all__ = ["TextEngine"]
 

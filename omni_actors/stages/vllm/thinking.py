@@ -37,10 +37,10 @@ from omni_actors.stages.multimodal.prompt import OmniPrompt
 from omni_actors.stages.omni.positions import grids_of, is_heard
 from omni_actors.stages.omni.reading import Reader
 from omni_actors.stages.refusal import request_work
-from omni_actors.stages.registry import VLLMThinkerParams
 from omni_actors.stages.tensors import to_wire
 from omni_actors.stages.vllm.engine import Request, VLLMEngine, logprobs_of
 from omni_actors.stages.vllm.media import to_prompt
+from omni_actors.stages.vllm.options import VLLMThinkerParams
 from omni_actors.stages.vllm.private import Captured
 
 __all__ = ["Thinker", "ThinkerRequest"]

@@ -11,8 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from omni_actors.stages.autoregressive.options import TextParams
 from omni_actors.stages.autoregressive.sampling import Sampler, Sampling, choose, generator
-from omni_actors.stages.registry import TextParams
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 EXTREMES = (0.0, -0.0, 1.0, -1.0, 1e-45, 6e4, -6e4, 3.3e38, -3.3e38, -math.inf)

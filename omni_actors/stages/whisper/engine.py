@@ -32,7 +32,7 @@ from omni_actors.stages.base import (
 from omni_actors.stages.multimodal.audio import Floats, Recording, Recordings, refusal
 from omni_actors.stages.pausing import FlaggedPausing
 from omni_actors.stages.refusal import request_work, validated
-from omni_actors.stages.registry import WhisperOptions, WhisperParams
+from omni_actors.stages.whisper.options import WhisperOptions, WhisperParams
 
 if TYPE_CHECKING:
     from faster_whisper.transcribe import Segment

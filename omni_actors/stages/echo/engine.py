@@ -47,9 +47,9 @@ from omni_actors.stages.base import (
     StageOutput,
     StageRequest,
 )
+from omni_actors.stages.echo.options import EchoOptions
 from omni_actors.stages.pausing import FlaggedPausing
 from omni_actors.stages.refusal import request_work, validated
-from omni_actors.stages.registry import EchoOptions
 from ringbuf import Tensor
 
 __all__ = ["EchoEngine", "payload"]

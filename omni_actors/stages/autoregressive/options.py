@@ -1,0 +1,39 @@
+"""The options and request parameters that all text-generating engines on transformers share."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from omni_actors.stages.bounds import Dtype, Penalty, Positive, Seed, StopString, Temperature, Tokens, TopK, TopP
+
+
+class TextOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The options of an engine that generates text with continuous batching."""
+
+    max_batch: Positive = 8
+    """Requests that one forward decodes; more requests wait."""
+    context: Positive = 2048
+    """Tokens that one request may use, prompt and completion together."""
+    prefill_chunk: Positive = 256
+    """Prompt tokens that one step prefills, so that a long prompt does not delay the decoding of other requests."""
+    dtype: Dtype = "float32"
+    system_prompt: str = ""
+    """System message for a conversation that has none."""
+
+
+class TextParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    max_tokens: Tokens = 256
+    temperature: Temperature = 0.0
+    """0 is greedy."""
+    top_p: TopP = 1.0
+    top_k: TopK = 0
+    """0 means no limit."""
+    seed: Seed | None = None
+    """None: the parent draws a seed on admission, so that a replay draws the same tokens."""
+    stop: Annotated[tuple[StopString, ...], Meta(max_length=16)] = ()
+    """Strings that end the answer. The number is bounded because each new piece of text is compared with all."""
+    repetition_penalty: Penalty = 1.0
+    """Applies to tokens that the prompt or the answer already has; 1 has no effect."""

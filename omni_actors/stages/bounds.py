@@ -1,0 +1,31 @@
+"""Types with bounds, for the options and the request parameters of engines.
+
+Every number of a request parameter has a lower and an upper bound, which also refuses NaN and infinity; every string
+and every collection has a largest length.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, TypeAlias
+
+from msgspec import Meta
+
+# Options, chosen by the operator.
+Positive = Annotated[int, Meta(ge=1)]
+Seconds = Annotated[float, Meta(ge=0)]
+Dtype: TypeAlias = Literal["float32", "bfloat16", "float16"]
+ChunkSizes = Annotated[tuple[Positive, ...], Meta(min_length=1)]
+"""Frames in the first output chunk, in the second, and so on; the last number holds for all further chunks."""
+
+# Request parameters, chosen by a client.
+Tokens = Annotated[int, Meta(ge=1, le=1_000_000)]
+Temperature = Annotated[float, Meta(ge=0, le=2)]
+TopP = Annotated[float, Meta(gt=0, le=1)]
+TopK = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+Penalty = Annotated[float, Meta(ge=0.1, le=10)]
+"""A factor on logits. Within these bounds no float16 logit overflows; values in use lie between 0.5 and 2."""
+Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+"""The range that torch's generators, vLLM and OpenAI's API accept."""
+TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+StopString = Annotated[str, Meta(min_length=1, max_length=256)]
+Name = Annotated[str, Meta(max_length=128)]

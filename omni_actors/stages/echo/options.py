@@ -1,0 +1,23 @@
+"""The options of the ``echo`` engine. It takes no request parameters."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from omni_actors.stages.bounds import Positive, Seconds
+
+
+class EchoOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    step_s: Seconds = 0.0
+    """Duration of each step."""
+    spin: bool = False
+    """Spend ``step_s`` computing, as a model on the CPU does, instead of sleeping, as one on an accelerator does."""
+    fan_out: Positive = 1
+    """Output chunks for each input chunk."""
+    payload_bytes: Annotated[int, Meta(ge=0)] = 0
+    """Size of a uint8 tensor ``payload`` that is added to each output; 0 adds none."""
+    load_s: Seconds = 0.0
+    """Duration of loading."""

@@ -1,0 +1,44 @@
+"""The options and request parameters that thinkers and talkers of omni models share."""
+
+from __future__ import annotations
+
+import msgspec
+
+from omni_actors.stages.autoregressive.options import TextOptions, TextParams
+from omni_actors.stages.bounds import Dtype, Name, Penalty, Positive, Seed, Temperature, Tokens, TopK, TopP
+
+
+class ThinkerOptions(TextOptions, frozen=True, forbid_unknown_fields=True):
+    """The options of a thinker: the part of an omni model that reads all input and writes text."""
+
+
+class ThinkerParams(TextParams, frozen=True, forbid_unknown_fields=True):
+    use_audio_in_video: bool = False
+    """Whether the model also gets the sound of each video."""
+
+
+class TalkerOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The options of a talker: the part of an omni model that turns its text into codes of speech."""
+
+    max_batch: Positive = 8
+    """Requests that one forward decodes; more requests wait."""
+    context: Positive = 4096
+    """Positions that one request may use, prompt and frames together."""
+    prefill_chunk: Positive = 256
+    """Prompt positions that one step prefills."""
+    dtype: Dtype = "float32"
+
+
+class TalkerParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The names differ from the thinker's, so that a parameter for the text does not change the voice."""
+
+    speaker: Name | None = None
+    """A speaker of the checkpoint, in upper or lower case. None: "Ethan", or the checkpoint's first speaker."""
+    talker_max_tokens: Tokens = 4096
+    """Frames of speech. Speech that this limit ends has one frame less."""
+    talker_temperature: Temperature = 0.9
+    talker_top_k: TopK = 50
+    talker_top_p: TopP = 1.0
+    talker_repetition_penalty: Penalty = 1.05
+    """Applies to first codes that were already generated."""
+    seed: Seed | None = None

@@ -1,0 +1,85 @@
+"""The options and request parameters of the ``vllm`` engines."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from omni_actors.stages.autoregressive.options import TextParams
+from omni_actors.stages.bounds import Name, StopString, TokenId
+from omni_actors.stages.omni.options import TalkerOptions
+
+
+class VLLMOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The options of a language model, or of an omni model's thinker, on vLLM."""
+
+    engine_args: dict[str, Any] = msgspec.field(default_factory=dict)
+    """Fields of vLLM's EngineArgs (dtype, max_model_len, kv_cache_memory_bytes, …); checked in the worker."""
+    system_prompt: str = ""
+    """System message for a conversation that has none."""
+
+
+class VLLMTalkerOptions(TalkerOptions, frozen=True, forbid_unknown_fields=True):
+    """The options of a talker whose layers run on vLLM."""
+
+    engine_args: dict[str, Any] = msgspec.field(default_factory=dict)
+    """Fields of vLLM's EngineArgs that the other options do not set; checked in the worker."""
+
+
+# Lists and mappings are also bounded by the size of a request's encoded parameters.
+Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+Logprobs = Annotated[int, Meta(ge=-1, le=100_000)]
+"""-1: the whole vocabulary. vLLM's own limit (max_logprobs) is 20 unless ``engine_args`` sets it."""
+Bias = Annotated[float, Meta(ge=-100, le=100)]
+TokenIds = Annotated[list[TokenId], Meta(max_length=16_384)]
+Settings = Annotated[dict[Name, Any], Meta(max_length=64)]
+
+
+class VLLMSampling(TextParams, frozen=True, forbid_unknown_fields=True):
+    """The fields of vLLM's SamplingParams. Those that other engines have too keep our defaults."""
+
+    presence_penalty: Annotated[float, Meta(ge=-2, le=2)] = 0.0
+    frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] = 0.0
+    min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    stop_token_ids: Annotated[tuple[TokenId, ...], Meta(max_length=256)] = ()
+    ignore_eos: bool = False
+    min_tokens: Annotated[int, Meta(ge=0, le=1_000_000)] = 0
+    logprobs: Logprobs | None = None
+    """How many of the most likely tokens each output token reports with their log probabilities."""
+    prompt_logprobs: Logprobs | None = None
+    prompt_logprob_start: Count | None = None
+    prompt_logprob_token_ids: Annotated[list[TokenIds], Meta(max_length=4096)] | None = None
+    logprob_token_ids: TokenIds | None = None
+    structured_outputs: Settings | None = None
+    """One of json, regex, choice, grammar, json_object, structural_tag, with its settings."""
+    logit_bias: Annotated[dict[Name | TokenId, Bias], Meta(max_length=1024)] | None = None
+    allowed_token_ids: TokenIds | None = None
+    bad_words: Annotated[list[StopString], Meta(max_length=256)] | None = None
+    extra_args: Settings | None = None
+    """Arguments for the custom logits processors that ``engine_args`` names."""
+    skip_reading_prefix_cache: bool | None = None
+    thinking_token_budget: Annotated[int, Meta(ge=-1, le=1_000_000)] | None = None
+    repetition_detection: Settings | None = None
+    watermarking: bool | None = None
+    stream_interval: Annotated[int, Meta(ge=1, le=1_000_000)] | None = None
+    routed_experts_prompt_start: Count = 0
+    trace_decode_token_ids: TokenIds | None = None
+    priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] = 0
+    """A lower number is scheduled first, if ``engine_args`` has scheduling_policy: priority."""
+
+
+class VLLMParams(VLLMSampling, frozen=True, forbid_unknown_fields=True):
+    n: Annotated[int, Meta(ge=1, le=128)] = 1
+    """Number of answers. With several, each piece has the number of its answer in ``index``."""
+    detokenize: bool = True
+    """False: pieces have ``token_ids`` instead of ``text``."""
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+
+
+class VLLMThinkerParams(VLLMSampling, frozen=True, forbid_unknown_fields=True):
+    use_audio_in_video: bool = False
+    """Whether the model also gets the sound of each video."""

@@ -1,0 +1,1 @@
+"""The ``whisper`` engine: speech recognition on faster-whisper (see ``engine``)."""

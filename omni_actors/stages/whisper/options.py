@@ -1,0 +1,19 @@
+"""The options and request parameters of the ``whisper`` engine."""
+
+from __future__ import annotations
+
+import msgspec
+
+from omni_actors.stages.bounds import Name, Positive
+
+
+class WhisperOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    compute_type: str = "int8"
+    """The number format of the weights, by CTranslate2's names."""
+    beam_size: Positive = 1
+    """Hypotheses of the beam search; 1 is greedy."""
+
+
+class WhisperParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    language: Name | None = None
+    """A language code such as "en". None: the model detects the language."""
