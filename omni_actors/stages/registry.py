@@ -145,7 +145,7 @@ ENGINES: dict[str, EngineSpec] = {
         libraries=("scipy",),
     ),
     "vllm": EngineSpec(
-        "omni_actors.stages.vllm.opening:open_text",
+        "omni_actors.stages.vllm.factories:open_text",
         VLLMOptions,
         VLLMParams,
         replayable=True,
@@ -153,7 +153,7 @@ ENGINES: dict[str, EngineSpec] = {
         extra="vllm",
     ),
     "vllm_qwen3_thinker": EngineSpec(
-        "omni_actors.stages.vllm.opening:open_qwen3_thinker",
+        "omni_actors.stages.vllm.factories:open_qwen3_thinker",
         VLLMOptions,
         VLLMThinkerParams,
         replayable=True,
@@ -161,7 +161,7 @@ ENGINES: dict[str, EngineSpec] = {
         extra="vllm",
     ),
     "vllm_qwen3_talker": EngineSpec(
-        "omni_actors.stages.vllm.opening:open_qwen3_talker",
+        "omni_actors.stages.vllm.factories:open_qwen3_talker",
         VLLMTalkerOptions,
         TalkerParams,
         replayable=True,
@@ -169,7 +169,7 @@ ENGINES: dict[str, EngineSpec] = {
         extra="vllm",
     ),
     "vllm_qwen2_5_thinker": EngineSpec(
-        "omni_actors.stages.vllm.opening:open_qwen2_5_thinker",
+        "omni_actors.stages.vllm.factories:open_qwen2_5_thinker",
         VLLMOptions,
         VLLMThinkerParams,
         replayable=True,

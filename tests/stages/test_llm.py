@@ -191,7 +191,7 @@ def test_one_step_prefills_one_piece_and_decodes_everyone(engine: LLMEngine) -> 
 
 def running(engine: LLMEngine) -> list[Any]:
     """Those that are past their prompt, by row."""
-    return [request for request in engine._batch.rows if not request.prompt]
+    return [request for request in engine._scheduler.rows if not request.prefill_left]
 
 
 def engine_running(engine: LLMEngine) -> list[int]:
@@ -338,9 +338,9 @@ def test_any_schedule_of_joins_aborts_and_steps_gives_what_each_gives_alone(
 def check(engine: LLMEngine, live: set[int]) -> None:
     """The engine holds the live requests and nothing else, in rows without a hole and with nothing beyond their end."""
     assert sorted(engine._requests) == sorted(live)
-    holders = engine._batch.rows
+    holders = engine._scheduler.rows
     assert len(engine._cache.lengths) == len(holders)
-    assert sorted(r.id for r in [*holders, *engine._batch._waiting]) == sorted(live)
+    assert sorted(r.id for r in [*holders, *engine._scheduler._waiting]) == sorted(live)
     for store in (*engine._cache._keys, *engine._cache._values):
         for row in range(len(store)):
             length = engine._cache.lengths[row] if row < len(holders) else 0
@@ -359,7 +359,7 @@ def test_abort_in_any_state_frees_the_request_and_harms_no_other(engine: LLMEngi
     submit(engine, 6, PROMPTS[6], max_tokens=25)
     if place == "prefilling":
         results.step(engine)
-        assert len(running(engine)) < len(engine._batch.rows)
+        assert len(running(engine)) < len(engine._scheduler.rows)
     if place == "collecting":
         engine.start(StageRequest(7, (CLIENT, "ear"), {}))
         engine.feed(7, Chunk(CLIENT, 0, True, {}, user("hello")))
@@ -382,7 +382,7 @@ def test_abort_while_another_prefills_moves_its_row_too(engine: LLMEngine, victi
         results.step(engine)
     submit(engine, 6, PROMPTS[6], max_tokens=25)
     results.step(engine)
-    assert len(running(engine)) < len(engine._batch.rows)
+    assert len(running(engine)) < len(engine._scheduler.rows)
     engine.abort(victim)
     check(engine, {0, 1, 6} - {victim})
     results.run(engine)
@@ -571,7 +571,7 @@ def heard(engine: LLMEngine, content: Any, chunks: Sequence[dict[str, Any]], mes
     for number, chunk in enumerate(chunks):
         assert not engine.busy
         engine.feed(0, Chunk("ear", number, number == len(chunks) - 1, {}, chunk))
-    prompt = str(engine._tokenizer.decode(engine._batch._waiting[0].unseen))
+    prompt = str(engine._tokenizer.decode(engine._scheduler._waiting[0].unseen))
     engine.abort(0)
     return prompt
 

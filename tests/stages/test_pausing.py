@@ -26,7 +26,7 @@ def case(request: pytest.FixtureRequest) -> Case:
 
 
 @pytest.mark.voice
-@pytest.mark.parametrize("engine", ["autoregressive.language:LanguageEngine", "omni.talking:OmniTalker"])
+@pytest.mark.parametrize("engine", ["autoregressive.language:LanguageEngine", "omni.talker:OmniTalker"])
 def test_an_engine_whose_requests_have_rows_of_a_batch_does_not_pause(engine: str) -> None:
     """A paused request would keep its row, and others would wait for that."""
     assert not issubclass(pkgutil.resolve_name(f"omni_actors.stages.{engine}"), Pausable)

@@ -96,7 +96,7 @@ def test_a_row_of_logits_that_is_not_finite_fails_its_own_request(
 def test_a_talker_whose_numbers_overflow_fails_that_request(beside_five: Callable[..., Any]) -> None:
     def poison(driver: Any) -> None:
         rows = np.full((9, 64), 3e38, np.float32)
-        once = {"ids": np.arange(9), "heard": np.zeros(9, np.bool_), "tts": rows[:3]}
+        once = {"ids": np.arange(9), "is_media": np.zeros(9, np.bool_), "tts": rows[:3]}
         driver.start(POISON, ("thinker",), talker_max_tokens=8, seed=0)
         driver.feed(POISON, {}, {**once, "rows": rows}, source="thinker")
         driver.feed(POISON, {}, {"rows": rows}, source="thinker", last=True)

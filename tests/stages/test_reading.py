@@ -11,34 +11,34 @@ import pytest
 
 from omni_actors.errors import InvalidRequest
 from omni_actors.stages.base import RequestId
-from omni_actors.stages.omni.reading import Reader
+from omni_actors.stages.omni.media_reader import MediaReader
 
 
 @pytest.fixture
-def reader() -> Iterator[Reader[str]]:
-    with closing(Reader[str]()) as reader:
+def reader() -> Iterator[MediaReader[str]]:
+    with closing(MediaReader[str]()) as reader:
         yield reader
 
 
-def taken(reader: Reader[str]) -> list[tuple[RequestId, Future[str]]]:
+def taken(reader: MediaReader[str]) -> list[tuple[RequestId, Future[str]]]:
     """All that was read, as soon as there is some."""
     while not (found := list(reader.take())):
         reader.wait()
     return found
 
 
-def test_what_was_read_is_taken_once(reader: Reader[str]) -> None:
-    assert not reader.reads
+def test_what_was_read_is_taken_once(reader: MediaReader[str]) -> None:
+    assert not reader.pending
     reader.read(7, lambda: threading.current_thread().name)
-    assert reader.reads
+    assert reader.pending
     [(request, reading)] = taken(reader)
     assert request == 7
     assert reading.result().startswith("reader")
-    assert not reader.reads
+    assert not reader.pending
     assert list(reader.take()) == []
 
 
-def test_an_error_is_its_own_requests(reader: Reader[str]) -> None:
+def test_an_error_is_its_own_requests(reader: MediaReader[str]) -> None:
     def unreadable() -> str:
         raise InvalidRequest("no picture")
 
@@ -51,7 +51,7 @@ def test_an_error_is_its_own_requests(reader: Reader[str]) -> None:
     assert found[2].result() == "read"
 
 
-def test_one_that_is_forgotten_while_it_is_read_is_never_given(reader: Reader[str]) -> None:
+def test_one_that_is_forgotten_while_it_is_read_is_never_given(reader: MediaReader[str]) -> None:
     begun, goes_on, never = threading.Event(), threading.Event(), threading.Event()
 
     def slow() -> str:
@@ -65,7 +65,7 @@ def test_one_that_is_forgotten_while_it_is_read_is_never_given(reader: Reader[st
     reader.forget(1)
     reader.forget(2)
     reader.forget(3)  # never known
-    assert not reader.reads
+    assert not reader.pending
     goes_on.set()
     reader.submit(int).result()
     assert not never.is_set()

@@ -151,7 +151,7 @@ def reachable(engine: Any) -> Counter[str]:
     A whole number counts as often as it is held: whether it is an object of its own depends on its value. What a reader
     beside the steps is at comes to its end first: the abort of a request does not stop it.
     """
-    if reader := getattr(engine, "_reader", None):
+    if reader := getattr(engine, "_media_reader", None):
         reader.submit(int).result()
     numbers, seen = 0, dict[int, Any]()
     found = [engine]

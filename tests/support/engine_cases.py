@@ -182,7 +182,7 @@ def qwen3_thinker(_: pytest.FixtureRequest) -> Case:
 def qwen3_talker(_: pytest.FixtureRequest) -> Case:
     def chunks(seed: int) -> list[FeedArgs]:
         prompt, answer = np.random.default_rng(seed).normal(0, 1, (2, 9, 64)).astype(np.float32)
-        once = {"ids": np.arange(9), "heard": np.arange(9) == 2, "tts": prompt[:3]}
+        once = {"ids": np.arange(9), "is_media": np.arange(9) == 2, "tts": prompt[:3]}
         return [({}, {**once, "rows": prompt[:5]}), ({}, {"rows": prompt[5:]}), ({}, {"rows": answer})]
 
     def gist(outputs: list[Any]) -> Any:

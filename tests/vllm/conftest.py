@@ -16,7 +16,7 @@ import pytest
 from omni_actors.stages import assets
 from omni_actors.stages.base import StageContext, StageEngine
 from omni_actors.stages.registry import ENGINES
-from omni_actors.stages.vllm.opening import prepare
+from omni_actors.stages.vllm.factories import prepare
 from tests.support.engine_fixtures import drive
 from tests.support.vllm_options import ENGINE_ARGS, TEXT_ARGS
 
@@ -28,7 +28,7 @@ else:
     prepare(StageContext("tests", None, {}, 1, "cpu", lambda note: None))
     with warnings.catch_warnings():  # vLLM's own fail no test of ours
         warnings.simplefilter("ignore")
-        import_module("omni_actors.stages.vllm.private")
+        import_module("omni_actors.stages.vllm._internals")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,4 +1,4 @@
-"""Hidden states as ``RowWorker`` captures them are transformers', layer for layer and position for position."""
+"""Hidden states as ``HiddenStateWorker`` captures them are transformers', layer for layer and position for position."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from vllm import EngineArgs, SamplingParams
 from vllm.inputs.engine import tokens_input
 from vllm.v1.engine.llm_engine import LLMEngine
 
-from omni_actors.stages.vllm import private
+from omni_actors.stages.vllm import _internals
 from tests.support import qwen2_5_reference as reference25
 from tests.support import qwen3_reference as reference3
 from tests.support.vllm_options import ENGINE_ARGS
@@ -41,7 +41,7 @@ def test_eight_that_join_at_different_steps(tmp_path: Path, family: str, budget:
     llm = LLMEngine.from_engine_args(
         EngineArgs(
             model=str(directory),
-            worker_cls="omni_actors.stages.vllm.private.RowWorker",
+            worker_cls="omni_actors.stages.vllm._internals.HiddenStateWorker",
             additional_config={"row_layers": LAYERS},
             enable_prefix_caching=False,
             **arguments,
@@ -50,7 +50,7 @@ def test_eight_that_join_at_different_steps(tmp_path: Path, family: str, budget:
     try:
         tokens, captured, names = _run(llm, prompts)
     finally:
-        private.close(llm)
+        _internals.close(llm)
     thinker: Any = reference.load(directory).model.thinker
     for number, prompt in enumerate(prompts):
         ids = [*prompt, *tokens[number]][:-1]
@@ -80,5 +80,5 @@ def _run(llm: Any, prompts: list[list[int]]) -> tuple[list[list[int]], list[Any]
             names.append(llm.add_request(str(len(names)), tokens_input(prompts[len(names)]), sampling()))
         for output in llm.step():
             tokens[output.request_id] = list(output.outputs[0].token_ids)
-        captured += llm.collective_rpc("take_rows")[0]
+        captured += llm.collective_rpc("take_hidden_states")[0]
     return [tokens[str(number)] for number in range(len(prompts))], captured, names

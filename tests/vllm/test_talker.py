@@ -113,7 +113,7 @@ def codes(engine: Any, prompts: Sequence[int], **params: Any) -> list[list[list[
             rows = np.random.default_rng(number).normal(0, 1, (size + answer, 64)).astype(np.float32)
             if step == number:
                 driver.start(number, ("thinker",), seed=number, **params)
-                once = {"ids": np.arange(size), "heard": np.arange(size) % 5 == 2, "tts": rows[:3]}
+                once = {"ids": np.arange(size), "is_media": np.arange(size) % 5 == 2, "tts": rows[:3]}
                 driver.feed(number, {}, {**once, "rows": rows[:size]}, source="thinker")
             elif number in driver.live and number < step <= number + answer:
                 row = rows[size + step - number - 1][None]

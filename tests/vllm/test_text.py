@@ -14,7 +14,7 @@ from safetensors import safe_open
 from vllm import SamplingParams
 
 from omni_actors.errors import InvalidRequest
-from omni_actors.stages.vllm import private
+from omni_actors.stages.vllm import _internals
 from omni_actors.stages.vllm.arguments import WrongEngineArgument
 from omni_actors.stages.vllm.options import VLLMParams, VLLMSampling
 
@@ -336,8 +336,11 @@ def test_a_name_that_moved_is_named_with_the_versions_that_have_it() -> None:
         "vllm.v1.engine.llm_engine:LLMEngine.walk",
         "vllm.v1.engine.llm_engine:LLMEngine.step(length)",
     )
-    private.check()
-    with mock.patch.object(private, "NAMES", (*private.NAMES, *away)), pytest.raises(private.VLLMMoved) as error:
-        private.check()
+    _internals.check()
+    with (
+        mock.patch.object(_internals, "NAMES", (*_internals.NAMES, *away)),
+        pytest.raises(_internals.UnsupportedVLLMVersion) as error,
+    ):
+        _internals.check()
     assert error.value.names == away
     assert "known to work: vLLM 0.32.0" in str(error.value)

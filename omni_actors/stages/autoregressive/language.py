@@ -14,10 +14,9 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from torch import Tensor
 
-from omni_actors.stages.autoregressive import batch
-from omni_actors.stages.autoregressive.batch import Batch
 from omni_actors.stages.autoregressive.options import TextParams
 from omni_actors.stages.autoregressive.sampling import Sampler, Sampling, choose, generator, not_finite
+from omni_actors.stages.autoregressive.scheduler import Scheduler, Sequence
 from omni_actors.stages.autoregressive.text import Answer, Vocabulary
 from omni_actors.stages.base import (
     Chunk,
@@ -44,7 +43,7 @@ class Collector(Protocol):
 C = TypeVar("C", bound=Collector)
 
 
-class Request(batch.Sequence, Generic[C]):
+class Request(Sequence, Generic[C]):
     """One request. ``token`` is the last one generated, which the model has not seen."""
 
     def __init__(self, request: StageRequest, params: TextParams, collector: C) -> None:
@@ -65,8 +64,8 @@ R = TypeVar("R", bound=Request[Any])
 class LanguageEngine(Generic[R]):
     """A ``StageEngine`` of anything to text."""
 
-    def __init__(self, batch: Batch[R], vocabulary: Vocabulary, context: int) -> None:
-        self._batch, self._vocabulary, self._context = batch, vocabulary, context
+    def __init__(self, batch: Scheduler[R], vocabulary: Vocabulary, context: int) -> None:
+        self._scheduler, self._vocabulary, self._context = batch, vocabulary, context
         self._requests: dict[RequestId, R] = {}
 
     # what an engine says for itself
@@ -92,7 +91,7 @@ class LanguageEngine(Generic[R]):
 
     @property
     def busy(self) -> bool:
-        return self._batch.busy
+        return self._scheduler.busy
 
     def start(self, request: StageRequest) -> None:
         self._requests[request.request_id] = self._open(request)
@@ -121,33 +120,33 @@ class LanguageEngine(Generic[R]):
         del request.collector  # it may be large
         if request.sampler:
             request.sampler.see(tokens)
-        request.prompt = request.ready = len(tokens)
+        request.prefill_left = request.ready = len(tokens)
         limit = min(request.params.max_tokens, self._context - len(tokens))
         request.answer = Answer(self._vocabulary, len(tokens), limit, request.params.stop)
-        self._batch.add(request)
+        self._scheduler.add(request)
 
     def abort(self, request_id: RequestId) -> None:
         request = self._requests.pop(request_id, None)
         if request is not None:
-            self._batch.remove(request)
+            self._scheduler.remove(request)
 
     def step(self) -> Iterator[StageOutput | StageFailure]:
-        for row, count in self._batch.pieces():
+        for row, count in self._scheduler.prefill_chunks():
             # Given out before the forward that follows: it is the first text, which the user is waiting for.
             yield from self._prefill(row, count)
-        if rows := self._batch.decoding():
-            yield from self._next([self._batch.rows[row] for row in rows], self._forward(rows, 1))
+        if rows := self._scheduler.decode_rows():
+            yield from self._next([self._scheduler.rows[row] for row in rows], self._forward(rows, 1))
 
     def close(self) -> None:
         self._requests.clear()
-        del self._batch
+        del self._scheduler
 
     def _prefill(self, row: int, count: int) -> Iterator[StageOutput | StageFailure]:
-        request = self._batch.rows[row]
+        request = self._scheduler.rows[row]
         logits = self._forward([row], count)
-        request.prompt -= count
+        request.prefill_left -= count
         request.ready -= count
-        if not request.prompt:
+        if not request.prefill_left:
             yield from self._next([request], logits)
         elif downstream := self._downstream(request, generated=False):
             yield StageOutput(request.id, downstream=downstream)
@@ -167,7 +166,7 @@ class LanguageEngine(Generic[R]):
             downstream = self._downstream(request, generated=not last)
             if last:
                 del self._requests[request.id]
-                self._batch.remove(request)
+                self._scheduler.remove(request)
             if data or downstream:
                 yield StageOutput(request.id, data=data, downstream=downstream, last=last)
 

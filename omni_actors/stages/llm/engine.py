@@ -1,6 +1,6 @@
 """Continuous batching of a causal language model, text to text.
 
-A prompt is a conversation; a position is a token (see ``autoregressive.batch`` for what a step is).
+A prompt is a conversation; a position is a token (see ``autoregressive.scheduler`` for what a step is).
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
 from omni_actors.stages import assets
-from omni_actors.stages.autoregressive.batch import Batch
 from omni_actors.stages.autoregressive.cache import SlottedCache
 from omni_actors.stages.autoregressive.language import LanguageEngine, Request, refuse_beyond_context
 from omni_actors.stages.autoregressive.options import TextParams
 from omni_actors.stages.autoregressive.packed import pack_linears
+from omni_actors.stages.autoregressive.scheduler import Scheduler
 from omni_actors.stages.autoregressive.text import Vocabulary
 from omni_actors.stages.base import StageContext, StageRequest
 from omni_actors.stages.llm.options import LLMOptions
@@ -42,7 +42,7 @@ class LLMEngine(LanguageEngine[_Request]):
     def __init__(self, model: Any, tokenizer: Any, options: LLMOptions) -> None:
         self._model, self._tokenizer, self._options = model, tokenizer, options
         self._cache = SlottedCache(options.max_batch, options.context, model.dtype, model.device)
-        batch = Batch[_Request](self._cache, options.max_batch, options.prefill_chunk)
+        batch = Scheduler[_Request](self._cache, options.max_batch, options.prefill_chunk)
         super().__init__(batch, Vocabulary(tokenizer, model.generation_config.eos_token_id), options.context)
 
     def _open(self, request: StageRequest) -> _Request:
@@ -65,7 +65,7 @@ class LLMEngine(LanguageEngine[_Request]):
 
     @torch.inference_mode()
     def _forward(self, rows: list[int], count: int) -> Tensor:
-        tokens = [self._take(self._batch.rows[row], count) for row in rows]
+        tokens = [self._take(self._scheduler.rows[row], count) for row in rows]
         positions, mask = self._cache.extend(rows, count)
         output = self._model(
             input_ids=torch.tensor(tokens, device=self._model.device),
@@ -79,7 +79,7 @@ class LLMEngine(LanguageEngine[_Request]):
         return logits
 
     def _take(self, request: _Request, count: int) -> list[int]:
-        if not request.prompt:
+        if not request.prefill_left:
             return [request.token]
         taken, request.unseen = request.unseen[:count], request.unseen[count:]
         return taken

@@ -12,14 +12,14 @@ GRIDS = ("image_grid_thw", "video_grid_thw", "video_second_per_grid", "audio_len
 """What positions are computed from, besides the ids."""
 
 
-def is_heard(ids: Tensor, config: Any) -> Tensor:
+def is_media(ids: Tensor, config: Any) -> Tensor:
     """Which of ``ids`` stand for sound or picture: bool, of the same shape. config: of the whole model."""
     thinker = config.thinker_config
     tokens = [thinker.audio_token_id, thinker.image_token_id, thinker.video_token_id]
     return torch.isin(ids, torch.tensor(tokens, device=ids.device))
 
 
-def grids_of(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def position_grids(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Of a processor's tensors those that positions are computed from, under the names of ``GRIDS``."""
     grids = {name: inputs[name] for name in GRIDS if name in inputs}
     if (mask := inputs.get("feature_attention_mask")) is not None:
@@ -27,7 +27,7 @@ def grids_of(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return grids
 
 
-def positions_of(
+def rotary_positions(
     model: Any, ids: Tensor, grids: Mapping[str, Tensor], *, use_audio_in_video: bool
 ) -> tuple[Tensor, float]:
     """Positions, (3, n), and what to add to a later place for its position on all axes: as transformers computes them.

@@ -1,6 +1,6 @@
 """Qwen2.5-Omni's talker as a stage: what the thinker read and writes, to codes, as it comes.
 
-Input: see ``omni.talking`` and ``thinker``. Output: ``tensors`` codes, int16 (1, 1), a chunk a code;
+Input: see ``omni.talker`` and ``qwen2_5.thinker``. Output: ``tensors`` codes, int16 (1, 1), a chunk a code;
 the last one has one where the request ends by its limit. The end is never given out.
 
 Between the prompt and the answer stands the row of the speaker's bos_token. With the option ``prompt`` "trained" that
@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import Qwen2_5OmniTalkerForConditionalGeneration
 
 from omni_actors.stages.base import InvalidRequest, StageContext, StageOutput, StageRequest
-from omni_actors.stages.omni.talking import OmniTalker, TalkerRequest, require_finite
+from omni_actors.stages.omni.talker import OmniTalker, TalkerRequest, require_finite
 from omni_actors.stages.qwen2_5.options import Qwen25TalkerOptions, Qwen25TalkerParams
 from omni_actors.stages.qwen2_5.speakers import load_speakers, speaker_named
 from omni_actors.stages.refusal import validated
@@ -30,7 +30,7 @@ class TalkerEngine(OmniTalker[TalkerRequest]):
     """See the module. ``context.model``: a checkpoint directory of Qwen2.5-Omni."""
 
     MODEL = Qwen2_5OmniTalkerForConditionalGeneration
-    INTRODUCTION = frozenset({"positions", "tts"})
+    HANDOFF_HEADER = frozenset({"positions", "tts"})
 
     def __init__(self, context: StageContext) -> None:
         options = msgspec.convert(context.options, Qwen25TalkerOptions)
@@ -54,15 +54,15 @@ class TalkerEngine(OmniTalker[TalkerRequest]):
         )
         return opened
 
-    def _check_introduction(self, tensors: dict[str, Tensor]) -> None:
-        super()._check_introduction(tensors)
+    def _check_header(self, tensors: dict[str, Tensor]) -> None:
+        super()._check_header(tensors)
         require_finite("tts", tensors["tts"], (2 + len(self._speakers), self._width))
         ids, positions = tensors["ids"], tensors["positions"]
         if positions.shape != (3, len(ids)) or positions.is_complex() or not positions.isfinite().all():
             message = f"positions: finite (3, {len(ids)}) were expected, not {tuple(positions.shape)}"
             raise InvalidRequest(message, param="rows")
 
-    def _introduce(self, request: TalkerRequest, tensors: dict[str, Tensor]) -> None:
+    def _accept_header(self, request: TalkerRequest, tensors: dict[str, Tensor]) -> None:
         ids, config = tensors["ids"], self._config
         request.left = len(ids)
         text_end, silence, *bos = tensors["tts"].to(self._device, self._model.dtype)[:, None]
@@ -78,11 +78,11 @@ class TalkerEngine(OmniTalker[TalkerRequest]):
             request.positions = torch.cat([tensors["positions"], text.expand(3, -1)], 1)
             request.delta = int(text[-1]) + 1 - size
 
-    def _projected(self, inputs: Tensor) -> Tensor:
+    def _project(self, inputs: Tensor) -> Tensor:
         projected: Tensor = self._model.thinker_to_talker_proj(inputs)
         return projected
 
-    def _speak(self, requests: list[TalkerRequest], codes: list[int], hidden: Tensor) -> Iterator[StageOutput]:
+    def _emit(self, requests: list[TalkerRequest], codes: list[int], hidden: Tensor) -> Iterator[StageOutput]:
         embedded = self._model.get_input_embeddings()(torch.tensor(codes, device=self._device))
         for request, code, frame in zip(requests, codes, embedded[:, None], strict=True):
             ended, full = code in self._ends, request.codes == request.limit

@@ -5,7 +5,7 @@ picture only the latter. So the row of a token of the answer is there one step b
 none. The talker gets all positions of the prompt. As the last digits of what a batch computes move with the company in
 it, so do an answer's rows: a replay that differs ends with StageCrashed (``EngineSpec.replayable``).
 
-Wire, besides what every talker gets (``omni.talking``):
+Wire, besides what every talker gets (``omni.talker``):
 the first chunk has ``positions``, (3, n), of the prompt's rotary embedding, and ``tts``, (2 + speakers, hidden),
 the embeddings of the talker's text_eos and text_pad and of each speaker's bos_token, in the order of the checkpoint's
 file.
@@ -19,7 +19,7 @@ from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import Qwen2_5OmniTh
 from omni_actors.stages.base import StageContext, StageRequest
 from omni_actors.stages.multimodal.prompt import OmniPrompt
 from omni_actors.stages.omni.options import ThinkerParams
-from omni_actors.stages.omni.thinking import OmniThinker, ThinkerRequest
+from omni_actors.stages.omni.thinker import OmniThinker, ThinkerRequest
 from omni_actors.stages.qwen2_5.speakers import load_speakers
 from omni_actors.stages.refusal import validated
 
@@ -42,11 +42,11 @@ class ThinkerEngine(OmniThinker[ThinkerRequest]):
 
     def _after(self, requests: list[ThinkerRequest], embeds: Tensor, hidden: Tensor) -> None:
         for request, went_in, came_out in zip(requests, embeds, hidden, strict=True):
-            if request.prompt:
-                heard = request.heard[request.seen : request.seen + len(went_in)].to(self._device)
+            if request.prefill_left:
+                heard = request.is_media[request.cached : request.cached + len(went_in)].to(self._device)
                 request.rows.append(came_out + went_in.masked_fill(heard[:, None], 0))
             else:
                 request.said.append(came_out + went_in)
 
-    def _introduction(self, request: ThinkerRequest) -> dict[str, Tensor]:
+    def _handoff_header(self, request: ThinkerRequest) -> dict[str, Tensor]:
         return {"ids": request.ids, "positions": request.positions, "tts": self._embed(self._tts)}

@@ -1,7 +1,7 @@
 """Qwen3-Omni's talker as a stage: what the thinker read and writes, to frames of codes, as it comes.
 
-Input: see ``omni.talking`` and ``speech``. Output: ``tensors`` codes, int16 (1, groups), a chunk a frame; the last one
-has none. A request that ends by its limit has a frame less than codes were chosen, as in the reference.
+Input: see ``omni.talker`` and ``qwen3.handoff``. Output: ``tensors`` codes, int16 (1, groups), a chunk a frame; the
+last one has none. A request that ends by its limit has a frame less than codes were chosen, as in the reference.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import Qwen3Omni
 from omni_actors.stages.autoregressive.sampling import Sampler, Sampling
 from omni_actors.stages.base import InvalidRequest, StageContext, StageFailure, StageOutput, StageRequest
 from omni_actors.stages.omni.options import TalkerOptions, TalkerParams
-from omni_actors.stages.omni.positions import GRIDS, positions_of
-from omni_actors.stages.omni.talking import OmniTalker, TalkerRequest, require_finite
+from omni_actors.stages.omni.positions import GRIDS, rotary_positions
+from omni_actors.stages.omni.talker import OmniTalker, TalkerRequest, require_finite
+from omni_actors.stages.qwen3.handoff import ANSWER_HEADER
 from omni_actors.stages.qwen3.predictor import CodePredictor
-from omni_actors.stages.qwen3.speech import HEADER
 from omni_actors.stages.refusal import validated
 
 SPECIAL = 1024
@@ -31,7 +31,7 @@ RESIDUAL_SAMPLING = Sampling(temperature=1.0, top_k=50, top_p=0.8)
 
 
 class _Request(TalkerRequest):
-    heard: Tensor
+    is_media: Tensor
     """Which of the prompt rows to come are sound or picture, bool; shorter with each that has come."""
 
     def __init__(self, request: StageRequest, params: TalkerParams, suppressed: Tensor) -> None:
@@ -43,7 +43,7 @@ class TalkerEngine(OmniTalker[_Request]):
     """See the module. ``context.model``: a checkpoint directory of Qwen3-Omni."""
 
     MODEL = Qwen3OmniMoeTalkerForConditionalGeneration
-    INTRODUCTION = frozenset({"heard", "tts"})
+    HANDOFF_HEADER = frozenset({"is_media", "tts"})
 
     def __init__(self, context: StageContext) -> None:
         super().__init__(context, msgspec.convert(context.options, TalkerOptions))
@@ -59,22 +59,22 @@ class TalkerEngine(OmniTalker[_Request]):
         self._speaker(params.speaker)
         return _Request(request, params, self._suppressed)
 
-    def _check_introduction(self, tensors: dict[str, Tensor]) -> None:
-        super()._check_introduction(tensors)
-        ids, heard = tensors["ids"], tensors["heard"]
-        if heard.dtype != torch.bool or heard.shape != ids.shape or len(ids) < HEADER:
-            message = f"heard: bool (n,) of {HEADER} ids or more was expected, not {heard.dtype} {tuple(heard.shape)}"
+    def _check_header(self, tensors: dict[str, Tensor]) -> None:
+        super()._check_header(tensors)
+        ids, found = tensors["ids"], tensors["is_media"]
+        if found.dtype != torch.bool or found.shape != ids.shape or len(ids) < ANSWER_HEADER:
+            message = f"is_media: bool (n,), n >= {ANSWER_HEADER}, was expected, not {found.dtype} {tuple(found.shape)}"
             raise InvalidRequest(message, param="rows")
         require_finite("tts", tensors["tts"], (3, self._width))
 
-    def _introduce(self, request: _Request, tensors: dict[str, Tensor]) -> None:
+    def _accept_header(self, request: _Request, tensors: dict[str, Tensor]) -> None:
         config, ids = self._config, tensors["ids"]
-        request.heard, request.left = tensors["heard"], len(ids)
-        pads = ids.new_full((HEADER + 6,), self._whole.tts_pad_token_id)
+        request.is_media, request.left = tensors["is_media"], len(ids)
+        pads = ids.new_full((ANSWER_HEADER + 6,), self._whole.tts_pad_token_id)
         grids = {name: tensors[name] for name in GRIDS if name in tensors}
         # As the reference: positions are computed as if no sound came inside a video.
-        request.positions, request.delta = positions_of(
-            self._model, torch.cat([ids[:-HEADER], pads]), grids, use_audio_in_video=False
+        request.positions, request.delta = rotary_positions(
+            self._model, torch.cat([ids[:-ANSWER_HEADER], pads]), grids, use_audio_in_video=False
         )
         bos, request.text_end, request.silence = self._said(tensors["tts"].to(self._device, self._model.dtype))[:, None]
         beside = torch.cat([request.silence.expand(4, -1), bos, torch.zeros_like(bos)])
@@ -83,7 +83,7 @@ class TalkerEngine(OmniTalker[_Request]):
         request.opening = beside + self._model.get_input_embeddings()(torch.tensor(codes, device=self._device))
 
     def _read(self, request: _Request, rows: Tensor) -> Tensor:
-        heard, request.heard = request.heard[: len(rows)].to(rows.device), request.heard[len(rows) :]
+        heard, request.is_media = request.is_media[: len(rows)].to(rows.device), request.is_media[len(rows) :]
         if not heard.any():
             return self._said(rows)
         read = rows.new_empty(len(rows), self._config.text_config.hidden_size)
@@ -104,9 +104,7 @@ class TalkerEngine(OmniTalker[_Request]):
             raise InvalidRequest(f"speaker: found {name!r}; accepted: {known}", param="speaker")
         return self._speakers[name.lower()]
 
-    def _speak(
-        self, requests: list[_Request], codes: list[int], hidden: Tensor
-    ) -> Iterator[StageOutput | StageFailure]:
+    def _emit(self, requests: list[_Request], codes: list[int], hidden: Tensor) -> Iterator[StageOutput | StageFailure]:
         going = []
         for at, (request, code) in enumerate(zip(requests, codes, strict=True)):
             if code == self._config.codec_eos_token_id or request.codes == request.limit:

@@ -1,7 +1,7 @@
 """Qwen3-Omni's thinker as a stage: a conversation with sound and pictures to text, and what the talker needs of it.
 
-See ``omni.thinking`` for what thinkers share and ``speech`` for what goes downstream. A token's row is its embedding,
-which needs no forward: the talker has it as soon as the token is chosen.
+See ``omni.thinker`` for what thinkers share and ``qwen3.handoff`` for what goes downstream. A token's row is its
+embedding, which needs no forward: the talker has it as soon as the token is chosen.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from omni_actors.stages.base import StageContext, StageRequest
 from omni_actors.stages.multimodal.processor import OmniProcessor
 from omni_actors.stages.multimodal.prompt import OmniPrompt
 from omni_actors.stages.omni.options import ThinkerParams
-from omni_actors.stages.omni.thinking import OmniThinker, ThinkerRequest
-from omni_actors.stages.qwen3.speech import spoken_positions
+from omni_actors.stages.omni.thinker import OmniThinker, ThinkerRequest
+from omni_actors.stages.qwen3.handoff import talker_positions
 from omni_actors.stages.refusal import validated
 
 
@@ -44,10 +44,10 @@ class ThinkerEngine(OmniThinker[_Request]):
 
     def _read(self, request: _Request, processor: OmniProcessor) -> list[int]:
         ids = super()._read(request, processor)
-        request.spoken = spoken_positions(request.ids, self._config)
+        request.spoken = talker_positions(request.ids, self._config)
         return ids
 
-    def _encoded(self, request: _Request, pictures: list[tuple[Tensor, Any]]) -> None:
+    def _media_encoded(self, request: _Request, pictures: list[tuple[Tensor, Any]]) -> None:
         request.seeing = torch.zeros(len(request.ids), dtype=torch.bool)
         for places, _ in pictures:
             request.seeing |= places
@@ -56,7 +56,7 @@ class ThinkerEngine(OmniThinker[_Request]):
             [(places, [torch.cat(layer) for layer in made.deepstack_features]) for places, made in pictures],
         )
 
-    def _beside(self, request: _Request, piece: slice) -> dict[str, Any]:
+    def _extra_forward_kwargs(self, request: _Request, piece: slice) -> dict[str, Any]:
         seeing = request.seeing[piece]
         if not seeing.any():
             return {}
@@ -69,21 +69,21 @@ class ThinkerEngine(OmniThinker[_Request]):
 
     def _after(self, requests: list[_Request], embeds: Tensor, hidden: Tensor) -> None:
         request, [read, *_] = requests[0], embeds
-        if not request.prompt or not request.downstream:
+        if not request.prefill_left or not request.downstream:
             return
-        piece = slice(request.seen, request.seen + len(read))
-        spoken, heard = request.spoken[piece].to(self._device), request.heard[piece].to(self._device)
+        piece = slice(request.cached, request.cached + len(read))
+        spoken, heard = request.spoken[piece].to(self._device), request.is_media[piece].to(self._device)
         if spoken.any():
             request.rows.append(torch.where(heard[:, None], self._heard.hidden[0], read)[spoken])
         if piece.stop == len(request.ids):
             del request.deepstack, request.seeing
 
-    def _introduction(self, request: _Request) -> dict[str, Tensor]:
+    def _handoff_header(self, request: _Request) -> dict[str, Tensor]:
         config, spoken = self._config, request.spoken
         tts = self._embed([config.tts_bos_token_id, config.tts_eos_token_id, config.tts_pad_token_id])
-        return {"ids": request.ids[spoken], "heard": request.heard[spoken], "tts": tts, **request.grids}
+        return {"ids": request.ids[spoken], "is_media": request.is_media[spoken], "tts": tts, **request.grids}
 
-    def _embedded(self, request: _Request) -> Tensor:
+    def _token_row(self, request: _Request) -> Tensor:
         return self._embed([request.token])
 
 

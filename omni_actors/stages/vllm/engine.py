@@ -30,7 +30,7 @@ from omni_actors.stages.base import (
     StageRequest,
 )
 from omni_actors.stages.refusal import request_work, validated
-from omni_actors.stages.vllm import private
+from omni_actors.stages.vllm import _internals
 from omni_actors.stages.vllm.arguments import CLIENTS, engine_args, refusal, sampling_params
 from omni_actors.stages.vllm.options import VLLMOptions, VLLMParams, VLLMSampling
 
@@ -63,14 +63,17 @@ class VLLMEngine(Generic[R]):
     def __init__(self, context: StageContext, **fixed: Any) -> None:
         """fixed: of vLLM's EngineArgs, what this engine depends on.
 
-        Raises msgspec.ValidationError (options), WrongEngineArgument, VLLMMoved, and whatever vLLM does as it loads.
+        Raises msgspec.ValidationError (options), WrongEngineArgument, UnsupportedVLLMVersion, and whatever vLLM raises
+        as it loads.
         """
         self._options = msgspec.convert(context.options, VLLMOptions)
         if context.model is None:
             raise ValueError(f"stage {context.stage!r}: vLLM needs a model, a checkpoint directory")
         arguments = engine_args(context.stage, context.model, self._options.engine_args, fixed)
         context.report(f"vLLM {vllm.__version__} is reading the weights")
-        private.look_at_here(json.loads((context.model / "config.json").read_text()).get("architectures") or ())
+        _internals.register_in_process(
+            json.loads((context.model / "config.json").read_text()).get("architectures") or ()
+        )
         self._llm = LLMEngine.from_engine_args(arguments)
         self._context: int = self._llm.model_config.max_model_len
         self._requests: dict[RequestId, R] = {}
@@ -138,11 +141,11 @@ class VLLMEngine(Generic[R]):
 
     def gauges(self) -> dict[str, float]:
         """vLLM's counters and gauges of one value each, by its names for them; none with disable_log_stats: true."""
-        return private.figures(self._llm) if self._llm.log_stats else {}
+        return _internals.engine_metrics(self._llm) if self._llm.log_stats else {}
 
     def close(self) -> None:
         self._requests.clear()
-        private.close(self._llm)
+        _internals.close(self._llm)
         del self._llm
 
     def _let_go(self) -> None:

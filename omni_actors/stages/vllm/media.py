@@ -16,7 +16,7 @@ from transformers import BatchFeature
 from vllm.inputs.engine import MultiModalInput, TokensInput, mm_input, tokens_input
 
 from omni_actors.stages.multimodal.processor import OmniInputs
-from omni_actors.stages.vllm.private import MultiModalKwargsItems, PlaceholderRange, omni_fields
+from omni_actors.stages.vllm._internals import MultiModalKwargsItems, PlaceholderRange, omni_fields
 
 __all__ = ["to_prompt"]
 

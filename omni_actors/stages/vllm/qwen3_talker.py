@@ -24,12 +24,12 @@ from vllm import LLMEngine
 from vllm.config import PoolerConfig
 from vllm.platforms import current_platform
 
-from omni_actors.stages.autoregressive.batch import Batch
 from omni_actors.stages.autoregressive.cache import SlottedCache
+from omni_actors.stages.autoregressive.scheduler import Scheduler
 from omni_actors.stages.base import StageContext
-from omni_actors.stages.omni.talking import TalkerRequest
+from omni_actors.stages.omni.talker import TalkerRequest
 from omni_actors.stages.qwen3.talker import TalkerEngine
-from omni_actors.stages.vllm import private
+from omni_actors.stages.vllm import _internals
 from omni_actors.stages.vllm.arguments import engine_args
 from omni_actors.stages.vllm.options import VLLMTalkerOptions
 from omni_actors.stages.vllm.qwen3_talker_model import register
@@ -53,7 +53,7 @@ class _Session:
     sent: int = 0
 
 
-class _Batch(Batch[Any]):
+class _Batch(Scheduler[Any]):
     """ended: called with each sequence that may have had a row."""
 
     def __init__(self, *args: Any, ended: Callable[[Any], None]) -> None:
@@ -71,7 +71,7 @@ class Qwen3Talker(TalkerEngine):
     MODEL = _AllButLayers
 
     def __init__(self, context: StageContext) -> None:
-        """Raises as ``TalkerEngine`` does, WrongEngineArgument, VLLMMoved, and whatever vLLM does as it loads."""
+        """Raises as ``TalkerEngine`` does, WrongEngineArgument, UnsupportedVLLMVersion, and whatever vLLM raises."""
         options = msgspec.convert(context.options, VLLMTalkerOptions)
         ours = {name: value for name, value in context.options.items() if name != "engine_args"}
         device = context.device.partition(":")[0]  # of several, the worker sees its own only
@@ -79,7 +79,7 @@ class Qwen3Talker(TalkerEngine):
         assert context.model is not None
         rows, block = options.max_batch, options.engine_args.get("block_size", 32 if current_platform.is_cpu() else 16)
         fixed = {
-            "worker_cls": "omni_actors.stages.vllm.private.SeededWorker",
+            "worker_cls": "omni_actors.stages.vllm._internals.StageWorker",
             "hf_overrides": register(rows * options.context),
             "runner": "pooling",
             "pooler_config": PoolerConfig(seq_pooling_type="LAST", use_activation=False),
@@ -99,18 +99,18 @@ class Qwen3Talker(TalkerEngine):
         context.report("vLLM is reading the weights of the talker's layers")
         self._llm = LLMEngine.from_engine_args(engine_args(context.stage, context.model, options.engine_args, fixed))
         [self._layers] = self._llm.apply_model(lambda model: model)
-        self._engine = private.Sessions(self._llm)
+        self._engine = _internals.Sessions(self._llm)
         self._sessions: dict[TalkerRequest, _Session] = {}
         self._names = map(str, count())
         self._free = [row * options.context for row in range(rows)]
         # Without layers this one holds lengths only.
         self._cache = SlottedCache(rows, options.context, self._model.dtype, self._device)
-        self._batch = _Batch(self._cache, rows, options.prefill_chunk, ended=self._forget)
+        self._scheduler = _Batch(self._cache, rows, options.prefill_chunk, ended=self._forget)
 
     @torch.inference_mode()
     def _forward(self, rows: list[int], inputs: Tensor, axes: Tensor | None = None) -> Tensor:
         many = inputs.shape[1]
-        requests = [self._batch.rows[row] for row in rows]
+        requests = [self._scheduler.rows[row] for row in rows]
         sessions = [self._session(request) for request in requests]
         positions, _ = self._cache.extend(rows, many)
         if axes is None:
@@ -123,7 +123,7 @@ class Qwen3Talker(TalkerEngine):
             begin = session.first + session.sent
             self._engine.send(session.name, list(range(begin, begin + many)))
             session.sent += many
-            request.seen += many
+            request.cached += many
         hidden: dict[str, Tensor] = {}
         for _ in range(len(sessions) * many):  # a step brings one position on at the least
             hidden |= self._engine.step()
@@ -146,5 +146,5 @@ class Qwen3Talker(TalkerEngine):
 
     def close(self) -> None:
         super().close()
-        private.close(self._llm)
+        _internals.close(self._llm)
         del self._llm, self._engine, self._layers

@@ -20,7 +20,7 @@ from vllm.model_executor.layers.pooler import DispatchPooler
 from vllm.model_executor.models import VllmModelForPooling
 from vllm.model_executor.models.qwen3_moe import Qwen3MoeModel
 
-from omni_actors.stages.vllm.private import VLLMMoved
+from omni_actors.stages.vllm._internals import UnsupportedVLLMVersion
 
 __all__ = ["TalkerLayers", "register"]
 
@@ -38,7 +38,7 @@ class TalkerLayers(nn.Module, VllmModelForPooling):  # type: ignore[misc]
         config = vllm_config.model_config.hf_config
         self.model = Qwen3MoeModel(vllm_config=vllm_config, prefix="model")
         if not all(hasattr(layer.self_attn, "rotary_emb") for layer in self.model.layers):
-            raise VLLMMoved(["Qwen3MoeAttention.rotary_emb"])
+            raise UnsupportedVLLMVersion(["Qwen3MoeAttention.rotary_emb"])
         for layer in self.model.layers:
             layer.self_attn.rotary_emb = _Rotation(config.head_dim)
         self.rotations: Tensor

@@ -57,7 +57,7 @@ class TextEngine(VLLMEngine[_Request]):
 
     def __init__(self, context: StageContext) -> None:
         """Raises as ``VLLMEngine`` does, and ValueError where the checkpoint has no chat template."""
-        super().__init__(context, worker_cls="omni_actors.stages.vllm.private.SeededWorker")
+        super().__init__(context, worker_cls="omni_actors.stages.vllm._internals.StageWorker")
         self._tokenizer: Any = self._llm.get_tokenizer()
         if self._tokenizer.chat_template is None:
             raise ValueError(f"{context.model}: no chat template; this engine serves conversations only")

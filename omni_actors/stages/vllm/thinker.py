@@ -1,16 +1,16 @@
 """What the thinkers of omni models share on vLLM: text, sound and pictures to text, and the talker's rows as they come.
 
-Input, outputs and wire are those of the thinkers on transformers (``omni.thinking``, ``omni.talking``).
+Input, outputs and wire are those of the thinkers on transformers (``omni.thinker``, ``omni.talker``).
 
 Rules
-1. Hidden states come out of vLLM's own forward (``private.RowWorker``), keyed by position: those that it computes
-   again, after it preempted a request, are not sent again.
+1. Hidden states come out of vLLM's own forward (``_internals.HiddenStateWorker``), keyed by position: those that it
+   computes again, after it preempted a request, are not sent again.
 2. The prompt's rows go out in pieces that end at multiples of ``PIECE``, however vLLM cuts it between other requests';
    what is left goes with the answer's first token.
 3. Prefix caching is off: of what is found in a cache there would be no rows.
 4. Text and stop strings are ours: a token's row goes out when no stop string can cut its text off any more.
-5. Sounds and pictures are decoded and made into features beside the steps (``omni.reading``). vLLM's encoders run in
-   its steps.
+5. Sounds and pictures are decoded and made into features beside the steps (``omni.media_reader``). vLLM's encoders
+   run in its steps.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from omni_actors.stages.base import (
 from omni_actors.stages.multimodal.limits import MediaLimits
 from omni_actors.stages.multimodal.processor import OmniProcessor
 from omni_actors.stages.multimodal.prompt import OmniPrompt
-from omni_actors.stages.omni.positions import grids_of, is_heard
-from omni_actors.stages.omni.reading import Reader
+from omni_actors.stages.omni.media_reader import MediaReader
+from omni_actors.stages.omni.positions import is_media, position_grids
 from omni_actors.stages.refusal import request_work
 from omni_actors.stages.tensors import to_wire
+from omni_actors.stages.vllm._internals import HiddenStates
 from omni_actors.stages.vllm.engine import Request, VLLMEngine, logprobs_of
 from omni_actors.stages.vllm.media import to_prompt
 from omni_actors.stages.vllm.options import VLLMThinkerParams
-from omni_actors.stages.vllm.private import Captured
 
 __all__ = ["Thinker", "ThinkerRequest"]
 
@@ -57,11 +57,11 @@ class ThinkerRequest(Request):
     ids: Tensor
     """int64 (n,)."""
     grids: dict[str, Tensor]
-    heard: Tensor
+    is_media: Tensor
     """Which positions are sound or picture, bool (n,)."""
     rows: Tensor
     """Of the prompt's positions from ``given`` on, (k, hidden)."""
-    seen = given = 0
+    cached = given = 0
     """Positions whose hidden states were taken; those of the prompt whose rows are on their way."""
     certain = sent = 0
     """Tokens of the answer whose text nothing can cut off any more; those whose rows are on their way."""
@@ -90,7 +90,7 @@ class Thinker(VLLMEngine[R]):
         assert context.model is not None
         super().__init__(
             context,
-            worker_cls="omni_actors.stages.vllm.private.RowWorker",
+            worker_cls="omni_actors.stages.vllm._internals.HiddenStateWorker",
             additional_config={"row_layers": list(layers)},
             enable_prefix_caching=False,
             async_scheduling=False,
@@ -103,7 +103,7 @@ class Thinker(VLLMEngine[R]):
         self._media_processor = OmniProcessor(  # a tokenizer is not for two threads at once
             context.model, limits=limits
         )
-        self._reader = Reader[Any]()
+        self._media_reader = MediaReader[Any]()
         said = self._llm.model_config.try_get_generation_config().get("eos_token_id") or ()
         self._vocabulary = Vocabulary(self._processor.tokenizer, [*ends, *([said] if isinstance(said, int) else said)])
 
@@ -115,19 +115,19 @@ class Thinker(VLLMEngine[R]):
         Raises ``InvalidRequest``.
         """
 
-    def _introduction(self, request: R) -> dict[str, Tensor]:
+    def _handoff_header(self, request: R) -> dict[str, Tensor]:
         """What the talker gets once, with its first rows."""
         raise NotImplementedError
 
-    def _rows(self, request: R, captured: Captured) -> Tensor:
+    def _rows(self, request: R, captured: HiddenStates) -> Tensor:
         """Of these positions of the prompt, (k, hidden)."""
         raise NotImplementedError
 
-    def _row(self, captured: Captured) -> Tensor | None:
+    def _row(self, captured: HiddenStates) -> Tensor | None:
         """Of a token of the answer, (1, hidden), where it comes with the forward."""
         return None
 
-    def _embedded(self, token: int) -> Tensor | None:
+    def _token_row(self, token: int) -> Tensor | None:
         """Of a token of the answer, (1, hidden), where it needs no forward."""
         return None
 
@@ -139,14 +139,14 @@ class Thinker(VLLMEngine[R]):
 
     @property
     def busy(self) -> bool:
-        return self._reader.reads or super().busy
+        return self._media_reader.pending or super().busy
 
     def abort(self, request_id: RequestId) -> None:
         super().abort(request_id)
-        self._reader.forget(request_id)
+        self._media_reader.forget(request_id)
 
     def step(self) -> Iterator[StageOutput | StageFailure]:
-        for request_id, reading in self._reader.take():
+        for request_id, reading in self._media_reader.take():
             try:
                 with request_work("messages"):
                     prompt = reading.result()
@@ -156,12 +156,12 @@ class Thinker(VLLMEngine[R]):
                 yield StageFailure(request_id, error)
         if super().busy:
             yield from super().step()
-        elif self._reader.reads:
-            self._reader.wait()
+        elif self._media_reader.pending:
+            self._media_reader.wait()
 
     def close(self) -> None:
         super().close()
-        self._reader.close()
+        self._media_reader.close()
 
     def _let_go(self) -> None:
         super()._let_go()
@@ -170,7 +170,7 @@ class Thinker(VLLMEngine[R]):
 
     def _complete(self, request: R) -> None:
         if request.collector.media:
-            self._reader.read(request.id, lambda: self._read(request, self._media_processor))
+            self._media_reader.read(request.id, lambda: self._read(request, self._media_processor))
         else:
             with request_work("messages"):
                 prompt = self._read(request, self._processor)
@@ -183,8 +183,8 @@ class Thinker(VLLMEngine[R]):
             system_prompt=self._options.system_prompt,
             use_audio_in_video=request.params.use_audio_in_video,
         )
-        request.ids, request.grids = torch.tensor(inputs.ids), grids_of(inputs.tensors)
-        request.heard = is_heard(request.ids, self._config)
+        request.ids, request.grids = torch.tensor(inputs.ids), position_grids(inputs.tensors)
+        request.is_media = is_media(request.ids, self._config)
         self._prepared(request, use_audio_in_video=inputs.use_audio_in_video)
         return to_prompt(inputs, self._config.thinker_config)
 
@@ -211,15 +211,15 @@ class Thinker(VLLMEngine[R]):
     @torch.inference_mode()
     def _stepped(self) -> Iterator[StageOutput]:
         by_name = {request.internal: request for request in self._requests.values() if request.downstream}
-        for captured in self._llm.collective_rpc("take_rows")[0]:
+        for captured in self._llm.collective_rpc("take_hidden_states")[0]:
             if (request := by_name.get(captured.request)) is not None:
                 self._see(request, captured)
                 yield from self._pieces(request)
 
-    def _see(self, request: R, captured: Captured) -> None:
+    def _see(self, request: R, captured: HiddenStates) -> None:
         """Take what was not seen before."""
-        new = captured.since(request.seen)
-        request.seen += len(new)
+        new = captured.since(request.cached)
+        request.cached += len(new)
         prompt = new.until(len(request.ids))
         if len(prompt):
             request.rows = torch.cat([request.rows, self._rows(request, prompt)])
@@ -244,7 +244,7 @@ class Thinker(VLLMEngine[R]):
         if output.finished and request.answer.finish_reason is None:  # vLLM has a reason of its own
             data |= {"text": "", "finish_reason": answer.finish_reason}
             data |= {"prompt_tokens": request.prompt_tokens, "completion_tokens": request.tokens}
-        if request.downstream and not last and (row := self._embedded(answer.token_ids[-1])) is not None:
+        if request.downstream and not last and (row := self._token_row(answer.token_ids[-1])) is not None:
             request.said.append(row)
         rows = []
         if request.downstream:
@@ -271,7 +271,7 @@ class Thinker(VLLMEngine[R]):
         """The first time with what comes once."""
         if not request.downstream:
             return {}
-        downstream = {} if request.introduced else self._introduction(request)
+        downstream = {} if request.introduced else self._handoff_header(request)
         request.introduced = True
         if rows:
             downstream["rows"] = torch.cat(list(rows))

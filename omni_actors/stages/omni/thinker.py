@@ -1,11 +1,11 @@
 """What the thinkers of omni models share: a conversation with sound and pictures, read in pieces and answered in text.
 
 Input: the client's chunks, as ``multimodal.prompt`` takes them. Output: ``LanguageEngine``'s, and ``downstream`` what
-the family's talker is to get: see ``talking``.
+the family's talker is to get: see ``omni.talker``.
 
 Rules
-1. Sounds and pictures are decoded and made into features beside the steps (``omni.reading``). They are encoded in the
-   step of their request's first piece of prompt.
+1. Sounds and pictures are decoded and made into features beside the steps (``omni.media_reader``). They are encoded in
+   the step of their request's first piece of prompt.
 2. Rows of the prompt go to the talker piece by piece, and a token's row as soon as it is there and the token's text is
    certain: what a stop string cuts off is not said either.
 """
@@ -20,18 +20,18 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
-from omni_actors.stages.autoregressive.batch import Batch
 from omni_actors.stages.autoregressive.cache import SlottedCache
 from omni_actors.stages.autoregressive.language import LanguageEngine, Request, refuse_beyond_context
+from omni_actors.stages.autoregressive.scheduler import Scheduler
 from omni_actors.stages.autoregressive.text import Vocabulary
 from omni_actors.stages.base import InvalidRequest, RequestId, StageContext, StageFailure, StageOutput, TensorLike
 from omni_actors.stages.checkpoint import load_part, whole_config
 from omni_actors.stages.multimodal.limits import MediaLimits
 from omni_actors.stages.multimodal.processor import OmniInputs, OmniProcessor
 from omni_actors.stages.multimodal.prompt import OmniPrompt
+from omni_actors.stages.omni.media_reader import MediaReader
 from omni_actors.stages.omni.options import ThinkerOptions, ThinkerParams
-from omni_actors.stages.omni.positions import grids_of, is_heard, positions_of
-from omni_actors.stages.omni.reading import Reader
+from omni_actors.stages.omni.positions import is_media, position_grids, rotary_positions
 from omni_actors.stages.refusal import request_work
 from omni_actors.stages.tensors import to_wire
 
@@ -44,7 +44,7 @@ class ThinkerRequest(Request[OmniPrompt]):
     ids: Tensor
     """int64 (n,)."""
     grids: dict[str, Tensor]
-    heard: Tensor
+    is_media: Tensor
     """Which positions are sound or picture, bool (n,)."""
     positions: Tensor
     """int64 (3, n)."""
@@ -55,7 +55,7 @@ class ThinkerRequest(Request[OmniPrompt]):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self.seen = 0
+        self.cached = 0
         self.rows: list[Tensor] = []
         """Of the prompt, for the talker, (k, hidden) each."""
         self.said: list[Tensor] = []
@@ -85,7 +85,7 @@ class OmniThinker(LanguageEngine[R]):
         self._media_processor = OmniProcessor(
             context.model, limits=limits
         )  # a tokenizer is not for two threads at once
-        self._reader = Reader[list[int]]()
+        self._media_reader = MediaReader[list[int]]()
         context.report("reading the weights of the thinker")
         dtype: torch.dtype = getattr(torch, options.dtype)
         model: Any = load_part(self.MODEL, context.model, "thinker", dtype, context.device)
@@ -93,23 +93,23 @@ class OmniThinker(LanguageEngine[R]):
         self._model, self._language, self._device = model, model.model.language_model, model.device
         self._cache = SlottedCache(options.max_batch, options.context, model.dtype, model.device)
         vocabulary = Vocabulary(self._processor.tokenizer, _end_tokens(context))
-        super().__init__(Batch(self._cache, options.max_batch, options.prefill_chunk), vocabulary, options.context)
+        super().__init__(Scheduler(self._cache, options.max_batch, options.prefill_chunk), vocabulary, options.context)
 
     # what a family says for itself
 
-    def _introduction(self, request: R) -> dict[str, Tensor]:
+    def _handoff_header(self, request: R) -> dict[str, Tensor]:
         """What the talker gets once, with its first rows."""
         raise NotImplementedError
 
-    def _embedded(self, request: R) -> Tensor | None:
+    def _token_row(self, request: R) -> Tensor | None:
         """The row of ``request.token``, where it is known as soon as the token is; (1, hidden)."""
         return None
 
-    def _beside(self, request: R, piece: slice) -> dict[str, Any]:
+    def _extra_forward_kwargs(self, request: R, piece: slice) -> dict[str, Any]:
         """What else the language model is called with for this piece of a prompt."""
         return {}
 
-    def _encoded(self, request: R, pictures: list[tuple[Tensor, Any]]) -> None:
+    def _media_encoded(self, request: R, pictures: list[tuple[Tensor, Any]]) -> None:
         """What the encoder made of a request's images and of its videos, and where they are, bool (n,)."""
 
     def _after(self, requests: list[R], embeds: Tensor, hidden: Tensor) -> None:
@@ -119,14 +119,14 @@ class OmniThinker(LanguageEngine[R]):
 
     @property
     def busy(self) -> bool:
-        return self._reader.reads or super().busy
+        return self._media_reader.pending or super().busy
 
     def abort(self, request_id: RequestId) -> None:
         super().abort(request_id)
-        self._reader.forget(request_id)
+        self._media_reader.forget(request_id)
 
     def step(self) -> Iterator[StageOutput | StageFailure]:
-        for request_id, reading in self._reader.take():
+        for request_id, reading in self._media_reader.take():
             try:
                 with request_work("messages"):
                     tokens = reading.result()
@@ -134,14 +134,14 @@ class OmniThinker(LanguageEngine[R]):
             except InvalidRequest as error:
                 del self._requests[request_id]
                 yield StageFailure(request_id, error)
-        if self._batch.busy:
+        if self._scheduler.busy:
             yield from super().step()
-        elif self._reader.reads:
-            self._reader.wait()
+        elif self._media_reader.pending:
+            self._media_reader.wait()
 
     def _complete(self, request: R) -> None:
         if request.collector.media:
-            self._reader.read(request.id, lambda: self._read(request, self._media_processor))
+            self._media_reader.read(request.id, lambda: self._read(request, self._media_processor))
         else:
             super()._complete(request)
 
@@ -157,17 +157,17 @@ class OmniThinker(LanguageEngine[R]):
         )
         refuse_beyond_context(len(inputs.ids), f"{len(inputs.ids)} tokens", self._context)
         request.ids = torch.tensor(inputs.ids)
-        request.grids = grids_of(inputs.tensors)
-        request.heard = is_heard(request.ids, self._config)
-        request.positions, request.delta = positions_of(
+        request.grids = position_grids(inputs.tensors)
+        request.is_media = is_media(request.ids, self._config)
+        request.positions, request.delta = rotary_positions(
             self._model, request.ids, request.grids, use_audio_in_video=inputs.use_audio_in_video
         )
         return inputs.ids
 
     def _prefill(self, row: int, count: int) -> Iterator[StageOutput | StageFailure]:
-        request = self._batch.rows[row]
+        request = self._scheduler.rows[row]
         try:
-            if not request.seen:
+            if not request.cached:
                 with request_work("messages"):
                     self._encode_media(request)
         except InvalidRequest as error:
@@ -178,13 +178,13 @@ class OmniThinker(LanguageEngine[R]):
 
     @torch.inference_mode()
     def _forward(self, rows: list[int], count: int) -> Tensor:
-        requests = [self._batch.rows[row] for row in rows]
+        requests = [self._scheduler.rows[row] for row in rows]
         positions, mask = self._cache.extend(rows, count)
-        prefilling, more = bool(requests[0].prompt), {}  # then it is the only one
+        prefilling, more = bool(requests[0].prefill_left), {}  # then it is the only one
         if prefilling:
             (request,) = requests
-            piece = slice(request.seen, request.seen + count)
-            embeds, more = request.embeds[None, piece], self._beside(request, piece)
+            piece = slice(request.cached, request.cached + count)
+            embeds, more = request.embeds[None, piece], self._extra_forward_kwargs(request, piece)
             axes = request.positions[:, None, piece].to(self._device)
         else:
             embeds = self._embed([[request.token] for request in requests])
@@ -200,8 +200,8 @@ class OmniThinker(LanguageEngine[R]):
         ).last_hidden_state
         self._after(requests, embeds, hidden)
         if prefilling:
-            request.seen += count
-            if request.seen == len(request.ids):
+            request.cached += count
+            if request.cached == len(request.ids):
                 del request.embeds
         logits: Tensor = self._model.lm_head(hidden[:, -1])
         return logits
@@ -225,7 +225,7 @@ class OmniThinker(LanguageEngine[R]):
                 places = ids == token
                 embeds[places] = torch.cat(made.pooler_output).to(embeds.dtype)
                 pictures.append((places.cpu(), made))
-        self._encoded(request, pictures)
+        self._media_encoded(request, pictures)
         request.embeds = embeds
         del request.inputs
 
@@ -237,8 +237,8 @@ class OmniThinker(LanguageEngine[R]):
         downstream: dict[str, Tensor] = {}
         if not request.introduced:
             request.introduced = True
-            downstream = self._introduction(request)
-        if generated and (row := self._embedded(request)) is not None:
+            downstream = self._handoff_header(request)
+        if generated and (row := self._token_row(request)) is not None:
             request.said.append(row)
         certain = max(0, request.certain - request.sent)
         going, request.said = request.said[:certain], request.said[certain:]
@@ -255,7 +255,7 @@ class OmniThinker(LanguageEngine[R]):
 
     def close(self) -> None:
         super().close()
-        self._reader.close()
+        self._media_reader.close()
         del self._model, self._language, self._cache
 
 

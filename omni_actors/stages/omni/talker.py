@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from omni_actors.stages.autoregressive.batch import Batch, Sequence
 from omni_actors.stages.autoregressive.cache import SlottedCache
 from omni_actors.stages.autoregressive.sampling import Sampler, Sampling, choose, generator, not_finite
+from omni_actors.stages.autoregressive.scheduler import Scheduler, Sequence
 from omni_actors.stages.base import (
     Chunk,
     InvalidRequest,
@@ -64,7 +64,7 @@ class TalkerRequest(Sequence):
         """Of the answer, for codes to come."""
         self.introduced = self.opened = False
         """Whether the first chunk is here; whether the answer's first row is."""
-        self.seen = self.codes = 0
+        self.cached = self.codes = 0
         """Positions in the cache; codes chosen."""
         self.frame: Tensor | None = None
         """The last code as an input, which waits for its text."""
@@ -98,7 +98,7 @@ class OmniTalker(Generic[R]):
     """``context.model``: a checkpoint directory; its ``talker`` weights are read."""
 
     MODEL: ClassVar[type[PreTrainedModel]]
-    INTRODUCTION: ClassVar[frozenset[str]]
+    HANDOFF_HEADER: ClassVar[frozenset[str]]
     """What a first chunk must bring, besides ids and rows."""
 
     def __init__(self, context: StageContext, options: TalkerOptions) -> None:
@@ -118,7 +118,7 @@ class OmniTalker(Generic[R]):
         if options.context > positions:
             raise ValueError(f"context: found {options.context}; the talker has {positions} positions")
         self._cache = SlottedCache(options.max_batch, options.context, model.dtype, model.device)
-        self._batch: Batch[R] = Batch(self._cache, options.max_batch, options.prefill_chunk)
+        self._scheduler: Scheduler[R] = Scheduler(self._cache, options.max_batch, options.prefill_chunk)
         self._requests: dict[RequestId, R] = {}
         self._silent: list[RequestId] = []
         """To be ended without a code."""
@@ -129,7 +129,7 @@ class OmniTalker(Generic[R]):
         """Raises ``InvalidRequest``."""
         raise NotImplementedError
 
-    def _introduce(self, request: R, tensors: dict[str, Tensor]) -> None:
+    def _accept_header(self, request: R, tensors: dict[str, Tensor]) -> None:
         """Take what comes once, with the first chunk: set ``left``, ``positions`` and all up to ``silence``."""
         raise NotImplementedError
 
@@ -141,11 +141,11 @@ class OmniTalker(Generic[R]):
         """The inputs of rows of the answer."""
         return rows
 
-    def _projected(self, inputs: Tensor) -> Tensor:
+    def _project(self, inputs: Tensor) -> Tensor:
         """Inputs as the model takes them."""
         return inputs
 
-    def _speak(self, requests: list[R], codes: list[int], hidden: Tensor) -> Iterator[StageOutput | StageFailure]:
+    def _emit(self, requests: list[R], codes: list[int], hidden: Tensor) -> Iterator[StageOutput | StageFailure]:
         """Go on behind the codes that were chosen by hidden (rows, hidden): end a request, or set its ``frame``."""
         raise NotImplementedError
 
@@ -153,7 +153,7 @@ class OmniTalker(Generic[R]):
 
     @property
     def busy(self) -> bool:
-        return bool(self._silent) or self._batch.busy
+        return bool(self._silent) or self._scheduler.busy
 
     def start(self, request: StageRequest) -> None:
         self._requests[request.request_id] = self._open(request)
@@ -169,7 +169,7 @@ class OmniTalker(Generic[R]):
         if chunk.last:
             request.open.discard(chunk.source)
             if not request.open and not request.opened:
-                self._batch.remove(request)
+                self._scheduler.remove(request)
                 self._silent.append(request_id)
             elif not request.open:
                 request.text.append(request.text_end)
@@ -177,7 +177,7 @@ class OmniTalker(Generic[R]):
 
     def abort(self, request_id: RequestId) -> None:
         if request := self._requests.pop(request_id, None):
-            self._batch.remove(request)
+            self._scheduler.remove(request)
         if request_id in self._silent:
             self._silent.remove(request_id)
 
@@ -186,25 +186,25 @@ class OmniTalker(Generic[R]):
             del self._requests[request_id]
             yield StageOutput(request_id, last=True)
         self._silent.clear()
-        for row, count in self._batch.pieces():
-            request = self._batch.rows[row]
-            axes = request.positions[:, None, request.seen : request.seen + count]
+        for row, count in self._scheduler.prefill_chunks():
+            request = self._scheduler.rows[row]
+            axes = request.positions[:, None, request.cached : request.cached + count]
             self._forward([row], request.take(count)[None], axes)
-            request.prompt -= count
-        if rows := self._batch.decoding():
+            request.prefill_left -= count
+        if rows := self._scheduler.decode_rows():
             yield from self._decode(rows)
 
     def close(self) -> None:
         self._requests.clear()
-        del self._batch, self._cache, self._model
+        del self._scheduler, self._cache, self._model
 
     # in
 
     @torch.inference_mode()
     def _take_in(self, request: R, tensors: dict[str, Tensor]) -> None:
         if "ids" in tensors and not request.introduced:
-            self._check_introduction(tensors)
-            self._introduce(request, tensors)
+            self._check_header(tensors)
+            self._accept_header(request, tensors)
             self._admit(request)
         rows = tensors.get("rows")
         if rows is None:
@@ -227,9 +227,9 @@ class OmniTalker(Generic[R]):
                 request.opened = True
                 request.add(row + request.opening[-1:])
 
-    def _check_introduction(self, tensors: dict[str, Tensor]) -> None:
+    def _check_header(self, tensors: dict[str, Tensor]) -> None:
         """Raises ``InvalidRequest`` where a first chunk lacks something, or brings something else than expected."""
-        if missing := sorted(self.INTRODUCTION - tensors.keys()):
+        if missing := sorted(self.HANDOFF_HEADER - tensors.keys()):
             raise InvalidRequest(f"a first chunk without {', '.join(missing)}", param="rows")
         ids = tensors["ids"]
         if ids.dtype != torch.int64 or ids.dim() != 1 or not len(ids):
@@ -244,19 +244,19 @@ class OmniTalker(Generic[R]):
                 param="messages",
                 code="context_length_exceeded",
             )
-        request.prompt = size - 1
+        request.prefill_left = size - 1
         request.introduced = True
-        self._batch.add(request)
+        self._scheduler.add(request)
 
     # out
 
     def _end(self, request: R) -> None:
         del self._requests[request.id]
-        self._batch.remove(request)
+        self._scheduler.remove(request)
 
     @torch.inference_mode()
     def _decode(self, rows: list[int]) -> Iterator[StageOutput | StageFailure]:
-        requests = [self._batch.rows[row] for row in rows]
+        requests = [self._scheduler.rows[row] for row in rows]
         hidden = self._forward(rows, torch.stack([request.take(1) for request in requests]))
         logits = self._model.codec_head(hidden)
         chosen = choose(logits, [request.sampler for request in requests])
@@ -267,7 +267,7 @@ class OmniTalker(Generic[R]):
             else:
                 yield self._failed(request)
         if codes:
-            yield from self._speak([requests[at] for at in codes], [*codes.values()], hidden[[*codes]])
+            yield from self._emit([requests[at] for at in codes], [*codes.values()], hidden[[*codes]])
 
     def _failed(self, request: R) -> StageFailure:
         """End a request for which no code can be chosen."""
@@ -282,14 +282,14 @@ class OmniTalker(Generic[R]):
         """
         count = inputs.shape[1]
         positions, mask = self._cache.extend(rows, count)
-        requests = [self._batch.rows[row] for row in rows]
+        requests = [self._scheduler.rows[row] for row in rows]
         if axes is None:
             deltas = torch.tensor([request.delta for request in requests], device=positions.device)
             axes = (positions + deltas[:, None]).expand(3, -1, -1)
         for request in requests:
-            request.seen += count
+            request.cached += count
         hidden: Tensor = self._model.model(
-            inputs_embeds=self._projected(inputs),
+            inputs_embeds=self._project(inputs),
             position_ids=axes.to(inputs.device),
             attention_mask=mask,
             past_key_values=self._cache,

@@ -14,10 +14,10 @@ from torch import Tensor
 from omni_actors.stages.base import InvalidRequest, StageContext, StageRequest
 from omni_actors.stages.checkpoint import WrongCheckpoint, whole_config
 from omni_actors.stages.multimodal.prompt import OmniPrompt
-from omni_actors.stages.qwen3.speech import spoken_positions
+from omni_actors.stages.qwen3.handoff import talker_positions
+from omni_actors.stages.vllm._internals import HiddenStates
 from omni_actors.stages.vllm.options import VLLMThinkerParams
-from omni_actors.stages.vllm.private import Captured
-from omni_actors.stages.vllm.thinking import Thinker, ThinkerRequest
+from omni_actors.stages.vllm.thinker import Thinker, ThinkerRequest
 
 __all__ = ["Qwen3Thinker"]
 
@@ -49,19 +49,19 @@ class Qwen3Thinker(Thinker[_Request]):
         return _Request(request, params, OmniPrompt(request.sources))
 
     def _prepared(self, request: _Request, *, use_audio_in_video: bool) -> None:
-        request.spoken = spoken_positions(request.ids, self._config)
+        request.spoken = talker_positions(request.ids, self._config)
 
-    def _introduction(self, request: _Request) -> dict[str, Tensor]:
+    def _handoff_header(self, request: _Request) -> dict[str, Tensor]:
         config, spoken = self._config, request.spoken
         tts = self._embed([config.tts_bos_token_id, config.tts_eos_token_id, config.tts_pad_token_id])
-        return {"ids": request.ids[spoken], "heard": request.heard[spoken], "tts": tts, **request.grids}
+        return {"ids": request.ids[spoken], "is_media": request.is_media[spoken], "tts": tts, **request.grids}
 
-    def _rows(self, request: _Request, captured: Captured) -> Tensor:
+    def _rows(self, request: _Request, captured: HiddenStates) -> Tensor:
         piece = slice(captured.position, captured.position + len(captured))
-        heard = request.heard[piece].to(captured.last.device)
+        heard = request.is_media[piece].to(captured.last.device)
         return torch.where(heard[:, None], captured.layers[:, 0], self._embed(request.ids[piece]))
 
-    def _embedded(self, token: int) -> Tensor:
+    def _token_row(self, token: int) -> Tensor:
         return self._embed([token])
 
     def _spoken(self, request: _Request, rows: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from typing import Generic, TypeVar
 
 from omni_actors.stages.base import RequestId
 
-__all__ = ["Reader"]
+__all__ = ["MediaReader"]
 
 LOOK_UP_S = 0.01
 """How long a step without anything to compute waits for the reader: commands and chunks are not taken in meanwhile."""
@@ -22,7 +22,7 @@ LOOK_UP_S = 0.01
 T = TypeVar("T")
 
 
-class Reader(ThreadPoolExecutor, Generic[T]):
+class MediaReader(ThreadPoolExecutor, Generic[T]):
     """All but the work itself is for the engine's thread."""
 
     def __init__(self) -> None:
@@ -30,7 +30,7 @@ class Reader(ThreadPoolExecutor, Generic[T]):
         self._reading: dict[RequestId, Future[T]] = {}
 
     @property
-    def reads(self) -> bool:
+    def pending(self) -> bool:
         """Whether ``take`` has something to give, or will have."""
         return bool(self._reading)
 

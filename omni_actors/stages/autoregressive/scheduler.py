@@ -3,8 +3,9 @@
 Rules
 1. A sequence waits for a row, in order of arrival; then it has row i of the cache, i its place in ``rows``. It may
    leave from both.
-2. A step is some pieces of prompts (``pieces``), then one forward that brings on every sequence whose next position is
-   ready. So a long prompt slows the others down, but never stops them, and who waits for input holds up nobody.
+2. A step is some pieces of prompts (``prefill_chunks``), then one forward that brings on every sequence whose next
+   position is ready. So a long prompt slows the others down, but never stops them, and a sequence that waits for
+   input delays no other.
 3. A prompt is prefilled by itself, in pieces of ``prefill`` positions whose cuts depend on nothing else, not even on
    when its input comes: alone or in company, a sequence starts from the same numbers.
 """
@@ -18,24 +19,24 @@ from typing import Generic, TypeVar
 
 from omni_actors.stages.autoregressive.cache import SlottedCache
 
-__all__ = ["Batch", "Sequence"]
+__all__ = ["Scheduler", "Sequence"]
 
 
 class Sequence:
     """What a batch needs to know of one. An engine keeps both counts up to date."""
 
-    prompt = 0
+    prefill_left = 0
     """Positions of the prompt that the model has not seen, those included whose input has not come."""
     ready = 0
     """Positions whose input is here and that the model has not seen."""
-    place = 0
+    arrival_order = 0
     """In the order of arrival; the batch's own."""
 
 
 S = TypeVar("S", bound=Sequence)
 
 
-class Batch(Generic[S]):
+class Scheduler(Generic[S]):
     """The sequences of one engine and their rows in its cache."""
 
     def __init__(self, cache: SlottedCache, max_rows: int, prefill: int) -> None:
@@ -52,7 +53,7 @@ class Batch(Generic[S]):
 
     def add(self, sequence: S) -> None:
         self._added += 1
-        sequence.place = self._added
+        sequence.arrival_order = self._added
         self._waiting.append(sequence)
 
     def remove(self, sequence: S) -> None:
@@ -65,34 +66,36 @@ class Batch(Generic[S]):
         elif sequence in self._waiting:
             self._waiting.remove(sequence)
 
-    def pieces(self) -> Iterator[tuple[int, int]]:
+    def prefill_chunks(self) -> Iterator[tuple[int, int]]:
         """One step's pieces of prompts, a row and a number of positions each: up to ``prefill`` in all, one at least.
 
         Each is to be brought on before the next one is asked for.
         """
         spent = 0
-        while (piece := self.next_piece()) and (not spent or spent + piece[1] <= self._prefill):
+        while (piece := self.next_prefill_chunk()) and (not spent or spent + piece[1] <= self._prefill):
             spent += piece[1]
             yield piece
 
-    def next_piece(self) -> tuple[int, int] | None:
+    def next_prefill_chunk(self) -> tuple[int, int] | None:
         """Whose prompt comes next, its row and how many positions; None where no prompt has a whole piece."""
         while self._waiting and len(self.rows) < self._max_rows:
             self.rows.append(self._waiting.popleft())
             self._cache.add_row()
         due = [
-            (sequence.place, row) for row, sequence in enumerate(self.rows) if sequence.prompt and self._due(sequence)
+            (sequence.arrival_order, row)
+            for row, sequence in enumerate(self.rows)
+            if sequence.prefill_left and self._due(sequence)
         ]
         if not due:
             return None
         _, row = min(due)
         return row, self._due(self.rows[row])
 
-    def decoding(self) -> list[int]:
+    def decode_rows(self) -> list[int]:
         """The rows that have one position to be decoded."""
-        return [row for row, sequence in enumerate(self.rows) if not sequence.prompt and sequence.ready]
+        return [row for row, sequence in enumerate(self.rows) if not sequence.prefill_left and sequence.ready]
 
     def _due(self, sequence: S) -> int:
         """Positions that may be brought on now: a whole piece of the prompt, or one; 0 where input is missing."""
-        due = min(sequence.prompt, self._prefill) or 1
+        due = min(sequence.prefill_left, self._prefill) or 1
         return due if sequence.ready >= due else 0

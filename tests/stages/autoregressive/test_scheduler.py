@@ -7,33 +7,33 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from omni_actors.stages.autoregressive.batch import Batch, Sequence
 from omni_actors.stages.autoregressive.cache import SlottedCache
+from omni_actors.stages.autoregressive.scheduler import Scheduler, Sequence
 
 PREFILL = 4
 
 
-def batch(rows: int = 3) -> tuple[Batch[Sequence], SlottedCache]:
+def batch(rows: int = 3) -> tuple[Scheduler[Sequence], SlottedCache]:
     cache = SlottedCache(rows, 100, torch.float32, torch.device("cpu"))
-    return Batch(cache, rows, PREFILL), cache
+    return Scheduler(cache, rows, PREFILL), cache
 
 
 def sequence(prompt: int, ready: int) -> Sequence:
     made = Sequence()
-    made.prompt, made.ready = prompt, ready
+    made.prefill_left, made.ready = prompt, ready
     return made
 
 
-def step(batch: Batch[Sequence], cache: SlottedCache) -> list[Sequence]:
+def step(batch: Scheduler[Sequence], cache: SlottedCache) -> list[Sequence]:
     """What an engine does in a step; who was brought on."""
     moved = []
-    if piece := batch.next_piece():
+    if piece := batch.next_prefill_chunk():
         row, count = piece
         cache.extend([row], count)
-        batch.rows[row].prompt -= count
+        batch.rows[row].prefill_left -= count
         batch.rows[row].ready -= count
         moved.append(batch.rows[row])
-    for row in batch.decoding():
+    for row in batch.decode_rows():
         cache.extend([row], 1)
         batch.rows[row].ready -= 1
         moved.append(batch.rows[row])
@@ -47,10 +47,10 @@ def test_a_prompt_is_cut_where_it_would_be_if_all_of_it_were_here() -> None:
     cuts = []
     for _ in range(10):
         late.ready += 1
-        if piece := ours.next_piece():
+        if piece := ours.next_prefill_chunk():
             assert ours.busy
             cuts.append(piece[1])
-            late.prompt -= piece[1]
+            late.prefill_left -= piece[1]
             late.ready -= piece[1]
         else:
             assert not ours.busy

@@ -50,7 +50,7 @@ def open_text(context: StageContext) -> StageEngine:
 def open_qwen3_thinker(context: StageContext) -> StageEngine:
     """Qwen3-Omni's thinker, for its talker. ``context.model``: a whole checkpoint's directory."""
     prepare(context)
-    from omni_actors.stages.vllm.qwen3 import Qwen3Thinker
+    from omni_actors.stages.vllm.qwen3_thinker import Qwen3Thinker
 
     return Qwen3Thinker(context)
 
@@ -66,6 +66,6 @@ def open_qwen3_talker(context: StageContext) -> StageEngine:
 def open_qwen2_5_thinker(context: StageContext) -> StageEngine:
     """Qwen2.5-Omni's thinker, for its talker. ``context.model``: a whole checkpoint's directory."""
     prepare(context)
-    from omni_actors.stages.vllm.qwen2_5 import Qwen25Thinker
+    from omni_actors.stages.vllm.qwen2_5_thinker import Qwen25Thinker
 
     return Qwen25Thinker(context)

@@ -15,11 +15,11 @@ from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import Qwen2_5OmniTh
 from omni_actors.stages.base import InvalidRequest, StageContext, StageRequest
 from omni_actors.stages.checkpoint import whole_config
 from omni_actors.stages.multimodal.prompt import OmniPrompt
-from omni_actors.stages.omni.positions import positions_of
+from omni_actors.stages.omni.positions import rotary_positions
 from omni_actors.stages.qwen2_5.speakers import load_speakers
+from omni_actors.stages.vllm._internals import HiddenStates
 from omni_actors.stages.vllm.options import VLLMThinkerParams
-from omni_actors.stages.vllm.private import Captured
-from omni_actors.stages.vllm.thinking import Thinker, ThinkerRequest
+from omni_actors.stages.vllm.thinker import Thinker, ThinkerRequest
 
 __all__ = ["Qwen25Thinker"]
 
@@ -50,16 +50,16 @@ class Qwen25Thinker(Thinker[_Request]):
         return _Request(request, params, OmniPrompt(request.sources))
 
     def _prepared(self, request: _Request, *, use_audio_in_video: bool) -> None:
-        request.positions, _ = positions_of(
+        request.positions, _ = rotary_positions(
             self._counting, request.ids, request.grids, use_audio_in_video=use_audio_in_video
         )
 
-    def _introduction(self, request: _Request) -> dict[str, Tensor]:
+    def _handoff_header(self, request: _Request) -> dict[str, Tensor]:
         return {"ids": request.ids, "positions": request.positions, "tts": self._embed(self._tts)}
 
-    def _rows(self, request: _Request, captured: Captured) -> Tensor:
-        heard = request.heard[captured.position : captured.position + len(captured)].to(captured.last.device)
+    def _rows(self, request: _Request, captured: HiddenStates) -> Tensor:
+        heard = request.is_media[captured.position : captured.position + len(captured)].to(captured.last.device)
         return captured.last + captured.layers[:, 0].masked_fill(heard[:, None], 0)
 
-    def _row(self, captured: Captured) -> Tensor:
+    def _row(self, captured: HiddenStates) -> Tensor:
         return captured.last + captured.layers[:, 0]

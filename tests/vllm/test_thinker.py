@@ -73,6 +73,6 @@ def test_one_that_is_aborted_while_it_is_read_is_forgotten(driver: Any) -> None:
         driver.abort(1)
         assert not driver.engine.busy
         goes_on.set()
-        driver.engine._reader.submit(int).result()
+        driver.engine._media_reader.submit(int).result()
         ask(driver, 2)
         assert driver.run().keys() == {2}

@@ -3,7 +3,7 @@
 Known to work: the versions in ``VERSIONS``; another one may, and says by name what of this moved.
 
 Hidden states come from what the EAGLE-3 drafters read: a model keeps what goes into and comes out of chosen layers, and
-the runner holds it from the forward until the tokens are sampled. ``RowWorker`` copies it there, prompt pieces
+the runner holds it from the forward until the tokens are sampled. ``HiddenStateWorker`` copies it there, prompt pieces
 included, with the request and the position of each row.
 """
 
@@ -25,18 +25,18 @@ from vllm.platforms import current_platform
 
 __all__ = [
     "VERSIONS",
-    "Captured",
+    "HiddenStateWorker",
+    "HiddenStates",
     "MultiModalKwargsItems",
     "PlaceholderRange",
-    "RowWorker",
-    "SeededWorker",
     "Sessions",
-    "VLLMMoved",
+    "StageWorker",
+    "UnsupportedVLLMVersion",
     "check",
     "close",
-    "figures",
-    "look_at_here",
+    "engine_metrics",
     "omni_fields",
+    "register_in_process",
 ]
 
 VERSIONS = ("0.32.0",)
@@ -74,7 +74,7 @@ RUNNER = ("use_aux_hidden_state_outputs", "execute_model_state", "input_batch", 
 BATCH = ("req_ids", "req_id_to_index", "num_computed_tokens_cpu", "num_reqs", "generators")
 
 
-class VLLMMoved(ImportError):
+class UnsupportedVLLMVersion(ImportError):
     """This version of vLLM lacks names that are used here. names: which."""
 
     def __init__(self, names: Sequence[str]) -> None:
@@ -85,9 +85,9 @@ class VLLMMoved(ImportError):
 
 
 def check() -> None:
-    """Raises VLLMMoved."""
+    """Raises UnsupportedVLLMVersion."""
     if moved := [name for name in NAMES if not _is_there(name)]:
-        raise VLLMMoved(moved)
+        raise UnsupportedVLLMVersion(moved)
 
 
 def _is_there(name: str) -> bool:
@@ -111,7 +111,7 @@ def _found(name: str) -> Any:
     return getattr(import_module(module), attribute)
 
 
-def look_at_here(architectures: Sequence[str]) -> None:
+def register_in_process(architectures: Sequence[str]) -> None:
     """Have vLLM look at these model classes in this process; its way is a second one, which takes some seconds."""
     for name in architectures:
         if name in ModelRegistry.models:
@@ -124,7 +124,7 @@ def close(llm: Any) -> None:
     llm.renderer.shutdown()
 
 
-def figures(llm: Any) -> dict[str, float]:
+def engine_metrics(llm: Any) -> dict[str, float]:
     """Of an ``LLMEngine`` that keeps statistics: its counters and gauges of one value each."""
     return {
         metric.name.removeprefix("vllm:"): float(metric.value)
@@ -134,7 +134,7 @@ def figures(llm: Any) -> dict[str, float]:
 
 
 @dataclass(frozen=True)
-class Captured:
+class HiddenStates:
     """Hidden states of one request at k positions, as one forward brought them."""
 
     request: str
@@ -149,15 +149,15 @@ class Captured:
     def __len__(self) -> int:
         return len(self.last)
 
-    def since(self, position: int) -> Captured:
+    def since(self, position: int) -> HiddenStates:
         """Without those before it."""
         cut = max(0, position - self.position)
-        return Captured(self.request, self.position + cut, self.layers[cut:], self.last[cut:])
+        return HiddenStates(self.request, self.position + cut, self.layers[cut:], self.last[cut:])
 
-    def until(self, position: int) -> Captured:
+    def until(self, position: int) -> HiddenStates:
         """Without it and those behind it."""
         count = max(0, position - self.position)
-        return Captured(self.request, self.position, self.layers[:count], self.last[:count])
+        return HiddenStates(self.request, self.position, self.layers[:count], self.last[:count])
 
 
 check()  # before anything below is taken from where it was
@@ -211,7 +211,7 @@ class Sessions:
         self._core.abort_requests([name])
 
 
-class SeededWorker(_Base):  # type: ignore[misc]
+class StageWorker(_Base):  # type: ignore[misc]
     """vLLM's worker, which on a CPU, too, prefills a request that samples by its own seed in pieces.
 
     With each piece vLLM draws a token, and turns the request's generator back afterwards: on a CPU that raises. Here
@@ -233,7 +233,7 @@ class SeededWorker(_Base):  # type: ignore[misc]
         moved = [f"model_runner.{name}" for name in RUNNER if not hasattr(runner, name)]
         moved += [f"model_runner.input_batch.{name}" for name in BATCH if not hasattr(runner.input_batch, name)]
         if moved:
-            raise VLLMMoved(moved)
+            raise UnsupportedVLLMVersion(moved)
 
     def sample_tokens(self, grammar_output: Any) -> Any:
         batch = self.model_runner.input_batch
@@ -246,12 +246,12 @@ class SeededWorker(_Base):  # type: ignore[misc]
         return output
 
 
-class RowWorker(SeededWorker):
+class HiddenStateWorker(StageWorker):
     """The same, which keeps hidden states. ``additional_config`` row_layers: which, as transformers counts them."""
 
     def load_model(self, **kwargs: Any) -> None:
         super().load_model(**kwargs)
-        self._rows: list[Captured] = []
+        self._rows: list[HiddenStates] = []
         language = self.model_runner.get_model().get_language_model().model
         language._set_aux_hidden_state_layers(tuple(self.vllm_config.additional_config["row_layers"]))
         self._embed = language.embed_tokens
@@ -271,11 +271,11 @@ class RowWorker(SeededWorker):
             end = begin + counts[name]
             position = int(batch.num_computed_tokens_cpu[batch.req_id_to_index[name]])
             self._rows.append(
-                Captured(name, position, layers[begin:end].clone(), state.hidden_states[begin:end].clone())
+                HiddenStates(name, position, layers[begin:end].clone(), state.hidden_states[begin:end].clone())
             )
             begin = end
 
-    def take_rows(self) -> list[Captured]:
+    def take_hidden_states(self) -> list[HiddenStates]:
         """All since the last call."""
         rows, self._rows = self._rows, []
         return rows
