@@ -28,7 +28,7 @@ from omni_actors.protocol.messages import CLIENT, Address
 from omni_actors.stages import assets
 from omni_actors.supervisor.edges import Edges, EdgeSpec
 from omni_actors.supervisor.process import LocalSpawner, Spawner
-from omni_actors.supervisor.supervisor import Blueprint, Replica, RestartPolicy, State, Supervisor
+from omni_actors.supervisor.supervisor import Blueprint, Replica, ReplicaState, RestartPolicy, Supervisor
 
 Messages: TypeAlias = Sequence[Mapping[str, Any]]
 """A conversation: {"role": "user", "content": "…"}, where content may be a list of parts, as in OpenAI's chat API:
@@ -273,7 +273,9 @@ class OmniSystem:
         stages: dict[str, list[ReplicaHealth]] = {name: [] for name in self._nodes}
         for replica in self._replicas:
             stages[replica.address.stage].append(_replica_health(replica))
-        ready = self._running and all(any(r.state == State.READY.value for r in stage) for stage in stages.values())
+        ready = self._running and all(
+            any(r.state == ReplicaState.READY.value for r in stage) for stage in stages.values()
+        )
         return Health(ready, self.errored, stages, str(self.dead_error) if self.dead_error else None)
 
     async def check_health(self) -> Health:
@@ -285,7 +287,9 @@ class OmniSystem:
 
     async def wait_ready(self) -> None:
         """Until every replica has loaded or was given up on. Raises StageFailed where a stage has none left."""
-        while self.dead_error is None and any(r.state not in (State.READY, State.FAILED) for r in self._replicas):
+        while self.dead_error is None and any(
+            r.state not in (ReplicaState.READY, ReplicaState.FAILED) for r in self._replicas
+        ):
             await self.wait_changed()
         if self.dead_error is not None:
             raise self.dead_error
@@ -338,7 +342,7 @@ class OmniSystem:
                 self._orchestrator.load(replica.address),
             )
             yield "omni_stage_restarts", "Restarts of a replica", labels, replica.restarts
-            yield "omni_stage_ready", "1 while a replica serves", labels, float(replica.state is State.READY)
+            yield "omni_stage_ready", "1 while a replica serves", labels, float(replica.state is ReplicaState.READY)
             for name, value in replica.gauges.items():
                 yield (
                     "omni_engine",

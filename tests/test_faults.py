@@ -465,7 +465,7 @@ async def test_a_replica_that_reads_no_mail_is_passed_over() -> None:
         stopped = psutil.Process(pid_of(omni, "only", 0))
         stopped.suspend()
         with trio.fail_after(WATCHDOG_S):
-            while not omni._supervisor.replicas[Address("only", 0)].behind:
+            while not omni._supervisor.replicas[Address("only", 0)].congested:
                 refusal_of_one_more(omni)  # the neighbour's, if it has one
                 await trio.testing.wait_all_tasks_blocked()  # all that the sockets have room for is sent
             while refusal_of_one_more(omni) is not None:  # noqa: ASYNC110 - nobody tells

@@ -331,7 +331,7 @@ def test_ctrl_c_that_meets_the_system_at_work_ends_the_users_task(script: Script
                     pass
                 await trio.sleep_forever()
 
-        for owner, name in ((LocalWorker, "__init__"), (Edges, "join"), (Orchestrator, "heard")):
+        for owner, name in ((LocalWorker, "__init__"), (Edges, "connect_worker"), (Orchestrator, "on_message")):
             interrupted(owner, name)
             try:
                 trio.run(main)
@@ -341,7 +341,7 @@ def test_ctrl_c_that_meets_the_system_at_work_ends_the_users_task(script: Script
     out, err = process.communicate(timeout=WATCHDOG_S)
     lines = out.split("\n")[1:-1]
     assert err == ""
-    assert lines[::2] == ["__init__", "join", "heard"]
+    assert lines[::2] == ["__init__", "connect_worker", "on_message"]
     assert {line.split()[0] for line in lines[1::2]} == {"KeyboardInterrupt"}
     assert len(set(lines[1::2])) == 1, "descriptors stay"
 

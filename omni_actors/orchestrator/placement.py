@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 import trio
 
 from omni_actors.protocol.messages import Address
-from omni_actors.supervisor.supervisor import Replica, State
+from omni_actors.supervisor.supervisor import Replica, ReplicaState
 
 
 class Placement:
@@ -34,7 +34,7 @@ class Placement:
 
     def serving(self, stage: str) -> list[Replica]:
         """The replicas of a stage that are ready, reserved ones too."""
-        return [each for each in self._of_stage[stage] if each.state is State.READY and not each.life.leaving]
+        return [each for each in self._of_stage[stage] if each.accepts_work]
 
     def _free(self, stage: str) -> list[Replica]:
         return [each for each in self.serving(stage) if each.address not in self.reserved]
@@ -46,7 +46,7 @@ class Placement:
         """
         for stage in stages:
             free = self._free(stage)
-            if free and all(each.behind for each in free):
+            if free and all(each.congested for each in free):
                 return stage
         return None
 
@@ -61,13 +61,13 @@ class Placement:
             if not free:
                 return None
             if len(free) > 1:  # the load of one need not be counted
-                free.sort(key=lambda each: (each.behind, self._load(each.address)))
+                free.sort(key=lambda each: (each.congested, self._load(each.address)))
             placement[stage] = free[0].address
         return placement
 
     def has_failed(self, stage: str) -> bool:
         """Whether a stage has no replica left."""
-        return all(each.state is State.FAILED for each in self._of_stage[stage])
+        return all(each.state is ReplicaState.FAILED for each in self._of_stage[stage])
 
     def back_in_s(self, stage: str) -> float | None:
         """Seconds until a stage that has failed may serve again: its next try, and as long as it took to load before.

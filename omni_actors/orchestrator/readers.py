@@ -163,7 +163,7 @@ class Readers:
         for stage, address in request.placement.items():
             replica = self._replica(address)
             told = stage in request.told_to_pause
-            if request.account.paused and not told and stage not in request.stats and not replica.behind:
+            if request.account.paused and not told and stage not in request.stats and not replica.congested:
                 replica.post(Pause(request.number))
                 request.told_to_pause.add(stage)
             elif told and not request.account.paused:

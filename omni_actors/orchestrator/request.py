@@ -17,7 +17,7 @@ from omni_actors.orchestrator.fingerprint import fingerprint
 from omni_actors.orchestrator.lifecycle import Lifecycle
 from omni_actors.orchestrator.routes import Route
 from omni_actors.orchestrator.unread import Account
-from omni_actors.protocol.chunks import Intake
+from omni_actors.protocol.chunks import ChunkSequence
 from omni_actors.protocol.messages import Address, StageStats
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ class Request:
     """Of the stages that have finished it."""
     sent_bytes: dict[str, int] = field(default_factory=dict)
     """What the client's side put into the ring of each replica it feeds."""
-    open_outputs: dict[str, Intake] = field(default_factory=dict)
+    open_outputs: dict[str, ChunkSequence] = field(default_factory=dict)
     """The stages whose last output for the client has not come yet."""
 
     # where it is, and what was lost

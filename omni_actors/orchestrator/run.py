@@ -48,16 +48,16 @@ from omni_actors.orchestrator.settle import Facts, Fail, Replay, Unavailable, Un
 from omni_actors.orchestrator.stream import OutputStream
 from omni_actors.orchestrator.suspects import Suspects
 from omni_actors.protocol import chunks
-from omni_actors.protocol.chunks import Intake, ReplayDiverged
+from omni_actors.protocol.chunks import ChunkSequence, ReplayDiverged
 from omni_actors.protocol.messages import (
     CLIENT,
     CLIENT_ADDRESS,
     Abort,
-    AboutRequest,
     Address,
     Finished,
     InputComplete,
     Refused,
+    RequestNotice,
     Resend,
     Start,
     Started,
@@ -260,7 +260,7 @@ class Orchestrator:
         request.lifecycle.advance(Event.DISPATCH)
         for stage in reversed(request.route.stages):
             if CLIENT in request.route.targets[stage]:
-                request.open_outputs[stage] = Intake(request.number, stage)
+                request.open_outputs[stage] = ChunkSequence(request.number, stage)
             self._start(request, stage)
         request.feed(*request.route.entries)
 
@@ -306,15 +306,15 @@ class Orchestrator:
     def newest_request(self) -> int:
         return self._newest
 
-    def worker_ready(self, address: Address) -> None:
+    def on_worker_ready(self, address: Address) -> None:
         self.failed_stages.pop(address.stage, None)
         self._suspects.follow()  # those that may be innocent go first: their replica has nothing else to do yet
         self.dispatch_waiting()
 
-    def worker_died(self, address: Address, exit: WorkerExit, failed_request: int | None) -> bool:
+    def on_worker_died(self, address: Address, exit: WorkerExit, failed_request: int | None) -> bool:
         return self._suspects.worker_died(address, exit, failed_request)
 
-    def worker_lost(self, address: Address, generation: int, exit: WorkerExit) -> None:
+    def on_worker_lost(self, address: Address, generation: int, exit: WorkerExit) -> None:
         self._suspects.interrupt(address)
         for request in list(self._requests.values()):
             if request.placement.get(address.stage) == address:
@@ -330,7 +330,7 @@ class Orchestrator:
                     self._suspects.clear(request)  # all of its output was here
         self._suspects.follow()
 
-    def stage_failed(self, failure: StageFailed) -> None:
+    def on_stage_failed(self, failure: StageFailed) -> None:
         if self._placement.has_failed(failure.stage):
             self.failed_stages[failure.stage] = failure
             for request in list(self._queued):
@@ -343,7 +343,7 @@ class Orchestrator:
     def _unavailable(self, stage: str) -> StageUnavailable:
         return StageUnavailable(self.failed_stages[stage], self._placement.back_in_s(stage))
 
-    def heard(self, address: Address, message: AboutRequest) -> None:
+    def on_message(self, address: Address, message: RequestNotice) -> None:
         request = self._requests.get(message.request)
         if request is None or request.placement.get(address.stage) != address:
             return  # it has ended, or goes on elsewhere
@@ -377,7 +377,7 @@ class Orchestrator:
                 assert request.number is not None, "it is dispatched"
                 self._placement.replicas[request.placement[source]].post(Resend(request.number, address))
 
-    def received(self, address: Address, data: memoryview) -> None:
+    def on_output(self, address: Address, data: memoryview) -> None:
         """Takes one private copy. Raises ringbuf.RingError where the bytes make no sense."""
         payload = memoryview(bytearray(data))
         header, tensors = chunks.decode(payload)
@@ -385,7 +385,7 @@ class Orchestrator:
         if request is None or address.stage not in request.open_outputs:
             return
         try:
-            if not request.open_outputs[address.stage].take(header.seq, payload, last=header.last):
+            if not request.open_outputs[address.stage].accept(header.seq, payload, last=header.last):
                 return
         except ReplayDiverged as error:
             if request.crash is None:

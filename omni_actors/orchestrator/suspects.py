@@ -139,7 +139,7 @@ class Suspects:
         self._changed.unpark_all()
 
     def _turned_at(self, address: Address) -> float:
-        return self._placement.replicas[address].life.turned_at
+        return self._placement.replicas[address].last_pong_at
 
     def _try(self, stage: str) -> None:
         now, serving = trio.current_time(), [each.address for each in self._placement.serving(stage)]

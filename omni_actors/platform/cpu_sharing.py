@@ -45,7 +45,7 @@ LOOK_AGAIN_S = 0.02
 _current_core = ctypes.CDLL(None).sched_getcpu
 
 
-class SharedCores:
+class CpuSharingPage:
     """The spawner's side. There is memory while a worker lives: ``fd`` is -1 without."""
 
     def __init__(self) -> None:
@@ -77,29 +77,29 @@ class SharedCores:
             os.close(self.fd)
             self._map, self.fd = None, -1
 
-    def give_way(self) -> None:
+    def move_off_busy_core(self) -> None:
         """To whatever engine runs on the calling thread's core."""
         if self._map is not None:
             _move_off(self._map)
 
 
-class OwnCores:
-    """Cores that are shared with nobody. A context in which an engine computes."""
+class NoCpuSharing:
+    """CpuSharing that are shared with nobody. A context in which an engine computes."""
 
-    look_again_s: float | None = None
+    yield_poll_s: float | None = None
     """While it stands back: when to enter again at the latest."""
 
     def __enter__(self) -> None: ...
     def __exit__(self, *_: object) -> None: ...
-    def urge(self, *, awaited: bool) -> None:
+    def announce_first_output(self, *, pending: bool) -> None:
         """Whether clients wait for the first that is given out."""
 
-    def stand_back(self) -> bool:
+    def should_yield(self) -> bool:
         """Whether to let others go first now: to leave, and enter again."""
         return False
 
 
-class Cores(OwnCores):
+class CpuSharing(NoCpuSharing):
     """A worker's side, for its engine's thread. Takes over ``fd``."""
 
     def __init__(self, fd: int, number: int) -> None:
@@ -117,12 +117,12 @@ class Cores(OwnCores):
 
     def __enter__(self) -> None:
         now = time.monotonic()
-        if self.look_again_s is None:
+        if self.yield_poll_s is None:
             computed, rested = self._left - self._entered, now - self._left
             self._patience = min(self._patience + SHARE * computed + rested, LONGEST_S)
         else:
             self._patience -= now - self._entered
-        self._entered, self.look_again_s = now, None
+        self._entered, self.yield_poll_s = now, None
         self._say(self.threads, 0)
         _move_off(self._map)
         self._say(self.threads, _here())
@@ -131,20 +131,20 @@ class Cores(OwnCores):
         self._say(0, 0)
         self._left = time.monotonic()
 
-    def team(self) -> int:
+    def thread_budget(self) -> int:
         """With how many threads to compute from now on: ``threads``, or those that the other workers leave."""
         others = sum(self._map[:WORKERS]) - self._map[self._number]
         team = max(1, min(self.threads, self._cores - others))
         self._say(team, _here())
         return team
 
-    def urge(self, *, awaited: bool) -> None:
-        self._map[URGENT + self._number] = self.nice + 1 if awaited else 0
+    def announce_first_output(self, *, pending: bool) -> None:
+        self._map[URGENT + self._number] = self.nice + 1 if pending else 0
 
-    def stand_back(self) -> bool:
+    def should_yield(self) -> bool:
         most_urgent = min(self._map[URGENT:].translate(None, b"\0"), default=MOST)
         stands_back = most_urgent <= self.nice and self._patience > 0
-        self.look_again_s = LOOK_AGAIN_S if stands_back else None
+        self.yield_poll_s = LOOK_AGAIN_S if stands_back else None
         return stands_back
 
     def _say(self, threads: int, place: int) -> None:

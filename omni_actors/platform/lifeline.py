@@ -36,7 +36,7 @@ MUTEX, HELD, SIZE = 0, 128, 4096
 """Where in the shared page the mutex is, and the semaphore that says that it is held."""
 EXIT_CODE = 52 - 3
 """Place of the wait status in /proc/PID/stat, behind the name."""
-PATIENCE_S = 1.0
+JOIN_TIMEOUT_S = 1.0
 """For the thread of a worker that is dead."""
 SCHED_SETATTR, SCHED_GETATTR = 314, 315
 """System calls' numbers on x86-64."""
@@ -63,7 +63,7 @@ _held: list[_Page] = []
 """In a worker: the page, which has to stay where the kernel looks for it."""
 
 
-def hold(fd: int) -> None:
+def acquire_death_mutex(fd: int) -> None:
     """For the worker's main thread, before it has others: take the mutex, for ever."""
     page = _Page(fd)
     _held.append(page)
@@ -139,7 +139,7 @@ class Lifeline:
         os.close(self._heard)
         if self._thread is not None:
             _libc.sem_post(self._page.at(HELD))  # it may have died before it held anything
-            self._thread.join(PATIENCE_S)
+            self._thread.join(JOIN_TIMEOUT_S)
         if self._thread is None or not self._thread.is_alive():
             os.close(self._said)
             self._page.close()

@@ -54,7 +54,7 @@ class ReplayDiverged(ChunkCorrupted):
     """A chunk that came again is not what it was: two answers must not be spliced."""
 
 
-class Intake:
+class ChunkSequence:
     """Takes the chunks of one request from one source: each once, in order."""
 
     def __init__(self, request: int, source: str) -> None:
@@ -63,10 +63,10 @@ class Intake:
         self._complete = False
 
     @property
-    def begun(self) -> bool:
+    def started(self) -> bool:
         return bool(self._digests)
 
-    def take(self, seq: int, frame: memoryview, *, last: bool) -> bool:
+    def accept(self, seq: int, frame: memoryview, *, last: bool) -> bool:
         """Whether this chunk is the next one; False for one that was taken before, or after the last.
 
         frame: the chunk as it lies in the ring. Raises ChunkCorrupted at a gap, ReplayDiverged.

@@ -28,16 +28,16 @@ import trio
 
 from omni_actors.errors import OmniError
 from omni_actors.protocol import messages
-from omni_actors.protocol.messages import Message
+from omni_actors.protocol.messages import ControlMessage
 
-Envelope: TypeAlias = tuple[Message, tuple[int, ...]]
+Envelope: TypeAlias = tuple[ControlMessage, tuple[int, ...]]
 """A message and the descriptors that came with it; the receiver owns them."""
 
 MAX_FDS = 8
 PACKED, PACKED_BYTES = 64, 16 * 1024
 """Of messages in one packet; a larger one goes by itself. Those in the writer's hands are not counted as waiting."""
 
-PATIENCE_S = 0.001
+DELIVERY_DELAY_S = 0.001
 """About what a worker needs to take in some dozens of requests that come at once."""
 
 T = TypeVar("T")
@@ -61,22 +61,22 @@ class Mailbox:
         self._waiting = 0
         """Messages that were posted and that the writer has not begun to pack."""
         self._in_send, self.incoming = trio.open_memory_channel[Envelope](capacity)
-        self.patient = False
-        """Whether what is posted here may wait ``PATIENCE_S``, for what is posted elsewhere to be read first."""
+        self.delay_delivery = False
+        """Whether what is posted here may wait ``DELIVERY_DELAY_S``, for what is posted elsewhere to be read first."""
         self.fault: str | None = None
         """Why nothing more is read though the other side may live."""
-        self._in_hand: Iterator[Message] = iter(())
+        self._in_hand: Iterator[ControlMessage] = iter(())
         """What the reader has of a packet and there is no room for yet."""
         self._peer_gone = False
         self._written = trio.Event()
         self._open = trio.CancelScope(shield=True)
 
     @property
-    def behind(self) -> bool:
+    def congested(self) -> bool:
         """Whether half of the room is taken: the other side has stopped reading, or reads too slowly."""
         return 2 * self._waiting >= self._capacity
 
-    def post(self, message: Message, fds: Sequence[int] = ()) -> None:
+    def post(self, message: ControlMessage, fds: Sequence[int] = ()) -> None:
         """Queue a message in order; one to a peer that is gone is dropped.
 
         Raises MailboxFull, ValueError (a message too large, or of what cannot be encoded), OSError (no descriptors).
@@ -92,13 +92,13 @@ class Mailbox:
             raise MailboxFull(self._capacity) from None
         self._waiting += 1
 
-    def waiting(self) -> Iterator[Envelope]:
+    def available(self) -> Iterator[Envelope]:
         """What else is here to be taken from ``incoming``; for its only taker."""
         return _there(self.incoming)
 
-    def rest(self) -> Iterator[Message]:
+    def unread(self) -> Iterator[ControlMessage]:
         """What a peer that says no more has said and nobody has taken from ``incoming``; for its only taker."""
-        for message, fds in self.waiting():
+        for message, fds in self.available():
             _close_all(fds)
             yield message
         yield from self._in_hand
@@ -113,7 +113,7 @@ class Mailbox:
                 return
             yield from self._unpacked(packet)
 
-    async def send(self, message: Message) -> None:
+    async def send(self, message: ControlMessage) -> None:
         """Queue a message, waiting for room. A message to a peer that is gone is dropped."""
         if not self._peer_gone:
             await self._out_send.send((messages.encode(message), ()))
@@ -135,9 +135,9 @@ class Mailbox:
     async def _write(self) -> None:
         async for first in self._out_receive:
             await trio.lowlevel.cancel_shielded_checkpoint()  # rule 6
-            if self.patient:
+            if self.delay_delivery:
                 with trio.CancelScope(shield=True):
-                    await trio.sleep(PATIENCE_S)  # rule 7
+                    await trio.sleep(DELIVERY_DELAY_S)  # rule 7
             with closing(_packets(self._posted(first))) as packets:
                 for packet, fds in packets:
                     await self._hand_over(packet, fds)
@@ -194,7 +194,7 @@ class Mailbox:
                 if self.fault is not None:
                     return
 
-    def _unpacked(self, packet: bytes) -> list[Message]:
+    def _unpacked(self, packet: bytes) -> list[ControlMessage]:
         """An empty packet is no message either: one after the other would leave no turn to anybody."""
         try:
             if unpacked := messages.unpack(packet):

@@ -29,14 +29,14 @@ class Address(msgspec.Struct, frozen=True):
 CLIENT_ADDRESS = Address(CLIENT, 0)
 
 
-class _Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+class _Control(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     pass
 
 
 # parent -> worker
 
 
-class Configure(_Message, frozen=True):
+class Configure(_Control, frozen=True):
     """First message to a worker: what it is."""
 
     address: Address
@@ -53,7 +53,7 @@ class Configure(_Message, frozen=True):
     """Requests up to this number belong to an earlier generation: what arrives of them is dropped."""
 
 
-class Connect(_Message, frozen=True):
+class Connect(_Control, frozen=True):
     """An edge, new or replaced. Carries three descriptors (see ``ringbuf.Ring.fds``)."""
 
     producer: Address
@@ -61,7 +61,7 @@ class Connect(_Message, frozen=True):
     generation: int
 
 
-class Start(_Message, frozen=True):
+class Start(_Control, frozen=True):
     """A request begins here. Numbers reach a worker in increasing order, replayed ones aside."""
 
     request: int
@@ -78,38 +78,38 @@ class Start(_Message, frozen=True):
     """How much of the outputs of all requests this worker keeps."""
 
 
-class Resend(_Message, frozen=True):
+class Resend(_Control, frozen=True):
     """Send the outputs of a request to ``target`` from the first one on: what is retained, then what is to come."""
 
     request: int
     target: Address
 
 
-class Pause(_Message, frozen=True):
+class Pause(_Control, frozen=True):
     """The client does not keep up: compute nothing for this request until ``Resume``. Its input is still taken in."""
 
     request: int
 
 
-class Resume(_Message, frozen=True):
+class Resume(_Control, frozen=True):
     """Go on with a request that was paused."""
 
     request: int
 
 
-class Abort(_Message, frozen=True):
+class Abort(_Control, frozen=True):
     """A request has ended, in whatever way: let go of all that is here of it."""
 
     request: int
 
 
-class Ping(_Message, frozen=True):
+class Ping(_Control, frozen=True):
     """Asks the engine loop for a sign of life: its next turn answers with ``Pong``."""
 
     number: int
 
 
-class Stop(_Message, frozen=True):
+class Stop(_Control, frozen=True):
     """Finish within ``grace_s``; what runs is dropped."""
 
     grace_s: float
@@ -118,15 +118,15 @@ class Stop(_Message, frozen=True):
 # worker -> parent
 
 
-class Loading(_Message, frozen=True):
+class Loading(_Control, frozen=True):
     note: str
 
 
-class Ready(_Message, frozen=True):
+class Ready(_Control, frozen=True):
     load_s: float
 
 
-class Pong(_Message, frozen=True):
+class Pong(_Control, frozen=True):
     """The engine loop took a turn after the ``Ping`` of this number."""
 
     number: int
@@ -134,13 +134,13 @@ class Pong(_Message, frozen=True):
     """What the engine measures of itself (see ``stages.base.Measured``)."""
 
 
-class LoadFailed(_Message, frozen=True):
+class LoadFailed(_Control, frozen=True):
     """The engine's own exception; the process ends after this."""
 
     error: str
 
 
-class EngineFailed(_Message, frozen=True):
+class EngineFailed(_Control, frozen=True):
     """The engine raised; the process ends after this.
 
     request: the one for which the engine was called (``start``, ``feed``); None after a step, which serves many.
@@ -164,25 +164,25 @@ class StageStats(msgspec.Struct, frozen=True):
     """Bytes put into each outgoing edge, by consumer."""
 
 
-class Finished(_Message, frozen=True):
+class Finished(_Control, frozen=True):
     request: int
     stats: StageStats
 
 
-class Started(_Message, frozen=True):
+class Started(_Control, frozen=True):
     """A replayed request is active here: what comes of it from now on is taken in."""
 
     request: int
 
 
-class InputComplete(_Message, frozen=True):
+class InputComplete(_Control, frozen=True):
     """This stage has the last chunk of ``source``, another stage, and so all of them: it needs that one no more."""
 
     request: int
     source: str
 
 
-class Unreplayable(_Message, frozen=True):
+class Unreplayable(_Control, frozen=True):
     """This stage can take no part in a replay of the request, and why.
 
     needed: a replay that is under way has just asked for it.
@@ -193,7 +193,7 @@ class Unreplayable(_Message, frozen=True):
     needed: bool
 
 
-class Refused(_Message, frozen=True):
+class Refused(_Control, frozen=True):
     """The engine raised ``InvalidRequest`` for this request."""
 
     request: int
@@ -203,22 +203,22 @@ class Refused(_Message, frozen=True):
 
 
 ToWorker: TypeAlias = Configure | Connect | Start | Resend | Pause | Resume | Abort | Ping | Stop
-AboutRequest: TypeAlias = Started | InputComplete | Finished | Refused | Unreplayable
-FromWorker: TypeAlias = Loading | Ready | Pong | LoadFailed | EngineFailed | AboutRequest
-Message: TypeAlias = ToWorker | FromWorker
+RequestNotice: TypeAlias = Started | InputComplete | Finished | Refused | Unreplayable
+FromWorker: TypeAlias = Loading | Ready | Pong | LoadFailed | EngineFailed | RequestNotice
+ControlMessage: TypeAlias = ToWorker | FromWorker
 
 MAX_BYTES = 128 * 1024
 """Largest encoded message: under the default socket buffer, so that a packet is never refused for its size."""
 
 _encoder = msgspec.msgpack.Encoder()
-_decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
-_unpacker: msgspec.msgpack.Decoder[list[Message]] = msgspec.msgpack.Decoder(list[Message])
+_decoder: msgspec.msgpack.Decoder[ControlMessage] = msgspec.msgpack.Decoder(ControlMessage)
+_unpacker: msgspec.msgpack.Decoder[list[ControlMessage]] = msgspec.msgpack.Decoder(list[ControlMessage])
 _HEADER = struct.Struct(">BH")
 _ARRAY_16 = 0xDC
 MAX_PACKET_BYTES = _HEADER.size + MAX_BYTES
 
 
-def encode(message: Message) -> bytes:
+def encode(message: ControlMessage) -> bytes:
     """Raises ValueError past ``MAX_BYTES``."""
     packet = _encoder.encode(message)
     if len(packet) > MAX_BYTES:
@@ -226,7 +226,7 @@ def encode(message: Message) -> bytes:
     return packet
 
 
-def decode(packet: bytes) -> Message:
+def decode(packet: bytes) -> ControlMessage:
     """Raises msgspec.ValidationError or msgspec.DecodeError on anything that is not exactly one message."""
     return _decoder.decode(packet)
 
@@ -236,6 +236,6 @@ def pack(encoded: Sequence[bytes]) -> bytes:
     return _HEADER.pack(_ARRAY_16, len(encoded)) + b"".join(encoded)
 
 
-def unpack(packet: bytes) -> list[Message]:
+def unpack(packet: bytes) -> list[ControlMessage]:
     """Raises as ``decode``."""
     return _unpacker.decode(packet)

@@ -46,8 +46,8 @@ class EngineSpec(msgspec.Struct, frozen=True):
     the other requests in a batch, nor of the order in which the chunks of several sources arrive.
 
     The last digits of a language model's logits do depend on the batch, so a near tie in a long answer may be decided
-    differently in a replay. The consumer compares replayed chunks with the originals (``chunks.Intake``): a request
-    whose replay differs ends with StageCrashed, and two different answers are never joined."""
+    differently in a replay. The consumer compares replayed chunks with the originals (``chunks.ChunkSequence``): a
+    request whose replay differs ends with StageCrashed, and two different answers are never joined."""
     libraries: tuple[str, ...] = ()
     """Import names of the libraries that the engine needs besides those of a plain install."""
     extra: str = "voice"

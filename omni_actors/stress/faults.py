@@ -45,13 +45,13 @@ class ShortSpawner(LocalSpawner):
         self.refused: list[tuple[str, str]] = []
         """Producer and consumer of each ring that was refused."""
 
-    def connect(self, producer: Address, consumer: Address, capacity: int, generation: int) -> Ring:
+    def create_ring(self, producer: Address, consumer: Address, capacity: int, generation: int) -> Ring:
         for stage in (producer.stage, consumer.stage):
             if self.refusals.get(stage, 0) > 0:
                 self.refusals[stage] -= 1
                 self.refused.append((producer.stage, consumer.stage))
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return super().connect(producer, consumer, capacity, generation)
+        return super().create_ring(producer, consumer, capacity, generation)
 
 
 class Hand:

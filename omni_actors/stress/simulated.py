@@ -32,9 +32,9 @@ from omni_actors.protocol.messages import (
     Address,
     Configure,
     Connect,
+    ControlMessage,
     EngineFailed,
     LoadFailed,
-    Message,
     Pause,
     Ping,
     Pong,
@@ -46,7 +46,7 @@ from omni_actors.protocol.messages import (
 )
 from omni_actors.stages.base import Chunk, Pausable, StageContext, StageEngine, StageFailure, StageOutput, StageRequest
 from omni_actors.supervisor.process import Worker
-from omni_actors.worker.engine_loop import Attach, EngineLoop
+from omni_actors.worker.engine_loop import AttachRing, EngineLoop
 from ringbuf import Ring
 from ringbuf._words import CONSUMER, PRODUCER
 
@@ -127,11 +127,11 @@ class SimulatedWorker:
     # as the supervisor sees it
 
     @property
-    def behind(self) -> bool:
-        """As ``Mailbox.behind``."""
+    def congested(self) -> bool:
+        """As ``Mailbox.congested``."""
         return 2 * self._inbox_send.statistics().current_buffer_used >= self._capacity
 
-    def post(self, message: Message, fds: Sequence[int] = ()) -> None:
+    def post(self, message: ControlMessage, fds: Sequence[int] = ()) -> None:
         """As ``Mailbox.post``."""
         if not self.alive:
             return
@@ -143,8 +143,8 @@ class SimulatedWorker:
         except trio.WouldBlock:
             raise MailboxFull(self._capacity) from None
 
-    def rest(self) -> Iterator[Message]:
-        """As ``Mailbox.rest``."""
+    def unread(self) -> Iterator[ControlMessage]:
+        """As ``Mailbox.unread``."""
         with suppress(trio.WouldBlock, trio.EndOfChannel):
             while True:
                 yield self.incoming.receive_nowait()[0]
@@ -221,7 +221,7 @@ class SimulatedWorker:
             await trio.sleep(self.nature.dying_s)
         self._dead.set()
 
-    async def _next(self) -> tuple[Message, tuple[int, ...]]:
+    async def _next(self) -> tuple[ControlMessage, tuple[int, ...]]:
         packet, fds = await self._inbox.receive()
         while self.frozen:
             await self._moved_on.park()
@@ -238,7 +238,7 @@ class SimulatedWorker:
                     self._fds.difference_update(fds)
                     ring = SimulatedRing.attach(fds, generation=generation)
                     self.rings.append(cast(SimulatedRing, ring))
-                    loop.post(Attach(producer, consumer, ring))
+                    loop.post(AttachRing(producer, consumer, ring))
                 case Stop(grace_s):
                     loop.post(message)
                     if self.ready_at is not None:
@@ -297,7 +297,7 @@ class SimulatedWorker:
         while self.frozen or self.wedged:
             await self._moved_on.park()
 
-    def _notify(self, message: Message) -> None:
+    def _notify(self, message: ControlMessage) -> None:
         self._breathe()
         if self.loses_pong and isinstance(message, Pong):
             self._note(f"{self} its {message} is lost")
@@ -404,7 +404,7 @@ class SimulatedSpawner:
             del self.living[address]
             worker.free()
 
-    def connect(self, producer: Address, consumer: Address, capacity: int, generation: int) -> Ring:
+    def create_ring(self, producer: Address, consumer: Address, capacity: int, generation: int) -> Ring:
         if self._refused in (producer, consumer):
             self._refused = None
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -255,7 +255,7 @@ class Simulation(trio.abc.Instrument):
             trio.current_time(),
             hooks is not None,
             full=self._omni.in_flight >= self._workload.pipeline.limits.max_requests,
-            behind={worker.address.stage for worker in self._spawner.living.values() if worker.behind},
+            behind={worker.address.stage for worker in self._spawner.living.values() if worker.congested},
             **more,
         )
         self._asked.append(asked)

@@ -16,11 +16,11 @@ from typing import TypeAlias
 
 import trio
 
-from omni_actors.protocol.messages import CLIENT, CLIENT_ADDRESS, Address, Connect, Message
+from omni_actors.protocol.messages import CLIENT, CLIENT_ADDRESS, Address, Connect, ControlMessage
 from omni_actors.supervisor.process import Spawner
 from ringbuf import AlreadyClaimed, Consumer, Frame, Producer, Ring, RingClosed, RingCorrupted, RingStatistics
 
-Post: TypeAlias = Callable[[Message, Sequence[int]], None]
+Post: TypeAlias = Callable[[ControlMessage, Sequence[int]], None]
 Kill: TypeAlias = Callable[[str], None]
 """Ends a worker, for this reason."""
 
@@ -100,7 +100,7 @@ class Edges:
         self.inputs: dict[Address, InputEdge] = {}
         """The client's edge into each live replica that takes input from it."""
 
-    def join(self, address: Address, post: Post, kill: Kill) -> Consumer | None:
+    def connect_worker(self, address: Address, post: Post, kill: Kill) -> Consumer | None:
         """Connect a new worker with everyone it shares an edge with; the client's end of its output, if it has one.
 
         post: queues a message, with descriptors, for the worker. Raises OSError (no memory, no descriptors).
@@ -120,7 +120,7 @@ class Edges:
                         self.inputs[address] = InputEdge(ring.claim_producer(), kill)
         return output
 
-    def leave(self, address: Address) -> None:
+    def disconnect_worker(self, address: Address) -> None:
         """Drop a worker and every ring it shared. Its ends are closed for it: its peers neither wait nor fill up."""
         self._posts.pop(address, None)
         if client_end := self.inputs.pop(address, None):
@@ -145,7 +145,7 @@ class Edges:
 
     def _connect(self, producer: Address, consumer: Address, ring_bytes: int) -> Ring:
         self._generation += 1
-        ring = self._spawner.connect(producer, consumer, ring_bytes, self._generation)
+        ring = self._spawner.create_ring(producer, consumer, ring_bytes, self._generation)
         self._rings[producer, consumer] = ring
         for end in (producer, consumer):
             if end != CLIENT_ADDRESS:

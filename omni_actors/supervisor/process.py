@@ -25,7 +25,7 @@ import trio
 from multiprocess import context, popen_spawn_posix, reduction, spawn, util
 
 from omni_actors.errors import OmniError, WorkerExit
-from omni_actors.platform.cpu_sharing import SharedCores
+from omni_actors.platform.cpu_sharing import CpuSharingPage
 from omni_actors.platform.lifeline import Lifeline, exit_of_dying
 from omni_actors.protocol.mailbox import Mailbox, open_mailbox
 from omni_actors.protocol.messages import Address
@@ -70,7 +70,7 @@ class Spawner(Protocol):
         """
         ...
 
-    def connect(self, producer: Address, consumer: Address, capacity: int, generation: int) -> Ring:
+    def create_ring(self, producer: Address, consumer: Address, capacity: int, generation: int) -> Ring:
         """The memory of an edge between two workers, or one and the client. Raises OSError (no memory)."""
         ...
 
@@ -226,22 +226,22 @@ class _Tail:
         self._log.info(text)
 
 
-class _GivesWay(trio.abc.Instrument):
+class _MoveOffBusyCore(trio.abc.Instrument):
     """The event loop, as one more who shares cores: it leaves to the engines those on which they run."""
 
-    def __init__(self, cores: SharedCores) -> None:
+    def __init__(self, cores: CpuSharingPage) -> None:
         self._cores = cores
 
     def after_io_wait(self, timeout: float) -> None:
-        self._cores.give_way()
+        self._cores.move_off_busy_core()
 
 
 class LocalSpawner:
     """Workers as child processes of this one, for one event loop at a time, which gives way to their engines."""
 
     def __init__(self) -> None:
-        self._cores = SharedCores()
-        self._gives_way = _GivesWay(self._cores)
+        self._cores = CpuSharingPage()
+        self._move_off = _MoveOffBusyCore(self._cores)
 
     @asynccontextmanager
     async def spawn(self, address: Address, mailbox_capacity: int) -> AsyncIterator[Worker]:
@@ -249,7 +249,7 @@ class LocalSpawner:
             try:
                 number = self._cores.join()
                 held.callback(self._leave, number)
-                trio.lowlevel.add_instrument(self._gives_way)  # or it is there already
+                trio.lowlevel.add_instrument(self._move_off)  # or it is there already
                 ours, theirs, stderr_read, stderr_write, lifeline = _channels()
             except OSError as error:
                 raise SpawnFailed(f"no channels for a worker of {address}: {error}") from error
@@ -290,9 +290,9 @@ class LocalSpawner:
         self._cores.leave(number)
         if self._cores.fd == -1:
             with suppress(KeyError):  # trio has dropped, and logged, an instrument that failed
-                trio.lowlevel.remove_instrument(self._gives_way)
+                trio.lowlevel.remove_instrument(self._move_off)
 
-    def connect(self, producer: Address, consumer: Address, capacity: int, generation: int) -> Ring:
+    def create_ring(self, producer: Address, consumer: Address, capacity: int, generation: int) -> Ring:
         return Ring.create(capacity, generation=generation)
 
 

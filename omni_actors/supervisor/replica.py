@@ -17,7 +17,7 @@ import trio
 
 from omni_actors.errors import Death, StageFailed
 from omni_actors.protocol.mailbox import MailboxFull
-from omni_actors.protocol.messages import Address, Message
+from omni_actors.protocol.messages import Address, ControlMessage
 from omni_actors.supervisor.process import Worker
 from omni_actors.supervisor.restart import RecentRestarts, RestartPolicy
 
@@ -25,7 +25,7 @@ HISTORY = 16
 """Deaths of a replica that are kept."""
 
 
-class State(enum.Enum):
+class ReplicaState(enum.Enum):
     """loading: first start. ready: serving. restarting: down, coming back. failed: given up."""
 
     LOADING = "loading"
@@ -68,7 +68,7 @@ class Incarnation:
         self.ping = 0
         self.pong = trio.Event()
         """Whether the last ping was answered."""
-        self.turned_at = 0.0
+        self.last_pong_at = 0.0
         """When its engine loop answered a ping the last time, on trio's clock."""
         self.gauges: Mapping[str, float] = {}
         """What its engine measured of itself when it last answered."""
@@ -99,7 +99,7 @@ class Replica:
     """A replica over all its incarnations, as the supervisor knows it."""
 
     blueprint: Blueprint
-    state: State = State.LOADING
+    state: ReplicaState = ReplicaState.LOADING
     generation: int = 0
     note: str = "starting"
     load_s: float | None = None
@@ -128,17 +128,27 @@ class Replica:
         return None if self.life.dead else self.life.worker
 
     @property
+    def accepts_work(self) -> bool:
+        """Whether requests may be dispatched to the replica now."""
+        return self.state is ReplicaState.READY and not self.life.leaving
+
+    @property
+    def last_pong_at(self) -> float:
+        """When the current worker last answered a ping, on trio's clock; 0.0 before its first answer."""
+        return self.life.last_pong_at
+
+    @property
     def gauges(self) -> Mapping[str, float]:
         """What the engine of the worker that lives measured of itself, when it last answered a ping."""
         return {} if self.life.dead else self.life.gauges
 
     @property
-    def behind(self) -> bool:
+    def congested(self) -> bool:
         """Whether its worker does not keep up with its mail."""
         worker = self.worker
-        return worker is not None and worker.mailbox.behind
+        return worker is not None and worker.mailbox.congested
 
-    def post(self, message: Message, fds: Sequence[int] = ()) -> None:
+    def post(self, message: ControlMessage, fds: Sequence[int] = ()) -> None:
         """Tell the worker. One that has stopped reading is killed: it comes back, its requests fail with the cause."""
         if (worker := self.worker) is not None:
             try:

@@ -71,7 +71,7 @@ class RecentRestarts:
         self._times.append(now)
 
 
-def stages_below(stage: str, inputs: Mapping[str, Iterable[str]]) -> set[str]:
+def downstream_stages(stage: str, inputs: Mapping[str, Iterable[str]]) -> set[str]:
     """All that take what ``stage`` gives, directly or through others. inputs: by stage, in topological order."""
     reached = {stage}
     for name, sources in inputs.items():

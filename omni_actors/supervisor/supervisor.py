@@ -27,30 +27,30 @@ import trio
 
 from omni_actors.errors import Death, StageFailed, WorkerExit
 from omni_actors.protocol.messages import (
-    AboutRequest,
     Address,
     Configure,
+    ControlMessage,
     EngineFailed,
     Finished,
     InputComplete,
     LoadFailed,
     Loading,
-    Message,
     Ping,
     Pong,
     Ready,
     Refused,
+    RequestNotice,
     Started,
     Stop,
     Unreplayable,
 )
 from omni_actors.supervisor.edges import Edges, receive_frames
 from omni_actors.supervisor.process import Spawner, SpawnFailed, Worker
-from omni_actors.supervisor.replica import Blueprint, Incarnation, Replica, State
-from omni_actors.supervisor.restart import RestartPolicy, stages_below
+from omni_actors.supervisor.replica import Blueprint, Incarnation, Replica, ReplicaState
+from omni_actors.supervisor.restart import RestartPolicy, downstream_stages
 from ringbuf import Consumer, RingClosed, RingError
 
-__all__ = ["Blueprint", "Listener", "Replica", "RestartPolicy", "State", "Supervisor"]
+__all__ = ["Blueprint", "Listener", "Replica", "ReplicaState", "RestartPolicy", "Supervisor"]
 
 NOT_STARTED = 127
 """Exit code of a worker that never was, as a shell gives it; its pid is 0."""
@@ -65,22 +65,22 @@ class Listener(Protocol):
         """The highest request number given out so far: the fence of a new incarnation."""
         ...
 
-    def worker_ready(self, address: Address) -> None: ...
-    def worker_died(self, address: Address, exit: WorkerExit, failed_request: int | None) -> bool:
-        """A worker died: find the requests that may have caused it. ``worker_lost`` follows.
+    def on_worker_ready(self, address: Address) -> None: ...
+    def on_worker_died(self, address: Address, exit: WorkerExit, failed_request: int | None) -> bool:
+        """A worker died: find the requests that may have caused it. ``on_worker_lost`` follows.
 
         failed_request: the request for which the engine's call raised, if the worker could tell. Returns whether the
         death counts against the stage's restart intensity.
         """
         ...
 
-    def worker_lost(self, address: Address, generation: int, exit: WorkerExit) -> None:
+    def on_worker_lost(self, address: Address, generation: int, exit: WorkerExit) -> None:
         """It is dead, all that it said was heard; its edges are still to be closed."""
         ...
 
-    def stage_failed(self, failure: StageFailed) -> None: ...
-    def heard(self, address: Address, message: AboutRequest) -> None: ...
-    def received(self, address: Address, data: memoryview) -> None:
+    def on_stage_failed(self, failure: StageFailed) -> None: ...
+    def on_message(self, address: Address, message: RequestNotice) -> None: ...
+    def on_output(self, address: Address, data: memoryview) -> None:
         """A chunk on the worker's output edge: a view, valid during the call."""
         ...
 
@@ -148,7 +148,7 @@ class Supervisor:
                 self._lost(replica, WorkerExit(0, None, NOT_STARTED))  # it was still being spawned
         finally:
             life.ended.set()
-        if life.dead and replica.state is State.FAILED:
+        if life.dead and replica.state is ReplicaState.FAILED:
             await self._try_again(replica)
         elif life.dead and not life.went_with_another:
             await self._recover(replica)
@@ -159,7 +159,9 @@ class Supervisor:
         await self._stop(others)
         await trio.sleep(replica.life.delay_s)
         down = [replica, *others]
-        await self._start(each for each in self.replicas.values() if each in down and each.state is not State.FAILED)
+        await self._start(
+            each for each in self.replicas.values() if each in down and each.state is not ReplicaState.FAILED
+        )
 
     async def _try_again(self, replica: Replica) -> None:
         """Start one worker for a replica that was given up, when its time has come."""
@@ -174,7 +176,7 @@ class Supervisor:
         strategy = replica.blueprint.restart.strategy
         if strategy == "one_for_all":
             return living
-        below = stages_below(replica.address.stage, self._inputs) if strategy == "rest_for_one" else set()
+        below = downstream_stages(replica.address.stage, self._inputs) if strategy == "rest_for_one" else set()
         return [each for each in living if each.address.stage in below]
 
     async def _spawn(self, replica: Replica) -> None:
@@ -194,7 +196,9 @@ class Supervisor:
                         if life.reason is not None:
                             self._lost(replica, exit)
                     life.worker = None
-                    self._edges.leave(replica.address)  # only now: nobody else holds the ends that it closes
+                    self._edges.disconnect_worker(
+                        replica.address
+                    )  # only now: nobody else holds the ends that it closes
         except SpawnFailed as error:
             life.load_error = str(error)
             self._lost(replica, WorkerExit(0, None, NOT_STARTED, (str(error),)))
@@ -227,14 +231,14 @@ class Supervisor:
             )
         )
         try:
-            output = self._edges.join(replica.address, replica.post, replica.kill)
+            output = self._edges.connect_worker(replica.address, replica.post, replica.kill)
         except OSError as error:
             replica.life.load_error = f"no memory for its rings: {error}"
             worker.kill()
             self._lost(replica, await worker.wait_dead())
             return
         # Whom only stages feed has nothing to do before they have something for it.
-        worker.mailbox.patient = replica.address not in self._edges.inputs
+        worker.mailbox.delay_delivery = replica.address not in self._edges.inputs
         async with trio.open_nursery() as nursery:
             hearing = trio.CancelScope()
             nursery.start_soon(self._end_hearing, worker, hearing)
@@ -246,8 +250,8 @@ class Supervisor:
                 if worker.mailbox.fault is not None:
                     replica.kill(worker.mailbox.fault)
             exit = await worker.wait_ending()
-            replica.state, replica.life.leaving = State.RESTARTING, True
-            for message in worker.mailbox.rest():  # what it said before it died
+            replica.state, replica.life.leaving = ReplicaState.RESTARTING, True
+            for message in worker.mailbox.unread():  # what it said before it died
                 self._take(replica, message)
             if output is not None:
                 self._read_rest(replica, output)
@@ -259,7 +263,7 @@ class Supervisor:
         await worker.wait_ending()
         hearing.cancel()
 
-    def _take(self, replica: Replica, message: Message) -> None:
+    def _take(self, replica: Replica, message: ControlMessage) -> None:
         life = replica.life
         match message:
             case Loading(note):
@@ -268,19 +272,19 @@ class Supervisor:
             case Ready(load_s) if not life.leaving:
                 life.ready.set()
                 life.ready_at = trio.current_time()
-                replica.state, replica.load_s, replica.note = State.READY, load_s, "ready"
+                replica.state, replica.load_s, replica.note = ReplicaState.READY, load_s, "ready"
                 replica.failure = replica.retry_at = None
-                self._listener.worker_ready(replica.address)
+                self._listener.on_worker_ready(replica.address)
                 self.changes.unpark_all()
             case LoadFailed(error):
                 life.load_error = error
             case EngineFailed(request):
                 life.failed_request = request
             case Pong(number, gauges) if number == life.ping:
-                life.gauges, life.turned_at = gauges, trio.current_time()
+                life.gauges, life.last_pong_at = gauges, trio.current_time()
                 life.pong.set()
             case Started() | InputComplete() | Finished() | Refused() | Unreplayable():
-                self._listener.heard(replica.address, message)
+                self._listener.on_message(replica.address, message)
 
     @trio.lowlevel.enable_ki_protection
     async def _read_output(self, replica: Replica, consumer: Consumer) -> None:
@@ -289,7 +293,7 @@ class Supervisor:
                 with frame:
                     if replica.life.dead:
                         return  # what it said was read to the end; who dies a little later than its main thread may add
-                    self._listener.received(replica.address, frame.data)
+                    self._listener.on_output(replica.address, frame.data)
         except RingError as error:
             replica.kill(f"{type(error).__name__}: {error}")
 
@@ -298,7 +302,7 @@ class Supervisor:
         try:
             while (frame := consumer.try_recv()) is not None:
                 with frame:
-                    self._listener.received(replica.address, frame.data)
+                    self._listener.on_output(replica.address, frame.data)
         except RingClosed:
             pass  # it had closed it, and that was all
         except RingError as error:
@@ -312,14 +316,14 @@ class Supervisor:
         follows it has waited ``step_timeout_s``.
         """
         blueprint, life = replica.blueprint, replica.life
-        if not await _comes_within(blueprint.load_timeout_s, life.ready):
+        if not await _set_within(blueprint.load_timeout_s, life.ready):
             replica.kill(f"not loaded within {blueprint.load_timeout_s:g} s (load_timeout_s)")
             return
         while True:
             life.ping += 1
             life.pong = trio.Event()
             replica.post(Ping(life.ping))
-            if not await _comes_within(blueprint.step_timeout_s, life.pong):
+            if not await _set_within(blueprint.step_timeout_s, life.pong):
                 replica.kill(f"no progress for {blueprint.step_timeout_s:g} s (step_timeout_s)")
                 return
             await trio.sleep(blueprint.step_timeout_s / PARTS)
@@ -332,7 +336,7 @@ class Supervisor:
         exit = replace(exit, reason=life.reason)
         replica.history.append(Death(replica.generation, time.time(), exit))
         life.leaving = life.dead = True
-        counts = life.went_with_another or self._listener.worker_died(replica.address, exit, life.failed_request)
+        counts = life.went_with_another or self._listener.on_worker_died(replica.address, exit, life.failed_request)
         why = self._why_given_up(replica, exit, now, counts=counts)
         if why is None and not life.went_with_another:
             life.delay_s = replica.blueprint.restart.delay_s(replica.recent.count(now, served=life.ready.is_set()))
@@ -340,18 +344,18 @@ class Supervisor:
                 replica.recent.add(now)
             life.takes_down = self._others(replica)
             for each in life.takes_down:  # before the death is told: nothing is to be sent to them any more
-                each.state, each.life.leaving, each.life.went_with_another = State.RESTARTING, True, True
+                each.state, each.life.leaving, each.life.went_with_another = ReplicaState.RESTARTING, True, True
                 each.life.reason = (
                     f"restarted with stage {replica.address.stage!r} ({replica.blueprint.restart.strategy})"
                 )
-        replica.state, replica.note = State.RESTARTING if why is None else State.FAILED, str(exit)
+        replica.state, replica.note = ReplicaState.RESTARTING if why is None else ReplicaState.FAILED, str(exit)
         if why is not None:
             self._plan_retry(replica, exit, now)
         self.changes.unpark_all()
-        self._listener.worker_lost(replica.address, replica.generation, exit)
+        self._listener.on_worker_lost(replica.address, replica.generation, exit)
         if why is not None:
             replica.failure = StageFailed(replica.address.stage, replica.address.replica, why, replica.history)
-            self._listener.stage_failed(replica.failure)
+            self._listener.on_stage_failed(replica.failure)
 
     def _why_given_up(self, replica: Replica, exit: WorkerExit, now: float, *, counts: bool) -> str | None:
         policy, life = replica.blueprint.restart, replica.life
@@ -385,7 +389,7 @@ def _cannot_load(replica: Replica) -> bool:
     return replica.life.load_error is not None and replica.generation == 1
 
 
-async def _comes_within(patience_s: float, event: trio.Event) -> bool:
+async def _set_within(patience_s: float, event: trio.Event) -> bool:
     """Whether ``event`` comes within so many seconds of this process's own attention.
 
     Where this process itself stood still (a caller that computes, SIGSTOP), that counts as one part of ``PARTS`` at

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from omni_actors.protocol.chunks import Intake
+from omni_actors.protocol.chunks import ChunkSequence
 from omni_actors.protocol.messages import CLIENT, Address, StageStats, Start
 from omni_actors.stages.base import Chunk
 
@@ -15,7 +15,7 @@ class Active:
     def __init__(self, start: Start) -> None:
         self.request, self.targets = start.request, start.targets
         self.downstream = start.downstream
-        self._intakes = {source: Intake(start.request, source) for source in start.sources}
+        self._sequences = {source: ChunkSequence(start.request, source) for source in start.sources}
         self.unheard = not start.replayed and any(target.stage == CLIENT for target in start.targets)
         """Whether a client waits for its first output: of one that is replayed it may have that."""
         self.paused = False
@@ -29,12 +29,12 @@ class Active:
     @property
     def awaited(self) -> bool:
         """Whether it is for this worker that a client waits: something came from each source."""
-        return self.unheard and not self.paused and all(intake.begun for intake in self._intakes.values())
+        return self.unheard and not self.paused and all(sequence.started for sequence in self._sequences.values())
 
     def take_in(self, chunk: Chunk, frame: memoryview) -> bool:
-        """Whether it is news. Raises as ``Intake.take``, and KeyError for a source that was not announced."""
+        """Whether it is news. Raises as ``ChunkSequence.accept``, and KeyError for a source that was not announced."""
         self.first_input = self.first_input or time.monotonic()
-        return self._intakes[chunk.source].take(chunk.seq, frame, last=chunk.last)
+        return self._sequences[chunk.source].accept(chunk.seq, frame, last=chunk.last)
 
     def send_to(self, target: Address) -> None:
         """From now on; instead of to another replica of that stage."""

@@ -23,16 +23,16 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Set
 
-from omni_actors.platform.cpu_sharing import OwnCores
+from omni_actors.platform.cpu_sharing import NoCpuSharing
 from omni_actors.protocol import chunks
 from omni_actors.protocol.chunks import ChunkHeader, ReplayDiverged
 from omni_actors.protocol.messages import (
     CLIENT,
     Abort,
     Address,
+    ControlMessage,
     Finished,
     InputComplete,
-    Message,
     Pause,
     Ping,
     Pong,
@@ -66,14 +66,14 @@ loop that stands back goes on receiving: who is to go first must not wait for ro
 LONGEST_REFUSAL = 16_384
 
 
-class Attach:
+class AttachRing:
     """Command of the shell: this ring is now the edge from ``producer`` to ``consumer``."""
 
     def __init__(self, producer: Address, consumer: Address, ring: Ring) -> None:
         self.producer, self.consumer, self.ring = producer, consumer, ring
 
 
-Command = Start | Resend | Pause | Resume | Abort | Ping | Stop | Attach
+Command = Start | Resend | Pause | Resume | Abort | Ping | Stop | AttachRing
 
 
 class _Incoming:
@@ -106,11 +106,11 @@ class EngineLoop:
         self,
         address: Address,
         fence: int,
-        notify: Callable[[Message], None],
-        cores: OwnCores | None = None,
+        notify: Callable[[ControlMessage], None],
+        cores: NoCpuSharing | None = None,
     ) -> None:
         self._address, self._newest, self._notify = address, fence, notify
-        self._cores = cores or OwnCores()
+        self._cores = cores or NoCpuSharing()
         self._commands: collections.deque[Command] = collections.deque()
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._incoming: dict[Address, _Incoming] = {}
@@ -140,9 +140,9 @@ class EngineLoop:
                 with self._cores:
                     moved, receiving = self.turn(engine)
                 if not moved:
-                    self._cores.urge(awaited=False)
+                    self._cores.announce_first_output(pending=False)
                     self._sleep(receiving=receiving)
-            self._cores.urge(awaited=False)
+            self._cores.announce_first_output(pending=False)
             engine.close()
         finally:
             self.close()
@@ -156,8 +156,8 @@ class EngineLoop:
         congested = self._flush() > CONGESTED_BYTES
         if not congested:
             moved |= self._receive(engine)
-            if engine.busy and not self._cores.stand_back():
-                self._urge()
+            if engine.busy and not self._cores.should_yield():
+                self._announce_first_output()
                 self._step(engine)
                 moved = True
         return moved, not congested
@@ -224,7 +224,7 @@ class EngineLoop:
                     self._retention.forget(request)
                     if self._active.pop(request, None):
                         engine.abort(request)
-                case Attach() as attach:
+                case AttachRing() as attach:
                     self._attach(attach)
                 case Ping(number):
                     measured = engine.gauges() if isinstance(engine, Measured) else {}
@@ -233,7 +233,7 @@ class EngineLoop:
                     self.stopping = True
         return moved
 
-    def _attach(self, attach: Attach) -> None:
+    def _attach(self, attach: AttachRing) -> None:
         if attach.consumer == self._address:
             if old_in := self._incoming.pop(attach.producer, None):
                 old_in.close()
@@ -333,7 +333,7 @@ class EngineLoop:
         active.first_output = active.first_output or time.monotonic()
         if active.unheard and (output.data or output.tensors):
             active.unheard = False
-            self._urge()
+            self._announce_first_output()
         for request, why in self._retention.add(output.request_id, buffers, size):
             self._notify(Unreplayable(request, why, needed=False))
         for target in active.targets:
@@ -352,9 +352,11 @@ class EngineLoop:
         self._outgoing[target].send(active.request, buffers, size, at_once=at_once)
         active.sent_bytes[str(target)] += size
 
-    def _urge(self) -> None:
+    def _announce_first_output(self) -> None:
         """Say whether clients wait for first outputs from here. A command that is not obeyed yet may be a request."""
-        self._cores.urge(awaited=bool(self._commands) or any(active.awaited for active in self._active.values()))
+        self._cores.announce_first_output(
+            pending=bool(self._commands) or any(active.awaited for active in self._active.values())
+        )
 
     def _refuse(self, request: int, error: InvalidRequest) -> None:
         del self._active[request]
@@ -373,5 +375,5 @@ class EngineLoop:
             poll = select.poll()
             for bell in bells:
                 poll.register(bell, select.POLLIN)
-            timeout_s = self._cores.look_again_s
+            timeout_s = self._cores.yield_poll_s
             self.unpark([bell for bell, _ in poll.poll(timeout_s and timeout_s * 1000)])

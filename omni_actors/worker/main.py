@@ -25,16 +25,16 @@ from typing import NoReturn
 import trio
 
 from omni_actors.platform import lifeline
-from omni_actors.platform.cpu_sharing import Cores
+from omni_actors.platform.cpu_sharing import CpuSharing
 from omni_actors.protocol.mailbox import Mailbox, open_mailbox
 from omni_actors.protocol.messages import (
     Abort,
     Configure,
     Connect,
+    ControlMessage,
     EngineFailed,
     LoadFailed,
     Loading,
-    Message,
     Pause,
     Ping,
     Ready,
@@ -44,7 +44,7 @@ from omni_actors.protocol.messages import (
     Stop,
 )
 from omni_actors.stages.base import StageContext, StageEngine
-from omni_actors.worker.engine_loop import Attach, Command, EngineLoop
+from omni_actors.worker.engine_loop import AttachRing, Command, EngineLoop
 from ringbuf import Ring
 
 PR_SET_PDEATHSIG = 1
@@ -71,8 +71,8 @@ def worker_main(
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent_pid:  # it died before prctl took effect
         os._exit(0)
-    lifeline.hold(lifeline_fd)
-    cores = Cores(cores_fd, number)
+    lifeline.acquire_death_mutex(lifeline_fd)
+    cores = CpuSharing(cores_fd, number)
     # Engines hold the interpreter in long stretches of small operations: let control messages in between.
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     os.set_inheritable(control_fd, False)
@@ -93,14 +93,14 @@ def worker_main(
         os._exit(code)
 
 
-async def _serve(sock: socket.socket, cores: Cores) -> Exception | None:
+async def _serve(sock: socket.socket, cores: CpuSharing) -> Exception | None:
     """Until told to stop, or until the engine fails: with what."""
     async with open_mailbox(sock, MAILBOX_CAPACITY) as mailbox:
         configure, _ = await mailbox.incoming.receive()
         if not isinstance(configure, Configure):
             raise TypeError(f"the first message to a worker is Configure, not {type(configure).__name__}")
 
-        def notify(message: Message) -> None:
+        def notify(message: ControlMessage) -> None:
             """For the engine's thread: queue a message, waiting for room."""
             trio.from_thread.run(mailbox.send, message)
 
@@ -120,12 +120,12 @@ async def _obey(loop: EngineLoop, mailbox: Mailbox, worker_scope: trio.CancelSco
     """Pass commands to the loop; end the worker when told to stop, or when the parent is gone."""
     async for first in mailbox.incoming:
         commands: list[Command] = []
-        for message, fds in chain([first], mailbox.waiting()):
+        for message, fds in chain([first], mailbox.available()):
             match message:
                 case Start() | Resend() | Pause() | Resume() | Abort() | Ping() | Stop():
                     commands.append(message)
                 case Connect(producer, consumer, generation):
-                    commands.append(Attach(producer, consumer, Ring.attach(fds, generation=generation)))
+                    commands.append(AttachRing(producer, consumer, Ring.attach(fds, generation=generation)))
                 case _:
                     raise TypeError(f"a worker does not take {type(message).__name__}")
         loop.post(*commands)
@@ -137,7 +137,7 @@ async def _obey(loop: EngineLoop, mailbox: Mailbox, worker_scope: trio.CancelSco
 
 
 def _run_engine(
-    configure: Configure, cores: Cores, loop: EngineLoop, notify: Callable[[Message], None]
+    configure: Configure, cores: CpuSharing, loop: EngineLoop, notify: Callable[[ControlMessage], None]
 ) -> Exception | None:
     """The engine's thread: load, then serve until ``Stop``. An exception is returned, to be reported by itself."""
     began = time.monotonic()
@@ -152,7 +152,7 @@ def _run_engine(
                 model=Path(configure.model) if configure.model else None,
                 options=configure.options,
                 threads=configure.threads,
-                thread_budget=cores.team,
+                thread_budget=cores.thread_budget,
                 device=configure.device,
                 report=lambda note: notify(Loading(note[:LONGEST_NOTE])),
             )

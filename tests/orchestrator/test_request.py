@@ -15,7 +15,7 @@ from omni_actors.orchestrator.readers import Readers
 from omni_actors.orchestrator.request import Piece, Request
 from omni_actors.orchestrator.routes import Route
 from omni_actors.orchestrator.stream import OutputStream
-from omni_actors.protocol.chunks import Intake
+from omni_actors.protocol.chunks import ChunkSequence
 from omni_actors.protocol.messages import Address
 from omni_actors.supervisor.replica import Replica
 
@@ -25,7 +25,7 @@ class Client:
 
     def __init__(self) -> None:
         self.request = Request("r", Route(("s",), {}, {}, {}), {}, {}, 1.0, 0.0)
-        self.request.open_outputs["s"] = Intake(1, "s")
+        self.request.open_outputs["s"] = ChunkSequence(1, "s")
         self.request.lifecycle.advance(Event.DISPATCH)
         self.aborted: list[Request] = []
         self.ended: list[Request] = []

@@ -393,7 +393,10 @@ async def test_a_stage_with_two_entries_joins_and_one_read_by_two_fans_out() -> 
         assert len(await read(omni.submit({"script": script}, ["audio"]))) == 9
         assert len(await read(omni.submit({"words": words}, ["audio"]))) == 4
         workers = {address.stage: replica.worker for address, replica in omni._supervisor.replicas.items()}
-        assert {stage for stage, worker in workers.items() if worker and worker.mailbox.patient} == {"left", "right"}
+        assert {stage for stage, worker in workers.items() if worker and worker.mailbox.delay_delivery} == {
+            "left",
+            "right",
+        }
 
 
 def test_a_payload_larger_than_every_ring_arrives_as_it_was(echo: SharedSystem) -> None:

@@ -19,7 +19,7 @@ from omni_actors.config import Pipeline, Stage
 from omni_actors.errors import StageCrashed
 from omni_actors.orchestrator.request import Input
 from omni_actors.platform import cpu_sharing as module
-from omni_actors.platform.cpu_sharing import LONGEST_S, SHARE, WORKERS, Cores, SharedCores
+from omni_actors.platform.cpu_sharing import LONGEST_S, SHARE, WORKERS, CpuSharing, CpuSharingPage
 from omni_actors.protocol.messages import CLIENT_ADDRESS, Address, Finished, Ping, Pong
 from omni_actors.stages.base import StageContext, StageFailure, StageOutput
 from omni_actors.stages.echo.engine import EchoEngine
@@ -58,8 +58,8 @@ class Machine:
     """Workers of one spawner on a machine of four cores, without their processes."""
 
     def __init__(self) -> None:
-        self.shared = SharedCores()
-        self.numbers: dict[Cores, int] = {}
+        self.shared = CpuSharingPage()
+        self.numbers: dict[CpuSharing, int] = {}
         self.core = FAR
         """On which who computes runs."""
         self.now = 0.0
@@ -70,13 +70,13 @@ class Machine:
         if self.core not in cores:
             self.core = min(cores)
 
-    def worker(self, threads: int, nice: int = 0) -> Cores:
+    def worker(self, threads: int, nice: int = 0) -> CpuSharing:
         number = self.shared.join()
-        cores = Cores(os.dup(self.shared.fd), number)
+        cores = CpuSharing(os.dup(self.shared.fd), number)
         cores.threads, cores.nice, self.numbers[cores] = threads, nice, number
         return cores
 
-    def leave(self, cores: Cores) -> None:
+    def leave(self, cores: CpuSharing) -> None:
         self.shared.leave(self.numbers.pop(cores))
 
 
@@ -95,41 +95,41 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
 def test_a_team_is_what_the_others_leave_and_one_at_least(machine: Machine) -> None:
     model, voice, vocoder = machine.worker(4), machine.worker(1), machine.worker(3)
     with model:
-        assert model.team() == 4
+        assert model.thread_budget() == 4
         with voice:
-            assert model.team() == 3
+            assert model.thread_budget() == 3
             with vocoder:
-                assert model.team() == 1
-            assert model.team() == 3
-        assert model.team() == 4
+                assert model.thread_budget() == 1
+            assert model.thread_budget() == 3
+        assert model.thread_budget() == 4
 
 
 def test_the_parent_leaves_the_cores_of_those_who_compute(machine: Machine) -> None:
     machine.core = 1
-    machine.shared.give_way()
+    machine.shared.move_off_busy_core()
     assert not machine.moves, "there is nobody"
     one, other = machine.worker(1), machine.worker(1)
-    machine.shared.give_way()
+    machine.shared.move_off_busy_core()
     assert not machine.moves, "nobody computes"
     with one:
-        machine.shared.give_way()
+        machine.shared.move_off_busy_core()
         assert machine.moves == [{0, 2, 3}, {0, 1, 2, 3}]
         assert machine.core == 0
-        machine.shared.give_way()
+        machine.shared.move_off_busy_core()
         assert len(machine.moves) == 2, "it is out of the way"
         with other:
-            machine.shared.give_way()
+            machine.shared.move_off_busy_core()
             assert machine.core == 2
     machine.moves.clear()
-    machine.shared.give_way()
+    machine.shared.move_off_busy_core()
     assert not machine.moves
 
 
 async def test_the_event_loop_gives_way_whenever_it_wakes_while_there_are_workers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    ways: list[SharedCores] = []
-    monkeypatch.setattr(SharedCores, "give_way", lambda cores: ways.append(cores))
+    ways: list[CpuSharingPage] = []
+    monkeypatch.setattr(CpuSharingPage, "move_off_busy_core", lambda cores: ways.append(cores))
     pipeline = Pipeline(name="one", stages={"only": Stage(engine="echo", accepts=("script",), emits="audio")})
     for _ in range(2):
         async with OmniSystem.open(pipeline) as omni:
@@ -145,21 +145,21 @@ async def test_the_event_loop_gives_way_whenever_it_wakes_while_there_are_worker
 def test_two_who_would_have_all_cores_share_them(machine: Machine) -> None:
     one, other = machine.worker(4), machine.worker(4)
     with one:
-        assert one.team() == 4
+        assert one.thread_budget() == 4
         with other:
-            assert other.team() == 1
-            assert one.team() == 3
-            assert other.team() == 1
-        assert one.team() == 4
+            assert other.thread_budget() == 1
+            assert one.thread_budget() == 3
+            assert other.thread_budget() == 1
+        assert one.thread_budget() == 4
 
 
 def test_the_dead_compute_no_more_and_their_number_is_given_again(machine: Machine) -> None:
     model, doomed = machine.worker(2), machine.worker(4)
     doomed.__enter__()
-    assert model.team() == 1
+    assert model.thread_budget() == 1
     number = machine.numbers[doomed]
     machine.leave(doomed)
-    assert model.team() == 2
+    assert model.thread_budget() == 2
     assert machine.numbers[machine.worker(1)] == number
 
 
@@ -176,7 +176,7 @@ def test_who_begins_to_compute_moves_off_the_cores_of_those_who_do(machine: Mach
         with voice:
             assert machine.moves == [], "nobody is where it is"
         machine.core = 3
-        model.team()  # the kernel has moved it
+        model.thread_budget()  # the kernel has moved it
         with voice:
             assert machine.moves == [{0, 1, 2}, everywhere]
 
@@ -195,25 +195,25 @@ def test_where_others_run_on_every_core_the_kernel_decides(machine: Machine) -> 
 def test_who_stands_back_more_lets_the_first_words_of_the_others_go_first(machine: Machine) -> None:
     thinker, talker, decoder = machine.worker(1), machine.worker(1, nice=10), machine.worker(1, nice=15)
     workers = [thinker, talker, decoder]
-    assert [worker.stand_back() for worker in workers] == [False] * 3
-    thinker.urge(awaited=True)
-    assert [worker.stand_back() for worker in workers] == [False, True, True]
-    talker.urge(awaited=True)
-    thinker.urge(awaited=False)
-    assert [worker.stand_back() for worker in workers] == [False, False, True]
+    assert [worker.should_yield() for worker in workers] == [False] * 3
+    thinker.announce_first_output(pending=True)
+    assert [worker.should_yield() for worker in workers] == [False, True, True]
+    talker.announce_first_output(pending=True)
+    thinker.announce_first_output(pending=False)
+    assert [worker.should_yield() for worker in workers] == [False, False, True]
     machine.leave(talker)
-    assert not decoder.stand_back(), "the dead are awaited no more"
+    assert not decoder.should_yield(), "the dead are awaited no more"
 
 
 def test_whoever_stands_back_does_so_for_a_time(machine: Machine) -> None:
     thinker, talker = machine.worker(1), machine.worker(1, nice=10)
-    thinker.urge(awaited=True)
+    thinker.announce_first_output(pending=True)
 
     def stood_back() -> float:
         began = machine.now
         while True:
             with talker:
-                if not talker.stand_back():
+                if not talker.should_yield():
                     return machine.now - began
             machine.now += LONGEST_S / 64
 
@@ -232,38 +232,40 @@ def test_whoever_stands_back_does_so_for_a_time(machine: Machine) -> None:
 
 def test_a_turn_that_stands_back_is_of_that_time_too_and_rest_after_it_is_not(machine: Machine) -> None:
     thinker, talker = machine.worker(1), machine.worker(1, nice=10)
-    thinker.urge(awaited=True)
+    thinker.announce_first_output(pending=True)
     with talker:
-        assert talker.stand_back()
+        assert talker.should_yield()
         machine.now += LONGEST_S / 2  # it takes in what comes
     with talker:
-        assert talker.stand_back()
+        assert talker.should_yield()
     with talker:
         pass  # what it had to do was aborted
     machine.now += 10 * LONGEST_S
     with talker:
-        assert talker.stand_back()
+        assert talker.should_yield()
         machine.now += LONGEST_S
     with talker:
-        assert not talker.stand_back()
+        assert not talker.should_yield()
 
 
 @pytest.fixture
-def patient(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Cores, Cores]]:
+def patient(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[CpuSharing, CpuSharing]]:
     """A worker that stands back for as long as a test takes, and another."""
     monkeypatch.setattr(module, "LONGEST_S", 1000.0)
-    shared = SharedCores()
+    shared = CpuSharingPage()
     numbers = [shared.join() for _ in range(2)]
-    patient, other = (Cores(os.dup(shared.fd), number) for number in numbers)
+    patient, other = (CpuSharing(os.dup(shared.fd), number) for number in numbers)
     patient.nice = 5
     yield patient, other
     for number in numbers:
         shared.leave(number)
 
 
-def test_while_others_go_first_a_loop_obeys_and_receives_and_does_not_step(patient: tuple[Cores, Cores]) -> None:
+def test_while_others_go_first_a_loop_obeys_and_receives_and_does_not_step(
+    patient: tuple[CpuSharing, CpuSharing],
+) -> None:
     ours, other = patient
-    other.urge(awaited=True)
+    other.announce_first_output(pending=True)
     engine = echo()
     with open_harness(ours) as harness:
         into, out = harness.input(), harness.output()
@@ -276,7 +278,7 @@ def test_while_others_go_first_a_loop_obeys_and_receives_and_does_not_step(patie
             harness.loop.asleep.get(timeout=WATCHDOG_S)
         assert engine.busy
         assert out.try_recv() is None
-        other.urge(awaited=False)
+        other.announce_first_output(pending=False)
         assert receive(out).data["text"] == "held"
         assert isinstance(harness.next_message(), Finished)
 
@@ -284,7 +286,7 @@ def test_while_others_go_first_a_loop_obeys_and_receives_and_does_not_step(patie
 class Telling(EchoEngine):
     """Notes of each output whether its worker is urgent, before it is given out and after."""
 
-    def __init__(self, harness: LoopHarness, other: Cores) -> None:
+    def __init__(self, harness: LoopHarness, other: CpuSharing) -> None:
         super().__init__(StageContext("here", None, {"fan_out": 2}, 1, "cpu", lambda note: None))
         self._bench, self._other = harness, other
         self.urgent: list[tuple[bool, bool]] = []
@@ -292,16 +294,16 @@ class Telling(EchoEngine):
     def step(self) -> Iterator[StageOutput | StageFailure]:
         for output in super().step():
             assert isinstance(output, StageOutput)
-            before = self._other.stand_back()
+            before = self._other.should_yield()
             if output.data.get("text") == "ping":
                 self._bench.loop.post(Ping(1))
             if output.data.get("text") == "hidden states":
                 output = StageOutput(output.request_id, last=output.last, downstream={"rows": np.zeros(1)})
             yield output
-            self.urgent.append((before, self._other.stand_back()))
+            self.urgent.append((before, self._other.should_yield()))
 
 
-def test_a_loop_is_urgent_until_each_client_has_a_first_output(patient: tuple[Cores, Cores]) -> None:
+def test_a_loop_is_urgent_until_each_client_has_a_first_output(patient: tuple[CpuSharing, CpuSharing]) -> None:
     other, ours = patient
     with open_harness(ours) as harness:
         into, consumers = harness.input(), {target: harness.output(target=target) for target in (CLIENT_ADDRESS, BELOW)}
@@ -317,7 +319,7 @@ def test_a_loop_is_urgent_until_each_client_has_a_first_output(patient: tuple[Co
             for target in targets:
                 assert [receive(consumers[target]).seq for _ in range(2)] == [0, 1]
             harness.wait_asleep()
-            assert not other.stand_back(), "when nothing is computed"
+            assert not other.should_yield(), "when nothing is computed"
             return list(engine.urgent)
 
         assert ask(1) == [(True, False), (False, False)]
@@ -364,7 +366,7 @@ def test_a_page_that_cannot_be_mapped_is_closed_again(monkeypatch: pytest.Monkey
     monkeypatch.setattr(module.mmap, "mmap", refuse)
     for _ in range(3):
         with pytest.raises(OSError, match="Too many"):
-            SharedCores().join()
+            CpuSharingPage().join()
     assert len(os.listdir("/proc/self/fd")) == before
 
 
@@ -395,21 +397,21 @@ async def test_a_worker_gives_way_to_one_that_computes_until_that_is_killed(tmp_
     (tmp_path / "cores.yaml").write_text(PIPELINE)
     async with OmniSystem.open(tmp_path / "cores.yaml") as omni:
 
-        async def team() -> int:
+        async def thread_budget() -> int:
             return int("".join([output.delta async for output in omni.generate("how many?")]))
 
         with trio.fail_after(WATCHDOG_S):
-            while await team() != CORES:
+            while await thread_budget() != CORES:
                 pass  # the voice takes its first turns
             computing = omni.submit({"script": [Input({"echo": {"hang": True}})]}, ("audio",), on_failure="fail")
-            while [await team(), await team()] != [CORES - 1] * 2:
+            while [await thread_budget(), await thread_budget()] != [CORES - 1] * 2:
                 pass  # it is not in its step yet
             pid = omni.health().stages["voice"][0].pid
             assert pid is not None
             os.kill(pid, signal.SIGKILL)
             with pytest.raises(StageCrashed):
                 [output async for output in computing]
-            while await team() != CORES:
+            while await thread_budget() != CORES:
                 pass  # it is not gone yet
 
 

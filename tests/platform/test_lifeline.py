@@ -23,7 +23,7 @@ WORKER = """
 import ctypes, sys, threading
 from omni_actors.platform import lifeline
 
-lifeline.hold(int(sys.argv[1]))
+lifeline.acquire_death_mutex(int(sys.argv[1]))
 threading.Thread(target=sys.stdin.read).start()
 print("held", flush=True)
 ctypes.CDLL(None).syscall(60, 0)  # exit: of the main thread alone

@@ -12,8 +12,26 @@ import trio
 import trio.testing
 
 from omni_actors.protocol import messages
-from omni_actors.protocol.mailbox import MAX_FDS, PACKED, PACKED_BYTES, PATIENCE_S, Mailbox, MailboxFull, open_mailbox
-from omni_actors.protocol.messages import CLIENT_ADDRESS, Abort, Address, Connect, Loading, Message, Pong, Ready, Stop
+from omni_actors.protocol.mailbox import (
+    DELIVERY_DELAY_S,
+    MAX_FDS,
+    PACKED,
+    PACKED_BYTES,
+    Mailbox,
+    MailboxFull,
+    open_mailbox,
+)
+from omni_actors.protocol.messages import (
+    CLIENT_ADDRESS,
+    Abort,
+    Address,
+    Connect,
+    ControlMessage,
+    Loading,
+    Pong,
+    Ready,
+    Stop,
+)
 
 CONNECT = Connect(Address("a", 0), CLIENT_ADDRESS, 3)
 
@@ -127,7 +145,7 @@ async def test_what_the_reader_has_no_room_for_is_of_the_rest_and_in_order() -> 
             theirs.send(messages.pack([messages.encode(Pong(first + number)) for number in range(6)]))
         theirs.close()
         await trio.testing.wait_all_tasks_blocked()
-        assert list(mailbox.rest()) == [Pong(number) for number in range(12)]
+        assert list(mailbox.unread()) == [Pong(number) for number in range(12)]
 
 
 async def test_a_packet_of_nothing_ends_the_reading() -> None:
@@ -160,7 +178,7 @@ async def test_a_cancelled_owner_still_sends_its_last_words() -> None:
         nursery.cancel_scope.cancel()
 
 
-async def read(end: socket.socket) -> tuple[list[Message], int]:
+async def read(end: socket.socket) -> tuple[list[ControlMessage], int]:
     """The next packet's messages, and how many descriptors came with it."""
     await trio.lowlevel.wait_readable(end)
     packet, fds, _, _ = socket.recv_fds(end, messages.MAX_PACKET_BYTES, MAX_FDS)
@@ -198,7 +216,7 @@ async def test_what_is_posted_together_is_one_packet_where_it_fits() -> None:
 
 async def test_what_is_posted_to_the_patient_is_read_later(autojump_clock: trio.testing.MockClock) -> None:
     async with pair() as (parent, worker), pair() as (impatient, other):
-        parent.patient = True
+        parent.delay_delivery = True
         began = trio.current_time()
         parent.post(Abort(1))
         impatient.post(Abort(2))
@@ -206,7 +224,7 @@ async def test_what_is_posted_to_the_patient_is_read_later(autojump_clock: trio.
         assert trio.current_time() == began
         parent.post(Abort(3))
         assert [(await worker.incoming.receive())[0] for _ in range(2)] == [Abort(1), Abort(3)]
-        assert trio.current_time() - began == pytest.approx(PATIENCE_S)
+        assert trio.current_time() - began == pytest.approx(DELIVERY_DELAY_S)
 
 
 async def test_the_patient_loses_nothing_when_its_block_is_left() -> None:
@@ -217,7 +235,7 @@ async def test_the_patient_loses_nothing_when_its_block_is_left() -> None:
     read_end, write_end = os.pipe()
     with theirs:
         async with open_mailbox(ours, 8) as mailbox:
-            mailbox.patient = True
+            mailbox.delay_delivery = True
             mailbox.post(CONNECT, (read_end, write_end))
             while mailbox._out_send.statistics().current_buffer_used:  # then it is in the writer's hands
                 await trio.lowlevel.checkpoint()
@@ -230,19 +248,19 @@ async def test_the_patient_loses_nothing_when_its_block_is_left() -> None:
 async def test_a_mailbox_is_behind_while_half_of_its_room_is_taken() -> None:
     async with pair(4) as (parent, worker):
         for number in range(2):
-            assert not parent.behind
+            assert not parent.congested
             parent.post(Abort(number))
-        assert parent.behind
+        assert parent.congested
         assert [(await worker.incoming.receive())[0] for _ in range(2)] == [Abort(0), Abort(1)]
-        assert not parent.behind
+        assert not parent.congested
         await parent.send(Abort(2))
         await parent.send(Abort(3))
         assert [(await worker.incoming.receive())[0] for _ in range(2)] == [Abort(2), Abort(3)]
-        assert not parent.behind
+        assert not parent.congested
         parent.post(Abort(4))
-        assert not parent.behind
+        assert not parent.congested
         parent.post(Abort(5))
-        assert parent.behind, "what was sent by waiting counts as what was posted"
+        assert parent.congested, "what was sent by waiting counts as what was posted"
 
 
 async def test_descriptors_behind_a_packet_that_finds_no_room_are_closed() -> None:

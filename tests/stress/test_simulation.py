@@ -25,7 +25,7 @@ from omni_actors.orchestrator.run import Orchestrator
 from omni_actors.orchestrator.settle import Facts, Untouched
 from omni_actors.orchestrator.stream import OutputStream
 from omni_actors.protocol import chunks
-from omni_actors.protocol.messages import Abort, Address, Message, Resume
+from omni_actors.protocol.messages import Abort, Address, ControlMessage, Resume
 from omni_actors.stages.base import StageEngine
 from omni_actors.stress.oracle import Answer
 from omni_actors.stress.simulated import Nature, SimulatedSpawner
@@ -116,8 +116,8 @@ async def test_the_oracle_is_what_a_quiet_system_answers(autojump_clock: trio.te
 
 
 def test_a_chunk_that_is_taken_twice_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    take = chunks.Intake.take
-    monkeypatch.setattr(chunks.Intake, "take", lambda *a, **last: take(*a, **last) or True)
+    take = chunks.ChunkSequence.accept
+    monkeypatch.setattr(chunks.ChunkSequence, "accept", lambda *a, **last: take(*a, **last) or True)
     assert "duplicated" in kinds(first_violated())
 
 
@@ -145,7 +145,7 @@ def test_a_replay_that_leaves_out_the_first_chunk_is_found(monkeypatch: pytest.M
 def test_an_abort_that_is_not_passed_on_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     post = Replica.post
 
-    def forgetful(self: Replica, message: Message, fds: tuple[int, ...] = ()) -> None:
+    def forgetful(self: Replica, message: ControlMessage, fds: tuple[int, ...] = ()) -> None:
         if not isinstance(message, Abort):
             post(self, message, fds)
 
@@ -156,7 +156,7 @@ def test_an_abort_that_is_not_passed_on_is_found(monkeypatch: pytest.MonkeyPatch
 def test_a_resume_that_is_not_passed_on_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     post = Replica.post
 
-    def forgetful(self: Replica, message: Message, fds: tuple[int, ...] = ()) -> None:
+    def forgetful(self: Replica, message: ControlMessage, fds: tuple[int, ...] = ()) -> None:
         if not isinstance(message, Resume):
             post(self, message, fds)
 
@@ -166,7 +166,7 @@ def test_a_resume_that_is_not_passed_on_is_found(monkeypatch: pytest.MonkeyPatch
 
 def test_a_supervisor_that_never_pings_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     async def blind(self: Supervisor, replica: Replica) -> None:
-        if not await supervisor._comes_within(replica.blueprint.load_timeout_s, replica.life.ready):
+        if not await supervisor._set_within(replica.blueprint.load_timeout_s, replica.life.ready):
             replica.kill("not loaded")
 
     monkeypatch.setattr(Supervisor, "_watch", blind)
@@ -240,8 +240,8 @@ def test_the_command_counts_and_says_how_fast(tmp_path: Path) -> None:
 
 
 def test_the_command_that_it_prints_repeats_a_failure_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    take = chunks.Intake.take
-    monkeypatch.setattr(chunks.Intake, "take", lambda *a, **last: take(*a, **last) or True)
+    take = chunks.ChunkSequence.accept
+    monkeypatch.setattr(chunks.ChunkSequence, "accept", lambda *a, **last: take(*a, **last) or True)
     seed = first_violated().seed
     assert simulate(seed - 1).violations == []
     done = stress("--simulate", "2", "--seed", str(seed - 1))

@@ -15,7 +15,7 @@ import trio
 import trio.testing
 
 from omni_actors.errors import WorkerExit
-from omni_actors.protocol.messages import Address, Configure, LoadFailed, Loading, Message, Ready, Stop
+from omni_actors.protocol.messages import Address, Configure, ControlMessage, LoadFailed, Loading, Ready, Stop
 from omni_actors.supervisor.process import LocalSpawner, SpawnFailed
 from omni_actors.supervisor.supervisor import RestartPolicy
 from omni_actors.worker.main import SWITCH_INTERVAL_S
@@ -66,7 +66,7 @@ def configure(factory: str, threads: int = 1, nice: int = 0) -> Configure:
     return Configure(HERE, 1, factory, None, {}, threads, nice, "cpu", False, 0)
 
 
-async def run_until_dead(factory: str) -> tuple[WorkerExit, list[Message]]:
+async def run_until_dead(factory: str) -> tuple[WorkerExit, list[ControlMessage]]:
     with trio.fail_after(WATCHDOG_S):
         async with LocalSpawner().spawn(HERE, 8) as worker:
             worker.mailbox.post(configure(factory))

@@ -18,9 +18,9 @@ from omni_actors.errors import StageFailed, WorkerExit
 from omni_actors.protocol.messages import (
     Address,
     Configure,
+    ControlMessage,
     EngineFailed,
     Finished,
-    Message,
     Ping,
     Pong,
     Ready,
@@ -29,8 +29,8 @@ from omni_actors.protocol.messages import (
 )
 from omni_actors.supervisor.edges import Edges
 from omni_actors.supervisor.process import SpawnFailed, Worker
-from omni_actors.supervisor.restart import RestartPolicy, stages_below
-from omni_actors.supervisor.supervisor import Blueprint, State, Supervisor
+from omni_actors.supervisor.restart import RestartPolicy, downstream_stages
+from omni_actors.supervisor.supervisor import Blueprint, ReplicaState, Supervisor
 from ringbuf import Ring
 
 DIAMOND = {"ear": (), "mind": ("ear",), "eye": (), "voice": ("mind",), "face": ("mind", "eye")}
@@ -44,7 +44,7 @@ class SimulatedWorker:
 
     def __init__(self, address: Address, pid: int, log: Callable[[str, Address], None], nursery: trio.Nursery) -> None:
         self.address, self.pid, self._log, self._nursery = address, pid, log, nursery
-        self._say, self.incoming = trio.open_memory_channel[tuple[Message, tuple[int, ...]]](math.inf)
+        self._say, self.incoming = trio.open_memory_channel[tuple[ControlMessage, tuple[int, ...]]](math.inf)
         self.mailbox = self
         self.fault = None
         self.load_s, self.turn_s, self.wedged = 0.0, 0.0, False
@@ -55,7 +55,7 @@ class SimulatedWorker:
     def alive(self) -> bool:
         return self._exit is None
 
-    def post(self, message: Message, fds: Sequence[int] = ()) -> None:
+    def post(self, message: ControlMessage, fds: Sequence[int] = ()) -> None:
         match message:
             case Configure():
                 self._nursery.start_soon(self._later, self.load_s, Ready(self.load_s))
@@ -65,12 +65,12 @@ class SimulatedWorker:
                 self._log("stop", self.address)
                 self.die(exit_code=0)
 
-    async def _later(self, delay_s: float, message: Message) -> None:
+    async def _later(self, delay_s: float, message: ControlMessage) -> None:
         await trio.sleep(delay_s)
         if self.alive and not self.wedged:
             self.say(message)
 
-    def say(self, message: Message) -> None:
+    def say(self, message: ControlMessage) -> None:
         self._say.send_nowait((message, ()))
 
     def kill(self) -> None:
@@ -83,7 +83,7 @@ class SimulatedWorker:
         self._say.close()
         self._dead.set()
 
-    def rest(self) -> Iterator[Message]:
+    def unread(self) -> Iterator[ControlMessage]:
         with suppress(trio.WouldBlock, trio.EndOfChannel):
             while True:
                 yield self.incoming.receive_nowait()[0]
@@ -134,7 +134,7 @@ class World:
 
     async def settle(self) -> None:
         """Until all serve, or are given up."""
-        while any(r.state not in (State.READY, State.FAILED) for r in self.supervisor.replicas.values()):
+        while any(r.state not in (ReplicaState.READY, ReplicaState.FAILED) for r in self.supervisor.replicas.values()):
             await self.supervisor.changes.park()
 
     def worker(self, stage: str, replica: int = 0) -> SimulatedWorker:
@@ -176,24 +176,24 @@ class World:
     def newest_request(self) -> int:
         return 0
 
-    def worker_ready(self, address: Address) -> None:
+    def on_worker_ready(self, address: Address) -> None:
         self._note("ready", address)
 
-    def worker_died(self, address: Address, exit: WorkerExit, failed_request: int | None) -> bool:
+    def on_worker_died(self, address: Address, exit: WorkerExit, failed_request: int | None) -> bool:
         self.failed_requests.append(failed_request)
         return self.counts
 
-    def worker_lost(self, address: Address, generation: int, exit: WorkerExit) -> None:
+    def on_worker_lost(self, address: Address, generation: int, exit: WorkerExit) -> None:
         self._note("lost", address)
         self.exits.append(exit)
 
-    def stage_failed(self, failure: StageFailed) -> None:
+    def on_stage_failed(self, failure: StageFailed) -> None:
         self.failures.append(failure)
 
-    def heard(self, address: Address, message: Message) -> None:
+    def on_message(self, address: Address, message: ControlMessage) -> None:
         self._note("heard", address)
 
-    def received(self, address: Address, data: memoryview) -> None:
+    def on_output(self, address: Address, data: memoryview) -> None:
         raise AssertionError("there are no edges")
 
 
@@ -205,7 +205,7 @@ class World:
     [("ear", {"mind", "voice", "face"}), ("eye", {"face"}), ("mind", {"voice", "face"}), ("face", set())],
 )
 def test_the_stages_below(stage: str, below: set[str]) -> None:
-    assert stages_below(stage, DIAMOND) == below
+    assert downstream_stages(stage, DIAMOND) == below
 
 
 @pytest.mark.parametrize(
@@ -334,7 +334,7 @@ async def test_whatever_dies_whenever_all_come_back(autojump_clock: trio.testing
             while any(worker.wedged for worker in world.living.values()):
                 await trio.sleep(10.0)
                 await world.settle()
-            assert all(replica.state is State.READY for replica in world.supervisor.replicas.values())
+            assert all(replica.state is ReplicaState.READY for replica in world.supervisor.replicas.values())
             assert len(world.living) == 2 * len(DIAMOND)
     assert not world.living
 
@@ -498,7 +498,7 @@ async def test_the_time_in_which_this_process_stood_still_is_not_the_worker_s(
         worker.say(Ready(0.0))
         await trio.testing.wait_all_tasks_blocked()
         replica = world.supervisor.replicas[worker.address]
-        assert replica.state is State.READY
+        assert replica.state is ReplicaState.READY
         for number in range(1, 10):
             assert replica.life.ping == number
             mock_clock.jump(1000.0)
@@ -599,11 +599,11 @@ async def test_a_replica_that_was_given_up_is_tried_again_at_growing_intervals(
         world.prepare = lambda worker: None
         await trio.sleep(25.0)
         replica = world.supervisor.replicas[Address("a", 0)]
-        assert (replica.state, replica.retry_at, replica.failure) == (State.READY, None, None)
+        assert (replica.state, replica.retry_at, replica.failure) == (ReplicaState.READY, None, None)
         await trio.sleep(POLICY.period_s + 1)
         world.worker("a").die(exit_code=1)
         await trio.sleep(10.5)
-        assert replica.state is State.READY, "it had served for long: the interval begins anew"
+        assert replica.state is ReplicaState.READY, "it had served for long: the interval begins anew"
 
 
 async def test_deaths_that_do_not_count_never_give_a_replica_up(autojump_clock: trio.testing.MockClock) -> None:

@@ -9,13 +9,13 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from omni_actors.platform.cpu_sharing import OwnCores
+from omni_actors.platform.cpu_sharing import NoCpuSharing
 from omni_actors.protocol import chunks
 from omni_actors.protocol.chunks import ChunkHeader
-from omni_actors.protocol.messages import CLIENT, CLIENT_ADDRESS, Address, Message, Start, Stop
+from omni_actors.protocol.messages import CLIENT, CLIENT_ADDRESS, Address, ControlMessage, Start, Stop
 from omni_actors.stages.base import StageContext, StageEngine
 from omni_actors.stages.echo.engine import EchoEngine
-from omni_actors.worker.engine_loop import Attach, EngineLoop
+from omni_actors.worker.engine_loop import AttachRing, EngineLoop
 from ringbuf import Consumer, Producer, Ring
 
 WATCHDOG_S = 60.0
@@ -41,8 +41,8 @@ class Watched(EngineLoop):
 class LoopHarness:
     """A loop, the far ends of its rings, and what it says."""
 
-    def __init__(self, cores: OwnCores | None = None) -> None:
-        self.said: queue.Queue[Message] = queue.Queue()
+    def __init__(self, cores: NoCpuSharing | None = None) -> None:
+        self.said: queue.Queue[ControlMessage] = queue.Queue()
         self.loop = Watched(HERE, 0, self.said.put, cores)
         self.error: BaseException | None = None
         self._thread: threading.Thread | None = None
@@ -50,12 +50,12 @@ class LoopHarness:
 
     def input(self, ring_bytes: int = 1 << 20, source: str = CLIENT) -> Producer:
         ring = self._ring(ring_bytes)
-        self.loop.post(Attach(Address(source, 0), HERE, self._share(ring)))
+        self.loop.post(AttachRing(Address(source, 0), HERE, self._share(ring)))
         return ring.claim_producer()
 
     def output(self, ring_bytes: int = 1 << 20, target: Address = CLIENT_ADDRESS) -> Consumer:
         ring = self._ring(ring_bytes)
-        self.loop.post(Attach(HERE, target, self._share(ring)))
+        self.loop.post(AttachRing(HERE, target, self._share(ring)))
         return ring.claim_consumer()
 
     def _ring(self, ring_bytes: int) -> Ring:
@@ -88,7 +88,7 @@ class LoopHarness:
     ) -> None:
         self.loop.post(Start(request, sources, targets, {}, True, retain_bytes, replayed, worker_retain_bytes))
 
-    def next_message(self) -> Message:
+    def next_message(self) -> ControlMessage:
         return self.said.get(timeout=WATCHDOG_S)
 
     def wait_asleep(self, *, receiving: bool = True) -> None:
@@ -114,7 +114,7 @@ class LoopHarness:
 
 
 @contextmanager
-def open_harness(cores: OwnCores | None = None) -> Iterator[LoopHarness]:
+def open_harness(cores: NoCpuSharing | None = None) -> Iterator[LoopHarness]:
     """Leaving it has ended the loop, and closed every descriptor."""
     before = len(os.listdir("/proc/self/fd"))
     harness = LoopHarness(cores)

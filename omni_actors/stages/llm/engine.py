@@ -117,7 +117,7 @@ def open_engine(context: StageContext) -> LLMEngine:
     return LLMEngine(model, tokenizer, options)
 
 
-def _follow(team: Callable[[], int], model: Any) -> None:
+def _follow(thread_budget: Callable[[], int], model: Any) -> None:
     """Let the packed model compute with as many threads as it may, from layer to layer: a step takes 40 ms and more.
 
     Its bits stay the same (tests/platform/test_cpu_sharing.py): linear layers are packed, and a worker sets MKL_CBWR.
@@ -125,7 +125,7 @@ def _follow(team: Callable[[], int], model: Any) -> None:
     """
 
     def adjust(*_: object) -> None:
-        torch.set_num_threads(team())
+        torch.set_num_threads(thread_budget())
 
     for module in (*getattr(model.get_decoder(), "layers", ()), model.get_output_embeddings()):
         module.register_forward_pre_hook(adjust)
