@@ -1,4 +1,7 @@
-"""A voice without a model, for benchmarks: each word of ``text`` is a tenth of a second of a tone at 24 kHz."""
+"""A speech engine without a model, for benchmarks.
+
+It speaks each word of ``text`` as a tone of 0.1 s and 440 Hz, at 24 kHz.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,7 @@ class _Request:
 
 
 class ToneEngine(FlaggedPausing):
-    """A step speaks one word of each request."""
+    """Emits the sound of one word per request in each step."""
 
     def __init__(self, context: StageContext) -> None:
         self._requests: dict[RequestId, _Request] = {}
