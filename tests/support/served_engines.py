@@ -23,6 +23,7 @@ import numpy as np
 
 from omni_actors.stages.base import Chunk, InvalidRequest, RequestId, StageContext, StageOutput, StageRequest
 from omni_actors.stages.pausing import FlaggedPausing
+from omni_actors.stages.sources import OpenSources
 
 RATE = 16000
 WORD_S = 0.1
@@ -30,7 +31,7 @@ LEVEL = 0.5
 
 
 class _Work(msgspec.Struct):
-    open: set[str]
+    open: OpenSources
     pieces: deque[Any] = msgspec.field(default_factory=deque)
     paused: bool = False
 
@@ -49,7 +50,7 @@ class _Engine(FlaggedPausing):
         return any(work.ready for work in self._requests.values())
 
     def start(self, request: StageRequest) -> None:
-        self._requests[request.request_id] = _Work(set(request.sources))
+        self._requests[request.request_id] = _Work(OpenSources(request.sources))
 
     def feed(self, request_id: RequestId, chunk: Chunk) -> None:
         work = self._requests[request_id]
@@ -58,8 +59,7 @@ class _Engine(FlaggedPausing):
         except InvalidRequest:
             del self._requests[request_id]
             raise
-        if chunk.last:
-            work.open.discard(chunk.source)
+        work.open.update(chunk)
 
     def abort(self, request_id: RequestId) -> None:
         self._requests.pop(request_id, None)

@@ -44,6 +44,7 @@ from omni_actors.stages.hibari.reading import Reading
 from omni_actors.stages.hibari.text import SentenceReader
 from omni_actors.stages.pausing import FlaggedPausing
 from omni_actors.stages.refusal import validated
+from omni_actors.stages.sources import OpenSources
 
 if TYPE_CHECKING:
     from hibari import Hibari
@@ -61,7 +62,7 @@ _WARM_UP = "This warms up the voice, Xylander."  # with a word that no lexicon h
 
 class _Request:
     def __init__(self, request: StageRequest, reader: SentenceReader) -> None:
-        self.open = set(request.sources)
+        self.open = OpenSources(request.sources)
         self.speed = validated(request.params, AcousticParams).speed
         self.reader = reader
         self.is_script = request.sources == (CLIENT,)
@@ -129,11 +130,10 @@ class AcousticEngine(FlaggedPausing):
             request.sentences += sentences
             request.foreseen = None
         request.blank = request.blank and not text.strip()
-        if chunk.last:
-            request.open.discard(chunk.source)
-            if request.blank:
-                del self._requests[request_id]
-                raise InvalidRequest("there is no text to speak", param="input", code="empty")
+        if chunk.last and request.blank:
+            del self._requests[request_id]
+            raise InvalidRequest("there is no text to speak", param="input", code="empty")
+        request.open.update(chunk)
         if not request.open:
             request.sentences += request.reader.finish()
 

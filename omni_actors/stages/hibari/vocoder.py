@@ -24,6 +24,7 @@ from omni_actors.stages.hibari.options import VocoderParams
 from omni_actors.stages.hibari.synthesis import BINS, SAMPLE_RATE, Floats, SentenceSynthesis
 from omni_actors.stages.pausing import FlaggedPausing
 from omni_actors.stages.refusal import validated
+from omni_actors.stages.sources import OpenSources
 
 __all__ = ["VocoderEngine"]
 
@@ -45,7 +46,7 @@ class _Request:
     def __init__(self, request: StageRequest) -> None:
         seed = validated(request.params, VocoderParams).seed
         self.seed = seed % 2**64  # a generator takes no negative seed
-        self.open = set(request.sources)
+        self.open = OpenSources(request.sources)
         self.chunks: deque[_Features] = deque()
         self.sentence = 0
         self.frame = 0
@@ -74,10 +75,9 @@ class _Request:
             self.frame += features.spectral[0].shape[1]
             if self.frame == self.frames:
                 self.sentence, self.frame, self.frames = self.sentence + 1, 0, 0
-        if chunk.last:
-            self.open.discard(chunk.source)
-            if not self.open and self.frames:
-                raise _refusal(f"the features end in the middle of sentence {self.sentence}")
+        self.open.update(chunk)
+        if not self.open and self.frames:
+            raise _refusal(f"the features end in the middle of sentence {self.sentence}")
         features.last = not self.open
         if chunk.tensors or features.last:
             self.chunks.append(features)

@@ -27,6 +27,7 @@ from omni_actors.stages.multimodal.conversation import (
     with_system_prompt,
 )
 from omni_actors.stages.refusal import validated
+from omni_actors.stages.sources import OpenSources
 
 __all__ = ["Prompt"]
 
@@ -40,8 +41,8 @@ class Prompt:
     """Collects one request's input. Complete once every source has sent its last chunk."""
 
     def __init__(self, sources: Sequence[str]) -> None:
-        self._open = set(sources)
-        self._hears = self._open != {CLIENT}
+        self._open = OpenSources(sources)
+        self._hears = set(sources) != {CLIENT}
         self._messages: list[Message] = []
         self._transcripts: defaultdict[int, str] = defaultdict(str)
 
@@ -52,8 +53,7 @@ class Prompt:
         else:
             piece = validated(chunk.data, TranscriptData)
             self._transcripts[piece.index] += piece.text
-        if chunk.last:
-            self._open.discard(chunk.source)
+        self._open.update(chunk)
         return not self._open
 
     @property

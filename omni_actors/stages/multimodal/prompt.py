@@ -32,6 +32,7 @@ from omni_actors.stages.multimodal.conversation import (
     VideoPart,
 )
 from omni_actors.stages.refusal import validated
+from omni_actors.stages.sources import OpenSources
 from ringbuf import Tensor
 
 __all__ = ["Media", "OmniPrompt", "Pixels", "VideoInput"]
@@ -80,7 +81,7 @@ class OmniPrompt:
     """Collects one request's input. Complete once every source has sent its last chunk."""
 
     def __init__(self, sources: Sequence[str]) -> None:
-        self._open = set(sources)
+        self._open = OpenSources(sources)
         self._messages: list[Message] = []
         self._recordings = Recordings()
         self.media = Media()
@@ -96,8 +97,7 @@ class OmniPrompt:
             self._recordings.feed(tensors["audio"], chunk.data)
         else:
             self._messages += validated(chunk.data, ConversationData).messages
-        if chunk.last:
-            self._open.discard(chunk.source)
+        self._open.update(chunk)
         if self._open:
             return False
         self._recordings.end()

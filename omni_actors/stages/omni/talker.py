@@ -34,6 +34,7 @@ from omni_actors.stages.base import (
 from omni_actors.stages.checkpoint import load_part, whole_config
 from omni_actors.stages.omni.options import TalkerOptions, TalkerParams
 from omni_actors.stages.refusal import request_work
+from omni_actors.stages.sources import OpenSources
 from omni_actors.stages.tensors import to_torch
 
 
@@ -57,7 +58,7 @@ class TalkerRequest(Sequence):
 
     def __init__(self, request: StageRequest, params: TalkerParams, suppressed: Tensor) -> None:
         self.id, self.params = request.request_id, params
-        self.open = set(request.sources)
+        self.open = OpenSources(request.sources)
         self.inputs: list[Tensor] = []
         """Of positions that are ready."""
         self.text: deque[Tensor] = deque()
@@ -166,13 +167,13 @@ class OmniTalker(Generic[R]):
         except InvalidRequest:
             self.abort(request_id)
             raise
-        if chunk.last:
-            request.open.discard(chunk.source)
-            if not request.open and not request.opened:
+        request.open.update(chunk)
+        if chunk.last and not request.open:
+            if request.opened:
+                request.text.append(request.text_end)
+            else:
                 self._scheduler.remove(request)
                 self._silent.append(request_id)
-            elif not request.open:
-                request.text.append(request.text_end)
         request.advance()
 
     def abort(self, request_id: RequestId) -> None:

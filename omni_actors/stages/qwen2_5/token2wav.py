@@ -36,13 +36,14 @@ from omni_actors.stages.qwen2_5.options import Token2WavOptions, Token2WavParams
 from omni_actors.stages.qwen2_5.speakers import Speaker, load_speakers, speaker_named
 from omni_actors.stages.qwen2_5.vocoder import Vocoder, VocoderStream
 from omni_actors.stages.refusal import validated
+from omni_actors.stages.sources import OpenSources
 
 SAMPLE_RATE = 24_000
 
 
 class _Request:
     def __init__(self, request: StageRequest, speaker: Speaker, seed: int) -> None:
-        self.open = set(request.sources)
+        self.open = OpenSources(request.sources)
         self.speaker, self.seed = speaker, seed
         self.waiting = torch.empty(0, dtype=torch.int64)
         """Codes to be decoded."""
@@ -98,8 +99,7 @@ class Token2WavEngine(FlaggedPausing):
                 raise
             request.waiting = torch.cat([request.waiting, codes])
             request.codes += len(codes)
-        if chunk.last:
-            request.open.discard(chunk.source)
+        request.open.update(chunk)
 
     def _checked(self, chunk: Chunk, before: int) -> Tensor:
         """A copy, int64 (n,)."""

@@ -27,13 +27,14 @@ from omni_actors.stages.checkpoint import load_part
 from omni_actors.stages.pausing import FlaggedPausing
 from omni_actors.stages.qwen3.options import Code2WavOptions
 from omni_actors.stages.qwen3.streaming import DecoderState, StreamingDecoder
+from omni_actors.stages.sources import OpenSources
 
 SAMPLE_RATE = 24_000
 
 
 class _Request:
     def __init__(self, request: StageRequest) -> None:
-        self.open = set(request.sources)
+        self.open = OpenSources(request.sources)
         self.pending: list[torch.Tensor] = []
         """Frames to be decoded, int64 (groups, n) each."""
         self.frames = 0
@@ -93,8 +94,7 @@ class Code2WavEngine(FlaggedPausing):
                 raise
             request.pending.append(codes)
             request.frames += codes.shape[-1]
-        if chunk.last:
-            request.open.discard(chunk.source)
+        request.open.update(chunk)
 
     def _checked(self, chunk: Chunk) -> torch.Tensor:
         """A copy, int64 (groups, frames)."""

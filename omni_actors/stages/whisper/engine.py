@@ -32,6 +32,7 @@ from omni_actors.stages.base import (
 from omni_actors.stages.multimodal.audio import Floats, Recording, Recordings, refusal
 from omni_actors.stages.pausing import FlaggedPausing
 from omni_actors.stages.refusal import request_work, validated
+from omni_actors.stages.sources import OpenSources
 from omni_actors.stages.whisper.options import WhisperOptions, WhisperParams
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ SAMPLE_RATE = 16000
 
 class _Request:
     def __init__(self, request: StageRequest) -> None:
-        self.open = set(request.sources)
+        self.open = OpenSources(request.sources)
         self.language = validated(request.params, WhisperParams).language
         self.recordings = Recordings()
         self.complete: deque[Recording] = deque()
@@ -62,8 +63,7 @@ class _Request:
         """Check a chunk and keep a copy. Raises InvalidRequest."""
         if "audio" in chunk.tensors:
             self.recordings.feed(chunk.tensors["audio"], chunk.data)
-        if chunk.last:
-            self.open.discard(chunk.source)
+        self.open.update(chunk)
         if not self.open:
             self.recordings.end()
             if not self.recordings.duration_s:
