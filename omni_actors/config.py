@@ -104,7 +104,7 @@ class Stage(_Section, frozen=True, kw_only=True):
     options: dict[str, Any] = {}
     defaults: dict[str, Any] = {}
     """Request parameters where the request brings none."""
-    replays: bool | None = None
+    deterministic: bool | None = None
     """Whether its outputs, and how they are cut into chunks, follow from parameters and input chunks alone, so that it
     can be started again in the middle of a request. Null: what the engine's entry in the registry says."""
     ring_bytes: Positive = 2 * 1024 * 1024
@@ -143,10 +143,10 @@ class Pipeline(_Section, frozen=True, kw_only=True):
         engine = self.stages[stage].engine
         return ENGINES.get(engine) or EngineSpec(engine, options=None, params=None, needs_model=False)
 
-    def replays(self, stage: str) -> bool:
+    def deterministic(self, stage: str) -> bool:
         """Whether ``stage`` gives the same output chunks again."""
-        said = self.stages[stage].replays
-        return self.spec(stage).replayable if said is None else said
+        configured = self.stages[stage].deterministic
+        return self.spec(stage).deterministic if configured is None else configured
 
     def options(self, stage: str) -> dict[str, Any]:
         """The effective options of ``stage``: what it says over its engine's defaults."""

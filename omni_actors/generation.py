@@ -11,7 +11,8 @@ import numpy as np
 import trio
 
 from omni_actors.config import Pipeline
-from omni_actors.orchestrator.request import Piece, Request
+from omni_actors.orchestrator.pieces import Piece
+from omni_actors.orchestrator.request import Request
 from omni_actors.orchestrator.stream import OutputStream
 from ringbuf import Tensor
 

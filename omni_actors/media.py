@@ -17,7 +17,7 @@ import numpy as np
 
 from omni_actors.errors import InvalidRequest
 from omni_actors.generation import AudioChunk
-from omni_actors.orchestrator.request import Input
+from omni_actors.orchestrator.pieces import Input
 
 __all__ = ["File", "MultiModalData", "VideoClip", "pieces", "question"]
 

@@ -21,9 +21,10 @@ from omni_actors.errors import ConfigError, InvalidRequest, StageFailed
 from omni_actors.generation import Generation, RequestMetrics
 from omni_actors.media import MultiModalData
 from omni_actors.metrics import Gauges, Metrics
-from omni_actors.orchestrator.request import Input, OnFailure, Request
+from omni_actors.orchestrator.orchestrator import Orchestrator
+from omni_actors.orchestrator.pieces import Input
+from omni_actors.orchestrator.request import OnFailure, Request
 from omni_actors.orchestrator.routes import Node, plan, routes_of, topological
-from omni_actors.orchestrator.run import Orchestrator
 from omni_actors.protocol.messages import CLIENT, Address
 from omni_actors.stages import assets
 from omni_actors.supervisor.edges import Edges, EdgeSpec
@@ -92,7 +93,7 @@ class OmniSystem:
         self._orchestrator = Orchestrator(
             self._edges,
             limits=pipeline.limits,
-            repeatable={name for name in self._nodes if pipeline.replays(name)},
+            deterministic_stages={name for name in self._nodes if pipeline.deterministic(name)},
             on_end=self._count,
         )
         # Half of it is room for what every request may post: Start and Abort, Resend when a stage below starts again,

@@ -31,7 +31,7 @@ from omni_actors.errors import (
     StageUnavailable,
 )
 from omni_actors.generation import Generation, Output
-from omni_actors.orchestrator.request import Input
+from omni_actors.orchestrator.pieces import Input
 from omni_actors.protocol.messages import CLIENT_ADDRESS, Abort, Address
 from omni_actors.supervisor.process import LocalWorker
 from omni_actors.supervisor.supervisor import NOT_STARTED

@@ -15,7 +15,7 @@ from omni_actors.config import Limits, Pipeline, Restart, Stage
 from omni_actors.errors import OmniError, Quarantined, StageCrashed, StageUnavailable
 from omni_actors.generation import Generation, Output
 from omni_actors.orchestrator import trials
-from omni_actors.orchestrator.request import Input
+from omni_actors.orchestrator.pieces import Input
 from tests.support.shared_system import SharedSystem, open_shared_system, with_shared_system
 
 WATCHDOG_S = 60.0

@@ -25,7 +25,8 @@ from omni_actors import config
 from omni_actors.config import Limits, Pipeline, Restart, Stage
 from omni_actors.errors import Aborted, DeadlineExceeded, InvalidRequest, StageCrashed, StageUnavailable
 from omni_actors.generation import Generation, Output
-from omni_actors.orchestrator.request import Input, Request
+from omni_actors.orchestrator.pieces import Input
+from omni_actors.orchestrator.request import Request
 from omni_actors.stages.echo.engine import payload
 from omni_actors.supervisor.process import LocalSpawner
 from omni_actors.system import OmniSystem
@@ -88,7 +89,7 @@ def pipeline(**options: Any) -> Pipeline:
     options = {"fan_out": FAN_OUT, "payload_bytes": PAYLOAD_BYTES, **options}
 
     def stage(**wiring: Any) -> Stage:
-        return Stage(engine="mortal_engines:Mortal", options=options, replays=True, restart=quick, **wiring)
+        return Stage(engine="mortal_engines:Mortal", options=options, deterministic=True, restart=quick, **wiring)
 
     return Pipeline(
         name="mortal",
@@ -357,7 +358,7 @@ async def test_an_engine_that_says_something_else_the_second_time_is_never_splic
 
 
 async def test_an_engine_that_promises_nothing_starts_again_where_nobody_has_any_of_its_output() -> None:
-    unsure = {f"stages.{stage}.replays": False for stage in ("first", "third")}
+    unsure = {f"stages.{stage}.deterministic": False for stage in ("first", "third")}
     async with OmniSystem.open(pipeline(), **unsure) as omni:
         with pytest.raises(StageCrashed, match="stage 'first' would not give the same output again"):
             await read(ask(omni, dies(1, "first", "after")))

@@ -17,7 +17,7 @@ import trio
 from omni_actors.config import Pipeline, Restart, Stage
 from omni_actors.errors import RequestError, StageFailed, StageUnavailable
 from omni_actors.generation import Generation, Output
-from omni_actors.orchestrator.request import Input
+from omni_actors.orchestrator.pieces import Input
 from omni_actors.protocol.messages import Address
 from omni_actors.serve.app import build
 from omni_actors.serve.media import Media

@@ -20,7 +20,7 @@ import omni_actors
 from omni_actors.config import Pipeline, Stage
 from omni_actors.errors import ConfigError
 from omni_actors.generation import Generation
-from omni_actors.orchestrator.request import Input
+from omni_actors.orchestrator.pieces import Input
 from omni_actors.system import OmniSystem
 
 ROOT = Path(omni_actors.__file__).parent.parent
@@ -184,7 +184,7 @@ PROLOGUE = """\
 import os, signal, sys, trio
 from omni_actors import OmniSystem
 from omni_actors.config import Pipeline, Stage
-from omni_actors.orchestrator.request import Input
+from omni_actors.orchestrator.pieces import Input
 
 print("began", flush=True)
 ONE = Pipeline(name="one", stages={"only": Stage(engine="echo", accepts=("script",), emits="text")})
@@ -312,7 +312,7 @@ def test_ctrl_c_that_meets_the_system_at_work_ends_the_users_task(script: Script
     process = script("""
         from omni_actors.supervisor.edges import Edges
         from omni_actors.supervisor.process import LocalWorker
-        from omni_actors.orchestrator.run import Orchestrator
+        from omni_actors.orchestrator.orchestrator import Orchestrator
 
         def interrupted(owner, name):
             original = getattr(owner, name)

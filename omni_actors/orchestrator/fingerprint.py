@@ -7,17 +7,15 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
 from omni_actors.errors import InvalidRequest
+from omni_actors.orchestrator.pieces import Input
 from omni_actors.orchestrator.routes import Route
 from omni_actors.protocol import chunks
 from omni_actors.protocol.chunks import ChunkHeader
-
-if TYPE_CHECKING:
-    from omni_actors.orchestrator.request import Input
 
 SAMPLES, SAMPLE_BYTES = 64, 16 * 1024
 """A longer buffer is hashed by its length, so many pieces of it at equal distances, and its end: a fingerprint takes a

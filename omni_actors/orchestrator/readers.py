@@ -17,7 +17,8 @@ import trio
 
 from omni_actors.config import Limits
 from omni_actors.errors import Aborted, RequestError, SlowConsumer
-from omni_actors.orchestrator.request import Piece, Request
+from omni_actors.orchestrator.pieces import Piece
+from omni_actors.orchestrator.request import Request
 from omni_actors.orchestrator.unread import Account, Unread
 from omni_actors.protocol.messages import Address, Pause, Resume
 from omni_actors.supervisor.replica import Replica
@@ -52,7 +53,7 @@ class Readers:
         """Charge a piece of output and queue it for the reader. This may cut requests, this one too."""
         request.pieces.append(piece)
         self._apply(request, self._unread.arrive(request.account, piece.nbytes, trio.current_time()))
-        request.news.unpark_all()
+        request.output_wakeup.unpark_all()
         if request.account.charged > self._limits.output_bytes:
             self._cut(request, self._slow(request, "output_bytes"))
         while self._unread.exceeded:
@@ -61,7 +62,7 @@ class Readers:
 
     def started(self, request: Request, stage: str) -> None:
         """A ``Start`` was posted to a stage: whatever it was told before, it is not paused."""
-        request.told_to_pause.discard(stage)
+        request.paused_stages.discard(stage)
         self._pace_stages(request)
 
     def complete(self, request: Request) -> None:
@@ -101,7 +102,7 @@ class Readers:
                 raise request.error
             if request.lifecycle.ended:
                 raise StopAsyncIteration
-            await request.news.park()
+            await request.output_wakeup.park()
         piece = request.pieces.popleft()
         self._apply(request, self._unread.read(request.account, piece.nbytes, trio.current_time()))
         return piece
@@ -165,10 +166,10 @@ class Readers:
             told = stage in request.told_to_pause
             if request.account.paused and not told and stage not in request.stats and not replica.congested:
                 replica.post(Pause(request.number))
-                request.told_to_pause.add(stage)
+                request.paused_stages.add(stage)
             elif told and not request.account.paused:
                 replica.post(Resume(request.number))
-                request.told_to_pause.remove(stage)
+                request.paused_stages.remove(stage)
 
     def _watch_rate(self, request: Request) -> None:
         request.work.deadline = min(request.expires, self._unread.too_slow_at(request.account))

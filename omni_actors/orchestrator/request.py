@@ -8,43 +8,21 @@ import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import trio
 
 from omni_actors.errors import InvalidRequest, RequestError, StageCrashed
 from omni_actors.orchestrator.fingerprint import fingerprint
 from omni_actors.orchestrator.lifecycle import Lifecycle
+from omni_actors.orchestrator.pieces import Input, Piece
 from omni_actors.orchestrator.routes import Route
 from omni_actors.orchestrator.unread import Account
 from omni_actors.protocol.chunks import ChunkSequence
 from omni_actors.protocol.messages import Address, StageStats
 
-if TYPE_CHECKING:
-    from omni_actors.orchestrator.trials import Group
-
 OnFailure: TypeAlias = Literal["replay", "fail"]
 """What is to happen to a request when a worker that it needs dies."""
-
-
-@dataclass(frozen=True)
-class Input:
-    """A piece of what the client brings: small data, and tensors by name."""
-
-    data: Mapping[str, Any]
-    tensors: Mapping[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Piece:
-    """A piece of what comes out. ``tensors`` own their memory. ``arrived`` is CLOCK_MONOTONIC, in seconds."""
-
-    stage: str
-    data: Mapping[str, Any]
-    tensors: Mapping[str, Any]
-    last: bool
-    arrived: float
-    nbytes: int
 
 
 @dataclass(eq=False)
@@ -69,7 +47,7 @@ class Request:
     pieces: collections.deque[Piece] = field(default_factory=collections.deque)
     account: Account = field(default_factory=Account)
     """What its client does not have yet."""
-    news: trio.lowlevel.ParkingLot = field(default_factory=trio.lowlevel.ParkingLot)
+    output_wakeup: trio.lowlevel.ParkingLot = field(default_factory=trio.lowlevel.ParkingLot)
     work: trio.CancelScope = field(default_factory=trio.CancelScope)
     """Until its client has everything; see ``expires``, and ``Readers`` for connections."""
     feeding: trio.CancelScope = field(default_factory=trio.CancelScope)
@@ -78,7 +56,7 @@ class Request:
     """When its time is up, by trio's clock."""
     delivery: trio.CancelScope | None = None
     """Around a send that its reader waits for."""
-    told_to_pause: set[str] = field(default_factory=set)
+    paused_stages: set[str] = field(default_factory=set)
     """Stages whose worker was told to pause it, and not to go on."""
     stats: dict[str, StageStats] = field(default_factory=dict)
     """Of the stages that have finished it."""
@@ -91,11 +69,11 @@ class Request:
 
     placement: dict[str, Address] = field(default_factory=dict)
     """Which worker holds it, by stage: those that live."""
-    unfed: collections.deque[str] = field(default_factory=collections.deque)
+    pending_inputs: collections.deque[str] = field(default_factory=collections.deque)
     """Stages whose part of the input is to be sent, from its first piece on."""
-    hungry: trio.lowlevel.ParkingLot = field(default_factory=trio.lowlevel.ParkingLot)
+    input_wakeup: trio.lowlevel.ParkingLot = field(default_factory=trio.lowlevel.ParkingLot)
     """Woken when there are such."""
-    again: tuple[str, ...] = ()
+    stages_to_restart: tuple[str, ...] = ()
     """Stages that have to start again and wait for replicas that are ready."""
     starting: set[str] = field(default_factory=set)
     """Stages that were told to start again and have not said so yet: nothing is sent to them."""
@@ -118,7 +96,6 @@ class Request:
     charged_replays: int = 0
     suspected: int = 0
     """Deaths that it may have caused."""
-    suspect_in: Group | None = None
 
     @functools.cached_property
     def fingerprint(self) -> str:
@@ -129,8 +106,8 @@ class Request:
         return self.name
 
     def feed(self, *stages: str) -> None:
-        self.unfed.extend(stages)
-        self.hungry.unpark_all()
+        self.pending_inputs.extend(stages)
+        self.input_wakeup.unpark_all()
 
     @property
     def over(self) -> bool:

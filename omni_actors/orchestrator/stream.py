@@ -10,8 +10,9 @@ from contextlib import contextmanager, suppress
 
 import trio
 
+from omni_actors.orchestrator.pieces import Piece
 from omni_actors.orchestrator.readers import Readers
-from omni_actors.orchestrator.request import Piece, Request
+from omni_actors.orchestrator.request import Request
 
 
 class OutputStream:

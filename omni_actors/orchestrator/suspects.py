@@ -62,6 +62,10 @@ class Suspects:
         """Whether a new request is like a suspect, and waits for the result of its trial."""
         return bool(self._trials) and self._trials.join(request)
 
+    def includes(self, request: Request) -> bool:
+        """Whether a request is a suspect."""
+        return request in self._trials.group_of
+
     # what happens to requests and workers
 
     def used(self, stage: str, request: Request) -> None:
@@ -71,7 +75,8 @@ class Suspects:
     def done_with(self, request: Request, stage: str) -> None:
         """A stage has finished a request."""
         self.used(stage, request)
-        if request.suspect_in is not None and request.suspect_in.stage == stage:
+        group = self._trials.group_of.get(request)
+        if group is not None and group.stage == stage:
             self.clear(request)
             self._requests.dispatch_waiting()
         self.follow()
@@ -82,7 +87,7 @@ class Suspects:
 
     def ended(self, request: Request, *, complete: bool) -> None:
         """A request has ended."""
-        if request.suspect_in is None:
+        if not self.includes(request):
             return
         if complete:
             self._trials.passed(request)
@@ -146,7 +151,7 @@ class Suspects:
         running = self._requests.running()
         working = {each.placement.get(stage) for each in running if stage not in each.stats}
         idle = [address for address in serving if address not in working]
-        wanted = any(each.suspect_in is None and stage in _waits_for(each) for each in running)
+        wanted = any(not self.includes(each) and stage in _waits_for(each) for each in running)
         group = self._trials.next(stage, now, idle=bool(idle), wanted=wanted) if serving else None
         if group is None:
             return
@@ -164,4 +169,4 @@ class Suspects:
 
 def _waits_for(request: Request) -> tuple[str, ...]:
     """The stages that a request waits to be started in."""
-    return request.again if request.number is not None else request.route.stages
+    return request.stages_to_restart if request.number is not None else request.route.stages

@@ -89,10 +89,7 @@ class Group:
                 break
             first[name] = self.units.pop(name)
             taken += len(first[name])
-        group = Group(self.stage, first, holds_culprit=False, since=now, rest=self)
-        for request in group.requests:
-            request.suspect_in = group
-        return group
+        return Group(self.stage, first, holds_culprit=False, since=now, rest=self)
 
 
 def _suspicion(unit: Sequence[Request]) -> tuple[int, int, int]:
@@ -101,10 +98,12 @@ def _suspicion(unit: Sequence[Request]) -> tuple[int, int, int]:
 
 @dataclass
 class Trials:
-    """The suspects of all stages. Requests point to their group by ``Request.suspect_in``."""
+    """The suspects of all stages."""
 
     waiting: list[Group] = field(default_factory=list)
     running: dict[Address, Group] = field(default_factory=dict)
+    group_of: dict[Request, Group] = field(default_factory=dict)
+    """The group of each suspect."""
     last_use: dict[str, tuple[float, Request]] = field(default_factory=dict)
     """When a request that was no suspect last used a stage, and which one."""
 
@@ -113,7 +112,7 @@ class Trials:
 
     def used(self, stage: str, request: Request, now: float) -> None:
         """A request has begun or finished at a stage."""
-        if request.suspect_in is None:
+        if request not in self.group_of:
             self.last_use[stage] = now, request
 
     def worker_died(self, address: Address, held: Sequence[Request], failed: Request | None, now: float) -> bool:
@@ -125,13 +124,13 @@ class Trials:
         if group is not None:
             is_proof = group.is_alone or group.is_culprit
             self.interrupt(address)
-        suspects = [each for each in held if is_proof and each.suspect_in is group] or list(held)
+        suspects = [each for each in held if is_proof and self.group_of.get(each) is group] or list(held)
         if failed is not None:
             suspects = [failed]
         known = bool(suspects) and all(each.suspected for each in suspects)
         for each in suspects:
             each.suspected += 1
-        if group is None or any(each.suspect_in is not group for each in suspects):
+        if group is None or any(self.group_of.get(each) is not group for each in suspects):
             group = self._new_group(address.stage, suspects, now)
         group.holds_culprit, group.since = True, now
         if group.rest is not None:
@@ -153,7 +152,7 @@ class Trials:
         for request in suspects:
             self._remove(request)
             group.units.setdefault(request.fingerprint, []).append(request)
-            request.suspect_in = group
+            self.group_of[request] = group
         if suspects:
             self.waiting.append(group)
         return group
@@ -163,13 +162,13 @@ class Trials:
         for group in (*self.waiting, *self.running.values()):
             if (unit := group.units.get(request.fingerprint)) is not None:
                 unit.append(request)
-                request.suspect_in = group
+                self.group_of[request] = group
                 return True
         return False
 
     def drop(self, request: Request) -> None:
         """Forget a request that has ended. The culprit may be gone with it: what is known of its group is void."""
-        group = request.suspect_in
+        group = self.group_of.get(request)
         if group is None:
             return
         was_tried = request in group.on_trial
@@ -183,7 +182,7 @@ class Trials:
 
     def passed(self, request: Request) -> bool:
         """A request is done with its stage: its unit is cleared. Returns whether that ends a trial."""
-        group = request.suspect_in
+        group = self.group_of.get(request)
         if group is None:
             return False
         on_trial = group.address is not None
@@ -194,13 +193,13 @@ class Trials:
 
     def like(self, request: Request) -> list[Request]:
         """The other suspects with its fingerprint."""
-        group = request.suspect_in
+        group = self.group_of.get(request)
         unit = group.units.get(request.fingerprint, []) if group else []
         return [each for each in unit if each is not request]
 
     def _remove(self, request: Request) -> bool:
         """Take a request out of its group. Returns whether its unit ended with that."""
-        group, request.suspect_in = request.suspect_in, None
+        group = self.group_of.pop(request, None)
         if group is None:
             return False
         unit = group.units[request.fingerprint]
@@ -229,7 +228,9 @@ class Trials:
         if not idle and now < group.since + _patience_s(group):
             return None
         if group.holds_culprit and not group.is_culprit:
-            return group.halve(now)
+            half = group.halve(now)
+            self.group_of.update(dict.fromkeys(half.requests, half))
+            return half
         self.waiting.remove(group)
         return group
 

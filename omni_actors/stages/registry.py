@@ -41,7 +41,7 @@ class EngineSpec(msgspec.Struct, frozen=True):
     options: type[msgspec.Struct] | None = NoOptions
     params: type[msgspec.Struct] | None = NoParams
     needs_model: bool = True
-    replayable: bool = False
+    deterministic: bool = False
     """Whether the output chunks of a request are a function of its parameters and input chunks alone: not of time, of
     the other requests in a batch, nor of the order in which the chunks of several sources arrive.
 
@@ -60,12 +60,12 @@ class EngineSpec(msgspec.Struct, frozen=True):
 TRANSFORMERS = ("torch", "transformers")
 
 ENGINES: dict[str, EngineSpec] = {
-    "echo": EngineSpec("omni_actors.stages.echo.engine:EchoEngine", EchoOptions, needs_model=False, replayable=True),
+    "echo": EngineSpec("omni_actors.stages.echo.engine:EchoEngine", EchoOptions, needs_model=False, deterministic=True),
     "llm": EngineSpec(
         "omni_actors.stages.llm.engine:open_engine",
         LLMOptions,
         TextParams,
-        replayable=True,
+        deterministic=True,
         libraries=TRANSFORMERS,
         checkpoint_part="",
     ),
@@ -73,7 +73,7 @@ ENGINES: dict[str, EngineSpec] = {
         "omni_actors.stages.qwen3.thinker:ThinkerEngine",
         ThinkerOptions,
         ThinkerParams,
-        replayable=True,
+        deterministic=True,
         libraries=TRANSFORMERS,
         extra="omni",
         checkpoint_part="thinker",
@@ -82,7 +82,7 @@ ENGINES: dict[str, EngineSpec] = {
         "omni_actors.stages.qwen3.talker:TalkerEngine",
         TalkerOptions,
         TalkerParams,
-        replayable=True,
+        deterministic=True,
         libraries=TRANSFORMERS,
         extra="omni",
         checkpoint_part="talker",
@@ -90,7 +90,7 @@ ENGINES: dict[str, EngineSpec] = {
     "qwen3_code2wav": EngineSpec(
         "omni_actors.stages.qwen3.code2wav:Code2WavEngine",
         Code2WavOptions,
-        replayable=True,
+        deterministic=True,
         libraries=TRANSFORMERS,
         extra="omni",
         checkpoint_part="code2wav",
@@ -99,7 +99,7 @@ ENGINES: dict[str, EngineSpec] = {
         "omni_actors.stages.qwen2_5.thinker:ThinkerEngine",
         ThinkerOptions,
         ThinkerParams,
-        replayable=True,
+        deterministic=True,
         libraries=TRANSFORMERS,
         extra="omni",
         checkpoint_part="thinker",
@@ -108,7 +108,7 @@ ENGINES: dict[str, EngineSpec] = {
         "omni_actors.stages.qwen2_5.talker:TalkerEngine",
         Qwen25TalkerOptions,
         Qwen25TalkerParams,
-        replayable=True,
+        deterministic=True,
         libraries=TRANSFORMERS,
         extra="omni",
         checkpoint_part="talker",
@@ -117,7 +117,7 @@ ENGINES: dict[str, EngineSpec] = {
         "omni_actors.stages.qwen2_5.token2wav:Token2WavEngine",
         Token2WavOptions,
         Token2WavParams,
-        replayable=True,
+        deterministic=True,
         libraries=TRANSFORMERS,
         extra="omni",
         checkpoint_part="token2wav",
@@ -126,14 +126,14 @@ ENGINES: dict[str, EngineSpec] = {
         "omni_actors.stages.whisper.engine:WhisperEngine",
         WhisperOptions,
         WhisperParams,
-        replayable=True,
+        deterministic=True,
         libraries=("faster_whisper",),
     ),
     "hibari_acoustic": EngineSpec(
         "omni_actors.stages.hibari.acoustic:AcousticEngine",
         AcousticOptions,
         AcousticParams,
-        replayable=True,
+        deterministic=True,
         libraries=("hibari", "onnxruntime"),
     ),
     "hibari_vocoder": EngineSpec(
@@ -141,14 +141,14 @@ ENGINES: dict[str, EngineSpec] = {
         NoOptions,
         VocoderParams,
         needs_model=False,
-        replayable=True,
+        deterministic=True,
         libraries=("scipy",),
     ),
     "vllm": EngineSpec(
         "omni_actors.stages.vllm.factories:open_text",
         VLLMOptions,
         VLLMParams,
-        replayable=True,
+        deterministic=True,
         libraries=("vllm",),
         extra="vllm",
     ),
@@ -156,7 +156,7 @@ ENGINES: dict[str, EngineSpec] = {
         "omni_actors.stages.vllm.factories:open_qwen3_thinker",
         VLLMOptions,
         VLLMThinkerParams,
-        replayable=True,
+        deterministic=True,
         libraries=("vllm",),
         extra="vllm",
     ),
@@ -164,7 +164,7 @@ ENGINES: dict[str, EngineSpec] = {
         "omni_actors.stages.vllm.factories:open_qwen3_talker",
         VLLMTalkerOptions,
         TalkerParams,
-        replayable=True,
+        deterministic=True,
         libraries=("vllm",),
         extra="vllm",
     ),
@@ -172,7 +172,7 @@ ENGINES: dict[str, EngineSpec] = {
         "omni_actors.stages.vllm.factories:open_qwen2_5_thinker",
         VLLMOptions,
         VLLMThinkerParams,
-        replayable=True,
+        deterministic=True,
         libraries=("vllm",),
         extra="vllm",
     ),

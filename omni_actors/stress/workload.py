@@ -18,7 +18,7 @@ import numpy as np
 from omni_actors import config as configuration
 from omni_actors.config import Pipeline
 from omni_actors.errors import ConfigError, InvalidRequest
-from omni_actors.orchestrator.request import Input
+from omni_actors.orchestrator.pieces import Input
 from omni_actors.orchestrator.routes import Node, plan, topological
 from omni_actors.stress.oracle import Oracle
 
@@ -104,7 +104,7 @@ def find(config: str | Pipeline, overrides: Mapping[str, Any]) -> Workload:
         if not any(name in each.stages for each in templates.values()):
             raise ConfigError(pipeline.file, f"stages.{name}", name, "a stage that a request of known kinds reaches")
     hooks = tuple(name for name, stage in pipeline.stages.items() if stage.engine == "echo") if is_echo else ()
-    replayed = frozenset(name for name in pipeline.stages if pipeline.replays(name))
+    replayed = frozenset(name for name in pipeline.stages if pipeline.deterministic(name))
     return Workload(pipeline, templates, hooks, 8 if is_echo else 3, 20.0 if is_echo else 180.0, replayed)
 
 

@@ -21,7 +21,7 @@ import numpy as np
 from omni_actors.config import Limits, Pipeline, Restart, Stage
 from omni_actors.errors import InvalidRequest
 from omni_actors.generation import Output
-from omni_actors.orchestrator.request import Input
+from omni_actors.orchestrator.pieces import Input
 from omni_actors.orchestrator.routes import Route, plan
 from omni_actors.protocol.messages import CLIENT
 from omni_actors.stress.oracle import Oracle

@@ -7,8 +7,8 @@ import pytest
 
 from omni_actors.errors import Quarantined
 from omni_actors.orchestrator.fingerprint import fingerprint
+from omni_actors.orchestrator.pieces import Input
 from omni_actors.orchestrator.quarantine import MAX_ENTRIES, Quarantine
-from omni_actors.orchestrator.request import Input
 from omni_actors.orchestrator.routes import Route
 
 ROUTE = Route(("s",), {}, {}, {})

@@ -11,8 +11,9 @@ import trio.testing
 from omni_actors.config import Limits
 from omni_actors.errors import Aborted, RequestError
 from omni_actors.orchestrator.lifecycle import Event
+from omni_actors.orchestrator.pieces import Piece
 from omni_actors.orchestrator.readers import Readers
-from omni_actors.orchestrator.request import Piece, Request
+from omni_actors.orchestrator.request import Request
 from omni_actors.orchestrator.routes import Route
 from omni_actors.orchestrator.stream import OutputStream
 from omni_actors.protocol.chunks import ChunkSequence
@@ -40,12 +41,12 @@ class Client:
         self._seq += 1
         if last:
             del self.request.open_outputs["s"]
-            self.request.news.unpark_all()
+            self.request.output_wakeup.unpark_all()
 
     def end(self, event: Event, error: RequestError | None = None) -> None:
         self.request.lifecycle.advance(event)
         self.request.error = error
-        self.request.news.unpark_all()
+        self.request.output_wakeup.unpark_all()
         self.readers.complete(self.request)
 
     def cut(self, request: Request, error: RequestError) -> None:

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from omni_actors.errors import WorkerExit
-from omni_actors.orchestrator.request import Input, Request
+from omni_actors.orchestrator.pieces import Input
+from omni_actors.orchestrator.request import Request
 from omni_actors.orchestrator.routes import Route
 from omni_actors.orchestrator.trials import CULPRIT_PATIENCE_S, PROBATION_S, QUIET_S, Trials, died_by_itself
 from omni_actors.protocol.messages import Address
@@ -69,7 +70,7 @@ def test_the_request_that_the_engine_failed_on_is_charged_and_the_others_are_no_
     requests = [request(number) for number in range(6)]
     stage = Stage({requests[3]})
     assert stage.die(requests, failed=requests[3])
-    assert [each.number for each in requests if each.suspect_in is not None] == [3]
+    assert [each.number for each in requests if each in stage.trials.group_of] == [3]
     stage.run()
     assert (stage.deaths, stage.ended, stage.done) == (3, [requests[3]], [])
 
@@ -134,7 +135,7 @@ def test_a_culprit_waits_for_a_stage_that_is_quiet() -> None:
     assert trials.next_time(10.5) == 10.0 + QUIET_S
     assert trials.next(STAGE, 12.0, idle=True, wanted=True) is None
     assert trials.next(STAGE, 12.0, idle=False, wanted=False) is None
-    assert trials.next(STAGE, CULPRIT_PATIENCE_S, idle=False, wanted=True) is culprit.suspect_in
+    assert trials.next(STAGE, CULPRIT_PATIENCE_S, idle=False, wanted=True) is stage.trials.group_of[culprit]
 
 
 def test_a_culprit_alone_waits_for_nothing() -> None:
@@ -142,7 +143,7 @@ def test_a_culprit_alone_waits_for_nothing() -> None:
     stage = Stage({culprit})
     stage.trials.used(STAGE, culprit, 0.0)
     stage.die([culprit])
-    assert stage.trials.next(STAGE, 0.0, idle=True, wanted=False) is culprit.suspect_in
+    assert stage.trials.next(STAGE, 0.0, idle=True, wanted=False) is stage.trials.group_of[culprit]
 
 
 def test_a_group_that_has_run_for_its_probation_is_cleared_and_runs_longer_the_next_time() -> None:
@@ -166,7 +167,7 @@ def test_what_is_known_of_a_group_ends_with_a_request_that_leaves_it() -> None:
     stage = Stage(set())
     stage.die([gone, left])
     stage.trials.drop(gone)
-    group = left.suspect_in
+    group = stage.trials.group_of.get(left)
     assert group is not None
     assert not group.is_culprit
     stage.run()

@@ -17,7 +17,7 @@ import trio
 from omni_actors import OmniSystem
 from omni_actors.config import Pipeline, Stage
 from omni_actors.errors import StageCrashed
-from omni_actors.orchestrator.request import Input
+from omni_actors.orchestrator.pieces import Input
 from omni_actors.platform import cpu_sharing as module
 from omni_actors.platform.cpu_sharing import LONGEST_S, SHARE, WORKERS, CpuSharing, CpuSharingPage
 from omni_actors.protocol.messages import CLIENT_ADDRESS, Address, Finished, Ping, Pong

@@ -33,7 +33,7 @@ def ask_normally(server: Server, number: int) -> list[int]:
 
 def test_fifty_clients_that_send_poison_cost_the_others_no_answer(start: Start) -> None:
     with (
-        start("-s", "stages.mouth.options.step_s=0.01", "-s", "stages.mouth.replays=true") as server,
+        start("-s", "stages.mouth.options.step_s=0.01", "-s", "stages.mouth.deterministic=true") as server,
         ThreadPoolExecutor(POISONERS + OTHERS) as pool,
     ):
         with server.openai() as client:

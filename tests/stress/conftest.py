@@ -113,7 +113,7 @@ def planted(quiet_day: Workload, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     def plant(engine: str) -> Workload:
         overrides = {
             "stages.second.engine": f"planted_engines:{engine}",
-            "stages.second.replays": True,
+            "stages.second.deterministic": True,
             "stages.second.options": {"marker": str(tmp_path / engine)},
         }
         patience_s = 1.0 if engine == "Mute" else quiet_day.patience_s  # nobody else is waited for in vain

@@ -47,7 +47,7 @@ def test_a_violation_is_exit_code_1_and_a_command_that_repeats_it(
     options = planted("Louder").pipeline.stages["second"].options
     overrides = [
         "--set=stages.second.engine=planted_engines:Louder",
-        "--set=stages.second.replays=true",
+        "--set=stages.second.deterministic=true",
         f"--set=stages.second.options={json.dumps(dict(options))}",
     ]
     done = stress("echo", *overrides, "--replay", SCHEDULE)

@@ -20,9 +20,9 @@ import trio
 from click.testing import CliRunner
 
 from omni_actors.cli import main
-from omni_actors.orchestrator import run
-from omni_actors.orchestrator.run import Orchestrator
-from omni_actors.orchestrator.settle import Facts, Untouched
+from omni_actors.orchestrator import orchestrator
+from omni_actors.orchestrator.orchestrator import Orchestrator
+from omni_actors.orchestrator.replay import Facts, Untouched
 from omni_actors.orchestrator.stream import OutputStream
 from omni_actors.protocol import chunks
 from omni_actors.protocol.messages import Abort, Address, ControlMessage, Resume
@@ -125,7 +125,7 @@ def test_a_settlement_that_sees_no_loss_is_found(monkeypatch: pytest.MonkeyPatch
     def blind(facts: Facts) -> Untouched:
         return Untouched()
 
-    monkeypatch.setattr(run, "settle", blind)
+    monkeypatch.setattr(orchestrator, "decide_replay", blind)
     assert "hung" in kinds(first_violated())
 
 

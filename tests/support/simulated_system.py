@@ -13,7 +13,7 @@ import trio
 
 from omni_actors.config import Limits, Pipeline, Stage
 from omni_actors.generation import Generation, Output
-from omni_actors.orchestrator.request import Input
+from omni_actors.orchestrator.pieces import Input
 from omni_actors.stages.echo.engine import EchoEngine
 from omni_actors.stress.simulated import Nature, SimulatedSpawner
 from omni_actors.system import OmniSystem

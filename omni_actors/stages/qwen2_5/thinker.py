@@ -3,7 +3,7 @@
 A row of the talker's is what went into the language model at a position and what came out of it, added up; of sound and
 picture only the latter. So the row of a token of the answer is there one step behind the token, and the last token has
 none. The talker gets all positions of the prompt. As the last digits of what a batch computes move with the company in
-it, so do an answer's rows: a replay that differs ends with StageCrashed (``EngineSpec.replayable``).
+it, so do an answer's rows: a replay that differs ends with StageCrashed (``EngineSpec.deterministic``).
 
 Wire, besides what every talker gets (``omni.talker``):
 the first chunk has ``positions``, (3, n), of the prompt's rotary embedding, and ``tts``, (2 + speakers, hidden),

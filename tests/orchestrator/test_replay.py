@@ -9,8 +9,18 @@ from typing import Any
 
 import pytest
 
+from omni_actors.orchestrator.replay import (
+    Facts,
+    Fail,
+    Replay,
+    Unavailable,
+    Untouched,
+    Verdict,
+    decide_replay,
+    idle,
+    unwanted,
+)
 from omni_actors.orchestrator.routes import Node, Route, plan
-from omni_actors.orchestrator.settle import Facts, Fail, Replay, Unavailable, Untouched, Verdict, idle, settle, unwanted
 from omni_actors.protocol.messages import CLIENT
 
 ROUTES = {
@@ -43,7 +53,7 @@ def facts_of(route: Route, **known: Any) -> Facts:
         "fed": set(),
         "open": {stage for stage in route.stages if CLIENT in route.targets[stage]},
         "seen": set(),
-        "repeatable": set(route.stages),
+        "deterministic": set(route.stages),
         "let_go": {},
         "broken": {},
         "given_up": set(),
@@ -92,14 +102,14 @@ def again(verdict: Verdict) -> set[str]:
 @every_situation
 def test_what_starts_again_is_what_somebody_waits_for_and_no_more(facts: list[Facts]) -> None:
     for each in facts:
-        assert again(settle(each)) == needed(each), each
+        assert again(decide_replay(each)) == needed(each), each
 
 
 @every_situation
 def test_a_replay_is_whole_in_order_and_asked_for_once(facts: list[Facts]) -> None:
     """Everyone who feeds a stage that starts again lives or starts too; with that done nothing more is missing."""
     for each in facts:
-        verdict = settle(each)
+        verdict = decide_replay(each)
         if isinstance(verdict, Replay):
             assert list(verdict.stages) == [s for s in each.route.stages if s in verdict.stages], "upstream first"
             for stage in verdict.stages:
@@ -107,14 +117,14 @@ def test_a_replay_is_whole_in_order_and_asked_for_once(facts: list[Facts]) -> No
             started = replace(
                 each, held={*each.held, *verdict.stages}, finished=set(each.finished) - set(verdict.stages)
             )  # ``fed`` is of stages that lived before
-            assert settle(started) == Untouched()
+            assert decide_replay(started) == Untouched()
 
 
 @every_situation
 def test_who_is_waited_for_gets_all_that_it_waits_for(facts: list[Facts]) -> None:
     """Otherwise the request would wait until its deadline."""
     for each in facts:
-        verdict = settle(each)
+        verdict = decide_replay(each)
         feeding = {*each.held, *again(verdict)} - idle(each)
         waited_for = {stage for stage in set(each.held) - set(each.finished) if stage not in idle(each)}
         for stage in waited_for | again(verdict):
@@ -136,9 +146,9 @@ def test_who_needs_nothing_waits_for_nothing(facts: list[Facts]) -> None:
     """The shell's condition for completion: nothing is open, and who still holds it has finished."""
     for each in facts:
         if not each.open and set(each.held) <= set(each.finished):
-            assert settle(each) == Untouched()
+            assert decide_replay(each) == Untouched()
         if set(each.held) == set(each.route.stages):
-            assert settle(each) == Untouched()
+            assert decide_replay(each) == Untouched()
 
 
 @every_situation
@@ -147,13 +157,13 @@ def test_whatever_forbids_a_replay_touches_no_request_that_needs_none(facts: lis
         all_bad = replace(
             each,
             seen=set(each.route.stages),
-            repeatable=set(),
+            deterministic=set(),
             let_go=dict.fromkeys(each.route.stages, "why"),
             given_up=set(each.route.stages),
             replays=2,
         )
         for bad in (all_bad, replace(all_bad, on_failure="fail")):
-            assert (settle(bad) == Untouched()) == (settle(each) == Untouched())
+            assert (decide_replay(bad) == Untouched()) == (decide_replay(each) == Untouched())
 
 
 THREE = ROUTES["three, the middle gives"]
@@ -168,13 +178,13 @@ LOST_B = {"held": {"a", "c"}}
         ({"given_up": {"b"}, "replays": 2}, Unavailable("b")),
         ({"given_up": {"c"}}, Replay(("b",))),
         ({"replays": 1}, Replay(("b",))),
-        ({"replays": 2, "repeatable": set()}, Fail("it was replayed 2 times already (limits.replays)")),
+        ({"replays": 2, "deterministic": set()}, Fail("it was replayed 2 times already (limits.replays)")),
         ({"let_go": {"a": "too much"}}, Fail("stage 'a': too much")),
         ({"let_go": {"c": "too much"}}, Replay(("b",))),
     ],
 )
 def test_what_forbids_a_replay_in_order(known: dict[str, Any], verdict: Verdict) -> None:
-    assert settle(facts_of(THREE, **LOST_B, **known)) == verdict
+    assert decide_replay(facts_of(THREE, **LOST_B, **known)) == verdict
 
 
 UNREPEATABLE = "would not give the same output again, and some of it is in use"
@@ -198,26 +208,26 @@ def test_a_stage_that_is_not_repeatable_starts_again_where_nothing_hangs_on_what
     known: dict[str, Any], verdict: Verdict
 ) -> None:
     """The middle one of three."""
-    assert settle(facts_of(THREE, repeatable={"a", "c"}, **known)) == verdict
+    assert decide_replay(facts_of(THREE, deterministic={"a", "c"}, **known)) == verdict
 
 
 def test_a_part_that_could_not_be_done_is_fatal_where_it_is_wanted() -> None:
     """Also where it was not wanted when it was asked: a cannot feed b again, whose output c has, until c dies."""
     route = ROUTES["three"]
     fed = {"repeated": {"b"}, "broken": {"a": "too much"}}
-    assert settle(facts_of(route, **fed, fed={("c", "b")})) == Untouched()
-    assert settle(facts_of(route, **fed, held={"a", "b"})) == Fail("stage 'a': too much")
-    assert settle(facts_of(route, **fed)) == Fail("stage 'a': too much")
+    assert decide_replay(facts_of(route, **fed, fed={("c", "b")})) == Untouched()
+    assert decide_replay(facts_of(route, **fed, held={"a", "b"})) == Fail("stage 'a': too much")
+    assert decide_replay(facts_of(route, **fed)) == Fail("stage 'a': too much")
 
 
 def test_a_stage_that_has_all_of_its_input_loses_nothing_with_who_gave_it() -> None:
     """The text is complete, its speech goes on: the death of the one who wrote it is no matter. Not so if both die."""
     fed = {"held": {"b"}, "fed": {("b", "a")}}
-    assert settle(facts_of(ROUTES["two"], **fed, on_failure="fail")) == Untouched()
-    assert settle(facts_of(ROUTES["two"], held=set())) == Replay(("a", "b"))
+    assert decide_replay(facts_of(ROUTES["two"], **fed, on_failure="fail")) == Untouched()
+    assert decide_replay(facts_of(ROUTES["two"], held=set())) == Replay(("a", "b"))
 
 
 def test_a_stage_that_started_again_still_wants_what_feeds_it_though_the_client_has_all_of_its_output() -> None:
     """The client has the last of b's output; b runs again for c, and then a, which feeds it, dies."""
     facts = facts_of(ROUTES["three, the middle gives"], held={"b", "c"}, finished={"a"}, open={"c"})
-    assert settle(facts) == Replay(("a",))
+    assert decide_replay(facts) == Replay(("a",))

@@ -9,7 +9,7 @@ RECENT = 32
 """Requests whose time tells how long one takes."""
 
 
-class Pace:
+class RetryAfterEstimator:
     """Knows how long the latest requests took."""
 
     def __init__(self) -> None:

@@ -17,7 +17,7 @@ import trio.testing
 from omni_actors.config import Pipeline, Restart, Stage
 from omni_actors.errors import Aborted, DeadlineExceeded, InvalidRequest, Overloaded, SlowConsumer
 from omni_actors.generation import Generation, Output
-from omni_actors.orchestrator.request import Input
+from omni_actors.orchestrator.pieces import Input
 from omni_actors.system import OmniSystem
 from tests.support.shared_system import SharedSystem, open_shared_system, with_shared_system
 

@@ -3,7 +3,7 @@
 Rules
 1. A request number is given at dispatch, so numbers reach every worker in increasing order.
 2. ``Start`` is posted to every stage of a route, last stage first, before any input moves (prewarm).
-3. What a death means for a request is decided in ``settle`` alone; whenever the facts change, it is asked again.
+3. What a death means for a request is decided in ``decide_replay`` alone; whenever the facts change, it is asked again.
 4. A stage that starts again is sent nothing before it has said ``Started``; then its sources send from the first chunk.
 5. Requests that may have ended their worker are replayed on trial; one that used up its replays by that is refused
    when it is sent again (``suspects``).
@@ -39,12 +39,13 @@ from omni_actors.errors import (
 )
 from omni_actors.orchestrator.inputs import require_portable, send_input
 from omni_actors.orchestrator.lifecycle import Event, State
-from omni_actors.orchestrator.pace import Pace
+from omni_actors.orchestrator.pieces import Input, Piece
 from omni_actors.orchestrator.placement import Placement
 from omni_actors.orchestrator.readers import Readers
-from omni_actors.orchestrator.request import Input, OnFailure, Piece, Request
+from omni_actors.orchestrator.replay import Facts, Fail, Replay, Unavailable, Untouched, decide_replay, idle
+from omni_actors.orchestrator.request import OnFailure, Request
+from omni_actors.orchestrator.retry_after import RetryAfterEstimator
 from omni_actors.orchestrator.routes import Route
-from omni_actors.orchestrator.settle import Facts, Fail, Replay, Unavailable, Untouched, idle, settle
 from omni_actors.orchestrator.stream import OutputStream
 from omni_actors.orchestrator.suspects import Suspects
 from omni_actors.protocol import chunks
@@ -73,8 +74,8 @@ CUTS = (Aborted, DeadlineExceeded, SlowConsumer)
 class Orchestrator:
     """Owns the requests of one pipeline. It is the supervisor's ``Listener``.
 
-    ``run`` gives it the supervisor's replicas; requests are taken while it runs. repeatable: the stages that give the
-    same output chunks for the same input chunks.
+    ``run`` gives it the supervisor's replicas; requests are taken while it runs.
+    deterministic_stages: the stages that give the same output chunks for the same input chunks.
     """
 
     def __init__(
@@ -82,10 +83,15 @@ class Orchestrator:
         edges: Edges,
         *,
         limits: Limits,
-        repeatable: Set[str],
+        deterministic_stages: Set[str],
         on_end: Callable[[Request], None],
     ) -> None:
-        self._edges, self._limits, self._repeatable, self._on_end = edges, limits, repeatable, on_end
+        self._edges, self._limits, self._deterministic_stages, self._on_end = (
+            edges,
+            limits,
+            deterministic_stages,
+            on_end,
+        )
         self.readers = Readers(limits, replica=self._replica, cut=self._cut, on_over=self._over)
         self._placement = Placement(self.load)
         self.failed_stages: dict[str, StageFailed] = {}
@@ -94,7 +100,7 @@ class Orchestrator:
         self._queued: list[Request] = []
         self._newest = 0
         self._names = itertools.count(1)
-        self._pace = Pace()
+        self._retry_after = RetryAfterEstimator()
         self._suspects = Suspects(self, self._placement, limits.quarantine_s)
         self._nursery: trio.Nursery | None = None
 
@@ -175,14 +181,14 @@ class Orchestrator:
     @property
     def queued(self) -> int:
         """Admitted requests that wait for a stage to be ready, at first or to be replayed."""
-        return len(self._queued) + sum(bool(request.again) for request in self._requests.values())
+        return len(self._queued) + sum(bool(request.stages_to_restart) for request in self._requests.values())
 
     @property
     def retry_after_s(self) -> float:
         """When a place may be free for one more request; seconds."""
         now, in_flight = time.monotonic(), self._in_flight()
         oldest_s = max((now - request.submitted for request in in_flight), default=0.0)
-        return self._pace.retry_after_s(len(in_flight), oldest_s)
+        return self._retry_after.retry_after_s(len(in_flight), oldest_s)
 
     def abort_named(self, name: str) -> None:
         """Harmless where no such request is in flight."""
@@ -219,14 +225,14 @@ class Orchestrator:
 
     async def _feed(self, request: Request) -> None:
         while True:
-            while not request.unfed:
-                await request.hungry.park()
+            while not request.pending_inputs:
+                await request.input_wakeup.park()
             try:
-                await send_input(request, request.unfed.popleft(), self._edges)
+                await send_input(request, request.pending_inputs.popleft(), self._edges)
             except InvalidRequest as error:
                 if not request.lifecycle.ended:
                     self._end(request, Event.FAIL, error)
-            if request.on_failure == "fail" and not request.unfed:
+            if request.on_failure == "fail" and not request.pending_inputs:
                 request.inputs = {}
 
     # dispatch
@@ -234,8 +240,12 @@ class Orchestrator:
     def dispatch_waiting(self) -> None:
         """Give waiting requests to replicas that are ready, suspects aside; those that were dispatched before first."""
         for request in [*self._requests.values(), *self._queued]:
-            stages = request.again if request.number is not None else request.route.stages
-            if stages and request.suspect_in is None and (placement := self._placement.place(stages)) is not None:
+            stages = request.stages_to_restart if request.number is not None else request.route.stages
+            if (
+                stages
+                and not self._suspects.includes(request)
+                and (placement := self._placement.place(stages)) is not None
+            ):
                 self.dispatch(request, placement)
 
     def dispatch(self, request: Request, placement: Mapping[str, Address]) -> None:
@@ -271,10 +281,10 @@ class Orchestrator:
         request.placement |= placement
         request.starting |= placement.keys()
         request.repeated |= placement.keys()
-        for stage in reversed(request.again):
+        for stage in reversed(request.stages_to_restart):
             request.stats.pop(stage, None)
             self._start(request, stage)
-        request.again = ()
+        request.stages_to_restart = ()
 
     def _start(self, request: Request, stage: str) -> None:
         """To the stages below that are starting too it will be told to send when they have started."""
@@ -326,7 +336,7 @@ class Orchestrator:
                 request.fed = {(stage, source) for stage, source in request.fed if stage != address.stage}
                 request.crash = StageCrashed(address.stage, address.replica, generation, exit)
                 self._settle(request)
-                if address.stage not in request.again and not request.lifecycle.ended:
+                if address.stage not in request.stages_to_restart and not request.lifecycle.ended:
                     self._suspects.clear(request)  # all of its output was here
         self._suspects.follow()
 
@@ -337,7 +347,7 @@ class Orchestrator:
                 if failure.stage in request.route.stages:
                     self._end(request, Event.FAIL, self._unavailable(failure.stage))
             for request in list(self._requests.values()):
-                if request.again:
+                if request.stages_to_restart:
                     self._settle(request)
 
     def _unavailable(self, stage: str) -> StageUnavailable:
@@ -425,7 +435,7 @@ class Orchestrator:
             fed=request.fed,
             open=request.open_outputs.keys(),
             seen=request.first_arrived.keys(),
-            repeatable=self._repeatable,
+            deterministic=self._deterministic_stages,
             let_go=request.let_go,
             broken=request.broken,
             given_up=self.failed_stages.keys(),
@@ -439,13 +449,13 @@ class Orchestrator:
         if request.lifecycle.ended:
             return  # one like it was settled before, and ended it
         facts = self._facts(request)
-        request.again = ()
-        match settle(facts):
+        request.stages_to_restart = ()
+        match decide_replay(facts):
             case Untouched():
                 self._end_if_complete(request, idle(facts))
             case Replay(stages):
-                request.again = stages
-                if request.suspect_in is None and (placement := self._placement.place(stages)) is not None:
+                request.stages_to_restart = stages
+                if not self._suspects.includes(request) and (placement := self._placement.place(stages)) is not None:
                     self._start_again(request, placement)
             case Fail(reason, used_up):
                 if used_up and request.suspected > self._limits.replays:
@@ -466,10 +476,10 @@ class Orchestrator:
         request.lifecycle.advance(event)
         request.error = error
         request.inputs = {}
-        request.unfed.clear()
+        request.pending_inputs.clear()
         request.feeding.cancel()
         request.finished = time.monotonic()
-        self._pace.note(request.finished - request.submitted)
+        self._retry_after.note(request.finished - request.submitted)
         if waiting:
             self._queued.remove(request)
         elif request.number is not None:
@@ -477,7 +487,7 @@ class Orchestrator:
             for stage, address in request.placement.items():
                 if stage not in request.stats or self._retains(request, stage):
                     self._placement.replicas[address].post(Abort(request.number))
-        request.news.unpark_all()
+        request.output_wakeup.unpark_all()
         if isinstance(error, CUTS):
             self.readers.drop(request)
         else:
@@ -494,7 +504,7 @@ class Orchestrator:
             self._end(request, Event.FAIL, error)
         else:
             request.error = error
-            request.news.unpark_all()
+            request.output_wakeup.unpark_all()
             self.readers.drop(request)
 
     def _over(self, request: Request) -> None:

@@ -26,7 +26,7 @@ starts again, the first of these that holds:
     the request was made with on_failure="fail"                                        Fail
     one of them has no replica left                                                    Unavailable
     its last death is charged to it, and ``limit`` replays were before                 Fail, and why
-    one of them is not repeatable, and its output so far is in use                     Fail, and why
+    one of them is not deterministic, and its output so far is in use                     Fail, and why
     a living stage that feeds one of them has let go of what it retained               Fail, and why
     otherwise                                                                          Replay
 """
@@ -61,8 +61,8 @@ class Facts:
     """Stages whose last output the client wants and has not got."""
     seen: Set[str]
     """Stages of which the client has some output."""
-    repeatable: Set[str]
-    """Stages whose outputs are a function of their input alone (see ``EngineSpec.replayable``)."""
+    deterministic: Set[str]
+    """Stages whose outputs are a function of their input alone (see ``EngineSpec.deterministic``)."""
     let_go: Mapping[str, str]
     """Stages that cannot send their outputs again, and why."""
     broken: Mapping[str, str]
@@ -111,7 +111,7 @@ class Unavailable:
 Verdict: TypeAlias = Untouched | Replay | Fail | Unavailable
 
 
-def settle(facts: Facts) -> Verdict:
+def decide_replay(facts: Facts) -> Verdict:
     """See the module."""
     found = _survey(facts)
     for stage in facts.route.stages:
@@ -128,7 +128,7 @@ def settle(facts: Facts) -> Verdict:
     if facts.charged and facts.replays >= facts.limit:
         return Fail(f"it was replayed {facts.replays} times already (limits.replays)", used_up=True)
     for stage in again:
-        if stage in found.in_use and stage not in facts.repeatable:
+        if stage in found.in_use and stage not in facts.deterministic:
             return Fail(f"stage {stage!r} would not give the same output again, and some of it is in use")
         for source in facts.route.sources[stage]:
             if source in facts.held and source in facts.let_go:
