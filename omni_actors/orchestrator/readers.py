@@ -163,7 +163,7 @@ class Readers:
             return
         for stage, address in request.placement.items():
             replica = self._replica(address)
-            told = stage in request.told_to_pause
+            told = stage in request.paused_stages
             if request.account.paused and not told and stage not in request.stats and not replica.congested:
                 replica.post(Pause(request.number))
                 request.paused_stages.add(stage)

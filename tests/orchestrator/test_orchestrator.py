@@ -249,7 +249,7 @@ def test_a_cancelled_reader_loses_nothing(echo: SharedSystem) -> None:
                     got.append(await anext(generation))
         assert [output.data["n"] for output in got] == list(range(50))
 
-    echo(work)
+    echo.run(work)
 
 
 async def test_aborted_requests_do_not_pile_up_behind_a_stage_that_takes_nothing() -> None:
@@ -352,7 +352,7 @@ def test_a_request_that_fits_no_stage_is_refused_at_once(echo: SharedSystem) -> 
                 omni.submit({kind: [Input({})]}, modalities, **params)
         assert in_flight(omni) == 0
 
-    echo(work)
+    echo.run(work)
 
 
 # graphs
@@ -409,7 +409,7 @@ def test_a_payload_larger_than_every_ring_arrives_as_it_was(echo: SharedSystem) 
         for n, output in enumerate(outputs):
             assert np.array_equal(output.tensors["pixels"].numpy(), pixels + n)
 
-    echo(work)
+    echo.run(work)
 
 
 async def test_32_requests_at_once_each_get_their_own_in_order() -> None:

@@ -66,7 +66,7 @@ class EngineConformance:
 
     def test_an_engine_that_replays_gives_the_same_chunks_whatever_the_timing(self, case: Case, driver: Any) -> None:
         """A consumer goes on, in a replay, with the chunk that follows the last one it has: each is to be the same."""
-        assert ENGINES[case.name].replayable, "then leave it out here"
+        assert ENGINES[case.name].deterministic, "then leave it out here"
 
         def at_once() -> list[Any]:
             case.start(driver, 1)
