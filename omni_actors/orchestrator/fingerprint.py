@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import msgspec
 
@@ -22,11 +21,12 @@ SAMPLES, SAMPLE_BYTES = 64, 16 * 1024
 few milliseconds at the most."""
 
 
-def fingerprint(route: Route, inputs: Mapping[str, Sequence[Input]], params: Mapping[str, Mapping[str, Any]]) -> str:
+def fingerprint(route: Route, inputs: Mapping[str, Sequence[Input]], params: Mapping[str, msgspec.Raw]) -> str:
     """Hash a request. Returns hex digits. Raises InvalidRequest where the input cannot be encoded."""
     digest = hashlib.blake2b(digest_size=16)
     for stage in route.stages:
-        share = {name: value for name, value in params[stage].items() if name != "seed"}
+        share = msgspec.msgpack.decode(params[stage])
+        share.pop("seed", None)
         _add(digest, memoryview(msgspec.msgpack.encode([stage, share])))
     for kind in sorted(inputs):
         for piece in inputs[kind]:

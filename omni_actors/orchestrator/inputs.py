@@ -19,15 +19,20 @@ PARAMS_BYTES = MAX_BYTES // 2
 """Largest parameters of a request at one stage, encoded: they travel in one control message."""
 
 
-def require_portable(params: Mapping[str, Mapping[str, Any]]) -> None:
-    """Raises InvalidRequest where a stage's parameters cannot be put into a control message."""
+def encode_params(params: Mapping[str, Mapping[str, Any]]) -> dict[str, msgspec.Raw]:
+    """Encode the parameters of each stage, once for all its ``Start`` messages.
+
+    Raises InvalidRequest if they cannot be encoded or do not fit into a control message.
+    """
+    encoded: dict[str, msgspec.Raw] = {}
     for stage, share in params.items():
         try:
-            size = len(msgspec.msgpack.encode(share))
+            encoded[stage] = msgspec.Raw(msgspec.msgpack.encode(share))
         except (TypeError, ValueError, OverflowError, RecursionError) as error:
             raise InvalidRequest(f"parameters of stage {stage!r} that cannot be sent: {error}") from error
-        if size > PARAMS_BYTES:
+        if (size := len(encoded[stage])) > PARAMS_BYTES:
             raise InvalidRequest(f"parameters of stage {stage!r} take {size} bytes; the limit is {PARAMS_BYTES}")
+    return encoded
 
 
 async def send_input(request: Request, stage: str, edges: Edges) -> None:

@@ -37,7 +37,7 @@ from omni_actors.errors import (
     StageUnavailable,
     WorkerExit,
 )
-from omni_actors.orchestrator.inputs import require_portable, send_input
+from omni_actors.orchestrator.inputs import encode_params, send_input
 from omni_actors.orchestrator.lifecycle import Event, State
 from omni_actors.orchestrator.pieces import Input, Piece
 from omni_actors.orchestrator.placement import Placement
@@ -137,7 +137,7 @@ class Orchestrator:
         """
         if self._nursery is None:
             raise RuntimeError("the system is closed")
-        require_portable(params)
+        encoded_params = encode_params(params)
         if name is not None and any(request.name == name for request in self._in_flight()):
             raise InvalidRequest(f"a request named {name!r} is in flight", param="request_id")
         for stage in route.stages:
@@ -149,7 +149,7 @@ class Orchestrator:
             name or f"req-{next(self._names)}",
             route,
             inputs,
-            params,
+            encoded_params,
             deadline_s,
             submitted=time.monotonic(),
             on_failure=on_failure if self._limits.replays else "fail",

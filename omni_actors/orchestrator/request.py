@@ -8,8 +8,9 @@ import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
+import msgspec
 import trio
 
 from omni_actors.errors import InvalidRequest, RequestError, StageCrashed
@@ -33,7 +34,8 @@ class Request:
     route: Route
     inputs: Mapping[str, Sequence[Input]]
     """Kept until the end where the request may be replayed."""
-    params: Mapping[str, dict[str, Any]]
+    params: Mapping[str, msgspec.Raw]
+    """The parameters for each stage, encoded with msgpack."""
     deadline_s: float
     submitted: float
     """CLOCK_MONOTONIC, comparable with the times in ``stats``."""

@@ -67,7 +67,8 @@ class Start(_Control, frozen=True):
     request: int
     sources: tuple[str, ...]
     targets: tuple[Address, ...]
-    params: dict[str, Any]
+    params: msgspec.Raw
+    """A mapping, encoded with msgpack. The engine loop decodes it for the engine."""
     downstream: bool = False
     """Whether stages below take part, among ``targets`` or not yet (one that starts again comes by ``Resend``)."""
     retain_bytes: int = 0

@@ -23,6 +23,8 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Set
 
+import msgspec
+
 from omni_actors.platform.cpu_sharing import NoCpuSharing
 from omni_actors.protocol import chunks
 from omni_actors.protocol.chunks import ChunkHeader, ReplayDiverged
@@ -210,7 +212,8 @@ class EngineLoop:
                         self._notify(Started(start.request))
                     self.handling = start.request
                     try:
-                        engine.start(StageRequest(start.request, start.sources, start.params, start.downstream))
+                        params = msgspec.msgpack.decode(start.params)
+                        engine.start(StageRequest(start.request, start.sources, params, start.downstream))
                     except InvalidRequest as error:
                         self._refuse(start.request, error)
                     self.handling = None

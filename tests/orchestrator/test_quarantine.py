@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -47,7 +48,8 @@ def test_requests_are_alike_in_input_and_parameters_whatever_their_seed() -> Non
         changed = sound.copy()
         changed[at : at + 20_000] = 1
         inputs = {"script": [Input({"text": text})], "audio": [Input({}, {"audio": changed})]}
-        return fingerprint(ROUTE, inputs, {"s": {"speed": speed, "seed": seed}})
+        params = msgspec.Raw(msgspec.msgpack.encode({"speed": speed, "seed": seed}))
+        return fingerprint(ROUTE, inputs, {"s": params})
 
     assert of() == of(seed=7)
     assert len({of(), of("y"), of(speed=2.0), of(at=1_500_000), of(at=2_980_000)}) == 5

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -23,7 +24,7 @@ ROUTE = Route((STAGE,), {}, {}, {})
 
 def request(number: int, text: str | None = None) -> Request:
     inputs = {"script": [Input({"text": text or f"text {number}"})]}
-    return Request(f"r{number}", ROUTE, inputs, {STAGE: {}}, 1.0, 0.0, number=number)
+    return Request(f"r{number}", ROUTE, inputs, {STAGE: msgspec.Raw(b"\x80")}, 1.0, 0.0, number=number)
 
 
 class Stage:

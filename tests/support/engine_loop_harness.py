@@ -9,6 +9,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import msgspec
+
 from omni_actors.platform.cpu_sharing import NoCpuSharing
 from omni_actors.protocol import chunks
 from omni_actors.protocol.chunks import ChunkHeader
@@ -86,7 +88,8 @@ class LoopHarness:
         replayed: bool = False,
         worker_retain_bytes: int = 1 << 30,
     ) -> None:
-        self.loop.post(Start(request, sources, targets, {}, True, retain_bytes, replayed, worker_retain_bytes))
+        params = msgspec.Raw(msgspec.msgpack.encode({}))
+        self.loop.post(Start(request, sources, targets, params, True, retain_bytes, replayed, worker_retain_bytes))
 
     def next_message(self) -> ControlMessage:
         return self.said.get(timeout=WATCHDOG_S)
