@@ -21,9 +21,10 @@ from rich.console import Console
 from rich.table import Table
 
 from omni_actors import config as configuration
+from omni_actors.command_line import BadConfig, override_option
 from omni_actors.errors import ConfigError, OmniError
 from omni_actors.generation import AudioChunk, RequestMetrics
-from omni_actors.serve.command import BadConfig, override_option, serve_command
+from omni_actors.serve.command import serve_command
 from omni_actors.stages import assets, memory
 from omni_actors.stress.command import stress_command
 from omni_actors.system import OmniSystem

@@ -84,8 +84,12 @@ LAYERS: dict[str, set[str]] = {
         *ENGINE_DATA,
     },
     "omni_actors": {"omni_actors.generation", "omni_actors.media", "omni_actors.system", *LEAVES},
+    "omni_actors.command_line": set(),
+    "omni_actors.serve.http": set(),
     "omni_actors.serve": {
         "omni_actors",
+        "omni_actors.command_line",
+        "omni_actors.serve.http",
         "omni_actors.system",
         "omni_actors.generation",
         *LEAVES,
@@ -93,7 +97,7 @@ LAYERS: dict[str, set[str]] = {
     },
     "omni_actors.stress": {
         "omni_actors",
-        "omni_actors.serve",
+        "omni_actors.command_line",
         "omni_actors.generation",
         "omni_actors.system",
         "omni_actors.orchestrator",
@@ -107,6 +111,7 @@ LAYERS: dict[str, set[str]] = {
     },
     "omni_actors.cli": {
         "omni_actors",
+        "omni_actors.command_line",
         "omni_actors.generation",
         "omni_actors.system",
         "omni_actors.serve",

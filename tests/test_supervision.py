@@ -20,7 +20,7 @@ from omni_actors.generation import Generation, Output
 from omni_actors.orchestrator.pieces import Input
 from omni_actors.protocol.messages import Address
 from omni_actors.serve.app import build
-from omni_actors.serve.media import Media
+from omni_actors.serve.media.loader import MediaLoader
 from omni_actors.supervisor.process import LocalSpawner, Worker
 from omni_actors.system import OmniSystem
 from tests.support.shared_system import SharedSystem, open_shared_system, with_shared_system
@@ -254,7 +254,7 @@ async def test_the_history_is_in_dead_error_and_without_the_worker_s_words_in_he
         assert error.stderr_tail == ("the words of the worker",)
         assert [(death.generation, death.exit.exit_code) for death in error.history] == [(1, 3), (2, 4)]
         assert began <= error.history[0].at <= error.history[1].at <= time.time()
-        app = build(omni, api_key="secret", max_body_bytes=1000, media=Media(), has_loaded=lambda: True)
+        app = build(omni, api_key="secret", max_body_bytes=1000, media=MediaLoader(), has_loaded=lambda: True)
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://here") as client:
             answer = await client.get("/health", headers={"authorization": "Bearer secret"})
             stranger = await client.get("/health")

@@ -14,7 +14,9 @@ import click
 import trio
 
 from omni_actors import config as configuration
+from omni_actors.command_line import BadConfig, override_option
 from omni_actors.errors import ConfigError, OmniError
+from omni_actors.serve.access.api_key import normalize_key
 from omni_actors.serve.defaults import (
     API_KEY_VARIABLE,
     DRAIN_S,
@@ -24,18 +26,6 @@ from omni_actors.serve.defaults import (
     MAX_CONNECTIONS_PER_ADDRESS,
     PORT,
 )
-from omni_actors.serve.keys import clean_key
-
-override_option = click.option(
-    "-s", "--set", "assignments", multiple=True, metavar="PATH=VALUE", help="Override a value: stages.llm.threads=2"
-)
-"""For every command that reads a pipeline; ``config.parse_overrides`` understands it."""
-
-
-class BadConfig(click.ClickException):
-    """How a command line ends on a configuration that cannot work."""
-
-    exit_code = 2
 
 
 def _clean_key(context: click.Context, option: click.Parameter, given: str | None) -> str | None:
@@ -48,7 +38,7 @@ def _clean_key(context: click.Context, option: click.Parameter, given: str | Non
         message = f"the key is empty; to serve everybody, leave out --api-key and unset {API_KEY_VARIABLE}"
         raise click.BadParameter(message)
     try:
-        return clean_key(given)
+        return normalize_key(given)
     except ValueError as error:
         raise click.BadParameter(str(error)) from error
 
@@ -136,17 +126,17 @@ def serve_command(
     assignments: tuple[str, ...],
 ) -> None:
     """Serve the pipeline CONFIG (a name or a path) behind an API in the shape of OpenAI's."""
-    from omni_actors.serve.media import Media  # the web stack: only a server waits for its import
-    from omni_actors.serve.origins import clean_host, clean_origin
+    from omni_actors.serve.access.origins import normalize_host, normalize_origin
+    from omni_actors.serve.media.loader import MediaLoader  # the web stack: only a server waits for its import
     from omni_actors.serve.server import serve
 
     os.environ.pop(API_KEY_VARIABLE, None)  # the workers inherit the environment, and the key is not theirs
     try:
-        media = Media(allow_media_domain, allow_media_dir)
+        media = MediaLoader(allow_media_domain, allow_media_dir)
     except ValueError as error:
         raise click.BadParameter(str(error), param_hint="--allow-media-domain / --allow-media-dir") from error
     try:
-        origins, hosts = [*map(clean_origin, allow_origin)], [*map(clean_host, allow_host)]
+        origins, hosts = [*map(normalize_origin, allow_origin)], [*map(normalize_host, allow_host)]
     except ValueError as error:
         raise click.BadParameter(str(error), param_hint="--allow-origin / --allow-host") from error
     try:

@@ -31,6 +31,8 @@ from starlette.types import ASGIApp
 from omni_actors import config as configuration
 from omni_actors.config import Pipeline
 from omni_actors.errors import OmniError, StageFailed
+from omni_actors.serve.access.api_key import normalize_key
+from omni_actors.serve.access.origins import normalize_host, normalize_origin
 from omni_actors.serve.app import build
 from omni_actors.serve.defaults import (
     API_KEY_VARIABLE,
@@ -41,12 +43,10 @@ from omni_actors.serve.defaults import (
     MAX_CONNECTIONS_PER_ADDRESS,
     PORT,
 )
-from omni_actors.serve.descriptors import Descriptors
-from omni_actors.serve.keys import clean_key
-from omni_actors.serve.listener import Listener
-from omni_actors.serve.media import Media
-from omni_actors.serve.origins import clean_host, clean_origin
-from omni_actors.serve.wire import UNREAD_S
+from omni_actors.serve.http.buffered_socket import SEND_TIMEOUT_S
+from omni_actors.serve.http.descriptors import DescriptorBudget
+from omni_actors.serve.http.listener import Listener
+from omni_actors.serve.media.loader import MediaLoader
 from omni_actors.system import Health, OmniSystem
 
 SAME_SIGNAL_S = 0.25
@@ -70,7 +70,7 @@ async def serve(
     port: int = PORT,
     api_key: str | None = None,
     max_body_bytes: int = MAX_BODY_BYTES,
-    media: Media | None = None,
+    media: MediaLoader | None = None,
     allow_origins: Collection[str] = (),
     allow_hosts: Collection[str] = (),
     overrides: Mapping[str, Any] | None = None,
@@ -90,10 +90,10 @@ async def serve(
     Raises ValueError (a key, an origin or a host that is none), ConfigError, CannotListen, StageFailed (a stage that
     cannot load, or is given up and ``exit_on_failed_stage``).
     """
-    key = None if api_key is None else clean_key(api_key)
-    origins, hosts = frozenset(map(clean_origin, allow_origins)), frozenset(map(clean_host, allow_hosts))
+    key = None if api_key is None else normalize_key(api_key)
+    origins, hosts = frozenset(map(normalize_origin, allow_origins)), frozenset(map(normalize_host, allow_hosts))
     pipeline = configuration.load(config, overrides)
-    descriptors = Descriptors.of_this_process()
+    descriptors = DescriptorBudget.of_this_process()
     failure: OmniError | None = None
     async with trio.open_nursery() as nursery:
         stop: trio.Event = await nursery.start(_follow_signals)
@@ -108,7 +108,7 @@ async def serve(
                         system,
                         api_key=key,
                         max_body_bytes=max_body_bytes,
-                        media=media or Media(),
+                        media=media or MediaLoader(),
                         origins=origins,
                         hosts=hosts,
                     )
@@ -204,7 +204,7 @@ def _listening_socket(host: str, port: int) -> Iterator[socket.socket]:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         # Connections inherit all three.
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(UNREAD_S * 1000))
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(SEND_TIMEOUT_S * 1000))
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
         try:
             listener.bind(address)

@@ -11,8 +11,8 @@ from pathlib import Path
 import click
 
 from omni_actors import config as configuration
+from omni_actors.command_line import BadConfig, override_option
 from omni_actors.errors import ConfigError, OmniError
-from omni_actors.serve.command import BadConfig, override_option
 
 
 @click.command()

@@ -9,7 +9,7 @@ import pytest
 import trio
 
 from bench import readers
-from omni_actors.serve import connection
+from omni_actors.serve.http import connection
 from tests.support.http_listener import listening
 
 NO_PROCESS = cast("subprocess.Popen[str]", None)
@@ -27,8 +27,8 @@ async def test_normal_clients_are_measured_alone_and_beside_every_kind_of_hostil
 
 
 async def test_slow_heads_and_idle_clients_last_until_the_server_closes_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection, "HEAD_S", 0.2)
-    monkeypatch.setattr(connection, "IDLE_S", 0.2)
+    monkeypatch.setattr(connection, "HEAD_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(connection, "IDLE_TIMEOUT_S", 0.2)
     monkeypatch.setattr(readers, "DRIP_S", 0.01)
     async with listening() as running:
         server = readers.Server(NO_PROCESS, running.address[1], "model")

@@ -13,7 +13,7 @@ import trio
 from prometheus_client import CollectorRegistry
 from starlette.types import Message, Receive, Scope, Send
 
-from omni_actors.serve.listener import Listener
+from omni_actors.serve.http.listener import Listener
 
 MAX_BODY_BYTES = 1 << 30
 GET = b"GET /now HTTP/1.1\r\nHost: x\r\n\r\n"

@@ -1,0 +1,122 @@
+"""The door: what every request passes before a handler sees it.
+
+Rules
+1. A request is refused on its head alone where that suffices: a wrong key, a body that is declared too large, a system
+   that is full.
+2. A body is read whole before its handler starts, and counted while it comes. Where no handler reads it, it is not
+   kept. Nothing here holds on to a body that its handler has taken.
+3. A refusal is sent at once. What is left of the body is the connection's affair (``wire.linger``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+
+import trio
+from prometheus_client import CollectorRegistry, Counter
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from omni_actors.serve.access.admission import SCOPE_KEY, AdmissionTicket
+from omni_actors.serve.access.api_key import has_valid_key
+from omni_actors.serve.http.errors import HTTPError
+
+BODY_TIMEOUT_S = 60.0
+"""From the head to the whole body. No byte in between extends it."""
+
+
+class RequestGate:
+    """An ASGI app around another.
+
+    api_key: None lets everyone in. public: paths that need no key. routes: the paths that are counted by name.
+    admit: called with a request's path; gives None where no handler reads a body. Raises HTTPError where there is no
+    service now.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        registry: CollectorRegistry,
+        *,
+        api_key: str | None,
+        max_body_bytes: int,
+        public: Collection[str],
+        routes: Collection[str],
+        admit: Callable[[str], AdmissionTicket | None],
+    ) -> None:
+        self._app, self._key, self._max_body_bytes = app, api_key, max_body_bytes
+        self._public, self._routes, self._admit = public, routes, admit
+        self._answers = Counter("omni_http_answers", "HTTP answers begun", ["path", "status"], registry=registry)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path = scope["path"]
+        counted_as = path if path in self._routes else "other"
+        ticket: AdmissionTicket | None = None
+
+        async def counting_send(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                if ticket is not None:
+                    ticket.leave()  # before the client sees its answer, and may come again
+                self._answers.labels(counted_as, str(message["status"])).inc()
+            await send(message)
+
+        try:
+            self._require_key(scope)
+            ticket = scope[SCOPE_KEY] = self._admit(path)
+            body = _Body(await self._read(scope, receive, ticket))
+            if ticket is not None:
+                ticket.take_place()
+            await self._app(scope, body.receive, counting_send)
+        except HTTPError as problem:
+            await problem.response()(scope, receive, counting_send)
+        finally:
+            if ticket is not None:
+                ticket.leave()
+
+    def _require_key(self, scope: Scope) -> None:
+        """Raises HTTPError 401."""
+        if scope["path"] in self._public or has_valid_key(scope["headers"], self._key):
+            return
+        message = "a valid API key is needed: send it as 'Authorization: Bearer KEY'"
+        raise HTTPError(401, message, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
+
+    async def _read(self, scope: Scope, receive: Receive, ticket: AdmissionTicket | None) -> bytes:
+        """The body; without an ticket it is counted and not kept. Raises HTTPError."""
+        too_large = HTTPError(413, f"the body is larger than {self._max_body_bytes} bytes", code="body_too_large")
+        if _declared_bytes(scope) > self._max_body_bytes:
+            raise too_large
+        body, size, more = bytearray(), 0, True
+        upload = trio.CancelScope() if ticket is None else ticket.upload
+        upload.deadline = trio.current_time() + BODY_TIMEOUT_S
+        with upload:
+            while more:
+                message = await receive()
+                piece, more = message["body"], message["more_body"]
+                size += len(piece)
+                if size > self._max_body_bytes:
+                    raise too_large
+                if ticket is not None:
+                    ticket.hold(len(piece))
+                    body += piece
+            if ticket is None or not ticket.was_ended:
+                return bytes(body)
+        reason = f"within {BODY_TIMEOUT_S:g} s"
+        if ticket is not None and ticket.was_ended:
+            reason = "fast enough, and other requests need its room"
+        raise HTTPError(408, f"the body did not come {reason}", code="body_too_slow")
+
+
+class _Body:
+    """A body that is here, as an app receives it. It is kept until then."""
+
+    def __init__(self, body: bytes) -> None:
+        self._unread = [body]
+
+    async def receive(self) -> Message:
+        await trio.lowlevel.checkpoint()
+        if not self._unread:
+            await trio.sleep_forever()
+        return {"type": "http.request", "body": self._unread.pop(), "more_body": False}
+
+
+def _declared_bytes(scope: Scope) -> int:
+    return next((int(value) for name, value in scope["headers"] if name == b"content-length"), 0)

@@ -1,0 +1,108 @@
+"""Which web pages may use the server, and under which host names.
+
+Rules
+1. Browsers name a page's origin in ``Origin`` and let any page send a simple POST anywhere, also to localhost. A page
+   of the server's own origin may use it, and so may the origins that the operator allows.
+2. Other origins are refused where the operator allows some, and where there is no key: then nothing else keeps a page
+   out. Programs send no ``Origin`` and are not concerned.
+3. Where the operator names hosts, a request for another ``Host`` is refused. That is the protection from DNS rebinding:
+   a page whose host name leads to this machine has the server's own origin.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+from ipaddress import ip_address
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers
+from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from omni_actors.serve.http.errors import HTTPError, quote_value
+
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^\s/?#@]+", re.ASCII)
+_HOST = re.compile(r"[a-z0-9_-]+(\.[a-z0-9_-]+)*", re.ASCII)
+_DEFAULT_PORTS = {"http": ":80", "https": ":443"}
+
+
+def normalize_origin(given: str) -> str:
+    """Return an origin as browsers write it. Raises ValueError."""
+    origin = given.lower().rstrip("/")
+    if not _ORIGIN.fullmatch(origin):
+        raise ValueError(f"{given!r} is not an origin such as https://app.example.org or http://localhost:3000")
+    return origin
+
+
+def normalize_host(given: str) -> str:
+    """Return a host's name or address, in lower case and without brackets. Raises ValueError."""
+    host = given.lower().removeprefix("[").removesuffix("]")
+    if not _HOST.fullmatch(host) and not _is_address(host):
+        raise ValueError(f"{given!r} is not a host such as api.example.org or 127.0.0.1, without a port")
+    return host
+
+
+class OriginCheck:
+    """An ASGI app around another. Pages of allowed origins get the headers of CORS, which let them read the answers.
+
+    origins, hosts: as ``clean_origin`` and ``clean_host`` return them; no hosts: any. has_key: whether clients must
+    send an API key.
+    """
+
+    def __init__(self, app: ASGIApp, *, origins: Collection[str], hosts: Collection[str], has_key: bool) -> None:
+        if origins:
+            app = CORSMiddleware(
+                app,
+                allow_origins=origins,
+                allow_methods=["GET", "POST"],
+                allow_headers=["*"],
+                allow_private_network=True,
+                expose_headers=["retry-after", "x-should-retry"],
+            )
+        self._app, self._origins, self._hosts = app, origins, hosts
+        self._refuses_foreign = bool(origins) or not has_key
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        app = self._app
+        if scope["type"] == "http":
+            try:
+                self._require_allowed(Headers(scope=scope))
+            except HTTPError as problem:
+                app = problem.response()
+        await app(scope, receive, send)
+
+    def _require_allowed(self, headers: Headers) -> None:
+        """Raises HTTPError 421, 403."""
+        host = headers.get("host", "").lower()
+        if self._hosts and _host_name(host) not in self._hosts:
+            raise HTTPError(421, f"this server does not answer for the host {quote_value(host)}", code="unknown_host")
+        if not self._refuses_foreign:
+            return
+        for origin in headers.getlist("origin"):
+            if origin not in self._origins and not _is_own(origin.lower(), host):
+                message = f"pages of the origin {quote_value(origin)} may not use this server; see --allow-origin"
+                raise HTTPError(403, message, code="foreign_origin")
+
+
+def _host_name(host: str) -> str | None:
+    """The host in a Host header, without its port."""
+    try:
+        return urlsplit(f"//{host}").hostname
+    except ValueError:
+        return None
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
+def _is_own(origin: str, host: str) -> bool:
+    """Whether ``origin`` is the one under which the server was asked."""
+    scheme, _, place = origin.partition("://")
+    port = _DEFAULT_PORTS.get(scheme, "")
+    return place != "" and place.removesuffix(port) == host.removesuffix(port)

@@ -1,0 +1,1 @@
+"""The data formats of the HTTP API: request bodies, their schemas, replies and errors."""

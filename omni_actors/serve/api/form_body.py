@@ -1,0 +1,124 @@
+"""Multipart forms with one file, parsed slice by slice.
+
+Rules
+1. The parser gets the body in slices, with a turn of the event loop between them.
+2. The file stays in memory: its size is limited by ``max_body_bytes`` and counted by ``arrivals`` already.
+3. Names and values are UTF-8, as RFC 7578 recommends; a ``charset`` in the content type has no effect.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import trio
+from python_multipart.exceptions import FormParserError
+from python_multipart.multipart import MultipartParser, parse_options_header
+from starlette.requests import Request
+
+from omni_actors.serve.api.json_body import SLICE_BYTES, read_body
+from omni_actors.serve.http.errors import HTTPError, bad_request, quote_value
+
+logging.getLogger("python_multipart").setLevel(logging.ERROR)  # a client's mistake is no warning for the operator
+
+MAX_PARTS = 32
+MAX_FIELD_BYTES = 1 << 16
+
+
+async def read_form(request: Request, file_name: str) -> tuple[bytes | None, dict[str, Any]]:
+    """Return the bytes of the file that is called ``file_name``, and the other fields that are not empty.
+
+    The file is None where the form has none. Raises HTTPError 400.
+    """
+    kind, options = parse_options_header(request.headers.get("content-type"))
+    if kind != b"multipart/form-data" or b"boundary" not in options:
+        message = f"missing required parameter {file_name!r}, an audio file in a multipart form"
+        raise bad_request(message, file_name, "missing_required_parameter")
+    body = await read_body(request)
+    form = _Form(file_name)
+    try:
+        parser = MultipartParser(options[b"boundary"], form.callbacks())
+        for at in range(0, len(body), SLICE_BYTES):
+            await trio.lowlevel.checkpoint()
+            parser.write(body[at : at + SLICE_BYTES])
+    except FormParserError as error:
+        raise _broken(str(error)) from error
+    return form.file, form.fields
+
+
+class _Form:
+    """The form that the parser's callbacks fill in."""
+
+    def __init__(self, file_name: str) -> None:
+        self.file: bytes | None = None
+        self.fields: dict[str, str] = {}
+        self._file_name = file_name
+        self._name = ""
+        self._is_file = False
+        self._parts = 0
+        self._header, self._value, self._data = bytearray(), bytearray(), bytearray()
+
+    def callbacks(self) -> Any:
+        """By the parser's names for its events."""
+        return {
+            "on_part_begin": self._begin_part,
+            "on_header_field": self._add_header,
+            "on_header_value": self._add_value,
+            "on_header_end": self._end_header,
+            "on_headers_finished": self._end_headers,
+            "on_part_data": self._add_data,
+            "on_part_end": self._end_part,
+        }
+
+    def _begin_part(self) -> None:
+        self._parts += 1
+        if self._parts > MAX_PARTS:
+            raise _broken(f"more than {MAX_PARTS} parts")
+        self._name, self._is_file, self._data = "", False, bytearray()
+
+    def _add_header(self, data: bytes, begin: int, end: int) -> None:
+        self._header += data[begin:end]
+
+    def _add_value(self, data: bytes, begin: int, end: int) -> None:
+        self._value += data[begin:end]
+
+    def _end_header(self) -> None:
+        if self._header.lower() == b"content-disposition":
+            _, options = parse_options_header(bytes(self._value))
+            self._name = _text(options.get(b"name", b""))
+            self._is_file = b"filename" in options
+        self._header, self._value = bytearray(), bytearray()
+
+    def _end_headers(self) -> None:
+        if not self._name:
+            raise _broken("a part without a name")
+        if not self._is_file:
+            return
+        if self._name != self._file_name:
+            raise bad_request(f"unknown file {quote_value(self._name)}; accepted: {self._file_name!r}", self._name)
+        if self.file is not None:
+            raise _broken("more than one file")
+
+    def _add_data(self, data: bytes, begin: int, end: int) -> None:
+        self._data += data[begin:end]
+        if not self._is_file and len(self._data) > MAX_FIELD_BYTES:
+            raise _broken(f"{self._name}: more than {MAX_FIELD_BYTES} bytes")
+
+    def _end_part(self) -> None:
+        if self._is_file:
+            self.file = bytes(self._data)
+        elif self._data:
+            self.fields[self._name] = _text(self._data)
+        self._data = bytearray()
+
+
+def _text(data: bytes | bytearray) -> str:
+    """Raises HTTPError."""
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise _broken(f"text that is not UTF-8: {error}") from error
+
+
+def _broken(reason: str) -> HTTPError:
+    return bad_request(f"the multipart form cannot be read: {reason}", code="invalid_form")

@@ -1,0 +1,242 @@
+"""The bodies of requests: what they may hold, and what of OpenAI's API has no effect here.
+
+Rules
+1. A null is an absent field.
+2. What OpenAI's API knows and this server cannot do is refused by name, unless it asks for what happens anyway.
+3. Any other field is a parameter of the pipeline's engines ("top_k"), which know whether they take it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, Literal, TypeVar
+
+import msgspec
+from msgspec import Meta, field
+from msgspec.inspect import ListType, LiteralType, StructType, Type, UnionType
+
+from omni_actors.config import Pipeline
+from omni_actors.serve.api.errors import from_validation, unsupported
+from omni_actors.serve.http.errors import HTTPError, bad_request, quote_value
+from omni_actors.system import OmniSystem
+
+MAX_SPEECH_CHARACTERS = 4096
+"""OpenAI's own limit."""
+MAX_SHORT = 1 << 16
+"""Characters of a string where no content is expected, and of a field's name: an error may quote all of it."""
+CONTENT = frozenset({"content", "text", "data", "url"})
+"""The fields that carry content."""
+
+Text = Annotated[str, Meta(min_length=1)]
+
+IGNORED_FIELDS = frozenset(
+    {
+        *("user", "metadata", "store", "service_tier", "parallel_tool_calls"),
+        *("safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
+    }
+)
+"""Fields without effect on an answer."""
+
+UNSUPPORTED_FIELDS: dict[str, tuple[Any, ...]] = {
+    "n": (1,),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "logit_bias": ({},),
+    "logprobs": (False,),
+    "top_logprobs": (0,),
+    "response_format": ({"type": "text"},),
+    "tools": ([],),
+    "functions": ([],),
+    "tool_choice": ("none", "auto"),
+    "function_call": ("none", "auto"),
+    "prediction": (),
+    "reasoning_effort": ("none",),
+    "verbosity": ("medium",),
+    "web_search_options": (),
+    "moderation": (),
+    "instructions": ("",),
+    "prompt": ("",),
+}
+"""Fields whose effect this server cannot give, and the values that ask for none."""
+
+
+class TextPart(msgspec.Struct, frozen=True, tag="text"):
+    text: str
+
+
+class InputAudio(msgspec.Struct, frozen=True):
+    data: Text
+    """base64 of an audio file."""
+    format: Literal["wav", "mp3", "flac", "ogg"]
+
+
+class AudioPart(msgspec.Struct, frozen=True, tag="input_audio"):
+    input_audio: InputAudio
+
+
+class ImageURL(msgspec.Struct, frozen=True):
+    url: Text
+    detail: Literal["auto", "high"] = "auto"
+    """A pipeline sees an image as well as it can."""
+
+
+class ImagePart(msgspec.Struct, frozen=True, tag="image_url"):
+    image_url: ImageURL
+
+
+class VideoURL(msgspec.Struct, frozen=True):
+    url: Text
+
+
+class VideoPart(msgspec.Struct, frozen=True, tag="video_url"):
+    """Not of OpenAI's API: the shape that open servers have given it."""
+
+    video_url: VideoURL
+
+
+class ChatMessage(msgspec.Struct, frozen=True):
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[TextPart | AudioPart | ImagePart | VideoPart] | None = None
+
+
+class AudioFormat(msgspec.Struct, frozen=True):
+    """voice: see ``has_speakers``."""
+
+    format: Literal["wav", "pcm16"] = "wav"
+    voice: Any = None
+
+
+class StreamOptions(msgspec.Struct, frozen=True):
+    include_usage: bool = False
+    include_obfuscation: bool = False
+
+
+class ProcessorKwargs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How vLLM's clients write parameters of what reads images, sound and videos."""
+
+    use_audio_in_video: bool | None = None
+
+
+class ChatRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """The body of /v1/chat/completions."""
+
+    model: str
+    messages: Annotated[list[ChatMessage], Meta(min_length=1)]
+    modalities: Annotated[list[Literal["text", "audio"]], Meta(min_length=1)] = field(default_factory=lambda: ["text"])
+    audio: AudioFormat = AudioFormat()
+    stream: bool = False
+    stream_options: StreamOptions = StreamOptions()
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    stop: str | Annotated[list[str], Meta(max_length=4)] | None = None
+    mm_processor_kwargs: ProcessorKwargs = ProcessorKwargs()
+
+
+class SpeechRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """The body of /v1/audio/speech. voice: see ``has_speakers``."""
+
+    model: str
+    input: Annotated[str, Meta(max_length=MAX_SPEECH_CHARACTERS)]
+    voice: Any = None
+    response_format: Literal["wav", "pcm"] = "wav"
+    stream_format: Literal["audio"] = "audio"
+
+
+class TranscriptionRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """The fields of /v1/audio/transcriptions beside the file; a form's values are strings."""
+
+    model: str
+    response_format: Literal["json", "text"] = "json"
+    stream: bool = False
+    temperature: Annotated[float, Meta(ge=0, le=0)] = 0.0
+
+
+Body = TypeVar("Body", ChatRequest, SpeechRequest, TranscriptionRequest)
+
+RESERVED_NAMES = {
+    name for call in (OmniSystem.generate, OmniSystem.submit) for name in inspect.signature(call).parameters
+}
+"""Arguments beside the engines' parameters: a client's field of that name is not one."""
+
+
+def parse(fields: Mapping[str, Any], schema: type[Body], *, strict: bool = True) -> tuple[Body, dict[str, Any]]:
+    """The body, and the engines' parameters that came with it. Raises HTTPError.
+
+    strict: False reads numbers from strings.
+    """
+    _require_short(fields)
+    try:
+        body = msgspec.convert(fields, schema, strict=strict)
+    except msgspec.ValidationError as error:
+        raise from_validation(error, lambda place: _accepted(schema, place)) from error
+    params: dict[str, Any] = {}
+    for name, value in fields.items():
+        if name in schema.__struct_fields__ or name in IGNORED_FIELDS:
+            continue
+        if name not in UNSUPPORTED_FIELDS:
+            if name in RESERVED_NAMES:
+                raise bad_request(f"unknown parameter {name!r}", name, "unknown_parameter")
+            params[name] = value
+        elif value not in UNSUPPORTED_FIELDS[name]:
+            accepted = " or ".join(map(repr, UNSUPPORTED_FIELDS[name])) or "its absence"
+            raise unsupported(name, value, accepted)
+    return body, params
+
+
+def _require_short(fields: Mapping[str, Any]) -> None:
+    """Raises HTTPError where a name or a string is long that an error may quote."""
+    found: list[tuple[str, Any]] = [(name, value) for name, value in fields.items() if name not in IGNORED_FIELDS]
+    while found:
+        name, value = found.pop()
+        if len(name) > MAX_SHORT:
+            raise bad_request(f"unknown parameter {quote_value(name)}", name, "unknown_parameter")
+        if isinstance(value, dict):
+            found.extend(value.items())
+        elif isinstance(value, list):
+            found.extend((name, item) for item in value)
+        elif isinstance(value, str) and len(value) > MAX_SHORT and name not in CONTENT:
+            message = f"{quote_value(name)}: {len(value)} characters; accepted: {MAX_SHORT}"
+            raise bad_request(message, name, "string_too_long")
+
+
+def has_speakers(pipeline: Pipeline) -> bool:
+    """Whether an engine knows speakers, so that a client's ``voice`` names one.
+
+    Where none does, any voice is accepted and has no effect: such a pipeline speaks with the one it has, and OpenAI's
+    clients must send one.
+    """
+    schemas = [pipeline.spec(stage).params for stage in pipeline.stages]
+    return any("speaker" in schema.__struct_fields__ for schema in schemas if schema is not None)
+
+
+def _accepted(schema: type[msgspec.Struct], place: str) -> list[Any]:
+    """The values that a field of ``schema`` can have, where they are listed. place: "messages[0].role"."""
+    nodes = [msgspec.inspect.type_info(schema)]
+    for key in re.findall(r"[^.\[\]]+", place):
+        nodes = [below for node in _alternatives(nodes) for below in _below(node, key)]
+    return [value for node in _alternatives(nodes) if isinstance(node, LiteralType) for value in node.values]
+
+
+def _alternatives(nodes: list[Type]) -> Iterator[Type]:
+    for node in nodes:
+        yield from node.types if isinstance(node, UnionType) else (node,)
+
+
+def _below(node: Type, key: str) -> list[Type]:
+    match node:
+        case ListType(item_type=item) if key.isdigit():
+            return [item]
+        case StructType(tag_field=tag_field, tag=tag) if key == tag_field:
+            return [LiteralType((tag,))]
+        case StructType(fields=fields):
+            return [each.type for each in fields if each.encode_name == key]
+    return []
+
+
+def require_model(asked: str, served: str) -> None:
+    """Raises HTTPError 404."""
+    if asked != served:
+        message = f"the model {quote_value(asked)} does not exist; this server serves {served!r}"
+        raise HTTPError(404, message, param="model", code="model_not_found")

@@ -1,0 +1,1 @@
+"""Files that requests contain or name, and the conversion of audio."""

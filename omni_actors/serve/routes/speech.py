@@ -1,0 +1,50 @@
+"""POST /v1/audio/speech: a text, spoken; the sound is sent while it is made. A text without sound is an error."""
+
+from __future__ import annotations
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from omni_actors.errors import InvalidRequest
+from omni_actors.generation import AudioChunk, Generation
+from omni_actors.serve.access.admission import SCOPE_KEY
+from omni_actors.serve.api.errors import renaming
+from omni_actors.serve.api.json_body import read_json
+from omni_actors.serve.api.replies import Pieces, StreamedReply
+from omni_actors.serve.api.schemas import SpeechRequest, has_speakers, parse, require_model
+from omni_actors.serve.http.errors import bad_request
+from omni_actors.serve.media.audio import AudioEncoder
+from omni_actors.system import OmniSystem
+
+_MEDIA_TYPES = {"wav": "audio/wav", "pcm": "audio/pcm"}
+_NAMES = {"script": "input", "text": "input"}
+
+
+async def speech(request: Request) -> Response:
+    """Speak a text."""
+    system: OmniSystem = request.app.state.system
+    body, params = parse(await read_json(request), SpeechRequest)
+    require_model(body.model, system.pipeline.name)
+    if not body.input.strip():
+        raise bad_request("input: there is no text to speak", "input", "empty")
+    request.scope[SCOPE_KEY].leave()
+    names = dict(_NAMES)
+    if "speaker" not in params and has_speakers(system.pipeline):
+        params["speaker"], names["speaker"] = body.voice, "voice"
+    with renaming(names):
+        generation = system.generate(script=body.input, modalities=("audio",), **params)
+        pieces = _sound(generation, AudioEncoder(body.response_format))
+        return await StreamedReply(generation, pieces, _MEDIA_TYPES[body.response_format], on_late_error=None).start()
+
+
+async def _sound(generation: Generation, encoder: AudioEncoder) -> Pieces:
+    """Raises RequestError, also where the generation has ended without any sound."""
+    spoken = False
+    async for output in generation:
+        if isinstance(output.delta, AudioChunk):
+            spoken = True
+            yield encoder.push(output.delta)
+    if not spoken:
+        raise InvalidRequest("nothing in this text can be spoken", param="input", code="nothing_to_speak")
+    if rest := encoder.finish():
+        yield rest

@@ -1,0 +1,55 @@
+"""The routes that read the server's state: /health, /metrics and /v1/models."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from omni_actors.serve.access.api_key import has_valid_key
+from omni_actors.serve.api.replies import JSONReply
+from omni_actors.serve.api.schemas import require_model
+from omni_actors.system import OmniSystem
+
+
+async def health(request: Request) -> Response:
+    """200 while every stage serves, else 503; the body says how each replica is.
+
+    The path needs no key. A client that holds the key, or a server without one, gets everything but what the workers
+    wrote. Other clients get the states alone: no processes, no reasons, no history.
+    """
+    system: OmniSystem = request.app.state.system
+    now = system.health()
+    states = [replica.state for stage in now.stages.values() for replica in stage]
+    status = "ready" if now.ready else next((s for s in ("failed", "restarting", "loading") if s in states), "loading")
+    body: dict[str, Any] = {"status": status, "model": system.pipeline.name}
+    if has_valid_key(request.headers.raw, request.app.state.api_key):
+        error = system.dead_error.reason if system.dead_error else None
+        body |= {**msgspec.to_builtins(now), "error": error}
+    else:
+        stages = {name: [{"replica": r.replica, "state": r.state} for r in stage] for name, stage in now.stages.items()}
+        body |= {"ready": now.ready, "errored": now.errored, "stages": stages}
+    return JSONReply(body, 200 if now.ready else 503)
+
+
+async def metrics(request: Request) -> Response:
+    """Prometheus's text format."""
+    system: OmniSystem = request.app.state.system
+    return Response(system.metrics.exposition(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+async def models(request: Request) -> Response:
+    return JSONReply({"object": "list", "data": [_model(request)]})
+
+
+async def model(request: Request) -> Response:
+    system: OmniSystem = request.app.state.system
+    require_model(request.path_params["model"], system.pipeline.name)
+    return JSONReply(_model(request))
+
+
+def _model(request: Request) -> dict[str, object]:
+    state = request.app.state
+    return {"id": state.system.pipeline.name, "object": "model", "created": state.created, "owned_by": "omni_actors"}

@@ -1,0 +1,71 @@
+"""POST /v1/audio/transcriptions: an audio file, as text. Once its answer begins, nothing here refers to its sound."""
+
+from __future__ import annotations
+
+import math
+
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+
+from omni_actors.generation import Generation
+from omni_actors.serve.access.admission import SCOPE_KEY
+from omni_actors.serve.api.errors import renaming
+from omni_actors.serve.api.form_body import read_form
+from omni_actors.serve.api.replies import (
+    SSE,
+    JSONReply,
+    Pieces,
+    StreamedReply,
+    WholeReply,
+    collecting,
+    error_event,
+    event,
+)
+from omni_actors.serve.api.schemas import TranscriptionRequest, parse, require_model
+from omni_actors.serve.http.errors import bad_request
+from omni_actors.serve.media.audio import decode
+from omni_actors.system import OmniSystem
+
+_NAMES = {"audio": "file"}
+
+
+async def transcription(request: Request) -> Response:
+    """Write down what is said in a file."""
+    with renaming(_NAMES):
+        body, seconds, generation = await _begin(request)
+        if body.stream:
+            return await StreamedReply(generation, _events(generation), SSE, error_event).start()
+        with collecting(generation):
+            return WholeReply(generation, await _whole(generation, seconds, body.response_format))
+
+
+async def _begin(request: Request) -> tuple[TranscriptionRequest, float, Generation]:
+    """The fields, the sound's duration, and its answer."""
+    system: OmniSystem = request.app.state.system
+    data, fields = await read_form(request, "file")
+    body, params = parse(fields, TranscriptionRequest, strict=False)
+    require_model(body.model, system.pipeline.name)
+    if data is None:
+        message = "missing required parameter 'file', an audio file in a multipart form"
+        raise bad_request(message, "file", "missing_required_parameter")
+    [clip] = await decode([(data, "file")])
+    request.scope[SCOPE_KEY].leave()
+    generation = system.generate(multi_modal_data={"audio": clip}, modalities=("transcript",), **params)
+    return body, clip.duration_s, generation
+
+
+async def _whole(generation: Generation, seconds: float, format: str) -> Response:
+    texts = [output.delta async for output in generation if isinstance(output.delta, str)]
+    text = "".join(texts).strip()
+    if format == "text":
+        return PlainTextResponse(text + "\n")
+    return JSONReply({"text": text, "usage": {"type": "duration", "seconds": math.ceil(seconds)}})
+
+
+async def _events(generation: Generation) -> Pieces:
+    texts: list[str] = []
+    async for output in generation:
+        if isinstance(output.delta, str):
+            texts.append(output.delta)
+            yield event({"type": "transcript.text.delta", "delta": output.delta})
+    yield event({"type": "transcript.text.done", "text": "".join(texts).strip()})

@@ -1,0 +1,388 @@
+"""Bodies: their cost is bounded before they are decoded, and whatever is wrong with one is a 400.
+
+Most are read in this process, as the handlers do it. A server gets some of the fuzzer's in the end.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import pytest
+import trio
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+from starlette.requests import Request
+from starlette.types import Message
+
+from omni_actors.serve.api import json_body
+from omni_actors.serve.api.form_body import MAX_FIELD_BYTES, MAX_PARTS, read_form
+from omni_actors.serve.api.json_body import MAX_DEPTH, MAX_SLOW_BYTES, MAX_VALUES, SLICE_BYTES, DecodingCost, read_json
+from omni_actors.serve.api.schemas import (
+    MAX_SHORT,
+    ChatRequest,
+    SpeechRequest,
+    TranscriptionRequest,
+    parse,
+    require_model,
+)
+from omni_actors.serve.http.errors import MAX_QUOTE, HTTPError, bad_request, quote_value
+
+MULTIPART = "multipart/form-data; boundary=XX"
+
+
+def request(body: bytes, content_type: str = "application/json") -> Request:
+    """What a handler gets: the whole body in one piece."""
+
+    async def receive() -> Message:
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return Request({"type": "http", "headers": [(b"content-type", content_type.encode("latin-1"))]}, receive)
+
+
+def take(path: str, body: bytes, content_type: str = MULTIPART) -> dict[str, Any]:
+    """Parse a body as the handler of ``path`` does, up to what it asks the pipeline. Raises HTTPError."""
+    if path == "transcription":
+        file, fields = trio.run(read_form, request(body, content_type), "file")
+        asked, params = parse(fields, TranscriptionRequest, strict=False)
+        require_model(asked.model, "studio")
+        return {**params, "file": file}
+    schema: Any = {"chat": ChatRequest, "speech": SpeechRequest}[path]
+    asked, params = parse(trio.run(read_json, request(body)), schema)
+    require_model(asked.model, "studio")
+    return params
+
+
+def refusal(path: str, body: bytes, content_type: str = MULTIPART) -> dict[str, Any]:
+    """The error object for a body that must be refused."""
+    with pytest.raises(HTTPError) as caught:
+        take(path, body, content_type)
+    return error_object(caught.value)
+
+
+def error_object(problem: HTTPError) -> dict[str, Any]:
+    """The error object of a 4xx, small and valid."""
+    encoded = problem.body()
+    assert 400 <= problem.status < 500
+    assert len(encoded) < 4096
+    error: dict[str, Any] = json.loads(encoded)["error"]
+    return error
+
+
+def chat(rest: bytes) -> bytes:
+    return b'{"model": "studio", "messages": [{"role": "user", "content": "hi"}]' + rest + b"}"
+
+
+# the bounds
+
+
+PLACES = [b"%s", b'{"messages": %s}', b'{"messages": [%s]}', b'{"stop": %s}', b'{"unknown": %s}', b'{"model": %s}']
+PLACES += [b'{"mm_processor_kwargs": {"fps": %s}}', b'{"metadata": %s}', b'{"audio": {"voice": %s}}']
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("levels", [MAX_DEPTH + 1, 1500, 100_000])
+@pytest.mark.parametrize(("opening", "closing"), [(b"[", b"]"), (b'{"a":', b"}")])
+def test_deep_nesting_anywhere_is_refused(place: bytes, levels: int, opening: bytes, closing: bytes) -> None:
+    body = place % (opening * levels + b"1" + closing * levels)
+    assert refusal("chat", body)["code"] in ("nested_too_deeply", "too_many_values")
+    assert refusal("chat", place % (opening * levels))["code"] in ("nested_too_deeply", "too_many_values")
+
+
+def test_nesting_up_to_the_bound_passes() -> None:
+    levels = MAX_DEPTH - 1  # the body is one
+    params = take("chat", chat(b', "deep": ' + b"[" * levels + b"]" * levels))
+    assert "deep" in params
+    assert (
+        refusal("chat", chat(b', "deep": ' + b"[" * (levels + 1) + b"]" * (levels + 1)))["code"] == "nested_too_deeply"
+    )
+
+
+@pytest.mark.parametrize(
+    ("value", "code"),
+    [
+        (b"[" + b"[]," * MAX_VALUES + b"1]", "too_many_values"),
+        (b"[" + b'{"a":{}},' * MAX_VALUES + b"1]", "too_many_values"),
+        (b"[" + b"9e-324," * MAX_VALUES + b"1]", "too_many_values"),
+        (b"1" * MAX_VALUES * 2, "too_many_values"),
+        (b'"' * MAX_VALUES * 4, "too_many_values"),
+        (b" " * 2 * MAX_SLOW_BYTES + b"1", "too_much_text"),
+        (b'"' + b"\\n" * 2 * MAX_SLOW_BYTES + b'"', "too_much_text"),
+        (b'"' + "é".encode() * MAX_SLOW_BYTES + b'"', "too_much_text"),
+        (b'"' + b"A" * 2 * MAX_SLOW_BYTES + b'\\u00e9"', "too_much_text"),
+    ],
+)
+def test_what_would_be_slow_to_decode_is_refused_before(
+    value: bytes, code: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(json_body, "decode")
+    assert refusal("chat", chat(b', "user": ' + value))["code"] == code
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        *(
+            [{"role": "user", "content": text}]
+            for text in ("A" * 32_000_000, "a sentence, with [punctuation]: {1, 2}\n" * 20_000, "é" * 900_000)
+        ),
+        [{"role": "user", "content": "hello, you"}] * (MAX_VALUES // 11),
+    ],
+    ids=["base64", "punctuation", "beyond ASCII", "many messages"],
+)
+def test_a_large_conversation_passes(messages: list[dict[str, str]]) -> None:
+    body = json.dumps({"model": "studio", "messages": messages}, ensure_ascii=False).encode()
+    assert trio.run(read_json, request(body))["messages"] == messages
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda below: st.lists(below, max_size=4) | st.dictionaries(st.text(), below, max_size=4),
+    max_leaves=20,
+)
+
+
+@given(JSON, st.booleans(), st.integers(1, 7))
+def test_the_survey_counts_the_same_in_slices_of_any_size(document: Any, ascii: bool, size: int) -> None:
+    """And what it counts is what a tokenizer finds."""
+    body = json.dumps(document, ensure_ascii=ascii).encode()
+    strings = re.findall(rb'"(?:[^"\\]|\\.)*"', body, re.DOTALL)
+    outside = re.sub(rb'"(?:[^"\\]|\\.)*"', b"", body, flags=re.DOTALL)
+    values = len(strings) + len(re.findall(rb"[\[\]{},:0-9]", outside))
+    survey = DecodingCost()
+    for at in range(0, len(body), size):
+        survey.add(body[at : at + size])
+    assert not survey._in_string
+    assert survey._depth == 0
+    assert survey._values == values
+
+
+# errors are short
+
+
+def test_an_error_is_short_whatever_was_sent() -> None:
+    for text in ("x" * 10_000_000, "\0" * 10_000, "\ud800" * 10_000):
+        assert len(error_object(bad_request(text, text, "code"))["param"]) == MAX_QUOTE
+        assert len(quote_value(text)) <= MAX_QUOTE
+    assert len(quote_value({"a": [{"b": list("x" * 1000)}] * 1000})) <= MAX_QUOTE
+    assert quote_value("short") == "'short'"
+
+
+HUGE = b"A" * (4 * MAX_SHORT)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("chat", b'{"model": "' + HUGE + b'", "messages": [{"role": "user", "content": ""}]}'),
+        ("speech", b'{"model": "' + b"A" * 1000 + b'", "input": ""}'),
+        ("chat", b'{"messages": [{"role": "' + HUGE + b'"}]}'),
+        ("chat", b'{"messages": [{"role": "user", "content": [{"type": "' + HUGE + b'"}]}]}'),
+        ("chat", chat(b', "stop": ["' + HUGE + b'"]')),
+        ("chat", chat(b', "n": "' + HUGE + b'"')),
+        ("chat", chat(b', "n": {"text": "' + HUGE + b'"}')),
+        ("chat", chat(b', "n": "' + rb"\u0000" * 10_000 + b'"')),
+        ("chat", chat(b', "' + HUGE + b'": 1')),
+        ("chat", chat(b', "mm_processor_kwargs": {"' + HUGE + b'": 1}')),
+        ("chat", chat(b', "mm_processor_kwargs": {"' + b"A" * 1000 + b'": 1}')),
+        ("speech", b'{"model": "studio", "input": "' + HUGE + b'"}'),
+    ],
+)
+def test_a_long_text_in_a_wrong_place(path: str, body: bytes) -> None:
+    assert refusal(path, body)["message"]
+
+
+def test_a_value_that_looks_like_the_place_of_an_error_is_not_one() -> None:
+    error = refusal("chat", b'{"model": "studio", "messages": [{"role": "x` - at `$.model`", "content": ""}]}')
+    assert error["param"] == "messages[0].role"
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        *(b"NaN", b"Infinity", b"-Infinity", b"1e999", b"-1e999", b"1" * 5000, b"-" + b"1" * 5000),
+        *(b'"\\ud800"', b'"\\udc00\\ud800"', b'"\xed\xa0\x80"', b'"\\ud800', b'"\x00"', b'"\xff"', b"\xef\xbb\xbf1"),
+    ],
+)
+def test_numbers_and_strings_that_json_has_not(value: bytes) -> None:
+    assert refusal("chat", chat(b', "user": ' + value))["code"] == "invalid_json"
+
+
+def test_odd_json_that_is_valid() -> None:
+    """A key that is there twice counts once, NUL is a character, and an integer may be large."""
+    params = take("chat", chat(b', "a": 1, "a": "\\u0000", "b": ' + b"9" * 4000))
+    assert params == {"a": "\0", "b": int("9" * 4000)}
+
+
+# fuzz
+
+
+STRANGE = st.sampled_from(
+    [
+        "",
+        "\0",
+        "x" * 5000,
+        "\x7f" * 300,
+        "é" * 300,
+        "𝄞",
+        "1e999",
+        "nan",
+        "0",
+        "true",
+        "user",
+        "text",
+        "wav",
+        "pcm",
+        "studio",
+    ]
+)
+VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(10**400), 10**400)
+    | st.sampled_from([0, 1, 2**63, 2**64, -(2**63) - 1])
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | STRANGE
+    | st.text(max_size=20),
+    lambda below: (
+        st.lists(below, max_size=4)
+        | st.dictionaries(STRANGE | st.sampled_from(["type", "role", "content", "url", "format"]), below, max_size=4)
+    ),
+    max_leaves=12,
+)
+KNOWN = [
+    *ChatRequest.__struct_fields__,
+    *SpeechRequest.__struct_fields__,
+    "n",
+    "tools",
+    "logit_bias",
+    "user",
+    "self",
+    "seed",
+    "top_k",
+]
+FIELDS = st.dictionaries(st.sampled_from(KNOWN) | STRANGE, VALUES, max_size=5)
+GOOD = [{}, {"model": "studio", "messages": [{"role": "user", "content": "hi"}]}, {"model": "studio", "input": "hi"}]
+
+
+def parsed_or_refused(path: str, body: bytes, content_type: str = MULTIPART) -> None:
+    """Never another exception, and never an error that is not a small 4xx."""
+    try:
+        take(path, body, content_type)
+    except HTTPError as problem:
+        error_object(problem)
+
+
+@given(st.sampled_from(["chat", "speech"]), st.sampled_from(GOOD), FIELDS)
+def test_any_object_is_parsed_or_refused(path: str, good: dict[str, Any], fields: dict[str, Any]) -> None:
+    parsed_or_refused(path, json.dumps({**good, **fields}).encode())
+
+
+TOKENS = [*b'{ } [ ] , : " \\ \\u d800 1 - e9 . null'.split(), b"\xff", b" "]
+
+
+@given(st.sampled_from(["chat", "speech"]), st.lists(st.sampled_from(TOKENS) | st.binary(max_size=3)).map(b"".join))
+@example("chat", b'{"\\')
+def test_any_bytes_are_parsed_or_refused(path: str, body: bytes) -> None:
+    parsed_or_refused(path, body)
+
+
+# forms
+
+
+def part(name: str, value: bytes, more: str = "") -> bytes:
+    return f'--XX\r\nContent-Disposition: form-data; name="{name}"{more}\r\n\r\n'.encode() + value + b"\r\n"
+
+
+END = b"--XX--\r\n"
+
+
+@pytest.mark.parametrize("size", [0, 10, SLICE_BYTES - 1, SLICE_BYTES, 5 * SLICE_BYTES])
+def test_a_file_is_what_was_sent(size: int) -> None:
+    """Also where it holds what looks like a boundary, in one slice or across two."""
+    file = (b"\r\n--X" * size)[:size]
+    body = part("model", b"studio") + part("file", file, '; filename="a.wav"') + part("empty", b"") + END
+    assert take("transcription", body) == {"file": file}
+
+
+def test_the_charset_of_a_form_has_no_effect() -> None:
+    body = part("model", b"studio") + part("prompt", "é".encode()) + END
+    for charset in ("utf-7", "undefined", "idna", "nothing"):
+        assert refusal("transcription", body, f"{MULTIPART}; charset={charset}")["param"] == "prompt"
+
+
+@pytest.mark.parametrize(
+    ("body", "code"),
+    [
+        (b"", "missing_required_parameter"),
+        (b"--YY\r\n", "invalid_form"),
+        (b"--XX\r\n\r\nno name\r\n" + END, "invalid_form"),
+        (b"--XX\r\nA: b\r\n\r\nno name\r\n" + END, "invalid_form"),
+        (part("model", b"studio") * (MAX_PARTS + 1) + END, "invalid_form"),
+        (part("model", b"x" * (MAX_FIELD_BYTES + 1)) + END, "invalid_form"),
+        (part("model", b"\xff") + END, "invalid_form"),
+        (part("file", b"", '; filename="a"') * 2 + END, "invalid_form"),
+        (part("other", b"", '; filename="a"') + END, "invalid_value"),
+        (part("model", b"studio", "\r\nA: " + "b" * 10_000) + END, "invalid_form"),
+        (part("model", b"studio", "\r\nA: b" * 100) + END, "invalid_form"),
+        (part("model", b"studio") + part("temperature", b"1e999") + END, "invalid_value"),
+        (part("model", b"studio") + part("temperature", b"nan") + END, "invalid_value"),
+        (part("model", b"studio") + part("temperature", b"-0.1") + END, "invalid_value"),
+        (part("model", b"studio") + part("stream", b"2") + END, "invalid_value"),
+        (part("model", b"x" * 1000) + END, "model_not_found"),
+        (
+            part("x" * 1000, b"x") + part("model", b"studio") + part("response_format", b"x" * 1000) + END,
+            "invalid_value",
+        ),
+    ],
+)
+def test_a_form_that_cannot_be_read(body: bytes, code: str) -> None:
+    assert refusal("transcription", body)["code"] == code
+
+
+@pytest.mark.parametrize(
+    "kind", ["", "text/plain", "multipart/form-data", "multipart/form-data; boundary=" + "X" * 1000]
+)
+def test_a_body_that_is_no_form(kind: str) -> None:
+    assert refusal("transcription", part("model", b"studio") + END, kind)["code"] in (
+        "missing_required_parameter",
+        "invalid_form",
+    )
+
+
+WORDS = b'--XX --XX-- - : ; " = \\ * % name file filename="f" Content-Disposition: form-data; name='.split(b" ")
+PIECES = [*WORDS, b"\r\n", b"\r", b"\n", b"\xff", b"Content-Disposition: form-data; name=", part("a", b"b")]
+
+
+@given(
+    st.lists(st.sampled_from(PIECES) | st.binary(max_size=5), max_size=30).map(b"".join),
+    st.sampled_from(
+        [MULTIPART, "multipart/form-data; boundary=\xff", 'multipart/form-data; boundary=""', ";;=", "\x85"]
+    ),
+)
+def test_any_form_is_parsed_or_refused(body: bytes, content_type: str) -> None:
+    parsed_or_refused("transcription", b"--XX\r\n" + body, content_type)
+    parsed_or_refused("transcription", body, content_type)
+
+
+# a server
+
+
+@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.sampled_from([GOOD[1], GOOD[2]]), FIELDS)
+def test_a_server_answers_any_object_with_what_was_asked_or_with_an_error(
+    studio: Any, good: dict[str, Any], fields: dict[str, Any]
+) -> None:
+    path = "/v1/chat/completions" if "messages" in good else "/v1/audio/speech"
+    answer = studio.http.post(path, content=json.dumps({**good, **fields}).encode())
+    assert answer.status_code == 200 or 400 <= answer.status_code < 500, answer.text
+    if answer.status_code != 200:
+        assert len(answer.content) < 4096
+        assert answer.json()["error"]["message"]
+
+
+def test_a_server_refuses_deep_nesting(studio: Any) -> None:
+    for body in (b"[" * 100_000, chat(b', "stop": ' + b'{"a":' * 100_000), chat(b', "a": ' + b"[" * 500 + b"]" * 500)):
+        answer = studio.http.post("/v1/chat/completions", content=body)
+        assert (answer.status_code, answer.json()["error"]["type"]) == (400, "invalid_request_error")

@@ -1,0 +1,133 @@
+"""How answers are sent to a connection that takes little or nothing: the system's part, in virtual time."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import pytest
+import trio
+from trio.testing import MockClock
+
+from omni_actors.errors import RequestError, SlowConsumer
+from omni_actors.generation import Generation
+from omni_actors.serve.api.replies import JSONReply, StreamedReply, WholeReply, collecting
+from tests.support.simulated_system import PIECE, PIECES, WATCHDOG_S, SimulatedSystem, open_simulated_system
+
+
+class Connection:
+    """Takes the parts of an answer up to ``room``, and then nothing."""
+
+    def __init__(self, room: int = 1_000_000) -> None:
+        self.sent: list[dict[str, Any]] = []
+        self.room = room
+        self.stuck = trio.Event()
+
+    async def send(self, message: Any) -> None:
+        await trio.lowlevel.checkpoint()
+        if len(self.sent) == self.room:
+            self.stuck.set()
+            await trio.sleep_forever()
+        self.sent.append(message)
+
+    @property
+    def complete(self) -> bool:
+        return self.sent[-1]["type"] == "http.response.body" and not self.sent[-1].get("more_body")
+
+
+async def stream(world: SimulatedSystem) -> StreamedReply:
+    async def pieces(generation: Generation) -> AsyncGenerator[bytes, None]:
+        async for output in generation:
+            yield b"%d" % output.data["n"]
+
+    generation = world.ask()
+    return await StreamedReply(generation, pieces(generation), "text/plain", lambda error: b"sorry").start()
+
+
+async def whole(world: SimulatedSystem) -> WholeReply:
+    generation = world.ask()
+    with collecting(generation):
+        return WholeReply(generation, JSONReply([output.data["n"] async for output in generation]))
+
+
+async def serve(answer: StreamedReply | WholeReply, connection: Connection) -> None:
+    async def receive() -> Any:
+        raise AssertionError("the request is read")
+
+    with trio.fail_after(WATCHDOG_S):
+        await answer({"type": "http"}, receive, connection.send)
+
+
+@pytest.mark.parametrize("make", [stream, whole])
+async def test_an_answer_that_is_taken_is_sent_whole_and_leaves_nothing(autojump_clock: MockClock, make: Any) -> None:
+    async with open_simulated_system() as world:
+        connection = Connection()
+        await serve(await make(world), connection)
+        assert connection.complete
+        assert (world.unread, world.ended("done")) == (0, 1)
+
+
+async def test_a_stream_whose_connection_is_stuck_is_cut_without_an_end(autojump_clock: MockClock) -> None:
+    async with open_simulated_system() as world:
+        connection = Connection(room=3)
+        await serve(await stream(world), connection)
+        assert [message.get("body") for message in connection.sent] == [None, b"0", b"1"]
+        assert not connection.complete, "half an answer is not to be taken for a whole one"
+        assert (world.unread, world.omni.in_flight, world.ended("SlowConsumer")) == (0, 0, 1)
+
+
+async def test_the_last_piece_is_charged_while_it_is_sent(autojump_clock: MockClock) -> None:
+    async with open_simulated_system() as world, trio.open_nursery() as nursery:
+        connection = Connection(room=PIECES)  # the head, and all but one
+        nursery.start_soon(serve, await stream(world), connection)
+        await connection.stuck.wait()
+        await trio.sleep(1)
+        assert PIECE < world.unread < 2 * PIECE
+        assert world.ended("done") == 0
+        nursery.cancel_scope.cancel()
+
+
+async def test_a_whole_answer_is_charged_until_its_connection_has_it(autojump_clock: MockClock) -> None:
+    async with open_simulated_system(max_requests=1) as world, trio.open_nursery() as nursery:
+        connection = Connection(room=1)
+        nursery.start_soon(serve, await whole(world), connection)
+        await connection.stuck.wait()
+        await trio.sleep(5)
+        assert world.unread > PIECE * PIECES
+        assert world.omni.in_flight == 1
+        assert len([output async for output in world.ask(pieces=1)]) == 1, "it goes for a newcomer"
+        assert (world.unread, world.ended("SlowConsumer")) == (0, 1)
+    assert not connection.complete
+
+
+async def test_a_whole_answer_that_is_not_taken_is_cut(autojump_clock: MockClock) -> None:
+    async with open_simulated_system() as world, trio.open_nursery() as nursery:
+        connection = Connection(room=1)
+        nursery.start_soon(serve, await whole(world), connection)
+        await connection.stuck.wait()
+        await trio.sleep(20)
+        assert (world.unread, world.ended("SlowConsumer")) == (0, 1)
+    assert not connection.complete
+
+
+async def test_a_client_that_leaves_while_a_whole_answer_is_sent_frees_it(autojump_clock: MockClock) -> None:
+    async with open_simulated_system() as world:
+        async with trio.open_nursery() as nursery:
+            connection = Connection(room=1)
+            nursery.start_soon(serve, await whole(world), connection)
+            await connection.stuck.wait()
+            nursery.cancel_scope.cancel()
+        assert (world.unread, world.omni.in_flight) == (0, 0)
+
+
+async def test_an_answer_that_was_cut_before_it_is_sent_is_an_error(autojump_clock: MockClock) -> None:
+    async with open_simulated_system() as world:
+        generation = world.ask(deadline_s=50)
+        with collecting(generation):
+            answer = WholeReply(generation, JSONReply([output.data["n"] async for output in generation]))
+        await trio.sleep(60)
+        connection = Connection()
+        with pytest.raises(RequestError) as caught:
+            await serve(answer, connection)
+        assert not isinstance(caught.value, SlowConsumer)
+        assert connection.sent == []

@@ -1,0 +1,72 @@
+"""What clients cannot use up: the descriptors of a real server."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import socket
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import psutil
+import pytest
+
+from omni_actors import OmniSystem
+from omni_actors.serve.http.descriptors import SPARE, DescriptorBudget
+
+Start = Callable[..., AbstractContextManager[Any]]
+UPLOAD = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{"
+
+
+def test_a_worker_comes_back_however_many_connections_are_open(start: Start) -> None:
+    """The server keeps descriptors for it, and tells clients above its limit so."""
+    with start(files=256) as server:
+        old, process = server.pid_of("mind"), psutil.Process(server.process.pid)
+        workers = len(process.children())
+        with contextlib.ExitStack() as held:
+            clients = [held.enter_context(socket.create_connection(("127.0.0.1", server.port), 60)) for _ in range(300)]
+            for client in clients:
+                with contextlib.suppress(ConnectionError):  # it may be refused before it has sent all
+                    client.sendall(UPLOAD)
+            assert select.select(clients, [], [], 60)[0], "those above the limit are closed: idle, or refused"
+            server.wait(lambda: is_refused(server.port), "no connection to be idle")
+            os.kill(old, signal.SIGKILL)
+            server.wait(lambda: old not in (pids := pids_of(process)) and len(pids) == workers, "another worker")
+        server.wait(lambda: server.http.get("/health").status_code == 200, "it to be ready")
+        [mind] = server.http.get("/health").json()["stages"]["mind"]
+        assert mind["restarts"] == 1
+        body = {"model": "studio", "messages": [{"role": "user", "content": "hello"}]}
+        assert server.http.post("/v1/chat/completions", json=body).status_code == 200
+        assert "connections at a time: this process may have 256 descriptors" in server.stderr
+        assert "cannot be accepted" not in server.stderr
+
+
+def is_refused(port: int) -> bool:
+    with socket.create_connection(("127.0.0.1", port), 60) as late:
+        late.settimeout(0.5)
+        with contextlib.suppress(TimeoutError):
+            return late.recv(12) == b"HTTP/1.1 503"
+    return False
+
+
+def pids_of(parent: psutil.Process) -> list[int]:
+    return [child.pid for child in parent.children() if child.status() != psutil.STATUS_ZOMBIE]
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+async def test_workers_take_no_more_descriptors_than_are_kept_for_them(replicas: int) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    async with OmniSystem.open("echo", **{"stages.second.replicas": replicas}) as system:
+        taken = len(os.listdir("/proc/self/fd")) - before
+        assert system.descriptors / 2 <= taken <= system.descriptors + SPARE / 8
+
+
+def test_connections_get_what_workers_leave(caplog: pytest.LogCaptureFixture) -> None:
+    assert DescriptorBudget(1000, 10).room(500, reserved=100) == 500
+    assert not caplog.records
+    assert DescriptorBudget(256, 10).room(500, reserved=100) == 256 - 10 - 100 - SPARE
+    assert DescriptorBudget(50, 10).room(500, reserved=100) == 1
+    assert "this process may have 256 descriptors" in caplog.text

@@ -1,0 +1,111 @@
+"""Clients that leave, that close only their half, and that take nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import struct
+from collections.abc import AsyncIterator
+from itertools import count
+
+import pytest
+import trio
+
+from omni_actors.serve.http import buffered_socket, exchange
+from tests.support.http_listener import POST, Server, listening, read_answer, read_until_cut
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[Server]:
+    async with listening() as running:
+        yield running
+
+
+async def test_a_pipelined_byte_does_not_hide_a_disconnect(server: Server) -> None:
+    async with await server.connect() as stream:
+        await stream.send_all(b"GET /wait HTTP/1.1\r\nHost: x\r\n\r\nG")
+        await server.app.started.wait()
+    await server.app.cancelled.wait()
+
+
+async def test_too_many_pipelined_bytes_end_the_connection(server: Server) -> None:
+    async with await server.connect() as stream:
+        await stream.send_all(b"GET /wait HTTP/1.1\r\nHost: x\r\n\r\n")
+        with contextlib.suppress(trio.BrokenResourceError):
+            await stream.send_all(bytes(10_000_000))
+        await server.app.cancelled.wait()
+
+
+@pytest.mark.parametrize("path", [b"/wait", b"/stream"])
+@pytest.mark.parametrize("way", ["close", "reset"])
+async def test_a_client_that_leaves_cancels_its_request(server: Server, path: bytes, way: str) -> None:
+    """Also where the answer has begun and pauses."""
+    async with await server.connect() as stream:
+        await stream.send_all(b"GET " + path + b" HTTP/1.1\r\nHost: x\r\n\r\n")
+        await server.app.started.wait()
+        while path == b"/stream" and b"data: 1" not in await stream.receive_some():
+            pass  # so that closing does not reset
+        if way == "reset":
+            stream.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    with trio.fail_after(5):
+        await server.app.cancelled.wait()
+
+
+@pytest.mark.parametrize("path", [b"/wait", b"/stream", b"/sound"])
+async def test_a_client_that_half_closes_gets_its_whole_answer(
+    server: Server, path: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The interim answers and comments that probe the client are no part of the answer."""
+    looks, enough = count(1), trio.Event()
+    require_no_error = buffered_socket.BufferedSocket.require_no_error
+
+    def look(self: buffered_socket.BufferedSocket) -> None:
+        require_no_error(self)
+        if next(looks) == 3:
+            enough.set()
+
+    monkeypatch.setattr(buffered_socket.BufferedSocket, "require_no_error", look)
+    async with await server.connect() as stream:
+        await stream.send_all(b"GET " + path + b" HTTP/1.1\r\nHost: x\r\n\r\n")
+        await server.app.started.wait()
+        await stream.send_eof()
+        await enough.wait()  # the server knows of the half close, and has tested the connection three times
+        assert not server.app.cancelled.is_set()
+        server.app.may_end.set()
+        status, _, body = await read_answer(stream)
+        assert (status, body.replace(b":\n\n", b"")) == (
+            200,
+            b"the end" if path == b"/wait" else b"data: 1\n\ndata: 2\n\n",
+        )
+        assert (b":\n\n" in body) == (path == b"/stream")
+
+
+async def test_a_half_closed_client_that_closes_later_cancels_its_request(server: Server) -> None:
+    async with await server.connect() as stream:
+        await stream.send_all(b"GET /wait HTTP/1.1\r\nHost: x\r\n\r\n")
+        await server.app.started.wait()
+        await stream.send_eof()
+        assert (await stream.receive_some()).startswith(b"HTTP/1.1 100")
+        assert not server.app.cancelled.is_set()
+    await server.app.cancelled.wait()
+
+
+async def test_an_old_client_that_half_closes_has_some_time(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with await server.connect() as stream:
+        await stream.send_all(b"GET /now HTTP/1.0\r\n\r\n")
+        await stream.send_eof()
+        assert (await read_answer(stream))[2] == b"hello"
+    monkeypatch.setattr(exchange, "UNPROBED_S", 0.1)
+    async with await server.connect() as stream:
+        await stream.send_all(b"GET /wait HTTP/1.0\r\n\r\n")
+        await stream.send_eof()
+        await server.app.cancelled.wait()
+
+
+async def test_a_client_that_takes_nothing_is_dropped(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(buffered_socket, "SEND_TIMEOUT_S", 0.2)
+    size = 20_000_000
+    async with await server.connect() as stream:
+        await stream.send_all(POST + b"Content-Length: %d\r\n\r\n" % size + bytes(size))
+        await trio.sleep(0.5)
+        assert len(await read_until_cut(stream)) < size
