@@ -1,18 +1,27 @@
-"""What a stage engine is.
+"""The protocol of stage engines: the model code that a worker runs.
 
-An engine turns the chunks of many requests into the outputs of many requests, a step at a time. The protocol is
-synchronous and step-shaped so that a batched language model, a vocoder and a denoiser all fit, and so that
-*continuous batching* is natural: requests join and leave between steps.
+An engine turns the input chunks of many requests into output chunks, one step at a time. The protocol is synchronous
+and step-shaped, so that a batched language model, a vocoder and a denoiser all fit, and so that *continuous batching*
+is natural: requests join and leave between steps.
 
 Rules
-1. One thread calls an engine: the worker's engine loop. An engine needs no locks.
-2. A chunk's tensors are views into shared memory, valid until ``feed`` returns. Copy what you keep; a view kept
-   longer stops the worker with ``FrameBorrowed``, because its bytes would change under the engine.
-3. Each request ends exactly once: by a ``StageOutput`` with ``last=True``, by a ``StageFailure``, or by ``abort``.
-   After that the engine holds nothing of it, and neither names it again.
-4. An engine that raises ``InvalidRequest`` from ``start`` or ``feed`` has refused and forgotten that one request and
-   stays in service. Any other exception ends the worker: the supervisor restarts it and the cause is reported.
-5. Engines import no layer of omni_actors but this module; heavy libraries are imported in the worker only.
+1. Threading: one thread, the worker's engine loop, builds the engine and makes every call. An engine needs no locks. An
+   engine may start threads of its own; ``close`` must end them.
+2. Lifetime of views: a chunk's tensors are views into shared memory, valid until ``feed`` returns. Copy what you keep.
+   A view that is kept longer stops the worker with ``FrameBorrowed``, because its bytes would change under the engine.
+   The tensors of an output are not copied at once either: do not write to them after yielding the output.
+3. Lifetime of requests: ``start`` comes first, then chunks and steps in any order. Each request ends exactly once: by a
+   ``StageOutput`` with ``last=True``, by a ``StageFailure``, by ``InvalidRequest`` from ``start`` or ``feed``, or by
+   ``abort``. After that the engine keeps nothing of the request, and neither side names it again.
+4. Errors: ``InvalidRequest`` refuses one request; the engine must have forgotten that request when it raises, and stays
+   in service. Any other exception ends the worker: the supervisor reports the cause and starts a new incarnation.
+   ``stages.refusal`` turns exceptions of one request's own work into ``InvalidRequest``.
+5. Cancellation: an engine is never interrupted. ``abort``, pausing and new requests are handled between two calls, so a
+   step should take well under a second. A call that lasts longer than the stage's step timeout counts as a hang: the
+   supervisor kills the worker.
+6. Replay: if the engine's outputs depend on parameters and input chunks alone, its requests can survive the death of a
+   worker (see ``registry.EngineSpec.replayable``).
+7. Imports: this module is all that an engine must know of omni_actors. Heavy libraries are imported in workers only.
 """
 
 from __future__ import annotations
@@ -46,32 +55,39 @@ __all__ = [
 ]
 
 RequestId: TypeAlias = int
-"""A request's number: unique within a system and increasing in order of admission."""
+"""A request's number: unique within a system, and increasing in the order of admission."""
 
 TensorLike: TypeAlias = "np.ndarray[Any, Any] | Tensor"
 
 
 class NoOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The options of an engine that takes none."""
+    """The options of an engine that has none."""
 
 
 class NoParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The request parameters of an engine that takes none."""
+    """The request parameters of an engine that has none."""
 
 
 class StageContext(msgspec.Struct, frozen=True):
-    """What an engine is built with: one stage of the configuration, and a way to report how loading goes."""
+    """The argument of an engine's factory: one stage of the configuration, and ways to talk to the worker."""
 
     stage: str
+    """The stage's name."""
     model: Path | None
+    """The model's directory."""
     options: Mapping[str, Any]
+    """The stage's options; complete with defaults if the registry knows the engine, else as configured. The engine
+    converts them with ``msgspec.convert(context.options, Options)``."""
     threads: int
+    """How many native threads the engine may compute with."""
     device: str
+    """A torch device: "cpu", "cuda:0"."""
     report: Callable[[str], None]
-    """Call with a few words while loading ("reading weights"): they reach the health report and the terminal."""
+    """Call with a few words while loading ("reading weights"); they appear in the health report and in the terminal."""
     thread_budget: Callable[[], int] | None = None
-    """Call in a step, as often as it can be followed: with how many native threads to compute from now on, ``threads``
-    at the most, as other workers need cores. Only for an engine that gives the same bits with any number."""
+    """Returns how many native threads to compute with from now on, at most ``threads``, because other workers share the
+    cores. Call it in a step as often as you can follow it. Only for engines whose results do not depend on the number
+    of threads, to the bit. None: not supported here."""
 
 
 class StageRequest(msgspec.Struct, frozen=True):
@@ -79,102 +95,178 @@ class StageRequest(msgspec.Struct, frozen=True):
 
     request_id: RequestId
     sources: tuple[str, ...]
-    """Who feeds this request here: ``CLIENT``, names of stages, or both. Each ends its part with ``chunk.last``."""
+    """Where input comes from: names of stages, ``CLIENT``, or both. Each source ends by a chunk with ``last=True``."""
     params: Mapping[str, Any]
-    """The request's parameters for this engine over the stage's defaults; validated against the engine's ``params``."""
+    """The request's parameters for this engine, over the stage's defaults. The parent has validated them if the
+    registry knows the engine; the engine converts them with ``refusal.validated(request.params, Params)``."""
     downstream: bool = True
-    """Whether stages below take part in it: else nobody reads ``StageOutput.downstream``."""
+    """Whether downstream stages take part in the request. If not, ``StageOutput.downstream`` is dropped."""
 
 
 class Chunk(msgspec.Struct, frozen=True):
-    """A piece of a request's input, from the stage named ``source`` or from ``CLIENT``.
-
-    ``tensors`` are views (rule 2); ``data`` is small: text, counts, flags.
-    """
+    """A piece of a request's input."""
 
     source: str
+    """The name of the upstream stage, or ``CLIENT``."""
     seq: int
+    """Counts the chunks of this request from this source, from 0. Each arrives once and in order."""
     last: bool
+    """Whether this is the last chunk from ``source``."""
     tensors: Mapping[str, Tensor]
+    """Views, valid until ``feed`` returns (rule 2)."""
     data: Mapping[str, Any]
+    """Small values: text, counts, flags. These are copies."""
 
 
 class StageOutput(msgspec.Struct, frozen=True):
-    """A piece of a request's output: for the stages below and, where this stage's output was asked for, the client.
-
-    For a client, ``data["text"]`` (str) is text, and ``tensors["audio"]`` (float32 (n,), mono) is sound, which needs
-    ``data["sample_rate"]`` (Hz). ``tensors`` are copied into rings after ``step`` returns, and may be retained for a
-    replay: do not write to them after that call. ``downstream``: more of them, for the stages below, not for a client
-    (hidden states); a stage finds them among its chunk's ``tensors``, so no name may be in both.
-    """
+    """A piece of a request's output, for downstream stages and, if the client asked for this stage, for the client."""
 
     request_id: RequestId
     tensors: Mapping[str, TensorLike] = {}
+    """For a client, ``audio`` is sound: float32 (n,), mono, with ``data["sample_rate"]`` in Hz. The bytes are sent
+    later and may be retained for a replay: do not write to them any more."""
     data: Mapping[str, Any] = {}
+    """For a client, ``text`` (str) is text."""
     last: bool = False
+    """Whether this output ends the request in this stage."""
     downstream: Mapping[str, TensorLike] = {}
+    """More tensors, such as hidden states, for downstream stages only. They arrive in ``Chunk.tensors`` together with
+    ``tensors``, so no name may be in both."""
 
 
 class StageFailure(msgspec.Struct, frozen=True):
-    """This request cannot be served, the engine can: the request ends with ``error``, the others go on."""
+    """Ends one request with ``error``. The engine stays in service and other requests go on."""
 
     request_id: RequestId
     error: InvalidRequest
 
 
 class StageEngine(Protocol):
+    """Model code behind one stage. A factory, ``factory(context: StageContext) -> StageEngine``, loads it.
+
+    The factory raises any exception if loading fails, with a text that helps the operator. A class is its own factory:
+
+    >>> class Shout:
+    ...     '''Answers each piece of text in upper case, one piece of each request per step.'''
+    ...
+    ...     def __init__(self, context: StageContext) -> None:
+    ...         self._pieces: dict[RequestId, list[tuple[str, bool]]] = {}
+    ...
+    ...     @property
+    ...     def busy(self) -> bool:
+    ...         return any(self._pieces.values())
+    ...
+    ...     def start(self, request: StageRequest) -> None:
+    ...         if len(request.sources) != 1:
+    ...             raise InvalidRequest("one source was expected")
+    ...         self._pieces[request.request_id] = []
+    ...
+    ...     def feed(self, request_id: RequestId, chunk: Chunk) -> None:
+    ...         text = chunk.data.get("text", "")
+    ...         if not isinstance(text, str):
+    ...             del self._pieces[request_id]  # rule 4: forget the request, then refuse it
+    ...             raise InvalidRequest("a text was expected", param="text")
+    ...         self._pieces[request_id].append((text, chunk.last))
+    ...
+    ...     def abort(self, request_id: RequestId) -> None:
+    ...         del self._pieces[request_id]
+    ...
+    ...     def step(self) -> Iterable[StageOutput | StageFailure]:
+    ...         for request_id in [number for number, pieces in self._pieces.items() if pieces]:
+    ...             text, last = self._pieces[request_id].pop(0)
+    ...             if last:
+    ...                 del self._pieces[request_id]
+    ...             yield StageOutput(request_id, data={"text": text.upper()}, last=last)
+    ...
+    ...     def close(self) -> None:
+    ...         self._pieces.clear()
+
+    The engine loop then calls it like this:
+
+    >>> engine: StageEngine = Shout(StageContext("shout", None, {}, 1, "cpu", print))
+    >>> engine.start(StageRequest(7, (CLIENT,), {}))
+    >>> engine.busy
+    False
+    >>> engine.feed(7, Chunk(CLIENT, 0, False, {}, {"text": "hello"}))
+    >>> engine.feed(7, Chunk(CLIENT, 1, True, {}, {"text": " there"}))
+    >>> while engine.busy:
+    ...     for output in engine.step():
+    ...         print(output.data["text"], output.last)
+    HELLO False
+     THERE True
+    >>> engine.close()
+
+    tests/support/conformance.py checks an engine against the rules of this module.
+    """
+
     @property
     def busy(self) -> bool:
-        """Whether ``step`` would make progress with what has been fed so far. The loop sleeps while this is false."""
+        """Whether ``step`` would make progress with the input so far. The engine loop sleeps while this is false.
+
+        It must be cheap: the loop reads it in every turn. It is separate from ``step``, because a step that makes
+        progress may give no output: a token that completes no character, for example.
+        """
         ...
 
     def start(self, request: StageRequest) -> None:
-        """Admit a request to the batch. Raises ``InvalidRequest``."""
+        """Accept a request. Its chunks follow.
+
+        Raises InvalidRequest: the request is refused, and the engine has kept nothing of it.
+        """
         ...
 
     def feed(self, request_id: RequestId, chunk: Chunk) -> None:
-        """Take input; ``chunk.last`` ends the input from ``chunk.source``. Raises ``InvalidRequest``."""
+        """Take a chunk of a started request's input. Copy what is needed of ``chunk.tensors``, compute in ``step``.
+
+        Called for paused requests too (see ``Pausable``).
+        Raises InvalidRequest: the request is refused, and the engine has forgotten it.
+        """
         ...
 
     def abort(self, request_id: RequestId) -> None:
-        """Forget a started request and free its memory."""
+        """Forget a started request that has not ended, and free its memory. Nothing may be put out for it any more."""
         ...
 
     def step(self) -> Iterable[StageOutput | StageFailure]:
-        """One batched step. Called only while ``busy``; a generator is drained, each output sent as it is yielded."""
+        """Compute one batched step, and return what became ready.
+
+        Called only while ``busy``. A generator is run to its end, and no other call comes in between; outputs are sent
+        in the order in which they are yielded.
+        Raises any exception to end the worker; a request's own failure is a ``StageFailure``.
+        """
         ...
 
     def close(self) -> None:
-        """Free everything. No call follows."""
+        """Free everything and end all threads. No call follows. Not called if the worker ends by an exception."""
         ...
 
 
 @runtime_checkable
 class Measured(Protocol):
-    """What an engine may have besides: figures of its own for ``/metrics``."""
+    """An engine may also have figures of its own for ``/metrics``."""
 
     def gauges(self) -> Mapping[str, float]:
-        """Figures of now by name, a few dozen at the most: they travel in one control message.
+        """Return current figures by name, a few dozen at most: they travel in one control message.
 
-        Called between steps, each time that the supervisor looks whether the loop takes turns: be quick.
+        Called between steps, whenever the supervisor checks that the engine loop makes turns. It must be quick.
         """
         ...
 
 
 @runtime_checkable
 class Pausable(Protocol):
-    """What an engine may have besides: it can leave single requests out of its steps for a time.
+    """An engine may also be able to leave single requests out of its steps for a time.
 
-    The client of a paused request does not keep up with reading. The request keeps its memory and still takes input;
-    ``step`` computes nothing for it and ``busy`` does not count it. Pausing changes no output: neither the values nor
-    how they are cut into chunks. A request that ends, in whatever way, is no longer paused. It is for engines whose
-    output is large, and whose requests hold no place that others wait for, such as a row of a batch.
+    The parent pauses a request whose client does not keep up with reading. A paused request keeps its memory and still
+    takes input; ``step`` computes nothing for it, and ``busy`` does not count it. Pausing changes no output: neither
+    the values nor how they are cut into chunks. Implement this if outputs are large and requests hold nothing that
+    others wait for, such as a row of a batch. ``stages.pausing`` has an implementation.
     """
 
     def pause(self, request_id: RequestId) -> None:
-        """Leave a started request out. Harmless for one that is paused."""
+        """Leave a started request out of the steps. Has no effect on a paused request."""
         ...
 
     def resume(self, request_id: RequestId) -> None:
-        """Take it up again. Harmless for one that is not paused."""
+        """Include a request again. Has no effect on a request that is not paused."""
         ...
