@@ -142,7 +142,6 @@ ENGINES: dict[str, EngineSpec] = {
         VocoderParams,
         needs_model=False,
         deterministic=True,
-        libraries=("scipy",),
     ),
     "vllm": EngineSpec(
         "omni_actors.stages.vllm.factories:open_text",

@@ -19,7 +19,7 @@ from __future__ import annotations
 from typing import Any, TypeAlias
 
 import numpy as np
-from scipy import fft
+from numpy import fft
 
 __all__ = ["BINS", "HOP", "SAMPLE_RATE", "SentenceSynthesis"]
 
@@ -99,7 +99,7 @@ class SentenceSynthesis:
         else:
             wave = self._pulses[at[0] : at[-1] + 1]
         windows = np.lib.stride_tricks.sliding_window_view(wave, WINDOW)[::HOP] * _ANALYSIS
-        return np.ascontiguousarray(fft.rfft(windows, axis=1, overwrite_x=True).T)
+        return np.ascontiguousarray(fft.rfft(windows, axis=1).T)
 
     def _make_pulses(self, end: int) -> None:
         """Extend the pulse train to frame ``end``: every harmonic of f0 up to 11 kHz, with amplitude 1.
