@@ -20,7 +20,7 @@ Rules
    step should take well under a second. A call that lasts longer than the stage's step timeout counts as a hang: the
    supervisor kills the worker.
 6. Replay: if the engine's outputs depend on parameters and input chunks alone, its requests can survive the death of a
-   worker (see ``registry.EngineSpec.replayable``).
+   worker (see ``registry.EngineSpec.deterministic``).
 7. Imports: this module is all that an engine must know of omni_actors. Heavy libraries are imported in workers only.
 """
 
