@@ -1,0 +1,177 @@
+"""The schema of a pipeline file. A field's default and its meaning are written here and nowhere else."""
+
+from __future__ import annotations
+
+import os
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from omni_actors.stages.registry import ENGINES, EngineSpec
+
+NAME_PATTERN = r"^[a-z][a-z0-9_]*$"
+
+Positive = Annotated[int, Meta(ge=1)]
+PositiveFloat = Annotated[float, Meta(gt=0)]
+Name = Annotated[str, Meta(pattern=NAME_PATTERN)]
+
+
+class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A mapping of the document. It refuses unknown keys."""
+
+
+class Restart(Section, frozen=True, kw_only=True):
+    """When the supervisor restarts the worker of a replica, and when it gives the replica up.
+
+    The supervisor gives a replica up after more than ``intensity`` restarts within ``period_s``. A stage without a
+    replica left has failed.
+    """
+
+    type: Literal["permanent", "transient", "temporary"] = "permanent"
+    """The deaths that are followed by a restart: all (permanent), all but exit code 0 (transient), none (temporary)."""
+    strategy: Literal["one_for_one", "rest_for_one", "one_for_all"] = "one_for_one"
+    """The other workers that are restarted after a death: none, those of all stages downstream, all."""
+    intensity: Annotated[int, Meta(ge=0)] = 3
+    """Restarts allowed within ``period_s``."""
+    period_s: PositiveFloat = 60.0
+    """Window of ``intensity``, in seconds."""
+    backoff_s: PositiveFloat = 0.1
+    """Seconds before the first restart. Each further restart within ``period_s`` doubles the wait."""
+    backoff_max_s: PositiveFloat = 10.0
+    """Longest wait before a restart, in seconds."""
+    retry_s: Annotated[float, Meta(ge=0)] = 30.0
+    """Seconds until a replica that was given up for its ``intensity`` is tried again; 0 means never."""
+    retry_max_s: PositiveFloat = 600.0
+    """Longest interval between two tries, in seconds. Each try that fails doubles the interval."""
+
+
+class Limits(Section, frozen=True, kw_only=True):
+    """Bounds of the running system. Sizes are bytes."""
+
+    max_requests: Positive = 64
+    """Requests admitted at the same time. Further ones are refused (``Overloaded``)."""
+    deadline_s: PositiveFloat = 600.0
+    """Deadline of a request that sets none, in seconds."""
+    output_bytes: Positive = 64 * 1024 * 1024
+    """Unread output of one request. A request that exceeds it ends (``SlowConsumer``)."""
+    unread_bytes: Positive = 256 * 1024 * 1024
+    """Unread output of all requests. Above half of it, stages are paused."""
+    window_bytes: Positive = 512 * 1024
+    """Unread output of one request over HTTP. Above it, the request's stages are paused."""
+    read_bytes_s: PositiveFloat = 16384.0
+    """Least rate at which an HTTP client reads while its request waits for it, in bytes per second."""
+    replays: Annotated[int, Meta(ge=0)] = 2
+    """How often one request is replayed after the death of a worker. The bound ends a request that kills its stage."""
+    quarantine_s: Annotated[float, Meta(ge=0)] = 600.0
+    """Seconds for which a request is refused after one like it used up its replays by ending workers; 0 means not at
+    all. Such a request is found by its replays, so ``replays: 0`` disables the quarantine too."""
+    retain_bytes: Positive = 64 * 1024 * 1024
+    """Outputs of one request that one stage retains for a replay. A request that exceeds it cannot be replayed."""
+    worker_retain_bytes: Positive = 256 * 1024 * 1024
+    """Outputs of all requests that one worker retains. Above it, the largest request loses its retained outputs."""
+
+
+class Stage(Section, frozen=True, kw_only=True):
+    """One stage of a pipeline."""
+
+    engine: str
+    """An engine of the registry, or "package.module:factory" for one of your own."""
+    model: str | None = None
+    """A directory, the name of a model that an installed package carries, or "owner/name" on a model hub."""
+    accepts: tuple[Name, ...] = ()
+    """Kinds of input that the stage receives from the client."""
+    inputs: tuple[str, ...] = ()
+    """Stages whose output the stage receives."""
+    emits: Name | None = None
+    """The modality of the stage's output to the client. Without it the client receives nothing of this stage."""
+    replicas: Positive = 1
+    """Workers that run this stage."""
+    threads: Annotated[int, Meta(ge=0)] = 0
+    """Native threads of each worker; 0 means the machine's cores divided by all workers, at least 1."""
+    nice: Annotated[int, Meta(ge=0, le=19)] = 0
+    """Priority of the engine's threads, as ``nice(1)`` counts. Above 0, the engine also delays its steps, by up to a
+    second at a time, while a worker with a lower value computes the first output of a request."""
+    device: str = "cpu"
+    """Device of the model, as torch names it: "cpu", "cuda:0"."""
+    options: dict[str, Any] = {}
+    """Options of the engine."""
+    defaults: dict[str, Any] = {}
+    """Request parameters for requests that do not set them."""
+    deterministic: bool | None = None
+    """Whether the engine gives the same output chunks again for the same parameters and input chunks, so that a request
+    can be replayed. Null means what the engine's registry entry states."""
+    ring_bytes: Positive = 2 * 1024 * 1024
+    """Capacity of each ring that carries the stage's output, in bytes. A larger chunk passes through it in pieces."""
+    load_timeout_s: PositiveFloat = 600.0
+    """Seconds from spawning a worker until it must be ready. The supervisor kills one that takes longer."""
+    step_timeout_s: PositiveFloat = 30.0
+    """Seconds that one turn of the engine loop may take: receiving what arrived, and one step. The supervisor kills a
+    worker that takes longer."""
+    shutdown_timeout_s: PositiveFloat = 2.0
+    """Seconds that a worker has for its shutdown, before SIGKILL."""
+    restart: Restart = Restart()
+
+
+class Sections(Section, frozen=True, kw_only=True):
+    """The top level of a pipeline file."""
+
+    name: str
+    description: str = ""
+    stages: dict[Name, Stage]
+    limits: Limits = Limits()
+
+
+class Pipeline(Sections, frozen=True, kw_only=True):
+    """A pipeline. ``load`` returns it checked; ``OmniSystem.open`` and ``load`` also take one made in Python.
+
+    Attributes:
+        name: Name of the pipeline; over HTTP, the name of the model.
+        description: One line for ``omni-actors config list``.
+        stages: The stages by name, in the order in which the supervisor starts them.
+        limits: Bounds of the running system.
+        file: Where the pipeline was read from, for error messages. It is not part of the document.
+
+    >>> echo = Stage(engine="echo", accepts=("messages",), emits="text")
+    >>> Pipeline(name="one", stages={"only": echo}).options("only")["fan_out"]
+    1
+    """
+
+    file: str = "-"
+
+    def threads(self, stage: str) -> int:
+        """Return the number of native threads of one worker of ``stage``."""
+        workers = sum(each.replicas for each in self.stages.values())
+        return self.stages[stage].threads or max(1, _cores() // workers)
+
+    @property
+    def spins(self) -> bool:
+        """Whether native threads may spin while they wait: all multi-threaded workers fit on the cores together."""
+        threads = [self.threads(name) * stage.replicas for name, stage in self.stages.items() if self.threads(name) > 1]
+        return sum(threads) <= _cores()
+
+    def spec(self, stage: str) -> EngineSpec:
+        """Return the registry entry of the engine of ``stage``.
+
+        An engine that is named by import path has an entry that allows any options and parameters: it checks them in
+        the worker.
+        """
+        engine = self.stages[stage].engine
+        return ENGINES.get(engine) or EngineSpec(engine, options=None, params=None, needs_model=False)
+
+    def deterministic(self, stage: str) -> bool:
+        """Return whether ``stage`` gives the same output chunks again for the same input."""
+        configured = self.stages[stage].deterministic
+        return self.spec(stage).deterministic if configured is None else configured
+
+    def options(self, stage: str) -> dict[str, Any]:
+        """Return the effective options of ``stage``: the configured ones over its engine's defaults."""
+        options, schema = self.stages[stage].options, self.spec(stage).options
+        if schema is None:
+            return options
+        effective: dict[str, Any] = msgspec.to_builtins(msgspec.convert(options, schema))
+        return effective
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0))

@@ -1,0 +1,17 @@
+"""The examples in the docstrings of the public modules run, and print what the docstrings show."""
+
+from __future__ import annotations
+
+import doctest
+from importlib import import_module
+
+import pytest
+
+MODULES = ("omni_actors.config", "omni_actors.config.convert", "omni_actors.config.schema")
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_the_examples_of_a_module_give_what_they_show(name: str) -> None:
+    result = doctest.testmod(import_module(name), optionflags=doctest.ELLIPSIS)
+    assert result.attempted > 0
+    assert result.failed == 0
