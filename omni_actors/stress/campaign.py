@@ -40,7 +40,7 @@ class Campaign:
     def __init__(self, config: str, overrides: Mapping[str, Any], json_file: Path | None) -> None:
         """Asks the pipeline for the answers of a quiet day. Raises ConfigError, StageFailed."""
         self._config, self._overrides, self._json_file = config, overrides, json_file
-        self._mark = os.environ[leaks.MARK] = uuid.uuid4().hex
+        self._mark = os.environ[leaks.MARKER] = uuid.uuid4().hex
         self._workload = find(config, overrides)
         with notes.status("asking for the answers of a quiet day"):
             ask_oracle(self._workload)
@@ -51,7 +51,7 @@ class Campaign:
         """Runs of drawn schedules, until the time is up, or so many faults were injected, or one fails."""
         if importlib.util.find_spec("hypothesis") is None:
             raise click.ClickException("schedules are drawn by Hypothesis: pip install 'omni-actors[stress]'")
-        from omni_actors.stress.machine import Hunt
+        from omni_actors.stress.state_machine import Search
 
         seed = random.SystemRandom().randrange(1 << 32) if seed is None else seed
         limit_s = 60 * (MINUTES if minutes is None and faults is None else minutes or float("inf"))
@@ -72,7 +72,7 @@ class Campaign:
                 progress.update(task, description=f"seed {seed}: {said}")
                 return run_schedule(self._workload, schedule, self._mark)
 
-            hunt = Hunt(self._workload, run, enough, shrink_s)
+            hunt = Search(self._workload, run, enough, shrink_s)
             hunt.go(seed, operations)
         how = {"seed": seed, "operations": operations, "seconds": time.monotonic() - began}
         self._report(hunt.tally, how)
@@ -144,7 +144,7 @@ class Campaign:
 
 def simulate(schedules: int, seed: int | None, json_file: Path | None) -> Sequence[Violation]:
     """So many schedules without processes, of the seeds from ``seed`` on. What was violated."""
-    from omni_actors.stress import simulation
+    from omni_actors.stress.simulation import simulation
 
     first = random.SystemRandom().randrange(1 << 32) if seed is None else seed
     tally, violations = Tally(), list[Violation]()

@@ -18,11 +18,11 @@ import trio
 from omni_actors.errors import RequestError
 from omni_actors.generation import Generation
 from omni_actors.stress import judge
-from omni_actors.stress.judge import Asked, Rules, Violation
+from omni_actors.stress.health_watch import HealthWatch
+from omni_actors.stress.judge import Rules, TrackedRequest, Violation
 from omni_actors.stress.oracle import Answer
 from omni_actors.stress.report import Tally
 from omni_actors.stress.schedule import OnFailure
-from omni_actors.stress.watch import Watch
 from omni_actors.stress.workload import Template, Workload
 from omni_actors.system import OmniSystem
 
@@ -32,11 +32,13 @@ REFUSED_S = 0.01
 class Client:
     """Submits to one system. Its tasks live in ``nursery``."""
 
-    def __init__(self, omni: OmniSystem, workload: Workload, watch: Watch, tally: Tally, nursery: trio.Nursery) -> None:
+    def __init__(
+        self, omni: OmniSystem, workload: Workload, watch: HealthWatch, tally: Tally, nursery: trio.Nursery
+    ) -> None:
         self._omni, self._workload, self._watch, self._tally, self._nursery = omni, workload, watch, tally, nursery
         self._names = itertools.count()
-        self._records: list[Asked] = []
-        self._open: dict[Asked, trio.CancelScope] = {}
+        self._records: list[TrackedRequest] = []
+        self._open: dict[TrackedRequest, trio.CancelScope] = {}
         self._stopping = False
         self.violations: list[tuple[float, Violation]] = []
         """Of the requests judged so far, with the time of their end."""
@@ -46,17 +48,19 @@ class Client:
         """Woken whenever a request ends."""
 
     @property
-    def open(self) -> list[Asked]:
+    def open(self) -> list[TrackedRequest]:
         return list(self._open)
 
     def submit(
         self, template: Template, on_failure: OnFailure, *, pace_s: float = 0.0, hooks: Mapping[str, Any] | None = None
-    ) -> Asked:
+    ) -> TrackedRequest:
         """Ask, and read in a task. pace_s: between outputs. hooks: failures that echo engines are asked for."""
         answer = Answer(self._workload.oracle[template.name])
-        asked = Asked(f"stress-{next(self._names)}", template, answer, on_failure, time.monotonic(), hooks is not None)
+        asked = TrackedRequest(
+            f"stress-{next(self._names)}", template, answer, on_failure, time.monotonic(), hooks is not None
+        )
         self._records.append(asked)
-        inputs = template.inputs if hooks is None else template.hooked(hooks)
+        inputs = template.inputs if hooks is None else template.with_hooks(hooks)
         try:
             generation = self._omni.submit(
                 inputs, template.modalities, request_id=asked.name, on_failure=on_failure, **template.params
@@ -68,16 +72,16 @@ class Client:
             self._nursery.start_soon(self._read, asked, generation, pace_s)
         return asked
 
-    def abort(self, asked: Asked) -> None:
+    def abort(self, asked: TrackedRequest) -> None:
         asked.aborted = True
         self._omni.abort(asked.name)
 
-    def drop(self, asked: Asked) -> None:
+    def drop(self, asked: TrackedRequest) -> None:
         """Let go of what reads it. Harmless after its end."""
         if scope := self._open.get(asked):
             scope.cancel()
 
-    async def until_ended(self, asked: Asked) -> None:
+    async def until_ended(self, asked: TrackedRequest) -> None:
         while asked in self._open:
             await self.ended.park()
 
@@ -103,7 +107,7 @@ class Client:
                 self._judge(asked)
         self._records = [asked for asked in self._records if asked in self._open]
 
-    async def _read(self, asked: Asked, generation: Generation, pace_s: float) -> None:
+    async def _read(self, asked: TrackedRequest, generation: Generation, pace_s: float) -> None:
         with self._open[asked]:
             error = await read_to_the_end(asked, generation, pace_s, self._count)
             self._end(asked, "failed" if error else "completed", error)
@@ -113,7 +117,7 @@ class Client:
     def _count(self) -> None:
         self.outputs += 1
 
-    def _end(self, asked: Asked, outcome: judge.Outcome, error: RequestError | None) -> None:
+    def _end(self, asked: TrackedRequest, outcome: judge.Outcome, error: RequestError | None) -> None:
         asked.outcome, asked.error, asked.ended = outcome, error, time.monotonic()
         self._open.pop(asked, None)
         self._tally.requests[type(error).__name__ if error else outcome] += 1
@@ -124,14 +128,14 @@ class Client:
             error.with_traceback(None)  # whose frames hold outputs
         self.ended.unpark_all()
 
-    def _judge(self, asked: Asked) -> None:
+    def _judge(self, asked: TrackedRequest) -> None:
         rules = Rules(self._workload.pipeline.limits.replays, self._workload.replayed)
-        if violation := judge.of_request(asked, self._watch.losses, self._watch.given_up, rules):
+        if violation := judge.check_request(asked, self._watch.deaths, self._watch.given_up, rules):
             self.violations.append((asked.ended or time.monotonic(), violation))
 
 
 async def read_to_the_end(
-    asked: Asked, generation: Generation, pace_s: float, on_output: Callable[[], None] = lambda: None
+    asked: TrackedRequest, generation: Generation, pace_s: float, on_output: Callable[[], None] = lambda: None
 ) -> RequestError | None:
     """Put an answer on record, and what ended it if that was an error; read on once, as rule 2 says."""
     error: RequestError | None = None

@@ -2,7 +2,7 @@
 
 Rules
 1. One task does them in order. A fault is under way when ``do`` returns (a signal is sent a moment later, see
-   ``Hand``); what takes longer (until its stage serves again) is followed by a task of its own.
+   ``KillHelper``); what takes longer (until its stage serves again) is followed by a task of its own.
 2. A fault is *detected* when the system reports the death, *ready* when a worker of the stage serves again, *recovered*
    when a request that needs the stage, submitted at that report, has its answer.
 3. A fault whose stage is hit again before that is *overtaken*: it counts, its times do not. Of one that did not come
@@ -24,8 +24,9 @@ import trio
 
 from omni_actors.stress import judge
 from omni_actors.stress.client import Client
-from omni_actors.stress.faults import Hand, ShortSpawner, Victim, kill_parent
-from omni_actors.stress.judge import Asked, Loss, Violation
+from omni_actors.stress.faults import KillHelper, RefusingSpawner, Victim, kill_parent
+from omni_actors.stress.health_watch import HealthWatch
+from omni_actors.stress.judge import ObservedDeath, TrackedRequest, Violation
 from omni_actors.stress.report import Tally, Timing
 from omni_actors.stress.schedule import (
     Abort,
@@ -45,7 +46,6 @@ from omni_actors.stress.schedule import (
     Submit,
     Wait,
 )
-from omni_actors.stress.watch import Watch
 from omni_actors.stress.workload import Workload
 from omni_actors.system import OmniSystem
 
@@ -77,13 +77,13 @@ class Driver:
         omni: OmniSystem,
         workload: Workload,
         load: Load,
-        spawner: ShortSpawner,
-        hand: Hand,
+        spawner: RefusingSpawner,
+        hand: KillHelper,
         nursery: trio.Nursery,
     ) -> None:
         self._workload, self._load, self._spawner, self._hand, self._nursery = workload, load, spawner, hand, nursery
         self.tally = Tally()
-        self.watch = Watch(omni)
+        self.watch = HealthWatch(omni)
         self.client = Client(omni, workload, self.watch, self.tally, nursery)
         self.faults: list[tuple[float, str]] = []
         """Injected so far, with their times."""
@@ -92,7 +92,7 @@ class Driver:
         """pids."""
         self.asked_for: Counter[str] = Counter()
         """By stage: deaths brought about without naming a pid."""
-        self._submitted: list[Asked] = []
+        self._submitted: list[TrackedRequest] = []
         self._following: list[_Injection] = []
         self._operation = 0
         self._quiet = True
@@ -150,9 +150,9 @@ class Driver:
         self.client.judge_ended()
         following = [injection.at for injection in self._following]
         old = self.watch.forget(min([time.monotonic(), *following, *(asked.submitted for asked in self.client.open)]))
-        unexplained, self.asked_for = judge.of_losses(old, self.killed, self.asked_for)
+        unexplained, self.asked_for = judge.check_deaths(old, self.killed, self.asked_for)
         self.violations += [(time.monotonic(), violation) for violation in unexplained]
-        self.killed -= {loss.pid for loss in old}
+        self.killed -= {death.pid for death in old}
 
     @property
     def refused(self) -> list[tuple[str, str]]:
@@ -237,13 +237,13 @@ class Driver:
         stage = crash.stage
         if stage in self.watch.given_up:
             return
-        deaths = judge.deaths_by_poison(self._workload.pipeline.limits)
+        deaths = judge.max_deaths_by_one_request(self._workload.pipeline.limits)
         self.asked_for[stage] += 1 if crash.on_failure == "fail" else deaths
         fault = CRASHES[crash.how] + (", replayed" if crash.on_failure == "replay" else "")
         injection = self._inject(fault, stage)
         hooks = {"stage": stage, **HOOKS[crash.how]}
         asked = self.client.submit(self._workload.probe(stage), crash.on_failure, hooks=hooks)
-        self._follow_soon(injection, lambda loss: loss.stage == stage and loss.pid not in self.killed, asked)
+        self._follow_soon(injection, lambda death: death.stage == stage and death.pid not in self.killed, asked)
 
     async def _starve(self, stage: str) -> None:
         pid = self._worker(stage)
@@ -257,8 +257,8 @@ class Driver:
             self.client.submit(largest, "replay")
             self._unfollowed += 1
             with trio.move_on_after(STARVED_S):
-                await self.watch.until(lambda: any(loss.pid == pid for loss in self.watch.losses))
-                self._follow_soon(injection, lambda loss: loss.pid == pid)
+                await self.watch.until(lambda: any(death.pid == pid for death in self.watch.deaths))
+                self._follow_soon(injection, lambda death: death.pid == pid)
             self._unfollowed -= 1
             victim.feed()  # where it got by without
 
@@ -271,7 +271,9 @@ class Driver:
 
     # what becomes of them
 
-    def _follow_soon(self, injection: _Injection, is_its: Callable[[Loss], bool], carrier: Asked | None = None) -> None:
+    def _follow_soon(
+        self, injection: _Injection, is_its: Callable[[ObservedDeath], bool], carrier: TrackedRequest | None = None
+    ) -> None:
         """Follow a fault until a request that needs its stage is answered.
 
         is_its: tells the death that it causes. carrier: the request that brings it; one that has ended brings none.
@@ -279,11 +281,13 @@ class Driver:
         self._following.append(injection)
         self._nursery.start_soon(self._follow, injection, is_its, carrier)
 
-    async def _follow(self, injection: _Injection, is_its: Callable[[Loss], bool], carrier: Asked | None) -> None:
+    async def _follow(
+        self, injection: _Injection, is_its: Callable[[ObservedDeath], bool], carrier: TrackedRequest | None
+    ) -> None:
         timing, stage, watch = injection.timing, injection.stage, self.watch
 
-        def death() -> Loss | None:
-            return next((loss for loss in watch.losses if loss.at >= injection.at and is_its(loss)), None)
+        def death() -> ObservedDeath | None:
+            return next((death for death in watch.deaths if death.at >= injection.at and is_its(death)), None)
 
         with trio.move_on_after(self._workload.patience_s) as patience:
             if carrier is None:
@@ -319,5 +323,5 @@ class Driver:
         self.client.ended.unpark_all()
 
 
-def _is_of(pid: int, loss: Loss) -> bool:
-    return loss.pid == pid
+def _is_of(pid: int, death: ObservedDeath) -> bool:
+    return death.pid == pid

@@ -27,7 +27,7 @@ import msgspec
 import trio
 
 from omni_actors.protocol.messages import Address
-from omni_actors.stress import hand, leaks
+from omni_actors.stress import kill_helper, leaks
 from omni_actors.stress.workload import Workload
 from omni_actors.supervisor.process import LocalSpawner
 from ringbuf import Ring
@@ -36,7 +36,7 @@ ORPHANED_S = 5.0
 """Workers whose parent was killed are gone by then."""
 
 
-class ShortSpawner(LocalSpawner):
+class RefusingSpawner(LocalSpawner):
     """This machine, with no memory for the next ``refusals`` rings of a stage."""
 
     def __init__(self) -> None:
@@ -54,7 +54,7 @@ class ShortSpawner(LocalSpawner):
         return super().create_ring(producer, consumer, capacity, generation)
 
 
-class Hand:
+class KillHelper:
     """The process that kills (see ``hand``). Leaving the block has reaped it.
 
     Its answers are read when a death was seen, not when they come: they would wake this process at the very moment
@@ -69,7 +69,7 @@ class Hand:
         self._sock.setblocking(False)
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-I", "-S", hand.__file__, str(theirs.fileno())], pass_fds=(theirs.fileno(),)
+                [sys.executable, "-I", "-S", kill_helper.__file__, str(theirs.fileno())], pass_fds=(theirs.fileno(),)
             )
 
     def send(self, number: signal.Signals, victims: Sequence[Victim]) -> int:
@@ -89,7 +89,7 @@ class Hand:
         self._sock.close()
         self._process.wait()
 
-    def __enter__(self) -> Hand:
+    def __enter__(self) -> KillHelper:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -144,7 +144,7 @@ async def kill_parent(workload: Workload, *, loading: bool) -> tuple[float, list
         [sys.executable, "-m", "omni_actors.stress.parent", "loading" if loading else "serving"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        env={**os.environ, leaks.MARK: mark},
+        env={**os.environ, leaks.MARKER: mark},
     )
     with process:
         assert process.stdin is not None

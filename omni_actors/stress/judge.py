@@ -38,7 +38,7 @@ Kind: TypeAlias = Literal["lost", "hung", "duplicated", "corrupted", "disturbed"
 Outcome: TypeAlias = Literal["open", "completed", "failed", "dropped"]
 
 NOTICED_S = 0.05
-"""An error reaches a client, and a loss the harness, in one turn of the event loop, in either order."""
+"""An error reaches a client, and a death the harness, in one turn of the event loop, in either order."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Violation:
 
 
 @dataclass(frozen=True, slots=True)
-class Loss:
+class ObservedDeath:
     """The death of a worker, as the system reported it. at: CLOCK_MONOTONIC, in seconds."""
 
     stage: str
@@ -62,7 +62,7 @@ class Loss:
 
 
 @dataclass(eq=False)
-class Asked:
+class TrackedRequest:
     """A request of a run. Times are CLOCK_MONOTONIC, in seconds."""
 
     name: str
@@ -70,7 +70,7 @@ class Asked:
     answer: Answer
     on_failure: OnFailure
     submitted: float
-    hooked: bool = False
+    with_hooks: bool = False
     aborted: bool = False
     outcome: Outcome = "open"
     error: RequestError | None = None
@@ -86,12 +86,14 @@ class Rules:
     replayed: frozenset[str]
 
 
-def deaths_by_poison(limits: Limits) -> int:
+def max_deaths_by_one_request(limits: Limits) -> int:
     """How many workers one request may end: until its replays are used up, and the suspects are halved down to it."""
     return 1 + max(limits.replays, math.ceil(math.log2(limits.max_requests)))
 
 
-def of_request(asked: Asked, losses: Sequence[Loss], given_up: Collection[str], rules: Rules) -> Violation | None:
+def check_request(
+    asked: TrackedRequest, deaths: Sequence[ObservedDeath], given_up: Collection[str], rules: Rules
+) -> Violation | None:
     """The violation that a request's outcome is, if it is one."""
     who = f"{asked.name} ({asked.template.name})"
     if asked.outcome == "open":
@@ -103,11 +105,11 @@ def of_request(asked: Asked, losses: Sequence[Loss], given_up: Collection[str], 
         return Violation(differs[0], f"{who}: {differs[1]}")
     if asked.outcome != "failed":
         return None
-    return _of_error(asked, who, losses, given_up, rules)
+    return _of_error(asked, who, deaths, given_up, rules)
 
 
 def _of_error(
-    asked: Asked, who: str, losses: Sequence[Loss], given_up: Collection[str], rules: Rules
+    asked: TrackedRequest, who: str, deaths: Sequence[ObservedDeath], given_up: Collection[str], rules: Rules
 ) -> Violation | None:
     facts = f"{who}, {asked.on_failure}: {type(asked.error).__name__}: {asked.error}"
     match asked.error:
@@ -117,14 +119,14 @@ def _of_error(
             fair = stage in given_up and stage in asked.template.stages
             return None if fair else Violation("lost", f"{facts}, and the stage was not given up")
         case Quarantined(stage=stage):
-            fair = asked.hooked or sum(loss.stage == stage for loss in losses) > rules.replays
+            fair = asked.with_hooks or sum(death.stage == stage for death in deaths) > rules.replays
             return None if fair else Violation("lost", f"{facts}, and it did nothing to its engine")
         case StageCrashed():
-            touched = [loss for loss in losses if _touches(loss, asked)]
+            touched = [death for death in deaths if _touches(death, asked)]
             if not touched:
                 return Violation("disturbed", f"{facts}, and no stage of its route died")
-            replayable = {loss.stage for loss in touched} <= rules.replayed
-            if asked.on_failure == "fail" or asked.hooked or not replayable or len(touched) > rules.replays:
+            replayable = {death.stage for death in touched} <= rules.replayed
+            if asked.on_failure == "fail" or asked.with_hooks or not replayable or len(touched) > rules.replays:
                 return None
             return Violation(
                 "lost", f"{facts}, after {len(touched)} of the {rules.replays} deaths that it is to survive"
@@ -133,12 +135,12 @@ def _of_error(
             return Violation("lost", facts)
 
 
-def _touches(loss: Loss, asked: Asked) -> bool:
-    return loss.stage in asked.template.stages and asked.submitted <= loss.at <= asked.ended + NOTICED_S
+def _touches(death: ObservedDeath, asked: TrackedRequest) -> bool:
+    return death.stage in asked.template.stages and asked.submitted <= death.at <= asked.ended + NOTICED_S
 
 
-def of_losses(
-    losses: Sequence[Loss], killed: Collection[int], asked_for: Mapping[str, int]
+def check_deaths(
+    deaths: Sequence[ObservedDeath], killed: Collection[int], asked_for: Mapping[str, int]
 ) -> tuple[list[Violation], Counter[str]]:
     """Deaths without a cause, and of ``asked_for`` what is left.
 
@@ -146,21 +148,21 @@ def of_losses(
     """
     left = Counter(asked_for)
     found = []
-    for loss in losses:
-        if loss.pid in killed or "restarted with stage" in loss.exit:
+    for death in deaths:
+        if death.pid in killed or "restarted with stage" in death.exit:
             continue
-        if left[loss.stage] > 0:
-            left[loss.stage] -= 1
+        if left[death.stage] > 0:
+            left[death.stage] -= 1
         else:
-            found.append(Violation("disturbed", f"{loss.stage}.{loss.replica}: {loss.exit}, and nobody killed it"))
+            found.append(Violation("disturbed", f"{death.stage}.{death.replica}: {death.exit}, and nobody killed it"))
     return found, left
 
 
-def of_restarts(losses: Sequence[Loss], given_up: Collection[str], pipeline: Pipeline) -> list[Violation]:
+def check_restarts(deaths: Sequence[ObservedDeath], given_up: Collection[str], pipeline: Pipeline) -> list[Violation]:
     """Stages given up before their restarts were used up. A run is shorter than the period that they are counted in."""
-    deaths = Counter(loss.stage for loss in losses)
+    counts = Counter(death.stage for death in deaths)
     return [
-        Violation("disturbed", f"{name} was given up after {deaths[name]} deaths, with {intensity} restarts allowed")
+        Violation("disturbed", f"{name} was given up after {counts[name]} deaths, with {intensity} restarts allowed")
         for name in sorted(given_up)
-        if deaths[name] <= (intensity := pipeline.stages[name].restart.intensity)
+        if counts[name] <= (intensity := pipeline.stages[name].restart.intensity)
     ]

@@ -1,7 +1,7 @@
 """What a run must not leave behind: processes, descriptors, threads, segments, temporary files.
 
 Rules
-1. Everything started from here inherits ``MARK`` in its environment, so an orphan is known as ours by whoever finds it.
+1. Everything started from here inherits ``MARKER`` in its environment, so an orphan can be recognised.
 2. A run has a directory for temporary files of its own (``TMPDIR``); what is in it afterwards was left.
 3. A snapshot holds identities, not counts: one thing that comes and another that goes do not cancel out.
 """
@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-MARK = "OMNI_ACTORS_STRESS"
+MARKER = "OMNI_ACTORS_STRESS"
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def left(before: Snapshot, after: Snapshot) -> list[str]:
 
 def marked_processes(mark: str) -> frozenset[int]:
     """Those started under ``mark``, by whomever, other than this one."""
-    wanted = f"{MARK}={mark}".encode()
+    wanted = f"{MARKER}={mark}".encode()
 
     def is_marked(pid: int) -> bool:
         with suppress(OSError):  # another user's, or gone since it was listed

@@ -22,7 +22,7 @@ import trio
 from omni_actors import config as configuration
 from omni_actors.stress import judge, leaks
 from omni_actors.stress.driver import Driver
-from omni_actors.stress.faults import Hand, ShortSpawner
+from omni_actors.stress.faults import KillHelper, RefusingSpawner
 from omni_actors.stress.judge import Violation
 from omni_actors.stress.oracle import Oracle
 from omni_actors.stress.report import Tally
@@ -44,32 +44,32 @@ class Result:
 
 
 def run_schedule(workload: Workload, schedule: Schedule, mark: str) -> Result:
-    """Carry a schedule out. mark: see ``under_fire``."""
+    """Carry a schedule out. mark: see ``run_with_faults``."""
 
     async def carry_out(_: OmniSystem, driver: Driver) -> None:
         for operation in schedule.operations:
             await driver.do(operation)
 
-    return under_fire(workload, schedule.load, schedule.lives, mark, carry_out)
+    return run_with_faults(workload, schedule.load, schedule.intensity, mark, carry_out)
 
 
-def under_fire(
+def run_with_faults(
     workload: Workload,
     load: Load,
-    lives: int | None,
+    intensity: int | None,
     mark: str,
     work: Callable[[OmniSystem, Driver], Awaitable[None]],
 ) -> Result:
     """Do ``work`` to a system, and check what the module says. lives: see ``Schedule``.
 
-    mark: what ``leaks.MARK`` is set to in the environment.
+    mark: what ``leaks.MARKER`` is set to in the environment.
     """
 
     async def live() -> tuple[Driver, float]:
-        async with _open(workload, load, lives) as (omni, driver):
-            began_with = {stage: counts for stage, _, counts in worker_descriptors(omni)}
+        async with _open(workload, load, intensity) as (omni, driver):
+            initial_descriptors = {stage: counts for stage, _, counts in worker_descriptors(omni)}
             await work(omni, driver)
-            await _finish(omni, driver, workload, began_with)
+            await _finish(omni, driver, workload, initial_descriptors)
             closing = time.monotonic()
         return driver, time.monotonic() - closing
 
@@ -103,19 +103,23 @@ def ask_oracle(workload: Workload) -> None:
 
 
 @asynccontextmanager
-async def _open(workload: Workload, load: Load, lives: int | None) -> AsyncIterator[tuple[OmniSystem, Driver]]:
+async def _open(workload: Workload, load: Load, intensity: int | None) -> AsyncIterator[tuple[OmniSystem, Driver]]:
     """A system of the workload's pipeline, loaded and at work."""
-    overrides = {} if lives is None else {f"stages.{stage}.restart.intensity": lives for stage in workload.stages}
-    spawner = ShortSpawner()
+    overrides = (
+        {} if intensity is None else {f"stages.{stage}.restart.intensity": intensity for stage in workload.stages}
+    )
+    spawner = RefusingSpawner()
     pipeline = configuration.load(workload.pipeline, overrides)
-    with Hand() as hand:
+    with KillHelper() as hand:
         async with OmniSystem.open(pipeline, spawner=spawner) as omni, trio.open_nursery() as nursery:
             yield omni, Driver(omni, workload, load, spawner, hand, nursery)
             nursery.cancel_scope.cancel()
 
 
-async def _finish(omni: OmniSystem, driver: Driver, workload: Workload, began_with: dict[str, Counter[str]]) -> None:
-    """Stop the load, and check all that can be checked while the system is open. began_with: descriptors by stage."""
+async def _finish(
+    omni: OmniSystem, driver: Driver, workload: Workload, initial_descriptors: dict[str, Counter[str]]
+) -> None:
+    """Stop the load, and check all that can be checked while the system is open. initial_descriptors: by stage."""
     client, watch = driver.client, driver.watch
     client.stop()
     found: list[Violation] = []
@@ -133,16 +137,16 @@ async def _finish(omni: OmniSystem, driver: Driver, workload: Workload, began_wi
             found.append(Violation("hung", f"{asked.name} ({asked.template.name}) has no outcome"))
             client.drop(asked)
     with trio.move_on_after(FREED_S):
-        while omni.in_flight or _grown(omni, began_with):  # noqa: ASYNC110 - nobody tells
+        while omni.in_flight or _grown(omni, initial_descriptors):  # noqa: ASYNC110 - nobody tells
             await trio.sleep(0.01)
     if omni.in_flight:
         found.append(Violation("leaked", f"{omni.in_flight} requests are still in flight"))
-    found += [Violation("leaked", fact) for fact in _grown(omni, began_with)]
+    found += [Violation("leaked", fact) for fact in _grown(omni, initial_descriptors)]
     client.judge_ended()
     asked_for = driver.asked_for + Counter(stage for ends in driver.refused for stage in set(ends))
-    unexplained, _ = judge.of_losses(watch.losses, driver.killed, asked_for)
+    unexplained, _ = judge.check_deaths(watch.deaths, driver.killed, asked_for)
     found += unexplained
-    found += judge.of_restarts(watch.losses, watch.given_up, omni.pipeline)
+    found += judge.check_restarts(watch.deaths, watch.given_up, omni.pipeline)
     driver.violations += [(time.monotonic(), violation) for violation in found]
 
 
@@ -160,11 +164,11 @@ def worker_descriptors(omni: OmniSystem) -> list[tuple[str, int, Counter[str]]]:
     return found
 
 
-def _grown(omni: OmniSystem, began_with: dict[str, Counter[str]]) -> list[str]:
+def _grown(omni: OmniSystem, initial_descriptors: dict[str, Counter[str]]) -> list[str]:
     return [
-        f"{stage}, pid {pid}: {dict(counts)}, where its stage began with {dict(began_with[stage])}"
+        f"{stage}, pid {pid}: {dict(counts)}, where its stage began with {dict(initial_descriptors[stage])}"
         for stage, pid, counts in worker_descriptors(omni)
-        if counts - began_with[stage]  # fewer are fair: a neighbour may be given up
+        if counts - initial_descriptors[stage]  # fewer are fair: a neighbour may be given up
     ]
 
 

@@ -143,7 +143,7 @@ class Schedule(msgspec.Struct, frozen=True, array_like=True):
     """lives: None, or the restarts of a stage within a minute (its ``intensity``) before it is given up."""
 
     load: Load
-    lives: int | None
+    intensity: int | None
     operations: tuple[Operation, ...]
 
 

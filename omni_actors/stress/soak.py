@@ -30,7 +30,7 @@ from typing import Any
 import trio
 
 from omni_actors.stress.driver import Driver
-from omni_actors.stress.run import Result, under_fire
+from omni_actors.stress.run import Result, run_with_faults
 from omni_actors.stress.schedule import Crash, Freeze, Kill, Operation, Pause
 from omni_actors.stress.workload import Workload
 from omni_actors.system import OmniSystem
@@ -131,7 +131,7 @@ class _Record:
 
 
 def soak(workload: Workload, seconds: float, mark: str, say: Callable[[str], None]) -> Soak:
-    """Run for so long. mark: see ``run.under_fire``. say: how it goes, now and then."""
+    """Run for so long. mark: see ``run.run_with_faults``. say: how it goes, now and then."""
     spared = spared_stage(workload)
     record = _Record()
 
@@ -141,7 +141,7 @@ def soak(workload: Workload, seconds: float, mark: str, say: Callable[[str], Non
             await _hurt(driver, workload, spared, seconds, record, say)
             nursery.cancel_scope.cancel()
 
-    result = under_fire(workload, "full", None, mark, work)
+    result = run_with_faults(workload, "full", None, mark, work)
     rss = {name: list(zip(both[::2], both[1::2], strict=True)) for name, both in record.rss.items()}
     return Soak(seconds, spared, result, rss, record.calm.per_s, record.quiet.per_s, record.quiet.seconds)
 

@@ -41,7 +41,7 @@ class Template:
     params: Mapping[str, Any]
     stages: tuple[str, ...]
 
-    def hooked(self, hooks: Mapping[str, Any]) -> Mapping[str, Sequence[Input]]:
+    def with_hooks(self, hooks: Mapping[str, Any]) -> Mapping[str, Sequence[Input]]:
         """The inputs with ``hooks`` for echo engines on the first piece of each kind."""
         return {
             kind: [Input({**pieces[0].data, "echo": hooks}, pieces[0].tensors), *pieces[1:]]

@@ -91,7 +91,7 @@ ENGINES = """
 def what_is_there_already_is_no_garbage() -> Iterator[None]:
     """Each run collects garbage, twice: it takes a quarter of a second where tests before have loaded torch."""
     gc.collect()
-    gc.freeze()
+    gc.stop_process()
     yield
     gc.unfreeze()
 
@@ -126,5 +126,5 @@ def planted(quiet_day: Workload, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def mark(monkeypatch: pytest.MonkeyPatch) -> str:
     """Of the processes of this test alone."""
     name = uuid.uuid4().hex
-    monkeypatch.setenv(leaks.MARK, name)
+    monkeypatch.setenv(leaks.MARKER, name)
     return name

@@ -9,7 +9,7 @@ import pytest
 from omni_actors.errors import Aborted, DeadlineExceeded, RequestError, StageCrashed, WorkerExit
 from omni_actors.generation import Output
 from omni_actors.stress import judge
-from omni_actors.stress.judge import Asked, Loss, Rules
+from omni_actors.stress.judge import ObservedDeath, Rules, TrackedRequest
 from omni_actors.stress.oracle import Answer, Oracle
 from omni_actors.stress.schedule import OnFailure
 from omni_actors.stress.workload import Template
@@ -34,8 +34,8 @@ def answer(*pieces: Output) -> Answer:
     return made
 
 
-def deaths(*stages_and_times: tuple[str, float]) -> list[Loss]:
-    return [Loss(stage, 0, pid, "pid 1 was killed", at) for pid, (stage, at) in enumerate(stages_and_times)]
+def observed(*stages_and_times: tuple[str, float]) -> list[ObservedDeath]:
+    return [ObservedDeath(stage, 0, pid, "pid 1 was killed", at) for pid, (stage, at) in enumerate(stages_and_times)]
 
 
 @pytest.mark.parametrize(
@@ -67,49 +67,53 @@ def test_a_stream_that_the_oracle_does_not_have_is_too_much() -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "on_failure", "losses", "expected"),
+    ("error", "on_failure", "deaths", "expected"),
     [
-        (CRASHED, "fail", deaths(("second", 5.0)), None),
-        (CRASHED, "fail", deaths(("first", 5.0)), None),
-        (CRASHED, "fail", deaths(), "disturbed"),
-        (CRASHED, "fail", deaths(("second", 0.5), ("second", 11.0)), "disturbed"),
-        (CRASHED, "fail", deaths(("other", 5.0)), "disturbed"),
-        (CRASHED, "replay", deaths(("second", 5.0)), "lost"),
-        (CRASHED, "replay", deaths(("second", 5.0), ("first", 6.0)), "lost"),
-        (CRASHED, "replay", deaths(("second", 5.0), ("first", 6.0), ("second", 7.0)), None),
-        (DeadlineExceeded(1.0), "replay", deaths(("second", 5.0)), "lost"),
-        (Aborted(), "replay", deaths(), "lost"),
+        (CRASHED, "fail", observed(("second", 5.0)), None),
+        (CRASHED, "fail", observed(("first", 5.0)), None),
+        (CRASHED, "fail", observed(), "disturbed"),
+        (CRASHED, "fail", observed(("second", 0.5), ("second", 11.0)), "disturbed"),
+        (CRASHED, "fail", observed(("other", 5.0)), "disturbed"),
+        (CRASHED, "replay", observed(("second", 5.0)), "lost"),
+        (CRASHED, "replay", observed(("second", 5.0), ("first", 6.0)), "lost"),
+        (CRASHED, "replay", observed(("second", 5.0), ("first", 6.0), ("second", 7.0)), None),
+        (DeadlineExceeded(1.0), "replay", observed(("second", 5.0)), "lost"),
+        (Aborted(), "replay", observed(), "lost"),
     ],
 )
 def test_a_request_may_fail_by_what_touched_it_only(
-    error: RequestError, on_failure: OnFailure, losses: list[Loss], expected: str | None
+    error: RequestError, on_failure: OnFailure, deaths: list[ObservedDeath], expected: str | None
 ) -> None:
     rules = Rules(2, frozenset({"first", "second"}))
-    asked = Asked("r", TEMPLATE, answer(), on_failure, submitted=1.0, outcome="failed", error=error, ended=10.0)
-    found = judge.of_request(asked, losses, set(), rules)
+    asked = TrackedRequest(
+        "r", TEMPLATE, answer(), on_failure, submitted=1.0, outcome="failed", error=error, ended=10.0
+    )
+    found = judge.check_request(asked, deaths, set(), rules)
     assert (found and found.kind) == expected
-    unable = judge.of_request(asked, losses, set(), Rules(2, frozenset({"first"})))
+    unable = judge.check_request(asked, deaths, set(), Rules(2, frozenset({"first"})))
     if expected == "lost" and error is CRASHED:
         assert unable is None, "a stage that cannot be replayed may fail its requests"
 
 
 def test_an_end_that_is_none_or_two() -> None:
     rules = Rules(2, frozenset())
-    open_one = Asked("r", TEMPLATE, answer(), "fail", 1.0)
+    open_one = TrackedRequest("r", TEMPLATE, answer(), "fail", 1.0)
     whole = answer(piece("hello", finished=True))
-    twice = Asked("r", TEMPLATE, whole, "fail", 1.0, outcome="completed", second_outcome="an output of 'second'")
-    aborted = Asked("r", TEMPLATE, answer(), "fail", 1.0, aborted=True, outcome="failed", error=Aborted())
-    found = [judge.of_request(each, [], set(), rules) for each in (open_one, twice, aborted)]
+    twice = TrackedRequest(
+        "r", TEMPLATE, whole, "fail", 1.0, outcome="completed", second_outcome="an output of 'second'"
+    )
+    aborted = TrackedRequest("r", TEMPLATE, answer(), "fail", 1.0, aborted=True, outcome="failed", error=Aborted())
+    found = [judge.check_request(each, [], set(), rules) for each in (open_one, twice, aborted)]
     assert [each and each.kind for each in found] == ["hung", "duplicated", None]
 
 
 def test_deaths_are_explained_by_pid_or_by_count() -> None:
-    losses = deaths(("second", 1.0), ("second", 2.0), ("first", 3.0))
-    found, left = judge.of_losses(losses, {0}, {"second": 1})
+    deaths = observed(("second", 1.0), ("second", 2.0), ("first", 3.0))
+    found, left = judge.check_deaths(deaths, {0}, {"second": 1})
     assert [violation.kind for violation in found] == ["disturbed"]
     assert left["second"] == 0
-    assert judge.of_losses(losses, {0, 2}, {"second": 3}) == ([], {"second": 2})
-    assert len(judge.of_losses(losses, set(), {})[0]) == 3
+    assert judge.check_deaths(deaths, {0, 2}, {"second": 3}) == ([], {"second": 2})
+    assert len(judge.check_deaths(deaths, set(), {})[0]) == 3
 
 
 def test_what_came_is_not_kept() -> None:

@@ -16,8 +16,8 @@ import trio
 from omni_actors.protocol.messages import Address
 from omni_actors.stress import leaks, soak
 from omni_actors.stress.driver import Driver
-from omni_actors.stress.faults import Hand, ShortSpawner, Victim
-from omni_actors.stress.run import run_schedule, under_fire
+from omni_actors.stress.faults import KillHelper, RefusingSpawner, Victim
+from omni_actors.stress.run import run_schedule, run_with_faults
 from omni_actors.stress.schedule import Crash, Full, Kill, Pause, Schedule, Settle, Starve, Submit, Wait
 from omni_actors.stress.workload import Workload
 from omni_actors.system import OmniSystem
@@ -81,7 +81,7 @@ async def test_the_hand_does_its_deeds_in_turn_and_each_time_is_kept_until_it_is
     with ExitStack() as open_ones:
         sleepers = [open_ones.enter_context(subprocess.Popen(["sleep", "300"])) for _ in range(3)]  # noqa: ASYNC220
         one, *others = [open_ones.enter_context(Victim(sleeper.pid)) for sleeper in sleepers]
-        hand = open_ones.enter_context(Hand())
+        hand = open_ones.enter_context(KillHelper())
         first, second = hand.send(signal.SIGTERM, [one]), hand.send(signal.SIGKILL, others)
         with trio.fail_after(WATCHDOG_S):
             times: dict[int, float] = {}
@@ -100,14 +100,14 @@ def test_a_descriptor_that_stays_open_here_is_found(
     quiet_day: Workload, mark: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kept: list[int] = []
-    connect = ShortSpawner.connect
+    connect = RefusingSpawner.connect
 
-    def leaking(self: ShortSpawner, producer: Address, consumer: Address, capacity: int, generation: int) -> Ring:
+    def leaking(self: RefusingSpawner, producer: Address, consumer: Address, capacity: int, generation: int) -> Ring:
         ring = connect(self, producer, consumer, capacity, generation)
         kept.append(os.dup(ring.fds[0]))
         return ring
 
-    monkeypatch.setattr(ShortSpawner, "connect", leaking)
+    monkeypatch.setattr(RefusingSpawner, "connect", leaking)
     result = run_schedule(quiet_day, Schedule("idle", None, ()), mark)
     for fd in kept:
         os.close(fd)
@@ -126,12 +126,12 @@ def test_what_is_over_is_judged_and_let_go(quiet_day: Workload, mark: str) -> No
         (foreign,) = omni.health().stages["second"]
         assert foreign.pid is not None
         os.kill(foreign.pid, signal.SIGKILL)
-        await driver.watch.until(lambda: len(driver.watch.losses) == 2)
+        await driver.watch.until(lambda: len(driver.watch.deaths) == 2)
         await driver.until_quiet()
         driver.judge_ended()
-        kept.extend([*driver.watch.losses, *driver.watch.serving, *driver.killed])
+        kept.extend([*driver.watch.deaths, *driver.watch.serving, *driver.killed])
 
-    result = under_fire(quiet_day, "idle", None, mark, work)
+    result = run_with_faults(quiet_day, "idle", None, mark, work)
     assert kept == []
     (violation,) = result.violations
     assert violation.kind == "disturbed"

@@ -28,9 +28,9 @@ from omni_actors.protocol import chunks
 from omni_actors.protocol.messages import Abort, Address, ControlMessage, Resume
 from omni_actors.stages.base import StageEngine
 from omni_actors.stress.oracle import Answer
-from omni_actors.stress.simulated import Nature, SimulatedSpawner
-from omni_actors.stress.simulation import Result, simulate
-from omni_actors.stress.worlds import WORLDS, world
+from omni_actors.stress.simulation.scenarios import SCENARIOS, scenario
+from omni_actors.stress.simulation.simulation import Result, simulate
+from omni_actors.stress.simulation.worker import SimulatedSpawner, WorkerBehavior
 from omni_actors.supervisor import edges, supervisor
 from omni_actors.supervisor.replica import Replica
 from omni_actors.supervisor.supervisor import Supervisor
@@ -88,7 +88,7 @@ def test_the_same_seed_gives_the_same_log_whatever_ran_before() -> None:
 
 def test_the_same_seed_gives_the_same_log_in_another_process() -> None:
     """Where sets of strings, for one, have another order."""
-    program = "from omni_actors.stress.simulation import simulate; print(*simulate(5).log, sep=chr(10))"
+    program = "from omni_actors.stress.simulation.simulation import simulate; print(*simulate(5).log, sep=chr(10))"
     there = subprocess.run(
         [sys.executable, "-c", program],
         env={**os.environ, "PYTHONHASHSEED": "1234"},
@@ -100,10 +100,10 @@ def test_the_same_seed_gives_the_same_log_in_another_process() -> None:
 
 
 async def test_the_oracle_is_what_a_quiet_system_answers(autojump_clock: trio.testing.MockClock) -> None:
-    for number in range(0, WORLDS, WORLDS // 4):
-        workload = world(number)
+    for number in range(0, SCENARIOS, SCENARIOS // 4):
+        workload = scenario(number)
         async with OmniSystem.open(
-            workload.pipeline, spawner=SimulatedSpawner(lambda address, pid: Nature(), lambda said: None)
+            workload.pipeline, spawner=SimulatedSpawner(lambda address, pid: WorkerBehavior(), lambda said: None)
         ) as omni:
             for template in workload.templates.values():
                 answer = Answer(workload.oracle[template.name])

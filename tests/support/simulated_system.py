@@ -15,7 +15,7 @@ from omni_actors.config import Limits, Pipeline, Stage
 from omni_actors.generation import Generation, Output
 from omni_actors.orchestrator.pieces import Input
 from omni_actors.stages.echo.engine import EchoEngine
-from omni_actors.stress.simulated import Nature, SimulatedSpawner
+from omni_actors.stress.simulation.worker import SimulatedSpawner, WorkerBehavior
 from omni_actors.system import OmniSystem
 
 PIECE, PIECES = 10_000, 100
@@ -87,6 +87,6 @@ async def open_simulated_system(engine: str = "echo", **limits: Any) -> AsyncIte
         },
         limits=Limits(**{"window_bytes": 100_000, **limits}),
     )
-    spawner = SimulatedSpawner(lambda address, pid: Nature(turn_s=0.001), lambda said: None)
+    spawner = SimulatedSpawner(lambda address, pid: WorkerBehavior(turn_s=0.001), lambda said: None)
     async with OmniSystem.open(pipeline, spawner=spawner) as omni:
         yield SimulatedSystem(omni, spawner)

@@ -42,12 +42,12 @@ LIVES = 2
 TRIES = 2
 
 
-class Over(BaseException):
+class SearchOver(BaseException):
     """The budget is spent, or a run failed. Not an ``Exception``: Hypothesis would take it for a failure of its own."""
 
 
 @dataclass
-class Hunt:
+class Search:
     """Runs of one command, until enough. run: carries a schedule out; enough: whether the budget is spent."""
 
     workload: Workload
@@ -63,7 +63,7 @@ class Hunt:
 
     def go(self, seed: int, operations: int) -> None:
         """Run schedules drawn from ``seed``, of up to so many operations, until enough or until one fails."""
-        machine = with_seed(seed)(machine_of(self))
+        machine = with_seed(seed)(state_machine_for(self))
         drawing = settings(
             max_examples=1_000_000,
             stateful_step_count=operations,
@@ -74,7 +74,7 @@ class Hunt:
             print_blob=False,
             suppress_health_check=list(HealthCheck),
         )
-        with suppress(Over):
+        with suppress(SearchOver):
             run_state_machine_as_test(machine, settings=drawing)
         if self.failing is not None:
             self._shrink(self.failing, time.monotonic() + self.shrink_s)
@@ -82,12 +82,12 @@ class Hunt:
     def carry_out(self, schedule: Schedule) -> None:
         """Raises Over."""
         if self.enough():
-            raise Over
+            raise SearchOver
         result = self.run(schedule)
         self.tally.add(result.tally)
         if result.violations:
             self.failing, self.violations = schedule, result.violations
-            raise Over
+            raise SearchOver
 
     def _shrink(self, smallest: Schedule, until: float) -> None:
         def still_fails(smaller: Schedule) -> bool:
@@ -113,11 +113,11 @@ class Hunt:
                 smallest = smaller
 
 
-def machine_of(hunt: Hunt) -> type[RuleBasedStateMachine]:
+def state_machine_for(hunt: Search) -> type[RuleBasedStateMachine]:
     """The machine for a pipeline: its stages and requests are what the rules draw from."""
     workload = hunt.workload
     stages = st.sampled_from(workload.stages)
-    hooked = st.sampled_from(workload.hooks or ("",))
+    with_hooks = st.sampled_from(workload.hooks or ("",))
     delays = st.sampled_from(DELAYS_MS)
     policies = st.sampled_from(("replay", "replay", "fail"))
 
@@ -129,7 +129,7 @@ def machine_of(hunt: Hunt) -> type[RuleBasedStateMachine]:
         def __init__(self) -> None:
             super().__init__()
             self.load: schedules.Load = "idle"
-            self.lives: int | None = None
+            self.intensity: int | None = None
             self.operations: list[Operation] = []
             self.submitted = 0
 
@@ -138,9 +138,9 @@ def machine_of(hunt: Hunt) -> type[RuleBasedStateMachine]:
             self.submitted += 1
             return self.submitted - 1
 
-        @initialize(load=st.sampled_from(("idle", "one", "full")), lives=st.sampled_from((None,) * 7 + (LIVES,)))
-        def begin(self, load: schedules.Load, lives: int | None) -> None:
-            self.load, self.lives = load, lives
+        @initialize(load=st.sampled_from(("idle", "one", "full")), intensity=st.sampled_from((None,) * 7 + (LIVES,)))
+        def begin(self, load: schedules.Load, intensity: int | None) -> None:
+            self.load, self.intensity = load, intensity
 
         @rule(target=requests, name=st.sampled_from(sorted(workload.templates)), on_failure=policies)
         def submit(self, name: str, on_failure: OnFailure) -> int:
@@ -190,7 +190,7 @@ def machine_of(hunt: Hunt) -> type[RuleBasedStateMachine]:
             self._hurt(0, schedules.Storm(stage, times), alone)
 
         @rule(stage=stages, after=delays, alone=st.booleans())
-        def freeze(self, stage: str, after: int, alone: bool) -> None:
+        def stop_process(self, stage: str, after: int, alone: bool) -> None:
             self._hurt(after, schedules.Freeze(stage), alone)
 
         @rule(stage=stages, ms=st.sampled_from((50, 200, 500, 2000)))
@@ -198,12 +198,12 @@ def machine_of(hunt: Hunt) -> type[RuleBasedStateMachine]:
             self.operations.append(schedules.Pause(stage, ms))
 
         @precondition(lambda _: bool(workload.hooks))
-        @rule(stage=hooked, how=st.sampled_from(("raise", "exit", "hang")), alone=st.booleans())
+        @rule(stage=with_hooks, how=st.sampled_from(("raise", "exit", "hang")), alone=st.booleans())
         def crash(self, stage: str, how: schedules.How, alone: bool) -> None:
             self._hurt(0, schedules.Crash(stage, how), alone)
 
         @precondition(lambda _: bool(workload.hooks))
-        @rule(stage=hooked, alone=st.booleans())
+        @rule(stage=with_hooks, alone=st.booleans())
         def crash_again_and_again(self, stage: str, alone: bool) -> None:
             self._hurt(0, schedules.Crash(stage, "raise", "replay"), alone)
 
@@ -220,6 +220,6 @@ def machine_of(hunt: Hunt) -> type[RuleBasedStateMachine]:
             self.operations.append(schedules.Orphan(loading))
 
         def teardown(self) -> None:
-            hunt.carry_out(Schedule(self.load, self.lives, tuple(self.operations)))
+            hunt.carry_out(Schedule(self.load, self.intensity, tuple(self.operations)))
 
     return Machine

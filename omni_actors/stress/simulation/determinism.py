@@ -17,7 +17,7 @@ CONGESTED_BYTES = 6_000
 
 
 @contextmanager
-def determined(draw: random.Random) -> Iterator[None]:
+def deterministic(draw: random.Random) -> Iterator[None]:
     """Let all that draws draw from the seed.
 
     trio shuffles the tasks that are ready so that nobody relies on their order; it has a switch, for Hypothesis, that
@@ -38,10 +38,10 @@ def determined(draw: random.Random) -> Iterator[None]:
 
 
 @contextmanager
-def unraisable(broke: Callable[[str, BaseException], None]) -> Iterator[None]:
+def report_unraisable(on_unexpected_error: Callable[[str, BaseException], None]) -> Iterator[None]:
     """What Python would only print: an exception of a finalizer, an await that nobody waited for."""
     hook = sys.unraisablehook
-    sys.unraisablehook = lambda args: broke(str(args.err_msg), args.exc_value or args.exc_type())
+    sys.unraisablehook = lambda args: on_unexpected_error(str(args.err_msg), args.exc_value or args.exc_type())
     try:
         yield
     finally:

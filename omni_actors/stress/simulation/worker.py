@@ -53,16 +53,16 @@ from ringbuf._words import CONSUMER, PRODUCER
 Note: TypeAlias = Callable[[str], None]
 
 
-class Killed(BaseException):
+class PlannedKill(BaseException):
     """SIGKILL, inside a turn."""
 
 
-class EngineBroke(RuntimeError):
+class PlannedEngineError(RuntimeError):
     """An engine's own exception."""
 
 
 @dataclass(frozen=True)
-class Nature:
+class WorkerBehavior:
     """What a worker is like, in virtual seconds.
 
     load_s: until it is ready. turn_s: a turn of its loop that moves something. dying_s: from the end of a process to
@@ -96,8 +96,8 @@ class SimulatedRing(Ring):
 class SimulatedWorker:
     """A worker as the supervisor sees one, its mailbox included. ``live`` is its life, in a task of its own."""
 
-    def __init__(self, address: Address, pid: int, nature: Nature, mailbox_capacity: int, note: Note) -> None:
-        self.address, self.pid, self.nature, self._note = address, pid, nature, note
+    def __init__(self, address: Address, pid: int, behavior: WorkerBehavior, mailbox_capacity: int, note: Note) -> None:
+        self.address, self.pid, self.behavior, self._note = address, pid, behavior, note
         self.mailbox = self
         self.fault = None
         self._inbox_send, self._inbox = trio.open_memory_channel[tuple[bytes, tuple[int, ...]]](mailbox_capacity)
@@ -111,13 +111,13 @@ class SimulatedWorker:
         self._fds: set[int] = set()
         """Under way to it, with messages."""
         self.rings: list[SimulatedRing] = []
-        self._doom: tuple[int, BaseException] | None = None
+        self._planned_death: tuple[int, BaseException] | None = None
         self.loop: EngineLoop | None = None
         self.engine: StageEngine | None = None
         self.born = trio.current_time()
         self.ready_at: float | None = None
         self.died_at: float | None = None
-        self.frozen = self.wedged = False
+        self.frozen = self.blocked = False
         self.loses_pong = False
         self.rested_at = -math.inf
         """When it was last continued after it had been stopped."""
@@ -183,26 +183,26 @@ class SimulatedWorker:
         self._scope.cancel()
         self._ending.set()
 
-    def doom(self, breaths: int, how: BaseException) -> None:
+    def die_inside_turn(self, breaths: int, how: BaseException) -> None:
         """Let it end inside a turn, after it has left the loop's own code ``breaths`` more times."""
-        self._doom = breaths, how
+        self._planned_death = breaths, how
 
-    def spare(self) -> None:
-        """Take ``doom`` back."""
-        self._doom = None
+    def cancel_planned_death(self) -> None:
+        """Take ``die_inside_turn`` back."""
+        self._planned_death = None
 
-    def freeze(self) -> None:
+    def stop_process(self) -> None:
         """SIGSTOP."""
         self.frozen = True
 
-    def thaw(self) -> None:
+    def continue_process(self) -> None:
         """SIGCONT."""
         self.frozen = False
         self._moved_on.unpark_all()
 
-    def wedge(self) -> None:
+    def block_engine(self) -> None:
         """Let its engine's thread come back no more; its other thread goes on."""
-        self.wedged = True
+        self.blocked = True
 
     def __str__(self) -> str:
         return f"{self.address}#{self.pid}"
@@ -218,7 +218,7 @@ class SimulatedWorker:
                 nursery.start_soon(self._obey, self.loop)
                 await self._run(message, self.loop)
         with trio.CancelScope(shield=True):
-            await trio.sleep(self.nature.dying_s)
+            await trio.sleep(self.behavior.dying_s)
         self._dead.set()
 
     async def _next(self) -> tuple[ControlMessage, tuple[int, ...]]:
@@ -249,23 +249,23 @@ class SimulatedWorker:
 
     async def _run(self, configure: Configure, loop: EngineLoop) -> None:
         """``worker._run_engine``."""
-        await trio.sleep(self.nature.load_s)
+        await trio.sleep(self.behavior.load_s)
         await self._stand_still()
         try:
-            if self.nature.fails is not None:
-                self._notify(LoadFailed(self.nature.fails))
+            if self.behavior.fails is not None:
+                self._notify(LoadFailed(self.behavior.fails))
                 self.die(exit_code=1)
                 return
             context = StageContext(configure.address.stage, None, configure.options, 1, "cpu", lambda note: None)
-            self.engine = _Mortal(pkgutil.resolve_name(configure.factory)(context), self._breathe)
-            self._notify(Ready(self.nature.load_s))
+            self.engine = FaultInjectingEngine(pkgutil.resolve_name(configure.factory)(context), self._fault_point)
+            self._notify(Ready(self.behavior.load_s))
             self.ready_at = trio.current_time()
             while self.alive and not loop.stopping:
                 moved, receiving = loop.turn(self.engine)
                 await self._pause(loop, moved=moved, receiving=receiving)
             if self.alive:
                 self.engine.close()
-        except Killed:
+        except PlannedKill:
             self.kill()
         except Exception as error:  # noqa: BLE001 - it ends the worker
             self._note(f"{self} {type(error).__name__}: {error}")
@@ -279,7 +279,7 @@ class SimulatedWorker:
     async def _pause(self, loop: EngineLoop, *, moved: bool, receiving: bool) -> None:
         """Between two turns."""
         if moved:
-            await trio.sleep(self.nature.turn_s)
+            await trio.sleep(self.behavior.turn_s)
         elif bells := loop.park(receiving=receiving):
             for bell in bells:
                 self._bells.register(bell, select.EPOLLIN)
@@ -294,25 +294,25 @@ class SimulatedWorker:
         await self._stand_still()
 
     async def _stand_still(self) -> None:
-        while self.frozen or self.wedged:
+        while self.frozen or self.blocked:
             await self._moved_on.park()
 
     def _notify(self, message: ControlMessage) -> None:
-        self._breathe()
+        self._fault_point()
         if self.loses_pong and isinstance(message, Pong):
             self._note(f"{self} its {message} is lost")
             self.loses_pong, self.hung_at = False, trio.current_time()
             return
         if self.alive:
             self._say_send.send_nowait((message, ()))
-        self._breathe()
+        self._fault_point()
 
-    def _breathe(self) -> None:
-        if self._doom is not None:
-            breaths, how = self._doom
+    def _fault_point(self) -> None:
+        if self._planned_death is not None:
+            breaths, how = self._planned_death
             if not breaths:
                 raise how
-            self._doom = breaths - 1, how
+            self._planned_death = breaths - 1, how
 
     def free(self) -> None:
         """What the kernel does when a process is gone. By then its edges are closed for it."""
@@ -325,43 +325,43 @@ class SimulatedWorker:
         self._bells.close()
 
 
-class _Mortal:
+class FaultInjectingEngine:
     """An engine whose worker may die at each of its calls and outputs."""
 
-    def __init__(self, engine: StageEngine, breathe: Callable[[], None]) -> None:
-        self._engine, self._breathe = engine, breathe
+    def __init__(self, engine: StageEngine, fault_point: Callable[[], None]) -> None:
+        self._engine, self._fault_point = engine, fault_point
 
     @property
     def busy(self) -> bool:
         return self._engine.busy
 
     def start(self, request: StageRequest) -> None:
-        self._breathe()
+        self._fault_point()
         self._engine.start(request)
 
     def feed(self, request_id: int, chunk: Chunk) -> None:
-        self._breathe()
+        self._fault_point()
         self._engine.feed(request_id, chunk)
 
     def abort(self, request_id: int) -> None:
-        self._breathe()
+        self._fault_point()
         self._engine.abort(request_id)
 
     def pause(self, request_id: int) -> None:
-        self._breathe()
+        self._fault_point()
         if isinstance(self._engine, Pausable):
             self._engine.pause(request_id)
 
     def resume(self, request_id: int) -> None:
-        self._breathe()
+        self._fault_point()
         if isinstance(self._engine, Pausable):
             self._engine.resume(request_id)
 
     def step(self) -> Iterator[StageOutput | StageFailure]:
         for output in self._engine.step():
-            self._breathe()
+            self._fault_point()
             yield output
-        self._breathe()
+        self._fault_point()
 
     def close(self) -> None:
         self._engine.close()
@@ -373,8 +373,8 @@ class SimulatedSpawner:
     nature: of the next worker at this place; raises SpawnFailed where there is to be none.
     """
 
-    def __init__(self, nature: Callable[[Address, int], Nature], note: Note) -> None:
-        self._nature, self._note = nature, note
+    def __init__(self, behavior: Callable[[Address, int], WorkerBehavior], note: Note) -> None:
+        self._behavior, self._note = behavior, note
         self._pids = itertools.count(1)
         self._refused: Address | None = None
         self.workers: list[SimulatedWorker] = []
@@ -385,10 +385,10 @@ class SimulatedSpawner:
     @asynccontextmanager
     async def spawn(self, address: Address, mailbox_capacity: int) -> AsyncIterator[Worker]:
         pid = next(self._pids)
-        nature = self._nature(address, pid)
-        worker = SimulatedWorker(address, pid, nature, mailbox_capacity, self._note)
-        self._note(f"{worker} is spawned: {nature}")
-        self._refused = address if nature.refused else None
+        behavior = self._behavior(address, pid)
+        worker = SimulatedWorker(address, pid, behavior, mailbox_capacity, self._note)
+        self._note(f"{worker} is spawned: {behavior}")
+        self._refused = address if behavior.refused else None
         self.living[address] = worker
         self.workers.append(worker)
         try:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import trio
 
-from omni_actors.stress.judge import Loss
+from omni_actors.stress.judge import ObservedDeath
 from omni_actors.system import Health, OmniSystem, ReplicaHealth
 
 
@@ -22,12 +22,12 @@ class Serving:
     load_s: float
 
 
-class Watch:
+class HealthWatch:
     """Follows a system's health. ``run`` in a nursery; everything else is plain calls."""
 
     def __init__(self, omni: OmniSystem) -> None:
         self._omni = omni
-        self.losses: list[Loss] = []
+        self.deaths: list[ObservedDeath] = []
         self.serving: list[Serving] = []
         self._dead: dict[tuple[str, int], int] = {}
         self._pids: dict[tuple[str, int], int | None] = {}
@@ -59,10 +59,10 @@ class Watch:
         """The first worker of a stage that became ready since then."""
         return next((each for each in self.serving if each.stage == stage and each.at >= at), None)
 
-    def forget(self, before: float) -> list[Loss]:
+    def forget(self, before: float) -> list[ObservedDeath]:
         """Let go of what was said before then; the deaths among it."""
-        old = [loss for loss in self.losses if loss.at < before]
-        self.losses = [loss for loss in self.losses if loss.at >= before]
+        old = [death for death in self.deaths if death.at < before]
+        self.deaths = [death for death in self.deaths if death.at >= before]
         self.serving = [each for each in self.serving if each.at >= before]
         return old
 
@@ -81,7 +81,7 @@ class Watch:
         place = stage, replica.replica
         if replica.history and replica.history[-1].generation != self._dead.get(place):
             self._dead[place] = replica.history[-1].generation
-            self.losses.append(Loss(*place, replica.history[-1].pid, replica.last_exit or "", now))
+            self.deaths.append(ObservedDeath(*place, replica.history[-1].pid, replica.last_exit or "", now))
         if replica.state == "ready" and replica.pid is not None and replica.pid != self._pids.get(place):
             self._pids[place] = replica.pid
             self.serving.append(Serving(stage, replica.pid, now, replica.load_s or 0.0))

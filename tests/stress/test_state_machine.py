@@ -7,10 +7,10 @@ import pytest
 
 from omni_actors.stress import schedule as schedules
 from omni_actors.stress.judge import Violation
-from omni_actors.stress.machine import Hunt
 from omni_actors.stress.report import Tally
 from omni_actors.stress.run import Result
 from omni_actors.stress.schedule import Freeze, Kill, Operation, Schedule, Settle, Submit
+from omni_actors.stress.state_machine import Search
 from omni_actors.stress.workload import find
 
 RUNS = 40
@@ -24,7 +24,7 @@ def drawn(seed: int) -> list[Schedule]:
         run.append(schedule)
         return Result(Tally(), [])
 
-    Hunt(find("echo", {}), note, lambda: len(run) >= RUNS, 10.0).go(seed, 20)
+    Search(find("echo", {}), note, lambda: len(run) >= RUNS, 10.0).go(seed, 20)
     return run
 
 
@@ -36,7 +36,7 @@ def test_a_seed_gives_the_same_schedules_and_they_have_every_operation() -> None
     seen = {type(operation) for schedule in first + second + drawn(3) for operation in schedule.operations}
     assert seen == set(Operation.__args__)
     assert {schedule.load for schedule in first} == {"idle", "one", "full"}
-    assert {schedule.lives for schedule in first} == {None, 2}
+    assert {schedule.intensity for schedule in first} == {None, 2}
     for schedule in first:
         assert schedules.decode(schedules.encode(schedule)) == schedule
 
@@ -57,12 +57,12 @@ def test_a_failing_schedule_is_shrunk_to_what_it_takes() -> None:
         tally.row("SIGSTOP", schedule.load).faults += 1
         return Result(tally, [Violation("lost", "something")] if _holds_both(schedule) else [])
 
-    hunt = Hunt(find("echo", {}), run, lambda: hunt.tally.runs > 3000, shrink_s=60.0)
+    hunt = Search(find("echo", {}), run, lambda: hunt.tally.runs > 3000, shrink_s=60.0)
     hunt.go(3, 20)
     assert hunt.failing is not None
     assert _holds_both(hunt.failing)
     assert [type(operation).__name__ for operation in hunt.failing.operations] == ["Submit", "Freeze"]
-    assert (hunt.failing.load, hunt.failing.lives) == ("idle", None)
+    assert (hunt.failing.load, hunt.failing.intensity) == ("idle", None)
     assert [violation.what for violation in hunt.violations] == ["something"]
 
 
@@ -73,7 +73,7 @@ def test_what_fails_once_only_is_kept() -> None:
         runs.append(schedule)
         return Result(Tally(), [Violation("hung", "once")] if len(runs) == 5 else [])
 
-    hunt = Hunt(find("echo", {}), run, lambda: len(runs) > 50, 60.0)
+    hunt = Search(find("echo", {}), run, lambda: len(runs) > 50, 60.0)
     hunt.go(1, 20)
     assert hunt.failing == runs[4]
 

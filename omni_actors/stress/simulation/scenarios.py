@@ -28,7 +28,7 @@ from omni_actors.stress.oracle import Oracle
 from omni_actors.stress.workload import Template, Workload, nodes_of
 from ringbuf import Tensor
 
-WORLDS = 96
+SCENARIOS = 96
 LENGTHS = (1, 2, 5, 9)
 """Chunks in a request."""
 RING_BYTES = 4096
@@ -58,7 +58,7 @@ SHAPES: dict[str, dict[str, dict[str, Any]]] = {
 
 
 @functools.cache
-def world(number: int) -> Workload:
+def scenario(number: int) -> Workload:
     """A pipeline with its requests and their answers."""
     draw = random.Random(number)
     shape = draw.choice(list(SHAPES))

@@ -28,12 +28,18 @@ from omni_actors.generation import Generation
 from omni_actors.protocol.messages import Address
 from omni_actors.stress import judge
 from omni_actors.stress.client import read_to_the_end
-from omni_actors.stress.determined import determined, unraisable
-from omni_actors.stress.judge import Asked, Loss, Rules, Violation
+from omni_actors.stress.judge import ObservedDeath, Rules, TrackedRequest, Violation
 from omni_actors.stress.oracle import Answer
 from omni_actors.stress.report import Tally, Timing
-from omni_actors.stress.simulated import EngineBroke, Killed, Nature, SimulatedSpawner, SimulatedWorker
-from omni_actors.stress.worlds import LOAD_S, PATIENCE_S, SHUTDOWN_S, STEP_S, WORLDS, world
+from omni_actors.stress.simulation.determinism import deterministic, report_unraisable
+from omni_actors.stress.simulation.scenarios import LOAD_S, PATIENCE_S, SCENARIOS, SHUTDOWN_S, STEP_S, scenario
+from omni_actors.stress.simulation.worker import (
+    PlannedEngineError,
+    PlannedKill,
+    SimulatedSpawner,
+    SimulatedWorker,
+    WorkerBehavior,
+)
 from omni_actors.supervisor.process import SpawnFailed
 from omni_actors.system import OmniSystem
 
@@ -58,7 +64,7 @@ class Result:
 
 
 @dataclass(eq=False)
-class _Asked(Asked):
+class _SimulatedRequest(TrackedRequest):
     """A request of a schedule; times are virtual."""
 
     deadline_s: float | None = None
@@ -74,12 +80,12 @@ class _Asked(Asked):
 def simulate(seed: int) -> Result:
     """Carry one schedule out."""
     simulation = Simulation(seed)
-    with determined(simulation.draw), unraisable(simulation.broke):
+    with deterministic(simulation.draw), report_unraisable(simulation.on_unexpected_error):
         before = set(os.listdir("/proc/self/fd"))
         try:
             trio.run(simulation.live, clock=trio.testing.MockClock(autojump_threshold=0), instruments=[simulation])
         except Exception as error:  # noqa: BLE001 - whatever it is, it is a finding
-            simulation.broke("the system", error)
+            simulation.on_unexpected_error("the system", error)
         simulation.check_left(set(os.listdir("/proc/self/fd")) - before)
     return Result(seed, simulation.violations, simulation.tally, simulation.log)
 
@@ -93,27 +99,27 @@ class Simulation(trio.abc.Instrument):
         self.violations: list[Violation] = []
         self.tally = Tally(runs=1)
         self._steps, self._due, self._idle = 0, 0, 0
-        self._workload = world(self.draw.randrange(WORLDS))
+        self._workload = scenario(self.draw.randrange(SCENARIOS))
         self._left = self.draw.choice((2, 4, 6, 12))
         self._gap = self.draw.choice((4, 20, 80))
-        self._hostile = self.draw.choice((0.0, 0.05, 0.15))
+        self._start_fault_rate = self.draw.choice((0.0, 0.05, 0.15))
         self._turn_s = self.draw.choice((0.0, 0.0, 0.001, 0.02))
-        self._leaves = self.draw.random() < 0.1
-        self._spawner = SimulatedSpawner(self._nature, self._note)
+        self._ends_early = self.draw.random() < 0.1
+        self._spawner = SimulatedSpawner(self._behavior, self._note)
         self._explained: set[int] = set()
         """pids of those that may die."""
         self._poisoned: Counter[str] = Counter()
         self._hung: dict[SimulatedWorker, str] = {}
         """How they were brought to hang."""
-        self._stillborn: set[str] = set()
+        self._failed_at_start: set[str] = set()
         self._spawned: Counter[Address] = Counter()
-        self._asked: list[_Asked] = []
-        self._open: dict[_Asked, trio.CancelScope] = {}
-        self._losses: list[Loss] = []
+        self._asked: list[_SimulatedRequest] = []
+        self._open: dict[_SimulatedRequest, trio.CancelScope] = {}
+        self._losses: list[ObservedDeath] = []
         self._heard: Counter[tuple[str, int]] = Counter()
         self._given_up: set[str] = set()
         self._fault = "(none)"
-        self._calm = trio.Event()
+        self._faults_done = trio.Event()
         self._scope = trio.CancelScope()
         self._omni: OmniSystem
         self._nursery: trio.Nursery
@@ -136,7 +142,7 @@ class Simulation(trio.abc.Instrument):
             try:
                 self._act()
             except Exception as error:  # noqa: BLE001 - trio takes an instrument that raises away
-                self.broke("an injection", error)
+                self.on_unexpected_error("an injection", error)
                 self._scope.cancel()
         elif self._steps % STEPS == 0:
             self._give_up()
@@ -163,9 +169,9 @@ class Simulation(trio.abc.Instrument):
         if self._left < 0:
             self._note("calm")
             for worker in self._spawner.living.values():
-                worker.spare()
-            self._hostile = 0.0
-            self._calm.set()
+                worker.cancel_planned_death()
+            self._start_fault_rate = 0.0
+            self._faults_done.set()
             return
         self.draw.choice(self._acts)()
         self._due = self._steps + 1 + int(self.draw.expovariate(1 / self._gap))
@@ -181,9 +187,9 @@ class Simulation(trio.abc.Instrument):
                 ):
                     watching.start_soon(self._watch)
                     self._due = self._steps + 1
-                    while not self._calm.is_set():  # noqa: ASYNC110 - for the steps, where nobody else takes any
+                    while not self._faults_done.is_set():  # noqa: ASYNC110 - for the steps, where nobody else takes any
                         await trio.sleep(TICK_S)
-                    if not self._leaves:
+                    if not self._ends_early:
                         await self._recover()
                     self._judge_system()
                     watching.cancel_scope.cancel()
@@ -213,7 +219,7 @@ class Simulation(trio.abc.Instrument):
                         if past.generation > self._heard[stage, each.replica]:
                             self._heard[stage, each.replica] = past.generation
                             how = f"{past.signal or past.exit_code}, {past.reason}"
-                            self._losses.append(Loss(stage, each.replica, past.pid, how, trio.current_time()))
+                            self._losses.append(ObservedDeath(stage, each.replica, past.pid, how, trio.current_time()))
                             self._note(f"{stage}.{each.replica}#{past.pid} is lost: {how}; now {each.state}")
             await self._omni.wait_changed()
 
@@ -247,7 +253,7 @@ class Simulation(trio.abc.Instrument):
     def _ask(self, what: str, name: str, **more: Any) -> None:
         template = self._workload.templates[name]
         hooks = more.pop("hooks", None)
-        asked = _Asked(
+        asked = _SimulatedRequest(
             f"r{len(self._asked)}",
             template,
             Answer(self._workload.oracle[name]),
@@ -262,7 +268,7 @@ class Simulation(trio.abc.Instrument):
         self._note(f"{asked.name} is asked: {what}, {name}, {asked.on_failure}, {more}, {hooks}")
         try:
             generation = self._omni.submit(
-                template.inputs if hooks is None else template.hooked(hooks),
+                template.inputs if hooks is None else template.with_hooks(hooks),
                 template.modalities,
                 request_id=asked.name,
                 on_failure=asked.on_failure,
@@ -276,14 +282,14 @@ class Simulation(trio.abc.Instrument):
             self._open[asked] = trio.CancelScope()
             self._nursery.start_soon(self._read, asked, generation)
 
-    async def _read(self, asked: _Asked, generation: Generation) -> None:
+    async def _read(self, asked: _SimulatedRequest, generation: Generation) -> None:
         with self._open[asked]:
             error = await read_to_the_end(asked, generation, asked.pace_s)
             self._end(asked, "failed" if error else "completed", error)
         if asked.outcome == "open":
             self._end(asked, "dropped", None)
 
-    def _end(self, asked: _Asked, outcome: judge.Outcome, error: RequestError | None) -> None:
+    def _end(self, asked: _SimulatedRequest, outcome: judge.Outcome, error: RequestError | None) -> None:
         asked.outcome, asked.error, asked.ended = outcome, error, trio.current_time()
         self._open.pop(asked, None)
         how = type(error).__name__ if error else outcome
@@ -329,7 +335,7 @@ class Simulation(trio.abc.Instrument):
         name = self._any_template()
         stage = self.draw.choice(self._workload.templates[name].stages)
         self._inject("request that breaks its engine")
-        self._poisoned[stage] += judge.deaths_by_poison(self._workload.pipeline.limits)
+        self._poisoned[stage] += judge.max_deaths_by_one_request(self._workload.pipeline.limits)
         self._ask("poison", name, hooks={"stage": stage, "raise": self.draw.choice(("feed", "step"))})
 
     def _refuse(self) -> None:
@@ -364,13 +370,13 @@ class Simulation(trio.abc.Instrument):
         for worker in self._victims(1):
             self._inject("killed inside a turn")
             self._explained.add(worker.pid)
-            worker.doom(self.draw.randrange(8), Killed())
+            worker.die_inside_turn(self.draw.randrange(8), PlannedKill())
 
     def _break_engine(self) -> None:
         for worker in self._victims(1):
             self._inject("exception in the engine")
             self._explained.add(worker.pid)
-            worker.doom(self.draw.randrange(8), EngineBroke("it was asked to"))
+            worker.die_inside_turn(self.draw.randrange(8), PlannedEngineError("it was asked to"))
 
     def _hang(self) -> None:
         how = self.draw.choice(("stopped for good", "endless step", "heartbeat lost"))
@@ -385,9 +391,9 @@ class Simulation(trio.abc.Instrument):
             if worker.hung_at is None:
                 worker.hung_at = trio.current_time()
             if how == "stopped for good":
-                worker.freeze()
+                worker.stop_process()
             else:
-                worker.wedge()
+                worker.block_engine()
 
     def _pause(self) -> None:
         """Nobody is to be killed for it."""
@@ -395,7 +401,7 @@ class Simulation(trio.abc.Instrument):
             if not worker.frozen and worker.rested_at < trio.current_time() - STEP_S:
                 self._inject("stopped, and continued")
                 self._note(f"{worker} is stopped")
-                worker.freeze()
+                worker.stop_process()
                 self._nursery.start_soon(self._thaw, worker, self.draw.uniform(0, STEP_S / 2))
 
     async def _thaw(self, worker: SimulatedWorker, after_s: float) -> None:
@@ -403,31 +409,31 @@ class Simulation(trio.abc.Instrument):
         worker.rested_at = trio.current_time()
         if worker.hung_at is None:
             self._note(f"{worker} is continued")
-            worker.thaw()
+            worker.continue_process()
 
-    def _nature(self, address: Address, pid: int) -> Nature:
+    def _behavior(self, address: Address, pid: int) -> WorkerBehavior:
         """Of a worker that is being spawned; some are hurt from birth."""
         draw, first = self.draw, not self._spawned[address]
         self._spawned[address] += 1
-        fate = draw.random() / self._hostile if self._hostile else 1.0
+        fate = draw.random() / self._start_fault_rate if self._start_fault_rate else 1.0
         load_s, fails = draw.choice((0.0, 0.05, 0.3)), None
         if fate < 1:
             fault = ("slow start", "no process", "failed start", "no memory for rings")[int(fate * 4)]
             self._inject(fault)
             self._explained.add(0 if fault == "no process" else pid)
             if first and fault != "slow start":
-                self._stillborn.add(address.stage)
+                self._failed_at_start.add(address.stage)
             if fault == "no process":
                 self._note(f"no process for {address}")
                 raise SpawnFailed(f"no process for {address}")
             load_s = LOAD_S * 1.5 if fault == "slow start" else load_s
             fails = "it was asked to" if fault == "failed start" else None
-            return Nature(load_s, self._turn_s, draw.uniform(0, DYING_S), fails, fault == "no memory for rings")
-        return Nature(load_s, self._turn_s, draw.choice((0.0, DYING_S / 2)))
+            return WorkerBehavior(load_s, self._turn_s, draw.uniform(0, DYING_S), fails, fault == "no memory for rings")
+        return WorkerBehavior(load_s, self._turn_s, draw.choice((0.0, DYING_S / 2)))
 
     # what is right
 
-    def _judge(self, asked: _Asked) -> None:
+    def _judge(self, asked: _SimulatedRequest) -> None:
         pipeline = self._workload.pipeline
         late_s = asked.ended - asked.submitted - (asked.deadline_s if asked.deadline_s is not None else 1e9)
         fair = False
@@ -449,7 +455,7 @@ class Simulation(trio.abc.Instrument):
         else:
             retains = pipeline.limits.retain_bytes >= 1_000_000
             rules = Rules(pipeline.limits.replays if retains else 0, self._workload.replayed)
-            found = judge.of_request(asked, self._losses, self._given_up, rules)
+            found = judge.check_request(asked, self._losses, self._given_up, rules)
         if found is None and not asked.pace_s and late_s > EPSILON_S:
             found = Violation("hung", f"{asked.name} ended {late_s:g} s after its deadline")
         if found is None and asked.full and asked.outcome != "failed" and not self._made_room(asked):
@@ -457,7 +463,7 @@ class Simulation(trio.abc.Instrument):
         if found is not None:
             self._violated(found.kind, found.what)
 
-    def _made_room(self, asked: _Asked) -> bool:
+    def _made_room(self, asked: _SimulatedRequest) -> bool:
         """Whether a slow reader's request may have been ended for this one."""
         return any(
             isinstance(other.error, SlowConsumer) and other.submitted <= asked.submitted <= other.ended
@@ -466,15 +472,17 @@ class Simulation(trio.abc.Instrument):
 
     def _judge_system(self) -> None:
         """While it is open. What it cannot have done yet is not asked of one that is left in the middle."""
-        unexplained, _ = judge.of_losses(self._losses, self._explained, self._poisoned)
+        unexplained, _ = judge.check_deaths(self._losses, self._explained, self._poisoned)
         for found in unexplained:
             self._violated(found.kind, found.what)
         pipeline = self._workload.pipeline
-        excused = self._stillborn | {name for name, each in pipeline.stages.items() if each.restart.type == "temporary"}
-        for found in judge.of_restarts(self._losses, self._given_up - excused, pipeline):
+        excused = self._failed_at_start | {
+            name for name, each in pipeline.stages.items() if each.restart.type == "temporary"
+        }
+        for found in judge.check_restarts(self._losses, self._given_up - excused, pipeline):
             self._violated(found.kind, found.what)
         self._judge_hangs()
-        if self._leaves:
+        if self._ends_early:
             return
         if self._omni.in_flight:
             self._violated("leaked", f"{self._omni.in_flight} requests are still in flight")
@@ -507,7 +515,7 @@ class Simulation(trio.abc.Instrument):
         if mapped := sum(not ring.closed for ring in self._spawner.all_rings()):
             self._violated("leaked", f"{mapped} rings are still mapped")
 
-    def broke(self, what: str, error: BaseException) -> None:
+    def on_unexpected_error(self, what: str, error: BaseException) -> None:
         """An exception that nobody is there to take."""
         self.log += traceback.format_exception(error)
         self._violated("disturbed", f"{what} broke: {error!r}")
