@@ -107,7 +107,7 @@ class Search:
                 else:
                     place += size
             size //= 2
-        for simpler in ({"lives": None}, {"load": "one"}, {"load": "idle"}):
+        for simpler in ({"intensity": None}, {"load": "one"}, {"load": "idle"}):
             smaller = structs.replace(smallest, **simpler)
             if smaller != smallest and still_fails(smaller):
                 smallest = smaller

@@ -91,13 +91,13 @@ ENGINES = """
 def what_is_there_already_is_no_garbage() -> Iterator[None]:
     """Each run collects garbage, twice: it takes a quarter of a second where tests before have loaded torch."""
     gc.collect()
-    gc.stop_process()
+    gc.freeze()
     yield
     gc.unfreeze()
 
 
 @pytest.fixture(scope="session")
-def quiet_day() -> Workload:
+def baseline() -> Workload:
     """echo's workload with its answers."""
     workload = find("echo", {})
     ask_oracle(workload)
@@ -105,7 +105,7 @@ def quiet_day() -> Workload:
 
 
 @pytest.fixture
-def planted(quiet_day: Workload, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Workload]:
+def planted(baseline: Workload, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Workload]:
     """echo's workload, on a pipeline whose second stage has the engine of this name."""
     (tmp_path / "planted_engines.py").write_text(textwrap.dedent(ENGINES))
     monkeypatch.syspath_prepend(tmp_path)
@@ -116,8 +116,8 @@ def planted(quiet_day: Workload, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             "stages.second.deterministic": True,
             "stages.second.options": {"marker": str(tmp_path / engine)},
         }
-        patience_s = 1.0 if engine == "Mute" else quiet_day.patience_s  # nobody else is waited for in vain
-        return replace(quiet_day, pipeline=configuration.load(quiet_day.pipeline, overrides), patience_s=patience_s)
+        patience_s = 1.0 if engine == "Mute" else baseline.patience_s  # nobody else is waited for in vain
+        return replace(baseline, pipeline=configuration.load(baseline.pipeline, overrides), patience_s=patience_s)
 
     return plant
 

@@ -21,11 +21,11 @@ SCHEDULE = '["idle",null,[["submit","audio, long","replay",0],["wait",30],["kill
 
 
 @pytest.fixture
-def stress(monkeypatch: pytest.MonkeyPatch, mark: str, quiet_day: Workload) -> Callable[..., Result]:
+def stress(monkeypatch: pytest.MonkeyPatch, mark: str, baseline: Workload) -> Callable[..., Result]:
     """`omni-actors stress …`, on a quiet day's answers that are known already."""
 
     def known(workload: Workload) -> None:
-        workload.oracle = quiet_day.oracle
+        workload.oracle = baseline.oracle
 
     monkeypatch.setattr(campaign, "ask_oracle", known)
     return lambda *arguments: CliRunner().invoke(main, ["stress", *arguments])

@@ -28,13 +28,13 @@ HIT_IN_THE_MIDDLE = Schedule("idle", None, (Submit("audio, long"), Wait(30), Kil
 HIT_BY_NOBODY = Schedule("idle", None, (Submit("audio, short"), Settle()))
 
 
-def test_a_sound_system_passes_and_each_fault_is_counted_and_timed(quiet_day: Workload, mark: str) -> None:
+def test_a_sound_system_passes_and_each_fault_is_counted_and_timed(baseline: Workload, mark: str) -> None:
     operations = (
         *(Submit("text and audio, long", "fail"), Wait(10), Kill(("first", "second")), Settle()),
         *(Submit("audio, long"), Crash("second", "raise"), Settle()),
         *(Full("second", 1), Settle(), Pause("first", 20), Starve("second"), Settle()),
     )
-    result = run_schedule(quiet_day, Schedule("one", None, operations), mark)
+    result = run_schedule(baseline, Schedule("one", None, operations), mark)
     assert result.violations == []
     rows = result.tally.rows
     assert {fault: row.faults for (fault, _), row in rows.items()} == {
@@ -97,7 +97,7 @@ async def test_the_hand_does_its_deeds_in_turn_and_each_time_is_kept_until_it_is
 
 
 def test_a_descriptor_that_stays_open_here_is_found(
-    quiet_day: Workload, mark: str, monkeypatch: pytest.MonkeyPatch
+    baseline: Workload, mark: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kept: list[int] = []
     connect = RefusingSpawner.connect
@@ -107,8 +107,8 @@ def test_a_descriptor_that_stays_open_here_is_found(
         kept.append(os.dup(ring.fds[0]))
         return ring
 
-    monkeypatch.setattr(RefusingSpawner, "connect", leaking)
-    result = run_schedule(quiet_day, Schedule("idle", None, ()), mark)
+    monkeypatch.setattr(RefusingSpawner, "create_ring", leaking)
+    result = run_schedule(baseline, Schedule("idle", None, ()), mark)
     for fd in kept:
         os.close(fd)
     assert [violation.kind for violation in result.violations] == ["leaked"] * len(kept)
@@ -116,7 +116,7 @@ def test_a_descriptor_that_stays_open_here_is_found(
     assert result.tally.row("(none)", "idle").violations["leaked"] == len(kept)
 
 
-def test_what_is_over_is_judged_and_let_go(quiet_day: Workload, mark: str) -> None:
+def test_what_is_over_is_judged_and_let_go(baseline: Workload, mark: str) -> None:
     """So that a soak's memory is its system's."""
     kept: list[object] = []
 
@@ -131,17 +131,17 @@ def test_what_is_over_is_judged_and_let_go(quiet_day: Workload, mark: str) -> No
         driver.judge_ended()
         kept.extend([*driver.watch.deaths, *driver.watch.serving, *driver.killed])
 
-    result = run_with_faults(quiet_day, "idle", None, mark, work)
+    result = run_with_faults(baseline, "idle", None, mark, work)
     assert kept == []
     (violation,) = result.violations
     assert violation.kind == "disturbed"
     assert "second.0: pid" in violation.what
 
 
-def test_a_soak_reads_memory_and_throughput(quiet_day: Workload, mark: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_soak_reads_memory_and_throughput(baseline: Workload, mark: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(soak, "EVERY_S", 0.1)
     monkeypatch.setattr(soak, "QUIET_S", 0.1)
-    soaked = soak.soak(quiet_day, 1.5, mark, lambda said: None)
+    soaked = soak.soak(baseline, 1.5, mark, lambda said: None)
     assert soaked.result.violations == []
     assert soaked.result.tally.faults >= 2
     assert soaked.spared == "first"

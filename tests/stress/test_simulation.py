@@ -210,14 +210,14 @@ def test_a_chunk_that_overtook_its_start_and_is_dropped_is_found(monkeypatch: py
 
 
 def test_rings_of_the_dead_that_stay_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    leave = edges.Edges.leave
+    leave = edges.Edges.disconnect_worker
 
     def leaking(self: edges.Edges, address: Address) -> None:
         for pair in [pair for pair in self._rings if address in pair][:1]:
             del self._rings[pair]
         leave(self, address)
 
-    monkeypatch.setattr(edges.Edges, "leave", leaking)
+    monkeypatch.setattr(edges.Edges, "disconnect_worker", leaking)
     result = first_violated()
     assert "leaked" in kinds(result)
 
