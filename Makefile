@@ -1,5 +1,7 @@
 # make demo    hear it: sets everything up, asks a question, writes the spoken answer to answer.wav
 # make test    set up and run the tests
+# make test-perf   the tests that measure time or run long, one after the other
+# make test-portable   the numeric tests, with rounding noise as other machines have it
 # make serve   set up and serve the "voice" pipeline on port 8091 (OpenAI-compatible HTTP)
 # make lint    what CI asks of every file
 # make bench   measure the figures of docs/benchmarks.md: the voice pipeline
@@ -24,7 +26,7 @@ export PIP_NO_INPUT := 1
 # $(call phase,what,command): says what goes on and how long it took. Fails as the command does.
 phase = @echo "==> $(1)"; begin=$$(date +%s); $(2) && echo "    done in $$(( $$(date +%s) - begin )) s"
 
-.PHONY: help setup demo serve test lint bench bench-omni bench-ring setup-vllm test-vllm clean
+.PHONY: help setup demo serve test test-perf test-portable lint bench bench-omni bench-ring setup-vllm test-vllm clean
 .DELETE_ON_ERROR:
 
 help:
@@ -51,7 +53,25 @@ serve: setup
 	$(BIN)/omni-actors serve voice --port $(PORT)
 
 test: setup
-	$(BIN)/python -m pytest -n 2 $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n 2 -m "not perf and not slow" $(PYTEST_ARGS)
+
+test-perf: setup
+	$(BIN)/python -m pytest -m "perf or slow" $(PYTEST_ARGS)
+
+# Each run has a seed of the noise and a number of threads of the engines.
+PORTABLE_RUNS := 1,1 2,2 3,1
+NUMERIC_TESTS := $(addprefix tests/stages/,autoregressive multimodal qwen2_5 qwen3 test_conformance.py test_hibari.py \
+	test_hostile_requests.py test_llm.py test_pausing.py test_poison.py test_whisper.py) \
+	tests/test_examples.py tests/test_omni.py tests/test_voice.py tests/serve/test_with_models.py \
+	tests/platform/test_cpu_sharing.py tests/test_numeric_noise.py
+
+test-portable: setup
+	@for run in $(PORTABLE_RUNS); do \
+		echo "==> Rounding noise, seed $${run%,*}, engines on $${run#*,} threads"; \
+		PYTHONPATH="$(CURDIR)/tests/support/process_hooks:$$PYTHONPATH" OMNI_ACTORS_TEST_NOISE=$${run%,*} \
+			OMNI_ACTORS_TEST_THREADS=$${run#*,} $(BIN)/python -m pytest -n 2 -m "not perf and not slow" $(NUMERIC_TESTS) \
+			$(PYTEST_ARGS) || exit 1; \
+	done
 
 lint: .venv/installed
 	$(BIN)/ruff check .

@@ -1,29 +1,32 @@
 """A single-producer, single-consumer ring in shared memory, and bundles of arrays to put in it.
 
-Without a name, without locks between the two, safe against the death of either at any instruction.
+The memory has no name, the two ends share no lock, and either process may die at any instruction.
 
     ring = Ring.create()                  # ring.fds go to the other process: Ring.attach(fds, generation=0)
     producer = ring.claim_producer()
     producer.send(*encode_bundle({"step": 1}, {"hidden": array}))
 
-    with consumer.recv() as frame:        # over there
+    with consumer.recv() as frame:        # in the other process
         bundle = decode_bundle(frame.data)
 
-Who may call what
------------------
-Any process that has the descriptors may attach. One at a time owns each end, by claiming it, and uses it from one
-thread at a time. ``try_*``, ``park`` and ``fileno`` never block; the others sleep in ``poll``. A fork does not pass an
-end on: the child may attach, and claim an end once the parent has closed its ring or is gone.
+Ownership
+---------
+Any process that has the descriptors may attach. A process owns an end by claiming it; each end has one owner at a
+time, which uses it from one thread at a time. ``try_*``, ``park`` and ``fileno`` never block; the others sleep in
+``poll``. A forked child does not inherit an end: it may attach, and claim an end once the parent has closed its ring
+or has exited.
 
-What crosses
-------------
-All that the producer wrote before ``send`` or ``commit`` is there when the consumer has the frame; all that the
-consumer read before ``release`` is over when the producer writes there again. Nothing else is ordered.
+Memory ordering
+---------------
+Everything that the producer wrote before ``send`` or ``commit`` is visible when the consumer has the frame. Every read
+of the consumer before ``release`` is complete when the producer writes to the same place again. Nothing else has an
+order.
 
-What is not trusted
--------------------
-Whatever the shared memory holds, neither end crashes, nor touches what is outside of it. A peer that means harm can
-still keep the other waiting (it owns the doorbells and the claims as well), and without checksums alter what it says.
+Trust
+-----
+Whatever the shared memory holds, neither end crashes or accesses memory outside the segment. A malicious peer can
+still make the other end wait, because it can write the doorbells and the claims, and without checksums it can alter
+messages.
 """
 
 from __future__ import annotations
@@ -34,6 +37,7 @@ from ringbuf._bundle import decode_bundle as decode_bundle
 from ringbuf._bundle import encode_bundle as encode_bundle
 from ringbuf._consumer import Consumer as Consumer
 from ringbuf._consumer import Frame as Frame
+from ringbuf._descriptors import create_memory as create_memory
 from ringbuf._errors import AlreadyClaimed as AlreadyClaimed
 from ringbuf._errors import BundleCorrupted as BundleCorrupted
 from ringbuf._errors import CudaFailed as CudaFailed

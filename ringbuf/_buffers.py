@@ -14,7 +14,7 @@ def flat(buffer: Buffer) -> bytes | memoryview:
     """All bytes of a buffer, as one dimension of "B". Raises TypeError (no buffer, or not C-contiguous)."""
     if type(buffer) is bytes:
         return buffer
-    view = buffer if type(buffer) is memoryview else memoryview(buffer)  # type: ignore[arg-type]  # an array is a buffer; its stubs say so from Python 3.12 on
+    view = buffer if type(buffer) is memoryview else memoryview(buffer)  # type: ignore[arg-type]  # an array is a buffer; its stubs declare that from Python 3.12 on
     if not view.c_contiguous:
         raise TypeError(f"a buffer of shape {view.shape} and strides {view.strides} is not C-contiguous: copy it first")
     # ``cast`` refuses some formats, and empty shapes.

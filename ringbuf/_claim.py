@@ -41,7 +41,7 @@ def claim(segment: Segment, column: Column, memory_fd: int) -> None:
             segment.check_positions()
             mine = _claim_word(os.getpid())
             if mine is None:
-                raise OSError(errno.ENOENT, "no /proc, which tells whether the owner of an end lives")
+                raise OSError(errno.ENOENT, "no /proc, which shows whether the owner of an end is alive")
             segment.store_claim(column, mine)
         finally:
             fcntl.lockf(memory_fd, fcntl.LOCK_UN, 1, column.claim)
@@ -97,7 +97,7 @@ class Waiter:
         self._pidfd, self._watched = None, 0
 
     def _watch(self) -> int | None:
-        """A pidfd of the owner; None while nobody claimed the end, and when this process did. Raises PeerDied."""
+        """Return a pidfd of the owner; None while the end is unclaimed, or claimed by this process. Raises PeerDied."""
         owner = self._segment.claim_of(self._peer)
         if owner != self._watched:
             self.close()

@@ -189,7 +189,7 @@ class Consumer:
         """Announce sleep and look again. True: wait until ``fileno()`` is readable. False: something is there already.
 
         Waking is not a promise: after it, or any other wake-up, call ``try_recv``, and park again when it gives None.
-        Who waits there is not told of the producer's death: watch its process too. Raises RingClosed (closed here).
+        The doorbell does not report the producer's death: watch its process too. Raises RingClosed (closed here).
         """
         if self._closed:
             raise RingClosed("consumer")

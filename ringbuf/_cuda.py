@@ -29,7 +29,7 @@ class Registration:
 
     def _check(self, function: str, *arguments: ctypes.c_void_p | ctypes.c_size_t | ctypes.c_uint) -> None:
         if code := getattr(self._runtime, function)(*arguments):
-            self._runtime.cudaGetLastError()  # it is told here: torch's next call is not to report it
+            self._runtime.cudaGetLastError()  # clears the error, which torch's next call would report
             describe = self._runtime.cudaGetErrorString
             describe.restype = ctypes.c_char_p
             raise CudaFailed(function, code, describe(code).decode())

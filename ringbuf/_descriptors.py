@@ -1,8 +1,8 @@
-"""The three descriptors of a ring: how they are made, and how others are told from them.
+"""The three descriptors of a ring: how they are created, and how foreign descriptors are recognised.
 
-Rule 1: the memory is a memfd, which has no name at any instant, so no crash of anyone can leave it behind.
+Rule 1: the memory is a memfd. It never has a name, so no crash of any process can leave it behind.
 Rule 2: its pages are allocated at once: a lack of memory is an OSError in ``create``, never a SIGBUS in a worker.
-Rule 3: its size is sealed: a peer cannot truncate it, which would be a SIGBUS at the next access of whoever mapped it.
+Rule 3: its size is sealed: a peer cannot truncate it, which would be a SIGBUS at the other processes' next access.
 """
 
 from __future__ import annotations
@@ -27,9 +27,12 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def create_memory(size: int) -> int:
-    """Zeroed, mode 0600, close-on-exec. Raises OSError (no memory, no descriptor)."""
+    """Create an anonymous memory file of ``size`` bytes: zeroed, allocated, of sealed size, mode 0600, close-on-exec.
+
+    Returns its descriptor, which the caller closes. Raises OSError (no memory, no descriptor).
+    """
     if size > (available := _available()):
-        # The kernel would go on until it has to kill somebody.
+        # The kernel would allocate until it has to kill a process.
         raise OSError(errno.ENOMEM, f"a ring of {size} bytes, where {available} are available")
     fd: int = _libc.syscall(_MEMFD_CREATE, b"ringbuf", _CLOEXEC | _ALLOW_SEALING)
     if fd < 0:
@@ -46,27 +49,27 @@ def create_memory(size: int) -> int:
 
 
 def create_bell() -> int:
-    """Raises OSError (no descriptor)."""
+    """Create a non-blocking eventfd. Raises OSError (no descriptor)."""
     return os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
 
 def check_memory(fd: int) -> None:
-    """Raises RingCorrupted unless ``create_memory`` made it, as far as that shows."""
+    """Raise RingCorrupted unless the descriptor has the properties that ``create_memory`` gives it."""
     status = os.fstat(fd)
     try:
         seals = fcntl.fcntl(fd, _F_GET_SEALS)
     except OSError:
         seals = 0
     if seals & (_SIZE_IS_SEALED | _WRITE | _FUTURE_WRITE) != _SIZE_IS_SEALED:
-        raise RingCorrupted(0, (), f"{_describe(fd)} is no memory of a sealed size")
+        raise RingCorrupted(0, (), f"{_describe(fd)} is not memory of a sealed size")
     if status.st_blocks * 512 < status.st_size or fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE != os.O_RDWR:
-        raise RingCorrupted(0, (), f"{_describe(fd)} is not allocated, or not to be written")
+        raise RingCorrupted(0, (), f"{_describe(fd)} is not allocated, or not writable")
 
 
 def check_bell(fd: int) -> None:
-    """Raises RingCorrupted unless it is an eventfd that blocks nobody."""
+    """Raise RingCorrupted unless the descriptor is a non-blocking eventfd."""
     if os.readlink(f"/proc/self/fd/{fd}") != "anon_inode:[eventfd]" or os.get_blocking(fd):
-        raise RingCorrupted(0, (), f"{_describe(fd)} is no doorbell")
+        raise RingCorrupted(0, (), f"{_describe(fd)} is not a doorbell")
 
 
 def _describe(fd: int) -> str:
@@ -74,7 +77,7 @@ def _describe(fd: int) -> str:
 
 
 def _available() -> int:
-    """Bytes to be had without the kernel killing somebody: of the machine, and of this process's control group."""
+    """Return the bytes that the machine and the control group can give without the kernel killing a process."""
     with open("/proc/meminfo", "rb") as file:
         free = next((int(line.split()[1]) << 10 for line in file if line.startswith(b"MemAvailable:")), None)
     if free is None:
@@ -83,7 +86,10 @@ def _available() -> int:
 
 
 def _left_to_group() -> int:
-    """File pages that nobody has used for long do not count: they go first. Without a limit (or cgroup v2): endless."""
+    """Return the bytes left to the control group; ``sys.maxsize`` without a limit or without cgroup v2.
+
+    File pages that have not been used for a while count as free: the kernel reclaims them first.
+    """
     try:
         with open("/proc/self/cgroup") as file:
             group = "/sys/fs/cgroup" + next(line[3:].strip() for line in file if line.startswith("0::"))

@@ -1,16 +1,16 @@
 """Every error of the ring, as one tree. Each carries the facts, not only a sentence.
 
 RingError
-├── RingClosed           an end was closed: nothing more will come, or nobody will read
+├── RingClosed           an end was closed: no message follows, or none will be read
 ├── RingCorrupted        the shared memory holds what the protocol never writes
 ├── WrongGeneration      the ring belongs to another incarnation
 ├── AlreadyClaimed       a living process owns that end
 ├── PeerDied             the process at the other end is gone
 ├── MessageTooLarge      more than fits where it was to go
 ├── FrameBorrowed        a view of the frame is alive, so its bytes may not be given back
-├── FrameReleased        the frame was given back, so its bytes may not be looked at
+├── FrameReleased        the frame was released, so its bytes may not be read
 ├── RingMisuse           calls in an order that has no meaning
-├── BundleCorrupted      the bytes are no bundle
+├── BundleCorrupted      the bytes are not a bundle
 ├── CudaFailed           the ring's memory could not be page-locked
 └── UnsupportedMachine   the memory ordering of this machine is not one the ring relies on
 """

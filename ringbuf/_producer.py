@@ -4,7 +4,7 @@ Rule 1: nothing is visible before its tail is published. A producer that dies, o
 no trace.
 Rule 2: a record is contiguous; where it would cross the end of the data area a PAD record takes the rest. Up to half
 the ring always finds a place that way once the ring is empty; more goes in fragments.
-Rule 3: an unfinished run of fragments is undone by the next FIRST or WHOLE: the consumer drops what it had of it.
+Rule 3: the next FIRST or WHOLE undoes an unfinished run of fragments: the consumer drops those that it has.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Producer:
         """After ``try_reserve`` or ``try_send`` found no room: announce sleep until there is, and look again.
 
         True: wait until ``fileno()`` is readable. False: there is room already. Waking is not a promise: try again.
-        Who waits there is not told of the consumer's death: watch its process too.
+        The doorbell does not report the consumer's death: watch its process too.
         """
         self._check_idle()
         end = self._end
@@ -83,7 +83,7 @@ class Producer:
         """Send what was reserved; its view is released. What a device copies into it has to have arrived.
 
         Raises RingMisuse (nothing was reserved), FrameBorrowed (an array made from the view is alive), RingClosed
-        (nobody reads).
+        (the consumer closed).
         """
         reserved = self._reserved
         if reserved is None:

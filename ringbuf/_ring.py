@@ -1,8 +1,8 @@
-"""The ring as a thing that is made, passed on, claimed and closed. It has no ``send``: an end has to be claimed first.
+"""The ring itself: created, attached, claimed and closed. It has no ``send``: a process claims an end first.
 
-Rule 1: descriptors that come from elsewhere are looked at before anything is mapped (see _descriptors), the header
-before anything is believed.
-Rule 2: whatever fails in ``create`` and ``attach`` leaves no descriptor and no mapping.
+Rule 1: descriptors from another process are checked before they are mapped (see _descriptors), and the header before
+it is used.
+Rule 2: a failure in ``create`` or ``attach`` leaves no descriptor and no mapping.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Ring:
         """Map a ring that was made elsewhere. The three fds belong to the ring from here on, also when this fails.
 
         Raises RingCorrupted (no ring, or one of another version), WrongGeneration, OSError (no room to map it, or a
-        number that is no descriptor).
+        number that is not a descriptor).
         """
         try:
             memory, data_bell, space_bell = fds
@@ -110,7 +110,7 @@ class Ring:
         memory, data_bell, space_bell = self.fds
         claim(segment, PRODUCER, memory)
         end = ProducerEnd(segment, Bell(space_bell), Bell(data_bell))
-        end.wake()  # a consumer that waits for nobody in particular learns whose death to watch for
+        end.wake()  # a waiting consumer learns which process to watch
         self._producer = Producer(segment, end, Waiter(segment, CONSUMER, space_bell), space_bell)
         return self._producer
 
@@ -144,12 +144,12 @@ class Ring:
 
     @property
     def peer_pids(self) -> tuple[int | None, int | None]:
-        """pids that claimed the producer's and the consumer's end, dead or alive; None: nobody did."""
+        """pids that claimed the producer's and the consumer's end, dead or alive; None for an unclaimed end."""
         segment = self._mapped()
         return pid_of(segment.claim_of(PRODUCER)) or None, pid_of(segment.claim_of(CONSUMER)) or None
 
     def statistics(self) -> RingStatistics:
-        """Right in any process that mapped the ring."""
+        """Return the ring's counters; valid in any process that mapped the ring. Raises RingMisuse (closed here)."""
         segment = self._mapped()
         return RingStatistics(self.capacity, segment.used(), *segment.counts())
 
@@ -190,5 +190,5 @@ class Ring:
 
 def _close_all(fds: Sequence[int]) -> None:
     for fd in fds:
-        with suppress(OSError):  # a number that is no descriptor: the others are still ours to close
+        with suppress(OSError):  # not a descriptor: the others still have to be closed
             os.close(fd)

@@ -17,7 +17,7 @@ stand two cache lines apart, so that looking at the latter costs nothing while b
     128    8 tail            producer  SYNC DATA: stored after the record it ends
     256    8 waits for       producer  SYNC BELL: the head it sleeps for; 0 while awake
     264    8 closed          producer  stored after the last tail
-    272    8 claim           producer  who owns the end: see _claim
+    272    8 claim           producer  the owner of the end: see _claim
     384    8 messages        producer  cumulative
     392    8 payload bytes   producer  cumulative
     512    8 head            consumer  SYNC DATA: stored after the last read of what it gives back
@@ -129,7 +129,7 @@ class Segment:
         if found[_CAPACITY] != self.capacity:
             raise RingCorrupted(8 * _CAPACITY, found[2:3], f"the segment holds {self.capacity} data bytes")
         if found[_CHECKSUMS] not in (0, 1):
-            raise RingCorrupted(8 * _CHECKSUMS, found[4:5], "neither with checksums nor without")
+            raise RingCorrupted(8 * _CHECKSUMS, found[4:5], "the checksum flag is neither 0 nor 1")
         if found[_GENERATION] != generation:
             raise WrongGeneration(generation, found[_GENERATION])
 
@@ -147,12 +147,12 @@ class Segment:
         return self.words[column.closed] != 0
 
     def check_positions(self) -> None:
-        """When one of the ends stands still: whoever claims it goes on from there. Raises RingCorrupted."""
+        """Check head, tail and counts: the next owner of an end continues from them. Raises RingCorrupted."""
         head, tail = self.words[CONSUMER.position], self.words[PRODUCER.position]
         if not head <= tail <= head + self.capacity or (head | tail) % RECORD or tail >> 63:
             raise RingCorrupted(8 * PRODUCER.position, (tail,), f"no tail to the head {head:#x}")
         if max(counts := self.counts()) >> 63:
-            raise RingCorrupted(8 * _MESSAGES, counts, "counts that nobody reaches")
+            raise RingCorrupted(8 * _MESSAGES, counts, "counts that no ring reaches")
 
     def counts(self) -> tuple[int, int]:
         """(messages, payload bytes) since the ring began; each right, the pair not of one instant."""
@@ -164,13 +164,13 @@ class Segment:
         return max(0, min(self.words[PRODUCER.position] - head, self.capacity))
 
     def checksum(self, position: int, length: int) -> int:
-        """Of the record at ``position``: its header, and ``length`` bytes of payload (a PAD's 0)."""
+        """Return the CRC-32 of the record at ``position``: its header and ``length`` bytes of payload (0 for a PAD)."""
         at = position % self.capacity
         header, payload = self.data[at : at + _SUMMED], self.data[at + RECORD : at + RECORD + length]
         return zlib.crc32(payload, zlib.crc32(header))
 
     def corrupted(self, position: int, why: str) -> RingCorrupted:
-        """The error for a record that is none."""
+        """Return the error for an invalid record."""
         offset = HEADER + position % self.capacity
         return RingCorrupted(offset, self.words[offset >> 3 : (offset >> 3) + 4].tolist(), why)
 
@@ -204,7 +204,7 @@ class Bell:
     def ring(self) -> None:
         try:
             os.eventfd_write(self.fd, 1)
-        except BlockingIOError:  # its count is at the limit: somebody rang it so
+        except BlockingIOError:  # its count is at the limit: it has been rung
             return
 
     def clear(self) -> None:
@@ -315,7 +315,7 @@ class ProducerEnd(End):
     def allocate(self, length: int) -> int | None:
         """Position for a record of ``length`` payload bytes. None: no room. Raises RingClosed, RingCorrupted.
 
-        Where it would cross the end of the data area, a PAD fills the rest, visible with the record that follows it.
+        A record never crosses the end of the data area: a PAD fills the rest, visible with the record that follows it.
         """
         words, capacity, tail = self._words, self._capacity, self._tail
         if words[self._peer_closed]:

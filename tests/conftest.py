@@ -1,14 +1,13 @@
-"""What every test runs under.
+"""The environment of all tests.
 
 Rules
-1. A test leaves no process and no /dev/shm entry behind; one that does fails, by name, whatever it asserted.
-   What was there before it (a worker of a wider fixture) is not its doing, nor is what that fixture has said to be its
-   own since (``fixture_processes``).
-2. Orphans count: every process started from here inherits ``MARK`` in its environment, so one that outlived its parent
-   is still known as ours. A fork that execs nothing has no environment of its own; as a child it is found all the same.
-3. In CI, Hypothesis draws the same examples each time: a red run can be run again.
-4. Where pytest-xdist runs the tests in two processes (`make test`), the tests of a file stay in one, and all that load
-   real models in one: two pipelines of them at once would be slower than one after the other. Tiny ones go anywhere.
+1. A test that leaves a process or an entry in /dev/shm behind fails. Processes that ran before the test, and those that
+   a wider fixture has added to ``fixture_processes``, do not count.
+2. Orphans count: every process that a test starts inherits ``MARK`` in its environment, which identifies it after its
+   parent has exited. A fork without exec keeps the environment of this process; it is found as a child.
+3. In CI, Hypothesis draws the same examples each time, so that a failed run can be repeated.
+4. With pytest-xdist (`make test`), the tests of one file run in one process, and so do files that share a session
+   fixture which is expensive to make.
 """
 
 from __future__ import annotations
@@ -35,21 +34,21 @@ pytest.register_assert_rewrite("tests.support")
 
 MARK = "OMNI_ACTORS_TEST_RUN"
 GRACE_S = 5.0
-"""For a process that is on its way out. One that has ended but was not reaped yet is over."""
+"""Time for an exiting process to exit."""
 WATCHDOG_S = 60.0
-"""No wait comes near it."""
 ONE_THREAD = ("-s", "stages.llm.threads=1")
-"""Other tests run beside: a second thread would be waited for at every operator."""
+"""Other tests run at the same time, so a second thread would slow the model down."""
 
 os.environ[MARK] = uuid.uuid4().hex
-# Hundreds of processes are started from here, and what each does before it begins adds up.
-os.environ["OPENBLAS_NUM_THREADS"] = "1"  # with a pool of threads, numpy takes twice as long to import
-# Engines are opened here too. As in a worker onnxruntime is to report to nobody: it would open sockets at any moment,
-# and a test that counts descriptors is the one that fails.
+# The tests start hundreds of processes: numpy imports twice as fast without a pool of threads.
+os.environ["OPENBLAS_NUM_THREADS"] = "1"
+# Engines run in this process too, so it takes the settings of a worker: onnxruntime's telemetry would open sockets
+# while a test counts descriptors, and MKL gives the same bits whatever the alignment of its operands.
 os.environ["ORT_DISABLE_TELEMETRY"] = "1"
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background job; what is started here would inherit it
+os.environ.setdefault("MKL_CBWR", "AUTO")
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background job; child processes would inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
-for package in ("omni_actors", "ringbuf"):  # also where PYTHONDONTWRITEBYTECODE keeps an interpreter from doing it
+for package in ("omni_actors", "ringbuf"):  # PYTHONDONTWRITEBYTECODE may keep the interpreter from doing it
     compileall.compile_dir(Path(__file__).parent.parent / package, quiet=2)
 
 settings.register_profile("ci", derandomize=True, deadline=None, print_blob=True)
@@ -58,17 +57,16 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE") or ("ci" if os.enviro
 
 
 class ByFile(LoadScopeScheduling):
-    """Rule 4. xdist's own groups have no effect under pytest 9: it reads them off an id that is fixed there."""
+    """Rule 4. xdist's own groups have no effect under pytest 9, which fixes the test ids they are read from."""
 
-    MODELS = (
-        "tests/stages/test_",
-        "tests/serve/test_with_models.py",
-        "tests/test_voice.py",
-        "tests/test_readme.py",
+    TOGETHER = (
+        ("tests/serve/test_with_models.py", "tests/test_readme.py"),  # one server
+        tuple(f"tests/stages/test_{name}.py" for name in ("conformance", "hostile_requests", "pausing", "poison")),
     )
 
     def _split_scope(self, nodeid: str) -> str:
-        return "models" if nodeid.startswith(self.MODELS) else nodeid.partition("::")[0]
+        file = nodeid.partition("::")[0]
+        return next((files[0] for files in self.TOGETHER if file in files), file)
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -77,24 +75,24 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByFile:
 
 
 def processes() -> set[int]:
-    """Of this machine, by pid. Cheap: it is asked before and after every test."""
+    """Return the pids of this machine. Every test calls this twice, so it is cheap."""
     return {int(name) for name in os.listdir("/proc") if name.isdecimal()}
 
 
 def ours(pids: Iterable[int]) -> list[psutil.Process]:
-    """Those that are descendants of this process, or orphans of former ones."""
+    """Return those that are descendants of this process, or orphans of earlier descendants."""
     children = {child.pid for child in psutil.Process().children(recursive=True)}
     mark = f"{MARK}={os.environ[MARK]}".encode()
     found = []
     for pid in pids:
-        with suppress(OSError, psutil.NoSuchProcess):  # another user's, or gone since it was listed
+        with suppress(OSError, psutil.NoSuchProcess):  # another user's process, or one that has exited
             if pid in children or mark in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
                 found.append(psutil.Process(pid))
     return [process for process in found if not _is_resource_tracker(process)]
 
 
 def _is_resource_tracker(process: psutil.Process) -> bool:
-    """multiprocessing keeps one such process until the interpreter ends, by design."""
+    """multiprocessing keeps one such process until the interpreter exits."""
     try:
         return any("resource_tracker" in argument for argument in process.cmdline())
     except psutil.Error:
@@ -102,7 +100,7 @@ def _is_resource_tracker(process: psutil.Process) -> bool:
 
 
 def alive_after(processes: Iterable[psutil.Process], timeout_s: float) -> list[psutil.Process]:
-    """Those that have not ended by then. A zombie has: when it is reaped is its parent's affair."""
+    """Return those that have not exited within the timeout. A zombie has exited."""
     return [process for process in processes if not _ends_within(process.pid, timeout_s)]
 
 
@@ -118,24 +116,24 @@ def _ends_within(pid: int, timeout_s: float) -> bool:
 
 
 def shm_entries() -> set[str]:
-    """All that has a name there. Nothing of ours ever has."""
+    """Return the names in /dev/shm. The project never creates one."""
     return set(os.listdir("/dev/shm"))
 
 
 @pytest.fixture(scope="session")
 def fixture_processes() -> set[int]:
-    """Where a fixture wider than a test puts the processes that it has started since: a worker that came back."""
+    """Pids that a fixture wider than a test has started during a test, such as restarted workers."""
     return set()
 
 
 @pytest.fixture(autouse=True)
 def leaves_nothing_behind(fixture_processes: set[int]) -> Iterator[None]:
-    """Rule 1. Processes that remain are killed, so that the next test starts clean."""
+    """Rule 1. Kills the processes that remain, so that the next test starts clean."""
     processes_before, shm_before = processes(), shm_entries()
     yield
     if new := processes() - processes_before - fixture_processes:
         found, children = ours(new), psutil.Process().children()
-        # A child is for its test to reap: one that is here, if only as a zombie, was not. Others may take a moment.
+        # A test reaps its own children, so even a zombie counts as left behind. Other processes get time to exit.
         left = [process for process in found if process in children]
         left += alive_after([process for process in found if process not in children], GRACE_S)
         facts = [_describe(process) for process in left]
@@ -145,7 +143,7 @@ def leaves_nothing_behind(fixture_processes: set[int]) -> Iterator[None]:
         assert not left, f"processes left behind: {facts}"
     shm, deadline = shm_entries() - shm_before, time.monotonic() + GRACE_S
     while shm and time.monotonic() < deadline:
-        time.sleep(0.01)  # the tests beside use peers that give their semaphores a name, and take it back at once
+        time.sleep(0.01)  # tests in the other process use libraries that name their semaphores for a moment
         shm &= shm_entries()
     assert not shm, f"/dev/shm entries left behind: {sorted(shm)}"
 
@@ -159,18 +157,18 @@ def _describe(process: psutil.Process) -> str:
 
 @pytest.fixture(scope="session")
 def wait_ended() -> Callable[[Iterable[psutil.Process]], None]:
-    """Wait until processes have ended, whoever is to reap them."""
+    """Return a function that waits until processes have exited; it does not reap them."""
 
     def wait(processes: Iterable[psutil.Process]) -> None:
         alive = [_describe(process) for process in alive_after(processes, WATCHDOG_S)]
-        assert not alive, f"still there after {WATCHDOG_S:.0f} s: {alive}"
+        assert not alive, f"still running after {WATCHDOG_S:.0f} s: {alive}"
 
     return wait
 
 
 @pytest.fixture(scope="session")
 def voice_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The README's server, `omni-actors serve voice`, on a free port, once it is ready: one for all who ask it."""
+    """The URL of the README's server, `omni-actors serve voice`, on a free port; one server for all tests."""
     program = Path(sys.executable).parent / "omni-actors"
     stderr = tmp_path_factory.mktemp("voice") / "stderr"
     with (
@@ -180,12 +178,12 @@ def voice_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         ) as process,
     ):
         assert process.stdout is not None
-        said = ""
+        line = ""
         try:
-            while not said.startswith("ready: "):  # it says so, or ends; pytest's own time limit is the watchdog
-                said = process.stdout.readline().decode()
-                assert said, f"the server ended: {stderr.read_text()}"
-            yield said.removeprefix("ready: ").partition("/v1")[0]
+            while not line.startswith("ready: "):  # pytest's own time limit is the watchdog
+                line = process.stdout.readline().decode()
+                assert line, f"the server exited: {stderr.read_text()}"
+            yield line.removeprefix("ready: ").partition("/v1")[0]
         finally:
             process.send_signal(signal.SIGINT)
     assert (process.returncode, stderr.read_text()) == (0, "")

@@ -349,6 +349,7 @@ def test_ctrl_c_that_meets_the_system_at_work_ends_the_users_task(script: Script
 # at rest
 
 
+@pytest.mark.perf
 def test_a_system_at_rest_does_nothing(script: Script) -> None:
     """For a second nobody wakes: neither the parent nor a worker, in any thread. Pings are far apart."""
     process = script("""

@@ -30,7 +30,7 @@ import os
 import time
 from contextlib import suppress
 
-from ringbuf._descriptors import create_memory
+from ringbuf import create_memory
 
 WORKERS = 128
 """Of one spawner that have bytes of their own; those beyond share two, and are seen or not."""

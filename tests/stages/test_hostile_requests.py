@@ -177,6 +177,7 @@ def odd_parameters(draw: Callable[..., Any], case: Case) -> dict[str, Any]:
 # beside an innocent one
 
 
+@pytest.mark.usefixtures("lenient_choices")
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numbers of any size overflow
 def test_an_odd_request_ends_by_itself_and_harms_no_other(
     case: Case, driver: Any, capfd: pytest.CaptureFixture[str]

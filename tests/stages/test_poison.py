@@ -14,7 +14,7 @@ from omni_actors.stages.base import CLIENT, InvalidRequest, StageFailure
 from tests.support import engine_cases as cases
 from tests.support.engine_cases import Case
 
-pytestmark = pytest.mark.voice
+pytestmark = [pytest.mark.voice, pytest.mark.usefixtures("clear_choices")]
 
 POISON = 6
 INNOCENT = (0, 1, 2, 3, 4)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from omni_actors.stages.base import CLIENT
+from tests.support.closeness import assert_same_results
 
 FeedArgs = tuple[dict[str, Any], dict[str, Any]]
 """data and tensors of a chunk."""
@@ -18,8 +19,9 @@ FeedArgs = tuple[dict[str, Any], dict[str, Any]]
 class Case:
     """How to use one engine.
 
-    inputs: two requests, of two chunks at least. refused: a chunk that no request may bring. gist: outputs to what can
-    be compared; it also checks what is in them.
+    inputs: two requests, of two chunks at least. refused: a chunk that no request may bring. normalise: turns outputs
+    into
+    what two runs have in common, however they were cut into chunks; it also checks what is in them.
     """
 
     def __init__(
@@ -27,11 +29,11 @@ class Case:
         name: str,
         inputs: list[list[FeedArgs]],
         refused: FeedArgs,
-        gist: Callable[[list[Any]], Any],
+        normalise: Callable[[list[Any]], Any],
         source: str = CLIENT,
         **params: Any,
     ) -> None:
-        self.name, self.inputs, self.refused, self.gist = name, inputs, refused, gist
+        self.name, self.inputs, self.refused, self.normalise = name, inputs, refused, normalise
         self.source, self.params = source, params
         self._expected: dict[int, Any] = {}
 
@@ -47,24 +49,24 @@ class Case:
         """What input number ``which`` gives by itself."""
         self.start(driver, request_id)
         self.feed(driver, request_id, which)
-        return self.gist(driver.run()[request_id])
+        return self.normalise(driver.run()[request_id])
 
     def check(self, driver: Any, outputs: list[Any], which: int) -> None:
         """They are what input number ``which`` gives by itself."""
         if which not in self._expected:
             self._expected[which] = self.alone(driver, 1000 + which, which)
-        np.testing.assert_equal(self.gist(outputs), self._expected[which])
+        assert_same_results(self.normalise(outputs), self._expected[which])
 
 
 def echo(_: pytest.FixtureRequest) -> Case:
     def chunks(text: str) -> list[FeedArgs]:
         return [({"text": text, "n": n}, {"x": np.full(n, n, np.float32)}) for n in range(4)]
 
-    def gist(outputs: list[Any]) -> Any:
+    def normalise(outputs: list[Any]) -> Any:
         assert [output.data["n"] for output in outputs] == [0, 1, 2, 3]
         return [(dict(o.data), {k: (t.dtype, t.shape, bytes(t.data)) for k, t in o.tensors.items()}) for o in outputs]
 
-    return Case("echo", [chunks("one"), chunks("another")], ({"echo": {"invalid": "feed"}}, {}), gist)
+    return Case("echo", [chunks("one"), chunks("another")], ({"echo": {"invalid": "feed"}}, {}), normalise)
 
 
 def whisper(request: pytest.FixtureRequest) -> Case:
@@ -89,12 +91,12 @@ def whisper(request: pytest.FixtureRequest) -> Case:
         data = {"sample_rate": 24000, "index": 0}
         return [(data, {"audio": piece}) for piece in np.array_split(speak(text), 3)]
 
-    def gist(outputs: list[Any]) -> Any:
+    def normalise(outputs: list[Any]) -> Any:
         assert len(outputs) > 1, "the text does not come as it is heard"
         return "".join(output.data["text"] for output in outputs), outputs[-1].data["duration_s"]
 
     inputs = [chunks("The capital of France is Paris."), chunks("Seven ships came home.")]
-    return Case("whisper", inputs, ({"sample_rate": 24000, "index": 0}, {"audio": np.zeros((2, 9))}), gist)
+    return Case("whisper", inputs, ({"sample_rate": 24000, "index": 0}, {"audio": np.zeros((2, 9))}), normalise)
 
 
 def llm(_: pytest.FixtureRequest) -> Case:
@@ -102,7 +104,7 @@ def llm(_: pytest.FixtureRequest) -> Case:
         parts = ("Answer in one word.", question)
         return [({"messages": [{"role": "user", "content": part}]}, {}) for part in parts]
 
-    def gist(outputs: list[Any]) -> Any:
+    def normalise(outputs: list[Any]) -> Any:
         end = outputs[-1].data
         return (
             "".join(output.data.get("text", "") for output in outputs),
@@ -111,20 +113,20 @@ def llm(_: pytest.FixtureRequest) -> Case:
         )
 
     inputs = [chunks("What is the capital of France?"), chunks("What colour is the sky?")]
-    return Case("llm", inputs, ({"messages": "none"}, {}), gist, max_tokens=8)
+    return Case("llm", inputs, ({"messages": "none"}, {}), normalise, max_tokens=8)
 
 
 def hibari_acoustic(_: pytest.FixtureRequest) -> Case:
     def chunks(text: str) -> list[FeedArgs]:
         return [({"text": piece}, {}) for piece in (text[:9], text[9:])]
 
-    def gist(outputs: list[Any]) -> Any:
+    def normalise(outputs: list[Any]) -> Any:
         places = [(output.data["sentence"], output.data["start"]) for output in outputs]
         assert places == sorted(places)
         return [(dict(output.data), dict(output.tensors)) for output in outputs]
 
     inputs = [chunks("It is late. Good night."), chunks("Who is there? It is me.")]
-    return Case("hibari_acoustic", inputs, ({"text": 5}, {}), gist, source="thinker")
+    return Case("hibari_acoustic", inputs, ({"text": 5}, {}), normalise, source="thinker")
 
 
 def hibari_vocoder(_: pytest.FixtureRequest) -> Case:
@@ -138,7 +140,7 @@ def hibari_vocoder(_: pytest.FixtureRequest) -> Case:
             made.append(({"sentence": sentence, "start": start}, tensors))
         return made
 
-    def gist(outputs: list[Any]) -> Any:
+    def normalise(outputs: list[Any]) -> Any:
         sentences = [output.data["sentence"] for output in outputs]
         assert sentences == sorted(sentences)
         audio = np.concatenate([output.tensors["audio"] for output in outputs])
@@ -146,7 +148,7 @@ def hibari_vocoder(_: pytest.FixtureRequest) -> Case:
         return audio
 
     refused = ({"sentence": 0, "start": 0}, {"lh": np.zeros((601, 3), np.float32)})
-    return Case("hibari_vocoder", [chunks(1), chunks(2)], refused, gist, source="talker")
+    return Case("hibari_vocoder", [chunks(1), chunks(2)], refused, normalise, source="talker")
 
 
 def qwen3_code2wav(_: pytest.FixtureRequest) -> Case:
@@ -154,12 +156,14 @@ def qwen3_code2wav(_: pytest.FixtureRequest) -> Case:
         frames = np.random.default_rng(seed).integers(0, 64, (9, 4), dtype=np.int16)
         return [({}, {"codes": frames[at : at + 3]}) for at in (0, 3, 6)]
 
-    def gist(outputs: list[Any]) -> Any:
+    def normalise(outputs: list[Any]) -> Any:
         audio = np.concatenate([output.tensors["audio"] for output in outputs if output.tensors])
         assert audio.shape == (9 * 1920 - 555,)
         return audio
 
-    return Case("qwen3_code2wav", [chunks(1), chunks(2)], ({}, {"codes": np.zeros((1, 3), np.int16)}), gist, "talker")
+    return Case(
+        "qwen3_code2wav", [chunks(1), chunks(2)], ({}, {"codes": np.zeros((1, 3), np.int16)}), normalise, "talker"
+    )
 
 
 def shown(seed: int) -> list[FeedArgs]:
@@ -170,13 +174,13 @@ def shown(seed: int) -> list[FeedArgs]:
 
 
 def qwen3_thinker(_: pytest.FixtureRequest) -> Case:
-    def gist(outputs: list[Any]) -> Any:
+    def normalise(outputs: list[Any]) -> Any:
         rows = np.concatenate([o.downstream["rows"].numpy() for o in outputs if "rows" in o.downstream])
         end = outputs[-1].data
         assert len(rows) == len(outputs[0].downstream["ids"].numpy()) + end["completion_tokens"] - 1
-        return "".join(output.data.get("text", "") for output in outputs), end["finish_reason"], rows.round(3) + 0.0
+        return "".join(output.data.get("text", "") for output in outputs), end["finish_reason"], rows
 
-    return Case("qwen3_thinker", [shown(1), shown(2)], ({"messages": "none"}, {}), gist, max_tokens=6)
+    return Case("qwen3_thinker", [shown(1), shown(2)], ({"messages": "none"}, {}), normalise, max_tokens=6)
 
 
 def qwen3_talker(_: pytest.FixtureRequest) -> Case:
@@ -185,24 +189,24 @@ def qwen3_talker(_: pytest.FixtureRequest) -> Case:
         once = {"ids": np.arange(9), "is_media": np.arange(9) == 2, "tts": prompt[:3]}
         return [({}, {**once, "rows": prompt[:5]}), ({}, {"rows": prompt[5:]}), ({}, {"rows": answer})]
 
-    def gist(outputs: list[Any]) -> Any:
+    def normalise(outputs: list[Any]) -> Any:
         codes = np.concatenate([np.zeros((0, 4), np.int16), *(o.tensors["codes"] for o in outputs if o.tensors)])
         assert len(codes) <= 7
         return codes
 
     params = {"talker_max_tokens": 8, "seed": 0}
     refused = ({}, {"rows": np.zeros((1, 63), np.float32)})
-    return Case("qwen3_talker", [chunks(1), chunks(2)], refused, gist, "thinker", **params)
+    return Case("qwen3_talker", [chunks(1), chunks(2)], refused, normalise, "thinker", **params)
 
 
 def qwen2_5_thinker(_: pytest.FixtureRequest) -> Case:
-    def gist(outputs: list[Any]) -> Any:
+    def normalise(outputs: list[Any]) -> Any:
         rows = np.concatenate([o.downstream["rows"].numpy() for o in outputs if "rows" in o.downstream])
         end = outputs[-1].data
         assert rows.shape == (end["prompt_tokens"] + end["completion_tokens"] - 1, 64)
-        return "".join(output.data.get("text", "") for output in outputs), end["finish_reason"], rows.round(3) + 0.0
+        return "".join(output.data.get("text", "") for output in outputs), end["finish_reason"], rows
 
-    return Case("qwen2_5_thinker", [shown(1), shown(2)], ({"messages": "none"}, {}), gist, max_tokens=6)
+    return Case("qwen2_5_thinker", [shown(1), shown(2)], ({"messages": "none"}, {}), normalise, max_tokens=6)
 
 
 def qwen2_5_talker(_: pytest.FixtureRequest) -> Case:
@@ -213,14 +217,14 @@ def qwen2_5_talker(_: pytest.FixtureRequest) -> Case:
         once = {"ids": places, "positions": places[None].repeat(3, 0), "tts": prompt[:4]}
         return [({}, {**once, "rows": prompt[:5]}), ({}, {"rows": prompt[5:]}), ({}, {"rows": answer})]
 
-    def gist(outputs: list[Any]) -> Any:
+    def normalise(outputs: list[Any]) -> Any:
         codes = np.concatenate([output.tensors["codes"] for output in outputs if output.tensors])
         assert 0 < len(codes) <= 12
         return codes
 
     params = {"talker_max_tokens": 12, "seed": 0}
     refused = ({}, {"rows": np.zeros((1, 63), np.float32)})
-    return Case("qwen2_5_talker", [chunks(1), chunks(2)], refused, gist, "thinker", **params)
+    return Case("qwen2_5_talker", [chunks(1), chunks(2)], refused, normalise, "thinker", **params)
 
 
 def qwen2_5_token2wav(_: pytest.FixtureRequest) -> Case:
@@ -228,13 +232,13 @@ def qwen2_5_token2wav(_: pytest.FixtureRequest) -> Case:
         codes = np.random.default_rng(seed).integers(0, 64, (26, 1), dtype=np.int16)
         return [({}, {"codes": codes[at : at + 13]}) for at in (0, 13)]
 
-    def gist(outputs: list[Any]) -> Any:
+    def normalise(outputs: list[Any]) -> Any:
         audio = np.concatenate([output.tensors["audio"] for output in outputs])
         assert audio.shape == (26 * 480,)
         return audio
 
     refused = ({}, {"codes": np.zeros((1, 2), np.int16)})
-    return Case("qwen2_5_token2wav", [chunks(1), chunks(2)], refused, gist, "talker", seed=0)
+    return Case("qwen2_5_token2wav", [chunks(1), chunks(2)], refused, normalise, "talker", seed=0)
 
 
 EVERY_ENGINE = [

@@ -15,6 +15,7 @@ from omni_actors.stages.multimodal.processor import OmniProcessor
 from omni_actors.stages.multimodal.prompt import OmniPrompt
 from ringbuf import decode_bundle, encode_bundle
 from tests.support import qwen2_5_reference as reference
+from tests.support.closeness import assert_close, assert_same_sound
 from tests.support.engine_driver import Driver, run_chain
 from tests.support.omni_questions import Ask, tensor
 from tiny_models import qwen2_5 as tiny
@@ -92,9 +93,9 @@ class Qwen25Chain:
         assert said.end["completion_tokens"] == len(expected.ids)
         assert len(said.rows) == said.end["prompt_tokens"] + len(expected.ids) - 1
         if expected.crash != "thinker":
-            np.testing.assert_allclose(said.rows, expected.rows, atol=1e-4)
+            assert_close(said.rows, expected.rows)
         assert said.codes.tolist() == expected.codes.tolist()
-        np.testing.assert_allclose(said.wave, expected.wave, atol=1e-4)
+        assert_same_sound(said.wave, expected.wave)
 
 
 def _arrive(stages: Mapping[str, Driver], number: int, ask: Ask) -> None:

@@ -15,6 +15,7 @@ from omni_actors.stages.multimodal.processor import OmniProcessor
 from omni_actors.stages.multimodal.prompt import OmniPrompt
 from ringbuf import decode_bundle, encode_bundle
 from tests.support import qwen3_reference as reference
+from tests.support.closeness import assert_same_sound
 from tests.support.engine_driver import Driver, run_chain
 from tests.support.omni_questions import Ask, tensor
 from tiny_models import qwen3 as tiny
@@ -92,7 +93,7 @@ class Qwen3Chain:
         assert said.end["finish_reason"] == ("stop" if ended else "length")
         assert said.end["completion_tokens"] == len(expected.ids)
         assert said.codes.tolist() == expected.codes.tolist()
-        np.testing.assert_allclose(said.wave, self.reference.forward(expected.codes), atol=1e-4)
+        assert_same_sound(said.wave, self.reference.forward(expected.codes))
 
 
 def _arrive(stages: Mapping[str, Driver], number: int, ask: Ask) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import queue
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, nullcontext
 from typing import Any, TypeAlias
 
 import pytest
@@ -16,6 +16,7 @@ import trio
 
 from omni_actors import OmniSystem
 from omni_actors.config import Pipeline, load
+from tests.support.worker_environment import clear_choices_in_workers
 
 WATCHDOG_S = 60.0
 Work: TypeAlias = Callable[[OmniSystem], Awaitable[None]]
@@ -50,9 +51,15 @@ class SharedSystem:
 
 @contextmanager
 def open_shared_system(
-    opening: Callable[[], AbstractAsyncContextManager[OmniSystem]], fixture_processes: set[int]
+    opening: Callable[[], AbstractAsyncContextManager[OmniSystem]],
+    fixture_processes: set[int],
+    *,
+    clear_choices: bool = False,
 ) -> Iterator[SharedSystem]:
-    """Run the system that ``opening`` returns in a thread until the block ends."""
+    """Run the system that ``opening`` returns in a thread until the block ends.
+
+    clear_choices: its workers choose tokens by the rules of ``tests.support.clear_choices``.
+    """
     opened: queue.SimpleQueue[tuple[SharedSystem, Callable[[], None]] | None] = queue.SimpleQueue()
 
     async def serve() -> None:
@@ -61,7 +68,7 @@ def open_shared_system(
             opened.put((SharedSystem(omni, token, fixture_processes), lambda: token.run_sync_soon(close.set)))
             await close.wait()
 
-    with ThreadPoolExecutor(1) as thread:
+    with clear_choices_in_workers() if clear_choices else nullcontext(), ThreadPoolExecutor(1) as thread:
         serving = thread.submit(trio.run, serve)
         serving.add_done_callback(lambda _: opened.put(None))
         found = opened.get()

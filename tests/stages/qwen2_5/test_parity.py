@@ -19,7 +19,8 @@ from tests.support.omni_questions import STORY, SYSTEM, Ask
 from tests.support.qwen2_5_chain import Qwen25Chain
 from tiny_models import qwen2_5 as tiny
 
-pytestmark = pytest.mark.voice  # the extra's libraries; the weights are random
+# The extra's libraries; the weights are random.
+pytestmark = [pytest.mark.voice, pytest.mark.usefixtures("clear_choices")]
 
 CHECKPOINTS: dict[str, dict[str, Any]] = {
     "wordy": {"seed": 1},

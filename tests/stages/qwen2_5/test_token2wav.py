@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from omni_actors.stages.base import InvalidRequest
 from omni_actors.stages.checkpoint import WrongCheckpoint
 from omni_actors.stages.qwen2_5.vocoder import Vocoder, VocoderStream
+from tests.support.closeness import OF_FULL_SCALE, assert_same_sound
 from tests.support.qwen2_5_reference import Codes, Reference, Wave, load
 from tiny_models import qwen2_5 as tiny
 
@@ -99,7 +100,7 @@ def test_streamed_samples_are_those_of_all_codes_at_once(
     expected = reference.token2wav(codes(count), "Ethan", 7, options.get("steps", 10))
     assert np.abs(expected).max() > 0.05, "there is something to be heard"
     assert len(wave) == count * tiny.SAMPLES
-    np.testing.assert_allclose(wave, expected, atol=1e-4)
+    assert_same_sound(wave, expected)
 
 
 def test_a_block_is_given_out_once_no_code_can_change_it(
@@ -117,11 +118,11 @@ def test_a_block_is_given_out_once_no_code_can_change_it(
     driver.abort(1)
     said = np.concatenate([before, after])
     expected = reference.token2wav(said, "Ethan", 7, 2)[:BLOCK_SAMPLES]
-    np.testing.assert_allclose(output.tensors["audio"], expected, atol=1e-4)
+    assert_same_sound(output.tensors["audio"], expected)
     # and the block before the last that it waits for does change it: it could not have come a block earlier
     said[BLOCK_CODES * (ahead - 1) :] = after[0]
     changed = reference.token2wav(said, "Ethan", 7, 2)[:BLOCK_SAMPLES]
-    assert np.abs(changed - expected).max() > 0
+    assert np.abs(changed - expected).max() > 2 * OF_FULL_SCALE
 
 
 def test_the_vocoder_in_pieces_gives_the_samples_of_the_whole() -> None:
@@ -137,10 +138,12 @@ def test_the_vocoder_in_pieces_gives_the_samples_of_the_whole() -> None:
             waves.append(wave)
             assert len(waves) * 24 + 39 <= at + 10 or at == 120
     assert [len(wave) // vocoder.samples for wave in waves] == [24, 24, 24, 24, 24, 10]
-    np.testing.assert_allclose(torch.cat(waves), vocoder.model(mel.T[None]), atol=1e-4)
+    assert_same_sound(torch.cat(waves), vocoder.model(mel.T[None]))
 
 
-def test_as_the_reference_decodes_bit_for_bit(reference: Reference, opened: Callable[..., Any], drive: Any) -> None:
+def test_decode_reference_gives_the_references_samples(
+    reference: Reference, opened: Callable[..., Any], drive: Any
+) -> None:
     driver = drive(opened(decode="reference", steps=4))
     for number, (speaker, seed) in enumerate([("Chelsie", 0), ("Ethan", 2**63 - 1)]):
         driver.start(number, speaker=speaker.upper(), seed=seed)
@@ -148,7 +151,7 @@ def test_as_the_reference_decodes_bit_for_bit(reference: Reference, opened: Call
         outputs = driver.run()[number]
         samples = [len(output.tensors["audio"]) for output in outputs]
         assert samples == [2 * BLOCK_SAMPLES, 2 * BLOCK_SAMPLES, 7 * tiny.SAMPLES]
-        assert np.array_equal(sound(outputs), reference.token2wav(codes(55), speaker, seed, 4))
+        assert_same_sound(sound(outputs), reference.token2wav(codes(55), speaker, seed, 4))
 
 
 @given(seed=st.integers(0, 2**32))
@@ -177,13 +180,13 @@ def test_requests_that_join_and_leave_get_what_each_gets_alone(
     for number, said in inputs.items():
         wave = sound(outputs[number])
         if len(said):
-            np.testing.assert_allclose(wave, reference.token2wav(said, "Chelsie", number, 2), atol=1e-4)
+            assert_same_sound(wave, reference.token2wav(said, "Chelsie", number, 2))
         else:
             assert not len(wave)
 
 
 def test_how_it_is_cut_does_not_depend_on_when_codes_come(opened: Callable[..., Any], drive: Any) -> None:
-    """And the samples are the same ones to the bit: it can be replayed."""
+    """The samples are the same to the bit, too, so a request can be replayed."""
 
     def chunks_of(size: int, *, at_once: bool) -> list[Any]:
         driver.start(1, seed=3)

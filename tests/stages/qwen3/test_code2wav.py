@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from omni_actors.stages.base import InvalidRequest
 from omni_actors.stages.checkpoint import WrongCheckpoint
+from tests.support.closeness import assert_same_sound
 from tiny_models import qwen3 as tiny
 
 pytestmark = pytest.mark.voice  # the extra's libraries; the weights are random
@@ -97,7 +98,7 @@ def test_streamed_samples_are_those_of_one_forward(
     expected = together(reference, count)
     assert np.sqrt(np.mean(expected**2)) > 0.05, "there is something to be heard"
     assert len(sound(outputs)) == count * 1920 - TAIL
-    np.testing.assert_allclose(sound(outputs), expected, atol=1e-4)
+    assert_same_sound(sound(outputs), expected)
     samples = [len(output.tensors["audio"]) for output in outputs if output.tensors]
     assert samples[0] == chunk_frames[0] * 1920 - TAIL
     assert all(chunk <= chunk_frames[-1] * 1920 for chunk in samples)
@@ -111,13 +112,13 @@ def test_so_they_are_at_the_real_window_and_depth(tmp_path: Path, open_stage: Ca
         driver = drive(engine)
         driver.start(1)
         feed(driver, 1, [codes])
-        np.testing.assert_allclose(sound(driver.run()[1]), together(model, 120), atol=1e-4)
+        assert_same_sound(sound(driver.run()[1]), together(model, 120))
     with torch.no_grad():
         again = model(torch.from_numpy(codes[75:].T[None].copy()))[0, 0].numpy()[25 * 1920 :]
     assert np.abs(again - together(model, 120)[100 * 1920 :]).max() > 0.01
 
 
-def test_as_the_reference_decodes_bit_for_bit(reference: Any, opened: Callable[..., Any], drive: Any) -> None:
+def test_decode_reference_gives_the_references_samples(reference: Any, opened: Callable[..., Any], drive: Any) -> None:
     codes = frames(310)
     driver = drive(opened(decode="reference"))
     driver.start(1)
@@ -125,7 +126,7 @@ def test_as_the_reference_decodes_bit_for_bit(reference: Any, opened: Callable[.
     (output,) = driver.run()[1]
     with torch.no_grad():
         expected = reference.chunked_decode(torch.from_numpy(codes.T[None].copy()), 300, 25)[0, 0].numpy()
-    assert np.array_equal(output.tensors["audio"], expected)
+    assert_same_sound(output.tensors["audio"], expected)
 
 
 @given(seed=st.integers(0, 2**32))
@@ -155,11 +156,11 @@ def test_requests_that_join_and_leave_get_what_each_gets_alone(
         wave = sound(outputs[number])
         assert len(wave) == max(0, len(codes) * 1920 - TAIL)
         if len(wave):
-            np.testing.assert_allclose(wave, forward(reference, codes), atol=1e-4)
+            assert_same_sound(wave, forward(reference, codes))
 
 
 def test_how_it_is_cut_does_not_depend_on_when_frames_come(opened: Callable[..., Any], drive: Any) -> None:
-    """And, each request in a forward of its own, the samples are the same ones to the bit: it can be replayed."""
+    """Each request has a forward of its own, so the samples are the same to the bit, and it can be replayed."""
 
     def chunks_of(size: int, *, at_once: bool) -> list[Any]:
         driver.start(1)

@@ -1,0 +1,65 @@
+"""Tokens that rounding cannot change, so that tests may compare them exactly on any machine.
+
+An engine's next token depends on logits whose last digits differ between machines and between batches. Within the
+fixture ``clear_choices`` of ``tests/stages``:
+
+Rules
+1. The model's most likely token must lead the next one by ``CLEAR`` of the largest logit: a choice that rounding could
+   turn fails the test, on every machine alike. Such a test needs another prompt or another seed of its weights.
+2. Samplers draw from logits of the test's own: a fixed table, of which the most likely token selects the row. So a
+   sampled text depends on everything before it, as it does in the model, and on no rounding at all.
+3. A greedy choice stays what it is.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from importlib import import_module
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from omni_actors.stages.autoregressive.sampling import Sampler, choose
+from tests.support.process_hooks.sitecustomize import CHOOSERS
+
+CLEAR = 2e-5
+"""Of the largest logit."""
+
+
+class UnclearChoice(AssertionError):
+    """Two tokens are so nearly as likely that rounding decides between them."""
+
+
+@functools.cache
+def _row(size: int, token: int) -> Tensor:
+    return torch.randn(size, generator=torch.Generator().manual_seed(token))
+
+
+def clear_choose(logits: Tensor, samplers: Sequence[Sampler | None], *, strict: bool = True) -> list[int | None]:
+    """``choose`` by the rules of this module."""
+    own = logits.float().clone()
+    for row, sampler in enumerate(samplers):
+        is_drawn = sampler is not None and sampler.sampling.temperature > 0
+        values = own[row] if is_drawn or sampler is None else sampler.allowed(own[row])
+        (best, second), (likeliest, _) = values.topk(2)
+        if not bool(best.isfinite()):
+            continue  # the engine is to notice that
+        largest = values[values.isfinite()].abs().max()
+        if strict and best - second < CLEAR * largest:
+            raise UnclearChoice(f"the lead is {float((best - second) / largest):.1e} of the largest logit")
+        if is_drawn:
+            own[row] = _row(len(values), int(likeliest))
+    return choose(own, samplers)
+
+
+@contextmanager
+def patched_choices(*, strict: bool = True) -> Iterator[None]:
+    """Let all engines of this process choose by ``clear_choose``. strict: whether rule 1 holds."""
+    with ExitStack() as stack:
+        for name in CHOOSERS:
+            patch = mock.patch.object(import_module(name), "choose", functools.partial(clear_choose, strict=strict))
+            stack.enter_context(patch)
+        yield

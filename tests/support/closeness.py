@@ -1,0 +1,59 @@
+"""Compare what engines compute, on any machine.
+
+Floats are compared with a margin: kernels round differently for other instruction sets, thread counts and batch shapes.
+Everything else (text, counts, integers, booleans) is compared exactly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+OF_LARGEST = 1e-4
+"""How far a float may be off, as a part of the largest value of its array.
+
+Rounding moves the rows and samples of the models under test by up to 1e-5 of it (`make test-portable` shows that),
+another row or another request's samples by about all of it.
+"""
+
+
+OF_FULL_SCALE = 3e-3
+"""How far a sample of sound may be off: 50 dB below full scale.
+
+The vocoders with random weights amplify rounding to 5e-4. The sound of these tests exceeds 0.05 somewhere.
+"""
+
+
+def assert_close(found: Any, expected: Any) -> None:
+    """Both are arrays or tensors of floats, of the same shape and dtype, within ``OF_LARGEST``."""
+    found, expected = np.asarray(found), np.asarray(expected)
+    assert found.dtype == expected.dtype
+    largest = float(np.abs(expected).max(initial=0.0))
+    np.testing.assert_allclose(found, expected, rtol=0, atol=OF_LARGEST * largest)
+
+
+def assert_same_sound(found: Any, expected: Any) -> None:
+    """Both are float32 samples within [-1, 1], as many of them, within ``OF_FULL_SCALE``."""
+    np.testing.assert_allclose(found, expected, rtol=0, atol=OF_FULL_SCALE)
+
+
+def assert_same_results(found: Any, expected: Any) -> None:
+    """Nested dicts, lists and tuples are equal: arrays of floats within ``OF_LARGEST``, everything else exactly."""
+    if isinstance(expected, Mapping):
+        assert found.keys() == expected.keys()
+        for key, value in expected.items():
+            assert_same_results(found[key], value)
+    elif isinstance(expected, Sequence) and not isinstance(expected, (str, bytes)):
+        assert len(found) == len(expected)
+        for one, other in zip(found, expected, strict=True):
+            assert_same_results(one, other)
+    elif hasattr(expected, "dtype"):
+        found, expected = np.asarray(found), np.asarray(expected)
+        if expected.dtype.kind == "f":
+            assert_close(found, expected)
+        else:
+            np.testing.assert_array_equal(found, expected)
+    else:
+        assert found == expected
