@@ -16,7 +16,7 @@ import pytest
 from omni_actors.stages import assets
 from omni_actors.stages.base import StageContext, StageEngine
 from omni_actors.stages.registry import ENGINES
-from omni_actors.stages.vllm.factories import prepare
+from omni_actors.stages.vllm.factories import prepare_environment
 from tests.support.engine_fixtures import drive
 from tests.support.vllm_options import ENGINE_ARGS, TEXT_ARGS
 
@@ -25,7 +25,7 @@ __all__ = ["drive"]
 if importlib.util.find_spec("vllm") is None:
     collect_ignore_glob = ["test_*.py"]
 else:
-    prepare(StageContext("tests", None, {}, 1, "cpu", lambda note: None))
+    prepare_environment(StageContext("tests", None, {}, 1, "cpu", lambda note: None))
     with warnings.catch_warnings():  # vLLM's own fail no test of ours
         warnings.simplefilter("ignore")
         import_module("omni_actors.stages.vllm._internals")

@@ -291,8 +291,8 @@ def test_a_prompt_beyond_the_context_is_refused_with_vllms_words(driver: Any) ->
             {"max_model_length": 512},
             "a field of vLLM's EngineArgs; did you mean 'max_model_len'?",
         ),
-        ({"model": "/elsewhere"}, "the stage's `model` says it"),
-        ({"worker_cls": "mine.Worker"}, "the engine itself says it"),
+        ({"model": "/elsewhere"}, "which the stage's `model` sets"),
+        ({"worker_cls": "mine.Worker"}, "which the engine itself sets"),
     ],
 )
 def test_a_wrong_engine_argument_is_refused_by_name(

@@ -1,1 +1,1 @@
-"""What stages that decode a token at a time share: cache, batch, sampling, text."""
+"""Building blocks of engines that decode one position per forward: cache, scheduler, sampling, detokenization."""

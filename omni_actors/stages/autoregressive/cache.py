@@ -1,13 +1,13 @@
-"""A key/value cache in which every row is one sequence of its own length.
+"""A key-value cache in which each row (slot) holds one sequence of its own length.
 
 Rules
-1. Rows in use are 0 .. len(lengths) - 1, with no hole: when one is freed, the last one takes its place.
-2. A forward that brings neighbouring rows on works on views of them; any other choice of rows is gathered, a copy.
-3. A cell beyond its row's length is zero. The mask hides such cells, but a mask cannot hide NaN (NaN - inf is NaN, and
-   0 * NaN is NaN), so what a row leaves behind is wiped when it moves or goes.
-4. One call of ``extend`` before each forward says where the new tokens belong; ``update`` (called by the model, once a
-   layer) writes them there and returns the used part: rows x heads x longest sequence.
-5. Memory doubles as it is needed, up to ``max_rows`` x ``max_length``, and all of it goes when the last row goes.
+1. The rows in use are 0 .. len(lengths) - 1, without gaps: when a row is freed, the last row moves into it.
+2. A forward over neighbouring rows works on views of them. A forward over any other rows works on a gathered copy.
+3. A cell beyond the length of its row is zero. The attention mask hides such cells, but a mask cannot hide NaN (NaN -
+   inf is NaN, and 0 * NaN is NaN). So the cache zeroes the cells of a row that moves or is freed.
+4. The engine calls ``extend`` once before each forward to place the new tokens. The model then calls ``update`` once
+   per layer, which writes them and returns the used part: rows x heads x longest sequence.
+5. Memory doubles on demand, up to ``max_rows`` x ``max_length``, and is freed when the last row is freed.
 """
 
 from __future__ import annotations
@@ -25,12 +25,16 @@ _FIRST_LENGTH = 256
 
 
 class SlottedCache(Cache):
-    """Layer tensors are (rows, heads, length, head size), in the model's dtype, made when a layer first writes."""
+    """A cache as transformers' models take it, for sequences of different lengths.
+
+    max_rows: sequences. max_length: tokens of one sequence. Each layer's keys and values are (rows, heads, length, head
+    size), in the dtype of the layer's first write.
+    """
 
     def __init__(self, max_rows: int, max_length: int, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(layers=[])
         self.lengths: list[int] = []
-        """Tokens held by each row in use."""
+        """The tokens in each row that is in use."""
         self._max_rows, self._max_length = max_rows, max_length
         self._dtype, self._device = dtype, device
         self._keys: list[Tensor] = []
@@ -42,7 +46,7 @@ class SlottedCache(Cache):
 
     @torch.inference_mode()
     def add_row(self) -> int:
-        """Take an empty row, the last one."""
+        """Add an empty row behind the others and return its number. Raises ValueError if all rows are in use."""
         if len(self.lengths) == self._max_rows:
             raise ValueError(f"all {self._max_rows} rows are in use")
         self.lengths.append(0)
@@ -51,7 +55,7 @@ class SlottedCache(Cache):
 
     @torch.inference_mode()
     def remove_row(self, row: int) -> None:
-        """Free ``row``: the last one moves into it."""
+        """Free ``row``; the last row moves into it."""
         last = len(self.lengths) - 1
         if row != last:
             moved, before = self.lengths[last], self.lengths[row]
@@ -67,10 +71,11 @@ class SlottedCache(Cache):
 
     @torch.inference_mode()
     def extend(self, rows: Sequence[int], count: int) -> tuple[Tensor, Tensor]:
-        """Make room for ``count`` more tokens in each of ``rows`` (increasing); the next forward must bring them.
+        """Make room for ``count`` more tokens in each of ``rows`` (in increasing order). The next forward must fill it.
 
-        Returns the new tokens' positions, int64 (rows, count), and what each may see, an additive mask
-        (rows, 1, count, longest): 0 up to the token's own position, -inf beyond.
+        Returns the new tokens' positions, int64 (rows, count), and their causal mask, to be added to the attention
+        scores: (rows, 1, count, longest) in the cache's dtype, 0 up to the token's own position, -inf beyond. Raises
+        ValueError if a row would exceed ``max_length``.
         """
         starts = [self.lengths[row] for row in rows]
         self._longest = max(starts) + count
@@ -89,7 +94,7 @@ class SlottedCache(Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Write (rows, heads, count, head size) where ``extend`` said; return all keys and values of these rows."""
+        """Write the new tokens' states, (rows, heads, count, head size); return all keys and values of these rows."""
         if layer_idx == len(self._keys):
             self._keys.append(self._allocate(key_states))
             self._values.append(self._allocate(value_states))

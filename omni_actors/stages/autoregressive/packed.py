@@ -1,18 +1,18 @@
-"""Linear layers with their weights in the order in which the CPU's matrix kernels read them.
+"""Linear layers whose weights are packed once into the layout that the CPU's matrix kernels (oneDNN) read.
 
 Rules
-1. Ordering them once, at loading, serves a small batch about half again as fast: torch's own path copies the weights
-   into that order again and again, at each call.
-2. This does not make a sequence's numbers independent of its company. One layer by itself mostly does give a row the
-   same bits alone and among 2 to 8 (SmolLM2-135M's widths; x86 with AVX-512, one thread): all but the one that sums
-   over 1536 inputs, in float32 from 2 rows on and in bfloat16 from 4. As they come, the layers of float32 never do
-   and those of bfloat16 all do.
-3. Attention also changes the last bits, with the padding that longer neighbours bring. So the whole model's logits,
-   25 at the largest, moved by up to 0.0002 in float32 and by up to 0.8 in bfloat16, packed or not; those after the
-   prefill, which is done alone, are equal to the bit. The greedy tokens were the same in 8 conversations of up to
-   12 tokens. That is what was seen, not a guarantee: where two tokens are nearly as likely, company can decide,
-   and in bfloat16 it sooner does.
-4. The operators are torch's inductor's, not its public face. They are named here and nowhere else.
+1. Packing at load time serves a small batch about half again as fast: torch's own path copies the weights into that
+   layout on every call.
+2. Packed layers are not batch-invariant. Most of them give a row the same bits alone and in a batch of 2 to 8
+   (measured with SmolLM2-135M's widths on x86 with AVX-512 and one thread). The exception is the layer that sums over
+   1536 inputs, in float32 from 2 rows and in bfloat16 from 4. Unpacked, no float32 layer is batch-invariant, and all
+   bfloat16 layers are.
+3. Attention also changes the last bits, by the padding that longer neighbours cause. The whole model's logits (at most
+   25) differed by up to 0.0002 in float32 and up to 0.8 in bfloat16, packed or not. The logits after the prefill,
+   which runs each prompt alone, were equal to the bit. The greedy tokens of 8 conversations of up to 12 tokens were
+   equal. None of this is guaranteed: where two tokens are nearly equally likely, the batch can decide, and in bfloat16
+   more often.
+4. The packing operators belong to torch's inductor and are not public. No other file names them.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ __all__ = ["pack_linears"]
 
 
 class _PackedLinear(nn.Module):
+    """A linear layer on packed weights."""
+
     def __init__(self, linear: nn.Linear, rows: int) -> None:
         super().__init__()
         self.weight = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), rows)
@@ -35,9 +37,9 @@ class _PackedLinear(nn.Module):
 
 
 def pack_linears(model: nn.Module, rows: int) -> bool:
-    """Replace the linear layers of a model for inference, where its device and dtype allow; rows: the usual batch.
+    """Replace the linear layers of a model, for inference only, where their device and dtype allow it.
 
-    Returns whether there were any.
+    rows: the batch size that the packed layout is chosen for; other sizes work too. Returns whether it replaced any.
     """
     packed = False
     for name, module in list(model.named_modules()):

@@ -1,13 +1,15 @@
-"""The next token of each sequence.
+"""Sampling: chooses the next token of each sequence of a batch.
 
 Rules
-1. Temperature 0 is greedy: the first of the most likely tokens.
-2. A sampled sequence owns a generator and draws one number a token: others in the batch cannot change its text.
-3. The draw runs through the tokens in order of id, not of probability: rounding differs a little with the shape of the
-   batch, and two nearly equal tokens that swap ranks must not change the text.
-4. The order is transformers': repetition penalty, suppressed tokens, temperature, top_k, top_p.
-5. A row from which nothing can be drawn (NaN, +inf, or no token above -inf) gives None, and changes no other row: it is
-   the failure of its own request. Every other row gives a token, whatever its numbers and its parameters.
+1. Temperature 0 is greedy: the most likely token, and the lowest id of several.
+2. A sampled sequence has a generator of its own and draws one number per token, so other sequences of the batch cannot
+   change its text.
+3. The draw inverts the cumulative distribution over tokens in order of id, not of probability. Rounding depends a
+   little on the batch's shape, and two nearly equal tokens that swap ranks must not change the text.
+4. The order is that of transformers' logits processors: repetition penalty (Keskar et al., 2019), suppressed tokens,
+   temperature, top-k (Fan et al., 2018), top-p (Holtzman et al., 2020).
+5. A row without a finite largest logit (it holds NaN or +inf, or only -inf) gives None and changes no other row: that
+   request fails alone. Every other row gives a token, whatever its logits and parameters are.
 """
 
 from __future__ import annotations
@@ -23,26 +25,27 @@ from omni_actors.stages.base import InvalidRequest
 __all__ = ["Sampler", "Sampling", "choose", "generator", "not_finite", "weights"]
 
 _LARGEST = torch.finfo(torch.float32).max
-_COLDEST = 1e-4  # below, dividing by it would overflow, and nothing but the most likely token remains anyway
+_LOWEST_TEMPERATURE = 1e-4
+"""Dividing by less would overflow, and only the most likely token remains at this value already."""
 
 
 class Sampling(msgspec.Struct, frozen=True):
-    """How one sequence's tokens are chosen; the neutral values leave the logits as they are."""
+    """How to choose one sequence's tokens. The default is greedy."""
 
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
     repetition_penalty: float = 1.0
-    """Logits of tokens that were seen are divided by it, or multiplied where they are negative (Keskar et al. 2019)."""
+    """Divides the positive logits of tokens that the text has already, and multiplies the negative ones."""
 
     @property
     def is_greedy(self) -> bool:
-        """Whether it is the plain maximum."""
+        """Whether the choice is the plain maximum."""
         return self.temperature == 0 and self.repetition_penalty == 1
 
 
 def generator(seed: int | None) -> torch.Generator:
-    """One request's source of random numbers; None: a seed from the system."""
+    """Return a request's random number generator. None: a seed from the operating system."""
     made = torch.Generator()
     if seed is None:
         made.seed()
@@ -52,7 +55,10 @@ def generator(seed: int | None) -> torch.Generator:
 
 
 class Sampler:
-    """Chooses one sequence's tokens. suppressed: bool (vocabulary,), the tokens that it never gives."""
+    """Chooses one sequence's tokens.
+
+    source: its random numbers. suppressed: bool (vocabulary,), tokens that it never chooses.
+    """
 
     def __init__(self, sampling: Sampling, source: torch.Generator, suppressed: Tensor | None = None) -> None:
         self.sampling, self._generator, self._suppressed = sampling, source, suppressed
@@ -60,13 +66,13 @@ class Sampler:
         self._seen_index = torch.empty(0, dtype=torch.int64)
 
     def see(self, tokens: Iterable[int]) -> None:
-        """These count for the repetition penalty, as those do that are chosen."""
+        """Count these tokens for the repetition penalty. Chosen tokens are counted without this call."""
         if self.sampling.repetition_penalty != 1 and (new := set(tokens) - self._seen):
             self._seen |= new
             self._seen_index = torch.cat([self._seen_index, torch.tensor(sorted(new))])
 
     def allowed(self, logits: Tensor) -> Tensor:
-        """The logits (vocabulary,) after the penalty, with those of suppressed tokens at -inf."""
+        """Return the logits (vocabulary,) after the repetition penalty, those of suppressed tokens at -inf."""
         if self._seen:
             found, penalty = logits[self._seen_index], self.sampling.repetition_penalty
             found = torch.where(found < 0, found * penalty, found / penalty).clamp(max=_LARGEST)
@@ -76,18 +82,18 @@ class Sampler:
         return logits
 
     def draw(self) -> float:
-        """A random number, in [0, 1)."""
+        """Return the next random number, in [0, 1)."""
         return float(torch.rand((), dtype=torch.float64, generator=self._generator))
 
     def __call__(self, logits: Tensor) -> int | None:
-        """Choose a token id by the logits (vocabulary,) of one sequence; None: see rule 5."""
+        """Choose a token id from one sequence's logits (vocabulary,). None: rule 5."""
         return choose(logits[None], [self])[0]
 
 
 def weights(logits: Tensor, sampling: Sampling) -> Tensor:
-    """How likely each token is to be drawn: (rows, vocabulary), 0 for those that are not; rows need not sum to 1."""
+    """Return each token's weight in the draw, (rows, vocabulary); 0 excludes it. Rows need not sum to 1."""
     top_k, top_p = sampling.top_k, sampling.top_p
-    logits = (logits - logits.amax(-1, keepdim=True)) / max(sampling.temperature, _COLDEST)
+    logits = (logits - logits.amax(-1, keepdim=True)) / max(sampling.temperature, _LOWEST_TEMPERATURE)
     limits_rank = 0 < top_k < logits.shape[-1]
     if limits_rank:
         logits = logits.where(logits >= logits.topk(top_k).values[:, -1:], float("-inf"))
@@ -96,7 +102,8 @@ def weights(logits: Tensor, sampling: Sampling) -> Tensor:
         if limits_rank:
             floors = _floors(likely.topk(top_k).values, top_p)
         else:
-            # All tokens below this weight hold 1 - top_p at most, so the nucleus is among the rest: sort only those.
+            # All tokens below this weight hold at most 1 - top_p together, so the nucleus is among the rest: sort
+            # those.
             least = (1 - top_p) / likely.shape[-1]
             ordered = [row[row >= least].sort(descending=True).values for row in likely]
             floors = torch.cat([_floors(row[None], top_p) for row in ordered])
@@ -105,13 +112,16 @@ def weights(logits: Tensor, sampling: Sampling) -> Tensor:
 
 
 def _floors(ordered: Tensor, top_p: float) -> Tensor:
-    """The least weight in the nucleus of each row, (rows, 1), of weights (rows, n) in decreasing order."""
+    """Return the smallest weight in each row's nucleus, (rows, 1). ordered: weights (rows, n), decreasing."""
     size = (ordered.cumsum(-1) < top_p).sum(-1, keepdim=True)
     return ordered.gather(-1, size.clamp(max=ordered.shape[-1] - 1))
 
 
 def choose(logits: Tensor, samplers: Sequence[Sampler | None]) -> list[int | None]:
-    """One token id a row of the logits (rows, vocabulary), or None (rule 5); a row without a sampler is greedy."""
+    """Choose a token id for each row of the logits (rows, vocabulary). A row without a sampler is greedy.
+
+    None in place of a token: rule 5.
+    """
     tokens: list[int | None] = [None] * len(samplers)
     finite = _finite(logits)
     if not all(samplers):
@@ -121,10 +131,10 @@ def choose(logits: Tensor, samplers: Sequence[Sampler | None]) -> list[int | Non
         if sampler and usable:
             by_sampling.setdefault(sampler.sampling, []).append((row, sampler))
     for sampling, members in by_sampling.items():
-        mine = logits[[row for row, _ in members]].to("cpu", torch.float32)
-        mine = torch.stack([sampler.allowed(row) for (_, sampler), row in zip(members, mine, strict=True)])
-        usable_rows = _finite(mine)
-        chosen = mine.argmax(-1) if sampling.temperature == 0 else _drawn(mine, sampling, members)
+        group = logits[[row for row, _ in members]].to("cpu", torch.float32)
+        group = torch.stack([sampler.allowed(row) for (_, sampler), row in zip(members, group, strict=True)])
+        usable_rows = _finite(group)
+        chosen = group.argmax(-1) if sampling.temperature == 0 else _drawn(group, sampling, members)
         for (row, sampler), token, usable in zip(members, chosen.tolist(), usable_rows, strict=True):
             tokens[row] = token if usable else None
             sampler.see([token] if usable else [])
@@ -132,13 +142,13 @@ def choose(logits: Tensor, samplers: Sequence[Sampler | None]) -> list[int | Non
 
 
 def _finite(logits: Tensor) -> list[bool]:
-    """Whether each row has a token that can be chosen: its largest logit is a finite number."""
+    """Return for each row whether a token can be chosen: its largest logit is finite."""
     finite: list[bool] = logits.amax(-1).isfinite().tolist()
     return finite
 
 
 def not_finite() -> InvalidRequest:
-    """The failure of a request for which ``choose`` gave None."""
+    """Return the failure of a request for which ``choose`` returned None."""
     message = "the model's output for this request is not finite: no token can be chosen"
     return InvalidRequest(message, code="output_not_finite")
 
@@ -148,5 +158,5 @@ def _drawn(logits: Tensor, sampling: Sampling, members: Sequence[tuple[int, Samp
     total = cumulative[:, -1:].contiguous()
     numbers = torch.tensor([[sampler.draw()] for _, sampler in members], dtype=torch.float64)
     places = torch.searchsorted(cumulative, numbers * total, right=True)
-    last = torch.searchsorted(cumulative, total)  # rounding must not lead past the last token that may be drawn
+    last = torch.searchsorted(cumulative, total)  # rounding must not select a token past the last one with weight
     return torch.minimum(places, last)[:, 0]

@@ -1,13 +1,15 @@
-"""Who is in the batch, and what the next forward brings on: continuous batching, of whatever is decoded.
+"""Continuous-batching scheduler: it decides which positions the next forward computes, of any kind of sequence.
 
 Rules
-1. A sequence waits for a row, in order of arrival; then it has row i of the cache, i its place in ``rows``. It may
-   leave from both.
-2. A step is some pieces of prompts (``prefill_chunks``), then one forward that brings on every sequence whose next
-   position is ready. So a long prompt slows the others down, but never stops them, and a sequence that waits for
-   input delays no other.
-3. A prompt is prefilled by itself, in pieces of ``prefill`` positions whose cuts depend on nothing else, not even on
-   when its input comes: alone or in company, a sequence starts from the same numbers.
+1. A sequence waits for a row in order of arrival. Then it has row i of the cache, where i is its index in ``rows``. A
+   sequence may leave while it waits and while it has a row.
+2. A step is some prefill chunks (``prefill_chunks``), then one decode forward for every sequence whose next position
+   has its input (``decode_rows``). So a long prompt slows other sequences but never stops them, and a sequence that
+   waits for input delays no other.
+3. Each prompt is prefilled in a forward of its own, in chunks of ``prefill`` positions. Where the cuts fall depends on
+   nothing else, not even on when the input arrives. So a sequence starts from the same numbers in any batch.
+
+Chunked prefill follows Sarathi-Serve (Agrawal et al., 2024), iteration-level batching Orca (Yu et al., 2022).
 """
 
 from __future__ import annotations
@@ -23,21 +25,25 @@ __all__ = ["Scheduler", "Sequence"]
 
 
 class Sequence:
-    """What a batch needs to know of one. An engine keeps both counts up to date."""
+    """What the scheduler needs to know of one sequence. The engine keeps ``prefill_left`` and ``ready`` up to date."""
 
     prefill_left = 0
-    """Positions of the prompt that the model has not seen, those included whose input has not come."""
+    """Prompt positions that are not computed yet, whether their input has arrived or not."""
     ready = 0
-    """Positions whose input is here and that the model has not seen."""
+    """Positions that are not computed yet and whose input has arrived."""
     arrival_order = 0
-    """In the order of arrival; the batch's own."""
+    """Set by the scheduler."""
 
 
 S = TypeVar("S", bound=Sequence)
 
 
 class Scheduler(Generic[S]):
-    """The sequences of one engine and their rows in its cache."""
+    """The sequences of one engine and their rows in its cache.
+
+    cache: the scheduler adds and removes its rows. max_rows: sequences that have a row at once. prefill: the positions
+    of a prefill chunk, and roughly those that one step spends on prompts.
+    """
 
     def __init__(self, cache: SlottedCache, max_rows: int, prefill: int) -> None:
         self.rows: list[S] = []
@@ -47,17 +53,18 @@ class Scheduler(Generic[S]):
 
     @property
     def busy(self) -> bool:
-        """Whether a step would bring a sequence on."""
-        room = self._max_rows - len(self.rows)
-        return any(self._due(sequence) for sequence in chain(self.rows, islice(self._waiting, room)))
+        """Whether a step would compute a position."""
+        free = self._max_rows - len(self.rows)
+        return any(self._computable(sequence) for sequence in chain(self.rows, islice(self._waiting, free)))
 
     def add(self, sequence: S) -> None:
+        """Queue a sequence for a row."""
         self._added += 1
         sequence.arrival_order = self._added
         self._waiting.append(sequence)
 
     def remove(self, sequence: S) -> None:
-        """Free its row. Harmless for one that was never added, or is gone."""
+        """Remove a sequence and free its row. Does nothing if the sequence is unknown."""
         if sequence in self.rows:
             row = self.rows.index(sequence)
             self._cache.remove_row(row)
@@ -67,35 +74,38 @@ class Scheduler(Generic[S]):
             self._waiting.remove(sequence)
 
     def prefill_chunks(self) -> Iterator[tuple[int, int]]:
-        """One step's pieces of prompts, a row and a number of positions each: up to ``prefill`` in all, one at least.
+        """Yield one step's prefill chunks as (row, positions): at least one, and up to ``prefill`` positions in all.
 
-        Each is to be brought on before the next one is asked for.
+        The engine computes each chunk, and updates the sequence's counts, before it asks for the next one.
         """
         spent = 0
-        while (piece := self.next_prefill_chunk()) and (not spent or spent + piece[1] <= self._prefill):
-            spent += piece[1]
-            yield piece
+        while (chunk := self.next_prefill_chunk()) and (not spent or spent + chunk[1] <= self._prefill):
+            spent += chunk[1]
+            yield chunk
 
     def next_prefill_chunk(self) -> tuple[int, int] | None:
-        """Whose prompt comes next, its row and how many positions; None where no prompt has a whole piece."""
+        """Give free rows to waiting sequences; return the oldest sequence's next chunk as (row, positions).
+
+        None: the input of no whole chunk has arrived.
+        """
         while self._waiting and len(self.rows) < self._max_rows:
             self.rows.append(self._waiting.popleft())
             self._cache.add_row()
-        due = [
+        candidates = [
             (sequence.arrival_order, row)
             for row, sequence in enumerate(self.rows)
-            if sequence.prefill_left and self._due(sequence)
+            if sequence.prefill_left and self._computable(sequence)
         ]
-        if not due:
+        if not candidates:
             return None
-        _, row = min(due)
-        return row, self._due(self.rows[row])
+        _, row = min(candidates)
+        return row, self._computable(self.rows[row])
 
     def decode_rows(self) -> list[int]:
-        """The rows that have one position to be decoded."""
+        """Return the rows, in increasing order, whose sequences have a position to decode."""
         return [row for row, sequence in enumerate(self.rows) if not sequence.prefill_left and sequence.ready]
 
-    def _due(self, sequence: S) -> int:
-        """Positions that may be brought on now: a whole piece of the prompt, or one; 0 where input is missing."""
-        due = min(sequence.prefill_left, self._prefill) or 1
-        return due if sequence.ready >= due else 0
+    def _computable(self, sequence: S) -> int:
+        """Return the positions of the sequence's next forward: a whole prefill chunk or 1; 0 if input is missing."""
+        wanted = min(sequence.prefill_left, self._prefill) or 1
+        return wanted if sequence.ready >= wanted else 0

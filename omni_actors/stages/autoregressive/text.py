@@ -1,8 +1,8 @@
-"""Token ids to text, a token at a time.
+"""Incremental detokenization: token ids to text, one token at a time, with stop strings.
 
 Rules
-1. What has been given out is never taken back: text that the next token could still change is held.
-2. All the pieces together are what decoding all the ids at once gives, up to the stop string.
+1. Returned text is final: text that the next token could still change is held back.
+2. All pieces joined are the text that decoding all ids at once gives, up to the stop string.
 3. The cost of a token does not grow with the length of the text.
 """
 
@@ -13,65 +13,67 @@ from typing import Any
 
 __all__ = ["Answer", "Detokenizer", "StopFilter", "Vocabulary"]
 
-_BROKEN = "\N{REPLACEMENT CHARACTER}"
+_INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 _CHARACTER = 4
-"""The most bytes, and so the most tokens, that a UTF-8 character takes."""
+"""The most bytes, and so the most tokens, of a UTF-8 character."""
 _KEPT = 4 * _CHARACTER
+"""The tokens that a shortened window keeps."""
 
 
 class Detokenizer:
-    """Decodes a window of the last tokens, since a token's text can depend on those before it.
+    """Turns one sequence's tokens into text, by decoding a window of the last tokens.
 
-    decode: ids to text. A longer list must give what a shorter one gave and more, but for replacement characters at the
-    end of the shorter one's: they may be a character that is not complete yet.
+    decode: ids to text. The text of a longer list must begin with the text of a shorter one, apart from replacement
+    characters at the end of the shorter one, which may be an incomplete character.
     """
 
     def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
         self._decode = decode
         self._window: list[int] = []
         self._text = ""
-        self._given = 0
+        self._returned = 0
 
     def push(self, token: int) -> str:
-        """Return the text that is certain now and was not before."""
+        """Add a token; return the text that has become final with it."""
         self._window.append(token)
         self._text = self._decode(self._window)
-        certain = len(self._text.rstrip(_BROKEN))
-        whole = certain == len(self._text)
-        hopeless = len(self._window) >= 2 * _KEPT
-        if hopeless:
-            # Whole text would have been shortened: this is broken for good, and only its end may be a character yet.
-            certain = max(certain, len(self._text) - _CHARACTER + 1)
-        piece = self._take(certain)
-        if hopeless or (whole and len(self._window) >= _KEPT + 2 * _CHARACTER):
+        final = len(self._text.rstrip(_INCOMPLETE))
+        complete = final == len(self._text)
+        invalid = len(self._window) >= 2 * _KEPT
+        if invalid:
+            # Complete text would have been shortened before. So this text is invalid, and only its end may yet become
+            # a character.
+            final = max(final, len(self._text) - _CHARACTER + 1)
+        piece = self._take(final)
+        if invalid or (complete and len(self._window) >= _KEPT + 2 * _CHARACTER):
             self._shorten()
         return piece
 
     def finish(self) -> str:
-        """Return what was held: no more tokens come."""
+        """Return the text that was held back. No token may follow."""
         return self._take(len(self._text))
 
-    def _take(self, certain: int) -> str:
-        piece = self._text[self._given : certain]
-        self._given = max(self._given, certain)
+    def _take(self, end: int) -> str:
+        piece = self._text[self._returned : end]
+        self._returned = max(self._returned, end)
         return piece
 
     def _shorten(self) -> None:
-        """Forget all but the last tokens, where the text that is still to come cannot depend on the others.
+        """Drop all but the last tokens if later text cannot depend on the dropped ones.
 
-        That is so if the rest alone decodes to the same ending, and that ending reaches back beyond all that is held.
+        That is the case if the rest alone decodes to the same ending and this ending covers all text that is held back.
         """
-        for kept in range(_KEPT, _KEPT + _CHARACTER):  # one of these cuts is not inside a character
-            newer = self._window[-kept:]
-            text = self._decode(newer)
-            forgotten = len(self._text) - len(text)
-            if self._text.endswith(text) and self._given - forgotten >= _CHARACTER:
-                self._window, self._text, self._given = newer, text, self._given - forgotten
+        for kept in range(_KEPT, _KEPT + _CHARACTER):  # one of these cuts is between two characters
+            window = self._window[-kept:]
+            text = self._decode(window)
+            dropped = len(self._text) - len(text)
+            if self._text.endswith(text) and self._returned - dropped >= _CHARACTER:
+                self._window, self._text, self._returned = window, text, self._returned - dropped
                 return
 
 
 class StopFilter:
-    """Cuts the text before the first stop string, and holds back what may turn out to be the beginning of one."""
+    """Cuts a text before its first stop string. It holds back text that may be the beginning of one."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(stops)
@@ -79,9 +81,9 @@ class StopFilter:
         self._held = ""
 
     def push(self, text: str) -> tuple[str, bool]:
-        """Return the text that may go out, and whether a stop string was found (then nothing more may follow)."""
+        """Add text; return the text that is final, and whether a stop string was found. If so, no call may follow."""
         self._held += text
-        # The one that is complete first wins, however the text was cut into pieces; of several, the longest.
+        # The stop string that is complete first wins, however the text was cut into pieces; of several, the longest.
         found = [(place + len(stop), place) for stop in self._stops if (place := self._held.find(stop)) >= 0]
         if found:
             return self._held[: min(found)[1]], True
@@ -94,11 +96,11 @@ class StopFilter:
 
     @property
     def holds(self) -> bool:
-        """Whether text is held, which may be the beginning of a stop string or, at the end, is one."""
+        """Whether text is held back: it may be the beginning of a stop string or, at the end, is one."""
         return bool(self._held)
 
     def finish(self) -> str:
-        """Return what was held: no more text comes, so no stop string does."""
+        """Return the text that was held back. No text may follow."""
         held, self._held = self._held, ""
         return held
 
@@ -107,10 +109,11 @@ class StopFilter:
 
 
 class Vocabulary:
-    """What a tokenizer's ids mean. end_tokens: the model's own, an id, several or None; the tokenizer's is added.
+    """Which ids of a tokenizer end an answer, and which have no text.
 
-    longest: characters of the longest token. A text has at least its length divided by this in tokens, unless the
-    tokenizer shortens what it reads (by normalizing it, or by one unknown token for many characters).
+    end_tokens: the model's end tokens (an id, several or None); the tokenizer's own is added. ``longest`` is the length
+    of the longest token in characters: a text of n characters has at least n / ``longest`` tokens, unless the tokenizer
+    normalizes text or replaces many characters by one unknown token.
     """
 
     def __init__(self, tokenizer: Any, end_tokens: int | Sequence[int] | None) -> None:
@@ -121,29 +124,28 @@ class Vocabulary:
         self._tokenizer = tokenizer
 
     def decode(self, tokens: Sequence[int]) -> str:
+        """Return the text of these tokens, without special tokens."""
         text: str = self._tokenizer.decode(tokens, skip_special_tokens=True)
         return text
 
 
 class Answer:
-    """One request's text as its tokens come, and its end: a token that ends answers, a stop string, or the limit."""
+    """One request's text, token by token, up to an end token, a stop string or the limit of ``max_tokens``."""
 
     def __init__(self, vocabulary: Vocabulary, prompt_tokens: int, max_tokens: int, stops: Sequence[str]) -> None:
         self.finish_reason: str | None = None
+        """"stop", "length", or None while the answer goes on."""
+        self.certain_tokens = 0
+        """The first tokens of the answer whose text no stop string can cut off any more."""
         self._vocabulary = vocabulary
         self._prompt_tokens, self._tokens, self._max_tokens = prompt_tokens, 0, max_tokens
         self._detokenizer, self._stops = Detokenizer(vocabulary.decode), StopFilter(stops)
 
-    @property
-    def holds(self) -> bool:
-        """Whether tokens are held back that may belong to a stop string or, at the end, do."""
-        return self._stops.holds
-
     def push(self, token: int) -> dict[str, Any]:
-        """Return the output's data, empty where no text became certain. ``finish_reason`` is set at the end."""
+        """Add a token; return the output's data: empty if no text became final, and complete at the end."""
         self._tokens += 1
         ended = token in self._vocabulary.end
-        # Kept from the window, since tokens without text would fill it.
+        # Tokens without text stay out of the detokenizer: they would fill its window.
         text = "" if ended or token in self._vocabulary.silent else self._detokenizer.push(token)
         text, stopped = self._stops.push(text)
         if not stopped and (ended or self._tokens == self._max_tokens):
@@ -152,6 +154,8 @@ class Answer:
             self.finish_reason = "stop" if ended else "length"
         if stopped:
             self.finish_reason = "stop"
+        if not self._stops.holds:
+            self.certain_tokens = self._tokens
         if self.finish_reason is None:
             return {"text": text} if text else {}
         return {

@@ -26,7 +26,6 @@ from omni_actors.stages.autoregressive.text import Vocabulary
 from omni_actors.stages.base import StageContext, StageRequest
 from omni_actors.stages.llm.options import LLMOptions
 from omni_actors.stages.llm.prompt import Prompt
-from omni_actors.stages.refusal import validated
 
 __all__ = ["LLMEngine", "open_engine"]
 
@@ -45,8 +44,8 @@ class LLMEngine(LanguageEngine[_Request]):
         batch = Scheduler[_Request](self._cache, options.max_batch, options.prefill_chunk)
         super().__init__(batch, Vocabulary(tokenizer, model.generation_config.eos_token_id), options.context)
 
-    def _open(self, request: StageRequest) -> _Request:
-        return _Request(request, validated(request.params, TextParams), Prompt(request.sources))
+    def _open(self, request: StageRequest, params: TextParams) -> _Request:
+        return _Request(request, params, Prompt(request.sources))
 
     def _encode(self, request: _Request) -> list[int]:
         """Return the prompt's tokens, few enough for the context. Raises ``InvalidRequest``.

@@ -1,1 +1,1 @@
-"""What the omni models share: thinkers and talkers, and what passes between them."""
+"""What the omni model families share: thinkers, talkers, and the handoff from the one to the other."""

@@ -1,9 +1,9 @@
-"""Media are read beside the steps: one thread decodes sounds and pictures and makes features of them.
+"""A thread that decodes media and computes their features while the engine's steps go on.
 
 Rules
-1. A request waits for its own media, and for those of requests before it; the steps wait for none.
-2. ``take`` gives what was read to the engine's thread; only there a request enters the batch.
-3. What is read for a request that is gone comes to its end and is dropped.
+1. A request waits for its own media and for those of earlier requests. No step waits for media.
+2. ``take`` returns results in the engine's thread. Requests enter the batch only there.
+3. The work for a request that ended meanwhile runs to its end, and its result is dropped.
 """
 
 from __future__ import annotations
@@ -16,41 +16,44 @@ from omni_actors.stages.base import RequestId
 
 __all__ = ["MediaReader"]
 
-LOOK_UP_S = 0.01
-"""How long a step without anything to compute waits for the reader: commands and chunks are not taken in meanwhile."""
+WAIT_S = 0.01
+"""How long ``wait`` waits at most, in seconds. The engine takes in no chunks meanwhile."""
 
 T = TypeVar("T")
 
 
 class MediaReader(ThreadPoolExecutor, Generic[T]):
-    """All but the work itself is for the engine's thread."""
+    """Runs one piece of work per request in a thread of its own. The engine's thread calls all methods."""
 
     def __init__(self) -> None:
         super().__init__(1, "reader")
-        self._reading: dict[RequestId, Future[T]] = {}
+        self._futures: dict[RequestId, Future[T]] = {}
 
     @property
     def pending(self) -> bool:
-        """Whether ``take`` has something to give, or will have."""
-        return bool(self._reading)
+        """Whether a result waits to be taken or is still being computed."""
+        return bool(self._futures)
 
     def read(self, request_id: RequestId, work: Callable[[], T]) -> None:
-        self._reading[request_id] = self.submit(work)
+        """Run ``work`` in the thread, after the work of earlier requests."""
+        self._futures[request_id] = self.submit(work)
 
     def forget(self, request_id: RequestId) -> None:
-        if reading := self._reading.pop(request_id, None):
-            reading.cancel()
+        """Drop the work of a request, and its result. Does nothing if there is none."""
+        if future := self._futures.pop(request_id, None):
+            future.cancel()
 
     def take(self) -> Iterator[tuple[RequestId, Future[T]]]:
-        """What was read since the last call: each result is there, or is the exception that the work ended with."""
-        for request_id, reading in list(self._reading.items()):
-            if reading.done():
-                del self._reading[request_id]
-                yield request_id, reading
+        """Yield the requests whose work has ended since the last call, each with its result or exception."""
+        for request_id, future in list(self._futures.items()):
+            if future.done():
+                del self._futures[request_id]
+                yield request_id, future
 
     def wait(self) -> None:
-        """For a moment, until something more was read: where there is nothing else to do."""
-        wait(self._reading.values(), LOOK_UP_S, FIRST_COMPLETED)
+        """Wait until a result is there, ``WAIT_S`` at most. For a step that has nothing else to do."""
+        wait(self._futures.values(), WAIT_S, FIRST_COMPLETED)
 
     def close(self) -> None:
+        """Drop all work that has not begun. Does not wait for the thread."""
         self.shutdown(wait=False, cancel_futures=True)

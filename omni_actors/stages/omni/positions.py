@@ -1,4 +1,4 @@
-"""Where the places of a prompt are: rotary positions on three axes, with sound and pictures among the text."""
+"""Rotary positions of a multimodal prompt, on three axes (multimodal RoPE: time, height, width)."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ import torch
 from torch import Tensor
 
 GRIDS = ("image_grid_thw", "video_grid_thw", "video_second_per_grid", "audio_lengths")
-"""What positions are computed from, besides the ids."""
+"""The tensors that positions are computed from, besides the token ids."""
 
 
 def is_media(ids: Tensor, config: Any) -> Tensor:
-    """Which of ``ids`` stand for sound or picture: bool, of the same shape. config: of the whole model."""
+    """Return which of ``ids`` stand for audio, images or video: bool, of the same shape. config: of the whole model."""
     thinker = config.thinker_config
     tokens = [thinker.audio_token_id, thinker.image_token_id, thinker.video_token_id]
     return torch.isin(ids, torch.tensor(tokens, device=ids.device))
 
 
 def position_grids(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Of a processor's tensors those that positions are computed from, under the names of ``GRIDS``."""
+    """Select the tensors named in ``GRIDS`` from a processor's output."""
     grids = {name: inputs[name] for name in GRIDS if name in inputs}
     if (mask := inputs.get("feature_attention_mask")) is not None:
         grids["audio_lengths"] = mask.sum(1)
@@ -30,9 +30,11 @@ def position_grids(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def rotary_positions(
     model: Any, ids: Tensor, grids: Mapping[str, Tensor], *, use_audio_in_video: bool
 ) -> tuple[Tensor, float]:
-    """Positions, (3, n), and what to add to a later place for its position on all axes: as transformers computes them.
+    """Compute a prompt's rotary positions with transformers' own ``get_rope_index``.
 
-    Those of a video are its seconds times a constant, so at some rates they are fractions.
+    model: a thinker or talker of transformers, which may be without weights. ids: int64 (n,). grids: by the names of
+    ``GRIDS``. Returns the positions, (3, n), and the delta of later positions: position i >= n is i + delta on all
+    axes. A video's positions are its seconds times a constant, so at some frame rates they are fractions.
     """
     if not any(name in grids for name in ("image_grid_thw", "video_grid_thw")):
         return torch.arange(len(ids)).expand(3, -1), 0.0

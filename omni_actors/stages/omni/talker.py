@@ -1,12 +1,15 @@
-"""What the talkers of omni models share: what the thinker read and writes, to codes of speech, as it comes.
+"""What the talkers of omni models share: a thinker's rows to codes of speech, while the thinker is still writing.
 
-Prompt rows are prefilled as they come, while the thinker is still prefilling or writing. The position of the answer's
-first token is the first that is decoded: when its row is here, one step is left to the first code. The step behind code
-k needs the row of the answer's token k + 1, or its end; a request whose row is not here waits, and no other does. A
-request whose answer has no row of text ends without a code.
+Rules
+1. Prompt rows are prefilled as they arrive, while the thinker is prefilling or writing.
+2. The position of the answer's first token is the first one to be decoded: once its row has arrived, one step is left
+   to the first code.
+3. The step behind code k needs the row of the answer's token k + 1, or the end of the answer. A request whose row is
+   missing waits, and delays no other.
+4. A request whose answer has no row ends without a code.
 
 Wire: the first chunk of a request has tensors ``ids``, int64 (n,): the tokens of all prompt rows to come. Each chunk
-may bring ``rows``, (k, width) in the thinker's dtype: the next prompt rows, and behind them the answer's.
+may have ``rows``, (k, width) in the thinker's dtype: the next prompt rows, and behind them the answer's.
 """
 
 from __future__ import annotations
@@ -39,36 +42,35 @@ from omni_actors.stages.tensors import to_torch
 
 
 class TalkerRequest(Sequence):
-    """Inputs here are (k, width), of one width, in the talker's dtype."""
+    """One request. Its inputs are (k, width), of one width, in the talker's dtype."""
 
-    left: int
-    """Prompt rows to come."""
+    prompt_rows_left: int
+    """Prompt rows that have not arrived."""
     positions: Tensor
-    """Of the prompt, (3, n)."""
+    """Rotary positions of the prompt, (3, n)."""
     delta: float
-    """What a later place is from its position."""
-    opening: Tensor
-    """What comes between the prompt and the answer's first token; the last one is added to that."""
-    text_end: Tensor
-    """(1, width)."""
-    silence: Tensor
-    """(1, width): beside each code after the text."""
-    limit: int
-    """Codes that may be chosen."""
+    """Rotary position minus index, of positions behind the prompt."""
+    prefix: Tensor
+    """The inputs between the prompt and the answer's first token. The last one is added to that token's input."""
+    text_eos: Tensor
+    """(1, width): the text input behind the answer's last token."""
+    text_pad: Tensor
+    """(1, width): the text input of each code after that."""
+    max_codes: int
 
     def __init__(self, request: StageRequest, params: TalkerParams, suppressed: Tensor) -> None:
         self.id, self.params = request.request_id, params
         self.open = OpenSources(request.sources)
         self.inputs: list[Tensor] = []
-        """Of positions that are ready."""
+        """Of positions that are not computed yet."""
         self.text: deque[Tensor] = deque()
-        """Of the answer, for codes to come."""
-        self.introduced = self.opened = False
-        """Whether the first chunk is here; whether the answer's first row is."""
+        """The answer's inputs, (1, width) each, for codes to come."""
+        self.has_header = self.has_answer = False
+        """Whether the first chunk has arrived, and whether the answer's first row has."""
         self.cached = self.codes = 0
-        """Positions in the cache; codes chosen."""
-        self.frame: Tensor | None = None
-        """The last code as an input, which waits for its text."""
+        """Positions in the cache, and codes chosen."""
+        self.code_input: Tensor | None = None
+        """(1, width): the last code's input, which waits for its text input."""
         sampling = Sampling(
             params.talker_temperature, params.talker_top_k, params.talker_top_p, params.talker_repetition_penalty
         )
@@ -76,34 +78,36 @@ class TalkerRequest(Sequence):
         self.sampler = Sampler(sampling, self.random, suppressed)
 
     def add(self, rows: Tensor) -> None:
+        """Add the inputs of the next positions."""
         self.inputs.append(rows)
         self.ready += len(rows)
 
     def take(self, count: int) -> Tensor:
+        """Take the inputs of the next ``count`` positions."""
         rows = torch.cat(self.inputs)
         self.inputs = [rows[count:]]
         self.ready -= count
         return rows[:count]
 
     def advance(self) -> None:
-        """The next position is ready where its text is, or where no more text comes."""
-        if self.frame is not None and (self.text or not self.open):
-            self.add(self.frame + (self.text.popleft() if self.text else self.silence))
-            self.frame = None
+        """Add the next position's input if its text input has arrived or no text comes any more."""
+        if self.code_input is not None and (self.text or not self.open):
+            self.add(self.code_input + (self.text.popleft() if self.text else self.text_pad))
+            self.code_input = None
 
 
 R = TypeVar("R", bound=TalkerRequest)
 
 
 class OmniTalker(Generic[R]):
-    """``context.model``: a checkpoint directory; its ``talker`` weights are read."""
+    """A talker. ``context.model``: a checkpoint directory, of which it loads the ``talker`` weights."""
 
     MODEL: ClassVar[type[PreTrainedModel]]
     HANDOFF_HEADER: ClassVar[frozenset[str]]
-    """What a first chunk must bring, besides ids and rows."""
+    """The tensors that a first chunk must have, besides ``ids``."""
 
     def __init__(self, context: StageContext, options: TalkerOptions) -> None:
-        """Raises WrongCheckpoint, OSError (the checkpoint's files)."""
+        """Raises WrongCheckpoint, ValueError (options), OSError (the checkpoint's files)."""
         self._options = options
         if context.model is None:
             raise ValueError(f"stage {context.stage!r}: a talker needs a model, a checkpoint directory")
@@ -114,47 +118,50 @@ class OmniTalker(Generic[R]):
         self._whole: Any = whole_config(context.model)
         self._model, self._config, self._device = model, model.config, model.device
         self._width: int = self._whole.thinker_config.text_config.hidden_size
-        """Of the thinker's rows."""
+        """Width of the thinker's rows."""
         positions = model.config.get_text_config().max_position_embeddings
         if options.context > positions:
             raise ValueError(f"context: found {options.context}; the talker has {positions} positions")
         self._cache = SlottedCache(options.max_batch, options.context, model.dtype, model.device)
         self._scheduler: Scheduler[R] = Scheduler(self._cache, options.max_batch, options.prefill_chunk)
         self._requests: dict[RequestId, R] = {}
-        self._silent: list[RequestId] = []
-        """To be ended without a code."""
+        self._without_speech: list[RequestId] = []
+        """Requests of rule 4, which the next step ends."""
 
-    # what a family says for itself
+    # for the families
 
     def _open(self, request: StageRequest) -> R:
-        """Raises ``InvalidRequest``."""
+        """Make the record of a new request. Raises ``InvalidRequest``."""
         raise NotImplementedError
 
     def _accept_header(self, request: R, tensors: dict[str, Tensor]) -> None:
-        """Take what comes once, with the first chunk: set ``left``, ``positions`` and all up to ``silence``."""
+        """Take the first chunk's tensors: set the request's fields from ``prompt_rows_left`` to ``text_pad``."""
         raise NotImplementedError
 
-    def _read(self, request: R, rows: Tensor) -> Tensor:
-        """The inputs of the next prompt rows."""
+    def _embed_prompt(self, request: R, rows: Tensor) -> Tensor:
+        """Return the inputs, (k, width), of the next prompt rows."""
         return rows
 
-    def _said(self, rows: Tensor) -> Tensor:
-        """The inputs of rows of the answer."""
+    def _embed_text(self, rows: Tensor) -> Tensor:
+        """Return the inputs, (k, width), of rows of text."""
         return rows
 
     def _project(self, inputs: Tensor) -> Tensor:
-        """Inputs as the model takes them."""
+        """Return inputs as the model takes them, (…, hidden)."""
         return inputs
 
     def _emit(self, requests: list[R], codes: list[int], hidden: Tensor) -> Iterator[StageOutput | StageFailure]:
-        """Go on behind the codes that were chosen by hidden (rows, hidden): end a request, or set its ``frame``."""
+        """Yield the outputs of the codes that were just chosen. End each request, or set its ``code_input``.
+
+        hidden: (requests, hidden), what the codes were chosen from.
+        """
         raise NotImplementedError
 
     # StageEngine
 
     @property
     def busy(self) -> bool:
-        return bool(self._silent) or self._scheduler.busy
+        return bool(self._without_speech) or self._scheduler.busy
 
     def start(self, request: StageRequest) -> None:
         self._requests[request.request_id] = self._open(request)
@@ -163,30 +170,30 @@ class OmniTalker(Generic[R]):
         request = self._requests[request_id]
         try:
             with request_work("rows"):
-                self._take_in(request, {name: to_torch(tensor) for name, tensor in chunk.tensors.items()})
+                self._accept(request, {name: to_torch(tensor) for name, tensor in chunk.tensors.items()})
         except InvalidRequest:
             self.abort(request_id)
             raise
         request.open.update(chunk)
         if chunk.last and not request.open:
-            if request.opened:
-                request.text.append(request.text_end)
+            if request.has_answer:
+                request.text.append(request.text_eos)
             else:
                 self._scheduler.remove(request)
-                self._silent.append(request_id)
+                self._without_speech.append(request_id)
         request.advance()
 
     def abort(self, request_id: RequestId) -> None:
         if request := self._requests.pop(request_id, None):
             self._scheduler.remove(request)
-        if request_id in self._silent:
-            self._silent.remove(request_id)
+        if request_id in self._without_speech:
+            self._without_speech.remove(request_id)
 
     def step(self) -> Iterator[StageOutput | StageFailure]:
-        for request_id in self._silent:
+        for request_id in self._without_speech:
             del self._requests[request_id]
             yield StageOutput(request_id, last=True)
-        self._silent.clear()
+        self._without_speech.clear()
         for row, count in self._scheduler.prefill_chunks():
             request = self._scheduler.rows[row]
             axes = request.positions[:, None, request.cached : request.cached + count]
@@ -199,57 +206,53 @@ class OmniTalker(Generic[R]):
         self._requests.clear()
         del self._scheduler, self._cache, self._model
 
-    # in
-
     @torch.inference_mode()
-    def _take_in(self, request: R, tensors: dict[str, Tensor]) -> None:
-        if "ids" in tensors and not request.introduced:
+    def _accept(self, request: R, tensors: dict[str, Tensor]) -> None:
+        if "ids" in tensors and not request.has_header:
             self._check_header(tensors)
             self._accept_header(request, tensors)
             self._admit(request)
         rows = tensors.get("rows")
         if rows is None:
             return
-        if not request.introduced or rows.dim() != 2 or rows.shape[1] != self._width:
+        if not request.has_header or rows.dim() != 2 or rows.shape[1] != self._width:
             message = f"rows (n, {self._width}) behind a first chunk were expected, not {tuple(rows.shape)}"
             raise InvalidRequest(message, param="rows")
         require_finite("rows", rows, tuple(rows.shape))
         rows = rows.to(self._device, self._model.dtype)
-        count = min(len(rows), request.left)
+        count = min(len(rows), request.prompt_rows_left)
         if count:
-            request.add(self._read(request, rows[:count]))
-            request.left -= count
-            if not request.left:
-                request.add(request.opening[:-1])
-        for row in self._said(rows[count:])[:, None]:
-            if request.opened:
+            request.add(self._embed_prompt(request, rows[:count]))
+            request.prompt_rows_left -= count
+            if not request.prompt_rows_left:
+                request.add(request.prefix[:-1])
+        for row in self._embed_text(rows[count:])[:, None]:
+            if request.has_answer:
                 request.text.append(row)
             else:
-                request.opened = True
-                request.add(row + request.opening[-1:])
+                request.has_answer = True
+                request.add(row + request.prefix[-1:])
 
     def _check_header(self, tensors: dict[str, Tensor]) -> None:
-        """Raises ``InvalidRequest`` where a first chunk lacks something, or brings something else than expected."""
+        """Raise ``InvalidRequest`` if a first chunk's tensors are not as the wire has them."""
         if missing := sorted(self.HANDOFF_HEADER - tensors.keys()):
-            raise InvalidRequest(f"a first chunk without {', '.join(missing)}", param="rows")
+            raise InvalidRequest(f"a first chunk needs {', '.join(missing)}", param="rows")
         ids = tensors["ids"]
         if ids.dtype != torch.int64 or ids.dim() != 1 or not len(ids):
             raise InvalidRequest(f"ids: int64 (n,) was expected, not {ids.dtype} {tuple(ids.shape)}", param="rows")
 
     def _admit(self, request: R) -> None:
         size = request.positions.shape[1]
-        request.limit = min(request.params.talker_max_tokens, self._options.context - size)
-        if request.limit < 1:
+        request.max_codes = min(request.params.talker_max_tokens, self._options.context - size)
+        if request.max_codes < 1:
             raise InvalidRequest(
                 f"the prompt takes {size} positions of the talker's context, which has {self._options.context}",
                 param="messages",
                 code="context_length_exceeded",
             )
         request.prefill_left = size - 1
-        request.introduced = True
+        request.has_header = True
         self._scheduler.add(request)
-
-    # out
 
     def _end(self, request: R) -> None:
         del self._requests[request.id]
@@ -271,15 +274,15 @@ class OmniTalker(Generic[R]):
             yield from self._emit([requests[at] for at in codes], [*codes.values()], hidden[[*codes]])
 
     def _failed(self, request: R) -> StageFailure:
-        """End a request for which no code can be chosen."""
+        """End a request for which no code can be chosen; return its failure."""
         self._end(request)
         return StageFailure(request.id, not_finite())
 
     @torch.inference_mode()
     def _forward(self, rows: list[int], inputs: Tensor, axes: Tensor | None = None) -> Tensor:
-        """Bring rows on by their inputs, (rows, count, width); their last hidden states, (rows, hidden).
+        """Compute the next positions of some rows; return the hidden states of the last ones, (rows, hidden).
 
-        axes: positions on the three axes, (3, rows, count), where they are not the places behind the prompt.
+        inputs: (rows, count, width). axes: rotary positions, (3, rows, count); None: those behind the prompt.
         """
         count = inputs.shape[1]
         positions, mask = self._cache.extend(rows, count)
@@ -300,7 +303,7 @@ class OmniTalker(Generic[R]):
 
 
 def require_finite(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
-    """Raises ``InvalidRequest`` where this is not a tensor of finite floats of that shape."""
+    """Raise ``InvalidRequest`` unless this is a tensor of finite floats of that shape. name: for the message."""
     if not tensor.is_floating_point() or tensor.shape != shape:
         found = f"{tensor.dtype} {tuple(tensor.shape)}"
         raise InvalidRequest(f"{name}: floats {shape} were expected, not {found}", param="rows")

@@ -1,4 +1,4 @@
-"""The voices of a Qwen2.5-Omni checkpoint: its file ``spk_dict.pt``."""
+"""The speakers of a Qwen2.5-Omni checkpoint, from its file ``spk_dict.pt``."""
 
 from __future__ import annotations
 
@@ -12,22 +12,27 @@ from torch import Tensor
 from omni_actors.stages.base import InvalidRequest
 
 DEFAULT = "Chelsie"
-"""Whoever is not told otherwise; where the checkpoint has no such voice, its first."""
+"""The default speaker, if the checkpoint has it; else its first speaker is the default."""
 
 
 class Speaker(NamedTuple):
+    """One speaker."""
+
     number: int
-    """Its place in the file."""
+    """The index in the file."""
     bos_token: int
-    """Of the text vocabulary: what the talker's prompt ends with."""
+    """The token of the text vocabulary that ends the talker's prompt."""
     cond: Tensor
     """float32 (1, size): the speaker embedding."""
     ref_mel: Tensor
-    """float32 (1, frames, mel): some speech."""
+    """float32 (1, frames, mel): the mel spectrogram of some of the speaker's speech."""
 
 
 def load_speakers(directory: Path) -> dict[str, Speaker]:
-    """By name. Raises OSError, pickle.UnpicklingError for a file that holds more than tensors and numbers."""
+    """Return the speakers of a checkpoint directory by name, in the order of the file.
+
+    Raises OSError, and pickle.UnpicklingError for a file that holds more than tensors and numbers.
+    """
     found = torch.load(directory / "spk_dict.pt", map_location="cpu", weights_only=True)
     return {
         name: Speaker(number, int(voice["bos_token"]), voice["cond"].float(), voice["ref_mel"].float())
@@ -36,7 +41,7 @@ def load_speakers(directory: Path) -> dict[str, Speaker]:
 
 
 def speaker_named(name: str | None, speakers: Mapping[str, Speaker]) -> Speaker:
-    """In any case; None: the default. Raises InvalidRequest."""
+    """Return the speaker of this name, in upper or lower case; None: the default. Raises ``InvalidRequest``."""
     if name is None:
         return speakers.get(DEFAULT) or next(iter(speakers.values()))
     for found, speaker in speakers.items():

@@ -1,12 +1,13 @@
-"""Qwen2.5-Omni's talker as a stage: what the thinker read and writes, to codes, as it comes.
+"""Qwen2.5-Omni's talker on transformers: a thinker's rows to codes, while the thinker is still writing.
 
-Input: see ``omni.talker`` and ``qwen2_5.thinker``. Output: ``tensors`` codes, int16 (1, 1), a chunk a code;
-the last one has one where the request ends by its limit. The end is never given out.
+Input: see ``omni.talker`` and ``qwen2_5.handoff``. Output: one chunk per code, with tensors ``codes``, int16 (1, 1).
+The last chunk has a code only if the request ends by its limit: the end itself is not given out.
 
-Between the prompt and the answer stands the row of the speaker's bos_token. With the option ``prompt`` "trained" that
-row and the answer's first carry the embeddings of the codec's pad and bos, and positions have three axes: so the
-model's authors run it, and so the reference does where a prompt is padded. Where none is, transformers 5.23 drops the
-attention mask, and with it, unmeant, both: "reference" does the same.
+The row of the speaker's bos_token stands between the prompt and the answer. With the option ``prompt`` "trained", the
+embeddings of the codec's pad and bos are added to that row and to the answer's first one, and positions have three
+axes. The model's authors run it so, and so does transformers 5.23 (``Qwen2_5OmniForConditionalGeneration.generate``,
+the reference) if a prompt is padded. Without padding, transformers drops the attention mask and, probably by mistake,
+both of these with it; "reference" does the same.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class TalkerEngine(OmniTalker[TalkerRequest]):
         self._speakers = load_speakers(context.model)
         config = self._config
         self._ends = {config.tts_codec_pad_token_id, config.tts_codec_end_token_id}
-        """As the reference's default has it: padding ends the speech, too."""
+        """Padding ends the speech, too: the reference's default."""
         self._suppressed = torch.arange(config.vocab_size) == config.tts_codec_start_token_id
 
     def _open(self, request: StageRequest) -> TalkerRequest:
@@ -48,7 +49,7 @@ class TalkerEngine(OmniTalker[TalkerRequest]):
         speaker_named(params.speaker, self._speakers)
         opened = TalkerRequest(request, params, self._suppressed)
         config = self._config
-        # The reference's repetition penalty counts the codes of the prompt, too, which are these.
+        # The reference's repetition penalty also counts the prompt's codes, which are these.
         opened.sampler.see(
             [config.tts_codec_mask_token_id, config.tts_codec_pad_token_id, config.tts_codec_start_token_id]
         )
@@ -64,16 +65,16 @@ class TalkerEngine(OmniTalker[TalkerRequest]):
 
     def _accept_header(self, request: TalkerRequest, tensors: dict[str, Tensor]) -> None:
         ids, config = tensors["ids"], self._config
-        request.left = len(ids)
-        text_end, silence, *bos = tensors["tts"].to(self._device, self._model.dtype)[:, None]
-        request.text_end, request.silence = text_end, silence
+        request.prompt_rows_left = len(ids)
+        text_eos, text_pad, *bos = tensors["tts"].to(self._device, self._model.dtype)[:, None]
+        request.text_eos, request.text_pad = text_eos, text_pad
         between = bos[speaker_named(request.params.speaker, self._speakers).number]
-        request.opening = torch.cat([between, torch.zeros_like(between)])
+        request.prefix = torch.cat([between, torch.zeros_like(between)])
         size = len(ids) + 2
         request.positions, request.delta = torch.arange(size).expand(3, -1), 0
         if self._trained:
             codes = torch.tensor([config.tts_codec_pad_token_id, config.tts_codec_start_token_id], device=self._device)
-            request.opening = request.opening + self._model.get_input_embeddings()(codes)
+            request.prefix = request.prefix + self._model.get_input_embeddings()(codes)
             text = tensors["positions"].max() + 1 + torch.arange(2)
             request.positions = torch.cat([tensors["positions"], text.expand(3, -1)], 1)
             request.delta = int(text[-1]) + 1 - size
@@ -85,11 +86,11 @@ class TalkerEngine(OmniTalker[TalkerRequest]):
     def _emit(self, requests: list[TalkerRequest], codes: list[int], hidden: Tensor) -> Iterator[StageOutput]:
         embedded = self._model.get_input_embeddings()(torch.tensor(codes, device=self._device))
         for request, code, frame in zip(requests, codes, embedded[:, None], strict=True):
-            ended, full = code in self._ends, request.codes == request.limit
+            ended, full = code in self._ends, request.codes == request.max_codes
             if ended or full:
                 self._end(request)
             else:
-                request.frame = frame
+                request.code_input = frame
                 request.advance()
             tensors = {} if ended else {"codes": np.array([[code]], np.int16)}
             yield StageOutput(request.id, tensors, last=ended or full)

@@ -1,14 +1,8 @@
-"""Qwen2.5-Omni's thinker as a stage: a conversation with sound and pictures to text, and what the talker needs of it.
+"""Qwen2.5-Omni's thinker on transformers: a conversation with audio, images and video to text, and the talker's rows.
 
-A row of the talker's is what went into the language model at a position and what came out of it, added up; of sound and
-picture only the latter. So the row of a token of the answer is there one step behind the token, and the last token has
-none. The talker gets all positions of the prompt. As the last digits of what a batch computes move with the company in
-it, so do an answer's rows: a replay that differs ends with StageCrashed (``EngineSpec.deterministic``).
-
-Wire, besides what every talker gets (``omni.talker``):
-the first chunk has ``positions``, (3, n), of the prompt's rotary embedding, and ``tts``, (2 + speakers, hidden),
-the embeddings of the talker's text_eos and text_pad and of each speaker's bos_token, in the order of the checkpoint's
-file.
+``omni.thinker`` has what thinkers share, ``qwen2_5.handoff`` what goes to the talker. The last digits of a row depend
+on the batch, so an answer's rows may differ in a replay: such a replay ends with StageCrashed
+(``EngineSpec.deterministic``).
 """
 
 from __future__ import annotations
@@ -20,8 +14,7 @@ from omni_actors.stages.base import StageContext, StageRequest
 from omni_actors.stages.multimodal.prompt import OmniPrompt
 from omni_actors.stages.omni.options import ThinkerParams
 from omni_actors.stages.omni.thinker import OmniThinker, ThinkerRequest
-from omni_actors.stages.qwen2_5.speakers import load_speakers
-from omni_actors.stages.refusal import validated
+from omni_actors.stages.qwen2_5.handoff import handoff_rows, tts_tokens
 
 
 class ThinkerEngine(OmniThinker[ThinkerRequest]):
@@ -32,21 +25,20 @@ class ThinkerEngine(OmniThinker[ThinkerRequest]):
     def __init__(self, context: StageContext) -> None:
         super().__init__(context)
         assert context.model is not None
-        talker = self._config.talker_config
-        speakers = load_speakers(context.model).values()
-        self._tts = [talker.tts_text_end_token_id, talker.tts_text_pad_token_id]
-        self._tts += [speaker.bos_token for speaker in speakers]
+        self._tts = tts_tokens(self._config, context.model)
 
-    def _open(self, request: StageRequest) -> ThinkerRequest:
-        return ThinkerRequest(request, validated(request.params, ThinkerParams), OmniPrompt(request.sources))
-
-    def _after(self, requests: list[ThinkerRequest], embeds: Tensor, hidden: Tensor) -> None:
-        for request, went_in, came_out in zip(requests, embeds, hidden, strict=True):
-            if request.prefill_left:
-                heard = request.is_media[request.cached : request.cached + len(went_in)].to(self._device)
-                request.rows.append(came_out + went_in.masked_fill(heard[:, None], 0))
-            else:
-                request.said.append(came_out + went_in)
+    def _open(self, request: StageRequest, params: ThinkerParams) -> ThinkerRequest:
+        return ThinkerRequest(request, params, OmniPrompt(request.sources))
 
     def _handoff_header(self, request: ThinkerRequest) -> dict[str, Tensor]:
         return {"ids": request.ids, "positions": request.positions, "tts": self._embed(self._tts)}
+
+    def _after_forward(self, requests: list[ThinkerRequest], embeds: Tensor, hidden: Tensor) -> None:
+        for request, inputs, outputs in zip(requests, embeds, hidden, strict=True):
+            if request.handoff is None:
+                continue
+            if request.prefill_left:
+                is_media = request.is_media[request.cached : request.cached + len(inputs)]
+                request.handoff.add_prompt(handoff_rows(inputs, outputs, is_media))
+            else:
+                request.handoff.add_token(outputs + inputs)

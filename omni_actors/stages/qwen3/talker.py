@@ -1,7 +1,8 @@
-"""Qwen3-Omni's talker as a stage: what the thinker read and writes, to frames of codes, as it comes.
+"""Qwen3-Omni's talker on transformers: a thinker's rows to frames of codes, while the thinker is still writing.
 
-Input: see ``omni.talker`` and ``qwen3.handoff``. Output: ``tensors`` codes, int16 (1, groups), a chunk a frame; the
-last one has none. A request that ends by its limit has a frame less than codes were chosen, as in the reference.
+Input: see ``omni.talker`` and ``qwen3.handoff``. Output: one chunk per frame, with tensors ``codes``, int16 (1,
+groups); the last chunk has none. A request that ends by its limit has one frame less than first codes were chosen. All
+of this is as in ``Qwen3OmniMoeForConditionalGeneration.generate`` of transformers, the reference.
 """
 
 from __future__ import annotations
@@ -24,15 +25,15 @@ from omni_actors.stages.qwen3.predictor import CodePredictor
 from omni_actors.stages.refusal import validated
 
 SPECIAL = 1024
-"""The last of the talker's vocabulary: of these only the end is ever chosen."""
+"""The special codes are the last ones of the vocabulary. Of these only the end is ever chosen."""
 DEFAULT_SPEAKER = "ethan"
 RESIDUAL_SAMPLING = Sampling(temperature=1.0, top_k=50, top_p=0.8)
-"""Of the code predictor, where the talker samples; the reference's."""
+"""The code predictor's, if the talker samples: as in the reference."""
 
 
 class _Request(TalkerRequest):
     is_media: Tensor
-    """Which of the prompt rows to come are sound or picture, bool; shorter with each that has come."""
+    """Which of the prompt rows that have not arrived are audio, images or video, bool."""
 
     def __init__(self, request: StageRequest, params: TalkerParams, suppressed: Tensor) -> None:
         super().__init__(request, params, suppressed)
@@ -47,7 +48,7 @@ class TalkerEngine(OmniTalker[_Request]):
 
     def __init__(self, context: StageContext) -> None:
         super().__init__(context, msgspec.convert(context.options, TalkerOptions))
-        self._config.audio_config = self._whole.thinker_config.audio_config  # the positions of sound depend on it
+        self._config.audio_config = self._whole.thinker_config.audio_config  # the positions of audio depend on it
         self._predictor = CodePredictor(self._model.code_predictor)
         self._speakers: dict[str, int] = {name.lower(): code for name, code in self._config.speaker_id.items()}
         vocabulary = self._config.text_config.vocab_size
@@ -69,29 +70,30 @@ class TalkerEngine(OmniTalker[_Request]):
 
     def _accept_header(self, request: _Request, tensors: dict[str, Tensor]) -> None:
         config, ids = self._config, tensors["ids"]
-        request.is_media, request.left = tensors["is_media"], len(ids)
+        request.is_media, request.prompt_rows_left = tensors["is_media"], len(ids)
         pads = ids.new_full((ANSWER_HEADER + 6,), self._whole.tts_pad_token_id)
         grids = {name: tensors[name] for name in GRIDS if name in tensors}
-        # As the reference: positions are computed as if no sound came inside a video.
+        # Like the reference, this computes positions as if no video had sound.
         request.positions, request.delta = rotary_positions(
             self._model, torch.cat([ids[:-ANSWER_HEADER], pads]), grids, use_audio_in_video=False
         )
-        bos, request.text_end, request.silence = self._said(tensors["tts"].to(self._device, self._model.dtype))[:, None]
-        beside = torch.cat([request.silence.expand(4, -1), bos, torch.zeros_like(bos)])
+        tts = tensors["tts"].to(self._device, self._model.dtype)
+        bos, request.text_eos, request.text_pad = self._embed_text(tts)[:, None]
+        text = torch.cat([request.text_pad.expand(4, -1), bos, torch.zeros_like(bos)])
         codes = [config.codec_nothink_id, config.codec_think_bos_id, config.codec_think_eos_id]
         codes += [self._speaker(request.params.speaker), config.codec_pad_id, config.codec_bos_id]
-        request.opening = beside + self._model.get_input_embeddings()(torch.tensor(codes, device=self._device))
+        request.prefix = text + self._model.get_input_embeddings()(torch.tensor(codes, device=self._device))
 
-    def _read(self, request: _Request, rows: Tensor) -> Tensor:
-        heard, request.is_media = request.is_media[: len(rows)].to(rows.device), request.is_media[len(rows) :]
-        if not heard.any():
-            return self._said(rows)
-        read = rows.new_empty(len(rows), self._config.text_config.hidden_size)
-        read[heard] = self._model.hidden_projection(rows[heard])
-        read[~heard] = self._said(rows[~heard])
-        return read
+    def _embed_prompt(self, request: _Request, rows: Tensor) -> Tensor:
+        is_media, request.is_media = request.is_media[: len(rows)].to(rows.device), request.is_media[len(rows) :]
+        if not is_media.any():
+            return self._embed_text(rows)
+        inputs = rows.new_empty(len(rows), self._config.text_config.hidden_size)
+        inputs[is_media] = self._model.hidden_projection(rows[is_media])
+        inputs[~is_media] = self._embed_text(rows[~is_media])
+        return inputs
 
-    def _said(self, rows: Tensor) -> Tensor:
+    def _embed_text(self, rows: Tensor) -> Tensor:
         projected: Tensor = self._model.text_projection(rows)
         return projected
 
@@ -107,7 +109,7 @@ class TalkerEngine(OmniTalker[_Request]):
     def _emit(self, requests: list[_Request], codes: list[int], hidden: Tensor) -> Iterator[StageOutput | StageFailure]:
         going = []
         for at, (request, code) in enumerate(zip(requests, codes, strict=True)):
-            if code == self._config.codec_eos_token_id or request.codes == request.limit:
+            if code == self._config.codec_eos_token_id or request.codes == request.max_codes:
                 self._end(request)
                 yield StageOutput(request.id, last=True)
             else:
@@ -121,7 +123,7 @@ class TalkerEngine(OmniTalker[_Request]):
             if rest is None:
                 yield self._failed(request)
                 continue
-            request.frame = frame
+            request.code_input = frame
             request.advance()
             yield StageOutput(request.id, {"codes": np.array([[code, *rest]], np.int16)})
 

@@ -1,4 +1,4 @@
-"""vLLM as a stage engine: its ``LLMEngine``, in the worker's own process and thread.
+"""Engines on vLLM, whose ``LLMEngine`` runs in the worker's own process and engine loop.
 
-``_internals`` is the only file that names what vLLM does not publish.
+``_internals`` is the only file that uses unpublished names of vLLM.
 """

@@ -1,10 +1,10 @@
-"""All that vLLM does not publish and this package uses, and a check that each of it is there.
+"""The unpublished names of vLLM that this package uses, and a check that they exist.
 
-Known to work: the versions in ``VERSIONS``; another one may, and says by name what of this moved.
+The versions in ``VERSIONS`` are known to work. Another version may work; if it lacks names, the check lists them.
 
-Hidden states come from what the EAGLE-3 drafters read: a model keeps what goes into and comes out of chosen layers, and
-the runner holds it from the forward until the tokens are sampled. ``HiddenStateWorker`` copies it there, prompt pieces
-included, with the request and the position of each row.
+Hidden states use the mechanism that vLLM has for EAGLE-3 drafters (Li et al., 2025): a model keeps the inputs and
+outputs of chosen layers, and the model runner holds them from the forward until the tokens are sampled.
+``HiddenStateWorker`` copies them there, also for prefill chunks, with the request and position of each row.
 """
 
 from __future__ import annotations
@@ -68,14 +68,17 @@ NAMES = (
     "vllm.v1.metrics.reader:Counter.value",
     "vllm.v1.metrics.reader:Gauge.value",
 )
-"""Looked up as this module is imported; of a function's parameter, ``function(parameter)``. What only instances have is
-looked at when the weights are there."""
-RUNNER = ("use_aux_hidden_state_outputs", "execute_model_state", "input_batch", "discard_request_mask")
-BATCH = ("req_ids", "req_id_to_index", "num_computed_tokens_cpu", "num_reqs", "generators")
+"""Names that are looked up when this module is imported; ``function(parameter)`` is a function's parameter."""
+RUNNER_ATTRIBUTES = ("use_aux_hidden_state_outputs", "execute_model_state", "input_batch", "discard_request_mask")
+BATCH_ATTRIBUTES = ("req_ids", "req_id_to_index", "num_computed_tokens_cpu", "num_reqs", "generators")
+"""Attributes of instances, which are looked up when the weights are loaded."""
 
 
 class UnsupportedVLLMVersion(ImportError):
-    """This version of vLLM lacks names that are used here. names: which."""
+    """The installed vLLM lacks names that this package uses.
+
+    names: the missing ones. version: the installed one. known: versions that are known to work.
+    """
 
     def __init__(self, names: Sequence[str]) -> None:
         self.names, self.version, self.known = tuple(names), vllm.__version__, VERSIONS
@@ -85,12 +88,12 @@ class UnsupportedVLLMVersion(ImportError):
 
 
 def check() -> None:
-    """Raises UnsupportedVLLMVersion."""
-    if moved := [name for name in NAMES if not _is_there(name)]:
-        raise UnsupportedVLLMVersion(moved)
+    """Raise UnsupportedVLLMVersion if the installed vLLM lacks one of ``NAMES``."""
+    if missing := [name for name in NAMES if not _exists(name)]:
+        raise UnsupportedVLLMVersion(missing)
 
 
-def _is_there(name: str) -> bool:
+def _exists(name: str) -> bool:
     name, _, parameter = name.removesuffix(")").partition("(")
     module, _, path = name.partition(":")
     try:
@@ -106,26 +109,29 @@ def _is_there(name: str) -> bool:
     return not parameter or parameter in inspect.signature(found).parameters
 
 
-def _found(name: str) -> Any:
+def _lookup(name: str) -> Any:
     module, _, attribute = name.partition(":")
     return getattr(import_module(module), attribute)
 
 
 def register_in_process(architectures: Sequence[str]) -> None:
-    """Have vLLM look at these model classes in this process; its way is a second one, which takes some seconds."""
+    """Register these model classes by class, so that vLLM need not inspect them in a process of its own.
+
+    vLLM knows its models by name only and imports each in a subprocess to inspect it, which takes seconds.
+    """
     for name in architectures:
         if name in ModelRegistry.models:
             ModelRegistry.register_model(name, ModelRegistry.models[name].load_model_cls())
 
 
 def close(llm: Any) -> None:
-    """Free what an ``LLMEngine`` in this process holds, its threads too."""
+    """Free what an ``LLMEngine`` in this process holds, including its threads."""
     llm.engine_core.shutdown()
     llm.renderer.shutdown()
 
 
 def engine_metrics(llm: Any) -> dict[str, float]:
-    """Of an ``LLMEngine`` that keeps statistics: its counters and gauges of one value each."""
+    """Return the single-valued counters and gauges of an ``LLMEngine`` that keeps statistics."""
     return {
         metric.name.removeprefix("vllm:"): float(metric.value)
         for metric in llm.get_metrics()
@@ -135,50 +141,50 @@ def engine_metrics(llm: Any) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class HiddenStates:
-    """Hidden states of one request at k positions, as one forward brought them."""
+    """The hidden states of one request at k neighbouring positions, from one forward."""
 
     request: str
-    """vLLM's own id of it: what ``add_request`` gave."""
+    """vLLM's internal id: what ``add_request`` returned."""
     position: int
-    """The first one."""
+    """The first position."""
     layers: Tensor
-    """(k, layers, hidden): what went into the first layer (0) or came out of the others, before the last norm."""
+    """(k, layers, hidden): the input of the first layer (layer 0), or a layer's output before the final norm."""
     last: Tensor
-    """(k, hidden): what came out of the model, after the last norm."""
+    """(k, hidden): the model's output, after the final norm."""
 
     def __len__(self) -> int:
         return len(self.last)
 
     def since(self, position: int) -> HiddenStates:
-        """Without those before it."""
+        """Drop the positions before ``position``."""
         cut = max(0, position - self.position)
         return HiddenStates(self.request, self.position + cut, self.layers[cut:], self.last[cut:])
 
     def until(self, position: int) -> HiddenStates:
-        """Without it and those behind it."""
+        """Drop the positions from ``position`` on."""
         count = max(0, position - self.position)
         return HiddenStates(self.request, self.position, self.layers[:count], self.last[:count])
 
 
-check()  # before anything below is taken from where it was
+check()  # before the lookups below, whose errors would not list all missing names
 
-omni_fields: Any = _found("vllm.model_executor.models.qwen2_5_omni_thinker:create_qwen2_5_omni_thinker_field_factory")
-"""spatial_merge_size -> features -> how each of them is cut into items."""
-MultiModalKwargsItems: Any = _found("vllm.multimodal.inputs:MultiModalKwargsItems")
-PlaceholderRange: Any = _found("vllm.multimodal.inputs:PlaceholderRange")
-_EngineCoreRequest: Any = _found("vllm.v1.engine:EngineCoreRequest")
-_Counter: Any = _found("vllm.v1.metrics.reader:Counter")
-_Gauge: Any = _found("vllm.v1.metrics.reader:Gauge")
-_Base: Any = _found(
+omni_fields: Any = _lookup("vllm.model_executor.models.qwen2_5_omni_thinker:create_qwen2_5_omni_thinker_field_factory")
+"""spatial_merge_size -> features -> how vLLM cuts each of them into items."""
+MultiModalKwargsItems: Any = _lookup("vllm.multimodal.inputs:MultiModalKwargsItems")
+PlaceholderRange: Any = _lookup("vllm.multimodal.inputs:PlaceholderRange")
+_EngineCoreRequest: Any = _lookup("vllm.v1.engine:EngineCoreRequest")
+_Counter: Any = _lookup("vllm.v1.metrics.reader:Counter")
+_Gauge: Any = _lookup("vllm.v1.metrics.reader:Gauge")
+_Base: Any = _lookup(
     "vllm.v1.worker.cpu_worker:CPUWorker" if current_platform.is_cpu() else "vllm.v1.worker.gpu_worker:Worker"
 )
 
 
 class Sessions:
-    """Prompts that grow: what vLLM's ``AsyncLLM`` takes as a stream of input, of an ``LLMEngine`` in this process.
+    """Requests whose prompt grows, for an ``LLMEngine`` in this process. vLLM has them for ``AsyncLLM`` only.
 
-    llm: with a model that answers with hidden states. Each piece that is sent is answered once, by that of its last
-    position; until the next one comes the session stands still and keeps its blocks of the cache.
+    llm: an engine whose model returns hidden states. vLLM answers each chunk once, with the hidden state of its last
+    position. Until the next chunk is sent the session waits and keeps its cache blocks.
     """
 
     def __init__(self, llm: Any) -> None:
@@ -186,7 +192,7 @@ class Sessions:
         self._params = PoolingParams(task="embed", use_activation=False)
 
     def send(self, name: str, ids: list[int]) -> None:
-        """Once the piece before has been answered. A new name begins a session."""
+        """Send a session's next chunk, after the answer to the one before. A new name begins a session."""
         self._core.add_request(
             _EngineCoreRequest(
                 request_id=name,
@@ -203,55 +209,57 @@ class Sessions:
         )
 
     def step(self) -> dict[str, Tensor]:
-        """One forward; the sessions it answers, each with (hidden,)."""
+        """Run one forward; return the hidden state, (hidden,), of each session that it answers."""
         outputs = self._core.get_output().outputs
         return {output.request_id: output.pooling_output for output in outputs if output.pooling_output is not None}
 
     def end(self, name: str) -> None:
+        """End a session and free its cache blocks."""
         self._core.abort_requests([name])
 
 
 class StageWorker(_Base):  # type: ignore[misc]
-    """vLLM's worker, which on a CPU, too, prefills a request that samples by its own seed in pieces.
+    """vLLM's worker, with two corrections.
 
-    With each piece vLLM draws a token, and turns the request's generator back afterwards: on a CPU that raises. Here
-    such a request has no generator while a token is drawn that nobody gets.
-
-    And it leaves no file behind: where ranks would meet, vLLM names one in the temporary directory, and a process that
-    is killed never removes it. Where there is one rank, memory without a name does.
+    1. A CPU can prefill a seeded request in chunks. vLLM draws a token after each chunk and rewinds the request's
+       generator, which raises an exception on a CPU. Here the request has no generator while vLLM draws a token that
+       it then discards.
+    2. The worker leaves no file behind. vLLM lets its ranks rendezvous at a file in the temporary directory, which a
+       killed process never removes. With one rank, anonymous memory takes the place of the file.
     """
 
     def __init__(self, **kwargs: Any) -> None:
         if kwargs["vllm_config"].parallel_config.world_size == 1:
-            descriptor = os.memfd_create("vllm")  # for the life of the process, which torch ends its groups with
+            descriptor = os.memfd_create("vllm")  # never closed: torch's process group lives as long as the process
             kwargs["distributed_init_method"] = f"file:///proc/self/fd/{descriptor}"
         super().__init__(**kwargs)
 
     def load_model(self, **kwargs: Any) -> None:
         super().load_model(**kwargs)
         runner = self.model_runner
-        moved = [f"model_runner.{name}" for name in RUNNER if not hasattr(runner, name)]
-        moved += [f"model_runner.input_batch.{name}" for name in BATCH if not hasattr(runner.input_batch, name)]
-        if moved:
-            raise UnsupportedVLLMVersion(moved)
+        missing = [f"model_runner.{name}" for name in RUNNER_ATTRIBUTES if not hasattr(runner, name)]
+        batch = runner.input_batch
+        missing += [f"model_runner.input_batch.{name}" for name in BATCH_ATTRIBUTES if not hasattr(batch, name)]
+        if missing:
+            raise UnsupportedVLLMVersion(missing)
 
     def sample_tokens(self, grammar_output: Any) -> Any:
         batch = self.model_runner.input_batch
-        aside: dict[int, Any] = {}
+        set_aside: dict[int, Any] = {}
         if batch.generators and current_platform.is_cpu():
             unfinished = self.model_runner.discard_request_mask.np[: batch.num_reqs].nonzero()[0].tolist()
-            aside = {row: batch.generators.pop(row) for row in unfinished if row in batch.generators}
+            set_aside = {row: batch.generators.pop(row) for row in unfinished if row in batch.generators}
         output = super().sample_tokens(grammar_output)
-        batch.generators.update(aside)
+        batch.generators.update(set_aside)
         return output
 
 
 class HiddenStateWorker(StageWorker):
-    """The same, which keeps hidden states. ``additional_config`` row_layers: which, as transformers counts them."""
+    """Captures hidden states. ``additional_config["row_layers"]``: of which layers, counted as transformers does."""
 
     def load_model(self, **kwargs: Any) -> None:
         super().load_model(**kwargs)
-        self._rows: list[HiddenStates] = []
+        self._captured: list[HiddenStates] = []
         language = self.model_runner.get_model().get_language_model().model
         language._set_aux_hidden_state_layers(tuple(self.vllm_config.additional_config["row_layers"]))
         self._embed = language.embed_tokens
@@ -261,27 +269,27 @@ class HiddenStateWorker(StageWorker):
         output = super().execute_model(scheduler_output)
         state = self.model_runner.execute_model_state
         if output is None and state is not None and state.aux_hidden_states is not None:
-            self._keep(scheduler_output.num_scheduled_tokens, state)
+            self._capture(scheduler_output.num_scheduled_tokens, state)
         return output
 
-    def _keep(self, counts: Any, state: Any) -> None:
+    def _capture(self, counts: Any, state: Any) -> None:
         batch, begin = self.model_runner.input_batch, 0
         layers = torch.stack(state.aux_hidden_states, 1)
-        for name in batch.req_ids:  # in this order the forward has them, one after the other
+        for name in batch.req_ids:  # the order of their positions in the forward
             end = begin + counts[name]
             position = int(batch.num_computed_tokens_cpu[batch.req_id_to_index[name]])
-            self._rows.append(
+            self._captured.append(
                 HiddenStates(name, position, layers[begin:end].clone(), state.hidden_states[begin:end].clone())
             )
             begin = end
 
     def take_hidden_states(self) -> list[HiddenStates]:
-        """All since the last call."""
-        rows, self._rows = self._rows, []
-        return rows
+        """Return what was captured since the last call."""
+        captured, self._captured = self._captured, []
+        return captured
 
     @torch.inference_mode()
     def embed(self, ids: Sequence[int]) -> Tensor:
-        """Rows of the embedding table, (n, hidden)."""
-        found: Tensor = self._embed(torch.as_tensor(ids, device=self.device))
-        return found
+        """Return rows of the embedding table, (n, hidden)."""
+        rows: Tensor = self._embed(torch.as_tensor(ids, device=self.device))
+        return rows

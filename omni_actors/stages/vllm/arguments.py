@@ -1,4 +1,4 @@
-"""The options of a stage as vLLM's own: ``engine_args`` by the names, and with the checks, of its ``EngineArgs``."""
+"""Conversion of a stage's options and a request's parameters to vLLM's ``EngineArgs`` and ``SamplingParams``."""
 
 from __future__ import annotations
 
@@ -15,29 +15,33 @@ from vllm.sampling_params import RepetitionDetectionParams, RequestOutputKind, S
 from omni_actors.stages.base import InvalidRequest
 from omni_actors.stages.vllm.options import VLLMSampling
 
-__all__ = ["CLIENTS", "WrongEngineArgument", "engine_args", "refusal", "sampling_params"]
+__all__ = ["CLIENT_ERRORS", "WrongEngineArgument", "engine_args", "refusal", "sampling_params"]
 
-OURS: Mapping[str, str] = {
+RESERVED: Mapping[str, str] = {
     "model": "the stage's `model`",
     "worker_cls": "the engine itself",
     "additional_config": "the engine itself",
 }
-"""Not to be given, since something else says it."""
+"""Fields of ``EngineArgs`` that ``engine_args`` must not have, with what sets each of them."""
 DEFAULTS: Mapping[str, Any] = {
     "disable_log_stats": False,
-    "enable_prefix_caching": False,  # so that an answer's last digits do not depend on who asked before
+    "enable_prefix_caching": False,  # so that an answer's last digits do not depend on earlier requests
     "use_tqdm_on_load": False,
 }
-CLIENTS = (VLLMClientError, ValueError, TypeError)
-"""What vLLM raises where a request is at fault."""
+CLIENT_ERRORS = (VLLMClientError, ValueError, TypeError)
+"""What vLLM raises for a request that is wrong."""
 STRUCTS: Mapping[str, type[Any]] = {
     "structured_outputs": StructuredOutputsParams,
     "repetition_detection": RepetitionDetectionParams,
 }
+"""The parameters that vLLM takes as structs."""
 
 
 class WrongEngineArgument(ValueError):
-    """``engine_args`` has a name that vLLM does not take. accepted: what would do, in words."""
+    """A stage's ``engine_args`` has a name or value that the engine does not accept.
+
+    stage, name: where it was found. accepted: what the engine accepts, in words.
+    """
 
     def __init__(self, stage: str, name: str, accepted: str) -> None:
         self.stage, self.name, self.accepted = stage, name, accepted
@@ -45,25 +49,28 @@ class WrongEngineArgument(ValueError):
 
 
 def engine_args(stage: str, model: Path, given: Mapping[str, Any], fixed: Mapping[str, Any]) -> EngineArgs:
-    """fixed: what an engine depends on, so that nothing else may be given. Raises WrongEngineArgument.
+    """Return vLLM's ``EngineArgs`` for a stage.
 
-    A value that vLLM refuses raises as it says: pydantic's ValidationError, ValueError, TypeError.
+    given: the stage's ``engine_args``. fixed: fields that the engine depends on, which ``given`` must not change.
+
+    Raises WrongEngineArgument for a name. For a value it raises what vLLM raises: pydantic's ValidationError,
+    ValueError, TypeError.
     """
     known = [field.name for field in dataclasses.fields(EngineArgs)]
     for name, value in given.items():
         if name not in known:
             close = difflib.get_close_matches(name, known, n=1)
-            meant = f"; did you mean {close[0]!r}?" if close else ""
-            raise WrongEngineArgument(stage, name, f"a field of vLLM's EngineArgs{meant}")
-        if name in OURS:
-            raise WrongEngineArgument(stage, name, f"not this one: {OURS[name]} says it")
+            hint = f"; did you mean {close[0]!r}?" if close else ""
+            raise WrongEngineArgument(stage, name, f"a field of vLLM's EngineArgs{hint}")
+        if name in RESERVED:
+            raise WrongEngineArgument(stage, name, f"any field but this one, which {RESERVED[name]} sets")
         if name in fixed and value != fixed[name]:
-            raise WrongEngineArgument(stage, name, f"{fixed[name]!r} only, for {name!r} of this engine")
+            raise WrongEngineArgument(stage, name, f"only {fixed[name]!r} as the {name!r} of this engine")
     return EngineArgs(model=str(model), **{**DEFAULTS, **given, **fixed})
 
 
 def sampling_params(params: VLLMSampling) -> SamplingParams:
-    """Raises ``InvalidRequest``, with vLLM's message."""
+    """Return a request's parameters as vLLM's. Raises ``InvalidRequest``, with vLLM's message."""
     fields = {name: getattr(params, name) for name in SamplingParams.__struct_fields__ if hasattr(params, name)}
     fields = {name: list(value) if isinstance(value, tuple) else value for name, value in fields.items()}
     try:
@@ -73,10 +80,10 @@ def sampling_params(params: VLLMSampling) -> SamplingParams:
         if fields.get("logit_bias") is not None:
             fields["logit_bias"] = {int(token): bias for token, bias in fields["logit_bias"].items()}
         return SamplingParams(**fields, output_kind=RequestOutputKind.DELTA)
-    except CLIENTS as error:
+    except CLIENT_ERRORS as error:
         raise refusal(error) from error
 
 
 def refusal(error: Exception) -> InvalidRequest:
-    """What vLLM says of a request, as ours."""
+    """Return vLLM's error about a request as an ``InvalidRequest``."""
     return InvalidRequest(str(error), param=getattr(error, "parameter", None))

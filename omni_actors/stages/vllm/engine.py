@@ -1,94 +1,82 @@
-"""vLLM's ``LLMEngine`` behind the protocol of ``stages.base``, whatever its input is.
+"""vLLM's ``LLMEngine`` behind the ``StageEngine`` protocol, for any kind of input.
 
 Rules
-1. One thread: ``add_request`` in ``feed``, ``step`` in ``step``. vLLM schedules, batches, samples and detokenizes.
-2. Our request ids are vLLM's external ids, as text. Its own ids, which it draws, key the rows of hidden states.
-3. What vLLM refuses is the request's ``InvalidRequest`` with vLLM's message; any other exception of it ends the worker.
+1. All calls come from the engine loop's thread: ``add_request`` from ``feed`` or ``step``, vLLM's ``step`` from
+   ``step``. vLLM schedules, batches, samples and detokenizes.
+2. Our request ids are vLLM's external ids, as text. vLLM draws internal ids, which key the captured hidden states.
+3. An error that vLLM raises for a request becomes that request's ``InvalidRequest``, with vLLM's message. Any other
+   exception of vLLM ends the worker.
 
-With logprobs, an output's data has ``logprobs``: for each new token a list of ``{"token_id", "logprob", "rank",
-"token"}``, as vLLM has them; ``prompt_logprobs`` is the same for each token of the prompt (null for the first).
+If logprobs were asked for, an output's data has ``logprobs``: for each new token a list of ``{"token_id", "logprob",
+"rank", "token"}``, in vLLM's order. ``prompt_logprobs`` has the same for each token of the prompt (null for the first).
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import msgspec
 import vllm
 from vllm import LLMEngine, SamplingParams
 
-from omni_actors.stages.autoregressive.language import Collector
-from omni_actors.stages.base import (
-    Chunk,
-    InvalidRequest,
-    RequestId,
-    StageContext,
-    StageFailure,
-    StageOutput,
-    StageRequest,
-)
-from omni_actors.stages.refusal import request_work, validated
+from omni_actors.stages.autoregressive.prompt_engine import C, PromptEngine, PromptRequest
+from omni_actors.stages.base import InvalidRequest, RequestId, StageContext, StageFailure, StageOutput, StageRequest
 from omni_actors.stages.vllm import _internals
-from omni_actors.stages.vllm.arguments import CLIENTS, engine_args, refusal, sampling_params
+from omni_actors.stages.vllm.arguments import CLIENT_ERRORS, engine_args, refusal, sampling_params
 from omni_actors.stages.vllm.options import VLLMOptions, VLLMParams, VLLMSampling
 
 __all__ = ["Request", "VLLMEngine", "logprobs_of"]
 
 
-class Request:
-    """One request. ``internal``: vLLM's id of it, once its input is complete."""
+class Request(PromptRequest[C]):
+    """One request."""
 
-    internal = ""
+    internal_id = ""
+    """vLLM's own id, once the request is in the batch."""
     prompt_tokens = 0
+    completion_tokens = 0
 
-    def __init__(self, request: StageRequest, params: VLLMSampling, collector: Collector) -> None:
-        self.id, self.params, self.collector = request.request_id, params, collector
+    def __init__(self, request: StageRequest, params: VLLMSampling, collector: C) -> None:
+        """Raises ``InvalidRequest``."""
+        super().__init__(request, params, collector)
         self.sampling: SamplingParams = sampling_params(params)
-        self.downstream = request.downstream
-        """Whether anybody reads what goes downstream."""
-        self.tokens = 0
-        """Generated so far."""
 
 
-R = TypeVar("R", bound=Request)
+R = TypeVar("R", bound=Request[Any])
 
 
-class VLLMEngine(Generic[R]):
-    """A ``StageEngine``. What kind of input it takes, a class below says."""
+class VLLMEngine(PromptEngine[R]):
+    """A ``StageEngine`` on vLLM. ``context.model``: a checkpoint directory. A subclass defines the kind of input."""
 
     PARAMS: ClassVar[type[VLLMSampling]] = VLLMParams
 
     def __init__(self, context: StageContext, **fixed: Any) -> None:
-        """fixed: of vLLM's EngineArgs, what this engine depends on.
+        """Load the model. fixed: the fields of vLLM's ``EngineArgs`` that the engine depends on.
 
-        Raises msgspec.ValidationError (options), WrongEngineArgument, UnsupportedVLLMVersion, and whatever vLLM raises
-        as it loads.
+        Raises msgspec.ValidationError (options), WrongEngineArgument, UnsupportedVLLMVersion, and what vLLM raises
+        while it loads.
         """
+        super().__init__()
         self._options = msgspec.convert(context.options, VLLMOptions)
         if context.model is None:
             raise ValueError(f"stage {context.stage!r}: vLLM needs a model, a checkpoint directory")
         arguments = engine_args(context.stage, context.model, self._options.engine_args, fixed)
         context.report(f"vLLM {vllm.__version__} is reading the weights")
-        _internals.register_in_process(
-            json.loads((context.model / "config.json").read_text()).get("architectures") or ()
-        )
+        config = json.loads((context.model / "config.json").read_text())
+        _internals.register_in_process(config.get("architectures") or ())
         self._llm = LLMEngine.from_engine_args(arguments)
         self._context: int = self._llm.model_config.max_model_len
-        self._requests: dict[RequestId, R] = {}
 
-    # what an engine says for itself
+    # for subclasses, besides ``_open`` and ``_encode``, which sets ``prompt_tokens`` and returns vLLM's ``EngineInput``
 
-    def _open(self, request: StageRequest, params: Any) -> R:
+    def _outputs(self, request: R, output: Any) -> Iterator[StageOutput]:
+        """Yield the outputs of one ``RequestOutput`` of vLLM. Forgets a request that ends with it."""
         raise NotImplementedError
 
-    def _complete(self, request: R) -> None:
-        """The request's input is here: ``_add`` it, now or in a later step. Raises ``InvalidRequest``."""
-        raise NotImplementedError
-
-    def _stepped(self) -> Iterator[StageOutput]:
-        """What the stages below get of this step that belongs to no new token."""
+    def _prompt_outputs(self) -> Iterator[StageOutput]:
+        """Yield what the last step computed for the downstream stages that belongs to no new token."""
         yield from ()
 
     # StageEngine
@@ -98,78 +86,61 @@ class VLLMEngine(Generic[R]):
         busy: bool = self._llm.has_unfinished_requests()
         return busy
 
-    def start(self, request: StageRequest) -> None:
-        self._requests[request.request_id] = self._open(request, validated(request.params, self.PARAMS))
-
-    def feed(self, request_id: RequestId, chunk: Chunk) -> None:
-        request = self._requests[request_id]
+    def _admit(self, request: R, prompt: Any) -> None:
+        del request.collector
         try:
-            with request_work("messages"):
-                complete = request.collector.feed(chunk)
-            if complete:
-                self._complete(request)
-        except InvalidRequest:
-            self.abort(request_id)
-            raise
-
-    def _add(self, request: R, prompt: Any, tokens: int) -> None:
-        """prompt: an ``EngineInput`` of vLLM, of so many ``tokens``. Raises ``InvalidRequest``."""
-        del request.collector  # it may be large
-        request.prompt_tokens = tokens
-        try:
-            request.internal = self._llm.add_request(
+            request.internal_id = self._llm.add_request(
                 str(request.id), prompt, request.sampling, priority=request.params.priority
             )
-        except CLIENTS as error:
+        except CLIENT_ERRORS as error:
             if request.prompt_tokens >= self._context:
                 raise InvalidRequest(str(error), param="messages", code="context_length_exceeded") from error
             raise refusal(error) from error
 
     def abort(self, request_id: RequestId) -> None:
         request = self._requests.pop(request_id, None)
-        if request is not None and request.internal:
+        if request is not None and request.internal_id:
             self._llm.abort_request([str(request_id)])
-            self._let_go()
+            self._free_ended()
 
     def step(self) -> Iterator[StageOutput | StageFailure]:
         outputs = self._llm.step()
-        yield from self._stepped()
+        yield from self._prompt_outputs()
         for output in outputs:
             if (request := self._requests.get(int(output.request_id))) is not None:
                 yield from self._outputs(request, output)
-        self._let_go()
+        self._free_ended()
 
     def gauges(self) -> dict[str, float]:
-        """vLLM's counters and gauges of one value each, by its names for them; none with disable_log_stats: true."""
+        """Return vLLM's single-valued counters and gauges by vLLM's names; empty with ``disable_log_stats: true``."""
         return _internals.engine_metrics(self._llm) if self._llm.log_stats else {}
 
     def close(self) -> None:
-        self._requests.clear()
+        super().close()
         _internals.close(self._llm)
         del self._llm
 
-    def _let_go(self) -> None:
-        """vLLM forgets the requests that have ended in the step behind: where none would come, it comes now."""
+    def _free_ended(self) -> None:
+        """Let vLLM free the requests that ended. vLLM does that in its next step, and the loop calls none if idle."""
         if not self._llm.has_unfinished_requests():
             self._llm.step()
 
-    def _outputs(self, request: R, output: Any) -> Iterator[StageOutput]:
-        """Of one ``RequestOutput``; a request that ends here is to be forgotten."""
-        raise NotImplementedError
-
 
 def logprobs_of(output: Any, answer: Any) -> dict[str, Any]:
-    """What was asked for of the probabilities, of new tokens and, once, of the prompt's."""
+    """Return the output's data about log probabilities, empty unless the request asked for them.
+
+    output: a ``RequestOutput`` of vLLM, which has the prompt's once. answer: one of its ``CompletionOutput``.
+    """
     data: dict[str, Any] = {}
     if answer.logprobs:
-        data["logprobs"] = [_logprobs(one) for one in answer.logprobs]
+        data["logprobs"] = [_logprobs(position) for position in answer.logprobs]
     if output.prompt_logprobs:
-        data["prompt_logprobs"] = [one and _logprobs(one) for one in output.prompt_logprobs]
+        data["prompt_logprobs"] = [position and _logprobs(position) for position in output.prompt_logprobs]
     return data
 
 
 def _logprobs(position: Mapping[int, Any]) -> list[dict[str, Any]]:
     return [
-        {"token_id": token, "logprob": one.logprob, "rank": one.rank, "token": one.decoded_token}
-        for token, one in position.items()
+        {"token_id": token, "logprob": found.logprob, "rank": found.rank, "token": found.decoded_token}
+        for token, found in position.items()
     ]

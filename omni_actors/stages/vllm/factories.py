@@ -1,9 +1,9 @@
-"""The engines as a worker opens them, and what vLLM finds when it is imported there.
+"""Factories of the engines on vLLM. They set the environment of vLLM before they import it.
 
 Rules
-1. vLLM's own settings are environment variables, which it reads as it is imported: they come first.
-2. One process: no engine in a second one, no model looked at in a third, so a worker's death leaves nothing.
-3. It asks no hub, and reports to nobody.
+1. vLLM's settings are environment variables, which vLLM reads when it is imported. So they are set first.
+2. vLLM runs in the worker's process and starts no other, so a worker's death leaves nothing behind.
+3. vLLM contacts no model hub and sends no usage statistics.
 """
 
 from __future__ import annotations
@@ -13,24 +13,24 @@ import os
 from omni_actors.stages import assets
 from omni_actors.stages.base import StageContext, StageEngine
 
-__all__ = ["open_qwen2_5_thinker", "open_qwen3_talker", "open_qwen3_thinker", "open_text", "prepare"]
+__all__ = ["open_qwen2_5_thinker", "open_qwen3_talker", "open_qwen3_thinker", "open_text", "prepare_environment"]
 
-FIXED = {
+REQUIRED = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_USE_V2_MODEL_RUNNER": "0",  # hidden states are read off the first one
+    "VLLM_USE_V2_MODEL_RUNNER": "0",  # the hidden states are captured from version 1
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
 }
-DEFAULT = {
-    "VLLM_LOGGING_LEVEL": "ERROR",  # the end of stderr is kept to explain a crash
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the pipeline's other workers are on these cores too
+DEFAULTS = {
+    "VLLM_LOGGING_LEVEL": "ERROR",  # the supervisor keeps the end of stderr to explain a crash
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # other workers of the pipeline use the same cores
 }
 
 
-def prepare(context: StageContext) -> None:
-    """Call before vLLM is imported."""
-    os.environ.update(FIXED)
-    for name, value in DEFAULT.items():
+def prepare_environment(context: StageContext) -> None:
+    """Set vLLM's environment variables in this process. Call it before vLLM is imported."""
+    os.environ.update(REQUIRED)
+    for name, value in DEFAULTS.items():
         os.environ.setdefault(name, value)
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(assets.cache_dir() / "torchinductor"))
     kind, _, index = context.device.partition(":")
@@ -40,32 +40,32 @@ def prepare(context: StageContext) -> None:
 
 
 def open_text(context: StageContext) -> StageEngine:
-    """Text to text. ``context.model``: a checkpoint directory. Nothing is downloaded. Raises as ``VLLMEngine`` does."""
-    prepare(context)
+    """Open a text model. ``context.model``: a checkpoint directory. Raises as ``VLLMEngine`` does."""
+    prepare_environment(context)
     from omni_actors.stages.vllm.text import TextEngine
 
     return TextEngine(context)
 
 
 def open_qwen3_thinker(context: StageContext) -> StageEngine:
-    """Qwen3-Omni's thinker, for its talker. ``context.model``: a whole checkpoint's directory."""
-    prepare(context)
+    """Open Qwen3-Omni's thinker. ``context.model``: the directory of the whole model's checkpoint."""
+    prepare_environment(context)
     from omni_actors.stages.vllm.qwen3_thinker import Qwen3Thinker
 
     return Qwen3Thinker(context)
 
 
 def open_qwen3_talker(context: StageContext) -> StageEngine:
-    """Qwen3-Omni's talker. ``context.model``: a whole checkpoint's directory."""
-    prepare(context)
+    """Open Qwen3-Omni's talker. ``context.model``: the directory of the whole model's checkpoint."""
+    prepare_environment(context)
     from omni_actors.stages.vllm.qwen3_talker import Qwen3Talker
 
     return Qwen3Talker(context)
 
 
 def open_qwen2_5_thinker(context: StageContext) -> StageEngine:
-    """Qwen2.5-Omni's thinker, for its talker. ``context.model``: a whole checkpoint's directory."""
-    prepare(context)
+    """Open Qwen2.5-Omni's thinker. ``context.model``: the directory of the whole model's checkpoint."""
+    prepare_environment(context)
     from omni_actors.stages.vllm.qwen2_5_thinker import Qwen25Thinker
 
     return Qwen25Thinker(context)

@@ -1,7 +1,7 @@
-"""A processed prompt of an omni model as vLLM takes it.
+"""Converts a processed prompt of an omni model to vLLM's input.
 
-Our processor makes the ids and the features, as for the thinkers on transformers; vLLM's own is not asked. It gets each
-sound, image and video as an item with its place among the ids.
+``OmniProcessor`` makes the ids and the features, as for the thinkers on transformers; vLLM's own processor is not used.
+vLLM gets each recording, image and video as an item with its place among the ids.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from omni_actors.stages.vllm._internals import MultiModalKwargsItems, Placeholde
 
 __all__ = ["to_prompt"]
 
-_numbers = count()
-"""An item's name: vLLM keeps encoded items by it, and two requests' items are never taken for one."""
+_item_numbers = count()
+"""Number the items of all requests: vLLM caches encoded items by name, so no two items may share one."""
 
 
 def to_prompt(inputs: OmniInputs, thinker: Any) -> TokensInput | MultiModalInput:
-    """thinker: the configuration of that part."""
+    """Return vLLM's input for a prompt. thinker: the configuration of that part of the model."""
     if not inputs.tensors:
         return tokens_input(inputs.ids)
     merge = thinker.vision_config.spatial_merge_size
@@ -34,13 +34,13 @@ def to_prompt(inputs: OmniInputs, thinker: Any) -> TokensInput | MultiModalInput
     places: dict[str, list[PlaceholderRange]] = {}
     for kind, place in _places(inputs, thinker):
         places.setdefault(kind, []).append(place)
-    names = {kind: [f"item-{next(_numbers)}" for _ in places[kind]] for kind in places}
+    names = {kind: [f"item-{next(_item_numbers)}" for _ in places[kind]] for kind in places}
     assert {kind: len(places[kind]) for kind in places} == {kind: len(items[kind]) for kind in items}
     return mm_input(inputs.ids, items, names, places)
 
 
 def _features(inputs: OmniInputs) -> dict[str, Tensor]:
-    """Under vLLM's names. Frames of sounds one after the other, without what filled them up to one length."""
+    """Return the features under vLLM's names. The frames of all recordings are concatenated, without padding."""
     tensors = dict(inputs.tensors)
     if (padded := tensors.pop("input_features", None)) is not None:
         mask = tensors["feature_attention_mask"]
@@ -53,7 +53,7 @@ def _features(inputs: OmniInputs) -> dict[str, Tensor]:
 
 
 def _places(inputs: OmniInputs, thinker: Any) -> Iterator[tuple[str, PlaceholderRange]]:
-    """Each item's kind and range. A video's sound lies among its frames: both have the range, and a mask."""
+    """Yield each item's kind and range. A video's sound lies among its frames: both have its range, and a mask each."""
     kinds = {thinker.audio_token_id: "audio", thinker.image_token_id: "image", thinker.video_token_id: "video"}
     at = 0
     for is_medium, run in groupby(inputs.ids, kinds.__contains__):
@@ -62,7 +62,7 @@ def _places(inputs: OmniInputs, thinker: Any) -> Iterator[tuple[str, Placeholder
         if len(found) == 1:
             yield found.pop(), PlaceholderRange(at, len(ids))
         for kind in sorted(found):
-            # With the marks around it, as vLLM has it.
+            # vLLM counts the marks around it, too.
             whole = torch.tensor(inputs.ids[at - 1 : at + len(ids) + 1])
             token = getattr(thinker, f"{kind}_token_id")
             yield kind, PlaceholderRange(at - 1, len(whole), whole == token)

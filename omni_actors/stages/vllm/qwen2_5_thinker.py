@@ -1,8 +1,4 @@
-"""Qwen2.5-Omni's thinker on vLLM: as ``qwen2_5.thinker``.
-
-A row of the talker's is what went into the language model at a position and what came out of it, added up; of sound and
-picture only the latter.
-"""
+"""Qwen2.5-Omni's thinker on vLLM. ``qwen2_5.handoff`` has what goes to the talker, ``vllm.thinker`` the rest."""
 
 from __future__ import annotations
 
@@ -14,9 +10,10 @@ from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import Qwen2_5OmniTh
 
 from omni_actors.stages.base import InvalidRequest, StageContext, StageRequest
 from omni_actors.stages.checkpoint import whole_config
+from omni_actors.stages.multimodal.processor import OmniInputs
 from omni_actors.stages.multimodal.prompt import OmniPrompt
 from omni_actors.stages.omni.positions import rotary_positions
-from omni_actors.stages.qwen2_5.speakers import load_speakers
+from omni_actors.stages.qwen2_5.handoff import handoff_rows, tts_tokens
 from omni_actors.stages.vllm._internals import HiddenStates
 from omni_actors.stages.vllm.options import VLLMThinkerParams
 from omni_actors.stages.vllm.thinker import Thinker, ThinkerRequest
@@ -26,7 +23,7 @@ __all__ = ["Qwen25Thinker"]
 
 class _Request(ThinkerRequest):
     positions: Tensor
-    """(3, n)."""
+    """Rotary positions of the prompt, (3, n)."""
 
 
 class Qwen25Thinker(Thinker[_Request]):
@@ -36,30 +33,29 @@ class Qwen25Thinker(Thinker[_Request]):
         """Raises as ``Thinker`` does, OSError."""
         assert context.model is not None
         config: Any = whole_config(context.model)
-        talker = config.talker_config
-        self._tts = [talker.tts_text_end_token_id, talker.tts_text_pad_token_id]
-        self._tts += [speaker.bos_token for speaker in load_speakers(context.model).values()]
+        self._tts = tts_tokens(config, context.model)
         super().__init__(context, config, [0], ())
-        with torch.device("meta"):  # it counts positions, and has no weights
-            self._counting = Qwen2_5OmniThinkerForConditionalGeneration(config.thinker_config)
+        with torch.device("meta"):  # a model without weights, which computes positions only
+            self._position_model = Qwen2_5OmniThinkerForConditionalGeneration(config.thinker_config)
 
     def _open(self, request: StageRequest, params: VLLMThinkerParams) -> _Request:
         if params.use_audio_in_video:
-            # Of a video with its sound vLLM 0.32.0 makes another answer than transformers does.
+            # vLLM 0.32.0 answers a video with its sound differently than transformers does.
             raise InvalidRequest("this stage shows videos without their sound", param="use_audio_in_video")
         return _Request(request, params, OmniPrompt(request.sources))
 
-    def _prepared(self, request: _Request, *, use_audio_in_video: bool) -> None:
+    def _prepare(self, request: _Request, inputs: OmniInputs) -> Any:
         request.positions, _ = rotary_positions(
-            self._counting, request.ids, request.grids, use_audio_in_video=use_audio_in_video
+            self._position_model, request.ids, request.grids, use_audio_in_video=inputs.use_audio_in_video
         )
+        return super()._prepare(request, inputs)
 
     def _handoff_header(self, request: _Request) -> dict[str, Tensor]:
         return {"ids": request.ids, "positions": request.positions, "tts": self._embed(self._tts)}
 
-    def _rows(self, request: _Request, captured: HiddenStates) -> Tensor:
-        heard = request.is_media[captured.position : captured.position + len(captured)].to(captured.last.device)
-        return captured.last + captured.layers[:, 0].masked_fill(heard[:, None], 0)
+    def _prompt_rows(self, request: _Request, states: HiddenStates) -> Tensor:
+        is_media = request.is_media[states.position : states.position + len(states)]
+        return handoff_rows(states.layers[:, 0], states.last, is_media)
 
-    def _row(self, captured: HiddenStates) -> Tensor:
-        return captured.last + captured.layers[:, 0]
+    def _answer_row(self, states: HiddenStates) -> Tensor:
+        return states.last + states.layers[:, 0]

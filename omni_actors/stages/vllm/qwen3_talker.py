@@ -1,19 +1,19 @@
-"""Qwen3-Omni's talker on vLLM: as ``qwen3.talker``, but for its layers, which run in vLLM.
+"""Qwen3-Omni's talker with its layers on vLLM. All else is ``qwen3.talker``'s.
 
 Rules
-1. A request is a session of vLLM: positions are sent as their inputs are there, and between two it stands still and
-   keeps its cache. Nobody waits for it.
-2. vLLM answers with hidden states. Codes are chosen here, by the same samplers, and the code predictor is the same.
-3. There is room in vLLM's cache for ``max_batch`` requests of ``context`` positions: a session that stands still cannot
-   be preempted, so with less room all could wait for each other.
+1. A request is a session of vLLM (``_internals.Sessions``). Its positions are sent when their inputs have arrived.
+   Between two of them the session waits and keeps its cache, and delays no other.
+2. vLLM returns hidden states. The samplers and the code predictor of ``qwen3.talker`` choose the codes.
+3. vLLM's cache has room for ``max_batch`` requests of ``context`` positions. vLLM cannot preempt a waiting session, so
+   with less room all sessions could wait for each other.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import count
 from typing import Any
 
 import msgspec
@@ -37,7 +37,7 @@ from omni_actors.stages.vllm.qwen3_talker_model import register
 __all__ = ["Qwen3Talker"]
 
 
-class _AllButLayers(Qwen3OmniMoeTalkerForConditionalGeneration):  # type: ignore[no-untyped-call]
+class _TalkerWithoutLayers(Qwen3OmniMoeTalkerForConditionalGeneration):  # type: ignore[no-untyped-call]
     def __init__(self, config: Any) -> None:
         config.text_config.num_hidden_layers = 0
         super().__init__(config)
@@ -45,16 +45,17 @@ class _AllButLayers(Qwen3OmniMoeTalkerForConditionalGeneration):  # type: ignore
 
 @dataclass
 class _Session:
-    """What vLLM has of a request."""
+    """One request's session."""
 
     name: str
-    first: int
-    """Its first id; those of its positions follow."""
+    first_id: int
+    """The id of its first position. The ids of later positions follow."""
     sent: int = 0
+    """Positions that vLLM has."""
 
 
-class _Batch(Scheduler[Any]):
-    """ended: called with each sequence that may have had a row."""
+class _Scheduler(Scheduler[Any]):
+    """Calls ``ended`` with each sequence that is removed, whether it had a row or not."""
 
     def __init__(self, *args: Any, ended: Callable[[Any], None]) -> None:
         super().__init__(*args)
@@ -68,14 +69,14 @@ class _Batch(Scheduler[Any]):
 class Qwen3Talker(TalkerEngine):
     """See the module. ``context.model``: a checkpoint directory of Qwen3-Omni."""
 
-    MODEL = _AllButLayers
+    MODEL = _TalkerWithoutLayers
 
     def __init__(self, context: StageContext) -> None:
-        """Raises as ``TalkerEngine`` does, WrongEngineArgument, UnsupportedVLLMVersion, and whatever vLLM raises."""
+        """Raises as ``TalkerEngine`` does, WrongEngineArgument, UnsupportedVLLMVersion, and what vLLM raises."""
         options = msgspec.convert(context.options, VLLMTalkerOptions)
-        ours = {name: value for name, value in context.options.items() if name != "engine_args"}
-        device = context.device.partition(":")[0]  # of several, the worker sees its own only
-        super().__init__(msgspec.structs.replace(context, options=ours, device=device))
+        own_options = {name: value for name, value in context.options.items() if name != "engine_args"}
+        device = context.device.partition(":")[0]  # the worker sees only its own of several devices
+        super().__init__(msgspec.structs.replace(context, options=own_options, device=device))
         assert context.model is not None
         rows, block = options.max_batch, options.engine_args.get("block_size", 32 if current_platform.is_cpu() else 16)
         fixed = {
@@ -88,10 +89,10 @@ class Qwen3Talker(TalkerEngine):
             "max_model_len": options.context,
             "max_num_seqs": rows,
             "block_size": block,
-            "num_gpu_blocks_override": rows * math.ceil(options.context / block) + 1,  # one is vLLM's own
+            "num_gpu_blocks_override": rows * math.ceil(options.context / block) + 1,  # vLLM reserves one
             "enable_prefix_caching": False,
             "watermark": 0.0,
-            "disable_log_stats": True,  # it counts what passes through ``LLMEngine`` only
+            "disable_log_stats": True,  # vLLM counts only what passes through ``LLMEngine``
             "async_scheduling": False,
             "tensor_parallel_size": 1,
             "pipeline_parallel_size": 1,
@@ -99,52 +100,52 @@ class Qwen3Talker(TalkerEngine):
         context.report("vLLM is reading the weights of the talker's layers")
         self._llm = LLMEngine.from_engine_args(engine_args(context.stage, context.model, options.engine_args, fixed))
         [self._layers] = self._llm.apply_model(lambda model: model)
-        self._engine = _internals.Sessions(self._llm)
+        self._vllm_sessions = _internals.Sessions(self._llm)
         self._sessions: dict[TalkerRequest, _Session] = {}
-        self._names = map(str, count())
-        self._free = [row * options.context for row in range(rows)]
-        # Without layers this one holds lengths only.
+        self._names = map(str, itertools.count())
+        self._free_ids = [row * options.context for row in range(rows)]
+        # The keys and values are in vLLM's cache. This one only counts positions.
         self._cache = SlottedCache(rows, options.context, self._model.dtype, self._device)
-        self._scheduler = _Batch(self._cache, rows, options.prefill_chunk, ended=self._forget)
+        self._scheduler = _Scheduler(self._cache, rows, options.prefill_chunk, ended=self._end_session)
 
     @torch.inference_mode()
     def _forward(self, rows: list[int], inputs: Tensor, axes: Tensor | None = None) -> Tensor:
-        many = inputs.shape[1]
+        count = inputs.shape[1]
         requests = [self._scheduler.rows[row] for row in rows]
         sessions = [self._session(request) for request in requests]
-        positions, _ = self._cache.extend(rows, many)
+        positions, _ = self._cache.extend(rows, count)
         if axes is None:
             deltas = torch.tensor([request.delta for request in requests], device=positions.device)
             axes = (positions + deltas[:, None]).expand(3, -1, -1)
         cos, sin = self._model.model.rotary_emb(inputs, axes.to(inputs.device))
-        first = torch.tensor([session.first for session in sessions], device=positions.device)
+        first = torch.tensor([session.first_id for session in sessions], device=positions.device)
         self._layers.write(first[:, None] + positions, inputs, cos, sin)
         for request, session in zip(requests, sessions, strict=True):
-            begin = session.first + session.sent
-            self._engine.send(session.name, list(range(begin, begin + many)))
-            session.sent += many
-            request.cached += many
+            begin = session.first_id + session.sent
+            self._vllm_sessions.send(session.name, list(range(begin, begin + count)))
+            session.sent += count
+            request.cached += count
         hidden: dict[str, Tensor] = {}
-        for _ in range(len(sessions) * many):  # a step brings one position on at the least
-            hidden |= self._engine.step()
+        for _ in range(len(sessions) * count):  # each step computes at least one position
+            hidden |= self._vllm_sessions.step()
             if len(hidden) == len(sessions):
                 break
         else:
-            raise RuntimeError(f"vLLM answered {len(hidden)} of {len(sessions)} sessions and has stopped")
+            raise RuntimeError(f"vLLM answered {len(hidden)} of {len(sessions)} sessions and then stopped")
         found = torch.stack([hidden[session.name] for session in sessions])
         return found.to(self._device, self._model.dtype)
 
     def _session(self, request: TalkerRequest) -> _Session:
         if request not in self._sessions:
-            self._sessions[request] = _Session(next(self._names), self._free.pop())
+            self._sessions[request] = _Session(next(self._names), self._free_ids.pop())
         return self._sessions[request]
 
-    def _forget(self, request: TalkerRequest) -> None:
+    def _end_session(self, request: TalkerRequest) -> None:
         if session := self._sessions.pop(request, None):
-            self._engine.end(session.name)
-            self._free.append(session.first)
+            self._vllm_sessions.end(session.name)
+            self._free_ids.append(session.first_id)
 
     def close(self) -> None:
         super().close()
         _internals.close(self._llm)
-        del self._llm, self._engine, self._layers
+        del self._llm, self._vllm_sessions, self._layers

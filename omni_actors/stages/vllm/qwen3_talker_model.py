@@ -1,8 +1,8 @@
-"""The layers of Qwen3-Omni's talker as a model class of vLLM's, whose embedding table is written while it runs.
+"""The layers of Qwen3-Omni's talker as a vLLM model class whose embedding table is written while the model runs.
 
-A token id is a row of the tables and nothing more: whoever sends a prompt writes, before, what stands at each of its
-positions (the input) and where that position is (the rotation), and lets it stand for as long as vLLM might compute it
-again. So a model whose inputs are no tokens runs on vLLM as any other does, and takes another input at each step.
+A token id is only an index into two tables. Before the engine sends a prompt, it writes each position's input and
+rotation (rotary cosines and sines) into the rows of its ids, and keeps them while vLLM might compute the position
+again. So a model whose inputs are not tokens runs on vLLM, with a new input at every step.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ PREFIX = "talker.model."
 
 
 class TalkerLayers(nn.Module, VllmModelForPooling):  # type: ignore[misc]
-    """Answers a prompt with the hidden state of its last position, behind the last norm."""
+    """A pooling model: it answers a prompt with the hidden state of its last position, after the final norm."""
 
     is_pooling_model = True
 
@@ -46,7 +46,7 @@ class TalkerLayers(nn.Module, VllmModelForPooling):  # type: ignore[misc]
         self.pooler = DispatchPooler.for_embedding(vllm_config.model_config.pooler_config)
 
     def write(self, ids: Tensor, inputs: Tensor, cos: Tensor, sin: Tensor) -> None:
-        """Of the same leading shape: int64 ids, inputs (…, hidden), cos and sin (…, head size)."""
+        """Write the rows of ``ids``, int64 (…): inputs (…, hidden), cos and sin (…, head size)."""
         self.model.embed_tokens.weight[ids] = inputs
         self.rotations[ids] = torch.stack([cos, sin], -2)
 
@@ -71,9 +71,9 @@ class TalkerLayers(nn.Module, VllmModelForPooling):  # type: ignore[misc]
 
 
 class _Rotation(nn.Module):
-    """Where vLLM's rotary embedding would be: what it is given as positions are cosines and sines, (n, 2, head size).
+    """Takes the place of vLLM's rotary embedding. In place of positions it gets cosines and sines, (n, 2, head size).
 
-    vLLM's own positions are whole numbers; those of a video need not be.
+    vLLM's own positions are whole numbers, which a video's positions need not be.
     """
 
     def __init__(self, size: int) -> None:
@@ -87,15 +87,15 @@ class _Rotation(nn.Module):
 
 
 def register(ids: int) -> Callable[[Any], Any]:
-    """Make it known to vLLM, with tables of so many rows: what ``hf_overrides`` makes of a whole configuration."""
+    """Register the model class with vLLM, with tables of ``ids`` rows; return the function for ``hf_overrides``."""
     ModelRegistry.register_model(ARCHITECTURE, TalkerLayers)
 
     def layers_only(whole: Any) -> Any:
-        if not hasattr(whole, "talker_config"):  # vLLM asks for a model's type first, of a configuration without parts
+        if not hasattr(whole, "talker_config"):  # vLLM first calls it with an empty configuration, to learn the type
             return whole
         config = copy.deepcopy(whole.talker_config.text_config)
         config.architectures, config.vocab_size, config.tie_word_embeddings = [ARCHITECTURE], ids, False
-        # Else vLLM wants to compute positions on three axes.
+        # With these entries vLLM would compute positions on three axes.
         rope = config.rope_parameters
         config.rope_parameters = {name: rope[name] for name in rope if not name.startswith("mrope")}
         return config

@@ -1,11 +1,12 @@
-"""Text to text on vLLM: a conversation becomes the model's prompt as in the ``llm`` engine; vLLM detokenizes.
+"""Text to text on vLLM: the ``llm`` engine's prompts, vLLM's detokenization.
 
-With ``engine_args: {enable_prompt_embeds: true}`` a client may send embeddings in place of a conversation: chunks of
+With ``engine_args: {enable_prompt_embeds: true}`` a client may send embeddings in place of a conversation: all chunks'
 tensors ``embeds``, floating point (n, hidden), one after the other, are the whole prompt.
 
 Outputs: ``{"text": piece}``, and at the end ``{"text": rest, "finish_reason": …, "prompt_tokens": n,
-"completion_tokens": n}``. Without detokenizing, ``token_ids`` stand in place of ``text``. Of several answers each
-piece has its ``index``, and its ``finish_reason`` at its end. Half a character at the end of an answer is not given.
+"completion_tokens": n}``. With ``detokenize: false``, ``token_ids`` takes the place of ``text``. With several answers
+(``n``), each piece has its answer's ``index``, and each answer's last piece its ``finish_reason``. vLLM drops an
+incomplete character at the end of an answer.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from omni_actors.stages.llm.prompt import Prompt
 from omni_actors.stages.refusal import request_work
 from omni_actors.stages.tensors import to_torch
 from omni_actors.stages.vllm.engine import Request, VLLMEngine, logprobs_of
+from omni_actors.stages.vllm.options import VLLMParams
 
 __all__ = ["TextEngine"]
 
@@ -48,15 +50,11 @@ class _Prompt(Prompt):
         return super().feed(chunk)
 
 
-class _Request(Request):
-    collector: _Prompt
-
-
-class TextEngine(VLLMEngine[_Request]):
+class TextEngine(VLLMEngine[Request[_Prompt]]):
     """See the module."""
 
     def __init__(self, context: StageContext) -> None:
-        """Raises as ``VLLMEngine`` does, and ValueError where the checkpoint has no chat template."""
+        """Raises as ``VLLMEngine`` does, and ValueError if the checkpoint has no chat template."""
         super().__init__(context, worker_cls="omni_actors.stages.vllm._internals.StageWorker")
         self._tokenizer: Any = self._llm.get_tokenizer()
         if self._tokenizer.chat_template is None:
@@ -64,32 +62,32 @@ class TextEngine(VLLMEngine[_Request]):
         self._longest = max(map(len, self._tokenizer.get_vocab()))
         """Characters of the longest token."""
 
-    def _open(self, request: StageRequest, params: Any) -> _Request:
-        return _Request(request, params, _Prompt(request.sources))
+    def _open(self, request: StageRequest, params: VLLMParams) -> Request[_Prompt]:
+        return Request(request, params, _Prompt(request.sources))
 
-    def _complete(self, request: _Request) -> None:
-        if request.collector.embeds:
-            if request.sampling.repetition_penalty != 1.0:  # vLLM would count the ids of whoever had the row before
-                message = "a repetition penalty counts the prompt's tokens, and embeds have none"
-                raise InvalidRequest(message, param="repetition_penalty")
-            with request_work("embeds"):
-                embeds = self._embeds(request.collector)
-            self._add(request, embeds_input(embeds), len(embeds))
-        else:
-            with request_work("messages"):
-                ids = self._ids(request.collector)
-            self._add(request, tokens_input(ids), len(ids))
+    def _encode(self, request: Request[_Prompt]) -> Any:
+        if not request.collector.embeds:
+            ids = self._ids(request.collector)
+            request.prompt_tokens = len(ids)
+            return tokens_input(ids)
+        if request.sampling.repetition_penalty != 1.0:  # vLLM would count ids that an earlier request left in the row
+            message = "a repetition penalty counts the prompt's tokens, and embeds have none"
+            raise InvalidRequest(message, param="repetition_penalty")
+        with request_work("embeds"):
+            embeds = self._embeds(request.collector)
+        request.prompt_tokens = len(embeds)
+        return embeds_input(embeds)
 
     def _ids(self, prompt: _Prompt) -> list[int]:
         text = prompt.render(self._tokenizer, self._options.system_prompt)
-        # Tokenizing takes a time that grows with the text, in which all the other requests wait.
+        # Refused before tokenizing, whose time grows with the text while all other requests wait.
         least = math.ceil(len(text) / self._longest)
         refuse_beyond_context(least, f"{len(text)} characters, which are {least} tokens at least,", self._context)
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
         return ids
 
     def _embeds(self, prompt: _Prompt) -> Tensor:
-        """vLLM itself does not look whether it can take them: a wrong one would end the worker."""
+        """Check the embeddings, (n, hidden). vLLM does not check them: wrong ones would end the worker."""
         model = self._llm.model_config
         if not model.enable_prompt_embeds:
             message = "embeds are taken only by a stage with engine_args.enable_prompt_embeds: true"
@@ -101,13 +99,13 @@ class TextEngine(VLLMEngine[_Request]):
             raise InvalidRequest(f"embeds: rows of {found[0]} numbers; the model takes {hidden}", param="embeds")
         return torch.cat(prompt.embeds).to(model.dtype)
 
-    def _outputs(self, request: _Request, output: Any) -> Iterator[StageOutput]:
+    def _outputs(self, request: Request[_Prompt], output: Any) -> Iterator[StageOutput]:
         several = request.sampling.n > 1
         if output.finished:
             del self._requests[request.id]
         for at, answer in enumerate(output.outputs):
             last = output.finished and at == len(output.outputs) - 1
-            request.tokens += len(answer.token_ids)
+            request.completion_tokens += len(answer.token_ids)
             data = logprobs_of(output, answer)
             if not request.sampling.detokenize:
                 data["token_ids"] = list(answer.token_ids)
@@ -116,7 +114,7 @@ class TextEngine(VLLMEngine[_Request]):
             if answer.finish_reason is not None and (several or last):
                 data["finish_reason"] = answer.finish_reason
             if last:
-                data |= {"prompt_tokens": request.prompt_tokens, "completion_tokens": request.tokens}
+                data |= {"prompt_tokens": request.prompt_tokens, "completion_tokens": request.completion_tokens}
             if several and data:
                 data["index"] = answer.index
             if data:

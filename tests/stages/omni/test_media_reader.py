@@ -1,4 +1,4 @@
-"""The thread that reads beside the steps."""
+"""The thread that reads media while the engine's steps go on."""
 
 from __future__ import annotations
 
@@ -20,53 +20,53 @@ def reader() -> Iterator[MediaReader[str]]:
         yield reader
 
 
-def taken(reader: MediaReader[str]) -> list[tuple[RequestId, Future[str]]]:
-    """All that was read, as soon as there is some."""
+def next_results(reader: MediaReader[str]) -> list[tuple[RequestId, Future[str]]]:
+    """Wait until there are results; take them."""
     while not (found := list(reader.take())):
         reader.wait()
     return found
 
 
-def test_what_was_read_is_taken_once(reader: MediaReader[str]) -> None:
+def test_a_result_is_taken_once(reader: MediaReader[str]) -> None:
     assert not reader.pending
     reader.read(7, lambda: threading.current_thread().name)
     assert reader.pending
-    [(request, reading)] = taken(reader)
+    [(request, future)] = next_results(reader)
     assert request == 7
-    assert reading.result().startswith("reader")
+    assert future.result().startswith("reader")
     assert not reader.pending
     assert list(reader.take()) == []
 
 
-def test_an_error_is_its_own_requests(reader: MediaReader[str]) -> None:
+def test_an_exception_belongs_to_its_own_request(reader: MediaReader[str]) -> None:
     def unreadable() -> str:
         raise InvalidRequest("no picture")
 
     reader.read(1, unreadable)
     reader.read(2, lambda: "read")
-    found = dict(taken(reader))
+    found = dict(next_results(reader))
     while len(found) < 2:
-        found |= dict(taken(reader))
+        found |= dict(next_results(reader))
     assert isinstance(found[1].exception(), InvalidRequest)
     assert found[2].result() == "read"
 
 
-def test_one_that_is_forgotten_while_it_is_read_is_never_given(reader: MediaReader[str]) -> None:
-    begun, goes_on, never = threading.Event(), threading.Event(), threading.Event()
+def test_the_result_of_a_forgotten_request_is_dropped(reader: MediaReader[str]) -> None:
+    begun, may_end, ran_second = threading.Event(), threading.Event(), threading.Event()
 
     def slow() -> str:
         begun.set()
-        assert goes_on.wait(60)
-        return "nobody's"
+        assert may_end.wait(60)
+        return "dropped"
 
     reader.read(1, slow)
-    reader.read(2, lambda: str(never.set()))
+    reader.read(2, lambda: str(ran_second.set()))
     assert begun.wait(60)
     reader.forget(1)
     reader.forget(2)
-    reader.forget(3)  # never known
+    reader.forget(3)  # unknown
     assert not reader.pending
-    goes_on.set()
+    may_end.set()
     reader.submit(int).result()
-    assert not never.is_set()
+    assert not ran_second.is_set()
     assert list(reader.take()) == []

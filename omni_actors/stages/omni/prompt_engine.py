@@ -1,0 +1,127 @@
+"""What thinkers share, whatever runs the model: a prompt with media becomes a request of the batch.
+
+Rules
+1. Media are decoded, and their features computed, in the thread of a ``MediaReader``. A prompt without media does not
+   wait for that thread.
+2. A prompt that cannot be read ends its own request: in ``feed``, or in a step if the thread read it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from omni_actors.stages.autoregressive.prompt_engine import PromptEngine, PromptRequest
+from omni_actors.stages.base import InvalidRequest, RequestId, StageFailure, StageOutput
+from omni_actors.stages.multimodal.limits import MediaLimits
+from omni_actors.stages.multimodal.processor import OmniInputs, OmniProcessor
+from omni_actors.stages.multimodal.prompt import OmniPrompt
+from omni_actors.stages.omni.handoff import TalkerHandoff
+from omni_actors.stages.omni.media_reader import MediaReader
+from omni_actors.stages.omni.positions import is_media, position_grids
+from omni_actors.stages.refusal import request_work
+
+__all__ = ["OmniPromptEngine", "OmniRequest"]
+
+
+class OmniRequest(PromptRequest[OmniPrompt]):
+    """One request, with a prompt of n positions once it is read."""
+
+    ids: Tensor
+    """int64 (n,)."""
+    grids: dict[str, Tensor]
+    """See ``omni.positions``."""
+    is_media: Tensor
+    """The positions that are audio, images or video, bool (n,)."""
+    handoff: TalkerHandoff | None = None
+    """None: no downstream stage takes part in the request."""
+
+
+R = TypeVar("R", bound=OmniRequest)
+
+
+class OmniPromptEngine(PromptEngine[R]):
+    """The input side of a thinker. It stands before the engine that has the batch in the order of base classes."""
+
+    _config: Any
+    """Of the whole model."""
+
+    def _open_processors(self, model: Path, context: int, system_prompt: str) -> None:
+        """Load the processors of the checkpoint directory ``model``. context: the most tokens of a prompt, plus 1."""
+        limits = MediaLimits(tokens=context - 1)
+        self._processor = OmniProcessor(model, limits=limits)
+        self._media_processor = OmniProcessor(model, limits=limits)  # a tokenizer must not be used in two threads
+        self._media_reader = MediaReader[Any]()
+        self._system_prompt = system_prompt
+
+    # for subclasses
+
+    def _prepare(self, request: R, inputs: OmniInputs) -> Any:
+        """Compute what else the prompt needs; return what ``_admit`` takes. Any exception ends
+        this request only.
+
+        It runs in the reader's thread if the prompt has media, so it must not touch what requests share.
+        """
+        raise NotImplementedError
+
+    def _talker_positions(self, request: R) -> Tensor | None:
+        """Return the prompt positions that the talker takes, bool (n,); None: all."""
+        return None
+
+    def _handoff_header(self, request: R) -> dict[str, Tensor]:
+        """Return the tensors that the talker gets once, with the first rows."""
+        raise NotImplementedError
+
+    # StageEngine
+
+    @property
+    def busy(self) -> bool:
+        return self._media_reader.pending or super().busy
+
+    def abort(self, request_id: RequestId) -> None:
+        super().abort(request_id)
+        self._media_reader.forget(request_id)
+
+    def step(self) -> Iterator[StageOutput | StageFailure]:
+        for request_id, reading in self._media_reader.take():
+            try:
+                with request_work("messages"):
+                    prompt = reading.result()
+                self._admit(self._requests[request_id], prompt)
+            except InvalidRequest as error:
+                del self._requests[request_id]
+                yield StageFailure(request_id, error)
+        if super().busy:
+            yield from super().step()
+        elif self._media_reader.pending:
+            self._media_reader.wait()
+
+    def close(self) -> None:
+        super().close()
+        self._media_reader.close()
+
+    def _complete(self, request: R) -> None:
+        if request.collector.media:
+            self._media_reader.read(request.id, lambda: self._read(request, self._media_processor))
+        else:
+            super()._complete(request)
+
+    def _encode(self, request: R) -> Any:
+        return self._read(request, self._processor)
+
+    def _read(self, request: R, processor: OmniProcessor) -> Any:
+        inputs = processor(
+            request.collector,
+            system_prompt=self._system_prompt,
+            use_audio_in_video=request.params.use_audio_in_video,
+        )
+        request.ids, request.grids = torch.tensor(inputs.ids), position_grids(inputs.tensors)
+        request.is_media = is_media(request.ids, self._config)
+        prompt = self._prepare(request, inputs)
+        if request.downstream:
+            request.handoff = TalkerHandoff(len(request.ids), self._talker_positions(request))
+        return prompt
