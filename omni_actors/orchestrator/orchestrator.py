@@ -101,7 +101,7 @@ class Orchestrator:
         self._newest = 0
         self._names = itertools.count(1)
         self._retry_after = RetryAfterEstimator()
-        self._suspects = Suspects(self, self._placement, limits.quarantine_s)
+        self._suspects = Suspects(self, self._placement, limits)
         self._nursery: trio.Nursery | None = None
 
     @trio.lowlevel.enable_ki_protection
@@ -458,9 +458,8 @@ class Orchestrator:
                 if not self._suspects.includes(request) and (placement := self._placement.place(stages)) is not None:
                     self._start_again(request, placement)
             case Fail(reason, used_up):
-                if used_up and request.suspected > self._limits.replays:
-                    self._suspects.convict(request)
-                self._fail(request, reason, retryable=not used_up)
+                is_convicted = request.charged and self._suspects.convict(request)
+                self._fail(request, reason, retryable=not (used_up or is_convicted))
             case Unavailable(stage):
                 self._end(request, Event.FAIL, self._unavailable(stage))
 
@@ -495,8 +494,12 @@ class Orchestrator:
         self._suspects.ended(request, complete=event is Event.COMPLETE)
 
     def end_like_culprit(self, request: Request, error: Quarantined) -> None:
-        """End a request that is like one that used up its replays."""
+        """End a request that is like one that was quarantined."""
         self._end(request, Event.FAIL, error)
+
+    def end_culprit(self, request: Request, reason: str) -> None:
+        """End a request whose worker died, and which cannot be replayed for this reason."""
+        self._fail(request, reason, retryable=False)
 
     def _cut(self, request: Request, error: RequestError) -> None:
         """End a request, whether its stages have or not, and drop what its client does not have."""

@@ -1,33 +1,45 @@
-"""Which requests are refused because one like them ended its workers.
+"""Which requests are refused, or tried apart from others, because requests like them ended their workers.
 
 Rules
-1. An entry ends after ``hold_s``; at most ``MAX_ENTRIES`` are kept, the latest ones.
-2. No clock here: time is an argument, in seconds.
+1. The fingerprint of a convicted culprit is refused for ``hold_s``.
+2. A culprit that left before it was convicted or cleared is remembered for ``hold_s``, with the deaths that it caused.
+3. At most ``MAX_ENTRIES`` fingerprints are kept, the latest ones.
+4. No clock here: time is an argument, in seconds.
 """
 
 from __future__ import annotations
 
 import collections
+from dataclasses import dataclass
 
 from omni_actors.errors import Quarantined
 
 MAX_ENTRIES = 1024
 
 
+@dataclass(frozen=True)
+class Culprit:
+    """A request that ended workers of ``stage``. deaths: how many; None for a convicted one, which is refused."""
+
+    stage: str
+    deaths: int | None = None
+
+
 class Quarantine:
-    """Fingerprints that are refused for a time, with the stage whose workers they ended."""
+    """The culprits of the last ``hold_s`` seconds, by fingerprint; none with a ``hold_s`` of 0."""
 
     def __init__(self, hold_s: float) -> None:
         self._hold_s = hold_s
-        self._entries: collections.OrderedDict[str, tuple[str, float]] = collections.OrderedDict()
+        self._entries: collections.OrderedDict[str, tuple[Culprit, float]] = collections.OrderedDict()
 
     def __bool__(self) -> bool:
         return bool(self._entries)
 
-    def add(self, fingerprint: str, stage: str, now: float) -> None:
-        """Refuse requests of this fingerprint from now on."""
-        if self._hold_s:
-            self._entries[fingerprint] = stage, now + self._hold_s
+    def add(self, fingerprint: str, culprit: Culprit, now: float) -> None:
+        """Keep a culprit from now on. One that is convicted already stays so."""
+        known, _ = self._entries.get(fingerprint, (culprit, 0.0))
+        if self._hold_s and (known.deaths is not None or culprit.deaths is None):
+            self._entries[fingerprint] = culprit, now + self._hold_s
             self._entries.move_to_end(fingerprint)
             if len(self._entries) > MAX_ENTRIES:
                 self._entries.popitem(last=False)
@@ -36,6 +48,10 @@ class Quarantine:
         """Raise Quarantined where requests of this fingerprint are refused."""
         while self._entries and next(iter(self._entries.values()))[1] <= now:
             self._entries.popitem(last=False)
-        if (entry := self._entries.get(fingerprint)) is not None:
-            stage, until = entry
-            raise Quarantined(stage, until - now)
+        if (entry := self._entries.get(fingerprint)) is not None and entry[0].deaths is None:
+            culprit, until = entry
+            raise Quarantined(culprit.stage, until - now)
+
+    def pop(self, fingerprint: str) -> Culprit | None:
+        """Take out the culprit of this fingerprint, where it is known and not refused; call ``check`` before."""
+        return self._entries.pop(fingerprint, (None, 0.0))[0]

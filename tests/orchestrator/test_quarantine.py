@@ -9,7 +9,7 @@ import pytest
 from omni_actors.errors import Quarantined
 from omni_actors.orchestrator.fingerprint import fingerprint
 from omni_actors.orchestrator.pieces import Input
-from omni_actors.orchestrator.quarantine import MAX_ENTRIES, Quarantine
+from omni_actors.orchestrator.quarantine import MAX_ENTRIES, Culprit, Quarantine
 from omni_actors.orchestrator.routes import Route
 
 ROUTE = Route(("s",), {}, {}, {})
@@ -18,7 +18,7 @@ ROUTE = Route(("s",), {}, {}, {})
 def test_an_entry_ends_after_its_time() -> None:
     quarantine = Quarantine(10.0)
     assert not quarantine
-    quarantine.add("a", "mouth", 0.0)
+    quarantine.add("a", Culprit("mouth"), 0.0)
     quarantine.check("b", 1.0)
     with pytest.raises(Quarantined, match=r"'mouth'.*next 7 s"):
         quarantine.check("a", 3.0)
@@ -29,7 +29,7 @@ def test_an_entry_ends_after_its_time() -> None:
 def test_only_the_latest_entries_are_kept() -> None:
     quarantine = Quarantine(10.0)
     for number in range(MAX_ENTRIES + 1):
-        quarantine.add(str(number), "mouth", 0.0)
+        quarantine.add(str(number), Culprit("mouth"), 0.0)
     quarantine.check("0", 1.0)
     with pytest.raises(Quarantined):
         quarantine.check("1", 1.0)
@@ -37,7 +37,7 @@ def test_only_the_latest_entries_are_kept() -> None:
 
 def test_a_quarantine_of_no_time_keeps_nothing() -> None:
     quarantine = Quarantine(0.0)
-    quarantine.add("a", "mouth", 0.0)
+    quarantine.add("a", Culprit("mouth"), 0.0)
     assert not quarantine
 
 

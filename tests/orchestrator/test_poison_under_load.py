@@ -1,0 +1,177 @@
+"""What one poison request costs the others while they ask all the time, on simulated workers in virtual time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import trio
+import trio.testing
+
+from omni_actors.config import Limits, Pipeline, Restart, Stage
+from omni_actors.errors import DeadlineExceeded, Quarantined, StageCrashed
+from omni_actors.generation import Generation
+from omni_actors.orchestrator.pieces import Input
+from omni_actors.orchestrator.trials import DRAIN_S, PROBATION_S
+from omni_actors.stages.base import Chunk
+from omni_actors.stages.echo.engine import EchoEngine
+from omni_actors.stress.simulated import Nature, SimulatedSpawner
+from omni_actors.system import OmniSystem
+
+LOAD_S, TURN_S, SECONDS = 5.0, 0.1, 300.0
+
+
+@dataclass
+class Traffic:
+    """Clients of a stage, and what became of their requests. Times are virtual."""
+
+    omni: OmniSystem
+    pieces: int
+    poison: dict[str, Any]
+    submitted: int = 0
+    delays: list[float] = field(default_factory=list)
+    deaths: list[float] = field(default_factory=list)
+    shared_deaths: set[float] = field(default_factory=set)
+    """Deaths of workers that innocent requests were running on."""
+    errors: list[Exception] = field(default_factory=list)
+    """What the requests that are poison ended in."""
+
+    async def watch_deaths(self) -> None:
+        known = 0
+        while True:
+            restarts = sum(each.restarts for each in self.omni.health().stages["only"])
+            self.deaths += [trio.current_time()] * (restarts - known)
+            known = restarts
+            await self.omni.wait_changed()
+
+    async def send_innocent(self, number: int) -> None:
+        submitted, self.submitted = trio.current_time(), self.submitted + 1
+        pieces = [Input({"n": number, "piece": piece}) for piece in range(self.pieces)]
+        try:
+            outputs = [output async for output in self.omni.submit({"script": pieces}, ["text"])]
+        except StageCrashed:
+            assert not self.omni.pipeline.limits.replays
+            outputs = []
+            await trio.sleep(LOAD_S + 1.0)  # by then the restart is counted
+        else:
+            assert [output.data["piece"] for output in outputs] == list(range(self.pieces))
+            self.delays.append(trio.current_time() - submitted)
+        if not outputs or (outputs[-1].metrics is not None and outputs[-1].metrics.replays):
+            self.shared_deaths.add(min(death for death in self.deaths if death >= submitted))
+
+    async def send_innocents(self, interval_s: float) -> None:
+        async with trio.open_nursery() as nursery:
+            number = 0
+            while trio.current_time() < SECONDS:
+                nursery.start_soon(self.send_innocent, number)
+                number += 1
+                await trio.sleep(interval_s)
+
+    async def send_poison(self, **how: Any) -> None:
+        """Send the same request again as soon as it has failed, until it succeeds."""
+        while trio.current_time() < SECONDS:
+            try:
+                await self._read(self.omni.submit({"script": [Input({"echo": self.poison})]}, ["text"], **how))
+                return
+            except (StageCrashed, Quarantined, DeadlineExceeded) as error:
+                self.errors.append(error)
+            await trio.sleep(1.0)
+
+    async def _read(self, generation: Generation) -> None:
+        async for _ in generation:
+            pass
+
+
+class FailsOnce(EchoEngine):
+    """Raises for the first chunk that asks for it, and never again."""
+
+    has_failed = False
+
+    def feed(self, request_id: int, chunk: Chunk) -> None:
+        if "stderr" in chunk.data.get("echo", {}) and not FailsOnce.has_failed:
+            FailsOnce.has_failed = True
+            raise RuntimeError("once")
+        super().feed(request_id, chunk)
+
+
+async def run_traffic(
+    poison: dict[str, Any],
+    *,
+    engine: str = "echo",
+    replicas: int = 1,
+    replays: int = 2,
+    pieces: int = 4,
+    interval_s: float = 0.5,
+    **how: Any,
+) -> Traffic:
+    """Innocent requests for 5 minutes, without a pause, and three clients that repeat one poison request."""
+    quick = Restart(intensity=1, period_s=1000.0, backoff_s=0.01, backoff_max_s=0.01, retry_s=0)
+    stage = Stage(
+        engine=engine,
+        deterministic=True,
+        accepts=("script",),
+        emits="text",
+        replicas=replicas,
+        options={"spin": True},
+        restart=quick,
+    )
+    limits = Limits(max_requests=1000, replays=replays)
+    spawner = SimulatedSpawner(lambda address, pid: Nature(LOAD_S, TURN_S), lambda note: None)
+    pipeline = Pipeline(name="loaded", stages={"only": stage}, limits=limits)
+    async with OmniSystem.open(pipeline, spawner=spawner) as omni, trio.open_nursery() as nursery:
+        traffic = Traffic(omni, pieces, poison)
+        nursery.start_soon(traffic.watch_deaths)
+        async with trio.open_nursery() as clients:
+            clients.start_soon(traffic.send_innocents, interval_s)
+            await trio.sleep(8.0)
+            for _ in range(3):
+                clients.start_soon(lambda: traffic.send_poison(**how))
+        nursery.cancel_scope.cancel()
+    assert not replays or len(traffic.delays) == traffic.submitted, "no innocent request fails"
+    return traffic
+
+
+def check_bounds(traffic: Traffic) -> None:
+    assert len(traffic.shared_deaths) <= 1
+    assert len(traffic.deaths) <= 2
+    assert max(traffic.delays) < 1.0 + DRAIN_S + PROBATION_S + LOAD_S, "no request waits for two worker loads"
+    assert any(isinstance(error, Quarantined) for error in traffic.errors)
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+async def test_under_steady_load_innocents_share_one_death_with_poison(
+    autojump_clock: trio.testing.MockClock, replicas: int
+) -> None:
+    check_bounds(await run_traffic({"raise": "feed"}, replicas=replicas))
+
+
+async def test_clients_that_give_up_early_and_ask_again_cost_no_more(autojump_clock: trio.testing.MockClock) -> None:
+    traffic = await run_traffic({"raise": "feed"}, deadline_s=8.0)
+    assert len(traffic.shared_deaths) == 1
+    assert len(traffic.deaths) <= 2
+
+
+@pytest.mark.parametrize("how", [{"on_failure": "fail"}, {"replays": 0}])
+async def test_requests_that_are_not_replayed_are_quarantined_too(
+    autojump_clock: trio.testing.MockClock, how: dict[str, Any]
+) -> None:
+    check_bounds(await run_traffic({"raise": "feed"}, **how))
+
+
+async def test_where_no_replica_can_be_drained_poison_ends_by_its_deadline(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    """The requests of the others take longer than a drain may."""
+    traffic = await run_traffic({"raise": "feed"}, pieces=int(3 * DRAIN_S / TURN_S), interval_s=10.0, deadline_s=100.0)
+    assert len(traffic.deaths) == 1
+    assert {type(error) for error in traffic.errors} == {DeadlineExceeded}
+
+
+async def test_a_request_blamed_by_chance_completes_on_a_drained_replica(
+    autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FailsOnce, "has_failed", False)
+    traffic = await run_traffic({"stderr": "blamed"}, engine=f"{__name__}:FailsOnce")
+    assert len(traffic.deaths) == 1
+    assert traffic.errors == []
