@@ -64,8 +64,7 @@ class Limits(Section, frozen=True, kw_only=True):
     replays: Annotated[int, Meta(ge=0)] = 2
     """How often one request is replayed after the death of a worker. The bound ends a request that kills its stage."""
     quarantine_s: Annotated[float, Meta(ge=0)] = 600.0
-    """Seconds for which a request is refused after one like it used up its replays by ending workers; 0 means not at
-    all. Such a request is found by its replays, so ``replays: 0`` disables the quarantine too."""
+    """Seconds for which a request is refused after requests like it ended at least two workers; 0 means not at all."""
     retain_bytes: Positive = 64 * 1024 * 1024
     """Outputs of one request that one stage retains for a replay. A request that exceeds it cannot be replayed."""
     worker_retain_bytes: Positive = 256 * 1024 * 1024

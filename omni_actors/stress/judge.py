@@ -119,7 +119,7 @@ def _of_error(
             fair = stage in given_up and stage in asked.template.stages
             return None if fair else Violation("lost", f"{facts}, and the stage was not given up")
         case Quarantined(stage=stage):
-            fair = asked.with_hooks or sum(death.stage == stage for death in deaths) > rules.replays
+            fair = asked.with_hooks or sum(death.stage == stage for death in deaths) > 1
             return None if fair else Violation("lost", f"{facts}, and it did nothing to its engine")
         case StageCrashed():
             touched = [death for death in deaths if _touches(death, asked)]
@@ -128,11 +128,19 @@ def _of_error(
             replayable = {death.stage for death in touched} <= rules.replayed
             if asked.on_failure == "fail" or asked.with_hooks or not replayable or len(touched) > rules.replays:
                 return None
+            if _is_convicted(asked.error, deaths, rules):
+                return None
             return Violation(
                 "lost", f"{facts}, after {len(touched)} of the {rules.replays} deaths that it is to survive"
             )
         case _:
             return Violation("lost", facts)
+
+
+def _is_convicted(error: StageCrashed, deaths: Sequence[ObservedDeath], rules: Rules) -> bool:
+    """Whether the deaths that requests like this one caused, this one included, were enough to end it."""
+    survived = 1 if "tried apart" in (error.not_replayed or "") else rules.replays
+    return not error.retryable and sum(death.stage == error.stage for death in deaths) > survived
 
 
 def _touches(death: ObservedDeath, asked: TrackedRequest) -> bool:

@@ -16,7 +16,9 @@ from omni_actors.stress.workload import Template
 from ringbuf import Tensor
 
 TEMPLATE = Template("t", {}, ("text",), {}, ("first", "second"))
-CRASHED = StageCrashed("second", 0, 1, WorkerExit(9, "SIGKILL", None))
+EXIT = WorkerExit(9, "SIGKILL", None)
+CRASHED = StageCrashed("second", 0, 1, EXIT)
+CONVICTED = StageCrashed("second", 0, 1, EXIT, "it could not be tried apart from other requests", retryable=False)
 
 
 def piece(text: str, *, finished: bool = False) -> Output:
@@ -77,6 +79,8 @@ def test_a_stream_that_the_oracle_does_not_have_is_too_much() -> None:
         (CRASHED, "replay", observed(("second", 5.0)), "lost"),
         (CRASHED, "replay", observed(("second", 5.0), ("first", 6.0)), "lost"),
         (CRASHED, "replay", observed(("second", 5.0), ("first", 6.0), ("second", 7.0)), None),
+        (CONVICTED, "replay", observed(("second", 5.0)), "lost"),
+        (CONVICTED, "replay", observed(("second", 0.5), ("second", 5.0)), None),
         (DeadlineExceeded(1.0), "replay", observed(("second", 5.0)), "lost"),
         (Aborted(), "replay", observed(), "lost"),
     ],
