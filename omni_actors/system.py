@@ -25,11 +25,12 @@ from omni_actors.orchestrator.orchestrator import Orchestrator
 from omni_actors.orchestrator.pieces import Input
 from omni_actors.orchestrator.request import OnFailure, Request
 from omni_actors.orchestrator.routes import Node, plan, routes_of, topological
-from omni_actors.protocol.messages import CLIENT, Address
+from omni_actors.protocol.messages import CLIENT, Address, WorkerSpec
 from omni_actors.stages import assets
 from omni_actors.supervisor.edges import Edges, EdgeSpec
 from omni_actors.supervisor.process import LocalSpawner, Spawner
-from omni_actors.supervisor.supervisor import Blueprint, Replica, ReplicaState, RestartPolicy, Supervisor
+from omni_actors.supervisor.replica import Replica, ReplicaState
+from omni_actors.supervisor.supervisor import Supervisor
 
 Messages: TypeAlias = Sequence[Mapping[str, Any]]
 """A conversation: {"role": "user", "content": "…"}, where content may be a list of parts, as in OpenAI's chat API:
@@ -99,8 +100,14 @@ class OmniSystem:
         # Half of it is room for what every request may post: Start and Abort, Resend when a stage below starts again,
         # and Resume after a Pause. Where the other half is taken, no more requests are admitted, and none is paused.
         capacity = 8 * pipeline.limits.max_requests + 4 * len(self._nodes) + 16
-        blueprints = _blueprints(pipeline, models, topological(self._nodes))
-        self._supervisor = Supervisor(blueprints, self._edges, spawner, self._orchestrator, capacity)
+        self._supervisor = Supervisor(
+            _worker_specs(pipeline, models, topological(self._nodes)),
+            pipeline.stages,
+            edges=self._edges,
+            spawner=spawner,
+            listener=self._orchestrator,
+            mailbox_capacity=capacity,
+        )
         self._running = False
 
     @classmethod
@@ -392,34 +399,21 @@ def _edge_specs(pipeline: Pipeline) -> list[EdgeSpec]:
     return specs
 
 
-def _blueprints(pipeline: Pipeline, models: Mapping[str, Path], order: Sequence[str]) -> list[Blueprint]:
+def _worker_specs(pipeline: Pipeline, models: Mapping[str, Path], order: Sequence[str]) -> list[WorkerSpec]:
+    """Return what the workers of a pipeline run. order: the stages in topological order."""
     return [
-        Blueprint(
-            Address(name, replica),
-            stage.inputs,
-            pipeline.spec(name).factory,
-            str(models[name]) if name in models else None,
-            pipeline.options(name),
-            pipeline.threads(name),
-            stage.nice,
-            stage.device,
-            pipeline.spins,
-            RestartPolicy(
-                stage.restart.intensity,
-                stage.restart.period_s,
-                stage.restart.backoff_s,
-                stage.restart.backoff_max_s,
-                stage.restart.type,
-                stage.restart.strategy,
-                stage.restart.retry_s,
-                stage.restart.retry_max_s,
-            ),
-            stage.load_timeout_s,
-            stage.step_timeout_s,
-            stage.shutdown_timeout_s,
+        WorkerSpec(
+            address=Address(name, replica),
+            factory=pipeline.spec(name).factory,
+            model=str(models[name]) if name in models else None,
+            options=pipeline.options(name),
+            threads=pipeline.threads(name),
+            nice=pipeline.stages[name].nice,
+            device=pipeline.stages[name].device,
+            spins=pipeline.spins,
         )
-        for name, stage in ((name, pipeline.stages[name]) for name in order)
-        for replica in range(stage.replicas)
+        for name in order
+        for replica in range(pipeline.stages[name].replicas)
     ]
 
 

@@ -69,7 +69,7 @@ LAYERS: dict[str, set[str]] = {
     },
     "omni_actors.platform": {"omni_actors.errors", "ringbuf"},
     "omni_actors.worker": WORKER,
-    "omni_actors.supervisor": {*WORKER, "omni_actors.worker"},
+    "omni_actors.supervisor": {*WORKER, "omni_actors.worker", "omni_actors.config"},
     "omni_actors.orchestrator": {"omni_actors.supervisor", "omni_actors.protocol", "omni_actors.stages.base", *LEAVES},
     "omni_actors.generation": {"omni_actors.orchestrator", "omni_actors.protocol", "ringbuf", *LEAVES},
     "omni_actors.media": {"omni_actors.generation", "omni_actors.orchestrator", "ringbuf", *LEAVES},

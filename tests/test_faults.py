@@ -489,7 +489,7 @@ async def test_a_worker_that_reads_no_mail_at_all_is_killed_and_replaced(omni: O
     psutil.Process(pid_of(omni, "second")).suspend()
     replica = omni._supervisor.replicas[Address("second", 0)]
     with trio.fail_after(WATCHDOG_S):
-        while not replica.life.leaving:
+        while replica.accepts_work:
             replica.post(Abort(0))  # harmless: it knows of no such request
             await trio.lowlevel.checkpoint()  # in which a worker that reads would be sent it
     await wait_back(omni, "second", before + 1)

@@ -65,7 +65,7 @@ from omni_actors.protocol.messages import (
     Unreplayable,
 )
 from omni_actors.supervisor.edges import Edges
-from omni_actors.supervisor.supervisor import Replica
+from omni_actors.supervisor.replica import Replica
 
 CUTS = (Aborted, DeadlineExceeded, SlowConsumer)
 """Errors after which unread output is dropped."""
@@ -295,14 +295,14 @@ class Orchestrator:
         targets = [placed[name] for name in below if name in placed and name not in request.starting]
         self._placement.replicas[placed[stage]].post(
             Start(
-                request.number,
-                request.route.sources[stage],
-                tuple(targets),
-                request.params[stage],
-                _feeds_stages(request, stage),
-                self._limits.retain_bytes if self._retains(request, stage) else 0,
-                stage in request.starting,
-                self._limits.worker_retain_bytes,
+                request=request.number,
+                sources=request.route.sources[stage],
+                targets=tuple(targets),
+                params=request.params[stage],
+                downstream=_feeds_stages(request, stage),
+                retain_bytes=self._limits.retain_bytes if self._retains(request, stage) else 0,
+                replayed=stage in request.starting,
+                worker_retain_bytes=self._limits.worker_retain_bytes,
             )
         )
         self.readers.started(request, stage)

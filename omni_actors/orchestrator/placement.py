@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 import trio
 
 from omni_actors.protocol.messages import Address
-from omni_actors.supervisor.supervisor import Replica, ReplicaState
+from omni_actors.supervisor.replica import Replica, ReplicaState
 
 
 class Placement:

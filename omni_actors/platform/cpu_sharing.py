@@ -1,25 +1,26 @@
-"""The machine's cores, as its workers share them: who computes now, with how many native threads, where, and for whom.
+"""How the workers of one machine share its cores: which ones compute, with how many threads, where and how urgently.
 
-A language model with a thread on every core and a voice beside it get in each other's way: one of the model's threads
-waits awake for the other, which the voice keeps from its core. So a worker with several threads computes with those
-that the others leave, and with one at least. And whoever begins to compute moves off the cores on which the engines of
-others run: the kernel likes to wake a receiver on its sender's core, and the sender has more to do. So does the parent,
-whenever it wakes up: with the first text of 32 in hand it waited a millisecond, until all were sent.
+A language model with a thread on every core and a voice beside it slow each other down: one of the model's threads
+spins while it waits for the other, which the voice keeps from its core. So a worker with several threads computes with
+the cores that the others leave, but with one thread at least. A worker that begins to compute moves off the cores on
+which other engines run: the kernel likes to wake a receiver on its sender's core, and the sender has more to do. The
+parent does the same whenever it wakes up: otherwise it received the first text of 32 a millisecond late, when all were
+sent.
 
-First words go first: a prompt that is read beside a voice is read 5 to 8% later, though each has a core, since they
-share the cache and the memory. So a worker that stands back (``nice``) lets those that stand back less give out the
-first of what clients wait for: ``LONGEST_S`` at a time, and again after as much time with nothing to do, or after
-``LONGEST_S / SHARE`` of computing. Its step that is under way it ends.
+First outputs go first. A prompt that is read beside a voice is read 5 to 8% later although each has a core, because
+they share cache and memory. So a worker with a higher ``nice`` yields its next step while a worker with a lower one
+computes the first output that a client waits for. It yields for ``YIELD_MAX_S`` at a time, and again after as much time
+without anything to do, or after ``YIELD_MAX_S / YIELD_SHARE`` of computing. It completes a step in progress.
 
 Rules
-1. One page of shared memory, three bytes a worker: its threads, 0 while it does not compute, its engine's core, and how
-   urgent it is. Its owner writes them, and the spawner once the owner is dead; all read. There are no locks: who sees
-   an old value is slower for a step, or waits in vain for as long as it waits at all, and nothing else follows.
-2. Who looks for threads to take only between its steps reacts too late: a step of a model may take as long as all that
-   the others do.
-3. What is computed must not depend on it (see ``StageContext.thread_budget``).
-4. A thread is moved and not kept: where it runs from then on the kernel decides, among the cores that it was allowed
-   before, and threads that it starts may run on all of them.
+1. One page of shared memory has three bytes per worker: its threads (0 while it does not compute), its engine's core,
+   and its urgency. The worker writes them, and the spawner once the worker is dead; all processes read them. There are
+   no locks. An old value makes one step slower, or a worker yield in vain for a bounded time, and has no other effect.
+2. An engine asks for its thread budget within its steps, because a step of a model may take as long as all that the
+   other workers do.
+3. The result of a computation must not depend on the budget (see ``StageContext.thread_budget``).
+4. A thread is moved, not pinned: afterwards the kernel decides again where it runs, among the same cores as before, and
+   threads that it starts may run on all of them.
 """
 
 from __future__ import annotations
@@ -33,20 +34,20 @@ from contextlib import suppress
 from ringbuf import create_memory
 
 WORKERS = 128
-"""Of one spawner that have bytes of their own; those beyond share two, and are seen or not."""
-PLACES, URGENT = WORKERS, 2 * WORKERS
-"""Where the second and the third bytes begin."""
+"""How many workers of one spawner have a row of their own. Any further workers share the last row."""
+CORES, URGENCIES = WORKERS, 2 * WORKERS
+"""Offsets of the second and the third bytes. The first bytes, the threads, begin at 0."""
 SIZE = 3 * WORKERS
-MOST = 255
-"""That a byte can tell of. A core with a higher number is not told of."""
-LONGEST_S, SHARE = 1.0, 0.1
-LOOK_AGAIN_S = 0.02
+MAX_BYTE = 255
+YIELD_MAX_S, YIELD_SHARE = 1.0, 0.1
+YIELD_POLL_S = 0.02
+"""How often a worker that yields its step checks whether it still has to."""
 
 _current_core = ctypes.CDLL(None).sched_getcpu
 
 
 class CpuSharingPage:
-    """The spawner's side. There is memory while a worker lives: ``fd`` is -1 without."""
+    """The spawner's side of the page. The memory exists while there are workers; ``fd`` is -1 otherwise."""
 
     def __init__(self) -> None:
         self.fd = -1
@@ -54,7 +55,7 @@ class CpuSharingPage:
         self._workers: list[int] = []
 
     def join(self) -> int:
-        """A new worker's number. Raises OSError (no memory, no descriptor)."""
+        """Return the row of a new worker. Raises OSError (no memory, no descriptor)."""
         if self._map is None:
             fd = create_memory(SIZE)
             try:
@@ -68,9 +69,9 @@ class CpuSharingPage:
         return number
 
     def leave(self, number: int) -> None:
-        """That worker is dead, or never was."""
+        """Clear the row of a worker that is dead, or was never started."""
         assert self._map is not None
-        self._map[number] = self._map[PLACES + number] = self._map[URGENT + number] = 0
+        self._map[number] = self._map[CORES + number] = self._map[URGENCIES + number] = 0
         self._workers.remove(number)
         if not self._workers:
             self._map.close()
@@ -78,29 +79,35 @@ class CpuSharingPage:
             self._map, self.fd = None, -1
 
     def move_off_busy_core(self) -> None:
-        """To whatever engine runs on the calling thread's core."""
+        """Move the calling thread off a core on which an engine runs, if another core is free."""
         if self._map is not None:
-            _move_off(self._map)
+            _move_off_busy_core(self._map)
 
 
 class NoCpuSharing:
-    """CpuSharing that are shared with nobody. A context in which an engine computes."""
+    """The interface of ``CpuSharing`` for an engine loop that shares its cores with no other one.
+
+    It is a context manager, in which the engine computes.
+    """
 
     yield_poll_s: float | None = None
-    """While it stands back: when to enter again at the latest."""
+    """Seconds after which a loop that yields its step checks again; None while it does not yield."""
 
     def __enter__(self) -> None: ...
     def __exit__(self, *_: object) -> None: ...
     def announce_first_output(self, *, pending: bool) -> None:
-        """Whether clients wait for the first that is given out."""
+        """Announce whether clients wait for a first output of this worker."""
 
     def should_yield(self) -> bool:
-        """Whether to let others go first now: to leave, and enter again."""
+        """Return whether to leave the context without a step, so that a more urgent worker computes first."""
         return False
 
 
 class CpuSharing(NoCpuSharing):
-    """A worker's side, for its engine's thread. Takes over ``fd``."""
+    """A worker's side of the page, for its engine's thread.
+
+    fd: the page; this object closes it. number: the worker's row.
+    """
 
     def __init__(self, fd: int, number: int) -> None:
         self._map = mmap.mmap(fd, SIZE)
@@ -108,62 +115,62 @@ class CpuSharing(NoCpuSharing):
         self._number = number
         self._cores = len(os.sched_getaffinity(0))
         self.threads = 1
-        """The most that it computes with."""
+        """The most threads that the engine computes with."""
         self.nice = 0
-        """How far it stands back."""
-        self._patience = LONGEST_S
-        """For how long it would let others go first."""
+        """Workers with a lower value go first."""
+        self._yield_left_s = YIELD_MAX_S
+        """How long it may still yield."""
         self._entered = self._left = time.monotonic()
 
     def __enter__(self) -> None:
         now = time.monotonic()
         if self.yield_poll_s is None:
             computed, rested = self._left - self._entered, now - self._left
-            self._patience = min(self._patience + SHARE * computed + rested, LONGEST_S)
+            self._yield_left_s = min(self._yield_left_s + YIELD_SHARE * computed + rested, YIELD_MAX_S)
         else:
-            self._patience -= now - self._entered
+            self._yield_left_s -= now - self._entered
         self._entered, self.yield_poll_s = now, None
-        self._say(self.threads, 0)
-        _move_off(self._map)
-        self._say(self.threads, _here())
+        self._publish(self.threads, 0)
+        _move_off_busy_core(self._map)
+        self._publish(self.threads, _core_byte())
 
     def __exit__(self, *_: object) -> None:
-        self._say(0, 0)
+        self._publish(0, 0)
         self._left = time.monotonic()
 
     def thread_budget(self) -> int:
-        """With how many threads to compute from now on: ``threads``, or those that the other workers leave."""
+        """Return how many threads to compute with from now on: at most ``threads``, and the cores that others leave."""
         others = sum(self._map[:WORKERS]) - self._map[self._number]
-        team = max(1, min(self.threads, self._cores - others))
-        self._say(team, _here())
-        return team
+        budget = max(1, min(self.threads, self._cores - others))
+        self._publish(budget, _core_byte())
+        return budget
 
     def announce_first_output(self, *, pending: bool) -> None:
-        self._map[URGENT + self._number] = self.nice + 1 if pending else 0
+        self._map[URGENCIES + self._number] = self.nice + 1 if pending else 0
 
     def should_yield(self) -> bool:
-        most_urgent = min(self._map[URGENT:].translate(None, b"\0"), default=MOST)
-        stands_back = most_urgent <= self.nice and self._patience > 0
-        self.yield_poll_s = LOOK_AGAIN_S if stands_back else None
-        return stands_back
+        most_urgent = min(self._map[URGENCIES:].translate(None, b"\0"), default=MAX_BYTE)
+        yields = most_urgent <= self.nice and self._yield_left_s > 0
+        self.yield_poll_s = YIELD_POLL_S if yields else None
+        return yields
 
-    def _say(self, threads: int, place: int) -> None:
-        self._map[self._number] = min(threads, MOST)
-        self._map[PLACES + self._number] = place
+    def _publish(self, threads: int, core: int) -> None:
+        self._map[self._number] = min(threads, MAX_BYTE)
+        self._map[CORES + self._number] = core
 
 
-def _move_off(page: mmap.mmap) -> None:
-    """From a core on which an engine runs to one on which none does, if there is one: the calling thread."""
-    here, places = _here(), page[PLACES:URGENT]
-    if here and here in places:
+def _move_off_busy_core(page: mmap.mmap) -> None:
+    """Move the calling thread from a core on which an engine runs to one on which none runs, if there is one."""
+    here, busy = _core_byte(), page[CORES:URGENCIES]
+    if here and here in busy:
         allowed = os.sched_getaffinity(0)
-        if free := allowed.difference(core - 1 for core in places if core):
+        if free := allowed.difference(core - 1 for core in busy if core):
             with suppress(OSError):  # these cores were taken from this process a moment ago
                 os.sched_setaffinity(0, free)
                 os.sched_setaffinity(0, allowed)
 
 
-def _here() -> int:
-    """The core of the calling thread, as the page tells of it: counted from 1, and 0 where it cannot be told."""
+def _core_byte() -> int:
+    """Return the calling thread's core as the page has it: counted from 1, or 0 if its number does not fit a byte."""
     core: int = _current_core()
-    return core + 1 if core < MOST else 0
+    return core + 1 if core < MAX_BYTE else 0

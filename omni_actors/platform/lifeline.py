@@ -1,20 +1,24 @@
-"""The kernel's first word that a worker is dying: a mutex that its main thread holds for life.
+"""The kernel's first sign that a worker dies: a mutex that the worker's main thread holds for life.
 
 A process is seen to be dead (by its pidfd, by its sockets) only when the kernel has taken down its memory and closed
-its devices: milliseconds for a small one, much longer for one with gigabytes or a GPU. A robust mutex is released at
-the very beginning of its owner's end, whatever ends it (futex(2), "robust futexes"): about 0.1 ms after SIGKILL.
+its devices. That takes milliseconds for a small process, and much longer for one with gigabytes or a GPU. A robust
+mutex is released at the very beginning of its owner's end, whatever ends it (futex(2), "robust futexes"): about 0.1 ms
+after SIGKILL.
 
 Rules
-1. The worker's main thread is the owner, and the only one that writes to the control socket: when the mutex is
-   released, all that the worker said lies in the parent's buffers.
-2. A thread of the parent waits for it, one a worker. It ends with the worker: ``close`` comes after its death.
-3. It says when to look, not what happened: how a process ends is in its /proc/PID/stat from then on.
-4. Nothing rests on it: a worker without a thread here, or whose page is gone, is seen to die by its pidfd. (The latter
-   costs a thread that never ends.)
-5. Whoever wakes to see a death goes before the one who dies. The kernel lets a running process be until its time slice
-   is over, for up to a tick of 4 ms, unless who wakes has a shorter one: so workers ask for a longer one.
-6. The thread wakes trio's in a call in which it then sleeps. Did it return, both would want the interpreter, and who
-   goes back to sleep for that has had its turn, as the kernel sees it, and waits until the dead is gone.
+1. The worker's main thread is the owner, and the only thread that writes to the control socket. So when the mutex is
+   released, all messages of the worker lie in the parent's buffers.
+2. One thread of the parent per worker waits for the mutex. It ends with the worker; ``close`` is called after the
+   worker's death.
+3. The mutex shows when to look, not what happened: from then on, /proc/PID/stat shows how the process ends.
+4. Nothing depends on it: the death of a worker without such a thread, or whose page is damaged, is seen by its pidfd.
+   (A damaged page costs a thread that never ends.)
+5. The waiting thread must be scheduled before the dying process's teardown. The kernel lets a running process use up
+   its time slice, for up to a tick of 4 ms, unless the woken thread has a shorter slice. So workers ask for a longer
+   one.
+6. The waiting thread wakes trio's thread by a write in which it then blocks. If the write returned, both threads would
+   want the interpreter's lock; the one that sleeps for it has used its turn, as the kernel sees it, and waits until the
+   teardown is over.
 """
 
 from __future__ import annotations
@@ -33,13 +37,13 @@ from ringbuf import create_memory  # allocated at once: a lack of memory is an O
 
 SHARED = ROBUST = 1
 MUTEX, HELD, SIZE = 0, 128, 4096
-"""Where in the shared page the mutex is, and the semaphore that says that it is held."""
+"""Offsets in the shared page: the mutex, and the semaphore that is posted once the mutex is held. The page's size."""
 EXIT_CODE = 52 - 3
-"""Place of the wait status in /proc/PID/stat, behind the name."""
+"""Index of the wait status in /proc/PID/stat, counted after the process name."""
 JOIN_TIMEOUT_S = 1.0
-"""For the thread of a worker that is dead."""
+"""How long ``close`` waits for the thread of a dead worker to end."""
 SCHED_SETATTR, SCHED_GETATTR = 314, 315
-"""System calls' numbers on x86-64."""
+"""Numbers of the system calls on x86-64."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -60,15 +64,18 @@ class _Page:
 
 
 _held: list[_Page] = []
-"""In a worker: the page, which has to stay where the kernel looks for it."""
+"""In a worker: the page, which must stay mapped, because the kernel looks for the mutex in it."""
 
 
 def acquire_death_mutex(fd: int) -> None:
-    """For the worker's main thread, before it has others: take the mutex, for ever."""
+    """Acquire the mutex for the rest of the process. Called by a worker's main thread, before there are others.
+
+    fd: the shared page (``Lifeline.fd``); it is closed here. Raises OSError.
+    """
     page = _Page(fd)
     _held.append(page)
     os.close(fd)
-    _let_others_go_first()
+    _lengthen_time_slice()
     _check(_libc.pthread_mutex_lock(page.at(MUTEX)))
     _libc.sem_post(page.at(HELD))
 
@@ -83,10 +90,10 @@ class _Scheduling(ctypes.Structure):
     )
 
 
-def _let_others_go_first() -> None:
-    """For this thread and those that it will start: a time slice that is twice as long (see rule 5).
+def _lengthen_time_slice() -> None:
+    """Double the time slice of this thread and those that it will start (see rule 5).
 
-    Linux has them since 6.12; before, and for who is scheduled otherwise, nothing changes.
+    Linux has settable time slices since 6.12. Before, and under other scheduling policies, nothing changes.
     """
     mine = _Scheduling()
     _libc.syscall(SCHED_GETATTR, 0, ctypes.byref(mine), ctypes.sizeof(mine), 0)
@@ -95,18 +102,21 @@ def _let_others_go_first() -> None:
 
 
 class Lifeline:
-    """The parent's side. Raises OSError (no memory, no descriptors)."""
+    """The parent's side of the mutex.
+
+    fd: the shared page, to be inherited by the worker. Raises OSError (no memory, no descriptors).
+    """
 
     def __init__(self) -> None:
         with ExitStack() as undo:
-            self._heard, self._said = os.pipe()
-            undo.callback(os.close, self._heard)
-            undo.callback(os.close, self._said)
+            self._wake_read, self._wake_write = os.pipe()
+            undo.callback(os.close, self._wake_read)
+            undo.callback(os.close, self._wake_write)
             self.fd = create_memory(SIZE)
             undo.callback(os.close, self.fd)
             self._page = _Page(self.fd)
             undo.pop_all()
-        self._room = fcntl.fcntl(self._said, fcntl.F_SETPIPE_SZ, SIZE)
+        self._pipe_bytes = fcntl.fcntl(self._wake_write, fcntl.F_SETPIPE_SZ, SIZE)
         attributes = ctypes.create_string_buffer(64)
         _check(_libc.pthread_mutexattr_init(attributes))
         _check(_libc.pthread_mutexattr_setpshared(attributes, SHARED))
@@ -116,14 +126,14 @@ class Lifeline:
         self._thread: threading.Thread | None = None
 
     def watch(self) -> None:
-        """From now on ``wait_released`` will return. Not where the machine gives no thread (see rule 4)."""
+        """Start the thread that waits for the mutex. If the machine has no thread left, nothing happens (rule 4)."""
 
         def wait() -> None:
             signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # SIGPIPE too
             _libc.sem_wait(self._page.at(HELD))
             _libc.pthread_mutex_lock(self._page.at(MUTEX))
             with suppress(BrokenPipeError):
-                os.write(self._said, bytes(self._room + 1))
+                os.write(self._wake_write, bytes(self._pipe_bytes + 1))
 
         thread = threading.Thread(target=wait, name="lifeline", daemon=True)
         with suppress(RuntimeError):  # can't start new thread
@@ -131,23 +141,23 @@ class Lifeline:
             self._thread = thread
 
     async def wait_released(self) -> None:
-        """Until the worker begins to die."""
-        await trio.lowlevel.wait_readable(self._heard)
+        """Wait until the worker begins to die. Cancellation has no effect on the lifeline."""
+        await trio.lowlevel.wait_readable(self._wake_read)
 
     def close(self) -> None:
-        """Once the worker is dead, or never was, and nobody waits."""
-        os.close(self._heard)
+        """Free everything. Called once the worker is dead or was never started, and no task is in ``wait_released``."""
+        os.close(self._wake_read)
         if self._thread is not None:
-            _libc.sem_post(self._page.at(HELD))  # it may have died before it held anything
+            _libc.sem_post(self._page.at(HELD))  # it may have died before it held the mutex
             self._thread.join(JOIN_TIMEOUT_S)
         if self._thread is None or not self._thread.is_alive():
-            os.close(self._said)
+            os.close(self._wake_write)
             self._page.close()
         os.close(self.fd)
 
 
 def exit_of_dying(pid: int) -> int | None:
-    """Exit code, or minus the signal, of a child that is ending; None where its end cannot be told from 0 yet."""
+    """Return the exit code of a dying child, or minus its signal; None while the kernel shows 0 or nothing for it."""
     try:
         with open(f"/proc/{pid}/stat", "rb", buffering=0) as file:
             stat = file.read()

@@ -1,7 +1,7 @@
 """How a chunk lies in a ring: one bundle, whose meta is the chunk's header and small data.
 
-A chunk is a value, named by request, source and sequence number: whichever incarnation of the source sends it, and
-however often, it is the same. So whoever takes chunks in drops those it has, and a replay may begin again at 0.
+A chunk is identified by request, source and sequence number. Whichever incarnation of the source sends it, and however
+often, its content is the same. So a receiver drops the chunks that it has, and a replay may begin again at 0.
 """
 
 from __future__ import annotations
@@ -18,12 +18,16 @@ import ringbuf
 from ringbuf import Tensor
 
 DIGEST_BYTES = 4096
-"""Of each end of a chunk (its header and small data are there), and as many in between: the whole of a large one would
-take as long as a dozen copies of it."""
+"""How many bytes of each end of a chunk (header and small data are there), and about as many in between, its digest
+covers. A digest of all bytes of a large chunk would take as long as a dozen copies of it."""
 
 
 class ChunkHeader(msgspec.Struct, frozen=True, array_like=True):
-    """request: its number. source: the producing stage. seq: 0, 1, 2 … on this edge for this request."""
+    """The header of a chunk.
+
+    request: number of the request. source: the producing stage. seq: 0, 1, 2 … on this edge for this request. last:
+    whether it is the source's last chunk for this request. data: small values, such as text.
+    """
 
     request: int
     source: str
@@ -33,16 +37,20 @@ class ChunkHeader(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ChunkCorrupted(ringbuf.RingError):
-    """A frame whose header is not a chunk's, or a chunk out of sequence."""
+    """A frame does not hold a chunk, or a chunk is out of sequence."""
+
+
+class ReplayDiverged(ChunkCorrupted):
+    """A replayed chunk differs from the original; the parts of two answers must not be joined."""
 
 
 def encode(header: ChunkHeader, tensors: Mapping[str, np.ndarray[Any, Any] | Tensor]) -> list[memoryview]:
-    """Buffers to gather into a ring. Nothing is copied here: the tensors must not change until they are sent."""
+    """Return the buffers to gather into a ring. They share the tensors' memory, which must not change until sent."""
     return ringbuf.encode_bundle(msgspec.to_builtins(header, builtin_types=(bytes,)), tensors)
 
 
 def decode(data: memoryview) -> tuple[ChunkHeader, dict[str, Tensor]]:
-    """The header, and the tensors as views into ``data``. Raises ChunkCorrupted, BundleCorrupted."""
+    """Return the header, and the tensors as views into ``data``. Raises ChunkCorrupted, BundleCorrupted."""
     bundle = ringbuf.decode_bundle(data)
     try:
         return msgspec.convert(bundle.meta, ChunkHeader), bundle.tensors
@@ -50,12 +58,8 @@ def decode(data: memoryview) -> tuple[ChunkHeader, dict[str, Tensor]]:
         raise ChunkCorrupted(f"not a chunk: {error}") from error
 
 
-class ReplayDiverged(ChunkCorrupted):
-    """A chunk that came again is not what it was: two answers must not be spliced."""
-
-
 class ChunkSequence:
-    """Takes the chunks of one request from one source: each once, in order."""
+    """Accepts the chunks of one request from one source: each once, in order."""
 
     def __init__(self, request: int, source: str) -> None:
         self._request, self._source = request, source
@@ -64,31 +68,35 @@ class ChunkSequence:
 
     @property
     def started(self) -> bool:
+        """Whether a chunk was accepted."""
         return bool(self._digests)
 
     def accept(self, seq: int, frame: memoryview, *, last: bool) -> bool:
-        """Whether this chunk is the next one; False for one that was taken before, or after the last.
+        """Return whether this chunk is the next one; False if it was accepted before, or comes after the last one.
 
-        frame: the chunk as it lies in the ring. Raises ChunkCorrupted at a gap, ReplayDiverged.
+        frame: the chunk as it lies in the ring. Raises ChunkCorrupted if a chunk is missing before it, ReplayDiverged
+        if it was accepted before with other content.
         """
         if self._complete:
             return False
         due = len(self._digests)
         if seq > due:
-            raise ChunkCorrupted(f"request {self._request} from {self._source}: chunk {seq} where {due} was due")
+            raise ChunkCorrupted(
+                f"request {self._request} from {self._source}: received chunk {seq}, expected chunk {due}"
+            )
         digest = _digest(frame)
         if seq == due:
             self._digests.append(digest)
             self._complete = last
             return True
         if digest != self._digests[seq]:
-            raise ReplayDiverged(f"chunk {seq} of stage {self._source!r} came out differently the second time")
+            raise ReplayDiverged(f"chunk {seq} of stage {self._source!r} differs between the original and the replay")
         return False
 
 
 def _digest(frame: memoryview) -> int:
     digest = zlib.crc32(frame[-DIGEST_BYTES:], zlib.crc32(frame[:DIGEST_BYTES]))
     if len(frame) > 2 * DIGEST_BYTES:
-        step = len(frame) // DIGEST_BYTES | 1  # odd: all bytes of an item have their turn
+        step = len(frame) // DIGEST_BYTES | 1  # an odd step covers every byte position of the items
         digest = zlib.crc32(np.frombuffer(frame, np.uint8)[::step].tobytes(), digest)
     return digest

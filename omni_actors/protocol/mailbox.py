@@ -1,16 +1,18 @@
 """A control socket as two bounded trio memory channels.
 
 Rules
-1. A packet is some messages, whole (SOCK_SEQPACKET), and b"" is read exactly when the other side is gone. Descriptors
-   in a packet are its first message's.
-2. ``post`` never waits, so that no caller ever hangs on a worker that has stopped reading: it raises ``MailboxFull``,
-   and the owner kills the worker.
-3. Descriptors are duplicated when posted and closed when sent or dropped: who posts keeps its own.
-4. What is no message ends the reading, as the other side's end does, and is said in ``fault``.
-5. The connection outlives the cancellation of its block, so that the last words of a cancelled owner are still sent.
-6. What is posted in one turn of the event loop goes out as one packet where it fits, a turn later than it could: then
-   the input of the same requests is in the ring. Requests that come together are read together, and not one by one.
-7. Mail of a ``patient`` mailbox goes out a moment later still: who has nothing to do yet takes no core from who has.
+1. A packet holds some whole messages (SOCK_SEQPACKET), and b"" is read exactly when the peer is gone. Descriptors in a
+   packet belong to its first message.
+2. ``post`` never waits, so that no caller hangs on a worker that has stopped reading. It raises ``MailboxFull``, and
+   the owner kills the worker.
+3. Descriptors are duplicated when posted and closed when sent or dropped: the caller of ``post`` keeps its own.
+4. An undecodable packet ends reading, as the peer's end does; ``fault`` says why.
+5. The connection outlives the cancellation of its block, so that the last messages of a cancelled owner are still sent.
+6. Messages that are posted in one turn of the event loop are sent as one packet if they fit, one turn later than they
+   could be. By then the input of the same requests is in the ring. So requests that are submitted together are read
+   together, and not one by one.
+7. A mailbox with ``delay_delivery`` sends a moment later still: a worker that has nothing to compute yet does not take
+   a core from one that has.
 """
 
 from __future__ import annotations
@@ -32,19 +34,20 @@ from omni_actors.protocol.messages import ControlMessage
 
 Envelope: TypeAlias = tuple[ControlMessage, tuple[int, ...]]
 """A message and the descriptors that came with it; the receiver owns them."""
+Encoded: TypeAlias = tuple[bytes, tuple[int, ...]]
+"""An encoded message or packet, and the descriptors to send with it, which the mailbox owns."""
 
 MAX_FDS = 8
 PACKED, PACKED_BYTES = 64, 16 * 1024
-"""Of messages in one packet; a larger one goes by itself. Those in the writer's hands are not counted as waiting."""
-
+"""The most messages and bytes in one packet; a larger message is sent by itself."""
 DELIVERY_DELAY_S = 0.001
-"""About what a worker needs to take in some dozens of requests that come at once."""
+"""Delay of ``delay_delivery``: about the time in which a worker reads some dozens of requests that arrive together."""
 
 T = TypeVar("T")
 
 
 class MailboxFull(OmniError):
-    """The other side has not read ``pending`` messages."""
+    """The peer has not read ``pending`` messages."""
 
     def __init__(self, pending: int) -> None:
         self.pending = pending
@@ -52,34 +55,38 @@ class MailboxFull(OmniError):
 
 
 class Mailbox:
-    """One end of a control connection; open it with ``open_mailbox``."""
+    """One end of a control connection; open it with ``open_mailbox``.
+
+    incoming: a memory channel of received messages. It ends (EndOfChannel) when the peer is gone and everything that it
+    sent has been read, or after a fault.
+    """
 
     def __init__(self, sock: socket.socket, capacity: int) -> None:
         self._sock = sock
         self._capacity = capacity
-        self._out_send, self._out_receive = trio.open_memory_channel[tuple[bytes, tuple[int, ...]]](capacity)
+        self._out_send, self._out_receive = trio.open_memory_channel[Encoded](capacity)
         self._waiting = 0
-        """Messages that were posted and that the writer has not begun to pack."""
+        """How many messages were posted and not yet taken by the writer."""
         self._in_send, self.incoming = trio.open_memory_channel[Envelope](capacity)
         self.delay_delivery = False
-        """Whether what is posted here may wait ``DELIVERY_DELAY_S``, for what is posted elsewhere to be read first."""
+        """Whether to send ``DELIVERY_DELAY_S`` later, so that messages posted elsewhere are read first."""
         self.fault: str | None = None
-        """Why nothing more is read though the other side may live."""
-        self._in_hand: Iterator[ControlMessage] = iter(())
-        """What the reader has of a packet and there is no room for yet."""
+        """Why reading has ended although the peer may be alive."""
+        self._unpacking: Iterator[ControlMessage] = iter(())
+        """The messages of the reader's packet that ``incoming`` has no room for yet."""
         self._peer_gone = False
         self._written = trio.Event()
         self._open = trio.CancelScope(shield=True)
 
     @property
     def congested(self) -> bool:
-        """Whether half of the room is taken: the other side has stopped reading, or reads too slowly."""
+        """Whether half of the capacity is used: the peer has stopped reading, or reads too slowly."""
         return 2 * self._waiting >= self._capacity
 
     def post(self, message: ControlMessage, fds: Sequence[int] = ()) -> None:
-        """Queue a message in order; one to a peer that is gone is dropped.
+        """Queue a message, in order. If the peer is gone, the message is dropped.
 
-        Raises MailboxFull, ValueError (a message too large, or of what cannot be encoded), OSError (no descriptors).
+        Raises MailboxFull, ValueError (the message is too large or cannot be encoded), OSError (no descriptors).
         """
         if self._peer_gone:
             return
@@ -93,15 +100,18 @@ class Mailbox:
         self._waiting += 1
 
     def available(self) -> Iterator[Envelope]:
-        """What else is here to be taken from ``incoming``; for its only taker."""
-        return _there(self.incoming)
+        """Yield what can be received from ``incoming`` without waiting. Only for the task that receives from it."""
+        return _available(self.incoming)
 
     def unread(self) -> Iterator[ControlMessage]:
-        """What a peer that says no more has said and nobody has taken from ``incoming``; for its only taker."""
+        """Yield the messages that a dead peer has sent and that were not received from ``incoming``.
+
+        Only for the task that receives from ``incoming``. Their descriptors are closed.
+        """
         for message, fds in self.available():
             _close_all(fds)
             yield message
-        yield from self._in_hand
+        yield from self._unpacking
         while self.fault is None:
             try:
                 packet = self._sock.recv(messages.MAX_PACKET_BYTES)
@@ -114,7 +124,10 @@ class Mailbox:
             yield from self._unpacked(packet)
 
     async def send(self, message: ControlMessage) -> None:
-        """Queue a message, waiting for room. A message to a peer that is gone is dropped."""
+        """Queue a message, waiting for room. If the peer is gone, the message is dropped.
+
+        Cancellation: the message is queued, or the call was cancelled.
+        """
         if not self._peer_gone:
             await self._out_send.send((messages.encode(message), ()))
             self._waiting += 1
@@ -125,7 +138,7 @@ class Mailbox:
         await self._written.wait()
 
     @trio.lowlevel.enable_ki_protection
-    async def _carry(self) -> None:
+    async def _run(self) -> None:
         with self._open:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._read)
@@ -138,19 +151,19 @@ class Mailbox:
             if self.delay_delivery:
                 with trio.CancelScope(shield=True):
                     await trio.sleep(DELIVERY_DELAY_S)  # rule 7
-            with closing(_packets(self._posted(first))) as packets:
+            with closing(_packets(self._queued(first))) as packets:
                 for packet, fds in packets:
-                    await self._hand_over(packet, fds)
+                    await self._write_packet(packet, fds)
         self._written.set()
 
-    def _posted(self, first: tuple[bytes, tuple[int, ...]]) -> Iterator[tuple[bytes, tuple[int, ...]]]:
-        """What there is to be sent now. It waits no more once it is taken from here."""
-        for posted in chain([first], _there(self._out_receive)):
+    def _queued(self, first: Encoded) -> Iterator[Encoded]:
+        """Yield what is queued now. Messages no longer count as waiting once they are taken from here."""
+        for posted in chain([first], _available(self._out_receive)):
             self._waiting -= 1
             yield posted
 
-    async def _hand_over(self, packet: bytes, fds: tuple[int, ...]) -> None:
-        """To the socket, waiting for room there; to a peer that is gone: dropped."""
+    async def _write_packet(self, packet: bytes, fds: tuple[int, ...]) -> None:
+        """Write a packet to the socket, waiting for room. If the peer is gone, drop it."""
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
         try:
             while not self._peer_gone:
@@ -176,7 +189,7 @@ class Mailbox:
                     await trio.lowlevel.wait_readable(self._sock)
                     continue
                 except ConnectionResetError:
-                    continue  # said once, where the peer left mail unread; what it sent itself is still to be read
+                    continue  # raised once if the peer left messages unread; what it sent itself is still to be read
                 if not packet:
                     return
                 fds = array.array("i")
@@ -185,8 +198,8 @@ class Mailbox:
                         fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
                 owned = tuple(fds)
                 try:
-                    self._in_hand = iter(self._unpacked(packet))
-                    for message in self._in_hand:
+                    self._unpacking = iter(self._unpacked(packet))
+                    for message in self._unpacking:
                         await _put(self._in_send, (message, owned))
                         owned = ()
                 finally:
@@ -195,7 +208,10 @@ class Mailbox:
                     return
 
     def _unpacked(self, packet: bytes) -> list[ControlMessage]:
-        """An empty packet is no message either: one after the other would leave no turn to anybody."""
+        """Decode a packet, or set ``fault``.
+
+        A packet without messages is a fault, too: a stream of them would leave the event loop no turn for other tasks.
+        """
         try:
             if unpacked := messages.unpack(packet):
                 return unpacked
@@ -206,12 +222,12 @@ class Mailbox:
         return []
 
     def _drop_queued(self) -> None:
-        for _, fds in chain(_there(self._out_receive), _there(self.incoming)):
+        for _, fds in chain(_available(self._out_receive), _available(self.incoming)):
             _close_all(fds)
 
 
-def _packets(posted: Iterable[tuple[bytes, tuple[int, ...]]]) -> Generator[tuple[bytes, tuple[int, ...]]]:
-    """As few as possible. Closing it closes the descriptors that it has not given out."""
+def _packets(posted: Iterable[Encoded]) -> Generator[Encoded]:
+    """Pack messages into as few packets as possible. Closing it closes the descriptors of what it has not yielded."""
     batch: list[bytes] = []
     size = 0
     owned: tuple[int, ...] = ()
@@ -231,15 +247,15 @@ def _packets(posted: Iterable[tuple[bytes, tuple[int, ...]]]) -> Generator[tuple
         _close_all(owned)
 
 
-def _there(channel: trio.MemoryReceiveChannel[T]) -> Iterator[T]:
-    """What can be taken from it without waiting."""
+def _available(channel: trio.MemoryReceiveChannel[T]) -> Iterator[T]:
+    """Yield what can be received without waiting."""
     with suppress(trio.WouldBlock, trio.EndOfChannel):
         while True:
             yield channel.receive_nowait()
 
 
 async def _put(channel: trio.MemorySendChannel[Envelope], envelope: Envelope) -> None:
-    """Where there is room, within this turn of the event loop."""
+    """Send to a channel; if there is room, within this turn of the event loop."""
     try:
         channel.send_nowait(envelope)
     except trio.WouldBlock:
@@ -264,14 +280,15 @@ def _close_all(fds: Sequence[int]) -> None:
 
 @asynccontextmanager
 async def open_mailbox(sock: socket.socket, capacity: int) -> AsyncIterator[Mailbox]:
-    """Own ``sock`` for the block; leaving it closes the connection and every descriptor still queued.
+    """Own ``sock`` for the block; leaving it closes the connection and every descriptor that is still queued.
 
-    ``mailbox.incoming`` ends (EndOfChannel) when the other side is gone and everything it sent has been read.
+    sock: a non-blocking AF_UNIX socket of type SOCK_SEQPACKET.
+    capacity: how many messages may be queued in each direction.
     """
     mailbox = Mailbox(sock, capacity)
     try:
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(mailbox._carry)
+            nursery.start_soon(mailbox._run)
             try:
                 yield mailbox
             finally:

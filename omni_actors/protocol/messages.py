@@ -1,7 +1,8 @@
-"""The control plane's vocabulary: one frozen tagged union, one encoder, one decoder.
+"""The control messages between parent and worker: one frozen tagged union, one encoder, one decoder.
 
-Control carries names, numbers and small parameters; tensors travel through the rings. Messages are msgpack-encoded, and
-travel as packets of a SOCK_SEQPACKET socket, with file descriptors (SCM_RIGHTS) where it says so.
+Control messages carry names, numbers and small parameters; tensors travel through the rings. A message is encoded with
+msgpack. Messages travel as packets of a SOCK_SEQPACKET socket, with file descriptors (SCM_RIGHTS) where a message's
+docstring mentions them.
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ from typing import Any, TypeAlias
 import msgspec
 
 CLIENT = "client"
-"""The stage name of the user's side: the parent process feeds every input edge and reads every output edge."""
+"""The stage name of the client: the parent feeds every input edge and reads every output edge under this name."""
 
 
 class Address(msgspec.Struct, frozen=True):
-    """A replica of a stage."""
+    """The name of a replica: its stage and its number within the stage."""
 
     stage: str
     replica: int
@@ -29,6 +30,28 @@ class Address(msgspec.Struct, frozen=True):
 CLIENT_ADDRESS = Address(CLIENT, 0)
 
 
+class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Everything that a worker process needs to know to run one replica of a stage.
+
+    It is made of the stage's configuration once and is the same for all incarnations of the replica.
+    """
+
+    address: Address
+    factory: str
+    """Import path of the engine's factory, "package.module:callable"."""
+    model: str | None = None
+    """Directory of the model, if the engine needs one."""
+    options: dict[str, Any] = {}
+    """The engine's options, validated and complete."""
+    threads: int = 1
+    """The most native threads that the engine may compute with."""
+    nice: int = 0
+    """How much the engine's threads yield to those of other workers, as ``nice(1)`` counts."""
+    device: str = "cpu"
+    spins: bool = False
+    """Whether idle native threads may wait by spinning for a moment (see ``Pipeline.spins``)."""
+
+
 class _Control(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     pass
 
@@ -37,32 +60,24 @@ class _Control(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True
 
 
 class Configure(_Control, frozen=True):
-    """First message to a worker: what it is."""
+    """The first message to a worker: which replica it runs."""
 
-    address: Address
+    spec: WorkerSpec
     generation: int
-    factory: str
-    model: str | None
-    options: dict[str, Any]
-    threads: int
-    nice: int
-    device: str
-    spins: bool
-    """Whether native threads may wait awake for a moment (see ``Pipeline.spins``)."""
     fence: int
-    """Requests up to this number belong to an earlier generation: what arrives of them is dropped."""
+    """The newest request number: the worker drops chunks of requests up to this number that it did not start."""
 
 
 class Connect(_Control, frozen=True):
-    """An edge, new or replaced. Carries three descriptors (see ``ringbuf.Ring.fds``)."""
+    """A new ring for an edge; it replaces the edge's earlier ring. Carries three descriptors (``ringbuf.Ring.fds``)."""
 
     producer: Address
     consumer: Address
     generation: int
 
 
-class Start(_Control, frozen=True):
-    """A request begins here. Numbers reach a worker in increasing order, replayed ones aside."""
+class Start(_Control, frozen=True, kw_only=True):
+    """Start a request. Request numbers reach a worker in increasing order, except those of replays."""
 
     request: int
     sources: tuple[str, ...]
@@ -70,48 +85,49 @@ class Start(_Control, frozen=True):
     params: msgspec.Raw
     """A mapping, encoded with msgpack. The engine loop decodes it for the engine."""
     downstream: bool = False
-    """Whether stages below take part, among ``targets`` or not yet (one that starts again comes by ``Resend``)."""
+    """Whether downstream stages take part in the request. One that is restarting is not among ``targets``: it is added
+    by ``Resend``."""
     retain_bytes: int = 0
-    """How much of its outputs is kept until its end, to be sent again."""
+    """How many bytes of this request's outputs the worker retains for a replay."""
     replayed: bool = False
-    """It has run before, in a worker that died: say ``Started``, so that its input is sent no sooner."""
+    """Whether this is a replay. The worker answers ``Started``, and the request's sources send nothing before that."""
     worker_retain_bytes: int = 0
-    """How much of the outputs of all requests this worker keeps."""
+    """How many bytes of outputs the worker retains for all its requests together."""
 
 
 class Resend(_Control, frozen=True):
-    """Send the outputs of a request to ``target`` from the first one on: what is retained, then what is to come."""
+    """Send all outputs of a request to ``target``: first the retained ones, then those to come."""
 
     request: int
     target: Address
 
 
 class Pause(_Control, frozen=True):
-    """The client does not keep up: compute nothing for this request until ``Resume``. Its input is still taken in."""
+    """Compute nothing for a request until ``Resume``, because its client does not keep up. Its input is still fed."""
 
     request: int
 
 
 class Resume(_Control, frozen=True):
-    """Go on with a request that was paused."""
+    """Continue a paused request."""
 
     request: int
 
 
 class Abort(_Control, frozen=True):
-    """A request has ended, in whatever way: let go of all that is here of it."""
+    """A request has ended, with whatever outcome: free everything that belongs to it."""
 
     request: int
 
 
 class Ping(_Control, frozen=True):
-    """Asks the engine loop for a sign of life: its next turn answers with ``Pong``."""
+    """Ask the engine loop whether it makes progress: its next turn answers with ``Pong``."""
 
     number: int
 
 
 class Stop(_Control, frozen=True):
-    """Finish within ``grace_s``; what runs is dropped."""
+    """End the process within ``grace_s`` seconds. Running requests are dropped."""
 
     grace_s: float
 
@@ -120,73 +136,79 @@ class Stop(_Control, frozen=True):
 
 
 class Loading(_Control, frozen=True):
+    """Progress of loading, in a few words."""
+
     note: str
 
 
 class Ready(_Control, frozen=True):
+    """The engine is loaded and warm; loading took ``load_s`` seconds."""
+
     load_s: float
 
 
 class Pong(_Control, frozen=True):
-    """The engine loop took a turn after the ``Ping`` of this number."""
+    """The engine loop completed a turn after the ``Ping`` with the same number."""
 
     number: int
     gauges: dict[str, float] = {}
-    """What the engine measures of itself (see ``stages.base.Measured``)."""
+    """The engine's own measurements (``stages.base.Measured``)."""
 
 
 class LoadFailed(_Control, frozen=True):
-    """The engine's own exception; the process ends after this."""
+    """The engine raised ``error`` while loading. The process ends after this message."""
 
     error: str
 
 
 class EngineFailed(_Control, frozen=True):
-    """The engine raised; the process ends after this.
+    """The engine raised while serving. The process ends after this message.
 
-    request: the one for which the engine was called (``start``, ``feed``); None after a step, which serves many.
+    request: the request that ``start`` or ``feed`` was called for; None after ``step``, which serves many requests.
     """
 
     request: int | None
 
 
-class StageStats(msgspec.Struct, frozen=True):
+class StageStats(msgspec.Struct, frozen=True, kw_only=True):
     """What one stage did for one request. Times are CLOCK_MONOTONIC seconds, comparable between processes."""
 
     stage: str
     started: float
-    first_input: float | None
-    first_output: float | None
+    first_input: float | None = None
+    first_output: float | None = None
     finished: float
     step_s: float
-    """Time spent in the engine's steps while the request was active here (shared by all requests of the batch)."""
+    """Seconds in the engine's steps while the request was active in this stage. All requests of a batch share them."""
     chunks: int
     sent_bytes: dict[str, int]
-    """Bytes put into each outgoing edge, by consumer."""
+    """Bytes sent over each outgoing edge, by the consumer's address."""
 
 
 class Finished(_Control, frozen=True):
+    """The engine produced its last output for a request."""
+
     request: int
     stats: StageStats
 
 
 class Started(_Control, frozen=True):
-    """A replayed request is active here: what comes of it from now on is taken in."""
+    """A replayed request is active in this worker, which accepts its chunks from now on."""
 
     request: int
 
 
 class InputComplete(_Control, frozen=True):
-    """This stage has the last chunk of ``source``, another stage, and so all of them: it needs that one no more."""
+    """This stage has the last chunk of the upstream stage ``source``, and no longer needs that stage."""
 
     request: int
     source: str
 
 
 class Unreplayable(_Control, frozen=True):
-    """This stage can take no part in a replay of the request, and why.
+    """This stage cannot take part in a replay of the request; ``reason`` says why.
 
-    needed: a replay that is under way has just asked for it.
+    needed: whether a replay that is in progress needed it; otherwise only later replays are impossible.
     """
 
     request: int
@@ -195,7 +217,7 @@ class Unreplayable(_Control, frozen=True):
 
 
 class Refused(_Control, frozen=True):
-    """The engine raised ``InvalidRequest`` for this request."""
+    """The engine raised ``InvalidRequest`` for a request."""
 
     request: int
     message: str
@@ -209,7 +231,7 @@ FromWorker: TypeAlias = Loading | Ready | Pong | LoadFailed | EngineFailed | Req
 ControlMessage: TypeAlias = ToWorker | FromWorker
 
 MAX_BYTES = 128 * 1024
-"""Largest encoded message: under the default socket buffer, so that a packet is never refused for its size."""
+"""Largest encoded message. It is below the default socket buffer, so the kernel never refuses a packet for its size."""
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[ControlMessage] = msgspec.msgpack.Decoder(ControlMessage)
@@ -220,23 +242,25 @@ MAX_PACKET_BYTES = _HEADER.size + MAX_BYTES
 
 
 def encode(message: ControlMessage) -> bytes:
-    """Raises ValueError past ``MAX_BYTES``."""
+    """Encode one message. Raises ValueError for more than ``MAX_BYTES``."""
     packet = _encoder.encode(message)
     if len(packet) > MAX_BYTES:
-        raise ValueError(f"{type(message).__name__} of {len(packet)} bytes: control messages end at {MAX_BYTES}")
+        raise ValueError(
+            f"{type(message).__name__} of {len(packet)} bytes: a control message has at most {MAX_BYTES} bytes"
+        )
     return packet
 
 
 def decode(packet: bytes) -> ControlMessage:
-    """Raises msgspec.ValidationError or msgspec.DecodeError on anything that is not exactly one message."""
+    """Decode one message. Raises msgspec.ValidationError or msgspec.DecodeError if it is not exactly one message."""
     return _decoder.decode(packet)
 
 
 def pack(encoded: Sequence[bytes]) -> bytes:
-    """Messages of ``MAX_BYTES`` in all as one packet: an array of msgpack, the one with a count of 16 bits."""
+    """Join encoded messages of at most ``MAX_BYTES`` in all to one packet: a msgpack array with a 16-bit count."""
     return _HEADER.pack(_ARRAY_16, len(encoded)) + b"".join(encoded)
 
 
 def unpack(packet: bytes) -> list[ControlMessage]:
-    """Raises as ``decode``."""
+    """Decode all messages of a packet. Raises as ``decode``."""
     return _unpacker.decode(packet)

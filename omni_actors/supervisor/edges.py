@@ -1,10 +1,10 @@
-"""The rings between live workers, and between them and this process (the client's side).
+"""The rings between live workers, and between them and the parent, which is the client's end.
 
 Rules
-1. An edge joins two stages; it is one ring per (producer replica, consumer replica).
-2. A ring lives exactly as long as both its workers: each incarnation of either gets a new one, so what a dead worker
-   left half-done is never read, and what its peer still has for it goes nowhere.
-3. This process keeps every ring mapped, for its statistics; it moves bytes only through the client's ends.
+1. An edge joins two stages; it has one ring per pair of producer replica and consumer replica.
+2. A ring lives exactly as long as both its workers. Each incarnation of either gets a new one, so nothing that a dead
+   worker left half-written is read, and nothing that its peer still had for it reaches its successor.
+3. The parent keeps every ring mapped, for its statistics. It moves bytes only through the client's ends.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ringbuf import AlreadyClaimed, Consumer, Frame, Producer, Ring, RingClosed,
 
 Post: TypeAlias = Callable[[ControlMessage, Sequence[int]], None]
 Kill: TypeAlias = Callable[[str], None]
-"""Ends a worker, for this reason."""
+"""Kills a worker, for the given reason."""
 
 
 @dataclass(frozen=True)
@@ -42,9 +42,9 @@ class InputEdge:
         self._turn = trio.Lock()
 
     async def send(self, buffers: Sequence[memoryview]) -> None:
-        """Send one message, in turn, waiting for room.
+        """Send one message, waiting for room and for earlier calls.
 
-        Cancellation: the message is sent whole or never seen. A worker that has spoilt the ring is killed. Raises
+        Cancellation: the message is sent whole or not at all. A worker that has corrupted the ring is killed. Raises
         trio.ClosedResourceError when the worker dies.
         """
         async with self._in_turn():
@@ -60,7 +60,7 @@ class InputEdge:
 
     @asynccontextmanager
     async def _in_turn(self) -> AsyncIterator[None]:
-        """Where nobody else is sending, within this turn of the event loop: what comes together goes out together."""
+        """Hold the lock. A free one is taken without a checkpoint, so that requests of one turn are sent together."""
         try:
             self._turn.acquire_nowait()
         except trio.WouldBlock:
@@ -76,7 +76,7 @@ class InputEdge:
 
 
 async def receive_frames(consumer: Consumer) -> AsyncIterator[Frame]:
-    """Frames as they come, until the producer closes; the caller releases each. Waits on the doorbell, never polls."""
+    """Yield frames until the producer closes; the caller releases each. It waits for the doorbell and never polls."""
     while True:
         try:
             frame = consumer.try_recv()
@@ -90,7 +90,10 @@ async def receive_frames(consumer: Consumer) -> AsyncIterator[Frame]:
 
 
 class Edges:
-    """Keeps one ring per pair of live replicas that an edge joins."""
+    """Keeps one ring per pair of live replicas that an edge joins.
+
+    spawner: creates the rings.
+    """
 
     def __init__(self, specs: Sequence[EdgeSpec], spawner: Spawner) -> None:
         self._specs, self._spawner = tuple(specs), spawner
@@ -101,9 +104,10 @@ class Edges:
         """The client's edge into each live replica that takes input from it."""
 
     def connect_worker(self, address: Address, post: Post, kill: Kill) -> Consumer | None:
-        """Connect a new worker with everyone it shares an edge with; the client's end of its output, if it has one.
+        """Connect a new worker with every live replica that it shares an edge with.
 
-        post: queues a message, with descriptors, for the worker. Raises OSError (no memory, no descriptors).
+        post: queues a message, with descriptors, for the worker. kill: ends the worker. Returns the client's end of its
+        output edge, if it has one. Raises OSError (no memory, no descriptors).
         """
         self._posts[address] = post
         output: Consumer | None = None
@@ -121,13 +125,13 @@ class Edges:
         return output
 
     def disconnect_worker(self, address: Address) -> None:
-        """Drop a worker and every ring it shared. Its ends are closed for it: its peers neither wait nor fill up."""
+        """Close every ring of a dead worker, its own ends too, so that its peers neither wait nor fill up."""
         self._posts.pop(address, None)
         if client_end := self.inputs.pop(address, None):
             client_end.close()
         for pair in [pair for pair in self._rings if address in pair]:
             ring = self._rings.pop(pair)
-            # It lives still, or closed its end itself; of what it has spoilt its peer hears from the ring.
+            # The worker closed its end itself, or is still alive. The peer that reads a corrupted ring reports it.
             with suppress(AlreadyClaimed, RingClosed, RingCorrupted):
                 if address == pair[0]:
                     ring.claim_producer()

@@ -1,10 +1,10 @@
-"""Worker processes: how one is spawned, named, killed, and seen to die.
+"""Worker processes: how one is spawned, identified, killed, and how its death is noticed.
 
 Rules
-1. A worker is a fresh interpreter (`multiprocess`, spawn). It never imports the parent's main module: a user's script
-   needs no ``if __name__ == "__main__"``.
-2. Death is an event, never a poll: first the lifeline says that it begins, then a pidfd that it is done.
-3. No orphans: a worker asks the kernel to be killed with the thread that spawned it (PDEATHSIG), checks that its parent
+1. A worker is a fresh interpreter (`multiprocess`, spawn). It never imports the parent's main module, so a user's
+   script needs no ``if __name__ == "__main__"``.
+2. Death is an event, never polled for: first the lifeline shows that it begins, then a pidfd that it is complete.
+3. No orphans: a worker asks the kernel to kill it with the thread that spawned it (PDEATHSIG), checks that its parent
    is still there, and ends when its control socket closes. So workers are spawned on trio's own thread.
 4. Leaving ``LocalSpawner.spawn`` has reaped the process and closed every descriptor, whatever happened inside.
 """
@@ -29,15 +29,16 @@ from omni_actors.platform.cpu_sharing import CpuSharingPage
 from omni_actors.platform.lifeline import Lifeline, exit_of_dying
 from omni_actors.protocol.mailbox import Mailbox, open_mailbox
 from omni_actors.protocol.messages import Address
-from omni_actors.worker.main import worker_main
+from omni_actors.worker.main import STOP_SIGNALS, worker_main
 from ringbuf import Ring
 
 STDERR_TAIL_LINES = 40
 LONGEST_LINE = 4096
+"""How many lines of a worker's stderr are kept to explain its death, and how many bytes of a line."""
 
 
 class SpawnFailed(OmniError):
-    """The machine gives no process, or no descriptors for one; ``__cause__`` says what is short."""
+    """No process could be started, or there are no descriptors for one; ``__cause__`` is the system's error."""
 
 
 class Worker(Protocol):
@@ -48,35 +49,36 @@ class Worker(Protocol):
     @property
     def mailbox(self) -> Mailbox: ...
     def kill(self) -> None:
-        """SIGKILL. Harmless when it is dead already."""
+        """Send SIGKILL. Harmless if the worker is dead already."""
         ...
 
     async def wait_ending(self) -> WorkerExit:
-        """How it ends, as soon as that is known and it says no more. Any number of callers."""
+        """Wait until the worker sends no more and it is known how it ends. Any number of tasks may wait."""
         ...
 
     async def wait_dead(self) -> WorkerExit:
-        """The same, once nothing of it is left. Any number of callers."""
+        """Wait until nothing of the worker is left. Any number of tasks may wait."""
         ...
 
 
 class Spawner(Protocol):
-    """Where workers come from: this machine (``LocalSpawner``) or, behind the same calls, others or a simulation."""
+    """Creates workers and the rings between them: on this machine (``LocalSpawner``), elsewhere, or in a simulation."""
 
     def spawn(self, address: Address, mailbox_capacity: int) -> AbstractAsyncContextManager[Worker]:
-        """Start a worker; leaving the block kills it if it still lives, and reaps it.
+        """Start a worker; leaving the block kills it if it is still alive, and reaps it.
 
-        Entering raises SpawnFailed where no process can be started.
+        mailbox_capacity: how many control messages may be queued in each direction. Entering raises SpawnFailed if no
+        process can be started.
         """
         ...
 
     def create_ring(self, producer: Address, consumer: Address, capacity: int, generation: int) -> Ring:
-        """The memory of an edge between two workers, or one and the client. Raises OSError (no memory)."""
+        """Return a ring of ``capacity`` bytes between two workers, or a worker and the client. Raises OSError."""
         ...
 
 
 class _Popen(popen_spawn_posix.Popen):  # type: ignore[misc]
-    """multiprocess's spawn, less the parent's main module, its arguments, and the resource tracker process."""
+    """multiprocess's spawn, without the parent's main module, its arguments, and the resource tracker process."""
 
     def _launch(self, process_obj: Any) -> None:
         preparation = spawn.get_preparation_data(process_obj.name)
@@ -102,7 +104,7 @@ class _Popen(popen_spawn_posix.Popen):  # type: ignore[misc]
             os.close(child_read)
         self.sentinel = parent_write
         self.finalizer = util.Finalize(self, os.close, (parent_write,))
-        with suppress(BrokenPipeError):  # it died already: the pidfd tells
+        with suppress(BrokenPipeError):  # it is dead already, which its pidfd shows
             os.write(parent_write, payload.getbuffer())  # far below a pipe's buffer: one write, no waiting
 
 
@@ -113,9 +115,9 @@ class _Process(context.SpawnProcess):  # type: ignore[misc]
 
 
 @contextmanager
-def _sigint_blocked() -> Iterator[None]:
-    """A Ctrl-C reaches the whole foreground group: hold it off until the child ignores it (masks are inherited)."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+def _stop_signals_blocked() -> Iterator[None]:
+    """Block the signals that a worker ignores until it does so: a child inherits the mask."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         yield
     finally:
@@ -128,7 +130,7 @@ class LocalWorker:
     def __init__(self, process: Any, mailbox: Mailbox, pidfd: int, lifeline: Lifeline, stderr_fd: int) -> None:
         self._process, self.mailbox, self._pidfd, self._lifeline = process, mailbox, pidfd, lifeline
         self.pid: int = process.pid
-        self._stderr = _Tail(stderr_fd, f"omni_actors.worker.{process.name.split()[-1]}")
+        self._stderr = _StderrTail(stderr_fd, f"omni_actors.worker.{process.name.split()[-1]}")
         self._exit: WorkerExit | None = None
         self._ending, self._dead = trio.Event(), trio.Event()
 
@@ -138,7 +140,7 @@ class LocalWorker:
 
     def kill(self) -> None:
         if not self._dead.is_set():
-            with suppress(ProcessLookupError):  # reaped already: multiprocess does so whenever it starts another
+            with suppress(ProcessLookupError):  # reaped already: multiprocess does so whenever it starts a process
                 signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
 
     async def wait_ending(self) -> WorkerExit:
@@ -151,29 +153,29 @@ class LocalWorker:
         return await self.wait_ending()
 
     @trio.lowlevel.enable_ki_protection
-    async def _attend(self) -> None:
-        """From its birth until nothing of it is left. Not to be cancelled: whoever leaves has killed it."""
+    async def _watch(self) -> None:
+        """Watch the process until nothing of it is left. Shielded: ``spawn`` kills the process before it leaves."""
         with trio.CancelScope(shield=True):
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._stderr.follow)
                 async with trio.open_nursery() as watching:
-                    watching.start_soon(self._see_it_end)
+                    watching.start_soon(self._wait_lifeline)
                     await trio.lowlevel.wait_readable(self._pidfd)
                     self._process.join()
-                    self._ends(self._process.exitcode)
+                    self._set_exit(self._process.exitcode)
                     watching.cancel_scope.cancel()
                 self._dead.set()
                 nursery.cancel_scope.cancel()
 
     @trio.lowlevel.enable_ki_protection
-    async def _see_it_end(self) -> None:
+    async def _wait_lifeline(self) -> None:
         self._lifeline.watch()
         await self._lifeline.wait_released()
         code = exit_of_dying(self.pid)
         if code is not None:
-            self._ends(code)
+            self._set_exit(code)
 
-    def _ends(self, code: int) -> None:
+    def _set_exit(self, code: int) -> None:
         if self._exit is None:
             self._stderr.drain()
             name, code_or_none = (_signal_name(-code), None) if code < 0 else (None, code)
@@ -181,8 +183,8 @@ class LocalWorker:
             self._ending.set()
 
 
-class _Tail:
-    """The last lines that come out of a pipe; all of them go to a logger."""
+class _StderrTail:
+    """Keeps the last lines that a worker writes to its stderr, and logs all of them."""
 
     def __init__(self, read_fd: int, logger: str) -> None:
         self.lines: collections.deque[str] = collections.deque(maxlen=STDERR_TAIL_LINES)
@@ -191,7 +193,7 @@ class _Tail:
 
     @trio.lowlevel.enable_ki_protection
     async def follow(self) -> None:
-        """Until cancelled, or until nobody can write any more."""
+        """Read until cancelled."""
         try:
             while self._read():
                 await trio.lowlevel.wait_readable(self._fd)
@@ -200,14 +202,14 @@ class _Tail:
             os.close(self._fd)
 
     def drain(self) -> None:
-        """Read what is there. Another process that holds the pipe's other end may write later; not waited for."""
+        """Read what is there now. A child of the worker may keep the pipe open and write later; that is not read."""
         self._read()
         if self._pending:
             self._add(self._pending)
             self._pending = b""
 
     def _read(self) -> bool:
-        """False: nobody can write any more."""
+        """Read what is there. Return whether a process still holds the other end."""
         while True:
             try:
                 data = os.read(self._fd, 65536)
@@ -226,8 +228,8 @@ class _Tail:
         self._log.info(text)
 
 
-class _MoveOffBusyCore(trio.abc.Instrument):
-    """The event loop, as one more who shares cores: it leaves to the engines those on which they run."""
+class _CpuSharingInstrument(trio.abc.Instrument):
+    """Moves the event loop's thread off the cores on which engines run, whenever it wakes up."""
 
     def __init__(self, cores: CpuSharingPage) -> None:
         self._cores = cores
@@ -237,11 +239,11 @@ class _MoveOffBusyCore(trio.abc.Instrument):
 
 
 class LocalSpawner:
-    """Workers as child processes of this one, for one event loop at a time, which gives way to their engines."""
+    """Spawns workers as child processes, for one event loop at a time. The loop yields its core to their engines."""
 
     def __init__(self) -> None:
         self._cores = CpuSharingPage()
-        self._move_off = _MoveOffBusyCore(self._cores)
+        self._instrument = _CpuSharingInstrument(self._cores)
 
     @asynccontextmanager
     async def spawn(self, address: Address, mailbox_capacity: int) -> AsyncIterator[Worker]:
@@ -249,7 +251,7 @@ class LocalSpawner:
             try:
                 number = self._cores.join()
                 held.callback(self._leave, number)
-                trio.lowlevel.add_instrument(self._move_off)  # or it is there already
+                trio.lowlevel.add_instrument(self._instrument)  # no effect if it is there already
                 ours, theirs, stderr_read, stderr_write, lifeline = _channels()
             except OSError as error:
                 raise SpawnFailed(f"no channels for a worker of {address}: {error}") from error
@@ -259,7 +261,7 @@ class LocalSpawner:
                 target=worker_main, args=(*inherited, number, os.getpid()), name=f"omni-actors {address}", daemon=True
             )
             try:
-                with _sigint_blocked():
+                with _stop_signals_blocked():
                     process.start()
                 pidfd = os.pidfd_open(process.pid)
             except BaseException as error:
@@ -276,7 +278,7 @@ class LocalSpawner:
                 os.close(stderr_write)
             async with open_mailbox(ours, mailbox_capacity) as mailbox, trio.open_nursery() as nursery:
                 worker = LocalWorker(process, mailbox, pidfd, lifeline, stderr_read)
-                nursery.start_soon(worker._attend)
+                nursery.start_soon(worker._watch)
                 try:
                     yield worker
                 finally:
@@ -290,14 +292,14 @@ class LocalSpawner:
         self._cores.leave(number)
         if self._cores.fd == -1:
             with suppress(KeyError):  # trio has dropped, and logged, an instrument that failed
-                trio.lowlevel.remove_instrument(self._move_off)
+                trio.lowlevel.remove_instrument(self._instrument)
 
     def create_ring(self, producer: Address, consumer: Address, capacity: int, generation: int) -> Ring:
         return Ring.create(capacity, generation=generation)
 
 
 def _channels() -> tuple[socket.socket, socket.socket, int, int, Lifeline]:
-    """A control connection, a pipe for stderr, a lifeline. Raises OSError (no descriptors), having opened nothing."""
+    """Open both ends of a control connection, a pipe for stderr, and a lifeline; or raise OSError, with none open."""
     with ExitStack() as undo:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         undo.callback(ours.close)
@@ -319,7 +321,7 @@ def _signal_name(number: int) -> str:
 
 
 class _InheritedFd:
-    """A descriptor that keeps its number in the child."""
+    """A descriptor that the child inherits under the same number."""
 
     def __init__(self, fd: int) -> None:
         self.fd = fd

@@ -1,8 +1,6 @@
-"""A replica of a stage and the life of its worker, as data: what the supervisor keeps, and what the layers above read.
+"""A replica of a stage over all its incarnations: what the supervisor keeps and the layers above read.
 
-Rules
-1. Only the supervisor writes here. ``post`` and ``kill`` are for all.
-2. What belongs to one worker is in its ``Incarnation``, so that nothing of a dead one is taken for its successor's.
+Rule: only the supervisor writes here. ``post`` and ``kill`` are for every layer.
 """
 
 from __future__ import annotations
@@ -11,22 +9,21 @@ import collections
 import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
-import trio
-
+from omni_actors.config import Restart, Stage
 from omni_actors.errors import Death, StageFailed
 from omni_actors.protocol.mailbox import MailboxFull
-from omni_actors.protocol.messages import Address, ControlMessage
+from omni_actors.protocol.messages import Address, ControlMessage, WorkerSpec
+from omni_actors.supervisor.incarnation import Incarnation, IncarnationState
 from omni_actors.supervisor.process import Worker
-from omni_actors.supervisor.restart import RecentRestarts, RestartPolicy
+from omni_actors.supervisor.restart import RecentRestarts
 
 HISTORY = 16
-"""Deaths of a replica that are kept."""
+"""How many deaths of a replica are kept."""
 
 
 class ReplicaState(enum.Enum):
-    """loading: first start. ready: serving. restarting: down, coming back. failed: given up."""
+    """loading: first start. ready: serving. restarting: down, a new worker follows. failed: given up."""
 
     LOADING = "loading"
     READY = "ready"
@@ -34,122 +31,75 @@ class ReplicaState(enum.Enum):
     FAILED = "failed"
 
 
-@dataclass(frozen=True)
-class Blueprint:
-    """Everything needed to start one replica of a stage. inputs: the stages that feed it."""
-
-    address: Address
-    inputs: tuple[str, ...]
-    factory: str
-    model: str | None
-    options: dict[str, Any]
-    threads: int
-    nice: int
-    device: str
-    spins: bool
-    restart: RestartPolicy
-    load_timeout_s: float
-    step_timeout_s: float
-    shutdown_timeout_s: float
-
-
-class Incarnation:
-    """One life of a replica's worker."""
-
-    def __init__(self) -> None:
-        self.scope = trio.CancelScope(shield=True)
-        """Cancelled, the worker is stopped. Nothing else stops it: the order of stopping is the supervisor's."""
-        self.begun, self.ready, self.ended = trio.Event(), trio.Event(), trio.Event()
-        """ended: nothing is left of it."""
-        self.ready_at = 0.0
-        """When it became ready, on trio's clock."""
-        self.failed_request: int | None = None
-        """The request for which the engine's call raised, where the worker could tell."""
-        self.ping = 0
-        self.pong = trio.Event()
-        """Whether the last ping was answered."""
-        self.last_pong_at = 0.0
-        """When its engine loop answered a ping the last time, on trio's clock."""
-        self.gauges: Mapping[str, float] = {}
-        """What its engine measured of itself when it last answered."""
-        self.worker: Worker | None = None
-        self.leaving = False
-        """Whether it is dead or being stopped: it takes no new work, and somebody brings its successor."""
-        self.dead = False
-        """Whether its death was told; its edges may still stand."""
-        self.load_error: str | None = None
-        self.reason: str | None = None
-        """Why the supervisor ends it, where it does."""
-        self.went_with_another = False
-        self.delay_s = 0.0
-        """Before its successor starts."""
-        self.takes_down: list[Replica] = []
-        """Who is restarted with it."""
-
-
-def _before_the_first() -> Incarnation:
-    life = Incarnation()
-    life.leaving = True
-    life.ended.set()
-    return life
-
-
 @dataclass(eq=False)
 class Replica:
-    """A replica over all its incarnations, as the supervisor knows it."""
+    """A replica over all its incarnations, as the supervisor knows it.
 
-    blueprint: Blueprint
+    spec: what its workers run. stage: its configuration, which bounds loading, steps, shutdown and restarts.
+    """
+
+    spec: WorkerSpec
+    stage: Stage
     state: ReplicaState = ReplicaState.LOADING
     generation: int = 0
     note: str = "starting"
+    """What it is doing, or how its last worker ended, in words."""
     load_s: float | None = None
+    """Seconds that its last ready worker took to load."""
     failure: StageFailed | None = None
     retry_at: float | None = None
-    """When a replica that was given up is tried again, on trio's clock; None: it was not given up, or for good."""
+    """When a replica that was given up is tried again, on trio's clock; None if it was not given up, or for good."""
     failed_tries: int = 0
-    """Tries since it was given up."""
+    """Failed tries since it was given up."""
     history: collections.deque[Death] = field(default_factory=lambda: collections.deque(maxlen=HISTORY))
-    life: Incarnation = field(default_factory=_before_the_first)
+    incarnation: Incarnation = field(default_factory=lambda: Incarnation(IncarnationState.ENDED))
 
     def __post_init__(self) -> None:
-        self.recent = RecentRestarts(self.blueprint.restart.period_s)
+        self.recent = RecentRestarts(self.policy.period_s)
 
     @property
     def address(self) -> Address:
-        return self.blueprint.address
+        return self.spec.address
+
+    @property
+    def policy(self) -> Restart:
+        return self.stage.restart
 
     @property
     def restarts(self) -> int:
         return max(0, self.generation - 1)
 
     @property
-    def worker(self) -> Worker | None:
-        """The one that lives, if one does."""
-        return None if self.life.dead else self.life.worker
-
-    @property
     def accepts_work(self) -> bool:
         """Whether requests may be dispatched to the replica now."""
-        return self.state is ReplicaState.READY and not self.life.leaving
+        return self.incarnation.state is IncarnationState.READY
+
+    @property
+    def worker(self) -> Worker | None:
+        """The current worker, unless it is dead."""
+        return None if self.incarnation.over else self.incarnation.worker
 
     @property
     def last_pong_at(self) -> float:
         """When the current worker last answered a ping, on trio's clock; 0.0 before its first answer."""
-        return self.life.last_pong_at
+        return self.incarnation.last_pong_at
 
     @property
     def gauges(self) -> Mapping[str, float]:
-        """What the engine of the worker that lives measured of itself, when it last answered a ping."""
-        return {} if self.life.dead else self.life.gauges
+        """The measurements of the current worker's engine in its last answer to a ping."""
+        return {} if self.incarnation.over else self.incarnation.gauges
 
     @property
     def congested(self) -> bool:
-        """Whether its worker does not keep up with its mail."""
+        """Whether the worker does not keep up with its control messages."""
         worker = self.worker
         return worker is not None and worker.mailbox.congested
 
     def post(self, message: ControlMessage, fds: Sequence[int] = ()) -> None:
-        """Tell the worker. One that has stopped reading is killed: it comes back, its requests fail with the cause."""
+        """Send a control message to the worker, if there is one.
+
+        A worker that has stopped reading is killed: it is restarted, and its requests end with the cause.
+        """
         if (worker := self.worker) is not None:
             try:
                 worker.mailbox.post(message, fds)
@@ -157,10 +107,13 @@ class Replica:
                 self.kill(str(error))
 
     def kill(self, reason: str) -> None:
-        """End the worker now, for this reason. Harmless when it is dead already."""
-        if not self.life.dead:
-            self.life.leaving, self.life.reason = True, self.life.reason or reason
-            if self.life.worker is not None:
-                self.life.worker.kill()
-            else:
-                self.life.scope.cancel()  # it is still being spawned
+        """Kill the current worker, for this reason. Harmless if it is dead already."""
+        incarnation = self.incarnation
+        if incarnation.over:
+            return
+        incarnation.reason = incarnation.reason or reason
+        incarnation.stop()
+        if incarnation.worker is not None:
+            incarnation.worker.kill()
+        else:
+            incarnation.scope.cancel()  # the worker is still being spawned

@@ -1,33 +1,32 @@
-"""Keeps every stage's workers running.
+"""Starts, watches, restarts and stops the workers of all stages.
 
 Rules
-1. One task per incarnation owns a worker, from its spawn to its last trace. What follows its death, by the rule in
-   ``restart``, is that task's too: it stops those who go down with it, and starts them all again after the delay.
-   So whoever is down is brought back by exactly one task; one who is down already is left to that one.
-2. Workers are started in the order of the pipeline, none waits for another to be ready (models load in parallel), and
-   stopped in reverse, stage by stage: each gets its stage's ``shutdown_timeout_s``, then SIGKILL.
-3. A first start that fails with the engine's own exception, or for want of memory or descriptors, is given up at once:
-   who opens the system hears the reason.
-4. A worker that is not ready in time, or whose engine loop takes no turn in time, is killed (see ``_watch``).
-5. What happens is told to one listener, in order, by plain calls: it never waits on a worker.
+1. One task per incarnation owns a worker, from its spawn until nothing of it is left. The same task handles what
+   follows its death by the rules of ``restart``: it stops the replicas that are restarted with it and, after the delay,
+   starts them all. So exactly one task restarts each replica; a replica that is down already is left to its own task.
+2. Workers are started in the order of the pipeline. None waits for another to be ready, so models load in parallel.
+   Workers are stopped in reverse order, stage by stage: each gets its stage's ``shutdown_timeout_s``, then SIGKILL.
+3. A first start that fails with the engine's own exception, or for lack of memory or descriptors, is given up at once,
+   so that the caller who opens the system gets the reason.
+4. A worker that is not ready in time, or whose engine loop makes no progress in time, is killed (``heartbeat``).
+5. Events are reported to one listener, in order, by plain calls. Reporting never waits for a worker.
 6. A replica that was given up for its intensity is tried again later (``restart``, rule 4). It stays FAILED until the
    new worker is ready.
-7. The system's own tasks are shielded from KeyboardInterrupt: it is for the user's task, whose end ends them.
+7. Tasks of the supervisor are shielded from KeyboardInterrupt, which is raised in the user's task; its end stops them.
 """
 
 from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Protocol
 
 import trio
 
+from omni_actors.config import Stage
 from omni_actors.errors import Death, StageFailed, WorkerExit
 from omni_actors.protocol.messages import (
-    Address,
     Configure,
     ControlMessage,
     EngineFailed,
@@ -35,67 +34,47 @@ from omni_actors.protocol.messages import (
     InputComplete,
     LoadFailed,
     Loading,
-    Ping,
     Pong,
     Ready,
     Refused,
-    RequestNotice,
     Started,
     Stop,
     Unreplayable,
+    WorkerSpec,
 )
+from omni_actors.supervisor import restart
 from omni_actors.supervisor.edges import Edges, receive_frames
+from omni_actors.supervisor.heartbeat import watch_progress
+from omni_actors.supervisor.incarnation import Incarnation, IncarnationEvent, IncarnationState
+from omni_actors.supervisor.listener import Listener
 from omni_actors.supervisor.process import Spawner, SpawnFailed, Worker
-from omni_actors.supervisor.replica import Blueprint, Incarnation, Replica, ReplicaState
-from omni_actors.supervisor.restart import RestartPolicy, downstream_stages
+from omni_actors.supervisor.replica import Replica, ReplicaState
 from ringbuf import Consumer, RingClosed, RingError
 
-__all__ = ["Blueprint", "Listener", "Replica", "ReplicaState", "RestartPolicy", "Supervisor"]
-
 NOT_STARTED = 127
-"""Exit code of a worker that never was, as a shell gives it; its pid is 0."""
-PARTS = 20
-"""A ping every twentieth of ``step_timeout_s``, so that a hang is seen within 1.05 times that."""
-
-
-class Listener(Protocol):
-    """Who is told. Calls are synchronous and must not block."""
-
-    def newest_request(self) -> int:
-        """The highest request number given out so far: the fence of a new incarnation."""
-        ...
-
-    def on_worker_ready(self, address: Address) -> None: ...
-    def on_worker_died(self, address: Address, exit: WorkerExit, failed_request: int | None) -> bool:
-        """A worker died: find the requests that may have caused it. ``on_worker_lost`` follows.
-
-        failed_request: the request for which the engine's call raised, if the worker could tell. Returns whether the
-        death counts against the stage's restart intensity.
-        """
-        ...
-
-    def on_worker_lost(self, address: Address, generation: int, exit: WorkerExit) -> None:
-        """It is dead, all that it said was heard; its edges are still to be closed."""
-        ...
-
-    def on_stage_failed(self, failure: StageFailed) -> None: ...
-    def on_message(self, address: Address, message: RequestNotice) -> None: ...
-    def on_output(self, address: Address, data: memoryview) -> None:
-        """A chunk on the worker's output edge: a view, valid during the call."""
-        ...
+"""Exit code, with pid 0, of a worker that could not be started: the code that a shell uses."""
 
 
 class Supervisor:
-    """Runs all replicas of a pipeline until cancelled; leaving ``run`` has stopped and reaped every one.
+    """Runs all replicas of a pipeline until cancelled. When ``run`` returns, every worker is stopped and reaped.
 
-    blueprints: in topological order of their stages.
+    specs: the workers to run, in topological order of their stages.
+    stages: the configuration of each stage.
+    mailbox_capacity: how many control messages may wait for one worker before it is killed.
     """
 
     def __init__(
-        self, blueprints: Sequence[Blueprint], edges: Edges, spawner: Spawner, listener: Listener, mailbox_capacity: int
+        self,
+        specs: Sequence[WorkerSpec],
+        stages: Mapping[str, Stage],
+        *,
+        edges: Edges,
+        spawner: Spawner,
+        listener: Listener,
+        mailbox_capacity: int,
     ) -> None:
-        self.replicas = {blueprint.address: Replica(blueprint) for blueprint in blueprints}
-        self._inputs = {blueprint.address.stage: blueprint.inputs for blueprint in blueprints}
+        self.replicas = {spec.address: Replica(spec, stages[spec.address.stage]) for spec in specs}
+        self._inputs = {spec.address.stage: stages[spec.address.stage].inputs for spec in specs}
         self._edges, self._spawner, self._listener, self._mailbox_capacity = edges, spawner, listener, mailbox_capacity
         self._nursery: trio.Nursery | None = None
         self.changes = trio.lowlevel.ParkingLot()
@@ -103,6 +82,7 @@ class Supervisor:
 
     @trio.lowlevel.enable_ki_protection
     async def run(self) -> None:
+        """Start all workers and keep them running until cancelled; then stop them."""
         async with trio.open_nursery() as self._nursery:
             try:
                 await self._start(self.replicas.values())
@@ -112,101 +92,91 @@ class Supervisor:
                     await self._stop(self.replicas.values())
 
     async def _start(self, replicas: Iterable[Replica]) -> None:
-        """In order of the pipeline: each is being spawned when the next one's turn comes."""
-        assert self._nursery is not None, "it runs"
+        """Start replicas in the given order: each one's spawn has begun before the next one's."""
+        assert self._nursery is not None, "the supervisor runs"
         for each in replicas:
-            # A life that begins when ``_stop`` has passed is never ended.
+            # No incarnation may begin after ``_stop`` has passed: nothing would stop it.
             await trio.lowlevel.checkpoint_if_cancelled()
-            each.life = Incarnation()
+            each.incarnation = Incarnation()
             each.generation += 1
-            self._nursery.start_soon(self._live, each)
-            await each.life.begun.wait()
+            self._nursery.start_soon(self._run_incarnation, each)
+            await each.incarnation.begun.wait()
 
     async def _stop(self, replicas: Iterable[Replica]) -> None:
-        """In reverse order of the pipeline, the replicas of a stage at once."""
+        """Stop replicas in reverse order of the given one, all replicas of a stage together."""
         by_stage = [list(group) for _, group in itertools.groupby(replicas, lambda each: each.address.stage)]
         for group in reversed(by_stage):
             for each in group:
-                each.life.scope.cancel()
+                each.incarnation.scope.cancel()
             for each in group:
-                await each.life.ended.wait()
+                await each.incarnation.ended.wait()
 
     # one incarnation
 
     @trio.lowlevel.enable_ki_protection
-    async def _live(self, replica: Replica) -> None:
-        """One incarnation, and what follows from its end."""
-        life = replica.life
+    async def _run_incarnation(self, replica: Replica) -> None:
+        """Run one incarnation, and handle what follows its end."""
+        incarnation = replica.incarnation
         try:
-            with life.scope:
+            with incarnation.scope:
                 async with trio.open_nursery() as nursery:
-                    nursery.start_soon(self._watch, replica)
-                    life.begun.set()  # no checkpoint lies between this and the spawn
-                    await self._spawn(replica)
+                    nursery.start_soon(watch_progress, replica)
+                    incarnation.begun.set()  # no checkpoint lies between this and the spawn
+                    await self._run_worker(replica)
                     nursery.cancel_scope.cancel()
-            if life.reason is not None and not life.dead:
-                self._lost(replica, WorkerExit(0, None, NOT_STARTED))  # it was still being spawned
+            if incarnation.reason is not None and not incarnation.over:
+                self._report_death(replica, WorkerExit(0, None, NOT_STARTED))  # killed while it was being spawned
         finally:
-            life.ended.set()
-        if life.dead and replica.state is ReplicaState.FAILED:
+            died = incarnation.state is IncarnationState.DEAD
+            incarnation.advance(IncarnationEvent.END)
+        if died and replica.state is ReplicaState.FAILED:
             await self._try_again(replica)
-        elif life.dead and not life.went_with_another:
-            await self._recover(replica)
+        elif died and not incarnation.stopped_with_another:
+            await self._restart(replica)
 
-    async def _recover(self, replica: Replica) -> None:
-        """Bring it back, and those that went down with it."""
-        others = replica.life.takes_down
+    async def _restart(self, replica: Replica) -> None:
+        """Restart a dead replica, and those that are restarted with it."""
+        others = [self.replicas[address] for address in replica.incarnation.restarts_with]
         await self._stop(others)
-        await trio.sleep(replica.life.delay_s)
-        down = [replica, *others]
-        await self._start(
-            each for each in self.replicas.values() if each in down and each.state is not ReplicaState.FAILED
-        )
+        await trio.sleep(replica.incarnation.delay_s)
+        down = [each for each in self.replicas.values() if each is replica or each in others]
+        await self._start(each for each in down if each.state is not ReplicaState.FAILED)
 
     async def _try_again(self, replica: Replica) -> None:
-        """Start one worker for a replica that was given up, when its time has come."""
+        """Start one worker for a replica that was given up, once its time has come."""
         if replica.retry_at is not None:
             await trio.sleep_until(replica.retry_at)
             replica.note = "starting again after it was given up"
             await self._start([replica])
 
-    def _others(self, replica: Replica) -> list[Replica]:
-        """Who goes down with it. One that is down already comes back after it anyway."""
-        living = [each for each in self.replicas.values() if not each.life.leaving]
-        strategy = replica.blueprint.restart.strategy
-        if strategy == "one_for_all":
-            return living
-        below = downstream_stages(replica.address.stage, self._inputs) if strategy == "rest_for_one" else set()
-        return [each for each in living if each.address.stage in below]
-
-    async def _spawn(self, replica: Replica) -> None:
-        """A worker, from spawn to reaping. Cancelled: stops it, by SIGKILL after ``shutdown_timeout_s``."""
-        life = replica.life
+    async def _run_worker(self, replica: Replica) -> None:
+        """Run a worker from its spawn until it is reaped. If cancelled, stop it."""
+        incarnation = replica.incarnation
         try:
             async with self._spawner.spawn(replica.address, self._mailbox_capacity) as worker:
-                life.worker = worker
+                incarnation.worker = worker
                 try:
                     await self._serve(replica, worker)
                 finally:
-                    if life.dead:
+                    if incarnation.over:
                         with trio.CancelScope(shield=True):
-                            await worker.wait_dead()  # what follows needs it gone: its memory, its devices, its ends
+                            await worker.wait_dead()  # the successor needs its memory, devices and ring ends
                     else:
                         exit = await self._end(replica, worker)
-                        if life.reason is not None:
-                            self._lost(replica, exit)
-                    life.worker = None
-                    self._edges.disconnect_worker(
-                        replica.address
-                    )  # only now: nobody else holds the ends that it closes
+                        if incarnation.reason is not None:
+                            self._report_death(replica, exit)
+                    incarnation.worker = None
+                    self._edges.disconnect_worker(replica.address)  # not earlier: the process holds its ring ends
         except SpawnFailed as error:
-            life.load_error = str(error)
-            self._lost(replica, WorkerExit(0, None, NOT_STARTED, (str(error),)))
+            incarnation.load_error = str(error)
+            self._report_death(replica, WorkerExit(0, None, NOT_STARTED, (str(error),)))
 
     async def _end(self, replica: Replica, worker: Worker) -> WorkerExit:
-        replica.life.leaving = True
-        replica.post(Stop(replica.blueprint.shutdown_timeout_s))
-        with trio.move_on_after(replica.blueprint.shutdown_timeout_s, shield=True):
+        """Ask a worker to stop, and kill it after ``shutdown_timeout_s``."""
+        timeout_s = replica.stage.shutdown_timeout_s
+        replica.incarnation.stop()
+        replica.post(Stop(timeout_s))
+        with trio.move_on_after(timeout_s, shield=True):
             await worker.wait_dead()
         worker.kill()
         with trio.CancelScope(shield=True):
@@ -214,75 +184,62 @@ class Supervisor:
         return exit  # noqa: RET504 - a scope may end its block, as far as the type checker knows
 
     async def _serve(self, replica: Replica, worker: Worker) -> None:
-        """Configure a worker, connect it, hear it, until it dies."""
-        blueprint = replica.blueprint
-        worker.mailbox.post(
-            Configure(
-                blueprint.address,
-                replica.generation,
-                blueprint.factory,
-                blueprint.model,
-                blueprint.options,
-                blueprint.threads,
-                blueprint.nice,
-                blueprint.device,
-                blueprint.spins,
-                self._listener.newest_request(),
-            )
-        )
+        """Configure and connect a worker, and deliver its messages and outputs until it dies."""
+        worker.mailbox.post(Configure(replica.spec, replica.generation, self._listener.newest_request()))
         try:
             output = self._edges.connect_worker(replica.address, replica.post, replica.kill)
         except OSError as error:
-            replica.life.load_error = f"no memory for its rings: {error}"
+            replica.incarnation.load_error = f"no memory for its rings: {error}"
             worker.kill()
-            self._lost(replica, await worker.wait_dead())
+            self._report_death(replica, await worker.wait_dead())
             return
-        # Whom only stages feed has nothing to do before they have something for it.
+        # A stage without client input can wait for its messages: nothing arrives until its upstream stages produce.
         worker.mailbox.delay_delivery = replica.address not in self._edges.inputs
         async with trio.open_nursery() as nursery:
-            hearing = trio.CancelScope()
-            nursery.start_soon(self._end_hearing, worker, hearing)
+            reading = trio.CancelScope()
+            nursery.start_soon(self._cancel_at_death, worker, reading)
             if output is not None:
                 nursery.start_soon(self._read_output, replica, output)
-            with hearing:
+            with reading:
                 async for message, _ in worker.mailbox.incoming:
-                    self._take(replica, message)
+                    self._handle(replica, message)
                 if worker.mailbox.fault is not None:
                     replica.kill(worker.mailbox.fault)
             exit = await worker.wait_ending()
-            replica.state, replica.life.leaving = ReplicaState.RESTARTING, True
-            for message in worker.mailbox.unread():  # what it said before it died
-                self._take(replica, message)
+            replica.incarnation.stop()
+            replica.state = ReplicaState.RESTARTING
+            for message in worker.mailbox.unread():  # sent before it died
+                self._handle(replica, message)
             if output is not None:
                 self._read_rest(replica, output)
-            self._lost(replica, exit)
+            self._report_death(replica, exit)
             nursery.cancel_scope.cancel()
 
     @trio.lowlevel.enable_ki_protection
-    async def _end_hearing(self, worker: Worker, hearing: trio.CancelScope) -> None:
+    async def _cancel_at_death(self, worker: Worker, scope: trio.CancelScope) -> None:
         await worker.wait_ending()
-        hearing.cancel()
+        scope.cancel()
 
-    def _take(self, replica: Replica, message: ControlMessage) -> None:
-        life = replica.life
+    def _handle(self, replica: Replica, message: ControlMessage) -> None:
+        incarnation = replica.incarnation
         match message:
             case Loading(note):
                 replica.note = note
                 self.changes.unpark_all()
-            case Ready(load_s) if not life.leaving:
-                life.ready.set()
-                life.ready_at = trio.current_time()
+            case Ready(load_s) if incarnation.state is IncarnationState.STARTING:
+                incarnation.advance(IncarnationEvent.READY)
+                incarnation.ready_at = trio.current_time()
                 replica.state, replica.load_s, replica.note = ReplicaState.READY, load_s, "ready"
                 replica.failure = replica.retry_at = None
                 self._listener.on_worker_ready(replica.address)
                 self.changes.unpark_all()
             case LoadFailed(error):
-                life.load_error = error
+                incarnation.load_error = error
             case EngineFailed(request):
-                life.failed_request = request
-            case Pong(number, gauges) if number == life.ping:
-                life.gauges, life.last_pong_at = gauges, trio.current_time()
-                life.pong.set()
+                incarnation.failed_request = request
+            case Pong(number, gauges) if number == incarnation.ping:
+                incarnation.gauges, incarnation.last_pong_at = gauges, trio.current_time()
+                incarnation.pong.set()
             case Started() | InputComplete() | Finished() | Refused() | Unreplayable():
                 self._listener.on_message(replica.address, message)
 
@@ -291,66 +248,41 @@ class Supervisor:
         try:
             async for frame in receive_frames(consumer):
                 with frame:
-                    if replica.life.dead:
-                        return  # what it said was read to the end; who dies a little later than its main thread may add
+                    if replica.incarnation.over:
+                        return  # all was delivered; a process that outlives its main thread for a moment may add more
                     self._listener.on_output(replica.address, frame.data)
         except RingError as error:
             replica.kill(f"{type(error).__name__}: {error}")
 
     def _read_rest(self, replica: Replica, consumer: Consumer) -> None:
-        """What lies in the ring of a dead worker: it may have said that it had finished."""
+        """Deliver what is left in the ring of a dead worker, which may have reported that it has finished."""
         try:
             while (frame := consumer.try_recv()) is not None:
                 with frame:
                     self._listener.on_output(replica.address, frame.data)
         except RingClosed:
-            pass  # it had closed it, and that was all
+            pass  # the worker had closed it: nothing is left
         except RingError as error:
             replica.kill(f"{type(error).__name__}: {error}")
 
-    @trio.lowlevel.enable_ki_protection
-    async def _watch(self, replica: Replica) -> None:
-        """Kill a worker that is not ready in ``load_timeout_s``, or takes no turn of its loop in ``step_timeout_s``.
+    # what follows a death
 
-        One ping is under way at a time, and a loop that sleeps answers at once: a hang is seen when the ping that
-        follows it has waited ``step_timeout_s``.
-        """
-        blueprint, life = replica.blueprint, replica.life
-        if not await _set_within(blueprint.load_timeout_s, life.ready):
-            replica.kill(f"not loaded within {blueprint.load_timeout_s:g} s (load_timeout_s)")
-            return
-        while True:
-            life.ping += 1
-            life.pong = trio.Event()
-            replica.post(Ping(life.ping))
-            if not await _set_within(blueprint.step_timeout_s, life.pong):
-                replica.kill(f"no progress for {blueprint.step_timeout_s:g} s (step_timeout_s)")
-                return
-            await trio.sleep(blueprint.step_timeout_s / PARTS)
-
-    # its end
-
-    def _lost(self, replica: Replica, exit: WorkerExit) -> None:
-        """Its death, once: what follows is decided, and told."""
-        life, now = replica.life, trio.current_time()
-        exit = replace(exit, reason=life.reason)
+    def _report_death(self, replica: Replica, exit: WorkerExit) -> None:
+        """Record the death of an incarnation, decide what follows, and report both to the listener."""
+        incarnation, now = replica.incarnation, trio.current_time()
+        exit = replace(exit, reason=incarnation.reason)
         replica.history.append(Death(replica.generation, time.time(), exit))
-        life.leaving = life.dead = True
-        counts = life.went_with_another or self._listener.on_worker_died(replica.address, exit, life.failed_request)
+        incarnation.advance(IncarnationEvent.DIE)
+        counts = incarnation.stopped_with_another or self._listener.on_worker_died(
+            replica.address, exit, incarnation.failed_request
+        )
         why = self._why_given_up(replica, exit, now, counts=counts)
-        if why is None and not life.went_with_another:
-            life.delay_s = replica.blueprint.restart.delay_s(replica.recent.count(now, served=life.ready.is_set()))
-            if counts:
-                replica.recent.add(now)
-            life.takes_down = self._others(replica)
-            for each in life.takes_down:  # before the death is told: nothing is to be sent to them any more
-                each.state, each.life.leaving, each.life.went_with_another = ReplicaState.RESTARTING, True, True
-                each.life.reason = (
-                    f"restarted with stage {replica.address.stage!r} ({replica.blueprint.restart.strategy})"
-                )
-        replica.state, replica.note = ReplicaState.RESTARTING if why is None else ReplicaState.FAILED, str(exit)
+        replica.state = ReplicaState.RESTARTING if why is None else ReplicaState.FAILED
+        replica.note = str(exit)
         if why is not None:
             self._plan_retry(replica, exit, now)
+        elif not incarnation.stopped_with_another:
+            self._plan_restart(replica, now, counts=counts)
         self.changes.unpark_all()
         self._listener.on_worker_lost(replica.address, replica.generation, exit)
         if why is not None:
@@ -358,45 +290,56 @@ class Supervisor:
             self._listener.on_stage_failed(replica.failure)
 
     def _why_given_up(self, replica: Replica, exit: WorkerExit, now: float, *, counts: bool) -> str | None:
-        policy, life = replica.blueprint.restart, replica.life
-        if life.went_with_another:
+        policy, incarnation = replica.policy, replica.incarnation
+        if incarnation.stopped_with_another:
             return f"{exit}; it is temporary" if policy.type == "temporary" else None
         if _cannot_load(replica):
-            return life.load_error
-        if never := policy.why_never(exit):
+            return incarnation.load_error
+        if never := restart.why_never_restarted(policy, exit):
             return never
-        recent = replica.recent.count(now, served=life.ready.is_set())
+        recent = replica.recent.count(now, served=incarnation.ready.is_set())
         if recent < policy.intensity or not counts:
             return None
         limit = f"intensity {policy.intensity} within {policy.period_s:g} s"
-        return f"{life.load_error or exit}; {recent} restarts were tried ({limit})"
+        return f"{incarnation.load_error or exit}; {recent} restarts were tried ({limit})"
+
+    def _plan_restart(self, replica: Replica, now: float, *, counts: bool) -> None:
+        """Set the delay of a restart, and stop giving work to the replicas that are restarted with this one."""
+        incarnation = replica.incarnation
+        recent = replica.recent.count(now, served=incarnation.ready.is_set())
+        incarnation.delay_s = restart.restart_delay_s(replica.policy, recent)
+        if counts:
+            replica.recent.add(now)
+        others = self._restarted_with(replica)
+        incarnation.restarts_with = tuple(each.address for each in others)
+        for each in others:  # before the death is reported: nothing is to be sent to them any more
+            each.state, each.incarnation.stopped_with_another = ReplicaState.RESTARTING, True
+            each.incarnation.reason = f"restarted with stage {replica.address.stage!r} ({replica.policy.strategy})"
+            each.incarnation.stop()
+
+    def _restarted_with(self, replica: Replica) -> list[Replica]:
+        """The running replicas that the strategy restarts with this one; one that is down is restarted anyway."""
+        running = [each for each in self.replicas.values() if each.incarnation.running]
+        if replica.policy.strategy == "one_for_all":
+            return running
+        if replica.policy.strategy == "one_for_one":
+            return []
+        downstream = restart.downstream_stages(replica.address.stage, self._inputs)
+        return [each for each in running if each.address.stage in downstream]
 
     def _plan_retry(self, replica: Replica, exit: WorkerExit, now: float) -> None:
         """Set when a replica that was given up is tried again."""
-        policy, life = replica.blueprint.restart, replica.life
+        policy, incarnation = replica.policy, replica.incarnation
         replica.retry_at = None
-        if life.ready.is_set() and now - life.ready_at > policy.period_s:
+        if incarnation.ready.is_set() and now - incarnation.ready_at > policy.period_s:
             replica.failed_tries = 0
-        if life.went_with_another or _cannot_load(replica) or policy.why_never(exit):
+        if incarnation.stopped_with_another or _cannot_load(replica) or restart.why_never_restarted(policy, exit):
             return
-        delay_s = policy.retry_delay_s(replica.failed_tries)
+        delay_s = restart.retry_delay_s(policy, replica.failed_tries)
         replica.retry_at = None if delay_s is None else now + delay_s
         replica.failed_tries += 1
 
 
 def _cannot_load(replica: Replica) -> bool:
-    """Whether its very first worker failed to load: the one that opens the system is told so."""
-    return replica.life.load_error is not None and replica.generation == 1
-
-
-async def _set_within(patience_s: float, event: trio.Event) -> bool:
-    """Whether ``event`` comes within so many seconds of this process's own attention.
-
-    Where this process itself stood still (a caller that computes, SIGSTOP), that counts as one part of ``PARTS`` at
-    the most: what the worker said meanwhile is still unread.
-    """
-    for _ in range(PARTS):
-        with trio.move_on_after(patience_s / PARTS):
-            await event.wait()
-            return True
-    return False
+    """Whether a replica's very first worker failed to load, which is reported to the caller who opens the system."""
+    return replica.incarnation.load_error is not None and replica.generation == 1

@@ -1,17 +1,20 @@
 """The engine loop: rings in, engine, rings out, in one thread.
 
 Rules
-1. Chunks go ring -> ``feed`` in place and ``step`` -> ring with one copy; no other thread touches them.
+1. A chunk is fed to the engine in place, and an output is copied once, into a ring. No other thread touches either.
 2. The loop sleeps in one poll() over its command bell, the doorbells of its incoming rings and, where output waits for
-   room, of its outgoing rings. Nothing else wakes it, but for rule 7.
-3. Commands come before chunks. A chunk may still arrive before its ``Start``, since they travel apart: as numbers grow
-   with every ``Start``, a number above the last one started waits, and a number below that is not active is stale.
-4. A new ring to a consumer is a new consumer: of requests that run already it gets nothing until ``Resend``, then all.
-5. Back-pressure: with ``CONGESTED_BYTES`` waiting for room on any edge, the loop neither steps nor receives: a stage
-   below that stands still holds up the whole stage, until that worker is killed or its requests' deadlines pass.
-6. What a step gives clients goes out before what the same outputs give stages: those wake up beside it.
-7. While other workers are to go first (``cores``) the loop receives and does not step. When they have gone no doorbell
-   need tell: then it looks by the clock, too.
+   room, of its outgoing rings. Nothing else wakes it, except as in rule 7.
+3. Commands are handled before chunks. Still, a chunk may arrive before its ``Start``, since they travel separately.
+   Request numbers grow with every ``Start``: a chunk with a number above the newest started request waits, and a chunk
+   with a lower number whose request is not active is stale.
+4. A new ring to a consumer means a new consumer. It receives nothing of requests that are already running until
+   ``Resend``; then it receives all their outputs.
+5. Backpressure: while more than ``CONGESTED_BYTES`` wait for room on any edge, the loop neither steps nor receives. So
+   a downstream stage that stands still stops the whole stage, until its worker is killed or the requests' deadlines
+   pass.
+6. The outputs of a step are sent to clients before the same outputs are sent to stages, which wake up beside this loop.
+7. While other workers compute first outputs (``cpu_sharing``), the loop receives and does not step. No doorbell tells
+   it when they have finished, so it also wakes up by the clock then.
 """
 
 from __future__ import annotations
@@ -56,20 +59,21 @@ from omni_actors.stages.base import (
     StageOutput,
     StageRequest,
 )
-from omni_actors.worker.active import Active
+from omni_actors.worker.active import ActiveRequest
+from omni_actors.worker.incoming import Incoming
 from omni_actors.worker.outgoing import Outgoing, Retention
-from ringbuf import Consumer, Frame, Ring, RingClosed
+from ringbuf import Ring
 
 CONGESTED_BYTES = 8 * 1024 * 1024
 RECEIVE_FRAMES = 64
 RECEIVE_BYTES = 1024 * 1024
-"""What one edge may bring in between two steps, so that a fast producer does not keep a busy engine from stepping. A
-loop that stands back goes on receiving: who is to go first must not wait for room."""
+"""What one edge may deliver between two steps, so that a fast producer does not keep a busy engine from stepping. A
+loop that yields its step still receives: the stages that compute first must not wait for room."""
 LONGEST_REFUSAL = 16_384
 
 
 class AttachRing:
-    """Command of the shell: this ring is now the edge from ``producer`` to ``consumer``."""
+    """Command of the worker's trio shell: this ring is now the edge from ``producer`` to ``consumer``."""
 
     def __init__(self, producer: Address, consumer: Address, ring: Ring) -> None:
         self.producer, self.consumer, self.ring = producer, consumer, ring
@@ -78,30 +82,16 @@ class AttachRing:
 Command = Start | Resend | Pause | Resume | Abort | Ping | Stop | AttachRing
 
 
-class _Incoming:
-    """An edge that feeds this worker."""
-
-    def __init__(self, ring: Ring) -> None:
-        self.ring = ring
-        self.consumer: Consumer = ring.claim_consumer()
-        self.early: Frame | None = None
-        """A frame whose ``Start`` is not here yet; nothing behind it is read until it is."""
-        self.ended = False
-
-    def close(self) -> None:
-        if self.early is not None:
-            self.early.release()
-        self.consumer.close()
-        self.ring.close()
-
-
 class EngineLoop:
-    """Runs one engine until ``Stop``. ``post`` may be called from any thread, everything else is the loop's own.
+    """Runs one engine until ``Stop``. ``post`` may be called from any thread, everything else only from the loop's own.
 
-    notify: takes what is said of a request; called in the loop's thread and may block it.
-    cores: entered by ``run`` for each turn, ``notify`` included.
-    ``run`` is a thread's whole life. Who has no thread to give, and no ``cores``, since those may have it look by the
-    clock, calls ``turn``, and ``park`` when it moved nothing.
+    address: the replica that it runs.
+    fence: the newest request number of earlier incarnations.
+    notify: called with each message for the parent, in the loop's thread; it may block.
+    cores: entered by ``run`` for each turn, calls of ``notify`` included.
+
+    ``run`` takes a whole thread. Single-threaded callers (the simulation) drive ``turn`` themselves, and ``park`` when
+    it made no progress; they pass no ``cores``, which may need a wake-up by the clock.
     """
 
     def __init__(
@@ -115,33 +105,33 @@ class EngineLoop:
         self._cores = cores or NoCpuSharing()
         self._commands: collections.deque[Command] = collections.deque()
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._incoming: dict[Address, _Incoming] = {}
+        self._incoming: dict[Address, Incoming] = {}
         self._outgoing: dict[Address, Outgoing] = {}
-        self._active: dict[int, Active] = {}
+        self._active: dict[int, ActiveRequest] = {}
         self._retention = Retention()
-        """Of the requests that may be replayed, those too that are finished here and have not ended."""
+        """Outputs of the requests that may be replayed; also of those that are finished here and have not ended."""
         self.handling: int | None = None
-        """The request that the engine is called for; None in a step. It stays when that call raises."""
+        """The request that the engine is called for; None in a step. It keeps its value if that call raises."""
         self.stopping = False
         self.running = False
         self._ended = False
         self._ending = threading.Lock()
 
     def post(self, *commands: Command) -> None:
-        """To be obeyed in one turn. To a loop that has ended: goes nowhere."""
+        """Queue commands, to be handled in one turn. A loop that has ended ignores them."""
         self._commands.extend(commands)
         with self._ending:
             if not self._ended:
                 os.eventfd_write(self._bell, 1)
 
     def run(self, engine: StageEngine) -> None:
-        """Serve until ``Stop``, then close the engine and the rings. An engine's exception passes through."""
+        """Serve until ``Stop``, then close the engine and the rings. An exception of the engine propagates."""
         self.running = True
         try:
             while not self.stopping:
                 with self._cores:
-                    moved, receiving = self.turn(engine)
-                if not moved:
+                    progressed, receiving = self.turn(engine)
+                if not progressed:
                     self._cores.announce_first_output(pending=False)
                     self._sleep(receiving=receiving)
             self._cores.announce_first_output(pending=False)
@@ -150,22 +140,22 @@ class EngineLoop:
             self.close()
 
     def turn(self, engine: StageEngine) -> tuple[bool, bool]:
-        """Once around: commands, what waited for room, chunks in, a step. Blocks only where the engine does.
+        """Handle commands, send what waited for room, receive chunks, make a step. Blocks only where the engine does.
 
-        Gives whether there was anything to do, and whether chunks are received now: not while congested.
+        Returns whether there was anything to do, and whether chunks are received now: not while congested.
         """
-        moved = self._obey(engine)
+        progressed = self._handle_commands(engine)
         congested = self._flush() > CONGESTED_BYTES
         if not congested:
-            moved |= self._receive(engine)
+            progressed |= self._receive(engine)
             if engine.busy and not self._cores.should_yield():
                 self._announce_first_output()
                 self._step(engine)
-                moved = True
-        return moved, not congested
+                progressed = True
+        return progressed, not congested
 
     def park(self, *, receiving: bool) -> list[int]:
-        """After a turn that moved nothing: the doorbells, any of which tells of something to do. [] if it is here."""
+        """Return the doorbells to sleep on after a turn without progress. [] if there is something to do already."""
         bells = [self._bell]
         bells += [out.producer.fileno() for out in self._outgoing.values() if out.waiting_bytes]
         if receiving:
@@ -177,13 +167,13 @@ class EngineLoop:
         return bells
 
     def unpark(self, rung: Iterable[int]) -> None:
-        """These of the doorbells have rung."""
+        """End a sleep. rung: the doorbells that have rung."""
         if self._bell in rung:
             os.eventfd_read(self._bell)
 
     def close(self) -> None:
-        """Close every edge: who is at its other end learns of it. What is posted later goes nowhere. Idempotent."""
-        edges: list[_Incoming | Outgoing] = [*self._incoming.values(), *self._outgoing.values()]
+        """Close every edge, which the other ends notice. Later commands are ignored. Idempotent."""
+        edges: list[Incoming | Outgoing] = [*self._incoming.values(), *self._outgoing.values()]
         for edge in edges:
             edge.close()
         with self._ending:
@@ -193,30 +183,18 @@ class EngineLoop:
 
     @property
     def requests(self) -> Set[int]:
-        """Numbers of those of which something is here."""
+        """Numbers of the requests of which anything is kept here."""
         return self._active.keys() | self._retention.requests
 
     # commands
 
-    def _obey(self, engine: StageEngine) -> bool:
-        moved = False
+    def _handle_commands(self, engine: StageEngine) -> bool:
+        progressed = False
         while self._commands:
-            moved = True
+            progressed = True
             match self._commands.popleft():
                 case Start() as start:
-                    self._newest = max(self._newest, start.request)
-                    self._active[start.request] = Active(start)
-                    if start.retain_bytes:
-                        self._retention.begin(start.request, start.retain_bytes, start.worker_retain_bytes)
-                    if start.replayed:
-                        self._notify(Started(start.request))
-                    self.handling = start.request
-                    try:
-                        params = msgspec.msgpack.decode(start.params)
-                        engine.start(StageRequest(start.request, start.sources, params, start.downstream))
-                    except InvalidRequest as error:
-                        self._refuse(start.request, error)
-                    self.handling = None
+                    self._start(engine, start)
                 case Resend(request, target):
                     self._resend(request, target)
                 case Pause(request) | Resume(request) as command:
@@ -234,23 +212,38 @@ class EngineLoop:
                     self._notify(Pong(number, {name: float(value) for name, value in measured.items()}))
                 case Stop():
                     self.stopping = True
-        return moved
+        return progressed
+
+    def _start(self, engine: StageEngine, start: Start) -> None:
+        self._newest = max(self._newest, start.request)
+        self._active[start.request] = ActiveRequest(start)
+        if start.retain_bytes:
+            self._retention.begin(start.request, start.retain_bytes, start.worker_retain_bytes)
+        if start.replayed:
+            self._notify(Started(start.request))
+        self.handling = start.request
+        try:
+            params = msgspec.msgpack.decode(start.params)
+            engine.start(StageRequest(start.request, start.sources, params, start.downstream))
+        except InvalidRequest as error:
+            self._refuse(start.request, error)
+        self.handling = None
 
     def _attach(self, attach: AttachRing) -> None:
         if attach.consumer == self._address:
             if old_in := self._incoming.pop(attach.producer, None):
                 old_in.close()
-            self._incoming[attach.producer] = _Incoming(attach.ring)
+            self._incoming[attach.producer] = Incoming(attach.ring)
         else:
             if old_out := self._outgoing.pop(attach.consumer, None):
                 old_out.close()
             self._outgoing[attach.consumer] = Outgoing(attach.ring)
             for active in self._active.values():
                 if attach.consumer in active.targets:
-                    active.cut_off(attach.consumer.stage)
+                    active.remove_targets(attach.consumer.stage)
 
     def _pause(self, engine: StageEngine, request: int, *, paused: bool) -> None:
-        """An engine that cannot pause goes on: its outputs wait further down."""
+        """Pause or resume a request. An engine that cannot pause goes on; its outputs then wait downstream."""
         if active := self._active.get(request):
             active.paused = paused
             if isinstance(engine, Pausable):
@@ -264,16 +257,16 @@ class EngineLoop:
         for buffers, size in retained:
             self._outgoing[target].send(request, buffers, size)
         if active := self._active.get(request):
-            active.send_to(target)
+            active.add_target(target)
 
     # chunks in
 
     def _receive(self, engine: StageEngine) -> bool:
-        moved = False
+        progressed = False
         for edge in self._incoming.values():
             received = 0
             for _ in range(RECEIVE_FRAMES):
-                frame = edge.early or self._next_frame(edge)
+                frame = edge.next_frame()
                 if frame is None:
                     break
                 header, tensors = chunks.decode(frame.data)
@@ -281,7 +274,7 @@ class EngineLoop:
                     edge.early = frame
                     break
                 edge.early = None
-                moved = True
+                progressed = True
                 with frame:
                     received += frame.data.nbytes
                     if active := self._active.get(header.request):
@@ -289,18 +282,11 @@ class EngineLoop:
                         self._feed(engine, active, chunk, frame.data)
                 if received >= RECEIVE_BYTES:
                     break
-        return moved
+        return progressed
 
-    def _next_frame(self, edge: _Incoming) -> Frame | None:
+    def _feed(self, engine: StageEngine, active: ActiveRequest, chunk: Chunk, frame: memoryview) -> None:
         try:
-            return edge.consumer.try_recv()
-        except RingClosed:
-            edge.ended = True
-            return None
-
-    def _feed(self, engine: StageEngine, active: Active, chunk: Chunk, frame: memoryview) -> None:
-        try:
-            if active.take_in(chunk, frame):
+            if active.accept(chunk, frame):
                 self.handling = active.request
                 engine.feed(active.request, chunk)
                 self.handling = None
@@ -334,8 +320,8 @@ class EngineLoop:
         size = sum(buffer.nbytes for buffer in buffers)
         active.seq += 1
         active.first_output = active.first_output or time.monotonic()
-        if active.unheard and (output.data or output.tensors):
-            active.unheard = False
+        if active.owes_first_output and (output.data or output.tensors):
+            active.owes_first_output = False
             self._announce_first_output()
         for request, why in self._retention.add(output.request_id, buffers, size):
             self._notify(Unreplayable(request, why, needed=False))
@@ -350,16 +336,15 @@ class EngineLoop:
             active.step_s += time.monotonic() - step_began
             self._notify(Finished(output.request_id, active.stats(self._address.stage)))
 
-    def _send(self, active: Active, target: Address, buffers: list[memoryview], size: int) -> None:
-        at_once = target.stage == CLIENT or active.targets[0].stage != CLIENT  # rule 6: the client is the first of all
+    def _send(self, active: ActiveRequest, target: Address, buffers: list[memoryview], size: int) -> None:
+        at_once = target.stage == CLIENT or active.targets[0].stage != CLIENT  # rule 6; a client is the first target
         self._outgoing[target].send(active.request, buffers, size, at_once=at_once)
         active.sent_bytes[str(target)] += size
 
     def _announce_first_output(self) -> None:
-        """Say whether clients wait for first outputs from here. A command that is not obeyed yet may be a request."""
-        self._cores.announce_first_output(
-            pending=bool(self._commands) or any(active.awaited for active in self._active.values())
-        )
+        """Announce whether clients wait for first outputs of this worker. An unhandled command may be a request."""
+        pending = bool(self._commands) or any(active.first_output_pending for active in self._active.values())
+        self._cores.announce_first_output(pending=pending)
 
     def _refuse(self, request: int, error: InvalidRequest) -> None:
         del self._active[request]
@@ -368,7 +353,7 @@ class EngineLoop:
     # sleep
 
     def _flush(self) -> int:
-        """Send what there is room for; the bytes that wait on the fullest edge."""
+        """Send what there is room for. Return the bytes that wait on the fullest edge."""
         for edge in self._outgoing.values():
             edge.flush()
         return max((edge.waiting_bytes for edge in self._outgoing.values()), default=0)

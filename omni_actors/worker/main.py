@@ -3,7 +3,9 @@
 Rules
 1. The engine loop has a thread of its own, which also loads the model. trio stays responsive whatever the engine does.
 2. The worker outlives neither its parent nor its control socket.
-3. An exception of the engine ends the process: traceback on stderr, exit code 1. The supervisor decides what follows.
+3. Only the parent ends a worker. It ignores SIGINT and SIGTERM, which a terminal and systemd send to all processes of a
+   server: the parent may still drain the requests that the worker serves.
+4. An exception of the engine ends the process: traceback on stderr, exit code 1. The supervisor decides what follows.
 """
 
 from __future__ import annotations
@@ -42,19 +44,25 @@ from omni_actors.protocol.messages import (
     Resume,
     Start,
     Stop,
+    WorkerSpec,
 )
 from omni_actors.stages.base import StageContext, StageEngine
 from omni_actors.worker.engine_loop import AttachRing, Command, EngineLoop
 from ringbuf import Ring
 
+Notify = Callable[[ControlMessage], None]
+
+STOP_SIGNALS = frozenset({signal.SIGINT, signal.SIGTERM})
+"""Signals that a worker ignores. The parent blocks them while it spawns one, so that none arrives before that."""
 PR_SET_PDEATHSIG = 1
 SWITCH_INTERVAL_S = 0.001
 MAILBOX_CAPACITY = 1024
-LAST_WORDS_S = 1.0
+DRAIN_TIMEOUT_S = 1.0
+"""How long an ending worker waits for the parent to read its last messages."""
 SPIN_COUNT = 100_000
-"""Turns, about a millisecond in all, that a native thread waits awake for its next share of work before it sleeps:
-enough to stay awake from layer to layer of a model. Measured with two threads on two cores: asleep at once, the second
-thread is worth nothing; awake for ever, as the library has it, another busy process makes both crawl."""
+"""Turns, about a millisecond in all, that a native thread waits by spinning for its next share of work before it
+sleeps: enough to stay awake from layer to layer of a model. Measured with two threads on two cores: if it sleeps at
+once, the second thread gains nothing; if it spins for ever, the library's default, another busy process slows both."""
 LONGEST_ERROR = 16_384
 LONGEST_NOTE = 1000
 
@@ -62,14 +70,20 @@ LONGEST_NOTE = 1000
 def worker_main(
     control_fd: int, stderr_fd: int, lifeline_fd: int, cores_fd: int, number: int, parent_pid: int
 ) -> NoReturn:
-    """Entry point of the process. Leaves by ``os._exit``: native libraries' exit handlers are not waited for."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-    for fd in (1, 2):  # what an engine prints is a worker's talk, not the answer of the parent's command
+    """Run the process. It ends by ``os._exit``, so that exit handlers of native libraries cannot delay its end.
+
+    control_fd, stderr_fd, lifeline_fd, cores_fd: inherited descriptors, which the worker now owns.
+    number: the worker's row in the page of ``cpu_sharing``.
+    parent_pid: the process that spawned it.
+    """
+    for stop_signal in STOP_SIGNALS:
+        signal.signal(stop_signal, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+    for fd in (1, 2):  # an engine's prints belong to the worker's log, not to the output of the parent's command
         os.dup2(stderr_fd, fd)
     os.close(stderr_fd)
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent_pid:  # it died before prctl took effect
+    if os.getppid() != parent_pid:  # the parent died before prctl took effect
         os._exit(0)
     lifeline.acquire_death_mutex(lifeline_fd)
     cores = CpuSharing(cores_fd, number)
@@ -94,30 +108,31 @@ def worker_main(
 
 
 async def _serve(sock: socket.socket, cores: CpuSharing) -> Exception | None:
-    """Until told to stop, or until the engine fails: with what."""
+    """Run the engine until the parent stops the worker, or until the engine fails: then return its exception."""
     async with open_mailbox(sock, MAILBOX_CAPACITY) as mailbox:
         configure, _ = await mailbox.incoming.receive()
         if not isinstance(configure, Configure):
             raise TypeError(f"the first message to a worker is Configure, not {type(configure).__name__}")
+        spec = configure.spec
 
         def notify(message: ControlMessage) -> None:
-            """For the engine's thread: queue a message, waiting for room."""
+            """Queue a message, waiting for room. Called by the engine's thread."""
             trio.from_thread.run(mailbox.send, message)
 
-        cores.threads, cores.nice = configure.threads, configure.nice
-        loop = EngineLoop(configure.address, configure.fence, notify, cores)
-        error: Exception | None = None  # what stays when the engine's thread is abandoned
+        cores.threads, cores.nice = spec.threads, spec.nice
+        loop = EngineLoop(spec.address, configure.fence, notify, cores)
+        error: Exception | None = None  # the result if the engine's thread is abandoned
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(_obey, loop, mailbox, nursery.cancel_scope)
-            error = await trio.to_thread.run_sync(_run_engine, configure, cores, loop, notify, abandon_on_cancel=True)
-            with trio.move_on_after(LAST_WORDS_S):
+            nursery.start_soon(_handle_commands, loop, mailbox, nursery.cancel_scope)
+            error = await trio.to_thread.run_sync(_run_engine, spec, cores, loop, notify, abandon_on_cancel=True)
+            with trio.move_on_after(DRAIN_TIMEOUT_S):
                 await mailbox.drain()
             nursery.cancel_scope.cancel()
     return error
 
 
-async def _obey(loop: EngineLoop, mailbox: Mailbox, worker_scope: trio.CancelScope) -> None:
-    """Pass commands to the loop; end the worker when told to stop, or when the parent is gone."""
+async def _handle_commands(loop: EngineLoop, mailbox: Mailbox, worker_scope: trio.CancelScope) -> None:
+    """Pass commands to the loop. End the worker at ``Stop``, and when the parent is gone."""
     async for first in mailbox.incoming:
         commands: list[Command] = []
         for message, fds in chain([first], mailbox.available()):
@@ -127,7 +142,7 @@ async def _obey(loop: EngineLoop, mailbox: Mailbox, worker_scope: trio.CancelSco
                 case Connect(producer, consumer, generation):
                     commands.append(AttachRing(producer, consumer, Ring.attach(fds, generation=generation)))
                 case _:
-                    raise TypeError(f"a worker does not take {type(message).__name__}")
+                    raise TypeError(f"a worker does not accept {type(message).__name__}")
         loop.post(*commands)
         if stop := next((command for command in commands if isinstance(command, Stop)), None):
             if loop.running:
@@ -136,35 +151,14 @@ async def _obey(loop: EngineLoop, mailbox: Mailbox, worker_scope: trio.CancelSco
     worker_scope.cancel()
 
 
-def _run_engine(
-    configure: Configure, cores: CpuSharing, loop: EngineLoop, notify: Callable[[ControlMessage], None]
-) -> Exception | None:
-    """The engine's thread: load, then serve until ``Stop``. An exception is returned, to be reported by itself."""
+def _run_engine(spec: WorkerSpec, cores: CpuSharing, loop: EngineLoop, notify: Notify) -> Exception | None:
+    """Load the engine and serve until ``Stop``, in the engine's thread. Return the exception that ended it, if any."""
     began = time.monotonic()
     try:
-        os.nice(configure.nice)  # on Linux that is this thread, and those that the libraries will start; not the mail's
-        _prepare_libraries(configure.threads, spins=configure.spins)
-        gc.disable()  # a library of a million objects, none of them garbage, would be looked through again and again
-        factory = _import_factory(configure.factory)
-        engine = factory(
-            StageContext(
-                stage=configure.address.stage,
-                model=Path(configure.model) if configure.model else None,
-                options=configure.options,
-                threads=configure.threads,
-                thread_budget=cores.thread_budget,
-                device=configure.device,
-                report=lambda note: notify(Loading(note[:LONGEST_NOTE])),
-            )
-        )
+        engine = _load(spec, cores, notify)
     except Exception as error:  # noqa: BLE001 - it ends the worker
         notify(LoadFailed(f"{type(error).__name__}: {error}"[:LONGEST_ERROR]))
         return error
-    gc.collect()
-    gc.freeze()  # nor while it serves: with transformers loaded, each full collection held up every request for 0.2 s
-    gc.enable()
-    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
-        trim(0)  # glibc keeps what loading has freed: 0.4 GB of 1.4, where linear layers were packed
     notify(Ready(time.monotonic() - began))
     try:
         loop.run(engine)
@@ -174,17 +168,38 @@ def _run_engine(
     return None
 
 
-def _prepare_libraries(threads: int, *, spins: bool) -> None:
-    """Before the engine's libraries load: two processes with two spinning threads each make two cores crawl.
+def _load(spec: WorkerSpec, cores: CpuSharing, notify: Notify) -> StageEngine:
+    os.nice(spec.nice)  # on Linux: for this thread and those that it starts, not for the one that reads commands
+    _prepare_libraries(spec.threads, spins=spec.spins)
+    gc.disable()  # loading makes a million objects, none of them garbage, that each collection would traverse
+    engine = _import_factory(spec.factory)(
+        StageContext(
+            stage=spec.address.stage,
+            model=Path(spec.model) if spec.model else None,
+            options=spec.options,
+            threads=spec.threads,
+            thread_budget=cores.thread_budget,
+            device=spec.device,
+            report=lambda note: notify(Loading(note[:LONGEST_NOTE])),
+        )
+    )
+    gc.collect()
+    gc.freeze()  # with transformers loaded, each full collection while serving delayed every request by 0.2 s
+    gc.enable()
+    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
+        trim(0)  # glibc keeps what loading has freed: 0.4 GB of 1.4 GB, where linear layers were packed
+    return engine
 
-    What serves people's questions reports to nobody: onnxruntime would, and leaves a file in the temporary directory.
-    """
-    os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
+
+def _prepare_libraries(threads: int, *, spins: bool) -> None:
+    """Set the environment variables that native libraries read when they are loaded."""
+    os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")  # it would also leave a file in the temporary directory
     for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         os.environ[variable] = str(threads)
-    os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
-    # Intel's "conditional numerical reproducibility": the same bits wherever a matrix lies. Without, those of attention
-    # depend on how many threads there are; with it they did not, which Intel does not promise: a test looks. No slower.
+    os.environ["OMP_WAIT_POLICY"] = "PASSIVE"  # two processes with two spinning threads each make two cores crawl
+    # Intel's "conditional numerical reproducibility": the same bits wherever a matrix lies in memory. Without it the
+    # bits of attention depend on the number of threads; with it they did not, which Intel does not promise, so a test
+    # checks it. It costs no time that could be measured.
     os.environ.setdefault("MKL_CBWR", "AUTO")
     if spins:
         os.environ["GOMP_SPINCOUNT"] = str(SPIN_COUNT)

@@ -1,4 +1,4 @@
-"""The first word of a death: when it comes, what it leaves, and who goes first when it does."""
+"""The lifeline: when it shows a death, what it leaves behind, and which thread is scheduled first."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ ctypes.CDLL(None).syscall(60, 0)  # exit: of the main thread alone
 
 
 def slice_ns(thread: int) -> int:
-    """The time slice of a thread; 0 where the kernel has none to give."""
+    """The time slice of a thread; 0 if the kernel does not report one."""
     attributes = ctypes.create_string_buffer(48)
     assert ctypes.CDLL(None).syscall(SCHED_GETATTR, thread, attributes, len(attributes), 0) == 0
     return int(struct.unpack_from("Q", attributes, 24)[0])
 
 
 def unread(fd: int) -> int:
-    """Bytes that lie in a pipe."""
+    """How many bytes a pipe holds."""
     count = array.array("i", [0])
     fcntl.ioctl(fd, termios.FIONREAD, count)
     return count[0]
 
 
-async def test_the_word_comes_while_the_process_still_lives_and_who_brought_it_sleeps() -> None:
-    """What is left of it may take seconds. The thread must not come back for the interpreter meanwhile."""
+async def test_a_death_is_shown_while_the_process_still_exists_and_the_waiting_thread_stays_blocked() -> None:
+    """The teardown may take seconds, in which the thread must not want the interpreter's lock."""
     line = Lifeline()
     line.watch()
     with subprocess.Popen(  # noqa: ASYNC220 - it execs
@@ -57,7 +57,7 @@ async def test_the_word_comes_while_the_process_still_lives_and_who_brought_it_s
         with trio.fail_after(WATCHDOG_S):
             await line.wait_released()
             assert not select.select([pidfd], [], [], 0)[0]
-            while unread(line._heard) < SIZE:  # noqa: ASYNC110 - it is full before long
+            while unread(line._wake_read) < SIZE:  # noqa: ASYNC110 - it is full soon
                 await trio.sleep(0.001)
             assert line._thread is not None
             assert line._thread.is_alive()
@@ -70,7 +70,7 @@ async def test_the_word_comes_while_the_process_still_lives_and_who_brought_it_s
 
 
 @pytest.mark.parametrize("watched", [True, False])
-def test_one_that_nobody_ever_held_leaves_nothing(watched: bool) -> None:
+def test_a_lifeline_that_was_never_held_leaves_nothing(watched: bool) -> None:
     before = set(os.listdir("/proc/self/fd")), threading.active_count()
     line = Lifeline()
     if watched:
@@ -79,8 +79,8 @@ def test_one_that_nobody_ever_held_leaves_nothing(watched: bool) -> None:
     assert (set(os.listdir("/proc/self/fd")), threading.active_count()) == before
 
 
-def test_who_sees_a_death_preempts_who_dies() -> None:
-    """Linux from 6.12 on lets a thread with a shorter time slice go first; earlier ones know none."""
+def test_the_watching_thread_preempts_the_dying_process() -> None:
+    """From 6.12 on, Linux schedules a thread with a shorter time slice first; before, time slices cannot be set."""
     line = Lifeline()
     with subprocess.Popen(
         [sys.executable, "-c", WORKER.rpartition("ctypes.CDLL")[0], str(line.fd)],

@@ -1,4 +1,4 @@
-"""The control connection: messages and descriptors cross it, and none of either is left behind."""
+"""The control connection: messages and descriptors cross it, and no descriptor stays open."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ async def test_messages_cross_in_order_in_both_directions() -> None:
         assert await parent.incoming.receive() == (Ready(1.5), ())
 
 
-async def test_descriptors_cross_and_whoever_posts_keeps_its_own() -> None:
+async def test_descriptors_cross_and_the_poster_keeps_its_own() -> None:
     read, write = os.pipe()
     async with pair() as (parent, worker):
         parent.post(CONNECT, (read, write))
@@ -73,8 +73,8 @@ async def test_descriptors_cross_and_whoever_posts_keeps_its_own() -> None:
 
 
 @pytest.mark.parametrize("arrived", [0, 3, 8])
-async def test_descriptors_that_nobody_takes_are_closed(arrived: int) -> None:
-    """0: they are queued here. 3: they are queued there. 8: and more wait in the socket, and in the reader's hands."""
+async def test_descriptors_that_are_never_received_are_closed(arrived: int) -> None:
+    """0: they are queued at the sender. 3: at the receiver. 8: more are in the socket and in the reader's packet."""
     before = count_fds()
     read, write = os.pipe()
     async with pair() as (parent, worker):
@@ -109,7 +109,7 @@ async def test_descriptors_for_a_peer_that_is_gone_are_closed() -> None:
     assert count_fds() == before
 
 
-async def test_a_full_mailbox_says_so_and_keeps_nothing_of_the_message() -> None:
+async def test_a_full_mailbox_raises_and_keeps_nothing_of_the_message() -> None:
     read, write = os.pipe()
     async with pair(capacity=2) as (parent, _):
         parent.post(Abort(1))
@@ -123,7 +123,7 @@ async def test_a_full_mailbox_says_so_and_keeps_nothing_of_the_message() -> None
     os.close(write)
 
 
-async def test_what_a_peer_said_before_it_went_is_read_before_the_end() -> None:
+async def test_messages_that_a_peer_sent_before_it_closed_are_read_before_the_end() -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     for end in (ours, theirs):
         end.setblocking(False)
@@ -137,7 +137,7 @@ async def test_what_a_peer_said_before_it_went_is_read_before_the_end() -> None:
         assert [message async for message, _ in parent.incoming] == [Loading("one"), Loading("two")]
 
 
-async def test_what_the_reader_has_no_room_for_is_of_the_rest_and_in_order() -> None:
+async def test_messages_that_the_reader_has_no_room_for_are_unread_and_in_order() -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     ours.setblocking(False)
     async with open_mailbox(ours, 2) as mailbox:
@@ -148,7 +148,7 @@ async def test_what_the_reader_has_no_room_for_is_of_the_rest_and_in_order() -> 
         assert list(mailbox.unread()) == [Pong(number) for number in range(12)]
 
 
-async def test_a_packet_of_nothing_ends_the_reading() -> None:
+async def test_an_empty_packet_ends_reading() -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     ours.setblocking(False)
     with theirs:
@@ -158,7 +158,7 @@ async def test_a_packet_of_nothing_ends_the_reading() -> None:
             assert mailbox.fault == "a control packet of 3 bytes is no message: it is empty"
 
 
-async def test_a_cancelled_owner_still_sends_its_last_words() -> None:
+async def test_a_cancelled_owner_still_sends_its_last_messages() -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     for end in (ours, theirs):
         end.setblocking(False)
@@ -179,7 +179,7 @@ async def test_a_cancelled_owner_still_sends_its_last_words() -> None:
 
 
 async def read(end: socket.socket) -> tuple[list[ControlMessage], int]:
-    """The next packet's messages, and how many descriptors came with it."""
+    """Return the next packet's messages, and how many descriptors came with it."""
     await trio.lowlevel.wait_readable(end)
     packet, fds, _, _ = socket.recv_fds(end, messages.MAX_PACKET_BYTES, MAX_FDS)
     for fd in fds:
@@ -187,7 +187,7 @@ async def read(end: socket.socket) -> tuple[list[ControlMessage], int]:
     return messages.unpack(packet), len(fds)
 
 
-async def test_what_is_posted_together_is_one_packet_where_it_fits() -> None:
+async def test_messages_that_are_posted_together_are_one_packet_if_they_fit() -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     for end in (ours, theirs):
         end.setblocking(False)
@@ -204,7 +204,7 @@ async def test_what_is_posted_together_is_one_packet_where_it_fits() -> None:
             mailbox.post(Abort(2))
             mailbox.post(CONNECT, (read_end,))
             assert await read(theirs) == ([Abort(1)], 0)
-            assert await read(theirs) == ([CONNECT, Abort(2)], 2), "descriptors are of a packet's first message"
+            assert await read(theirs) == ([CONNECT, Abort(2)], 2), "descriptors belong to a packet's first message"
             assert await read(theirs) == ([CONNECT], 1)
             mailbox.post(large)
             mailbox.post(large)
@@ -214,12 +214,12 @@ async def test_what_is_posted_together_is_one_packet_where_it_fits() -> None:
     os.close(write_end)
 
 
-async def test_what_is_posted_to_the_patient_is_read_later(autojump_clock: trio.testing.MockClock) -> None:
-    async with pair() as (parent, worker), pair() as (impatient, other):
+async def test_a_mailbox_with_delayed_delivery_sends_later(autojump_clock: trio.testing.MockClock) -> None:
+    async with pair() as (parent, worker), pair() as (prompt, other):
         parent.delay_delivery = True
         began = trio.current_time()
         parent.post(Abort(1))
-        impatient.post(Abort(2))
+        prompt.post(Abort(2))
         assert (await other.incoming.receive())[0] == Abort(2)
         assert trio.current_time() == began
         parent.post(Abort(3))
@@ -227,7 +227,7 @@ async def test_what_is_posted_to_the_patient_is_read_later(autojump_clock: trio.
         assert trio.current_time() - began == pytest.approx(DELIVERY_DELAY_S)
 
 
-async def test_the_patient_loses_nothing_when_its_block_is_left() -> None:
+async def test_a_mailbox_with_delayed_delivery_loses_nothing_when_its_block_is_left() -> None:
     before = count_fds()
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     for end in (ours, theirs):
@@ -237,7 +237,7 @@ async def test_the_patient_loses_nothing_when_its_block_is_left() -> None:
         async with open_mailbox(ours, 8) as mailbox:
             mailbox.delay_delivery = True
             mailbox.post(CONNECT, (read_end, write_end))
-            while mailbox._out_send.statistics().current_buffer_used:  # then it is in the writer's hands
+            while mailbox._out_send.statistics().current_buffer_used:  # until the writer has taken it
                 await trio.lowlevel.checkpoint()
         assert await read(theirs) == ([CONNECT], 2)
     os.close(read_end)
@@ -245,7 +245,7 @@ async def test_the_patient_loses_nothing_when_its_block_is_left() -> None:
     assert count_fds() == before
 
 
-async def test_a_mailbox_is_behind_while_half_of_its_room_is_taken() -> None:
+async def test_a_mailbox_is_congested_while_half_of_its_capacity_is_used() -> None:
     async with pair(4) as (parent, worker):
         for number in range(2):
             assert not parent.congested
@@ -260,10 +260,10 @@ async def test_a_mailbox_is_behind_while_half_of_its_room_is_taken() -> None:
         parent.post(Abort(4))
         assert not parent.congested
         parent.post(Abort(5))
-        assert parent.congested, "what was sent by waiting counts as what was posted"
+        assert parent.congested, "messages that were sent count as those that were posted"
 
 
-async def test_descriptors_behind_a_packet_that_finds_no_room_are_closed() -> None:
+async def test_descriptors_after_a_packet_that_finds_no_room_are_closed() -> None:
     before = count_fds()
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     ours.setblocking(False)
@@ -272,13 +272,13 @@ async def test_descriptors_behind_a_packet_that_finds_no_room_are_closed() -> No
     packets = (Loading("x" * (messages.MAX_BYTES - overhead)), ()), (Abort(1), ()), (CONNECT, (read_end, write_end))
     with theirs:
         async with open_mailbox(ours, 8) as mailbox:
-            for message, fds in packets * 2:  # the first of the second time is more than the socket takes
+            for message, fds in packets * 2:  # the first of the second round exceeds the socket's buffer
                 mailbox.post(message, fds)
             await trio.testing.wait_all_tasks_blocked()
-            assert mailbox._out_send.statistics().current_buffer_used == 0, "they are in the writer's hands"
+            assert mailbox._out_send.statistics().current_buffer_used == 0, "the writer has taken them"
             mailbox.post(CONNECT, (read_end, write_end))
             await trio.testing.wait_all_tasks_blocked()
-            assert mailbox._out_send.statistics().current_buffer_used == 1, "which are full"
+            assert mailbox._out_send.statistics().current_buffer_used == 1, "the writer is blocked"
     os.close(read_end)
     os.close(write_end)
     assert count_fds() == before
@@ -298,12 +298,12 @@ async def test_the_largest_message_crosses() -> None:
         assert await worker.incoming.receive() == (note, ())
 
 
-async def test_what_a_peer_said_before_it_left_mail_unread_is_still_heard() -> None:
+async def test_messages_of_a_peer_that_closed_with_unread_messages_are_still_read() -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     ours.setblocking(False)
     async with open_mailbox(ours, 8) as mailbox:
         mailbox.post(Stop(1.0))
-        await trio.testing.wait_all_tasks_blocked()  # it lies in the peer's buffer now
+        await trio.testing.wait_all_tasks_blocked()  # now it is in the peer's buffer
         theirs.send(messages.pack([messages.encode(Ready(1.5))]))
         theirs.close()
         assert [message async for message, _ in mailbox.incoming] == [Ready(1.5)]
@@ -311,7 +311,7 @@ async def test_what_a_peer_said_before_it_left_mail_unread_is_still_heard() -> N
 
 async def test_a_message_that_cannot_be_sent_is_its_sender_s_error() -> None:
     async with pair() as (parent, worker):
-        with pytest.raises(ValueError, match="control messages end"):
+        with pytest.raises(ValueError, match="a control message has at most"):
             parent.post(Loading("x" * messages.MAX_BYTES))
         parent.post(Abort(1))
         assert (await worker.incoming.receive())[0] == Abort(1)

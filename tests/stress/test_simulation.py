@@ -31,9 +31,8 @@ from omni_actors.stress.oracle import Answer
 from omni_actors.stress.simulation.scenarios import SCENARIOS, scenario
 from omni_actors.stress.simulation.simulation import Result, simulate
 from omni_actors.stress.simulation.worker import SimulatedSpawner, WorkerBehavior
-from omni_actors.supervisor import edges, supervisor
+from omni_actors.supervisor import edges, heartbeat, supervisor
 from omni_actors.supervisor.replica import Replica
-from omni_actors.supervisor.supervisor import Supervisor
 from omni_actors.system import OmniSystem
 from omni_actors.worker.engine_loop import EngineLoop
 
@@ -165,22 +164,20 @@ def test_a_resume_that_is_not_passed_on_is_found(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_supervisor_that_never_pings_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def blind(self: Supervisor, replica: Replica) -> None:
-        if not await supervisor._set_within(replica.blueprint.load_timeout_s, replica.life.ready):
+    async def blind(replica: Replica) -> None:
+        if not await heartbeat.set_within(replica.stage.load_timeout_s, replica.incarnation.ready):
             replica.kill("not loaded")
 
-    monkeypatch.setattr(Supervisor, "_watch", blind)
+    monkeypatch.setattr(supervisor, "watch_progress", blind)
     assert "hung" in kinds(first_violated(since=15))
 
 
 def test_a_supervisor_that_waits_for_ever_for_a_start_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    watch = Supervisor._watch
+    async def patient(replica: Replica) -> None:
+        await replica.incarnation.ready.wait()
+        await heartbeat.watch_progress(replica)
 
-    async def patient(self: Supervisor, replica: Replica) -> None:
-        await replica.life.ready.wait()
-        await watch(self, replica)
-
-    monkeypatch.setattr(Supervisor, "_watch", patient)
+    monkeypatch.setattr(supervisor, "watch_progress", patient)
     assert "hung" in kinds(first_violated(since=30))
 
 

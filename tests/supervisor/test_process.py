@@ -14,10 +14,22 @@ import pytest
 import trio
 import trio.testing
 
+from omni_actors.config import Restart
 from omni_actors.errors import WorkerExit
-from omni_actors.protocol.messages import Address, Configure, ControlMessage, LoadFailed, Loading, Ready, Stop
+from omni_actors.protocol.messages import (
+    Address,
+    Configure,
+    ControlMessage,
+    LoadFailed,
+    Loading,
+    Ping,
+    Pong,
+    Ready,
+    Stop,
+    WorkerSpec,
+)
 from omni_actors.supervisor.process import LocalSpawner, SpawnFailed
-from omni_actors.supervisor.supervisor import RestartPolicy
+from omni_actors.supervisor.restart import restart_delay_s
 from omni_actors.worker.main import SWITCH_INTERVAL_S
 
 HERE = Address("here", 0)
@@ -64,7 +76,7 @@ def engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def configure(factory: str, threads: int = 1, nice: int = 0) -> Configure:
-    return Configure(HERE, 1, factory, None, {}, threads, nice, "cpu", False, 0)
+    return Configure(WorkerSpec(address=HERE, factory=factory, threads=threads, nice=nice), generation=1, fence=0)
 
 
 async def run_until_dead(factory: str) -> tuple[WorkerExit, list[ControlMessage]]:
@@ -97,6 +109,22 @@ async def test_a_worker_loads_serves_and_stops() -> None:
             if hasattr(ctypes.CDLL(None), "malloc_trim"):  # it is glibc's
                 grown = psutil.Process(worker.pid).memory_info().rss - rss
                 assert grown < 100e6, "the 200 MB that loading freed went back to the kernel"
+            worker.mailbox.post(Stop(5.0))
+            assert await worker.wait_dead() == WorkerExit(worker.pid, None, 0, ())
+
+
+async def test_a_worker_ignores_the_signals_that_end_a_whole_service() -> None:
+    """A terminal and systemd signal every process of a server; the parent drains while its workers still serve."""
+    with trio.fail_after(WATCHDOG_S):
+        async with LocalSpawner().spawn(HERE, 8) as worker:
+            os.kill(worker.pid, signal.SIGTERM)  # while its interpreter starts, too
+            worker.mailbox.post(configure("process_engines:tells"))
+            while not isinstance((await worker.mailbox.incoming.receive())[0], Ready):
+                pass
+            for stop_signal in (signal.SIGTERM, signal.SIGINT):
+                os.kill(worker.pid, stop_signal)
+            worker.mailbox.post(Ping(1))
+            assert (await worker.mailbox.incoming.receive())[0] == Pong(1)
             worker.mailbox.post(Stop(5.0))
             assert await worker.wait_dead() == WorkerExit(worker.pid, None, 0, ())
 
@@ -212,7 +240,7 @@ async def test_a_child_of_the_worker_that_keeps_its_stderr_open_does_not_hide_it
 
 
 def test_delays_double_up_to_the_bound_and_spread() -> None:
-    policy = RestartPolicy(intensity=5, period_s=60.0, backoff_s=0.1, backoff_max_s=1.0)
+    policy = Restart(intensity=5, period_s=60.0, backoff_s=0.1, backoff_max_s=1.0)
     for recent, most in ((0, 0.1), (1, 0.2), (2, 0.4), (3, 0.8), (4, 1.0), (50, 1.0), (5000, 1.0)):
-        delays = [policy.delay_s(recent) for _ in range(100)]
+        delays = [restart_delay_s(policy, recent) for _ in range(100)]
         assert most / 2 <= min(delays) < max(delays) <= most

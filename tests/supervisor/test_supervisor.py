@@ -7,13 +7,14 @@ import math
 import random
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import replace
 from typing import Any, cast
 
 import pytest
 import trio
 import trio.testing
+from msgspec.structs import replace
 
+from omni_actors.config import Restart, Stage
 from omni_actors.errors import StageFailed, WorkerExit
 from omni_actors.protocol.messages import (
     Address,
@@ -26,17 +27,19 @@ from omni_actors.protocol.messages import (
     Ready,
     StageStats,
     Stop,
+    WorkerSpec,
 )
 from omni_actors.supervisor.edges import Edges
 from omni_actors.supervisor.process import SpawnFailed, Worker
-from omni_actors.supervisor.restart import RestartPolicy, downstream_stages
-from omni_actors.supervisor.supervisor import Blueprint, ReplicaState, Supervisor
+from omni_actors.supervisor.replica import ReplicaState
+from omni_actors.supervisor.restart import downstream_stages
+from omni_actors.supervisor.supervisor import Supervisor
 from ringbuf import Ring
 
 DIAMOND = {"ear": (), "mind": ("ear",), "eye": (), "voice": ("mind",), "face": ("mind", "eye")}
 """Stages and their inputs, in topological order."""
-POLICY = RestartPolicy(intensity=3, period_s=60.0, backoff_s=1.0, backoff_max_s=8.0)
-FINISHED = Finished(7, StageStats("mind", 0.0, None, None, 0.0, 0.0, 0, {}))
+POLICY = Restart(intensity=3, period_s=60.0, backoff_s=1.0, backoff_max_s=8.0)
+FINISHED = Finished(7, StageStats(stage="mind", started=0.0, finished=0.0, step_s=0.0, chunks=0, sent_bytes={}))
 
 
 class SimulatedWorker:
@@ -101,7 +104,7 @@ class World:
     """Spawner and listener in one: the workers that live, and all that happened, with its time."""
 
     def __init__(self, inputs: Mapping[str, tuple[str, ...]], replicas: int = 1, **stages: Any) -> None:
-        """stages: by name, what its blueprint has other than usual; ``restart`` is a RestartPolicy."""
+        """stages: configuration of stages by name, where it differs from the default."""
         self.log: list[tuple[float, str, str]] = []
         self.living: dict[Address, SimulatedWorker] = {}
         self.exits: list[WorkerExit] = []
@@ -113,15 +116,17 @@ class World:
         self.prepare: Callable[[SimulatedWorker], None] = lambda worker: None
         """Called with every new worker."""
         self._pids = itertools.count(1)
-        blueprints = [
-            replace(
-                Blueprint(Address(name, replica), sources, "", None, {}, 1, 0, "cpu", False, POLICY, 600.0, 30.0, 2.0),
-                **stages.get(name, {}),
-            )
-            for name, sources in inputs.items()
-            for replica in range(replicas)
-        ]
-        self.supervisor = Supervisor(blueprints, Edges([], self), self, self, 8)
+        self.supervisor = Supervisor(
+            [WorkerSpec(address=Address(name, replica), factory="") for name in inputs for replica in range(replicas)],
+            {
+                name: Stage(**({"engine": "echo", "inputs": sources, "restart": POLICY} | stages.get(name, {})))
+                for name, sources in inputs.items()
+            },
+            edges=Edges([], self),
+            spawner=self,
+            listener=self,
+            mailbox_capacity=8,
+        )
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[World]:
@@ -168,7 +173,7 @@ class World:
                 del self.living[address]
                 nursery.cancel_scope.cancel()
 
-    def connect(self, producer: Address, consumer: Address, capacity: int, generation: int) -> Ring:
+    def create_ring(self, producer: Address, consumer: Address, capacity: int, generation: int) -> Ring:
         raise AssertionError("there are no edges")
 
     # the Listener
@@ -500,7 +505,7 @@ async def test_the_time_in_which_this_process_stood_still_is_not_the_worker_s(
         replica = world.supervisor.replicas[worker.address]
         assert replica.state is ReplicaState.READY
         for number in range(1, 10):
-            assert replica.life.ping == number
+            assert replica.incarnation.ping == number
             mock_clock.jump(1000.0)
             worker.say(Pong(number))
             await trio.testing.wait_all_tasks_blocked()
@@ -520,7 +525,7 @@ async def test_what_an_engine_measures_is_kept_until_its_worker_dies(autojump_cl
         assert replica.gauges == {}
         for number in (1, 2):
             await trio.sleep(1.0)
-            assert replica.life.ping == number
+            assert replica.incarnation.ping == number
             worker.say(Pong(number, {"waiting": number}))
             worker.say(Pong(number - 1, {"waiting": 9}))
             await trio.testing.wait_all_tasks_blocked()
@@ -568,7 +573,7 @@ async def test_closing_as_the_first_of_a_group_is_started_again(autojump_clock: 
                 world.worker("a").die(signal="SIGKILL")
                 await trio.sleep_forever()
         assert not world.living
-        assert all(replica.life.ended.is_set() for replica in world.supervisor.replicas.values())
+        assert all(replica.incarnation.ended.is_set() for replica in world.supervisor.replicas.values())
 
 
 async def test_what_a_worker_said_before_it_died_is_heard_before_its_death(

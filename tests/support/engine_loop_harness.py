@@ -88,8 +88,18 @@ class LoopHarness:
         replayed: bool = False,
         worker_retain_bytes: int = 1 << 30,
     ) -> None:
-        params = msgspec.Raw(msgspec.msgpack.encode({}))
-        self.loop.post(Start(request, sources, targets, params, True, retain_bytes, replayed, worker_retain_bytes))
+        self.loop.post(
+            Start(
+                request=request,
+                sources=sources,
+                targets=targets,
+                params=msgspec.Raw(msgspec.msgpack.encode({})),
+                downstream=True,
+                retain_bytes=retain_bytes,
+                replayed=replayed,
+                worker_retain_bytes=worker_retain_bytes,
+            )
+        )
 
     def next_message(self) -> ControlMessage:
         return self.said.get(timeout=WATCHDOG_S)

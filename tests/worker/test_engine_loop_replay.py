@@ -265,7 +265,7 @@ def test_a_chunk_that_comes_again_and_differs_ends_the_replay_and_nothing_else(
     said = harness.next_message()
     assert isinstance(said, Unreplayable)
     assert (said.request, said.needed) == (1, True)
-    assert "differently" in said.reason
+    assert "differs" in said.reason
     send(again, 2, 0, source="above", text="fine", last=True)
     assert texts(out, 1) == [(0, "fine")]
 

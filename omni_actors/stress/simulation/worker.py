@@ -213,7 +213,7 @@ class SimulatedWorker:
         with self._scope:
             message, _ = await self._next()
             assert isinstance(message, Configure), message
-            self.loop = EngineLoop(message.address, message.fence, self._notify)
+            self.loop = EngineLoop(message.spec.address, message.fence, self._notify)
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._obey, self.loop)
                 await self._run(message, self.loop)
@@ -256,8 +256,10 @@ class SimulatedWorker:
                 self._notify(LoadFailed(self.behavior.fails))
                 self.die(exit_code=1)
                 return
-            context = StageContext(configure.address.stage, None, configure.options, 1, "cpu", lambda note: None)
-            self.engine = FaultInjectingEngine(pkgutil.resolve_name(configure.factory)(context), self._fault_point)
+            context = StageContext(
+                configure.spec.address.stage, None, configure.spec.options, 1, "cpu", lambda note: None
+            )
+            self.engine = FaultInjectingEngine(pkgutil.resolve_name(configure.spec.factory)(context), self._fault_point)
             self._notify(Ready(self.behavior.load_s))
             self.ready_at = trio.current_time()
             while self.alive and not loop.stopping:

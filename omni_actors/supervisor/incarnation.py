@@ -1,0 +1,134 @@
+"""One incarnation of a replica, that is one life of its worker process, as a state machine.
+
+Rules
+1. Every transition is in TRANSITIONS; no other file assigns a state.
+2. An event that a state does not accept raises IllegalTransition and leaves the state unchanged.
+3. What belongs to one worker process is kept here, so that nothing of a dead worker is taken for its successor's.
+
+    STARTING ──ready──► READY
+        │                 │
+        ├──stop───────────┴─stop─► STOPPING
+        │                             │
+        ├──die────────────────────────┴─die─► DEAD
+        │                             │         │
+        └──end────────────────────────┴─end─────┴─end─► ENDED
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+
+import trio
+
+from omni_actors.protocol.messages import Address
+from omni_actors.supervisor.process import Worker
+
+
+class IncarnationState(enum.Enum):
+    STARTING = "starting"
+    """The supervisor spawns the worker, and the worker loads its engine."""
+    READY = "ready"
+    """The worker serves requests."""
+    STOPPING = "stopping"
+    """The worker was asked to stop, was killed or is dying. It gets no new requests."""
+    DEAD = "dead"
+    """The supervisor has reported the death. The process may still free its memory, and its rings are still open."""
+    ENDED = "ended"
+    """The process is reaped and its rings are closed. Also the state before a replica's first incarnation."""
+
+
+class IncarnationEvent(enum.Enum):
+    READY = "ready"
+    STOP = "stop"
+    DIE = "die"
+    """The supervisor reports the death. It does not report a stop that it was asked for (a shutdown)."""
+    END = "end"
+
+
+_State, _Event = IncarnationState, IncarnationEvent
+
+TRANSITIONS: dict[IncarnationState, dict[IncarnationEvent, IncarnationState]] = {
+    _State.STARTING: {
+        _Event.READY: _State.READY,
+        _Event.STOP: _State.STOPPING,
+        _Event.DIE: _State.DEAD,
+        _Event.END: _State.ENDED,
+    },
+    _State.READY: {_Event.STOP: _State.STOPPING},
+    _State.STOPPING: {_Event.DIE: _State.DEAD, _Event.END: _State.ENDED},
+    _State.DEAD: {_Event.END: _State.ENDED},
+    _State.ENDED: {},
+}
+
+
+class IllegalTransition(AssertionError):
+    """A bug of the supervisor: ``event`` cannot happen in ``state``."""
+
+    def __init__(self, state: IncarnationState, event: IncarnationEvent) -> None:
+        self.state, self.event = state, event
+        super().__init__(f"{event.name} in {state.name}")
+
+
+class Incarnation:
+    """One life of a replica's worker, and what the supervisor knows of it."""
+
+    def __init__(self, state: IncarnationState = IncarnationState.STARTING) -> None:
+        self._state = state
+        self.scope = trio.CancelScope(shield=True)
+        """Cancelling it stops the worker. It is shielded, because the supervisor decides the order of stopping."""
+        self.begun, self.ready, self.ended = trio.Event(), trio.Event(), trio.Event()
+        """begun: its task runs. ready: it has been READY. ended: it is ENDED."""
+        if state is _State.ENDED:
+            self.ended.set()
+        self.worker: Worker | None = None
+        self.ready_at = 0.0
+        """When it became ready, on trio's clock."""
+        self.ping = 0
+        """Number of the last ping; ``pong`` is set when it is answered."""
+        self.pong = trio.Event()
+        self.last_pong_at = 0.0
+        """When its engine loop last answered a ping, on trio's clock."""
+        self.gauges: Mapping[str, float] = {}
+        """The engine's measurements in its last answer."""
+        self.load_error: str | None = None
+        self.failed_request: int | None = None
+        """The request for which the engine's call raised, if the worker could report it."""
+        self.reason: str | None = None
+        """Why the supervisor ends it, if it does."""
+        self.stopped_with_another = False
+        """Whether it is stopped because another replica died."""
+        self.delay_s = 0.0
+        """Seconds from its death to the start of its successor."""
+        self.restarts_with: tuple[Address, ...] = ()
+        """The replicas that are restarted with it."""
+
+    @property
+    def state(self) -> IncarnationState:
+        return self._state
+
+    @property
+    def running(self) -> bool:
+        """Whether it starts or serves, and is not being stopped."""
+        return self._state in (_State.STARTING, _State.READY)
+
+    @property
+    def over(self) -> bool:
+        """Whether its death was reported, or nothing is left of it."""
+        return self._state in (_State.DEAD, _State.ENDED)
+
+    def advance(self, event: IncarnationEvent) -> None:
+        """Make a transition. Raises IllegalTransition; the state is then unchanged."""
+        try:
+            self._state = TRANSITIONS[self._state][event]
+        except KeyError:
+            raise IllegalTransition(self._state, event) from None
+        if self._state is _State.READY:
+            self.ready.set()
+        elif self._state is _State.ENDED:
+            self.ended.set()
+
+    def stop(self) -> None:
+        """Accept no more work. Harmless if it is stopping already, or over."""
+        if self.running:
+            self.advance(_Event.STOP)

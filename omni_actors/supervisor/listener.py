@@ -1,0 +1,48 @@
+"""What the supervisor reports, and to whom: the interface between it and the layer above."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from omni_actors.errors import StageFailed, WorkerExit
+from omni_actors.protocol.messages import Address, RequestNotice
+
+
+class Listener(Protocol):
+    """Receives the supervisor's events, in order. Its methods are plain calls and must not block."""
+
+    def newest_request(self) -> int:
+        """Return the highest request number given out so far: the fence of a new incarnation."""
+        ...
+
+    def on_worker_ready(self, address: Address) -> None:
+        """A worker has loaded its engine and accepts work."""
+        ...
+
+    def on_worker_died(self, address: Address, exit: WorkerExit, failed_request: int | None) -> bool:
+        """A worker has died: find the requests that may have caused it. ``on_worker_lost`` follows.
+
+        failed_request: the request for which the engine's call raised, if the worker could report it. Returns whether
+        the death counts against the stage's restart intensity.
+        """
+        ...
+
+    def on_worker_lost(self, address: Address, generation: int, exit: WorkerExit) -> None:
+        """A worker has died, and all its messages and outputs have been delivered. Its rings are still open."""
+        ...
+
+    def on_stage_failed(self, failure: StageFailed) -> None:
+        """A replica was given up."""
+        ...
+
+    def on_message(self, address: Address, message: RequestNotice) -> None:
+        """A worker reports on a request."""
+        ...
+
+    def on_output(self, address: Address, data: memoryview) -> None:
+        """A chunk has arrived on a worker's output edge.
+
+        data: a view that is valid during the call. Raises ringbuf.RingError if it is not a valid chunk: the supervisor
+        then kills the worker.
+        """
+        ...

@@ -1,0 +1,32 @@
+"""An edge that feeds an engine loop."""
+
+from __future__ import annotations
+
+from ringbuf import Consumer, Frame, Ring, RingClosed
+
+
+class Incoming:
+    """The consumer's end of a ring."""
+
+    def __init__(self, ring: Ring) -> None:
+        self.ring = ring
+        self.consumer: Consumer = ring.claim_consumer()
+        self.early: Frame | None = None
+        """A frame whose ``Start`` has not arrived yet. Nothing behind it is read until it has."""
+        self.ended = False
+
+    def next_frame(self) -> Frame | None:
+        """Return the next frame, the early one first; None if there is none yet, or the producer has closed."""
+        if self.early is not None:
+            return self.early
+        try:
+            return self.consumer.try_recv()
+        except RingClosed:
+            self.ended = True
+            return None
+
+    def close(self) -> None:
+        if self.early is not None:
+            self.early.release()
+        self.consumer.close()
+        self.ring.close()
