@@ -1,4 +1,4 @@
-"""Qwen3-Omni's three stages as they run: processes, rings, real signals; a tiny checkpoint with random weights."""
+"""Qwen3-Omni's three stages in real workers, with rings and signals; a tiny checkpoint with random weights."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def shared_system(fixture_processes: set[int], tmp_path_factory: pytest.TempPath
 
 
 @with_shared_system
-async def test_each_stage_begins_before_the_one_above_has_ended(omni: OmniSystem) -> None:
+async def test_each_stage_begins_before_its_upstream_stage_has_ended(omni: OmniSystem) -> None:
     outputs = await read(omni.generate(STORY, **{**SPOKEN, "max_tokens": 400}))
     assert len(text_of(outputs)) > 3
     assert len(sound_of(outputs)) == 60 * 1920 - 555
@@ -56,15 +56,15 @@ async def test_each_stage_begins_before_the_one_above_has_ended(omni: OmniSystem
 
 
 @with_shared_system
-async def test_only_what_is_for_the_client_passes_the_parent(omni: OmniSystem) -> None:
+async def test_only_outputs_for_the_client_pass_through_the_parent(omni: OmniSystem) -> None:
     outputs = await read(omni.generate(STORY, **SPOKEN))
     metrics = outputs[-1].metrics
     assert metrics is not None
     thinker = metrics.stages["thinker"].sent_bytes
     hidden = 4 * 64
     rows = thinker["talker.0"] / hidden
-    assert rows > 24 + 20, "a row for each token of the prompt and of the answer"
-    assert thinker["client.0"] < 24 * 150, "text alone"
+    assert rows > 24 + 20, "one row per token of the prompt and of the answer"
+    assert thinker["client.0"] < 24 * 150, "only text"
     assert metrics.stages["code2wav"].sent_bytes["client.0"] < sound_of(outputs).nbytes + 40 * 200
 
 
@@ -79,7 +79,7 @@ async def test_text_alone_needs_no_talker(omni: OmniSystem) -> None:
 
 
 @with_shared_system
-async def test_a_picture_and_a_sound_are_heard_and_answered_in_both(omni: OmniSystem) -> None:
+async def test_an_image_and_a_recording_change_the_text_and_the_speech(omni: OmniSystem) -> None:
     seen = np.random.default_rng(0).integers(0, 255, (96, 64, 3), np.uint8)
     sound = np.sin(np.arange(27_200) * 0.09).astype(np.float32) * 0.3
     media = {"audio": AudioChunk(sound, 16_000), "image": seen}
@@ -90,7 +90,7 @@ async def test_a_picture_and_a_sound_are_heard_and_answered_in_both(omni: OmniSy
 
 
 @with_shared_system
-async def test_eight_at_once_get_what_each_gets_alone(omni: OmniSystem) -> None:
+async def test_eight_concurrent_requests_get_the_answers_of_each_alone(omni: OmniSystem) -> None:
     asked = [(STORY[: 12 + 4 * n], {**SPOKEN, "talker_max_tokens": 20 + 5 * n, "seed": n}) for n in range(8)]
     asked[3][1]["talker_temperature"] = 0.9
     asked[5][1]["temperature"] = 1.0
@@ -108,10 +108,8 @@ async def test_eight_at_once_get_what_each_gets_alone(omni: OmniSystem) -> None:
         assert_same_sound(sound_of(together[n]), sound_of(outputs))
 
 
-@pytest.mark.parametrize("killed", [("code2wav",), ("thinker", "talker")])  # the last, and both ends of an edge
-def test_stages_killed_in_the_middle_change_nothing_for_the_client(
-    shared_system: SharedSystem, killed: tuple[str, ...]
-) -> None:
+@pytest.mark.parametrize("killed", [("code2wav",), ("thinker", "talker")])  # the last stage, and both ends of an edge
+def test_a_killed_stage_changes_nothing_for_the_client(shared_system: SharedSystem, killed: tuple[str, ...]) -> None:
     params = {**SPOKEN, "max_tokens": 400, "temperature": 1.0, "talker_temperature": 0.9, "seed": 7}
 
     async def work(omni: OmniSystem) -> None:
@@ -134,8 +132,10 @@ def test_stages_killed_in_the_middle_change_nothing_for_the_client(
 
 @with_shared_system
 async def test_an_unknown_speaker_is_refused_by_name(omni: OmniSystem) -> None:
-    with pytest.raises(InvalidRequest, match="'nobody'; accepted: aiden, chelsie, ethan") as refused:
-        await read(omni.generate(STORY, **SPOKEN, speaker="nobody"))
+    with pytest.raises(InvalidRequest, match="'unknown'; accepted: aiden, chelsie, ethan") as refused:
+        await read(omni.generate(STORY, **SPOKEN, speaker="unknown"))
     assert refused.value.param == "speaker"
-    chelsie, ethan = [sound_of(await read(omni.generate(STORY, **SPOKEN, speaker=who))) for who in ("Chelsie", "ethan")]
+    chelsie, ethan = [
+        sound_of(await read(omni.generate(STORY, **SPOKEN, speaker=name))) for name in ("Chelsie", "ethan")
+    ]
     assert not np.array_equal(chelsie, ethan)

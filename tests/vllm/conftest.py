@@ -1,4 +1,5 @@
-"""The vllm engines under test, in vLLM's own environment: `make test-vllm`. Elsewhere these files are not collected."""
+"""Fixtures of the tests of the vllm engines. `make test-vllm` runs them in vLLM's own environment; elsewhere pytest
+does not collect them."""
 
 from __future__ import annotations
 
@@ -26,13 +27,13 @@ if importlib.util.find_spec("vllm") is None:
     collect_ignore_glob = ["test_*.py"]
 else:
     prepare_environment(StageContext("tests", None, {}, 1, "cpu", lambda note: None))
-    with warnings.catch_warnings():  # vLLM's own fail no test of ours
+    with warnings.catch_warnings():  # vLLM's warnings must not fail our tests
         warnings.simplefilter("ignore")
         import_module("omni_actors.stages.vllm._internals")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Its warnings while it runs, likewise."""
+    """Ignore the warnings that vLLM causes while it runs."""
     for item in items:
         if Path(__file__).parent in item.path.parents:
             item.add_marker(pytest.mark.filterwarnings("default"))
@@ -75,7 +76,7 @@ def open_stage(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Calla
 
 @pytest.fixture(scope="module")
 def shared_engines(open_stage: Callable[..., StageEngine]) -> Iterator[Callable[[str], StageEngine]]:
-    """Name -> an engine of default options, opened when it is first asked for. vLLM is in a process once at a time."""
+    """Return a function from a name to an engine with default options, opened on first use. A process has one vLLM."""
     opened: dict[bool, tuple[str, ExitStack, StageEngine]] = {}
 
     def get(name: str) -> StageEngine:

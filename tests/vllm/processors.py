@@ -1,8 +1,8 @@
-"""Logits processors as users write them. A stage names them in ``engine_args``, a request's ``extra_args`` is for them.
+"""Logits processors as users write them. A stage names them in ``engine_args``; a request's ``extra_args`` is theirs.
 
-Only    only: token ids; no other one is drawn
-Faulty  fault: "raise" or "hang", when the request's logits come for the ``at``-th time. A hang first opens the FIFO
-        ``tells``; where that is gone nothing happens: the second time all goes well
+Only    ``only``: token ids; no other token is drawn
+Faulty  ``fault``: "raise" or "hang", when the request's logits are processed for the ``at``-th time. A hang first opens
+        the FIFO ``notify``. If that is gone nothing happens, so a replay succeeds
 """
 
 from __future__ import annotations
@@ -42,18 +42,18 @@ class Faulty(AdapterLogitsProcessor):  # type: ignore[misc]
         return False
 
     def new_req_logits_processor(self, params: SamplingParams) -> Process | None:
-        asked: dict[str, Any] = params.extra_args or {}
-        if "fault" not in asked:
+        requested: dict[str, Any] = params.extra_args or {}
+        if "fault" not in requested:
             return None
         times = itertools.count(1)
 
         def process(output_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
-            if next(times) != asked["at"]:
+            if next(times) != requested["at"]:
                 return logits
-            if asked["fault"] == "raise":
+            if requested["fault"] == "raise":
                 raise ArithmeticError("the request asked for a crash in a step")
-            if Path(asked["tells"]).exists():
-                Path(asked["tells"]).write_bytes(b"")
+            if Path(requested["notify"]).exists():
+                Path(requested["notify"]).write_bytes(b"")
                 while True:
                     time.sleep(3600)
             return logits

@@ -1,4 +1,4 @@
-"""What ``stages.base`` asks of every engine, asked of these: the cases of ``tests.stages.test_conformance``."""
+"""The conformance suite of ``StageEngine``, for the engines on vLLM."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.support.engine_cases import Case, llm, qwen2_5_thinker, qwen3_thinker
 
 @pytest.fixture(scope="module", params=[llm, qwen3_thinker, qwen2_5_thinker], ids=lambda made: made.__name__)
 def case(request: pytest.FixtureRequest) -> Case:
-    """As of the engine on transformers."""
+    """The case of the engine on transformers."""
     made: Case = request.param(request)
     made.name = "vllm" if made.name == "llm" else f"vllm_{made.name}"
     return made

@@ -1,4 +1,4 @@
-"""Hidden states as ``HiddenStateWorker`` captures them are transformers', layer for layer and position for position."""
+"""The hidden states that ``HiddenStateWorker`` captures equal transformers', for every layer and position."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from tests.support.vllm_options import ENGINE_ARGS
 from tiny_models import vllm as tiny
 
 LAYERS = [0, 1, 2, 3]
-"""Of four: transformers gives the last one after the norm."""
+"""Of four layers: transformers returns the last one after the final norm."""
 TOKENS = 12
 FAMILIES: dict[str, tuple[Any, Any]] = {
     "qwen3": (functools.partial(tiny.qwen3, seed=1), reference3),
-    # With weights as wide as elsewhere, 2 of 10304 numbers are 0.0002 off.
+    # With the weights' usual spread, 2 of 10304 numbers differ by 0.0002.
     "qwen2_5": (functools.partial(tiny.qwen2_5, seed=1, spread=0.1), reference25),
 }
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("budget", [64, 1024])
-def test_eight_that_join_at_different_steps(tmp_path: Path, family: str, budget: int) -> None:
+def test_hidden_states_of_eight_requests_that_join_at_different_steps(tmp_path: Path, family: str, budget: int) -> None:
     save, reference = FAMILIES[family]
     directory = save(tmp_path)
     random = np.random.default_rng(0)
@@ -70,7 +70,7 @@ def test_eight_that_join_at_different_steps(tmp_path: Path, family: str, budget:
 
 
 def _run(llm: Any, prompts: list[list[int]]) -> tuple[list[list[int]], list[Any], list[str]]:
-    """A new request each step: their tokens, all that was captured, their names."""
+    """Add a request per step; return the tokens, all captured hidden states, and the requests' ids."""
     sampling: Callable[[], Any] = lambda: SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)  # noqa: E731
     tokens: dict[str, list[int]] = {}
     captured: list[Any] = []

@@ -1,7 +1,7 @@
-"""Omni pipelines with a thinker on vLLM say what transformers' own ``generate`` says: the same tokens, codes, samples.
+"""Omni pipelines with a thinker on vLLM against transformers' ``generate``: the same tokens, codes and samples.
 
-The cases and the comparisons are those of ``tests.stages.qwen3.test_parity`` and its like. Prompts are prefilled in
-pieces of 64 tokens, but where a video is heard.
+The cases and the comparisons are those of ``tests.stages.qwen3.test_parity`` and of its like. Prefill chunks have 64
+tokens, except in the test of a video's sound.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def family(request: pytest.FixtureRequest) -> str:
 def pipeline(
     family: str, open_stage: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Callable[..., Any]]:
-    """engine_args -> the family's pipeline with its thinker on vLLM. One thinker is open at a time."""
+    """Return a function from ``engine_args`` to the family's pipeline with its thinker on vLLM, one open at a time."""
     make, save, thinker, options = FAMILIES[family]
     directory = save(tmp_path_factory.mktemp(family), **options)
     with ExitStack() as opened:
@@ -61,13 +61,13 @@ def pipeline(
         yield get
 
 
-HEARD = [ask for ask in ASKS if not ask.use_audio_in_video]
+SERVED = [ask for ask in ASKS if not ask.use_audio_in_video]
 LONG = Ask(STORY * 14, max_tokens=6, max_frames=8)
-"""Longer than what goes to the talker at a time."""
+"""Longer than a chunk of prompt rows for the talker."""
 
 
-@pytest.mark.parametrize("ask", [*HEARD, LONG])
-def test_an_answer_is_the_references(family: str, pipeline: Callable[..., Any], ask: Ask) -> None:
+@pytest.mark.parametrize("ask", [*SERVED, LONG])
+def test_an_answer_equals_the_references(family: str, pipeline: Callable[..., Any], ask: Ask) -> None:
     ours = pipeline()
     if family == "qwen2_5":
         ask = ask._replace(speaker="Chelsie")
@@ -75,11 +75,11 @@ def test_an_answer_is_the_references(family: str, pipeline: Callable[..., Any], 
 
 
 @pytest.mark.parametrize("seed", [0, 1])
-def test_sixteen_at_once_are_answered_as_each_alone(pipeline: Callable[..., Any], seed: int) -> None:
-    """Eight of them are in the batch: they join as others leave, in pieces of each other's prompts.
+def test_sixteen_concurrent_requests_are_answered_as_each_alone(pipeline: Callable[..., Any], seed: int) -> None:
+    """Eight of them are in the batch: they join when others leave, and prefill chunks alternate.
 
-    With one voice: another's third frame is so nearly the last one that company decides (rule 3 of
-    ``autoregressive.packed`` says how little that takes), and a reference knows no company.
+    All have one speaker. With another one, a third frame is so nearly the last one that the batch decides it (see rule
+    3 of ``autoregressive.packed``), and the reference has no batch.
     """
     order = random.Random(seed)
     asks = [ask._replace(speaker="Chelsie") for ask in sixteen(order) if not ask.use_audio_in_video]
@@ -88,8 +88,8 @@ def test_sixteen_at_once_are_answered_as_each_alone(pipeline: Callable[..., Any]
         ours.check(ask, said)
 
 
-def test_requests_that_vllm_preempts_miss_no_row(family: str, pipeline: Callable[..., Any]) -> None:
-    """There is room for a few of eight in the cache: they are thrown out, and computed again."""
+def test_requests_that_vllm_preempts_lose_no_row(family: str, pipeline: Callable[..., Any]) -> None:
+    """The cache has room for a few of eight requests: vLLM preempts the others and computes them again."""
     asks = [Ask(STORY + STORY[:n], max_tokens=40, max_frames=9, speaker="Chelsie") for n in range(8)]
     ours = pipeline(block_size=32, max_model_len=256, num_gpu_blocks_override=12, disable_log_stats=False)
     for ask, said in zip(asks, ours.said(asks), strict=True):
@@ -98,7 +98,7 @@ def test_requests_that_vllm_preempts_miss_no_row(family: str, pipeline: Callable
     assert preempted.value > 0
 
 
-def test_a_video_is_heard_where_its_place_is_not_cut_or_refused(family: str, pipeline: Callable[..., Any]) -> None:
+def test_a_videos_sound_is_used_only_if_vllm_does_not_cut_the_video(family: str, pipeline: Callable[..., Any]) -> None:
     ask = next(ask for ask in ASKS if ask.use_audio_in_video)
     with pytest.raises(InvalidRequest, match=r"disable_chunked_mm_input|without their sound") as refused:
         pipeline().said([ask])

@@ -1,4 +1,4 @@
-"""Qwen3-Omni's three stages as they run, the thinker on vLLM: processes, rings, real signals; a tiny checkpoint."""
+"""Qwen3-Omni's three stages in real workers, the thinker on vLLM; a tiny checkpoint with random weights."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from tiny_models import vllm as tiny
 
 ASKED = {**SPOKEN, "max_tokens": 60, "talker_max_tokens": 61}
 LONG = STORY * 12
-"""A prompt of several pieces."""
+"""A prompt of several prefill chunks."""
 STEP_S = 6.0
 WATCHDOG_S = 100.0
 
 
 @pytest.fixture(scope="module")
 def shared_system(fixture_processes: set[int], tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedSystem]:
-    """Its workers, however they end, leave nothing among the temporary files."""
+    """Check that the workers leave no temporary file, however they end."""
     temporary = tmp_path_factory.mktemp("temporary")
     model = str(tiny.qwen3(tmp_path_factory.mktemp("omni"), text_eos=0.0, codec_eos=0.0))
     options = {"engine_args": {**ENGINE_ARGS, "logits_processors": ["tests.vllm.processors:Faulty"]}}
@@ -71,17 +71,17 @@ def kill(omni: OmniSystem) -> None:
 
 
 @with_shared_system
-async def test_each_stage_begins_before_the_one_above_has_ended(omni: OmniSystem) -> None:
+async def test_each_stage_begins_before_its_upstream_stage_has_ended(omni: OmniSystem) -> None:
     outputs = await read(omni.generate(STORY, **ASKED))
     assert len(sound_of(outputs)) == 60 * 1920 - 555
     metrics = outputs[-1].metrics
     assert metrics is not None
     assert metrics.stages["talker"].first_output_s < metrics.stages["thinker"].finished_s
-    assert metrics.stages["thinker"].sent_bytes["talker.0"] > 4 * 64 * (60 - 1 + 10), "a row for each token"
+    assert metrics.stages["thinker"].sent_bytes["talker.0"] > 4 * 64 * (60 - 1 + 10), "one row per token"
 
 
 @with_shared_system
-async def test_a_thinker_killed_while_it_decodes_changes_nothing_for_the_client(omni: OmniSystem) -> None:
+async def test_a_thinker_killed_during_decoding_changes_nothing_for_the_client(omni: OmniSystem) -> None:
     expected = await read(omni.generate(STORY, **ASKED))
     outputs = await read(omni.generate(STORY, **ASKED), lambda: kill(omni))
     assert text_of(outputs) == text_of(expected)
@@ -90,39 +90,39 @@ async def test_a_thinker_killed_while_it_decodes_changes_nothing_for_the_client(
 
 @asynccontextmanager
 async def held_in_a_step(omni: OmniSystem, at: int) -> AsyncIterator[None]:
-    """A request with a prompt of several pieces, held in its step number ``at``. After the block it is answered."""
+    """Hold a request with a prompt of several prefill chunks in step number ``at``. It is answered after the block."""
     expected = text_of(await read(omni.generate(LONG, max_tokens=8)))
     answered: list[str] = []
     with tempfile.TemporaryDirectory() as directory, trio.fail_after(WATCHDOG_S):
-        tells = Path(directory) / "held"
-        os.mkfifo(tells)
+        fifo = Path(directory) / "held"
+        os.mkfifo(fifo)
 
         async def ask() -> None:
-            fault = {"fault": "hang", "at": at, "tells": str(tells)}
+            fault = {"fault": "hang", "at": at, "notify": str(fifo)}
             answered.append(text_of(await read(omni.generate(LONG, max_tokens=8, extra_args=fault))))
 
         async with trio.open_nursery() as nursery:
             nursery.start_soon(ask)
-            await trio.to_thread.run_sync(tells.read_bytes, abandon_on_cancel=True)  # until the other end is opened
-            tells.unlink()
+            await trio.to_thread.run_sync(fifo.read_bytes, abandon_on_cancel=True)  # until the engine opens it
+            fifo.unlink()
             yield
     assert answered == [expected]
 
 
 @with_shared_system
-async def test_a_thinker_killed_while_it_prefills_and_while_it_loads_comes_back(omni: OmniSystem) -> None:
-    """``leaves_nothing_behind`` looks for what it left: processes, shared memory."""
+async def test_a_thinker_killed_during_prefill_and_during_loading_comes_back(omni: OmniSystem) -> None:
+    """The fixture ``leaves_nothing_behind`` looks for leftover processes and shared memory."""
     async with held_in_a_step(omni, at=2):
         before = thinker_pid(omni)
         kill(omni)
         while thinker_pid(omni) in (before, None):
             await omni.wait_changed()
-        kill(omni)  # its successor, which has just begun to load
+        kill(omni)  # the new incarnation, which has just begun to load
 
 
 @with_shared_system
-async def test_a_step_that_hangs_is_ended_and_its_request_replayed(omni: OmniSystem) -> None:
-    """In the middle of an answer; nobody but the supervisor ends the worker."""
+async def test_a_hanging_worker_is_killed_and_its_request_replayed(omni: OmniSystem) -> None:
+    """The worker hangs in the middle of an answer, and only the supervisor ends it."""
     async with held_in_a_step(omni, at=9):
         pass
     [replica] = omni.health().stages["thinker"]
@@ -141,12 +141,12 @@ async def test_an_exception_in_a_step_reaches_the_client_and_the_stage_comes_bac
 
 
 @with_shared_system
-async def test_the_figures_of_vllm_are_among_the_systems(omni: OmniSystem) -> None:
-    """As of the last ping: one comes soon that has seen it."""
+async def test_vllms_metrics_are_among_the_systems(omni: OmniSystem) -> None:
+    """The metrics are as of the last ping. One comes soon after the request."""
     await read(omni.generate(STORY, max_tokens=8))
     labels = {"stage": "thinker", "replica": "0", "name": "generation_tokens"}
     with trio.fail_after(WATCHDOG_S):
-        while not omni.metrics.registry.get_sample_value("omni_engine", labels):  # noqa: ASYNC110 - no event tells
+        while not omni.metrics.registry.get_sample_value("omni_engine", labels):  # noqa: ASYNC110 - no event announces it
             await trio.sleep(0.01)
     figures = omni.metrics.exposition().decode()
     for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "num_preemptions"):

@@ -1,4 +1,4 @@
-"""Qwen3-Omni's talker on vLLM says what transformers' own ``generate`` says, and keeps to what every engine does.
+"""Qwen3-Omni's talker on vLLM against transformers' ``generate``, and in the conformance suite.
 
 The cases and the comparisons are those of ``tests.stages.qwen3.test_parity`` and ``tests.stages.test_conformance``.
 """
@@ -28,11 +28,11 @@ from tiny_models.vllm import HEADS, SECTION
 
 CONTEXT = 1024
 ENGINE_ARGS = {"enforce_eager": True, "kv_cache_memory_bytes": 1 << 26, "max_num_batched_tokens": 32}
-"""Fewer than are sent of a prompt at a time: vLLM takes them in two."""
+"""Fewer tokens than a chunk of a prompt has: vLLM computes a chunk in two steps."""
 
 
 def save(directory: Path, **options: Any) -> Path:
-    """A checkpoint whose talker has heads that vLLM's attention takes."""
+    """Save a checkpoint whose talker has heads of a size that vLLM's attention supports."""
     text_config = tiny.text_config
 
     def wider(vocabulary: int, layers: int, **more: Any) -> dict[str, Any]:
@@ -47,7 +47,7 @@ def save(directory: Path, **options: Any) -> Path:
 
 @pytest.fixture(scope="module")
 def open_engine() -> Iterator[Callable[..., Any]]:
-    """(engine name, model, **options) -> a new engine; the talker on vLLM, the others as they are."""
+    """Return a function (engine name, model, **options) -> new engine, which opens the talker on vLLM."""
     with ExitStack() as opened:
 
         def open_one(name: str, model: Path, **options: Any) -> Any:
@@ -91,13 +91,13 @@ class TestConformance(EngineConformance):
 
 
 @pytest.mark.parametrize("ask", ASKS)
-def test_an_answer_is_the_references(pipeline: Qwen3Chain, ask: Ask) -> None:
+def test_an_answer_equals_the_references(pipeline: Qwen3Chain, ask: Ask) -> None:
     pipeline.check(ask, *pipeline.said([ask]))
 
 
 @pytest.mark.parametrize("seed", [0, 1])
-def test_sixteen_at_once_are_answered_as_each_alone(pipeline: Qwen3Chain, seed: int) -> None:
-    """Eight of them are in the batch: they join as others leave, and wait for text while others go on."""
+def test_sixteen_concurrent_requests_are_answered_as_each_alone(pipeline: Qwen3Chain, seed: int) -> None:
+    """Eight are in the batch: requests join when others leave, and wait for text while others go on."""
     order = random.Random(seed)
     asks = sixteen(order)
     for ask, said in zip(asks, pipeline.said(asks, order if seed else None), strict=True):
@@ -105,7 +105,7 @@ def test_sixteen_at_once_are_answered_as_each_alone(pipeline: Qwen3Chain, seed: 
 
 
 def codes(engine: Any, prompts: Sequence[int], **params: Any) -> list[list[list[int]]]:
-    """Of each of some prompts of so many rows: a new one each step, the answer's rows one a step."""
+    """Return the codes of some prompts of these sizes. A prompt joins per step; its answer gets a row per step."""
     driver, answer = Driver(engine), 20
     outputs: dict[int, list[Any]] = {number: [] for number in range(len(prompts))}
     for step in range(len(prompts) + answer):
@@ -134,7 +134,7 @@ def test_sampled_codes_are_those_of_the_talker_on_transformers(pipeline: Qwen3Ch
     assert sum(map(len, found)) > 100
 
 
-def test_eight_that_fill_their_contexts_do_not_wait_for_each_other(pipeline: Qwen3Chain, theirs: Any) -> None:
+def test_eight_requests_that_fill_their_contexts_do_not_block_each_other(pipeline: Qwen3Chain, theirs: Any) -> None:
     prompts = [CONTEXT - 15 - number for number in range(8)]
     found = codes(pipeline.talker, prompts)
     assert found == codes(theirs, prompts)

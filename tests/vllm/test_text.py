@@ -1,4 +1,4 @@
-"""The ``vllm`` engine beside the ``llm`` engine, and what vLLM can be asked besides."""
+"""The ``vllm`` engine against the ``llm`` engine, and what only vLLM can do."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ def text_of(outputs: list[Any], index: int | None = None) -> str:
     return "".join(o.data.get("text", "") for o in outputs if o.data.get("index") == index)
 
 
-def test_greedy_answers_are_those_of_the_llm_engine(driver: Any, drive: Callable[..., Any]) -> None:
-    """The same text, by the same number of tokens: alone, and eight that join at different steps, in pieces of 64."""
+def test_greedy_answers_equal_those_of_the_llm_engine(driver: Any, drive: Callable[..., Any]) -> None:
+    """Text and token count are equal, alone and for eight requests that join at different steps, in chunks of 64."""
     ours = drive("llm")
     for number, question in enumerate(QUESTIONS):
         ask(ours, number, question, max_tokens=24)
@@ -71,7 +71,7 @@ def test_greedy_answers_are_those_of_the_llm_engine(driver: Any, drive: Callable
 
 
 def test_every_field_of_sampling_params_can_be_given() -> None:
-    """But those that say how vLLM hands its outputs over."""
+    """The exceptions are the fields about how vLLM returns its outputs."""
     ours = {"output_kind", "skip_clone", "flat_logprobs", "output_text_buffer_length"}
     theirs = {name for name in SamplingParams.__struct_fields__ if not name.startswith("_")}
     known = set(VLLMParams.__struct_fields__)
@@ -80,7 +80,7 @@ def test_every_field_of_sampling_params_can_be_given() -> None:
     assert set(VLLMSampling.__struct_fields__) < known
 
 
-def test_several_answers_come_with_their_index(driver: Any) -> None:
+def test_several_answers_have_their_index(driver: Any) -> None:
     outputs = answer(driver, n=3, temperature=1.0, seed=5, max_tokens=8)
     assert {o.data["index"] for o in outputs} == {0, 1, 2}
     assert len({text_of(outputs, index) for index in range(3)}) > 1
@@ -91,8 +91,8 @@ def test_several_answers_come_with_their_index(driver: Any) -> None:
     assert [text_of(outputs, index) for index in range(3)] == [text_of(again, index) for index in range(3)]
 
 
-def test_a_seed_says_what_is_drawn_in_company_too(driver: Any) -> None:
-    """And with a prompt of several pieces, each of which draws a token that nobody gets."""
+def test_a_seed_decides_what_is_drawn_in_any_batch(driver: Any) -> None:
+    """So does a prompt of several prefill chunks, after each of which vLLM draws a token and discards it."""
     params = {"temperature": 1.0, "seed": 11, "max_tokens": 8}
     long = QUESTIONS[5]
     alone = text_of(answer(driver, long, **params))
@@ -101,7 +101,7 @@ def test_a_seed_says_what_is_drawn_in_company_too(driver: Any) -> None:
     assert text_of(answer(driver, long, **params)) == alone
 
 
-def test_logprobs_come_with_each_token(driver: Any) -> None:
+def test_each_token_has_its_logprobs(driver: Any) -> None:
     outputs = answer(driver, logprobs=2, prompt_logprobs=1, max_tokens=4)
     first = outputs[0].data
     assert len(first["prompt_logprobs"]) == outputs[-1].data["prompt_tokens"]
@@ -125,7 +125,7 @@ def test_logprobs_come_with_each_token(driver: Any) -> None:
         ({"frequency_penalty": 2.0, "presence_penalty": 2.0, "min_p": 0.1, "temperature": 0.5, "seed": 3}, None),
     ],
 )
-def test_what_is_asked_of_sampling_is_done(driver: Any, params: dict[str, Any], expected: Any) -> None:
+def test_sampling_parameters_take_effect(driver: Any, params: dict[str, Any], expected: Any) -> None:
     text = text_of(answer(driver, max_tokens=12, **params))
     plain = text_of(answer(driver, max_tokens=12))
     if expected is None:
@@ -134,14 +134,14 @@ def test_what_is_asked_of_sampling_is_done(driver: Any, params: dict[str, Any], 
         assert text in ((expected,) if isinstance(expected, str) else expected)
 
 
-def test_an_answer_has_the_structure_that_was_asked_for(driver: Any) -> None:
+def test_an_answer_has_the_requested_structure(driver: Any) -> None:
     city = {"type": "object", "properties": {"city": {"enum": ["Paris", "Rome"]}}, "required": ["city"]}
     params: dict[str, Any] = {"structured_outputs": {"json": {**city, "additionalProperties": False}}}
     assert json.loads(text_of(answer(driver, max_tokens=30, **params)))["city"] in ("Paris", "Rome")
 
 
-def test_a_logits_processor_named_in_engine_args_does_what_its_request_asks(driver: Any) -> None:
-    """And nothing to the one beside it."""
+def test_a_custom_logits_processor_acts_on_its_own_request_only(driver: Any) -> None:
+    """The request beside it is unaffected."""
     params = {"detokenize": False, "max_tokens": 6, "ignore_eos": True}
     ask(driver, 2, QUESTIONS[0], **params)
     ask(driver, 1, QUESTIONS[0], extra_args={"only": [504, 3575]}, **params)
@@ -154,8 +154,8 @@ def test_a_logits_processor_named_in_engine_args_does_what_its_request_asks(driv
 
 
 @pytest.mark.parametrize("sign", [-1, 0])
-def test_lower_priorities_come_first(driver: Any, sign: int) -> None:
-    """Without any, who came first does. Of these prompts one or two fit into a step."""
+def test_requests_of_a_lower_priority_value_come_first(driver: Any, sign: int) -> None:
+    """Without priorities, requests come in order of arrival. One or two of these prompts fit into a step."""
     for number in range(6):
         ask(driver, number, QUESTIONS[0], max_tokens=1, priority=sign * number)
     steps = []
@@ -168,7 +168,7 @@ def test_lower_priorities_come_first(driver: Any, sign: int) -> None:
 
 
 def embeds_of(engine: Any, smollm2: Path, question: str) -> np.ndarray[Any, np.dtype[np.float32]]:
-    """What the model's table has for the tokens of this prompt, float32 (n, hidden)."""
+    """Return the model's embeddings of this prompt's tokens, float32 (n, hidden)."""
     messages = [{"role": "user", "content": question}]
     ids = engine._tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     with safe_open(smollm2 / "model.safetensors", "pt") as weights:
@@ -176,8 +176,8 @@ def embeds_of(engine: Any, smollm2: Path, question: str) -> np.ndarray[Any, np.d
     return rows
 
 
-def test_embeds_in_place_of_a_conversation(driver: Any, smollm2: Path) -> None:
-    """In two chunks, the second prompt longer than a piece; beside a conversation."""
+def test_embeds_take_the_place_of_a_conversation(driver: Any, smollm2: Path) -> None:
+    """They come in two chunks, beside a conversation. The second prompt is longer than a prefill chunk."""
     for question in (QUESTIONS[0], QUESTIONS[5]):
         expected = answer(driver, question, max_tokens=8)
         embeds = embeds_of(driver.engine, smollm2, question)
@@ -200,9 +200,7 @@ def test_embeds_in_place_of_a_conversation(driver: Any, smollm2: Path) -> None:
         (np.zeros((4, 576), np.float32), [{"role": "user", "content": "and this"}], "no messages come with them"),
     ],
 )
-def test_embeds_that_the_model_cannot_take_are_refused(
-    driver: Any, embeds: Any, messages: list[Any], words: str
-) -> None:
+def test_wrong_embeds_are_refused(driver: Any, embeds: Any, messages: list[Any], words: str) -> None:
     driver.start(1)
     with pytest.raises(InvalidRequest, match=words) as refused:
         driver.feed(1, {"messages": messages}, {"embeds": embeds}, last=True)
@@ -219,7 +217,7 @@ def test_a_repetition_penalty_is_refused_with_embeds(driver: Any) -> None:
     driver.live.discard(1)
 
 
-def test_embeds_are_for_stages_that_were_made_for_them(driver: Any) -> None:
+def test_embeds_are_refused_by_a_stage_without_the_engine_argument(driver: Any) -> None:
     driver.start(1)
     with (
         mock.patch.object(driver.engine._llm.model_config, "enable_prompt_embeds", False),
@@ -229,7 +227,7 @@ def test_embeds_are_for_stages_that_were_made_for_them(driver: Any) -> None:
     driver.live.discard(1)
 
 
-def test_vllms_own_figures(driver: Any) -> None:
+def test_gauges_are_vllms_metrics(driver: Any) -> None:
     before = driver.engine.gauges()
     ask(driver, 1, QUESTIONS[0], max_tokens=9)
     ask(driver, 2, QUESTIONS[5], max_tokens=9)
@@ -247,7 +245,7 @@ def test_vllms_own_figures(driver: Any) -> None:
         assert driver.engine.gauges() == {}
 
 
-def test_token_ids_come_in_place_of_text(driver: Any) -> None:
+def test_token_ids_take_the_place_of_text(driver: Any) -> None:
     outputs = answer(driver, detokenize=False, max_tokens=4, min_tokens=4, allowed_token_ids=[504, 3575])
     ids = [token for output in outputs for token in output.data["token_ids"]]
     assert len(ids) == 4
@@ -266,7 +264,7 @@ def test_token_ids_come_in_place_of_text(driver: Any) -> None:
         ({"n": 0}, "n"),
     ],
 )
-def test_a_wrong_value_is_the_requests_fault(driver: Any, params: dict[str, Any], field: str | None) -> None:
+def test_a_wrong_value_fails_its_own_request(driver: Any, params: dict[str, Any], field: str | None) -> None:
     with pytest.raises(InvalidRequest) as refused:
         answer(driver, **params)
     assert str(refused.value)
@@ -311,26 +309,22 @@ def test_a_wrong_engine_argument_is_refused_by_name(
         ({"dtype": "float33"}, "dtype"),
     ],
 )
-def test_what_vllm_cannot_load_it_says_itself(
-    open_stage: Callable[..., Any], given: dict[str, Any], words: str
-) -> None:
+def test_a_failed_load_has_vllms_message(open_stage: Callable[..., Any], given: dict[str, Any], words: str) -> None:
     with pytest.raises(Exception, match=words):
         open_stage("vllm", engine_args=given)
 
 
-def test_a_model_that_vllm_does_not_know_is_named(
-    open_stage: Callable[..., Any], smollm2: Path, tmp_path: Path
-) -> None:
+def test_an_unknown_architecture_is_named(open_stage: Callable[..., Any], smollm2: Path, tmp_path: Path) -> None:
     for file in smollm2.iterdir():
         (tmp_path / file.name).symlink_to(file)
     (tmp_path / "config.json").unlink()
     config = (smollm2 / "config.json").read_text()
-    (tmp_path / "config.json").write_text(config.replace("LlamaForCausalLM", "NobodyForCausalLM"))
-    with pytest.raises(Exception, match="NobodyForCausalLM"):
+    (tmp_path / "config.json").write_text(config.replace("LlamaForCausalLM", "UnknownForCausalLM"))
+    with pytest.raises(Exception, match="UnknownForCausalLM"):
         open_stage("vllm", tmp_path)
 
 
-def test_a_name_that_moved_is_named_with_the_versions_that_have_it() -> None:
+def test_missing_names_of_vllm_are_listed_with_the_known_versions() -> None:
     away = (
         "vllm.v1.nowhere:Thing",
         "vllm.v1.engine.llm_engine:LLMEngine.walk",

@@ -1,4 +1,4 @@
-"""A thinker on vLLM reads media beside its steps."""
+"""A thinker on vLLM reads media while its steps go on."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ def ask(driver: Any, number: int) -> None:
     driver.feed(number, {"messages": [{"role": "user", "content": "what is it ?"}]}, last=True)
 
 
-def test_one_whose_picture_is_still_being_read_holds_up_nobody(driver: Any) -> None:
-    read, goes_on = driver.engine._media_processor, threading.Event()
+def test_a_request_whose_image_is_still_being_read_delays_no_other(driver: Any) -> None:
+    read, may_end = driver.engine._media_processor, threading.Event()
 
     def slow(*args: Any, **kwargs: Any) -> Any:
-        assert goes_on.wait(60)
+        assert may_end.wait(60)
         return read(*args, **kwargs)
 
     with mock.patch.object(driver.engine, "_media_processor", slow):
@@ -44,12 +44,12 @@ def test_one_whose_picture_is_still_being_read_holds_up_nobody(driver: Any) -> N
         while 2 in driver.live:
             outputs += driver.step()
         assert {output.request_id for output in outputs} == {2}
-        assert driver.engine.busy, "with the one that is read"
-        goes_on.set()
+        assert driver.engine.busy, "request 1 is still being read"
+        may_end.set()
         assert driver.run()[1][-1].last
 
 
-def test_what_cannot_be_read_is_refused_in_a_step(driver: Any) -> None:
+def test_an_unreadable_image_fails_its_request_in_a_step(driver: Any) -> None:
     refusal = InvalidRequest("unsightly", param="image")
     with mock.patch.object(driver.engine, "_media_processor", side_effect=refusal):
         show(driver, 1)
@@ -59,20 +59,20 @@ def test_what_cannot_be_read_is_refused_in_a_step(driver: Any) -> None:
     assert ended[2][-1].last
 
 
-def test_one_that_is_aborted_while_it_is_read_is_forgotten(driver: Any) -> None:
-    begun, goes_on = threading.Event(), threading.Event()
+def test_a_request_that_is_aborted_while_its_media_are_read_is_forgotten(driver: Any) -> None:
+    begun, may_end = threading.Event(), threading.Event()
 
     def slow(*args: Any, **kwargs: Any) -> Any:
         begun.set()
-        assert goes_on.wait(60)
-        raise InvalidRequest("nobody hears of it")
+        assert may_end.wait(60)
+        raise InvalidRequest("dropped")
 
     with mock.patch.object(driver.engine, "_media_processor", slow):
         show(driver, 1)
         assert begun.wait(60)
         driver.abort(1)
         assert not driver.engine.busy
-        goes_on.set()
+        may_end.set()
         driver.engine._media_reader.submit(int).result()
         ask(driver, 2)
         assert driver.run().keys() == {2}

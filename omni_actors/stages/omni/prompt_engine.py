@@ -48,7 +48,7 @@ class OmniPromptEngine(PromptEngine[R]):
     """The input side of a thinker. It stands before the engine that has the batch in the order of base classes."""
 
     _config: Any
-    """Of the whole model."""
+    """The whole model's configuration."""
 
     def _open_processors(self, model: Path, context: int, system_prompt: str) -> None:
         """Load the processors of the checkpoint directory ``model``. context: the most tokens of a prompt, plus 1."""

@@ -62,7 +62,7 @@ class TalkerRequest(Sequence):
         self.id, self.params = request.request_id, params
         self.open = OpenSources(request.sources)
         self.inputs: list[Tensor] = []
-        """Of positions that are not computed yet."""
+        """The inputs of positions that are not computed yet, (k, width) each."""
         self.text: deque[Tensor] = deque()
         """The answer's inputs, (1, width) each, for codes to come."""
         self.has_header = self.has_answer = False

@@ -1,17 +1,20 @@
-"""Qwen2.5-Omni's flow matching, block by block: codes to a mel spectrogram, that of all codes at once.
+"""Streaming form of Qwen2.5-Omni's flow matching (Lipman et al., 2023): codes to a mel spectrogram, block by block.
 
-The model (a DiT) is not causal, but it sees no further than its attention lets it: a layer attends within its block of
-``block_size`` frames, one of ``look_backward_layers`` also to the block before, one of ``look_ahead_layers`` also to
-the next. All else is done frame by frame. So one evaluation needs, for a block, as many blocks ahead as there are
-layers that look ahead (1 at the real sizes), and the solver's 36 evaluations, each of the outcome of the last, 36: that
-is 8.64 s of speech. That far behind the codes each block is final, whatever follows.
+The result is that of the model's evaluation over all codes at once, apart from rounding.
 
-So a stream carries, for each layer of each evaluation, the keys and values that are still to be seen and the inputs
-whose look-ahead has not come (57 MB a request at the real sizes); each frame is computed once, and only floating-point
-rounding differs. The work grows with the length, where the whole model's attention computes, and masks, the square.
+The model, a diffusion transformer (DiT), is not causal, but its look-ahead is bounded. A layer attends within its block
+of ``block_size`` frames; the layers in ``look_backward_layers`` attend to the block before, too, and those in
+``look_ahead_layers`` to the next one. All else is computed frame by frame. So one evaluation of a block needs as many
+blocks ahead as there are layers that look ahead (1 at the real sizes). The solver's 36 evaluations, each of which
+starts from the one before, need 36: 8.64 s of speech. A block that far behind the newest code is final.
 
-The solver is Runge and Kutta's 3/8 rule between ``steps`` points in time. The noise that it begins with comes from the
-request's seed, a frame after the other: of torch's generator of the CPU, a longer noise begins as a shorter one does.
+A stream therefore carries, for each layer of each evaluation, the keys and values that later frames attend to, and the
+inputs whose look-ahead has not arrived (57 MB per request at the real sizes). Each frame is computed once. The work
+grows with the length, where the attention of the whole model grows with its square.
+
+The solver is the Runge-Kutta 3/8 rule (Kutta, 1901) between ``steps`` points in time, as in
+``RungeKutta4ODESolver`` of transformers. The noise that it starts from is drawn frame by frame from the request's seed:
+with torch's CPU generator, a longer noise begins with the shorter one.
 """
 
 from __future__ import annotations
@@ -27,21 +30,27 @@ from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import Qwen2_5OmniTo
 from omni_actors.stages.qwen2_5.speakers import Speaker
 
 GUIDANCE, SWAY = 0.5, -1.0
-"""The strength of the guidance, and how much shorter than the last the solver's first step is: the reference's."""
+"""The strength of the classifier-free guidance, and the sway sampling coefficient, which makes early steps shorter.
+
+Both are the defaults of transformers' ``Qwen2_5OmniToken2WavModel.forward``.
+"""
 
 
 class Flow:
-    """Takes a DiT. steps: points in time, so steps - 1 intervals of 4 evaluations."""
+    """What all requests share: a DiT and the solver's intervals.
+
+    steps: points in time, so steps - 1 intervals of 4 evaluations each.
+    """
 
     def __init__(self, dit: Qwen2_5OmniToken2WavDiTModel, steps: int) -> None:
         config: Any = dit.config
         self.dit: Any = dit
         self.device: torch.device = dit.device
         self.repeats: int = config.repeats
-        """Frames of a code."""
+        """Frames per code."""
         self.codes: int = dit.text_embed.codec_embed.num_embeddings
         self.longest: int = config.max_position_embeddings // self.repeats
-        """Codes of a request."""
+        """The most codes of a request."""
         self.block: int = config.block_size
         if self.block % self.repeats:
             raise ValueError(f"a block of {self.block} frames is no whole number of codes of {self.repeats} frames")
@@ -50,33 +59,32 @@ class Flow:
         times = torch.linspace(0, 1, steps)
         times += SWAY * (torch.cos(torch.pi / 2 * times) - 1 + times)
         self.intervals = [(float(end - start), self._embedded(start, end)) for start, end in pairwise(times)]
-        """Of each, its length and the embeddings of the four points in time where it is evaluated."""
+        """Each interval's length and the embeddings, (1, hidden) each, of the four points where it is evaluated."""
 
     @torch.inference_mode()
     def _embedded(self, start: Tensor, end: Tensor) -> list[Tensor]:
-        """(1, hidden) each."""
         points = [start + (end - start) * part for part in (0, 1 / 3, 2 / 3)] + [end]
         return [self.dit.time_embed(point[None].to(self.device)) for point in points]
 
 
 class FlowStream:
-    """One request's way through the solver."""
+    """Solves one request's flow block by block."""
 
     @torch.inference_mode()
     def __init__(self, flow: Flow, speaker: Speaker, seed: int) -> None:
         self._flow = flow
         self._generator = torch.Generator().manual_seed(seed & (2**64 - 1))
-        self._voice = _Voice(flow, speaker)
-        self._intervals = [_Interval(flow, self._voice, step, times) for step, times in flow.intervals]
+        self._conditions = _Conditions(flow, speaker)
+        self._intervals = [_Interval(flow, self._conditions, step, times) for step, times in flow.intervals]
 
     @torch.inference_mode()
     def push(self, codes: Tensor, *, last: bool) -> Tensor:
-        """The frames that are final now and were not before: float32 (frames, mel).
+        """Add codes; return the frames that have become final with them, float32 (frames, mel).
 
-        codes: int64 (n,), whole blocks of them unless ``last``.
+        codes: int64 (n,), whole blocks unless ``last``. last: no codes will follow.
         """
         flow = self._flow
-        self._voice.codes = torch.cat([self._voice.codes, codes.to(flow.device)])
+        self._conditions.codes = torch.cat([self._conditions.codes, codes.to(flow.device)])
         frames = torch.randn(len(codes) * flow.repeats, flow.mel, generator=self._generator).to(flow.device)
         for interval in self._intervals:
             if not len(frames) and not last:
@@ -85,51 +93,55 @@ class FlowStream:
         return frames
 
 
-class _Voice:
-    """What one request is to say, and in whose voice. Row 0 of all is with both, row 1 without: the guidance's two."""
+class _Conditions:
+    """The conditions of one request's flow: its codes and its speaker.
+
+    In all tensors, row 0 has the conditions and row 1 zeros in their place: the two evaluations of the guidance.
+    """
 
     def __init__(self, flow: Flow, speaker: Speaker) -> None:
         self._dit, self._repeats = flow.dit, flow.repeats
         cond, mel = (torch.cat([part, part * 0]).to(flow.device) for part in (speaker.cond, speaker.ref_mel))
         self._columns = flow.dit.input_embed.spk_encoder(mel)[:, None], cond[:, None]
         self.codes = torch.empty(0, dtype=torch.int64, device=flow.device)
-        """All so far."""
+        """All codes so far, int64 (n,)."""
 
     def hidden(self, noised: Tensor, first: int) -> Tensor:
-        """The DiT's input, (2, frames, hidden), for the frames (n, mel) from number ``first`` on."""
+        """Return the DiT's input, (2, n, hidden), for noised frames (n, mel) that begin with frame number ``first``."""
         frames = torch.arange(first, first + len(noised), device=noised.device)
         codes = self.codes[frames // self._repeats]
-        said = self._dit.text_embed.codec_embed(torch.stack([codes, torch.zeros_like(codes)]))
-        heard, speaker = (column.expand(-1, len(noised), -1) for column in self._columns)
-        hidden: Tensor = self._dit.input_embed.proj(torch.cat([noised.expand(2, -1, -1), heard, said, speaker], -1))
+        spoken = self._dit.text_embed.codec_embed(torch.stack([codes, torch.zeros_like(codes)]))
+        reference, speaker = (column.expand(-1, len(noised), -1) for column in self._columns)
+        inputs = torch.cat([noised.expand(2, -1, -1), reference, spoken, speaker], -1)
+        hidden: Tensor = self._dit.input_embed.proj(inputs)
         return hidden
 
 
 class _Interval:
-    """One step of the solver: a state and its slopes, of the frames that are not through. All are (frames, mel)."""
+    """One step of the solver, for the frames that have not passed it: their state and slopes, (frames, mel) each."""
 
-    def __init__(self, flow: Flow, voice: _Voice, step: float, times: list[Tensor]) -> None:
+    def __init__(self, flow: Flow, conditions: _Conditions, step: float, times: list[Tensor]) -> None:
         self._step = step
-        self._evaluations = [_Evaluation(flow, voice, time) for time in times]
+        self._evaluations = [_Evaluation(flow, conditions, time) for time in times]
         self._start = torch.empty(0, flow.mel, device=flow.device)
         self._slopes = [self._start] * len(times)
 
     def push(self, start: Tensor, *, last: bool) -> Tensor:
-        """More of the state at its start; gives more of that at its end."""
+        """Add frames of the state at the interval's start; return the frames that reach its end."""
         self._start = torch.cat([self._start, start])
         point = start
         for number, evaluation in enumerate(self._evaluations):
             done = len(self._slopes[number])
             self._slopes[number] = torch.cat([self._slopes[number], evaluation.push(point, last=last)])
-            more = slice(done, len(self._slopes[number]))
-            point = self._point(number, self._start[more], [slopes[more] for slopes in self._slopes])
-        through = len(self._slopes[-1])
-        self._start = self._start[through:].clone()
-        self._slopes = [slopes[through:].clone() for slopes in self._slopes]
+            new = slice(done, len(self._slopes[number]))
+            point = self._point(number, self._start[new], [slopes[new] for slopes in self._slopes])
+        passed = len(self._slopes[-1])
+        self._start = self._start[passed:].clone()
+        self._slopes = [slopes[passed:].clone() for slopes in self._slopes]
         return point
 
     def _point(self, number: int, y: Tensor, slopes: list[Tensor]) -> Tensor:
-        """Where to evaluate after slope ``number``; after the last one, the end."""
+        """Return the point to evaluate after slope ``number``; after the last one, the interval's end."""
         h, (k1, k2, k3, k4) = self._step, slopes
         if number == 0:
             return y + h * k1 / 3
@@ -141,16 +153,17 @@ class _Interval:
 
 
 class _Evaluation:
-    """The DiT at one point in time."""
+    """The DiT at one point in time of the solver."""
 
-    def __init__(self, flow: Flow, voice: _Voice, time: Tensor) -> None:
-        self._dit, self._voice, self._time = flow.dit, voice, time.expand(2, -1)
+    def __init__(self, flow: Flow, conditions: _Conditions, time: Tensor) -> None:
+        self._dit, self._conditions, self._time = flow.dit, conditions, time.expand(2, -1)
         self._layers = [_Layer(flow, layer) for layer in flow.dit.transformer_blocks]
         self._frames = 0
+        """Frames that have arrived."""
 
     def push(self, noised: Tensor, *, last: bool) -> Tensor:
-        """The slopes, (n, mel), of as many frames as the look-ahead has come for."""
-        hidden = self._voice.hidden(noised, self._frames)
+        """Add noised frames; return the slopes, (n, mel), of the frames whose look-ahead has arrived."""
+        hidden = self._conditions.hidden(noised, self._frames)
         self._frames += len(noised)
         for layer in self._layers:
             if not hidden.shape[1] and not last:
@@ -162,36 +175,37 @@ class _Evaluation:
 
 
 class _Layer:
-    """One layer of one evaluation: inputs whose look-ahead has not come, and the keys and values still to be seen."""
+    """One layer of one evaluation: its inputs without look-ahead yet, and the keys and values that are still needed."""
 
     def __init__(self, flow: Flow, layer: Any) -> None:
         self._layer, self._rotary, self._block = layer, flow.dit.rotary_embed, flow.block
         self._ahead, self._back = int(layer.look_ahead_block), int(layer.look_backward_block)
         self._end = 0
-        """Frames that have come."""
+        """Frames that have arrived."""
         heads, size = layer.attn.heads, layer.attn.inner_dim // layer.attn.heads
         self._inputs = torch.empty(2, 0, layer.attn.dim, device=flow.device)
         self._queries = self._keys = self._values = torch.empty(2, heads, 0, size, device=flow.device)
 
     def push(self, inputs: Tensor, time: Tensor, *, last: bool) -> Tensor:
-        """(2, n, hidden) each."""
+        """Add frames, (2, n, hidden); return the outputs of those whose look-ahead has arrived, (2, m, hidden)."""
         layer = self._layer
         normed, gate, shift, scale, gate_after = layer.attn_norm(inputs, emb=time)
-        self._take(inputs, normed)
+        self._append(inputs, normed)
         first, first_key = self._end - self._inputs.shape[1], self._end - self._keys.shape[2]
-        whole = self._end if last else (self._end // self._block - self._ahead) * self._block
-        count = max(0, whole - first)
+        complete = self._end if last else (self._end // self._block - self._ahead) * self._block
+        count = max(0, complete - first)
         hidden, self._inputs = self._inputs[:, :count], self._inputs[:, count:].clone()
         if count:
             hidden = hidden + gate[:, None] * self._attend(first, first_key, count)
             normed = layer.ff_norm(hidden) * (1 + scale[:, None]) + shift[:, None]
             hidden = hidden + gate_after[:, None] * layer.ff(normed)
-        seen = max(0, ((first + count) // self._block - self._back) * self._block - first_key)
+        done = max(0, ((first + count) // self._block - self._back) * self._block - first_key)
         self._queries = self._queries[:, :, count:].clone()
-        self._keys, self._values = self._keys[:, :, seen:].clone(), self._values[:, :, seen:].clone()
+        self._keys, self._values = self._keys[:, :, done:].clone(), self._values[:, :, done:].clone()
         return hidden
 
-    def _take(self, inputs: Tensor, normed: Tensor) -> None:
+    def _append(self, inputs: Tensor, normed: Tensor) -> None:
+        """Append frames and their queries, keys and values."""
         attention, count = self._layer.attn, inputs.shape[1]
         projected = (attention.to_q(normed), attention.to_k(normed), attention.to_v(normed))
         queries, keys, values = (x.unflatten(-1, (attention.heads, -1)).transpose(1, 2) for x in projected)
@@ -204,18 +218,18 @@ class _Layer:
         self._end += count
 
     def _attend(self, first: int, first_key: int, count: int) -> Tensor:
-        """Of the first ``count`` that wait, (2, count, hidden)."""
+        """Return the attention of the first ``count`` waiting frames, (2, count, hidden)."""
         device = self._keys.device
         block = torch.arange(first, first + count, device=device)[:, None] // self._block
         key_block = torch.arange(first_key, self._end, device=device) // self._block
-        seen = (key_block >= block - self._back) & (key_block <= block + self._ahead)
-        found = functional.scaled_dot_product_attention(self._queries[:, :, :count], self._keys, self._values, seen)
+        mask = (key_block >= block - self._back) & (key_block <= block + self._ahead)
+        found = functional.scaled_dot_product_attention(self._queries[:, :, :count], self._keys, self._values, mask)
         attended: Tensor = self._layer.attn.to_out[0](found.transpose(1, 2).reshape(2, count, -1))
         return attended
 
 
 def _rotated(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary positions for the first head alone, its even places against its odd ones: as the model was trained."""
+    """Apply rotary positions to the first head only, even against odd elements, as the model was trained."""
     even, odd = states[:, :1, :, 0::2], states[:, :1, :, 1::2]
     first = torch.cat([even, odd], -1) * cos[:, None] + torch.cat([-odd, even], -1) * sin[:, None]
     return torch.cat([first, states[:, 1:]], 1)

@@ -1,20 +1,20 @@
-"""Qwen2.5-Omni's token2wav as a stage: codec codes to a waveform.
+"""Qwen2.5-Omni's token2wav on transformers: codec codes to a waveform.
 
-Input: ``tensors`` codes, an integer array (n, 1), n at least 1, 50 a second. A chunk without tensors only ends the
-input.
+Input: tensors ``codes``, an integer array (n, 1), n at least 1, 50 codes a second. A chunk without tensors only ends
+the input.
 
-Output: ``tensors`` audio, float32 (n,), in chunks of ``chunk_blocks`` blocks; ``data`` sample_rate (24000). The end of
-the input gives the request's last outputs; where there were no codes, one without audio.
+Output: tensors ``audio``, float32 (n,), in chunks of ``chunk_blocks`` blocks; data ``sample_rate`` (24000 Hz). The end
+of the input causes the request's last outputs. A request without codes has one output, without audio. The cuts between
+outputs depend on the number of codes alone, not on when they arrived. Each request is computed by itself.
 
-The model is not causal, and its sound begins as noise, drawn from ``seed``. With ``decode`` "reference" the codes are
-decoded together, when all are there: the reference's call after ``torch.manual_seed``, bit for bit, in one step. With
-"exact" the samples are the same to 1e-4, and come while codes do: the model sees only so far that a block is final once
-the codes of the next 38 are there, 9.1 s of speech (36 for the flow, 2 for the vocoder; fewer with fewer ``steps``).
-Sooner is not the same sound: where the field's servers decode overlapping pieces each by itself, a piece sees other
-blocks, and other noise, than the whole does. The noise of "exact" is that of torch's generator of the CPU on any
-device; the reference takes the device's own.
-
-How the outputs are cut depends on the number of codes alone, not on when they came. Each request is computed by itself.
+The model is not causal, and its sound starts as noise, which is drawn from ``seed``.
+- ``decode`` "reference": all codes are decoded together, once all have arrived, in one step. It is transformers' own
+  forward after ``torch.manual_seed``, bit for bit.
+- ``decode`` "exact": the samples are the same to 1e-4, and come while codes arrive. The model's look-ahead is bounded:
+  a block is final once the codes of the next 38 blocks have arrived, which are 9.1 s of speech (36 blocks for the flow,
+  2 for the vocoder; fewer with fewer ``steps``). An earlier output would be another sound: other servers decode
+  overlapping windows by themselves, and a window sees other blocks, and other noise, than the whole. The noise comes
+  from torch's CPU generator on any device, where the reference uses the device's.
 """
 
 from __future__ import annotations
@@ -42,24 +42,27 @@ SAMPLE_RATE = 24_000
 
 
 class _Request:
+    """One request."""
+
     def __init__(self, request: StageRequest, speaker: Speaker, seed: int) -> None:
         self.open = OpenSources(request.sources)
         self.speaker, self.seed = speaker, seed
         self.waiting = torch.empty(0, dtype=torch.int64)
-        """Codes to be decoded."""
+        """Codes that wait to be decoded, int64 (n,)."""
         self.codes = 0
-        """That have come."""
+        """Codes that have arrived."""
         self.streams: tuple[FlowStream, VocoderStream] | None = None
-        """Made with the first chunk."""
+        """Opened with the first chunk."""
         self.paused = False
 
     def take(self, codes: int) -> Tensor:
+        """Take the next codes, int64 (codes,)."""
         taken, self.waiting = self.waiting[:codes], self.waiting[codes:]
         return taken
 
 
 class Token2WavEngine(FlaggedPausing):
-    """See the module. ``context.model``: a checkpoint directory of Qwen2.5-Omni; its ``token2wav`` weights are read."""
+    """See the module. ``context.model``: a checkpoint directory of Qwen2.5-Omni; it loads the ``token2wav`` weights."""
 
     def __init__(self, context: StageContext) -> None:
         """Raises msgspec.ValidationError (options), WrongCheckpoint, OSError (the checkpoint's files)."""
@@ -68,7 +71,7 @@ class Token2WavEngine(FlaggedPausing):
             raise ValueError(f"stage {context.stage!r}: qwen2_5_token2wav needs a model, a checkpoint directory")
         torch.set_num_threads(context.threads)
         context.report("reading the weights of token2wav")
-        # In float32 whatever the checkpoint's type is: so its authors run it.
+        # The model's authors run it in float32, whatever the checkpoint's dtype is.
         self._model: Any = load_part(
             Qwen2_5OmniToken2WavModel, context.model, "token2wav", torch.float32, context.device
         )
@@ -102,7 +105,7 @@ class Token2WavEngine(FlaggedPausing):
         request.open.update(chunk)
 
     def _checked(self, chunk: Chunk, before: int) -> Tensor:
-        """A copy, int64 (n,)."""
+        """Return a copy of the codes, int64 (n,). before: codes that arrived earlier. Raises ``InvalidRequest``."""
         codes, size = chunk.tensors.get("codes"), self._flow.codes
         if codes is None or not codes.dtype.startswith(("int", "uint")):
             raise _refusal(f"codes, integers, were expected, not {sorted(chunk.tensors)}")
@@ -125,7 +128,7 @@ class Token2WavEngine(FlaggedPausing):
                 yield from self._outputs(request_id, self._decode(request, request.take(codes), last=last), last=last)
 
     def _next_chunk(self, request: _Request) -> tuple[int, bool] | None:
-        """How many codes the next chunk has, and whether it is the last; None where there is none to decode now."""
+        """Return the codes of the next chunk and whether it is the last; None: there is none to decode now."""
         if request.paused:
             return None
         if self._options.decode == "exact" and len(request.waiting) >= self._chunk_codes:
@@ -133,11 +136,11 @@ class Token2WavEngine(FlaggedPausing):
         return None if request.open else (len(request.waiting), True)
 
     def _decode(self, request: _Request, codes: Tensor, *, last: bool) -> Iterator[Tensor]:
-        """The waves, (samples,), that follow."""
+        """Yield the next waves, (samples,) each."""
         if not request.codes:
             return
         if self._options.decode == "reference":
-            yield from torch.split(self._together(request, codes), self._chunk_frames * self._vocoder.samples)
+            yield from torch.split(self._decode_reference(request, codes), self._chunk_frames * self._vocoder.samples)
             return
         if request.streams is None:
             request.streams = FlowStream(self._flow, request.speaker, request.seed), VocoderStream(self._vocoder)
@@ -147,7 +150,7 @@ class Token2WavEngine(FlaggedPausing):
             yield wave
 
     @torch.inference_mode()
-    def _together(self, request: _Request, codes: Tensor) -> Tensor:
+    def _decode_reference(self, request: _Request, codes: Tensor) -> Tensor:
         torch.manual_seed(request.seed)
         wave: Tensor = self._model(
             codes[None].to(self._flow.device),

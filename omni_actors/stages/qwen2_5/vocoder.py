@@ -1,8 +1,8 @@
-"""Qwen2.5-Omni's vocoder (a BigVGAN), a piece at a time: a mel spectrogram to the samples of all of it at once.
+"""Streaming form of Qwen2.5-Omni's vocoder (BigVGAN, Lee et al., 2023): a mel spectrogram to samples, in chunks.
 
-It is made of convolutions that look to both sides, so a sample depends on the frames within some reach, 39 at the real
-sizes. A piece is decoded with that much on either side, of which nothing is kept: its samples are those of the whole,
-but for rounding. At the ends of the whole there is nothing beyond to be decoded with, as in the whole.
+The vocoder consists of convolutions that look to both sides, so a sample depends on the frames within a bounded reach
+(39 frames at the real sizes). Each chunk is decoded with that many frames of context on either side, whose samples are
+dropped. The chunk's samples are then those of a decode of the whole spectrogram, apart from rounding.
 """
 
 from __future__ import annotations
@@ -15,37 +15,39 @@ from torch import Tensor
 from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import Qwen2_5OmniToken2WavBigVGANModel
 
 ACTIVATION = 6
-"""Samples on either side that an activation depends on: it works at twice the rate, between two filters of 12 taps."""
+"""The reach, in samples, of an activation: it works at twice the rate, between two filters of 12 taps."""
 
 
 class Vocoder:
+    """A BigVGAN of transformers, with its measures."""
+
     def __init__(self, model: Qwen2_5OmniToken2WavBigVGANModel) -> None:
         config: Any = model.config
         self.model: Any = model
         self.samples: int = math.prod(config.upsample_rates)
-        """Of a frame."""
+        """Samples per frame."""
         self.reach = _reach(config)
-        """Frames."""
+        """The frames to either side that a sample depends on, at most."""
 
 
 class VocoderStream:
-    """One request's spectrogram on its way to sound."""
+    """Decodes one request's spectrogram chunk by chunk."""
 
     def __init__(self, vocoder: Vocoder) -> None:
         self._vocoder = vocoder
         self._mel: Tensor | None = None
-        """(frames, mel), from frame ``_first`` on."""
+        """(frames, mel), from frame number ``_first`` on."""
         self._first = self._done = 0
 
     def push(self, mel: Tensor) -> None:
-        """float32 (frames, mel)."""
+        """Add frames, float32 (frames, mel)."""
         self._mel = mel if self._mel is None else torch.cat([self._mel, mel])
 
     @torch.inference_mode()
     def pop(self, frames: int, *, last: bool) -> Tensor | None:
-        """The samples of the next ``frames``, float32 (n,), fewer at the end; None where they are not certain yet.
+        """Return the samples, float32 (n,), of the next ``frames`` frames, or of fewer at the end.
 
-        last: no more mel comes.
+        None: a frame within their reach has not arrived. last: no frames will follow.
         """
         if self._mel is None:
             return None
@@ -55,15 +57,15 @@ class VocoderStream:
             return None
         window = self._mel[: stop + vocoder.reach - self._first]
         wave: Tensor = vocoder.model(window.T[None]).reshape(-1)
-        piece = wave[(self._done - self._first) * vocoder.samples : (stop - self._first) * vocoder.samples]
+        samples = wave[(self._done - self._first) * vocoder.samples : (stop - self._first) * vocoder.samples]
         self._done = stop
         first = max(0, stop - vocoder.reach)
         self._mel, self._first = self._mel[first - self._first :].clone(), first
-        return piece
+        return samples
 
 
 def _reach(config: Any) -> int:
-    """How many frames to either side a sample depends on, at most."""
+    """Return how many frames to either side a sample depends on, at most."""
     frames, rate = 3.0, 1  # the first convolution's 7 taps
     for stride, kernel in zip(config.upsample_rates, config.upsample_kernel_sizes, strict=True):
         frames += math.ceil(kernel / stride) / rate
@@ -73,5 +75,8 @@ def _reach(config: Any) -> int:
 
 
 def _block_reach(kernel: int, dilations: list[int]) -> int:
-    """Samples: for each dilation a dilated convolution and a plain one, with an activation before each."""
+    """Return a residual block's reach in samples.
+
+    For each dilation it has a dilated convolution and a plain one, with an activation before each.
+    """
     return sum((kernel // 2) * (dilation + 1) + 2 * ACTIVATION for dilation in dilations)

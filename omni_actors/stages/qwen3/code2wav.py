@@ -1,15 +1,17 @@
-"""Qwen3-Omni's code2wav as a stage: codec frames to a waveform, as the frames arrive.
+"""Qwen3-Omni's code2wav on transformers: codec frames to a waveform, while the frames arrive.
 
-Input: ``tensors`` codes, an integer array (frames, groups), frames at least 1, the groups of a frame in the talker's
-order. A chunk without tensors only ends the input.
+Input: tensors ``codes``, an integer array (frames, groups) of at least one frame, the groups in the talker's order. A
+chunk without tensors only ends the input.
 
-Output: ``tensors`` audio, float32 (n,); ``data`` sample_rate (24000). With ``decode`` "exact" the samples are those of
-the model's forward over all frames (to 1e-4 in float32), and come in chunks of ``chunk_frames``, the first small, so
-that speech starts early. With "reference" they are the reference's chunked decode, once all frames are there: bit for
-bit where a forward has one request. The end of the input gives the request's last output, with what is left: it may
-have no audio. So how the outputs are cut depends on the number of frames alone, not on when they came.
+Output: tensors ``audio``, float32 (n,); data ``sample_rate`` (24000 Hz). The end of the input causes the request's last
+output, which has the rest and may have no audio. So the cuts between outputs depend on the number of frames alone, not
+on when they arrived.
+- ``decode`` "exact": the samples are those of the model's forward over all frames (to 1e-4 in float32). They come in
+  chunks of ``chunk_frames``, the first ones small, so that speech starts early.
+- ``decode`` "reference": the samples are those of transformers' ``chunked_decode`` once all frames have arrived, equal
+  to the bit if a forward has one request.
 
-A step decodes one chunk of every request that has one, up to ``max_batch``, those of the same length in one forward.
+A step decodes one chunk of every request that has one. Chunks of the same length share a forward, up to ``max_batch``.
 """
 
 from __future__ import annotations
@@ -33,19 +35,21 @@ SAMPLE_RATE = 24_000
 
 
 class _Request:
+    """One request."""
+
     def __init__(self, request: StageRequest) -> None:
         self.open = OpenSources(request.sources)
         self.pending: list[torch.Tensor] = []
-        """Frames to be decoded, int64 (groups, n) each."""
+        """Frames that wait to be decoded, int64 (groups, n) each."""
         self.frames = 0
-        """In all of ``pending``."""
+        """Frames in all of ``pending``."""
         self.chunks = 0
-        """Decoded so far."""
+        """Chunks decoded so far."""
         self.state = DecoderState()
         self.paused = False
 
     def next_chunk(self, options: Code2WavOptions) -> tuple[int, bool] | None:
-        """How many frames the next chunk has, and whether it is the last; None where there is none to decode now."""
+        """Return the frames of the next chunk and whether it is the last; None: there is none to decode now."""
         if self.paused:
             return None
         due = options.chunk_frames[min(self.chunks, len(options.chunk_frames) - 1)]
@@ -54,6 +58,7 @@ class _Request:
         return None if self.open else (self.frames, True)
 
     def take(self, frames: int) -> torch.Tensor:
+        """Take the next frames, int64 (groups, frames)."""
         codes = torch.cat(self.pending, -1)
         self.pending = [codes[:, frames:]]
         self.frames -= frames
@@ -62,7 +67,7 @@ class _Request:
 
 
 class Code2WavEngine(FlaggedPausing):
-    """See the module. ``context.model``: a checkpoint directory of Qwen3-Omni; its ``code2wav`` weights are read."""
+    """See the module. ``context.model``: a checkpoint directory of Qwen3-Omni; it loads the ``code2wav`` weights."""
 
     def __init__(self, context: StageContext) -> None:
         """Raises msgspec.ValidationError (options), WrongCheckpoint, OSError (the checkpoint's files)."""
@@ -97,7 +102,7 @@ class Code2WavEngine(FlaggedPausing):
         request.open.update(chunk)
 
     def _checked(self, chunk: Chunk) -> torch.Tensor:
-        """A copy, int64 (groups, frames)."""
+        """Return a copy of the chunk's codes, int64 (groups, frames). Raises ``InvalidRequest``."""
         codes = chunk.tensors.get("codes")
         groups, size = self._decoder.groups, self._decoder.codebook
         if codes is None or not codes.dtype.startswith(("int", "uint")):
@@ -113,11 +118,11 @@ class Code2WavEngine(FlaggedPausing):
         self._requests.pop(request_id, None)
 
     def step(self) -> Iterator[StageOutput]:
-        alike: dict[tuple[int, bool, bool], list[RequestId]] = {}
+        groups: dict[tuple[int, bool, bool], list[RequestId]] = {}
         for request_id, request in self._requests.items():
             if chunk := request.next_chunk(self._options):
-                alike.setdefault((*chunk, request.chunks == 0), []).append(request_id)
-        for (frames, last, _), members in alike.items():
+                groups.setdefault((*chunk, request.chunks == 0), []).append(request_id)
+        for (frames, last, _), members in groups.items():
             for at in range(0, len(members), self._options.max_batch):
                 yield from self._decode(members[at : at + self._options.max_batch], frames, last=last)
 
@@ -130,7 +135,7 @@ class Code2WavEngine(FlaggedPausing):
                 decoded = self._decoder.decode_reference(codes)
             else:
                 decoded = self._decoder.decode(codes, [request.state for request in requests])
-            waves = [row.copy() for row in decoded.float().cpu().numpy()]  # a view would keep the others' alive
+            waves = [row.copy() for row in decoded.float().cpu().numpy()]  # a view would keep the other rows alive
         for member, wave in zip(members, waves, strict=True):
             if last:
                 del self._requests[member]

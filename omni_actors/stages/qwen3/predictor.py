@@ -1,4 +1,8 @@
-"""Qwen3-Omni's code predictor (MTP): the other codes of a frame, from the talker's state and the frame's first code."""
+"""Qwen3-Omni's code predictor: the further codes of a frame, from the talker's hidden state and the first code.
+
+It computes what ``Qwen3OmniMoeTalkerCodePredictorModelForConditionalGeneration.generate`` of transformers does, for
+several requests in each forward.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,7 @@ from omni_actors.stages.autoregressive.sampling import Sampler, choose
 
 
 class CodePredictor:
-    """module: the talker's ``code_predictor``. A call is one frame of each of some requests, in the same forwards."""
+    """Predicts one frame per call for each of several requests. module: the talker's ``code_predictor``."""
 
     def __init__(self, module: Any) -> None:
         self._module = module
@@ -23,10 +27,10 @@ class CodePredictor:
     def __call__(
         self, state: Tensor, first: Tensor, samplers: Sequence[Sampler | None]
     ) -> tuple[list[list[int] | None], Tensor]:
-        """The other codes of each frame, and the sum of the embeddings of all its codes, (batch, hidden).
+        """Return each frame's further codes, and the sum of the embeddings of all its codes, (batch, hidden).
 
-        None in place of a frame's codes: for one of them ``choose`` gave None.
         state, first: (batch, hidden) each, the talker's last hidden state and the embedding of the frame's first code.
+        samplers: of each request; None: greedy. A frame's codes are None if ``choose`` returned None for one of them.
         """
         cache = DynamicCache(config=self._module.config)
         inputs = torch.stack([state, first], 1)
@@ -36,7 +40,7 @@ class CodePredictor:
             hidden = self._module.model(inputs_embeds=inputs, past_key_values=cache, use_cache=True).last_hidden_state
             chosen = choose(head(hidden[:, -1]), samplers)
             codes.append(chosen)
-            # A frame that has failed goes on with any code, so that the others keep their rows.
+            # A failed frame goes on with code 0, so that the other frames keep their rows.
             embedded.append(embedding(torch.tensor([code or 0 for code in chosen], device=first.device)))
             inputs = embedded[-1][:, None]
         frames = [[code for code in frame if code is not None] for frame in zip(*codes, strict=True)]

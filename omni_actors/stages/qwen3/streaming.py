@@ -1,13 +1,16 @@
-"""Qwen3-Omni's code2wav, a few frames at a time, with the samples of all frames at once.
+"""Streaming decoder of Qwen3-Omni's code2wav: a few frames at a time, with the samples of one forward over all frames.
 
-The decoder is causal: a transformer with sliding-window attention, then convolutions that look back. So what a frame
-needs of those before it is bounded, and can be carried: the last ``sliding_window - 1`` keys and values of each layer,
-and the last inputs of each convolution. Each frame is computed once, at any chunk size; only floating-point rounding
-differs (other shapes, other order of additions). The reference decodes 300 frames with 25 of left context again, which
-is not its own full forward; ``decode_reference`` is that, bit for bit.
+The decoder is causal: a transformer with sliding-window attention, then convolutions that look back. So the state that
+a frame needs of earlier ones is bounded: the last ``sliding_window - 1`` keys and values of each layer, and the last
+inputs of each convolution. With that state each frame is computed once, at any chunk size, and only floating-point
+rounding differs (other shapes, another order of additions).
 
-A transposed convolution of kernel 2r and stride r gives r samples for each *pair* of neighbours: its first input gives
-none. That is where the full forward loses its last 555 samples (at the real strides), and so does this.
+The reference, transformers' ``chunked_decode``, decodes 300 frames at a time with 25 earlier frames as context. That
+differs from its own full forward; ``decode_reference`` calls it, bit for bit.
+
+A transposed convolution of kernel 2r and stride r makes r samples of each *pair* of neighbouring inputs, and none of
+its first input. So the full forward has 555 samples less than its frames' worth (at the real strides), and so has this
+one.
 """
 
 from __future__ import annotations
@@ -25,42 +28,44 @@ from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import (
 )
 
 REFERENCE_CHUNK, REFERENCE_CONTEXT = 300, 25
+"""Frames: the defaults of transformers' ``chunked_decode``."""
 
 
 class DecoderState:
-    """What one request's decoder carries from chunk to chunk. Fresh: nothing was decoded."""
+    """The state that one request's decoder carries from chunk to chunk. A fresh state has decoded nothing."""
 
     def __init__(self) -> None:
         self.frames = 0
-        """Decoded so far."""
+        """Frames decoded so far."""
         self.keys: list[Tensor] = []
-        """By layer, (heads, at most sliding_window - 1, head_dim), rotated for their own positions."""
+        """Per layer, (heads, at most sliding_window - 1, head_dim), with rotary positions applied."""
         self.values: list[Tensor] = []
         self.tails: dict[int, Tensor] = {}
-        """By convolution, (channels, past inputs)."""
+        """Per convolution, by its index: (channels, past inputs)."""
 
 
 class _Batch:
-    """The states of the requests in the forward that is under way; None outside of one."""
+    """The states of the requests in the current forward; None outside of a forward."""
 
     def __init__(self) -> None:
         self.states: Sequence[DecoderState] | None = None
 
     def past(self, place: int) -> Tensor | None:
-        """(batch, channels, past inputs) of a convolution; None where there are none."""
+        """Return a convolution's past inputs, (batch, channels, past inputs); None if the states are fresh."""
         assert self.states is not None
         if place not in self.states[0].tails:
             return None
         return torch.stack([state.tails[place] for state in self.states])
 
     def keep(self, place: int, inputs: Tensor) -> None:
+        """Keep a convolution's inputs, (batch, channels, past inputs), for the next chunk."""
         assert self.states is not None
         for state, row in zip(self.states, inputs, strict=True):
-            state.tails[place] = row.clone()  # a view would keep the whole chunk
+            state.tails[place] = row.clone()  # a view would keep the whole chunk alive
 
 
 class _Convolution(nn.Module):
-    """A causal convolution of stride 1 that begins with the inputs before its own, not with zeros."""
+    """A causal convolution of stride 1 that is padded with the past inputs in place of zeros."""
 
     def __init__(self, whole: Qwen3OmniMoeCausalConvNet, batch: _Batch, place: int) -> None:
         super().__init__()
@@ -79,7 +84,7 @@ class _Convolution(nn.Module):
 
 
 class _Upsampling(nn.Module):
-    """A transposed convolution of kernel 2r and stride r that pairs its first input with the one before it."""
+    """A transposed convolution of kernel 2r and stride r that pairs its first input with the last past one."""
 
     def __init__(self, whole: Qwen3OmniMoeCausalTransConvNet, batch: _Batch, place: int) -> None:
         super().__init__()
@@ -96,7 +101,7 @@ class _Upsampling(nn.Module):
 
 
 class _Window:
-    """The transformer's cache, in the form in which its layers ask for one: past keys and values, right-aligned."""
+    """The transformer's cache, in the form that its layers expect: past keys and values, right-aligned."""
 
     def __init__(self, states: Sequence[DecoderState], window: int) -> None:
         self._states, self._window = states, window
@@ -104,7 +109,10 @@ class _Window:
         self.longest = max(self.lengths)
 
     def update(self, keys: Tensor, values: Tensor, layer: int) -> tuple[Tensor, Tensor]:
-        """(batch, heads, new, head_dim) each; gives past and new ones, (batch, heads, longest + new, head_dim)."""
+        """Keep new keys and values, (batch, heads, new, head_dim) each; return past and new ones together.
+
+        They are (batch, heads, longest + new, head_dim) each.
+        """
         kept = []
         for name, new in (("keys", keys), ("values", values)):
             whole = torch.cat([self._past(name, new, layer), new], -2)
@@ -123,7 +131,7 @@ class _Window:
         return past
 
     def mask(self, new: int, device: torch.device) -> Tensor:
-        """Which of the past and new positions each new one may look at: bool (batch, 1, new, longest + new)."""
+        """Return which past and new positions each new one attends to: bool (batch, 1, new, longest + new)."""
         query = torch.arange(new, device=device).view(1, new, 1)
         key = torch.arange(-self.longest, new, device=device).view(1, 1, -1)
         first = -torch.tensor(self.lengths, device=device).view(-1, 1, 1)
@@ -132,7 +140,7 @@ class _Window:
 
 
 class StreamingDecoder:
-    """Takes a code2wav module over: its convolutions carry state from now on, where they are given any."""
+    """Decodes with a code2wav module, which it changes: the convolutions carry state inside ``decode``."""
 
     def __init__(self, model: Qwen3OmniMoeCode2Wav) -> None:
         self._model: Any = model
@@ -152,10 +160,10 @@ class StreamingDecoder:
 
     @torch.inference_mode()
     def decode(self, codes: Tensor, states: Sequence[DecoderState]) -> Tensor:
-        """The samples that follow: float (batch, samples), in [-1, 1]. The states move on.
+        """Decode the next frames of some requests: float (batch, samples), in [-1, 1]. Updates the states.
 
-        codes: int64 (batch, groups, frames), frames at least 1. The states are all fresh or all not: a first chunk has
-        fewer samples than its frames' worth.
+        codes: int64 (batch, groups, frames), at least one frame. The states must be all fresh or all not fresh, because
+        a first chunk has fewer samples.
         """
         model = self._model
         frames = codes.shape[-1]
@@ -177,7 +185,7 @@ class StreamingDecoder:
 
     @torch.inference_mode()
     def decode_reference(self, codes: Tensor) -> Tensor:
-        """As the reference decodes the whole of ``codes``, int64 (batch, groups, frames), in chunks of 300 and 25."""
+        """Decode all of ``codes``, int64 (batch, groups, frames), as the reference does: float (batch, samples)."""
         wave: Tensor = self._model.chunked_decode(codes, REFERENCE_CHUNK, REFERENCE_CONTEXT)
         return wave.squeeze(1)
 

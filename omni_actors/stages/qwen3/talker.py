@@ -25,7 +25,7 @@ from omni_actors.stages.qwen3.predictor import CodePredictor
 from omni_actors.stages.refusal import validated
 
 SPECIAL = 1024
-"""The special codes are the last ones of the vocabulary. Of these only the end is ever chosen."""
+"""The special codes are the last ones of the vocabulary. Only the end of speech is ever chosen among them."""
 DEFAULT_SPEAKER = "ethan"
 RESIDUAL_SAMPLING = Sampling(temperature=1.0, top_k=50, top_p=0.8)
 """The code predictor's, if the talker samples: as in the reference."""

@@ -1,4 +1,4 @@
-"""What stages that decode share, part by part: cache, sampling, text, packed layers."""
+"""The parts of autoregressive engines: cache, sampling, detokenization, packed layers."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def cells(values: Sequence[float]) -> torch.Tensor:
 
 
 class CheckedCache:
-    """A ``SlottedCache`` of two layers beside the plainest model of one."""
+    """A ``SlottedCache`` of two layers beside a simple model of it."""
 
     def __init__(self, max_rows: int, max_length: int) -> None:
         self.cache = SlottedCache(max_rows, max_length, torch.float32, torch.device("cpu"))
@@ -86,7 +86,7 @@ class CheckedCache:
         for store in (*self.cache._keys, *self.cache._values):
             for row in range(len(store)):
                 length = len(self.rows[row]) if row < len(self.rows) else 0
-                assert not store[row, :, length:].any(), "something is left beyond a row's end"
+                assert not store[row, :, length:].any(), "a cell beyond a row's end is not zero"
 
 
 @given(st.data())
@@ -109,7 +109,7 @@ def test_cache_holds_what_was_written_through_any_joins_leaves_and_growth(data: 
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf])
 @pytest.mark.parametrize("row", [0, 1, 2])
-def test_cache_wipes_poison_that_a_row_leaves_behind(poison: float, row: int) -> None:
+def test_cache_zeroes_what_a_freed_row_leaves_behind(poison: float, row: int) -> None:
     checked = CheckedCache(max_rows=3, max_length=20)
     for n in range(3):
         checked.add()
@@ -134,7 +134,7 @@ def test_cache_keeps_no_memory_when_it_is_empty() -> None:
     assert checked.cache._keys[0].shape == (1, HEADS, 256, SIZE)
 
 
-def test_cache_refuses_more_than_it_was_made_for() -> None:
+def test_cache_refuses_rows_and_tokens_beyond_its_limits() -> None:
     cache = SlottedCache(1, 10, torch.float32, torch.device("cpu"))
     cache.add_row()
     with pytest.raises(ValueError, match="all 1 rows"):
@@ -152,7 +152,7 @@ def test_cache_refuses_more_than_it_was_made_for() -> None:
     st.sampled_from([0, 1, 5, 1000]),
     st.sampled_from([0.05, 0.5, 0.9, 1.0]),
 )
-def test_sampling_weighs_tokens_as_transformers_does(seed: int, temperature: float, top_k: int, top_p: float) -> None:
+def test_sampling_weights_are_those_of_transformers(seed: int, temperature: float, top_k: int, top_p: float) -> None:
     logits = torch.randn(50, generator=torch.Generator().manual_seed(seed)) * 3
     warpers = LogitsProcessorList()
     if top_k:
@@ -169,7 +169,7 @@ def sampler(seed: int | None = None, **sampling: Any) -> Sampler:
     return Sampler(Sampling(**sampling), generator(seed))
 
 
-def test_samples_are_drawn_as_often_as_they_are_likely() -> None:
+def test_tokens_are_drawn_as_often_as_they_are_likely() -> None:
     probabilities = torch.tensor([0.5, 0.0, 0.2, 0.3])
     draw = sampler(temperature=1.0, seed=5)
     drawn = torch.tensor([draw(probabilities.log()) for _ in range(4000)])
@@ -177,7 +177,7 @@ def test_samples_are_drawn_as_often_as_they_are_likely() -> None:
     assert not (drawn == 1).any()
 
 
-def test_a_seed_gives_the_same_draws_whatever_rounding_does_to_near_ties() -> None:
+def test_a_seed_draws_the_same_tokens_when_rounding_swaps_near_ties() -> None:
     logits = torch.zeros(200)
     noisy = logits + torch.linspace(1e-6, -1e-6, 200)
     first, second = sampler(temperature=1.0, seed=-3), sampler(temperature=1.0, seed=-3)
@@ -196,7 +196,7 @@ def test_extreme_parameters_are_served(extreme: dict[str, Any]) -> None:
     assert sampler(**{"temperature": 1.0, **extreme})(logits) == 1
 
 
-def test_rows_choose_for_themselves() -> None:
+def test_rows_of_a_batch_are_sampled_independently() -> None:
     logits = torch.tensor([[0.0, 5.0, 5.0], [9.0, 0.0, 0.0], [0.0, 0.0, 90.0]])
     draw = sampler(temperature=1.0, seed=1)
     assert choose(logits, [None, None, draw]) == [1, 0, 2]
@@ -204,7 +204,7 @@ def test_rows_choose_for_themselves() -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
-def test_penalty_and_suppression_are_transformers(temperature: float) -> None:
+def test_penalty_and_suppression_are_those_of_transformers(temperature: float) -> None:
     logits = torch.randn(50, generator=torch.Generator().manual_seed(8)) * 3
     seen, suppressed = [3, 7, 7, 41], torch.zeros(50, dtype=torch.bool).index_fill_(0, torch.tensor([1, 7]), True)
     processors = LogitsProcessorList(
@@ -220,7 +220,7 @@ def test_penalty_and_suppression_are_transformers(temperature: float) -> None:
         assert not {1, 7} & {draw(logits) for _ in range(100)}
 
 
-def test_what_was_chosen_counts_for_the_penalty() -> None:
+def test_chosen_tokens_count_for_the_penalty() -> None:
     logits = torch.tensor([1.0, 1.5, 0.0])
     assert [Sampler(Sampling(0.0, repetition_penalty=2.0), generator(1))(logits) for _ in range(2)] == [1, 1]
     draw = Sampler(Sampling(0.0, repetition_penalty=2.0), generator(1))
@@ -231,7 +231,7 @@ def test_what_was_chosen_counts_for_the_penalty() -> None:
 
 
 def byte_level() -> Tokenizer:
-    """Every byte is a token, and some longer ones."""
+    """A tokenizer with a token for every byte, and some longer ones."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -242,7 +242,7 @@ def byte_level() -> Tokenizer:
 
 
 def byte_fallback() -> Tokenizer:
-    """As Llama's first: a space at the front that decoding drops, and byte tokens for what has no token of its own."""
+    """A tokenizer like that of Llama 1: it prepends a space that decoding drops, and falls back to byte tokens."""
     vocabulary = {f"<0x{byte:02X}>": byte for byte in range(256)}
     vocabulary |= {piece: 256 + n for n, piece in enumerate(["<unk>", "▁", "a", "b", "▁a", "▁b", "ab"])}
     model = models.BPE(vocabulary, [("▁", "a"), ("▁", "b"), ("a", "b")], unk_token="<unk>", byte_fallback=True)
@@ -261,7 +261,7 @@ WORDS = st.lists(
 
 @pytest.mark.parametrize("kind", TOKENIZERS)
 @given(words=WORDS)
-def test_pieces_are_whole_characters_and_together_the_text(kind: str, words: list[str]) -> None:
+def test_pieces_have_whole_characters_and_join_to_the_text(kind: str, words: list[str]) -> None:
     tokenizer = TOKENIZERS[kind]
     tokens = tokenizer.encode("".join(words)).ids
     detokenizer = Detokenizer(tokenizer.decode)
@@ -272,7 +272,7 @@ def test_pieces_are_whole_characters_and_together_the_text(kind: str, words: lis
 
 
 @given(st.lists(st.integers(0, 289), max_size=150))
-def test_random_bytes_decode_as_they_do_at_once(tokens: list[int]) -> None:
+def test_random_bytes_decode_to_the_text_of_decoding_them_at_once(tokens: list[int]) -> None:
     decode = TOKENIZERS["byte level"].decode
     detokenizer = Detokenizer(decode)
     text = "".join(detokenizer.push(token) for token in tokens)
@@ -297,7 +297,7 @@ def test_the_cost_of_a_token_does_not_grow(kind: str, text: str) -> None:
     assert sum(sizes) <= 40 * len(tokens)
 
 
-def test_garbage_does_not_grow_the_cost_either() -> None:
+def test_the_cost_of_a_token_does_not_grow_with_invalid_text() -> None:
     tokenizer = TOKENIZERS["byte level"]
     sizes = []
 
@@ -313,8 +313,8 @@ def test_garbage_does_not_grow_the_cost_either() -> None:
     assert max(sizes) <= 40
 
 
-def test_tokens_without_text_do_not_make_the_ones_before_forgotten() -> None:
-    """The first space of a text is not shown: a window that began after "x" would lose one that is."""
+def test_tokens_without_text_do_not_push_others_out_of_the_window() -> None:
+    """Decoding drops a text's first space. A window that began after "x" would lose a space of the text."""
     words = [" x", "", " y"]
 
     def decode(tokens: Sequence[int]) -> str:
@@ -325,7 +325,7 @@ def test_tokens_without_text_do_not_make_the_ones_before_forgotten() -> None:
 
 
 def cut_at_stop(text: str, stops: Sequence[str]) -> tuple[str, bool]:
-    """A character at a time: the plainest reading of what a stop string does."""
+    """Apply the definition of a stop string, one character at a time."""
     for end in range(len(text) + 1):
         if found := [stop for stop in stops if text[:end].endswith(stop)]:
             return text[: end - max(map(len, found))], True
@@ -333,7 +333,7 @@ def cut_at_stop(text: str, stops: Sequence[str]) -> tuple[str, bool]:
 
 
 @given(st.lists(st.text("ab", max_size=4), max_size=12), st.lists(st.text("ab", min_size=1, max_size=5), max_size=3))
-def test_no_part_of_a_stop_string_gets_out_however_the_text_is_cut(pieces: list[str], stops: list[str]) -> None:
+def test_no_part_of_a_stop_string_is_returned_however_the_text_is_cut(pieces: list[str], stops: list[str]) -> None:
     stop_filter, out, stopped = StopFilter(stops), "", False
     expected = cut_at_stop("".join(pieces), stops)
     for piece in pieces:
@@ -347,7 +347,7 @@ def test_no_part_of_a_stop_string_gets_out_however_the_text_is_cut(pieces: list[
     assert (out, stopped) == expected
 
 
-def test_text_that_can_begin_no_stop_string_is_not_held() -> None:
+def test_text_that_cannot_begin_a_stop_string_is_not_held_back() -> None:
     stop_filter = StopFilter(["end", "stop"])
     assert stop_filter.push("the en") == ("the ", False)
     assert stop_filter.push("emy") == ("enemy", False)
@@ -355,7 +355,7 @@ def test_text_that_can_begin_no_stop_string_is_not_held() -> None:
     assert stop_filter.finish() == "s"
 
 
-def test_the_memory_of_a_stop_string_is_its_length() -> None:
+def test_memory_is_linear_in_the_length_of_a_stop_string() -> None:
     stop = "x" * 10_000 + "."
     tracemalloc.start()
     try:
@@ -372,7 +372,7 @@ def test_the_memory_of_a_stop_string_is_its_length() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @torch.inference_mode()
-def test_packed_layers_compute_what_the_plain_ones_do(dtype: torch.dtype) -> None:
+def test_packed_layers_compute_what_plain_layers_compute(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(48, 64), torch.nn.Sequential(torch.nn.Linear(64, 16, bias=False)))
     model.to(dtype)

@@ -1,4 +1,4 @@
-"""Sampling at its limits: any logits, any parameters that a request may have, every dtype that a model may have."""
+"""Sampling at its limits: any logits, all parameters that a request may have, every dtype of a model."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def chosen(logits: torch.Tensor, sampling: list[Sampling], seen: list[int]) -> l
     seen=st.lists(st.integers(0, 5)),
     dtype=st.sampled_from(DTYPES),
 )
-def test_any_row_gives_a_token_that_may_be_chosen_or_none_where_there_is_none(
+def test_any_row_gives_an_allowed_token_or_none_if_no_token_is_allowed(
     rows: list[list[float]], sampling: list[Sampling], seen: list[int], dtype: torch.dtype
 ) -> None:
     logits = torch.tensor(rows).to(dtype)
@@ -77,7 +77,7 @@ def test_a_row_that_is_not_finite_gives_none_and_changes_no_other(bad: float, dt
         ("max_tokens", (1, 1_000_000), (0, 2**63)),
     ],
 )
-def test_what_a_request_may_ask_for(name: str, accepted: tuple[float, ...], refused: tuple[float, ...]) -> None:
+def test_request_parameters_have_bounds(name: str, accepted: tuple[float, ...], refused: tuple[float, ...]) -> None:
     for value in accepted:
         msgspec.convert({name: value}, TextParams)
     for value in refused:

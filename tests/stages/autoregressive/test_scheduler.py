@@ -1,4 +1,4 @@
-"""Who is in the batch, against the plainest model of it: no forward, only counts."""
+"""The scheduler against a simple model of it: no forward, only counts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def sequence(prompt: int, ready: int) -> Sequence:
 
 
 def step(batch: Scheduler[Sequence], cache: SlottedCache) -> list[Sequence]:
-    """What an engine does in a step; who was brought on."""
+    """Do what an engine does in a step; return the sequences that were computed."""
     moved = []
     if piece := batch.next_prefill_chunk():
         row, count = piece
@@ -40,7 +40,7 @@ def step(batch: Scheduler[Sequence], cache: SlottedCache) -> list[Sequence]:
     return moved
 
 
-def test_a_prompt_is_cut_where_it_would_be_if_all_of_it_were_here() -> None:
+def test_a_prompt_has_the_same_prefill_chunks_however_its_input_arrives() -> None:
     ours, _ = batch()
     late = sequence(prompt=10, ready=0)
     ours.add(late)
@@ -57,7 +57,7 @@ def test_a_prompt_is_cut_where_it_would_be_if_all_of_it_were_here() -> None:
     assert cuts == [4, 4, 2]
 
 
-def test_who_waits_for_input_holds_up_nobody() -> None:
+def test_a_sequence_that_waits_for_input_delays_no_other() -> None:
     ours, cache = batch()
     starved, fed = sequence(8, 3), sequence(8, 8)
     ours.add(starved)
@@ -69,7 +69,7 @@ def test_who_waits_for_input_holds_up_nobody() -> None:
     assert step(ours, cache) == [starved]
 
 
-def test_prompts_come_in_order_of_arrival_though_rows_move() -> None:
+def test_prompts_are_prefilled_in_order_of_arrival_although_rows_move() -> None:
     ours, cache = batch()
     first, second, third = (sequence(8, 8) for _ in range(3))
     for each in (first, second, third):
@@ -80,7 +80,7 @@ def test_prompts_come_in_order_of_arrival_though_rows_move() -> None:
     assert step(ours, cache) == [second]
 
 
-def test_those_beyond_the_rows_wait_and_may_leave() -> None:
+def test_sequences_beyond_the_rows_wait_and_may_leave() -> None:
     ours, cache = batch(rows=1)
     first, second, third = (sequence(1, 1) for _ in range(3))
     for each in (first, second, third):
@@ -96,7 +96,7 @@ def test_those_beyond_the_rows_wait_and_may_leave() -> None:
 
 @pytest.mark.parametrize("rows", [1, 3])
 @given(st.data())
-def test_busy_is_whether_a_step_moves_anyone_and_rows_are_the_caches(rows: int, data: st.DataObject) -> None:
+def test_busy_means_a_step_computes_a_position_and_rows_match_the_cache(rows: int, data: st.DataObject) -> None:
     ours, cache = batch(rows)
     live: list[Sequence] = []
     for _ in range(data.draw(st.integers(1, 30))):

@@ -1,7 +1,7 @@
-"""thinker, talker and token2wav together say what transformers' own ``generate`` says: the same tokens, codes, samples.
+"""Thinker, talker and token2wav against transformers' ``generate``: the same tokens, codes and samples.
 
-The engines are driven as the workers' loops would: whatever one gives out is fed to the next one at once, and a stage
-that has ended takes no more. Tokens are known by the rows that the talker gets of them: no two have like ones.
+The engines are driven as engine loops drive them: each output is fed to the downstream engine at once, and a stage that
+has ended takes no more. A token is identified by its row for the talker: no two tokens have similar rows.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tests.support.omni_questions import STORY, SYSTEM, Ask
 from tests.support.qwen2_5_chain import Qwen25Chain
 from tiny_models import qwen2_5 as tiny
 
-# The extra's libraries; the weights are random.
+# They need the libraries of the extra. The weights are random.
 pytestmark = [pytest.mark.voice, pytest.mark.usefixtures("clear_choices")]
 
 CHECKPOINTS: dict[str, dict[str, Any]] = {
@@ -29,14 +29,14 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
 OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "wordy": ({"prefill_chunk": 16, "max_batch": 5}, {"prefill_chunk": 7, "max_batch": 6}),
 }
-"""Of the thinker and the talker."""
+"""The options of the thinker and of the talker."""
 
 
 @pytest.fixture(scope="module")
 def pipeline(
     open_stage: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Callable[..., Qwen25Chain]]:
-    """Name of a checkpoint, and the talker's options -> its pipeline, opened once; what is alike is the same engine."""
+    """Return a function from a checkpoint's name and the talker's options to the pipeline. Equal engines are shared."""
     with ExitStack() as stack:
 
         @functools.cache
@@ -71,23 +71,25 @@ EVERYWHERE = [(name, ask) for name in ("wordy", "brief") for ask in ASKS]
 
 
 @pytest.mark.parametrize(("checkpoint", "ask"), EVERYWHERE)
-def test_an_answer_is_the_references(pipeline: Callable[..., Qwen25Chain], checkpoint: str, ask: Ask) -> None:
+def test_an_answer_equals_the_references(pipeline: Callable[..., Qwen25Chain], checkpoint: str, ask: Ask) -> None:
     ours = pipeline(checkpoint)
     ours.check(ask, *ours.said([ask]))
 
 
-def test_the_asks_are_of_every_kind(pipeline: Callable[..., Qwen25Chain]) -> None:
+def test_the_cases_cover_every_kind_of_ending(pipeline: Callable[..., Qwen25Chain]) -> None:
     answers = [(ask, pipeline(checkpoint).expected(ask)) for checkpoint, ask in EVERYWHERE]
     for media in (True, False):
         these = [(a, e) for a, e in answers if bool(a.audio or a.image or a.video) is media and e.crash is None]
         cut = [len(answer.ids) == ask.max_tokens for ask, answer in these]
-        assert any(cut), "the text reaches its limit"
-        assert not all(cut), "or ends by itself"
+        assert any(cut), "some texts reach their limit"
+        assert not all(cut), "some texts end by themselves"
         assert any(len(answer.codes) == ask.max_frames and not answer.talker_ended for ask, answer in these)
         assert any(0 < len(answer.codes) < len(answer.ids) and answer.talker_ended for _, answer in these), (
-            "speech ends before the text does"
+            "speech ends before the text"
         )
-        assert any(len(answer.codes) > len(answer.ids) and answer.talker_ended for _, answer in these), "or after it"
+        assert any(len(answer.codes) > len(answer.ids) and answer.talker_ended for _, answer in these), (
+            "speech ends later"
+        )
         assert len({tuple(answer.ids) for _, answer in these}) > len(these) / 2
 
 
@@ -101,7 +103,7 @@ def test_the_asks_are_of_every_kind(pipeline: Callable[..., Qwen25Chain]) -> Non
         ("wordy", Ask("what is it ?", image=((64, 64),), max_tokens=1, speaker="Ethan"), "thinker"),
     ],
 )
-def test_where_the_reference_crashes_the_text_is_right_and_there_is_no_sound(
+def test_if_the_reference_crashes_the_text_is_right_and_there_is_no_sound(
     pipeline: Callable[..., Qwen25Chain], checkpoint: str, ask: Ask, crash: str
 ) -> None:
     ours = pipeline(checkpoint)
@@ -112,7 +114,7 @@ def test_where_the_reference_crashes_the_text_is_right_and_there_is_no_sound(
 
 
 @pytest.mark.parametrize("ask", [ASKS[1], ASKS[4], ASKS[7], ASKS[8], ASKS[9]])
-def test_prompted_as_it_was_trained_it_answers_as_the_reference_does_for_a_padded_prompt(
+def test_with_the_trained_prompt_answers_equal_the_references_for_a_padded_prompt(
     pipeline: Callable[..., Qwen25Chain], ask: Ask
 ) -> None:
     ours = pipeline("wordy", prompt="trained")
@@ -122,8 +124,10 @@ def test_prompted_as_it_was_trained_it_answers_as_the_reference_does_for_a_padde
 
 
 @pytest.mark.parametrize("seed", [0, 1])
-def test_sixteen_at_once_are_answered_as_each_alone(pipeline: Callable[..., Qwen25Chain], seed: int) -> None:
-    """In fewer rows than there are requests, so that they join as others leave, in pieces of each other's prompts."""
+def test_sixteen_concurrent_requests_are_answered_as_each_alone(
+    pipeline: Callable[..., Qwen25Chain], seed: int
+) -> None:
+    """There are fewer rows than requests: requests join when others leave, and prefill chunks alternate."""
     order = random.Random(seed)
     short = [ASKS[0]._replace(max_tokens=1), ASKS[5]._replace(max_tokens=5), ASKS[6]._replace(max_frames=1)]
     asks = [order.choice([*ASKS, *short]) for _ in range(16)]

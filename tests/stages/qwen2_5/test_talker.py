@@ -1,4 +1,4 @@
-"""The talker by itself: it starts on what has come, waits for no more than it needs, and says what it refuses."""
+"""Qwen2.5-Omni's talker alone: it starts with the first rows, waits for no more than it needs, and refuses the rest."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from omni_actors.stages.base import InvalidRequest
 from tiny_models import qwen2_5 as tiny
 
-pytestmark = pytest.mark.voice  # the extra's libraries; the weights are random
+pytestmark = pytest.mark.voice  # it needs the libraries of the extra; the weights are random
 
 NAME, SOURCE = "qwen2_5_talker", ("thinker",)
 WIDTH = 64
@@ -48,14 +48,14 @@ def engine(checkpoint: Path, open_stage: Callable[..., Any]) -> Any:
         yield opened
 
 
-def test_the_prompt_is_read_as_it_comes_and_the_first_token_is_one_step_from_the_first_code(
+def test_prompt_rows_are_prefilled_on_arrival_and_the_first_token_is_one_step_from_a_code(
     engine: Any, drive: Any
 ) -> None:
     driver = drive(engine)
     driver.start(1, SOURCE, talker_temperature=0.0)
     feed(driver, 1, **once(), rows=rows(9))
     assert driver.step() == []
-    assert not engine.busy, "8 of 9 rows are a piece"
+    assert not engine.busy, "8 of 9 rows are a prefill chunk"
     feed(driver, 1, rows=rows(PROMPT - 9))
     assert driver.run() == {}
     feed(driver, 1, rows=rows(1))
@@ -65,7 +65,7 @@ def test_the_prompt_is_read_as_it_comes_and_the_first_token_is_one_step_from_the
     driver.abort(1)
 
 
-def test_who_waits_for_text_holds_up_nobody_and_text_that_ended_is_waited_for_no_more(engine: Any, drive: Any) -> None:
+def test_a_request_without_text_delays_no_other_and_ended_text_is_not_waited_for(engine: Any, drive: Any) -> None:
     driver = drive(engine)
     for number in (1, 2):
         driver.start(number, SOURCE, talker_temperature=0.0, talker_max_tokens=6)
@@ -81,19 +81,19 @@ def test_who_waits_for_text_holds_up_nobody_and_text_that_ended_is_waited_for_no
     assert len(codes_of(driver.run()[1])) == 3
 
 
-def test_a_seed_is_a_voice(engine: Any, drive: Any) -> None:
+def test_the_seed_and_the_speaker_decide_the_codes(engine: Any, drive: Any) -> None:
     driver = drive(engine)
 
-    def said(**params: Any) -> list[int]:
+    def chosen(**params: Any) -> list[int]:
         driver.start(1, SOURCE, talker_max_tokens=12, **params)
         feed(driver, 1, **once(), rows=rows(PROMPT + 4), last=True)
         return codes_of(driver.run()[1])
 
-    assert said(seed=1) == said(seed=1, speaker="chelsie")
-    assert len({tuple(said(**params)) for params in ({"seed": 1}, {"seed": 2}, {"seed": 1, "speaker": "Ethan"})}) == 3
+    assert chosen(seed=1) == chosen(seed=1, speaker="chelsie")
+    assert len({tuple(chosen(**params)) for params in ({"seed": 1}, {"seed": 2}, {"seed": 1, "speaker": "Ethan"})}) == 3
 
 
-def test_an_answer_ends_where_the_context_does(engine: Any, drive: Any) -> None:
+def test_an_answer_ends_at_the_end_of_the_context(engine: Any, drive: Any) -> None:
     driver = drive(engine)
     driver.start(1, SOURCE, talker_temperature=0.0)
     feed(driver, 1, **once(), rows=rows(PROMPT + 1), last=True)
@@ -101,7 +101,7 @@ def test_an_answer_ends_where_the_context_does(engine: Any, drive: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("tensors", "param", "code", "says"),
+    ("tensors", "param", "code", "message"),
     [
         ({"rows": rows(1)}, "rows", "invalid_value", "behind a first chunk"),
         ({**once(), "rows": rows(2)[:, 1:]}, "rows", "invalid_value", r"\(n, 64\) .* not \(2, 63\)"),
@@ -109,19 +109,19 @@ def test_an_answer_ends_where_the_context_does(engine: Any, drive: Any) -> None:
         (once(58), "messages", "context_length_exceeded", "takes 60 positions of the talker's context, which has 60"),
     ],
 )
-def test_what_is_no_thinkers_is_refused(
-    engine: Any, drive: Any, tensors: dict[str, Any], param: str, code: str, says: str
+def test_tensors_that_no_thinker_sends_are_refused(
+    engine: Any, drive: Any, tensors: dict[str, Any], param: str, code: str, message: str
 ) -> None:
     driver = drive(engine)
     driver.start(1, SOURCE)
     driver.live.discard(1)
-    with pytest.raises(InvalidRequest, match=says) as caught:
+    with pytest.raises(InvalidRequest, match=message) as caught:
         feed(driver, 1, **tensors)
     assert (caught.value.param, caught.value.code) == (param, code)
     assert not engine.busy
 
 
-def test_a_speaker_that_it_does_not_have_is_refused_by_name(engine: Any, drive: Any) -> None:
+def test_an_unknown_speaker_is_refused_by_name(engine: Any, drive: Any) -> None:
     with pytest.raises(InvalidRequest, match="'Cherry'; the model has Chelsie, Ethan") as caught:
         drive(engine).start(1, SOURCE, speaker="Cherry")
     assert caught.value.param == "speaker"

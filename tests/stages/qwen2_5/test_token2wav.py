@@ -1,4 +1,4 @@
-"""token2wav, streamed: the samples of all codes at once, whatever the chunks, as soon as no code can change them."""
+"""token2wav, streamed: the samples of all codes at once, in any chunks, as soon as no code can change them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.support.closeness import OF_FULL_SCALE, assert_same_sound
 from tests.support.qwen2_5_reference import Codes, Reference, Wave, load
 from tiny_models import qwen2_5 as tiny
 
-pytestmark = pytest.mark.voice  # the extra's libraries; the weights are random
+pytestmark = pytest.mark.voice  # it needs the libraries of the extra; the weights are random
 
 NAME = "qwen2_5_token2wav"
 BLOCK_CODES = tiny.BLOCK // tiny.REPEATS
@@ -43,7 +43,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def opened(checkpoint: Path, open_stage: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
-    """Options -> an engine of ``checkpoint``, opened once. A test leaves it idle."""
+    """Return a function from options to an engine of ``checkpoint``, which it opens once. A test leaves it idle."""
 
     @functools.cache
     def get(**options: Any) -> Any:
@@ -58,8 +58,8 @@ def reference(checkpoint: Path) -> Reference:
     return load(checkpoint)
 
 
-def pieces(said: Codes, size: int) -> list[Codes]:
-    return [said[at : at + size] for at in range(0, len(said), size)]
+def split(whole: Codes, size: int) -> list[Codes]:
+    return [whole[at : at + size] for at in range(0, len(whole), size)]
 
 
 def feed(driver: Any, request_id: int, chunks: list[Codes]) -> None:
@@ -86,7 +86,7 @@ def sound(outputs: list[Any]) -> Wave:
     ],
     ids=str,
 )
-def test_streamed_samples_are_those_of_all_codes_at_once(
+def test_streamed_samples_equal_those_of_all_codes_at_once(
     reference: Reference,
     opened: Callable[..., Any],
     drive: Any,
@@ -95,18 +95,18 @@ def test_streamed_samples_are_those_of_all_codes_at_once(
 ) -> None:
     driver = drive(opened(**options))
     driver.start(1, speaker="Ethan", seed=7)
-    feed(driver, 1, pieces(codes(count), 7))
+    feed(driver, 1, split(codes(count), 7))
     wave = sound(driver.run()[1])
     expected = reference.token2wav(codes(count), "Ethan", 7, options.get("steps", 10))
-    assert np.abs(expected).max() > 0.05, "there is something to be heard"
+    assert np.abs(expected).max() > 0.05, "the expected wave is not silent"
     assert len(wave) == count * tiny.SAMPLES
     assert_same_sound(wave, expected)
 
 
-def test_a_block_is_given_out_once_no_code_can_change_it(
+def test_a_block_is_put_out_once_no_code_can_change_it(
     reference: Reference, opened: Callable[..., Any], drive: Any
 ) -> None:
-    """Each evaluation of the solver looks a block further: 4 between two points in time."""
+    """Each evaluation of the solver looks one block further ahead; an interval has 4."""
     ahead = 4 + REACH
     before, after = codes(BLOCK_CODES * (ahead + 1)), codes(60, 1)
     driver = drive(opened(steps=2, chunk_blocks=1))
@@ -116,17 +116,17 @@ def test_a_block_is_given_out_once_no_code_can_change_it(
     driver.feed(1, {}, {"codes": before[-1:, None]})
     (output,) = driver.run()[1]
     driver.abort(1)
-    said = np.concatenate([before, after])
-    expected = reference.token2wav(said, "Ethan", 7, 2)[:BLOCK_SAMPLES]
+    whole = np.concatenate([before, after])
+    expected = reference.token2wav(whole, "Ethan", 7, 2)[:BLOCK_SAMPLES]
     assert_same_sound(output.tensors["audio"], expected)
-    # and the block before the last that it waits for does change it: it could not have come a block earlier
-    said[BLOCK_CODES * (ahead - 1) :] = after[0]
-    changed = reference.token2wav(said, "Ethan", 7, 2)[:BLOCK_SAMPLES]
+    # The last block that it waits for changes it, so it could not have been put out a block earlier.
+    whole[BLOCK_CODES * (ahead - 1) :] = after[0]
+    changed = reference.token2wav(whole, "Ethan", 7, 2)[:BLOCK_SAMPLES]
     assert np.abs(changed - expected).max() > 2 * OF_FULL_SCALE
 
 
-def test_the_vocoder_in_pieces_gives_the_samples_of_the_whole() -> None:
-    """With the real kernels, which reach further than the tiny ones."""
+def test_the_vocoders_chunks_join_to_the_samples_of_the_whole() -> None:
+    """With the real kernel sizes, whose reach is longer than that of the tiny ones."""
     real = {"resblock_kernel_sizes": [3, 7, 11], "resblock_dilation_sizes": [[1, 3, 5]] * 3}
     vocoder = Vocoder(tiny.build(**real).token2wav.code2wav_bigvgan_model.requires_grad_(requires_grad=False))
     assert vocoder.reach == 39
@@ -147,7 +147,7 @@ def test_decode_reference_gives_the_references_samples(
     driver = drive(opened(decode="reference", steps=4))
     for number, (speaker, seed) in enumerate([("Chelsie", 0), ("Ethan", 2**63 - 1)]):
         driver.start(number, speaker=speaker.upper(), seed=seed)
-        feed(driver, number, pieces(codes(55), 20))
+        feed(driver, number, split(codes(55), 20))
         outputs = driver.run()[number]
         samples = [len(output.tensors["audio"]) for output in outputs]
         assert samples == [2 * BLOCK_SAMPLES, 2 * BLOCK_SAMPLES, 7 * tiny.SAMPLES]
@@ -156,12 +156,12 @@ def test_decode_reference_gives_the_references_samples(
 
 @given(seed=st.integers(0, 2**32))
 @settings(max_examples=3, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_requests_that_join_and_leave_get_what_each_gets_alone(
+def test_requests_that_join_and_leave_get_the_samples_of_each_alone(
     reference: Reference, opened: Callable[..., Any], drive: Any, seed: int
 ) -> None:
     draw = random.Random(seed)  # Hypothesis's own draws may end an example in its middle, with requests in the engine
     inputs = {number: codes(draw.randrange(90), number) for number in range(draw.randrange(2, 5))}
-    left = {number: pieces(said, draw.randrange(1, 40)) for number, said in inputs.items()}
+    left = {number: split(spoken, draw.randrange(1, 40)) for number, spoken in inputs.items()}
     outputs: dict[int, list[Any]] = {number: [] for number in inputs}
     engine = opened(steps=2, chunk_blocks=draw.choice([1, 2, 7]))
     driver = drive(engine)
@@ -177,21 +177,21 @@ def test_requests_that_join_and_leave_get_what_each_gets_alone(
         else:
             for output in driver.step():
                 outputs[output.request_id].append(output)
-    for number, said in inputs.items():
+    for number, spoken in inputs.items():
         wave = sound(outputs[number])
-        if len(said):
-            assert_same_sound(wave, reference.token2wav(said, "Chelsie", number, 2))
+        if len(spoken):
+            assert_same_sound(wave, reference.token2wav(spoken, "Chelsie", number, 2))
         else:
             assert not len(wave)
 
 
-def test_how_it_is_cut_does_not_depend_on_when_codes_come(opened: Callable[..., Any], drive: Any) -> None:
-    """The samples are the same to the bit, too, so a request can be replayed."""
+def test_the_cuts_between_outputs_do_not_depend_on_when_codes_arrive(opened: Callable[..., Any], drive: Any) -> None:
+    """The samples are equal to the bit, too, so a request can be replayed."""
 
     def chunks_of(size: int, *, at_once: bool) -> list[Any]:
         driver.start(1, seed=3)
         outputs: list[Any] = []
-        for chunk in pieces(codes(107), size):
+        for chunk in split(codes(107), size):
             driver.feed(1, {}, {"codes": chunk[:, None]})
             if not at_once:
                 outputs += driver.run().get(1, [])
@@ -206,23 +206,23 @@ def test_how_it_is_cut_does_not_depend_on_when_codes_come(opened: Callable[..., 
     assert chunks_of(50, at_once=False) == slowly
 
 
-def test_the_seed_and_the_speaker_are_heard(opened: Callable[..., Any], drive: Any) -> None:
+def test_the_seed_and_the_speaker_change_the_sound(opened: Callable[..., Any], drive: Any) -> None:
     driver = drive(opened(steps=2, chunk_blocks=2))
 
-    def said(**params: Any) -> bytes:
+    def speech(**params: Any) -> bytes:
         driver.start(1, **params)
         feed(driver, 1, [codes(20)])
         return sound(driver.run()[1]).tobytes()
 
-    assert said(seed=1) == said(seed=1, speaker="chelsie"), "the default, in any case"
-    assert len({said(seed=1), said(seed=2), said(seed=1, speaker="Ethan"), said(), said()}) == 5
+    assert speech(seed=1) == speech(seed=1, speaker="chelsie"), "the default speaker, in any case"
+    assert len({speech(seed=1), speech(seed=2), speech(seed=1, speaker="Ethan"), speech(), speech()}) == 5
     with pytest.raises(InvalidRequest, match="'Cherry'; the model has Chelsie, Ethan") as caught:
         driver.start(1, speaker="Cherry")
     assert caught.value.param == "speaker"
 
 
 def test_a_request_without_codes_ends_without_sound(opened: Callable[..., Any], drive: Any) -> None:
-    """As when the talker's first code ends it."""
+    """That happens if the talker's first code ends the speech."""
     for options in ({}, {"decode": "reference", "steps": 4}):
         engine = opened(**options)
         driver = drive(engine)
@@ -233,7 +233,7 @@ def test_a_request_without_codes_ends_without_sound(opened: Callable[..., Any], 
 
 
 @pytest.mark.parametrize(
-    ("found", "says"),
+    ("found", "message"),
     [
         (np.zeros((2, 2), np.int16), r"\(n, 1\)"),
         (np.zeros((0, 1), np.int16), r"\(n, 1\)"),
@@ -244,18 +244,18 @@ def test_a_request_without_codes_ends_without_sound(opened: Callable[..., Any], 
         (np.zeros((2049, 1), np.int16), "2048 codes at most"),
     ],
 )
-def test_codes_that_are_none_are_refused(opened: Callable[..., Any], drive: Any, found: Any, says: str) -> None:
+def test_invalid_codes_are_refused(opened: Callable[..., Any], drive: Any, found: Any, message: str) -> None:
     engine = opened()
     driver = drive(engine)
     driver.start(1)
     driver.live.discard(1)
-    with pytest.raises(InvalidRequest, match=says) as caught:
+    with pytest.raises(InvalidRequest, match=message) as caught:
         driver.feed(1, {}, {"codes": found})
     assert caught.value.param == "codes"
     assert not engine.busy
 
 
-def test_it_reads_its_own_weights_and_says_which_are_missing(
+def test_missing_weights_are_listed_when_the_stage_loads(
     checkpoint: Path, tmp_path: Path, open_stage: Callable[..., Any]
 ) -> None:
     for name in ("config.json", "spk_dict.pt"):

@@ -1,4 +1,4 @@
-"""code2wav, streamed: the samples of all frames at once, whatever the chunks, and nobody else's weights."""
+"""code2wav, streamed: the samples of all frames at once, in any chunks."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from omni_actors.stages.checkpoint import WrongCheckpoint
 from tests.support.closeness import assert_same_sound
 from tiny_models import qwen3 as tiny
 
-pytestmark = pytest.mark.voice  # the extra's libraries; the weights are random
+pytestmark = pytest.mark.voice  # it needs the libraries of the extra; the weights are random
 
 TAIL = 555
-"""Samples that the last frame lacks: a transposed convolution gives none for its first input."""
+"""The samples that are missing at the end: a transposed convolution makes none of its first input."""
 REAL_WINDOW = {"sliding_window": 72, "num_hidden_layers": 8}
 Codes = np.ndarray[Any, np.dtype[np.int64]]
 
@@ -40,7 +40,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def opened(checkpoint: Path, open_stage: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
-    """Options -> an engine of ``checkpoint``, opened once. A test leaves it idle."""
+    """Return a function from options to an engine of ``checkpoint``, which it opens once. A test leaves it idle."""
 
     @functools.cache
     def get(**options: Any) -> Any:
@@ -58,7 +58,7 @@ def reference() -> Any:
 
 @functools.cache
 def together(model: Any, count: int) -> np.ndarray[Any, Any]:
-    """The samples of ``frames(count)`` in one forward. Once for each count."""
+    """Return the samples of ``frames(count)`` in one forward, computed once per count."""
     return forward(model, frames(count))
 
 
@@ -88,7 +88,7 @@ def sound(outputs: list[Any]) -> np.ndarray[Any, Any]:
     [(60, (1,)), (60, (4,)), (320, (25,)), (320, (300,)), (60, (2, 4, 8, 16, 25))],
     ids=str,
 )
-def test_streamed_samples_are_those_of_one_forward(
+def test_streamed_samples_equal_those_of_one_forward(
     reference: Any, opened: Callable[..., Any], drive: Any, count: int, chunk_frames: tuple[int, ...]
 ) -> None:
     driver = drive(opened(chunk_frames=chunk_frames))
@@ -96,7 +96,7 @@ def test_streamed_samples_are_those_of_one_forward(
     feed(driver, 1, pieces(frames(count), 7))
     outputs = driver.run()[1]
     expected = together(reference, count)
-    assert np.sqrt(np.mean(expected**2)) > 0.05, "there is something to be heard"
+    assert np.sqrt(np.mean(expected**2)) > 0.05, "the expected wave is not silent"
     assert len(sound(outputs)) == count * 1920 - TAIL
     assert_same_sound(sound(outputs), expected)
     samples = [len(output.tensors["audio"]) for output in outputs if output.tensors]
@@ -104,8 +104,10 @@ def test_streamed_samples_are_those_of_one_forward(
     assert all(chunk <= chunk_frames[-1] * 1920 for chunk in samples)
 
 
-def test_so_they_are_at_the_real_window_and_depth(tmp_path: Path, open_stage: Callable[..., Any], drive: Any) -> None:
-    """Where the reference's 25 frames of left context are far too few."""
+def test_streamed_samples_equal_those_of_one_forward_at_the_real_window_and_depth(
+    tmp_path: Path, open_stage: Callable[..., Any], drive: Any
+) -> None:
+    """The reference's 25 frames of left context are far too few here."""
     codes = frames(120)
     model = tiny.build(**REAL_WINDOW).code2wav
     with closing(open_stage("qwen3_code2wav", tiny.save(tmp_path, **REAL_WINDOW), chunk_frames=(4,))) as engine:
@@ -131,7 +133,7 @@ def test_decode_reference_gives_the_references_samples(reference: Any, opened: C
 
 @given(seed=st.integers(0, 2**32))
 @settings(max_examples=4, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_requests_that_join_and_leave_get_what_each_gets_alone(
+def test_requests_that_join_and_leave_get_the_samples_of_each_alone(
     reference: Any, opened: Callable[..., Any], drive: Any, seed: int
 ) -> None:
     draw = random.Random(seed)  # Hypothesis's own draws may end an example in its middle, with requests in the engine
@@ -159,8 +161,8 @@ def test_requests_that_join_and_leave_get_what_each_gets_alone(
             assert_same_sound(wave, forward(reference, codes))
 
 
-def test_how_it_is_cut_does_not_depend_on_when_frames_come(opened: Callable[..., Any], drive: Any) -> None:
-    """Each request has a forward of its own, so the samples are the same to the bit, and it can be replayed."""
+def test_the_cuts_between_outputs_do_not_depend_on_when_frames_arrive(opened: Callable[..., Any], drive: Any) -> None:
+    """Each request has a forward of its own, so its samples are equal to the bit and it can be replayed."""
 
     def chunks_of(size: int, *, at_once: bool) -> list[Any]:
         driver.start(1)
@@ -181,7 +183,7 @@ def test_how_it_is_cut_does_not_depend_on_when_frames_come(opened: Callable[...,
 
 
 def test_a_request_without_frames_ends_without_sound(opened: Callable[..., Any], drive: Any) -> None:
-    """As when the talker's first code ends it."""
+    """That happens if the talker's first code ends the speech."""
     for options in ({}, {"decode": "reference"}):
         engine = opened(**options)
         driver = drive(engine)
@@ -192,7 +194,7 @@ def test_a_request_without_frames_ends_without_sound(opened: Callable[..., Any],
 
 
 @pytest.mark.parametrize(
-    ("codes", "says"),
+    ("codes", "message"),
     [
         (np.zeros((2, tiny.GROUPS + 1), np.int16), r"\(frames, 4\)"),
         (np.zeros((0, tiny.GROUPS), np.int16), r"\(frames, 4\)"),
@@ -202,18 +204,18 @@ def test_a_request_without_frames_ends_without_sound(opened: Callable[..., Any],
         (np.zeros((1, tiny.GROUPS), np.float32), "integers"),
     ],
 )
-def test_codes_that_are_none_are_refused(opened: Callable[..., Any], drive: Any, codes: Any, says: str) -> None:
+def test_invalid_codes_are_refused(opened: Callable[..., Any], drive: Any, codes: Any, message: str) -> None:
     engine = opened()
     driver = drive(engine)
     driver.start(1)
     driver.live.discard(1)
-    with pytest.raises(InvalidRequest, match=says) as caught:
+    with pytest.raises(InvalidRequest, match=message) as caught:
         driver.feed(1, {}, {"codes": codes})
     assert caught.value.param == "codes"
     assert not engine.busy
 
 
-def test_it_reads_its_own_weights_and_says_which_are_missing(
+def test_missing_weights_are_listed_when_the_stage_loads(
     checkpoint: Path, tmp_path: Path, open_stage: Callable[..., Any]
 ) -> None:
     (tmp_path / "config.json").write_bytes((checkpoint / "config.json").read_bytes())
@@ -228,7 +230,7 @@ def test_it_reads_its_own_weights_and_says_which_are_missing(
         open_stage("qwen3_code2wav", tmp_path)
 
 
-def test_another_models_checkpoint_is_refused_by_name(tmp_path: Path, open_stage: Callable[..., Any]) -> None:
+def test_a_checkpoint_of_another_model_is_refused_by_name(tmp_path: Path, open_stage: Callable[..., Any]) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     with pytest.raises(WrongCheckpoint, match=r"a llama model has no configuration, of the part 'code2wav'"):
         open_stage("qwen3_code2wav", tmp_path)

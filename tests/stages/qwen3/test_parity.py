@@ -1,8 +1,8 @@
-"""thinker, talker and code2wav together say what transformers' own ``generate`` says: the same tokens, codes, samples.
+"""Thinker, talker and code2wav against transformers' ``generate``: the same tokens, codes and samples.
 
-The engines are driven as the workers' loops would: whatever one gives out is fed to the next one at once, and a stage
-that has ended takes no more. Random weights say something else for every other input, so an answer that is equal leaves
-little that could be wrong before it. ``test_the_asks_are_of_every_kind`` holds the cases to what they are here for.
+The engines are driven as engine loops drive them: each output is fed to the downstream engine at once, and a stage that
+has ended takes no more. With random weights every input gives another answer, so an equal answer leaves little room for
+errors before it. ``test_the_cases_cover_every_kind_of_ending`` checks that the cases cover what they are meant to.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tests.support.omni_questions import ASKS, STORY, SYSTEM, Ask, sixteen
 from tests.support.qwen3_chain import Qwen3Chain
 from tiny_models import qwen3 as tiny
 
-# The extra's libraries; the weights are random.
+# They need the libraries of the extra. The weights are random.
 pytestmark = [pytest.mark.voice, pytest.mark.usefixtures("clear_choices")]
 
 CHECKPOINTS: dict[str, dict[str, Any]] = {
@@ -47,14 +47,14 @@ OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "brief": ({}, {}),
     "other": ({"prefill_chunk": 5}, {"prefill_chunk": 3}),
 }
-"""Of the thinker and the talker."""
+"""The options of the thinker and of the talker."""
 
 
 @pytest.fixture(scope="module")
 def pipeline(
     open_stage: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Callable[[str], Qwen3Chain]]:
-    """Name of a checkpoint -> its pipeline, opened once."""
+    """Return a function from a checkpoint's name to its pipeline, which it opens once."""
     with ExitStack() as stack:
 
         def open_engine(*args: Any, **options: Any) -> Any:
@@ -75,23 +75,25 @@ EVERYWHERE = [(name, ask) for name in ("wordy", "brief") for ask in ASKS] + [
 
 
 @pytest.mark.parametrize(("checkpoint", "ask"), EVERYWHERE)
-def test_an_answer_is_the_references(pipeline: Callable[[str], Qwen3Chain], checkpoint: str, ask: Ask) -> None:
+def test_an_answer_equals_the_references(pipeline: Callable[[str], Qwen3Chain], checkpoint: str, ask: Ask) -> None:
     ours = pipeline(checkpoint)
     ours.check(ask, *ours.said([ask]))
 
 
-def test_the_asks_are_of_every_kind(pipeline: Callable[[str], Qwen3Chain]) -> None:
+def test_the_cases_cover_every_kind_of_ending(pipeline: Callable[[str], Qwen3Chain]) -> None:
     answers = [(ask, pipeline(checkpoint).expected(ask)) for checkpoint, ask in EVERYWHERE]
     for media in (True, False):
         these = [(a, e) for a, e in answers if bool(a.audio or a.image or a.video) is media and e.crash is None]
         cut = [len(answer.ids) == ask.max_tokens for ask, answer in these]
-        assert any(cut), "the text reaches its limit"
-        assert not all(cut), "or ends by itself"
+        assert any(cut), "some texts reach their limit"
+        assert not all(cut), "some texts end by themselves"
         assert any(len(answer.codes) == ask.max_frames - 1 and not answer.talker_ended for ask, answer in these)
         assert any(0 < len(answer.codes) < len(answer.ids) and answer.talker_ended for _, answer in these), (
-            "speech ends before the text does"
+            "speech ends before the text"
         )
-        assert any(len(answer.codes) > len(answer.ids) and answer.talker_ended for _, answer in these), "or after it"
+        assert any(len(answer.codes) > len(answer.ids) and answer.talker_ended for _, answer in these), (
+            "speech ends later"
+        )
         assert len({tuple(answer.ids) for _, answer in these}) > len(these) / 2
 
 
@@ -107,7 +109,7 @@ def test_the_asks_are_of_every_kind(pipeline: Callable[[str], Qwen3Chain]) -> No
         ("wordy", Ask("what is it ?", image=((64, 64),), max_tokens=1), "thinker"),
     ],
 )
-def test_where_the_reference_crashes_the_text_is_right_and_there_is_no_sound(
+def test_if_the_reference_crashes_the_text_is_right_and_there_is_no_sound(
     pipeline: Callable[[str], Qwen3Chain], checkpoint: str, ask: Ask, crash: str
 ) -> None:
     ours = pipeline(checkpoint)
@@ -118,18 +120,20 @@ def test_where_the_reference_crashes_the_text_is_right_and_there_is_no_sound(
 
 
 @pytest.mark.parametrize("seed", [0, 1])
-def test_sixteen_at_once_are_answered_as_each_alone(pipeline: Callable[[str], Qwen3Chain], seed: int) -> None:
-    """In fewer rows than there are requests, so that they join as others leave, in pieces of each other's prompts."""
+def test_sixteen_concurrent_requests_are_answered_as_each_alone(
+    pipeline: Callable[[str], Qwen3Chain], seed: int
+) -> None:
+    """There are fewer rows than requests: requests join when others leave, and prefill chunks alternate."""
     order = random.Random(seed)
     asks, ours = sixteen(order), pipeline("wordy")
     for ask, said in zip(asks, ours.said(asks, order if seed else None), strict=True):
         ours.check(ask, said)
 
 
-def test_a_long_answer_sounds_as_the_reference_decodes_it(
+def test_a_long_answer_sounds_like_the_references_chunked_decode(
     pipeline: Callable[[str], Qwen3Chain], open_stage: Callable[..., Any]
 ) -> None:
-    """By more than one of its chunks of 300 frames; streamed, it is what ``check`` compares."""
+    """The answer takes two chunks of the reference's 300 frames. ``check`` compares its streamed form."""
     ours, ask = pipeline("endless"), Ask(STORY, max_tokens=5, max_frames=312)
     (said,) = ours.said([ask])
     ours.check(ask, said)
