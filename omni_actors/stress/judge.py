@@ -70,7 +70,8 @@ class TrackedRequest:
     answer: Answer
     on_failure: OnFailure
     submitted: float
-    with_hooks: bool = False
+    asks_for_failure: bool = False
+    """Whether it asks an engine to fail."""
     aborted: bool = False
     outcome: Outcome = "open"
     error: RequestError | None = None
@@ -119,14 +120,14 @@ def _of_error(
             fair = stage in given_up and stage in asked.template.stages
             return None if fair else Violation("lost", f"{facts}, and the stage was not given up")
         case Quarantined(stage=stage):
-            fair = asked.with_hooks or sum(death.stage == stage for death in deaths) > 1
+            fair = asked.asks_for_failure or sum(death.stage == stage for death in deaths) > 1
             return None if fair else Violation("lost", f"{facts}, and it did nothing to its engine")
         case StageCrashed():
             touched = [death for death in deaths if _touches(death, asked)]
             if not touched:
                 return Violation("disturbed", f"{facts}, and no stage of its route died")
             replayable = {death.stage for death in touched} <= rules.replayed
-            if asked.on_failure == "fail" or asked.with_hooks or not replayable or len(touched) > rules.replays:
+            if asked.on_failure == "fail" or asked.asks_for_failure or not replayable or len(touched) > rules.replays:
                 return None
             if _is_convicted(asked.error, deaths, rules):
                 return None

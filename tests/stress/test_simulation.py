@@ -30,7 +30,8 @@ from omni_actors.stages.base import StageEngine
 from omni_actors.stress.oracle import Answer
 from omni_actors.stress.simulation.scenarios import SCENARIOS, scenario
 from omni_actors.stress.simulation.simulation import Result, simulate
-from omni_actors.stress.simulation.worker import SimulatedSpawner, WorkerBehavior
+from omni_actors.stress.simulation.spawner import SimulatedSpawner
+from omni_actors.stress.simulation.worker import WorkerBehavior
 from omni_actors.supervisor import edges, heartbeat, supervisor
 from omni_actors.supervisor.replica import Replica
 from omni_actors.system import OmniSystem

@@ -15,7 +15,8 @@ from omni_actors.config import Limits, Pipeline, Stage
 from omni_actors.generation import Generation, Output
 from omni_actors.orchestrator.pieces import Input
 from omni_actors.stages.echo.engine import EchoEngine
-from omni_actors.stress.simulation.worker import SimulatedSpawner, WorkerBehavior
+from omni_actors.stress.simulation.spawner import SimulatedSpawner
+from omni_actors.stress.simulation.worker import WorkerBehavior
 from omni_actors.system import OmniSystem
 
 PIECE, PIECES = 10_000, 100

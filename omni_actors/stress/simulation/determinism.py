@@ -1,4 +1,4 @@
-"""Makes this process do the same again: one seed for all that draws, and nothing raised that nobody hears of."""
+"""Makes this process deterministic: everything random follows from one seed, and no exception goes unnoticed."""
 
 from __future__ import annotations
 
@@ -10,23 +10,24 @@ from contextlib import contextmanager
 
 from trio._core import _run as trio_run
 
-from omni_actors.worker import engine_loop as loop
+from omni_actors.worker import engine_loop
 
 CONGESTED_BYTES = 6_000
-"""So that the few small chunks of a schedule congest an edge."""
+"""So small that the few chunks of a schedule congest an edge."""
 
 
 @contextmanager
 def deterministic(draw: random.Random) -> Iterator[None]:
-    """Let all that draws draw from the seed.
+    """Make trio's task order and the ``random`` module follow from ``draw``, and disable garbage collection.
 
-    trio shuffles the tasks that are ready so that nobody relies on their order; it has a switch, for Hypothesis, that
-    makes this follow from ``_r`` alone. Collecting garbage would let go of dropped streams at any time.
+    trio shuffles the ready tasks with ``_r``, so that no program relies on their order. It has a switch, made for
+    Hypothesis, that makes the order follow from ``_r`` alone. A garbage collection would close dropped streams at an
+    arbitrary time.
     """
-    before = trio_run._ALLOW_DETERMINISTIC_SCHEDULING, trio_run._r, random.getstate(), loop.CONGESTED_BYTES
+    before = trio_run._ALLOW_DETERMINISTIC_SCHEDULING, trio_run._r, random.getstate(), engine_loop.CONGESTED_BYTES
     trio_run._ALLOW_DETERMINISTIC_SCHEDULING, trio_run._r = True, draw  # type: ignore[misc]
     random.seed(draw.getrandbits(64))
-    loop.CONGESTED_BYTES = CONGESTED_BYTES
+    engine_loop.CONGESTED_BYTES = CONGESTED_BYTES
     gc.disable()
     try:
         yield
@@ -34,14 +35,14 @@ def deterministic(draw: random.Random) -> Iterator[None]:
         gc.enable()
         trio_run._ALLOW_DETERMINISTIC_SCHEDULING, trio_run._r = before[:2]  # type: ignore[misc]
         random.setstate(before[2])
-        loop.CONGESTED_BYTES = before[3]
+        engine_loop.CONGESTED_BYTES = before[3]
 
 
 @contextmanager
-def report_unraisable(on_unexpected_error: Callable[[str, BaseException], None]) -> Iterator[None]:
-    """What Python would only print: an exception of a finalizer, an await that nobody waited for."""
+def report_unraisable(report: Callable[[str, BaseException], None]) -> Iterator[None]:
+    """Report what Python would only print: an exception of a finalizer, a coroutine that was never awaited."""
     hook = sys.unraisablehook
-    sys.unraisablehook = lambda args: on_unexpected_error(str(args.err_msg), args.exc_value or args.exc_type())
+    sys.unraisablehook = lambda args: report(str(args.err_msg), args.exc_value or args.exc_type())
     try:
         yield
     finally:

@@ -1,10 +1,10 @@
-"""The pipelines that a simulation draws from, what is asked of them, and the answers.
+"""The scenarios of a simulation: pipelines, their requests, and the expected outputs.
 
 Rules
-1. A world is a number: all of it is drawn from that.
+1. A scenario follows from its number alone.
 2. Every engine is ``echo``, whose output is a pure function of its input. So the oracle is computed here, by a few
-   lines that share nothing with the runtime but the route.
-3. Rings are as small as they can be, and some chunks larger than what one takes at once.
+   lines that share only the route with the runtime.
+3. Rings are as small as possible, and some chunks are larger than a ring takes at once.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ LARGE = 1500
 """int32 values in a large chunk: more than a ring holds."""
 LOAD_S, STEP_S, SHUTDOWN_S = 30.0, 40.0, 0.5
 PATIENCE_S = 400.0
-"""Virtual, as all of them: hangs are seen within 44, and starts that fail in a row take less than that."""
+"""Virtual seconds, like the others. Hangs are detected within 44, and a row of failed starts takes less."""
 
 SHAPES: dict[str, dict[str, dict[str, Any]]] = {
     "chain": {
@@ -69,7 +69,7 @@ def scenario(number: int) -> Workload:
             engine="echo",
             replicas=draw.choice((1, 1, 2)),
             threads=1,
-            options={"spin": True},  # for no time at all; a sleep of no time gives the core away
+            options={"spin": True},  # for 0 s; a sleep of 0 s would yield the core
             ring_bytes=RING_BYTES,
             load_timeout_s=LOAD_S,
             step_timeout_s=STEP_S,
@@ -82,9 +82,9 @@ def scenario(number: int) -> Workload:
                 backoff_s=draw.choice((0.01, 0.5)),
                 backoff_max_s=1.0,
             ),
-            **said,
+            **described,
         )
-        for name, said in SHAPES[shape].items()
+        for name, described in SHAPES[shape].items()
     }
     limits = Limits(
         max_requests=draw.choice((2, 4, 8)),
@@ -96,7 +96,7 @@ def scenario(number: int) -> Workload:
     )
     pipeline = Pipeline(name=f"{shape} {number}", stages=stages, limits=limits)
     templates, oracle = {}, {}
-    for length, large, kinds, modalities in itertools.product(LENGTHS, (False, True), *_asks(pipeline)):
+    for length, large, kinds, modalities in itertools.product(LENGTHS, (False, True), *_combinations(pipeline)):
         route = _route(pipeline, kinds, modalities)
         if route is not None and not (large and length > 5):
             name = f"{' and '.join(modalities)} of {' and '.join(kinds)}, {length}{' large' if large else ''}"
@@ -106,8 +106,8 @@ def scenario(number: int) -> Workload:
     return Workload(pipeline, templates, tuple(stages), 0, PATIENCE_S, frozenset(stages), oracle)
 
 
-def _asks(pipeline: Pipeline) -> tuple[list[tuple[str, ...]], list[tuple[str, ...]]]:
-    """Kinds of input, and modalities of output, that a request may bring and want: one or two of each."""
+def _combinations(pipeline: Pipeline) -> tuple[list[tuple[str, ...]], list[tuple[str, ...]]]:
+    """The kinds of input and the modalities of output of a request: one or two of each."""
     kinds = sorted({kind for stage in pipeline.stages.values() for kind in stage.accepts})
     modalities = sorted(stage.emits for stage in pipeline.stages.values() if stage.emits)
     return _one_or_two(kinds), _one_or_two(modalities)
@@ -132,19 +132,19 @@ def _pieces(kind: str, length: int, *, large: bool) -> list[Input]:
 
 
 def expected(pipeline: Pipeline, route: Route, inputs: Mapping[str, Sequence[Input]]) -> Oracle:
-    """What echo stages make of it: each gives what comes in, of several sources one chunk of each in turn."""
-    made: dict[str, list[Input]] = {}
+    """The outputs of echo stages: each repeats its input, with several sources one chunk of each in turn."""
+    outputs: dict[str, list[Input]] = {}
     oracle = Oracle()
     for stage in route.stages:
         sources = [
-            [piece for kind in route.entries[stage] for piece in inputs[kind]] if source == CLIENT else made[source]
+            [piece for kind in route.entries[stage] for piece in inputs[kind]] if source == CLIENT else outputs[source]
             for source in route.sources[stage]
         ]
-        made[stage] = _in_turn(sources)
+        outputs[stage] = _in_turn(sources)
         if CLIENT in route.targets[stage]:
-            for number, piece in enumerate(made[stage], 1):
+            for number, piece in enumerate(outputs[stage], 1):
                 tensors = {name: Tensor("int32", array.shape, array.tobytes()) for name, array in piece.tensors.items()}
-                last = number == len(made[stage])
+                last = number == len(outputs[stage])
                 modality = pipeline.stages[stage].emits or ""
                 oracle.add(Output("", stage, modality, None, last, piece.data, tensors))
     return oracle

@@ -1,24 +1,22 @@
-"""Workers of a simulation: tasks of this process, behind the ``Spawner`` seam.
+"""A simulated worker: a task of this process that the supervisor takes for a process.
 
 Rules
-1. A worker runs the real engine loop and the engine that its pipeline names, on real rings: what is tested is what is
-   shipped. Made up are the process, its control socket, and the time that things take.
-2. It can be hurt between any two turns of its loop, and inside a turn wherever that leaves the loop's own code: at each
-   call of the engine, at each of its outputs, at each thing that is said.
-3. A worker that is killed closes nothing: its claims become nobody's, as when the kernel takes a process away, and its
-   rings are unmapped when its block is left.
+1. A worker runs the real engine loop and the engine that its pipeline names, on real rings. Simulated are the process,
+   its control socket, and the time that things take.
+2. A fault hits it between any two turns of its loop, and inside a turn wherever the loop's own code calls out: at each
+   call of the engine, at each of its outputs, at each control message that it sends.
+3. A worker that is killed closes nothing. Its claims are released as the kernel's teardown of a process would, and its
+   rings are unmapped when the spawner frees it.
 """
 
 from __future__ import annotations
 
-import errno
-import itertools
 import math
 import os
 import pkgutil
 import select
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeAlias, cast
 
@@ -45,7 +43,6 @@ from omni_actors.protocol.messages import (
     Stop,
 )
 from omni_actors.stages.base import Chunk, Pausable, StageContext, StageEngine, StageFailure, StageOutput, StageRequest
-from omni_actors.supervisor.process import Worker
 from omni_actors.worker.engine_loop import AttachRing, EngineLoop
 from ringbuf import Ring
 from ringbuf._words import CONSUMER, PRODUCER
@@ -54,19 +51,22 @@ Note: TypeAlias = Callable[[str], None]
 
 
 class PlannedKill(BaseException):
-    """SIGKILL, inside a turn."""
+    """A simulated SIGKILL inside a turn."""
 
 
 class PlannedEngineError(RuntimeError):
-    """An engine's own exception."""
+    """An exception that the engine raises on request."""
 
 
 @dataclass(frozen=True)
 class WorkerBehavior:
-    """What a worker is like, in virtual seconds.
+    """How a worker behaves. Times are virtual seconds.
 
-    load_s: until it is ready. turn_s: a turn of its loop that moves something. dying_s: from the end of a process to
-    the end of what was its. fails: what its engine raises instead of loading. refused: no memory for its first ring.
+    load_s: until it is ready.
+    turn_s: a turn of its loop that moves something.
+    dying_s: from the death of the process to the end of its teardown.
+    fails: the error with which its engine fails to load.
+    refused: there is no memory for its first ring.
     """
 
     load_s: float = 0.0
@@ -77,10 +77,10 @@ class WorkerBehavior:
 
 
 class SimulatedRing(Ring):
-    """A ring whose owner can be killed without being a process."""
+    """A ring whose owner can die without being a process."""
 
     def orphan(self) -> None:
-        """The ends that were claimed through this mapping are nobody's, as those of a process that was killed."""
+        """Release the ends that were claimed through this mapping, as the kernel does for a process that was killed."""
         if self._closed:
             return
         if self._producer is not None:
@@ -94,22 +94,22 @@ class SimulatedRing(Ring):
 
 
 class SimulatedWorker:
-    """A worker as the supervisor sees one, its mailbox included. ``live`` is its life, in a task of its own."""
+    """A worker as the supervisor sees it, and its mailbox. ``run`` is its main task."""
 
     def __init__(self, address: Address, pid: int, behavior: WorkerBehavior, mailbox_capacity: int, note: Note) -> None:
         self.address, self.pid, self.behavior, self._note = address, pid, behavior, note
         self.mailbox = self
         self.fault = None
         self._inbox_send, self._inbox = trio.open_memory_channel[tuple[bytes, tuple[int, ...]]](mailbox_capacity)
-        self._say_send, self.incoming = trio.open_memory_channel[Envelope](math.inf)
+        self._reports, self.incoming = trio.open_memory_channel[Envelope](math.inf)
         self._capacity = mailbox_capacity
         self._exit: WorkerExit | None = None
         self._ending, self._dead = trio.Event(), trio.Event()
         self._scope = trio.CancelScope(shield=True)
-        self._moved_on = trio.lowlevel.ParkingLot()
+        self._continued = trio.lowlevel.ParkingLot()
         self._bells = select.epoll()
         self._fds: set[int] = set()
-        """Under way to it, with messages."""
+        """Descriptors in messages that it has not received."""
         self.rings: list[SimulatedRing] = []
         self._planned_death: tuple[int, BaseException] | None = None
         self.loop: EngineLoop | None = None
@@ -120,9 +120,9 @@ class SimulatedWorker:
         self.frozen = self.blocked = False
         self.loses_pong = False
         self.rested_at = -math.inf
-        """When it was last continued after it had been stopped."""
+        """When it was last continued after a stop."""
         self.hung_at: float | None = None
-        """Since when it gives no sign of life, for good."""
+        """When it began to hang for good."""
 
     # as the supervisor sees it
 
@@ -161,7 +161,7 @@ class SimulatedWorker:
         await self._dead.wait()
         return await self.wait_ending()
 
-    # as the simulation hurts it
+    # faults
 
     @property
     def alive(self) -> bool:
@@ -172,20 +172,20 @@ class SimulatedWorker:
         return self.alive and self.hung_at is not None
 
     def die(self, *, signal: str | None = None, exit_code: int | None = None) -> None:
-        """Now, between two turns. Harmless when it is dead already."""
+        """Die now, between two turns. Does nothing when it is dead already."""
         if self._exit is not None:
             return
         self._exit, self.died_at = WorkerExit(self.pid, signal, exit_code), trio.current_time()
         self._note(f"{self} {self._exit}")
         for ring in self.rings:
             ring.orphan()
-        self._say_send.close()
+        self._reports.close()
         self._scope.cancel()
         self._ending.set()
 
-    def die_inside_turn(self, breaths: int, how: BaseException) -> None:
-        """Let it end inside a turn, after it has left the loop's own code ``breaths`` more times."""
-        self._planned_death = breaths, how
+    def die_inside_turn(self, fault_points: int, how: BaseException) -> None:
+        """Die inside a turn, after ``fault_points`` more fault points (see rule 2)."""
+        self._planned_death = fault_points, how
 
     def cancel_planned_death(self) -> None:
         """Take ``die_inside_turn`` back."""
@@ -198,25 +198,25 @@ class SimulatedWorker:
     def continue_process(self) -> None:
         """SIGCONT."""
         self.frozen = False
-        self._moved_on.unpark_all()
+        self._continued.unpark_all()
 
     def block_engine(self) -> None:
-        """Let its engine's thread come back no more; its other thread goes on."""
+        """Block the engine thread for good. The control thread continues."""
         self.blocked = True
 
     def __str__(self) -> str:
         return f"{self.address}#{self.pid}"
 
-    # its life
+    # the worker's tasks
 
-    async def live(self) -> None:
+    async def run(self) -> None:
         with self._scope:
             message, _ = await self._next()
             assert isinstance(message, Configure), message
             self.loop = EngineLoop(message.spec.address, message.fence, self._notify)
             async with trio.open_nursery() as nursery:
-                nursery.start_soon(self._obey, self.loop)
-                await self._run(message, self.loop)
+                nursery.start_soon(self._handle_commands, self.loop)
+                await self._run_engine(message, self.loop)
         with trio.CancelScope(shield=True):
             await trio.sleep(self.behavior.dying_s)
         self._dead.set()
@@ -224,11 +224,11 @@ class SimulatedWorker:
     async def _next(self) -> tuple[ControlMessage, tuple[int, ...]]:
         packet, fds = await self._inbox.receive()
         while self.frozen:
-            await self._moved_on.park()
+            await self._continued.park()
         return messages.decode(packet), fds
 
-    async def _obey(self, loop: EngineLoop) -> None:
-        """``worker._obey``, message by message, and the end of the process that follows it."""
+    async def _handle_commands(self, loop: EngineLoop) -> None:
+        """Do what the control thread of a worker does (``worker.main``), and end the process after ``Stop``."""
         while True:
             message, fds = await self._next()
             match message:
@@ -247,10 +247,10 @@ class SimulatedWorker:
                 case _:
                     raise TypeError(f"a worker does not take {type(message).__name__}")
 
-    async def _run(self, configure: Configure, loop: EngineLoop) -> None:
-        """``worker._run_engine``."""
+    async def _run_engine(self, configure: Configure, loop: EngineLoop) -> None:
+        """Do what the engine thread of a worker does (``worker.main``)."""
         await trio.sleep(self.behavior.load_s)
-        await self._stand_still()
+        await self._wait_while_stopped()
         try:
             if self.behavior.fails is not None:
                 self._notify(LoadFailed(self.behavior.fails))
@@ -272,14 +272,14 @@ class SimulatedWorker:
         except Exception as error:  # noqa: BLE001 - it ends the worker
             self._note(f"{self} {type(error).__name__}: {error}")
             if self.ready_at is not None and self.alive:
-                self._say_send.send_nowait((EngineFailed(loop.handling), ()))
+                self._reports.send_nowait((EngineFailed(loop.handling), ()))
         if self.alive:
             loop.close()
             await trio.lowlevel.checkpoint()
             self.die(exit_code=0 if loop.stopping else 1)
 
     async def _pause(self, loop: EngineLoop, *, moved: bool, receiving: bool) -> None:
-        """Between two turns."""
+        """Wait between two turns of the loop: for the turn's duration, or for a doorbell."""
         if moved:
             await trio.sleep(self.behavior.turn_s)
         elif bells := loop.park(receiving=receiving):
@@ -293,11 +293,11 @@ class SimulatedWorker:
                     self._bells.unregister(bell)
         else:
             await trio.lowlevel.checkpoint()
-        await self._stand_still()
+        await self._wait_while_stopped()
 
-    async def _stand_still(self) -> None:
+    async def _wait_while_stopped(self) -> None:
         while self.frozen or self.blocked:
-            await self._moved_on.park()
+            await self._continued.park()
 
     def _notify(self, message: ControlMessage) -> None:
         self._fault_point()
@@ -306,18 +306,18 @@ class SimulatedWorker:
             self.loses_pong, self.hung_at = False, trio.current_time()
             return
         if self.alive:
-            self._say_send.send_nowait((message, ()))
+            self._reports.send_nowait((message, ()))
         self._fault_point()
 
     def _fault_point(self) -> None:
         if self._planned_death is not None:
-            breaths, how = self._planned_death
-            if not breaths:
+            fault_points, how = self._planned_death
+            if not fault_points:
                 raise how
-            self._planned_death = breaths - 1, how
+            self._planned_death = fault_points - 1, how
 
     def free(self) -> None:
-        """What the kernel does when a process is gone. By then its edges are closed for it."""
+        """Do what the kernel does when a process is gone. The supervisor has closed its edges by then."""
         if self.loop is not None:
             self.loop.close()
         for ring in self.rings:
@@ -328,7 +328,7 @@ class SimulatedWorker:
 
 
 class FaultInjectingEngine:
-    """An engine whose worker may die at each of its calls and outputs."""
+    """Calls an engine, with a fault point at each call and each output."""
 
     def __init__(self, engine: StageEngine, fault_point: Callable[[], None]) -> None:
         self._engine, self._fault_point = engine, fault_point
@@ -367,55 +367,3 @@ class FaultInjectingEngine:
 
     def close(self) -> None:
         self._engine.close()
-
-
-class SimulatedSpawner:
-    """Gives workers that live as tasks of this process.
-
-    nature: of the next worker at this place; raises SpawnFailed where there is to be none.
-    """
-
-    def __init__(self, behavior: Callable[[Address, int], WorkerBehavior], note: Note) -> None:
-        self._behavior, self._note = behavior, note
-        self._pids = itertools.count(1)
-        self._refused: Address | None = None
-        self.workers: list[SimulatedWorker] = []
-        """All that were spawned."""
-        self.living: dict[Address, SimulatedWorker] = {}
-        self._rings: list[SimulatedRing] = []
-
-    @asynccontextmanager
-    async def spawn(self, address: Address, mailbox_capacity: int) -> AsyncIterator[Worker]:
-        pid = next(self._pids)
-        behavior = self._behavior(address, pid)
-        worker = SimulatedWorker(address, pid, behavior, mailbox_capacity, self._note)
-        self._note(f"{worker} is spawned: {behavior}")
-        self._refused = address if behavior.refused else None
-        self.living[address] = worker
-        self.workers.append(worker)
-        try:
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(worker.live)
-                try:
-                    yield cast(Worker, worker)
-                finally:
-                    worker.kill()
-                    with trio.CancelScope(shield=True):
-                        await worker.wait_dead()
-        finally:
-            del self.living[address]
-            worker.free()
-
-    def create_ring(self, producer: Address, consumer: Address, capacity: int, generation: int) -> Ring:
-        if self._refused in (producer, consumer):
-            self._refused = None
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        ring = cast(SimulatedRing, SimulatedRing.create(capacity, generation=generation))
-        self._rings.append(ring)
-        return ring
-
-    def all_rings(self) -> Iterator[SimulatedRing]:
-        """Every mapping that was made, here and in workers."""
-        yield from self._rings
-        for worker in self.workers:
-            yield from worker.rings
