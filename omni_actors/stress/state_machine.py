@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from hypothesis import HealthCheck, Phase, Verbosity, settings
 from hypothesis import seed as with_seed
@@ -37,7 +38,6 @@ from omni_actors.stress.run import Result
 from omni_actors.stress.schedule import OnFailure, Operation, Schedule
 from omni_actors.stress.workload import Workload
 
-DELAYS_MS = (0, 1, 3, 10, 30, 100, 300)
 LIVES = 2
 TRIES = 2
 
@@ -113,113 +113,120 @@ class Search:
                 smallest = smaller
 
 
-def state_machine_for(hunt: Search) -> type[RuleBasedStateMachine]:
-    """The machine for a pipeline: its stages and requests are what the rules draw from."""
-    workload = hunt.workload
-    stages = st.sampled_from(workload.stages)
-    with_hooks = st.sampled_from(workload.hooks or ("",))
-    delays = st.sampled_from(DELAYS_MS)
-    policies = st.sampled_from(("replay", "replay", "fail"))
+STAGE = st.runner().flatmap(lambda machine: st.sampled_from(machine.workload.stages))
+STAGE_WITH_HOOKS = st.runner().flatmap(lambda machine: st.sampled_from(machine.workload.hooks))
+REQUEST = st.runner().flatmap(lambda machine: st.sampled_from(sorted(machine.workload.templates)))
+TWO_STAGES = st.runner().flatmap(
+    lambda machine: st.lists(st.sampled_from(machine.workload.stages), min_size=2, max_size=2, unique=True)
+)
+DELAY_MS = st.sampled_from((0, 1, 3, 10, 30, 100, 300))
+ON_FAILURE = st.sampled_from(("replay", "replay", "fail"))
 
-    class Machine(RuleBasedStateMachine):
-        """Writes down one schedule."""
 
-        requests: Bundle[int] = Bundle("requests")
+def state_machine_for(search: Search) -> type[RuleBasedStateMachine]:
+    """The state machine that writes schedules for ``search``."""
+    return type("Machine", (ScheduleWriter,), {"search": search, "workload": search.workload})
 
-        def __init__(self) -> None:
-            super().__init__()
-            self.load: schedules.Load = "idle"
-            self.intensity: int | None = None
-            self.operations: list[Operation] = []
-            self.submitted = 0
 
-        def _ask(self, operation: Operation) -> int:
-            self.operations.append(operation)
-            self.submitted += 1
-            return self.submitted - 1
+class ScheduleWriter(RuleBasedStateMachine):
+    """Writes one schedule down. Its rules draw from the workload's stages and requests."""
 
-        @initialize(load=st.sampled_from(("idle", "one", "full")), intensity=st.sampled_from((None,) * 7 + (LIVES,)))
-        def begin(self, load: schedules.Load, intensity: int | None) -> None:
-            self.load, self.intensity = load, intensity
+    search: ClassVar[Search]
+    workload: ClassVar[Workload]
+    requests: Bundle[int] = Bundle("requests")
 
-        @rule(target=requests, name=st.sampled_from(sorted(workload.templates)), on_failure=policies)
-        def submit(self, name: str, on_failure: OnFailure) -> int:
-            return self._ask(schedules.Submit(name, on_failure))
+    def __init__(self) -> None:
+        super().__init__()
+        self.load: schedules.Load = "idle"
+        self.intensity: int | None = None
+        self.operations: list[Operation] = []
+        self.submitted = 0
 
-        @rule(target=requests, name=st.sampled_from(sorted(workload.templates)), pace=st.sampled_from((5, 50)))
-        def read_slowly(self, name: str, pace: int) -> int:
-            return self._ask(schedules.Submit(name, "replay", pace))
+    def _ask(self, operation: Operation) -> int:
+        self.operations.append(operation)
+        self.submitted += 1
+        return self.submitted - 1
 
-        @rule(request=consumes(requests), after=delays)
-        def abort(self, request: int, after: int) -> None:
-            self.operations += [schedules.Wait(after), schedules.Abort(request)]
+    @initialize(load=st.sampled_from(("idle", "one", "full")), intensity=st.sampled_from((None,) * 7 + (LIVES,)))
+    def begin(self, load: schedules.Load, intensity: int | None) -> None:
+        self.load, self.intensity = load, intensity
 
-        @rule(request=consumes(requests), after=delays)
-        def disconnect(self, request: int, after: int) -> None:
-            self.operations += [schedules.Wait(after), schedules.Disconnect(request)]
+    @rule(target=requests, name=REQUEST, on_failure=ON_FAILURE)
+    def submit(self, name: str, on_failure: OnFailure) -> int:
+        return self._ask(schedules.Submit(name, on_failure))
 
-        @rule(ms=delays)
-        def wait(self, ms: int) -> None:
-            self.operations.append(schedules.Wait(ms))
+    @rule(target=requests, name=REQUEST, pace=st.sampled_from((5, 50)))
+    def read_slowly(self, name: str, pace: int) -> int:
+        return self._ask(schedules.Submit(name, "replay", pace))
 
-        @rule()
-        def settle(self) -> None:
+    @rule(request=consumes(requests), after=DELAY_MS)
+    def abort(self, request: int, after: int) -> None:
+        self.operations += [schedules.Wait(after), schedules.Abort(request)]
+
+    @rule(request=consumes(requests), after=DELAY_MS)
+    def disconnect(self, request: int, after: int) -> None:
+        self.operations += [schedules.Wait(after), schedules.Disconnect(request)]
+
+    @rule(ms=DELAY_MS)
+    def wait(self, ms: int) -> None:
+        self.operations.append(schedules.Wait(ms))
+
+    @rule()
+    def settle(self) -> None:
+        self.operations.append(schedules.Settle())
+
+    def _hurt(self, after: int, fault: Operation, alone: bool) -> None:
+        """alone: nothing else happens until it is over, so that its times count."""
+        self.operations += [schedules.Wait(after), fault]
+        if alone:
             self.operations.append(schedules.Settle())
 
-        def _hurt(self, after: int, fault: Operation, alone: bool) -> None:
-            """alone: nothing else happens until it is over, so that its times count."""
-            self.operations += [schedules.Wait(after), fault]
-            if alone:
-                self.operations.append(schedules.Settle())
+    @rule(stage=STAGE, after=DELAY_MS, alone=st.booleans())
+    def kill(self, stage: str, after: int, alone: bool) -> None:
+        self._hurt(after, schedules.Kill((stage,)), alone)
 
-        @rule(stage=stages, after=delays, alone=st.booleans())
-        def kill(self, stage: str, after: int, alone: bool) -> None:
-            self._hurt(after, schedules.Kill((stage,)), alone)
+    @precondition(lambda self: len(self.workload.stages) > 1)
+    @rule(pair=TWO_STAGES, after=DELAY_MS, alone=st.booleans())
+    def kill_two(self, pair: list[str], after: int, alone: bool) -> None:
+        self._hurt(after, schedules.Kill(tuple(pair)), alone)
 
-        @precondition(lambda _: len(workload.stages) > 1)
-        @rule(pair=st.lists(stages, min_size=2, max_size=2, unique=True), after=delays, alone=st.booleans())
-        def kill_two(self, pair: list[str], after: int, alone: bool) -> None:
-            self._hurt(after, schedules.Kill(tuple(pair)), alone)
+    @rule(stage=STAGE, after=DELAY_MS, alone=st.booleans())
+    def kill_loading(self, stage: str, after: int, alone: bool) -> None:
+        self._hurt(0, schedules.KillLoading(stage, after), alone)
 
-        @rule(stage=stages, after=delays, alone=st.booleans())
-        def kill_loading(self, stage: str, after: int, alone: bool) -> None:
-            self._hurt(0, schedules.KillLoading(stage, after), alone)
+    @rule(stage=STAGE, times=st.integers(2, 5), alone=st.booleans())
+    def storm(self, stage: str, times: int, alone: bool) -> None:
+        self._hurt(0, schedules.Storm(stage, times), alone)
 
-        @rule(stage=stages, times=st.integers(2, 5), alone=st.booleans())
-        def storm(self, stage: str, times: int, alone: bool) -> None:
-            self._hurt(0, schedules.Storm(stage, times), alone)
+    @rule(stage=STAGE, after=DELAY_MS, alone=st.booleans())
+    def stop_process(self, stage: str, after: int, alone: bool) -> None:
+        self._hurt(after, schedules.Freeze(stage), alone)
 
-        @rule(stage=stages, after=delays, alone=st.booleans())
-        def stop_process(self, stage: str, after: int, alone: bool) -> None:
-            self._hurt(after, schedules.Freeze(stage), alone)
+    @rule(stage=STAGE, ms=st.sampled_from((50, 200, 500, 2000)))
+    def pause(self, stage: str, ms: int) -> None:
+        self.operations.append(schedules.Pause(stage, ms))
 
-        @rule(stage=stages, ms=st.sampled_from((50, 200, 500, 2000)))
-        def pause(self, stage: str, ms: int) -> None:
-            self.operations.append(schedules.Pause(stage, ms))
+    @precondition(lambda self: bool(self.workload.hooks))
+    @rule(stage=STAGE_WITH_HOOKS, how=st.sampled_from(("raise", "exit", "hang")), alone=st.booleans())
+    def crash(self, stage: str, how: schedules.How, alone: bool) -> None:
+        self._hurt(0, schedules.Crash(stage, how), alone)
 
-        @precondition(lambda _: bool(workload.hooks))
-        @rule(stage=with_hooks, how=st.sampled_from(("raise", "exit", "hang")), alone=st.booleans())
-        def crash(self, stage: str, how: schedules.How, alone: bool) -> None:
-            self._hurt(0, schedules.Crash(stage, how), alone)
+    @precondition(lambda self: bool(self.workload.hooks))
+    @rule(stage=STAGE_WITH_HOOKS, alone=st.booleans())
+    def crash_again_and_again(self, stage: str, alone: bool) -> None:
+        self._hurt(0, schedules.Crash(stage, "raise", "replay"), alone)
 
-        @precondition(lambda _: bool(workload.hooks))
-        @rule(stage=with_hooks, alone=st.booleans())
-        def crash_again_and_again(self, stage: str, alone: bool) -> None:
-            self._hurt(0, schedules.Crash(stage, "raise", "replay"), alone)
+    @rule(stage=STAGE, alone=st.booleans())
+    def starve(self, stage: str, alone: bool) -> None:
+        self._hurt(0, schedules.Starve(stage), alone)
 
-        @rule(stage=stages, alone=st.booleans())
-        def starve(self, stage: str, alone: bool) -> None:
-            self._hurt(0, schedules.Starve(stage), alone)
+    @rule(stage=STAGE, times=st.integers(1, 2), alone=st.booleans())
+    def fill(self, stage: str, times: int, alone: bool) -> None:
+        self._hurt(0, schedules.Full(stage, times), alone)
 
-        @rule(stage=stages, times=st.integers(1, 2), alone=st.booleans())
-        def fill(self, stage: str, times: int, alone: bool) -> None:
-            self._hurt(0, schedules.Full(stage, times), alone)
+    @rule(loading=st.booleans())
+    def orphan(self, loading: bool) -> None:
+        self.operations.append(schedules.Orphan(loading))
 
-        @rule(loading=st.booleans())
-        def orphan(self, loading: bool) -> None:
-            self.operations.append(schedules.Orphan(loading))
-
-        def teardown(self) -> None:
-            hunt.carry_out(Schedule(self.load, self.intensity, tuple(self.operations)))
-
-    return Machine
+    def teardown(self) -> None:
+        self.search.carry_out(Schedule(self.load, self.intensity, tuple(self.operations)))
