@@ -1,7 +1,7 @@
-"""What a command does: many runs, one repeated, a soak, or simulations; progress, a table, and the command that repeats
-a failure.
+"""The modes of the command: a search for failing schedules, a replay of one schedule, a soak, and simulations.
 
-Figures go to stdout as Markdown, and to a file as JSON; all else to stderr.
+Figures go to stdout as Markdown, and to a file as JSON. Progress, violations and the command that repeats a failure go
+to stderr.
 """
 
 from __future__ import annotations
@@ -28,29 +28,35 @@ from omni_actors.stress.report import Tally
 from omni_actors.stress.run import Result, ask_oracle, run_schedule
 from omni_actors.stress.schedule import Schedule
 from omni_actors.stress.soak import soak
-from omni_actors.stress.workload import find
+from omni_actors.stress.workload import workload_of
 
 MINUTES, SOAK_MINUTES = 1.0, 30.0
 notes = Console(stderr=True, highlight=False)
 
 
 class Campaign:
-    """Against one pipeline. Its methods return what was violated."""
+    """Runs against one pipeline. Each method returns the violations that it found."""
 
     def __init__(self, config: str, overrides: Mapping[str, Any], json_file: Path | None) -> None:
-        """Asks the pipeline for the answers of a quiet day. Raises ConfigError, StageFailed."""
+        """Run each request once without faults, for the oracle. Raises ConfigError, StageFailed."""
         self._config, self._overrides, self._json_file = config, overrides, json_file
         self._mark = os.environ[leaks.MARKER] = uuid.uuid4().hex
-        self._workload = find(config, overrides)
-        with notes.status("asking for the answers of a quiet day"):
+        self._workload = workload_of(config, overrides)
+        with notes.status("running the requests without faults"):
             ask_oracle(self._workload)
 
-    def hunt(
+    def search(
         self, minutes: float | None, faults: int | None, seed: int | None, operations: int, shrink_s: float
     ) -> Sequence[Violation]:
-        """Runs of drawn schedules, until the time is up, or so many faults were injected, or one fails."""
+        """Run generated schedules until the time is up, ``faults`` were injected, or one fails.
+
+        minutes: None without ``faults`` means ``MINUTES``. seed: None draws one. operations: most in a schedule.
+        shrink_s: time for shrinking a failing schedule. Raises click.ClickException if Hypothesis is missing.
+        """
         if importlib.util.find_spec("hypothesis") is None:
-            raise click.ClickException("schedules are drawn by Hypothesis: pip install 'omni-actors[stress]'")
+            raise click.ClickException(
+                "Hypothesis generates the schedules, and is not installed: pip install hypothesis"
+            )
         from omni_actors.stress.state_machine import Search
 
         seed = random.SystemRandom().randrange(1 << 32) if seed is None else seed
@@ -58,7 +64,7 @@ class Campaign:
         began = time.monotonic()
 
         def enough() -> bool:
-            return time.monotonic() - began >= limit_s or (faults is not None and hunt.tally.faults >= faults)
+            return time.monotonic() - began >= limit_s or (faults is not None and search.tally.faults >= faults)
 
         with Progress(
             SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), console=notes
@@ -66,22 +72,22 @@ class Campaign:
             task = progress.add_task(f"seed {seed}")
 
             def run(schedule: Schedule) -> Result:
-                said = _so_far(hunt.tally)
-                if hunt.failing is not None:
-                    said = f"[red]violated[/]; shrinking: {len(hunt.failing.operations)} operations"
-                progress.update(task, description=f"seed {seed}: {said}")
+                description = _summary(search.tally)
+                if search.failing is not None:
+                    description = f"[red]violated[/]; shrinking: {len(search.failing.operations)} operations"
+                progress.update(task, description=f"seed {seed}: {description}")
                 return run_schedule(self._workload, schedule, self._mark)
 
-            hunt = Search(self._workload, run, enough, shrink_s)
-            hunt.go(seed, operations)
+            search = Search(self._workload, run, enough, shrink_s)
+            search.go(seed, operations)
         how = {"seed": seed, "operations": operations, "seconds": time.monotonic() - began}
-        self._report(hunt.tally, how)
+        self._report(search.tally, how)
         notes.print(f"seed {seed}")
-        self._complain(hunt.violations, hunt.failing)
-        return hunt.violations
+        self._print_violations(search.violations, search.failing)
+        return search.violations
 
     def replay(self, text: str, times: int) -> Sequence[Violation]:
-        """One schedule, so many times. Raises click.BadParameter where it is none of this pipeline."""
+        """Run one schedule ``times`` times. Raises click.BadParameter if it does not fit the pipeline."""
         schedule = self._read(text)
         tally, violations = Tally(), []
         for number in range(times):
@@ -90,21 +96,21 @@ class Campaign:
             tally.add(result.tally)
             violations += result.violations
         self._report(tally, {"replay": schedules.encode(schedule), "times": times})
-        self._complain(violations, schedule)
+        self._print_violations(violations, schedule)
         return violations
 
     def soak(self, minutes: float | None) -> Sequence[Violation]:
-        """See ``soak``."""
+        """Run the soak. minutes: None means ``SOAK_MINUTES``."""
         with notes.status("soaking") as status:
             soaked = soak(
                 self._workload,
                 60 * (minutes or SOAK_MINUTES),
                 self._mark,
-                lambda said: status.update(f"soaking: {said}"),
+                lambda summary: status.update(f"soaking: {summary}"),
             )
         click.echo(soaked.as_markdown())
         self._write(soaked.as_json())
-        self._complain(soaked.result.violations, None)
+        self._print_violations(soaked.result.violations, None)
         return soaked.result.violations
 
     def _read(self, text: str) -> Schedule:
@@ -122,7 +128,7 @@ class Campaign:
     def _report(self, tally: Tally, how: Mapping[str, Any]) -> None:
         click.echo(tally.as_markdown())
         outcomes = ", ".join(f"{count} {outcome}" for outcome, count in sorted(tally.requests.items()))
-        notes.print(f"{_so_far(tally)} ({outcomes})")
+        notes.print(f"{_summary(tally)} ({outcomes})")
         self._write({**how, **tally.as_json()})
 
     def _write(self, figures: Mapping[str, Any]) -> None:
@@ -130,7 +136,7 @@ class Campaign:
             document = {"config": self._config, "overrides": self._overrides, **figures}
             self._json_file.write_bytes(msgspec.json.format(msgspec.json.encode(document), indent=1))
 
-    def _complain(self, violations: Sequence[Violation], failing: Schedule | None) -> None:
+    def _print_violations(self, violations: Sequence[Violation], failing: Schedule | None) -> None:
         for violation in violations:
             click.echo(f"violated: {violation}", err=True)
         if violations and failing is not None:
@@ -139,11 +145,11 @@ class Campaign:
             ]
             command = ["python", "-m", "omni_actors.stress", self._config, *overrides]
             again = shlex.join([*command, "--replay", schedules.encode(failing)])
-            click.echo(f"repeat it with (it races: add --times 20):\n{again}", err=True)
+            click.echo(f"repeat it with (processes race: add --times 20):\n{again}", err=True)
 
 
 def simulate(schedules: int, seed: int | None, json_file: Path | None) -> Sequence[Violation]:
-    """So many schedules without processes, of the seeds from ``seed`` on. What was violated."""
+    """Simulate the schedules of the seeds from ``seed`` on. Returns the violations."""
     from omni_actors.stress.simulation import simulation
 
     first = random.SystemRandom().randrange(1 << 32) if seed is None else seed
@@ -157,10 +163,10 @@ def simulate(schedules: int, seed: int | None, json_file: Path | None) -> Sequen
             violations += result.violations
             failed = failed or (result if result.violations else None)
             if number % 100 == 0:
-                status.update(f"simulating: {_so_far(tally)}")
+                status.update(f"simulating: {_summary(tally)}")
     seconds = time.monotonic() - began
     click.echo(tally.as_markdown())
-    notes.print(f"{_so_far(tally)}, {60 * schedules / seconds:.0f} schedules a minute; times in the table are virtual")
+    notes.print(f"{_summary(tally)}, {60 * schedules / seconds:.0f} schedules a minute; times in the table are virtual")
     if json_file is not None:
         figures = {"simulated": schedules, "seed": first, "seconds": seconds, **tally.as_json()}
         json_file.write_bytes(msgspec.json.format(msgspec.json.encode(figures), indent=1))
@@ -172,5 +178,5 @@ def simulate(schedules: int, seed: int | None, json_file: Path | None) -> Sequen
     return violations
 
 
-def _so_far(tally: Tally) -> str:
+def _summary(tally: Tally) -> str:
     return f"{tally.runs} runs, {tally.faults} faults, {tally.violations} violations, {tally.requests.total()} requests"

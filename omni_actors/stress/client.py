@@ -1,9 +1,9 @@
-"""Everybody who asks the system under fire for something: submits, reads, drops, aborts, and judges what came.
+"""Submits, reads, drops and aborts the requests of a run, and checks their outcomes.
 
 Rules
-1. Every request is on record from its submission until it is judged: a completed one at once, the others when the
-   deaths until then are known. Nothing is kept of it then, so that a long run stays small.
-2. Reading goes on once after the end: a request must not have a second one.
+1. Every request is on record from its submission until it is checked: a completed one at once, others when the deaths
+   until then are known. Nothing of it is kept afterwards, so that a long run stays small.
+2. After the end, the client reads once more: a request must not have a second outcome.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ REFUSED_S = 0.01
 
 
 class Client:
-    """Submits to one system. Its tasks live in ``nursery``."""
+    """The client of one system. Its tasks run in ``nursery``."""
 
     def __init__(
         self, omni: OmniSystem, workload: Workload, watch: HealthWatch, tally: Tally, nursery: trio.Nursery
@@ -41,9 +41,9 @@ class Client:
         self._open: dict[TrackedRequest, trio.CancelScope] = {}
         self._stopping = False
         self.violations: list[tuple[float, Violation]] = []
-        """Of the requests judged so far, with the time of their end."""
+        """The violations of checked requests, with the times at which these ended."""
         self.outputs = 0
-        """Read so far, of all requests."""
+        """Outputs read so far, of all requests."""
         self.ended = trio.lowlevel.ParkingLot()
         """Woken whenever a request ends."""
 
@@ -54,7 +54,7 @@ class Client:
     def submit(
         self, template: Template, on_failure: OnFailure, *, pace_s: float = 0.0, hooks: Mapping[str, Any] | None = None
     ) -> TrackedRequest:
-        """Ask, and read in a task. pace_s: between outputs. hooks: failures that echo engines are asked for."""
+        """Submit a request, and read it in a task. pace_s: between outputs. hooks: failures asked of echo engines."""
         answer = Answer(self._workload.oracle[template.name])
         asked = TrackedRequest(
             f"stress-{next(self._names)}", template, answer, on_failure, time.monotonic(), hooks is not None
@@ -77,7 +77,7 @@ class Client:
         self._omni.abort(asked.name)
 
     def drop(self, asked: TrackedRequest) -> None:
-        """Let go of what reads it. Harmless after its end."""
+        """Stop reading a request. Does nothing after its end."""
         if scope := self._open.get(asked):
             scope.cancel()
 
@@ -85,8 +85,8 @@ class Client:
         while asked in self._open:
             await self.ended.park()
 
-    async def keep_asking(self, slot: int) -> None:
-        """One request after the other, through all of the workload, until ``stop``."""
+    async def keep_submitting(self, slot: int) -> None:
+        """Send one request after the other, through all of the workload, until ``stop``."""
         templates = list(self._workload.templates.values())
         for number in itertools.count(slot):
             if self._stopping:
@@ -94,14 +94,14 @@ class Client:
             asked = self.submit(templates[number % len(templates)], "fail" if number % 4 == 3 else "replay")
             await self.until_ended(asked)
             if asked.outcome != "completed":
-                await trio.sleep(REFUSED_S)  # perhaps refused at once
+                await trio.sleep(REFUSED_S)  # it may have been refused at once
 
     def stop(self) -> None:
-        """``keep_asking`` asks no more."""
+        """Let ``keep_submitting`` end."""
         self._stopping = True
 
     def judge_ended(self) -> None:
-        """Those that were not completed, at a time when every death so far is known."""
+        """Check the requests that did not complete. Every death so far must be known."""
         for asked in self._records:
             if asked not in self._open:
                 self._judge(asked)
@@ -125,7 +125,7 @@ class Client:
             self._judge(asked)
             self._records.remove(asked)
         if error is not None:
-            error.with_traceback(None)  # whose frames hold outputs
+            error.with_traceback(None)  # its frames hold outputs
         self.ended.unpark_all()
 
     def _judge(self, asked: TrackedRequest) -> None:
@@ -137,7 +137,7 @@ class Client:
 async def read_to_the_end(
     asked: TrackedRequest, generation: Generation, pace_s: float, on_output: Callable[[], None] = lambda: None
 ) -> RequestError | None:
-    """Put an answer on record, and what ended it if that was an error; read on once, as rule 2 says."""
+    """Record an answer to its end, and read once more (rule 2). Returns the error that ended it, if any."""
     error: RequestError | None = None
     try:
         async for output in generation:
@@ -152,7 +152,7 @@ async def read_to_the_end(
 
 
 async def _second_outcome(generation: Generation, error: RequestError | None) -> str | None:
-    """What reading on gives, where it is anything else than the first end."""
+    """What reading once more gives, if it is not the same end."""
     try:
         output = await anext(generation)
     except StopAsyncIteration:

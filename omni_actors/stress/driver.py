@@ -1,12 +1,12 @@
-"""Does the operations of a schedule to a running system.
+"""Carries out the operations of a schedule on a running system.
 
 Rules
-1. One task does them in order. A fault is under way when ``do`` returns (a signal is sent a moment later, see
-   ``KillHelper``); what takes longer (until its stage serves again) is followed by a task of its own.
-2. A fault is *detected* when the system reports the death, *ready* when a worker of the stage serves again, *recovered*
-   when a request that needs the stage, submitted at that report, has its answer.
-3. A fault whose stage is hit again before that is *overtaken*: it counts, its times do not. Of one that did not come
-   *alone* (every stage served, and nothing else was done until it was over), the time to its detection counts only.
+1. One task carries them out in order. A fault is under way when ``do`` returns (the signal is sent a moment later, see
+   ``KillHelper``). A task of its own follows it until its stage serves again.
+2. A fault is *detected* when the system reports the death, *ready* when a worker of the stage serves again, and
+   *recovered* when a request that needs the stage, submitted at that report, is answered.
+3. A fault whose stage is hit again before that is *overtaken*: it is counted, and its times are not. A fault that did
+   not come *alone* (every stage served, and nothing else happened until it was over) counts only for detection.
 """
 
 from __future__ import annotations
@@ -59,18 +59,18 @@ class _Injection:
     fault: str
     stage: str
     at: float
-    """When it was decided upon; times count from ``hit``, or from when its ``deed`` was done."""
+    """When it was injected. Times count from ``hit``: for signals, when the kill helper sent them."""
     operation: int
     alone: bool
     hit: float
-    deed: int | None = None
-    """The hand's."""
+    order: int | None = None
+    """The kill helper's number for it."""
     timing: Timing = field(default_factory=Timing)
     overtaken: bool = False
 
 
 class Driver:
-    """A system at work and under fire. Its tasks live in ``nursery``."""
+    """A system under load and faults. Its tasks run in ``nursery``."""
 
     def __init__(
         self,
@@ -78,29 +78,35 @@ class Driver:
         workload: Workload,
         load: Load,
         spawner: RefusingSpawner,
-        hand: KillHelper,
+        kill_helper: KillHelper,
         nursery: trio.Nursery,
     ) -> None:
-        self._workload, self._load, self._spawner, self._hand, self._nursery = workload, load, spawner, hand, nursery
+        self._workload, self._load, self._spawner, self._kill_helper, self._nursery = (
+            workload,
+            load,
+            spawner,
+            kill_helper,
+            nursery,
+        )
         self.tally = Tally()
         self.watch = HealthWatch(omni)
         self.client = Client(omni, workload, self.watch, self.tally, nursery)
         self.faults: list[tuple[float, str]] = []
-        """Injected so far, with their times."""
+        """The faults so far, with their times."""
         self.violations: list[tuple[float, Violation]] = []
         self.killed: set[int] = set()
         """pids."""
         self.asked_for: Counter[str] = Counter()
-        """By stage: deaths brought about without naming a pid."""
+        """By stage: deaths that were caused without naming a pid."""
         self._submitted: list[TrackedRequest] = []
         self._following: list[_Injection] = []
         self._operation = 0
         self._quiet = True
         self._unfollowed = 0
-        """Pauses and famines that go on."""
+        """Pauses and memory limits that are still in force."""
         nursery.start_soon(self.watch.run)
         for slot in range({"idle": 0, "one": 1, "full": workload.full}[load]):
-            nursery.start_soon(self.client.keep_asking, slot)
+            nursery.start_soon(self.client.keep_submitting, slot)
 
     async def do(self, operation: Operation) -> None:
         self._operation += 1
@@ -146,7 +152,7 @@ class Driver:
                 assert_never(operation)
 
     def judge_ended(self) -> None:
-        """At a time when every death so far is known. Nothing is kept but what requests in flight may need."""
+        """Check what has ended. Every death so far must be known. Keeps only what requests in flight need."""
         self.client.judge_ended()
         following = [injection.at for injection in self._following]
         old = self.watch.forget(min([time.monotonic(), *following, *(asked.submitted for asked in self.client.open)]))
@@ -156,11 +162,11 @@ class Driver:
 
     @property
     def refused(self) -> list[tuple[str, str]]:
-        """Producer and consumer of each ring for which there was no memory."""
+        """Producer and consumer of each ring that was refused."""
         return self._spawner.refused
 
     async def until_quiet(self) -> None:
-        """Every stage serves or is given up, and no fault is being followed."""
+        """Wait until every stage serves or is given up, and no fault is being followed."""
         await self.watch.until(lambda: self.watch.settled)
         while self._following:
             await self.client.ended.park()
@@ -174,14 +180,14 @@ class Driver:
     # faults
 
     def _worker(self, stage: str) -> int | None:
-        """The pid of a worker of a stage that is not being killed already."""
+        """The pid of a worker of the stage that is not being killed yet."""
         pids = (each.pid for each in self.watch.health.stages[stage] if each.state != "failed")
         return next((pid for pid in pids if pid and pid not in self.killed), None)
 
     async def _next_worker(self, stage: str, after_s: float) -> str | None:
-        """Wait for a worker that nobody has killed, and ``after_s`` more; its state then, if it is there."""
+        """Wait for a worker that is not being killed, and ``after_s`` more. Returns its state, if it lives."""
         with trio.move_on_after(self._workload.patience_s):
-            while self._worker(stage) is None and stage not in self.watch.given_up:  # noqa: ASYNC110 - nobody tells
+            while self._worker(stage) is None and stage not in self.watch.given_up:  # noqa: ASYNC110 - no event reports it
                 await trio.sleep(0.001)
             await trio.sleep(after_s)
         return self._state_of(self._worker(stage))
@@ -201,7 +207,7 @@ class Driver:
         return injection
 
     def _kill(self, fault: str, *stages: str, number: signal.Signals = signal.SIGKILL) -> None:
-        """One worker of each of these stages, at once."""
+        """Send the signal to one worker of each of these stages at once."""
         hit: list[tuple[Victim, _Injection]] = []
         with ExitStack() as held:
             for stage in stages:
@@ -213,9 +219,9 @@ class Driver:
                         hit.append((victim, self._inject(fault + " while loading" * loading, stage)))
             if not hit:
                 return
-            deed = self._hand.send(number, [victim for victim, _ in hit])
+            order = self._kill_helper.send(number, [victim for victim, _ in hit])
         for victim, injection in hit:
-            injection.deed = deed
+            injection.order = order
             self._follow_soon(injection, functools.partial(_is_of, victim.pid))
 
     async def _pause(self, stage: str, for_s: float) -> None:
@@ -229,7 +235,7 @@ class Driver:
             try:
                 await trio.sleep(min(for_s, self._workload.pipeline.stages[stage].step_timeout_s / 2))
             finally:
-                if pid not in self.killed:  # one that was frozen for good meanwhile is to stay so
+                if pid not in self.killed:  # it may have been stopped for good meanwhile
                     victim.send(signal.SIGCONT)
                 self._unfollowed -= 1
 
@@ -252,7 +258,7 @@ class Driver:
         with suppress(ProcessLookupError), Victim(pid) as victim:
             self.asked_for[stage] += 1
             injection = self._inject("out of memory", stage)
-            victim.starve()
+            victim.limit_memory()
             largest = max(self._workload.templates.values(), key=lambda each: stage in each.stages and len(each.stages))
             self.client.submit(largest, "replay")
             self._unfollowed += 1
@@ -260,7 +266,7 @@ class Driver:
                 await self.watch.until(lambda: any(death.pid == pid for death in self.watch.deaths))
                 self._follow_soon(injection, lambda death: death.pid == pid)
             self._unfollowed -= 1
-            victim.feed()  # where it got by without
+            victim.unlimit_memory()  # it may have needed no more
 
     async def _orphan(self, *, loading: bool) -> None:
         fault = f"SIGKILL of the parent, {'loading' if loading else 'serving'}"
@@ -269,14 +275,14 @@ class Driver:
         self.tally.row(fault, self._load).timings.append(Timing(detected_s=took_s))
         self.violations += [(injection.at, Violation("leaked", each)) for each in remaining]
 
-    # what becomes of them
+    # following faults
 
     def _follow_soon(
         self, injection: _Injection, is_its: Callable[[ObservedDeath], bool], carrier: TrackedRequest | None = None
     ) -> None:
         """Follow a fault until a request that needs its stage is answered.
 
-        is_its: tells the death that it causes. carrier: the request that brings it; one that has ended brings none.
+        is_its: recognises the death that the fault causes. carrier: the request that causes it.
         """
         self._following.append(injection)
         self._nursery.start_soon(self._follow, injection, is_its, carrier)
@@ -295,9 +301,9 @@ class Driver:
             else:
                 await self.client.until_ended(carrier)
             lost = death()
-            if injection.deed is not None:
-                injection.hit = await self._hand.done_at(injection.deed)
-            if lost is None or lost.at < injection.hit:  # the carrier was aborted; another fault was faster
+            if injection.order is not None:
+                injection.hit = await self._kill_helper.done_at(injection.order)
+            if lost is None or lost.at < injection.hit:  # the carrier was aborted, or another fault came first
                 self._forget(injection)
                 return
             timing.detected_s = lost.at - injection.hit

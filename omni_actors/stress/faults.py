@@ -1,9 +1,10 @@
-"""How a worker, a machine and a parent are hurt.
+"""Injects faults into workers, into the memory for rings, and into a parent.
 
 Rules
-1. A worker is hurt from outside, by what the kernel offers: signals and limits. It does not know of the harness.
-2. Memory for rings is refused where rings are made, at the ``Spawner`` seam: filling the machine's own hurts others.
-3. A signal goes to a pidfd, so never to a process that came after.
+1. A worker is hit from outside, with the kernel's means: signals and limits. It does not know about the harness.
+2. Memory for rings is refused where rings are created, in the ``Spawner``. Filling the machine's memory would hit
+   others.
+3. A signal is sent to a pidfd, so it never reaches a later process with the same pid.
 """
 
 from __future__ import annotations
@@ -33,11 +34,11 @@ from omni_actors.supervisor.process import LocalSpawner
 from ringbuf import Ring
 
 ORPHANED_S = 5.0
-"""Workers whose parent was killed are gone by then."""
+"""Within this time, workers whose parent was killed must be gone."""
 
 
 class RefusingSpawner(LocalSpawner):
-    """This machine, with no memory for the next ``refusals`` rings of a stage."""
+    """Starts local workers, and refuses memory for the next ``refusals`` rings of a stage."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,16 +56,16 @@ class RefusingSpawner(LocalSpawner):
 
 
 class KillHelper:
-    """The process that kills (see ``hand``). Leaving the block has reaped it.
+    """Starts the process that sends signals (``kill_helper``). Leaving the block has reaped it.
 
-    Its answers are read when a death was seen, not when they come: they would wake this process at the very moment
-    at which it is to be found asleep, and who has just had a turn on a core gets the next one late.
+    Its answers are read after a death was detected. Reading them at once would wake this process at the very moment
+    whose latency is measured.
     """
 
     def __init__(self) -> None:
-        self._deeds, self._reading = itertools.count(), trio.Lock()
+        self._orders, self._reading = itertools.count(), trio.Lock()
         self._done: list[float] = []
-        """When each deed was done, as far as was read."""
+        """When each signal was sent, as far as the answers were read."""
         self._sock, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._sock.setblocking(False)
         with theirs:
@@ -73,17 +74,17 @@ class KillHelper:
             )
 
     def send(self, number: signal.Signals, victims: Sequence[Victim]) -> int:
-        """To all of them at once, in a moment. Who is dead by then is passed over. Returns the deed's number."""
+        """Order a signal to all victims at once. Dead victims are skipped. Returns the order's number."""
         socket.send_fds(self._sock, [bytes([number])], [victim.fileno() for victim in victims])
-        return next(self._deeds)
+        return next(self._orders)
 
-    async def done_at(self, deed: int) -> float:
-        """When it was done, by CLOCK_MONOTONIC."""
+    async def done_at(self, order: int) -> float:
+        """Wait for the CLOCK_MONOTONIC time at which the order was carried out, in seconds."""
         async with self._reading:
-            while len(self._done) <= deed:
+            while len(self._done) <= order:
                 await trio.lowlevel.wait_readable(self._sock)
                 self._done += struct.unpack("d", self._sock.recv(8))
-        return self._done[deed]
+        return self._done[order]
 
     def close(self) -> None:
         self._sock.close()
@@ -97,7 +98,7 @@ class KillHelper:
 
 
 class Victim:
-    """A worker's process, held so that its pid cannot become somebody else's."""
+    """A worker process, held by its pidfd so that its pid is not reused."""
 
     def __init__(self, pid: int) -> None:
         """Raises ProcessLookupError."""
@@ -108,17 +109,17 @@ class Victim:
         return self._pidfd
 
     def send(self, number: signal.Signals) -> None:
-        with suppress(ProcessLookupError):  # somebody was faster
+        with suppress(ProcessLookupError):  # it is dead already
             signal.pidfd_send_signal(self._pidfd, number)
 
-    def starve(self) -> None:
-        """No address space beyond what it has."""
+    def limit_memory(self) -> None:
+        """Limit its address space to what it has."""
         with suppress(ProcessLookupError):
             pages = int(Path(f"/proc/{self.pid}/statm").read_text().split()[0])
             self._limit(pages * resource.getpagesize())
 
-    def feed(self) -> None:
-        """Take back ``starve``."""
+    def unlimit_memory(self) -> None:
+        """Remove the limit."""
         with suppress(ProcessLookupError):
             self._limit(resource.RLIM_INFINITY)
 
@@ -137,10 +138,10 @@ class Victim:
 
 
 async def kill_parent(workload: Workload, *, loading: bool) -> tuple[float, list[str]]:
-    """SIGKILL a process that runs the pipeline; how long its workers outlived it, in seconds, and what was left."""
+    """SIGKILL a process that runs the pipeline. Returns how many seconds its workers outlived it, and what was left."""
     mark = uuid.uuid4().hex
     pipeline = msgspec.json.encode(workload.pipeline)
-    process = subprocess.Popen(  # noqa: ASYNC220 - trio's own starts a thread, which would look like one that was left
+    process = subprocess.Popen(  # noqa: ASYNC220 - trio's own starts a thread, which would look like a leak
         [sys.executable, "-m", "omni_actors.stress.parent", "loading" if loading else "serving"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -153,7 +154,7 @@ async def kill_parent(workload: Workload, *, loading: bool) -> tuple[float, list
             process.stdin.write(pipeline)  # far below a pipe's buffer
             process.stdin.close()
             with trio.move_on_after(workload.patience_s):
-                await trio.lowlevel.wait_readable(process.stdout)  # it says that it is there, or ends
+                await trio.lowlevel.wait_readable(process.stdout)  # it printed its line, or ended
             workers = leaks.marked_processes(mark) - {process.pid}
             at = time.monotonic()
         finally:
@@ -170,7 +171,7 @@ async def kill_parent(workload: Workload, *, loading: bool) -> tuple[float, list
 
 
 async def _wait_ended(pid: int) -> None:
-    """Of a process that need not be a child."""
+    """Wait for the end of a process that need not be a child."""
     with suppress(ProcessLookupError):
         pidfd = os.pidfd_open(pid)
         try:

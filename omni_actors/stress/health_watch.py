@@ -1,4 +1,4 @@
-"""What a system says of its workers, as it says it: deaths, workers that serve, stages given up."""
+"""Observes a system's health: deaths, workers that became ready, stages that were given up."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from omni_actors.system import Health, OmniSystem, ReplicaHealth
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """A worker became ready. at: CLOCK_MONOTONIC; load_s: what its engine took to load."""
+    """A worker became ready. at: CLOCK_MONOTONIC, in seconds. load_s: how long its engine loaded."""
 
     stage: str
     pid: int
@@ -23,7 +23,7 @@ class Serving:
 
 
 class HealthWatch:
-    """Follows a system's health. ``run`` in a nursery; everything else is plain calls."""
+    """Records what a system reports. ``run`` is a task; the other methods are plain calls."""
 
     def __init__(self, omni: OmniSystem) -> None:
         self._omni = omni
@@ -31,15 +31,15 @@ class HealthWatch:
         self.serving: list[Serving] = []
         self._dead: dict[tuple[str, int], int] = {}
         self._pids: dict[tuple[str, int], int | None] = {}
-        self._news = trio.lowlevel.ParkingLot()
-        self._look()
+        self._changed = trio.lowlevel.ParkingLot()
+        self._record_all()
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Observe until cancelled."""
         while True:
             await self._omni.wait_changed()
-            self._look()
-            self._news.unpark_all()
+            self._record_all()
+            self._changed.unpark_all()
 
     @property
     def health(self) -> Health:
@@ -52,32 +52,32 @@ class HealthWatch:
 
     @property
     def settled(self) -> bool:
-        """Every replica serves, or is given up."""
+        """Whether every replica serves or is given up."""
         return all(each.state in ("ready", "failed") for stage in self.health.stages.values() for each in stage)
 
     def serving_since(self, stage: str, at: float) -> Serving | None:
-        """The first worker of a stage that became ready since then."""
+        """The first worker of a stage that became ready at or after ``at``."""
         return next((each for each in self.serving if each.stage == stage and each.at >= at), None)
 
     def forget(self, before: float) -> list[ObservedDeath]:
-        """Let go of what was said before then; the deaths among it."""
+        """Drop the records from before ``before``. Returns the deaths among them."""
         old = [death for death in self.deaths if death.at < before]
         self.deaths = [death for death in self.deaths if death.at >= before]
         self.serving = [each for each in self.serving if each.at >= before]
         return old
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        """Wait for something that a worker's death or return makes true."""
+        """Wait until ``condition`` is true. It is evaluated whenever the system's health changes."""
         while not condition():
-            await self._news.park()
+            await self._changed.park()
 
-    def _look(self) -> None:
+    def _record_all(self) -> None:
         now = time.monotonic()
         for stage, replicas in self.health.stages.items():
             for replica in replicas:
-                self._look_at(stage, replica, now)
+                self._record(stage, replica, now)
 
-    def _look_at(self, stage: str, replica: ReplicaHealth, now: float) -> None:
+    def _record(self, stage: str, replica: ReplicaHealth, now: float) -> None:
         place = stage, replica.replica
         if replica.history and replica.history[-1].generation != self._dead.get(place):
             self._dead[place] = replica.history[-1].generation

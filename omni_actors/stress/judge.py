@@ -1,21 +1,20 @@
-"""What may become of a request, and of a stage. Pure functions of what was seen.
+"""The rules for the outcomes of requests, and for deaths and restarts. Pure functions of what the harness observed.
 
 A request has exactly one outcome.
 
 ============ ==========================================================================================================
-completed    equal to the oracle's, byte for byte
-aborted      it was asked to be; what came before is a beginning of the oracle's, as for all that follow
-dropped      nobody read it any more; its system says that it is not in flight
+completed    equal to the oracle's output, byte for byte
+aborted      the harness aborted it; its output so far is a prefix of the oracle's, as in all rows below
+dropped      the harness stopped reading it; its system must not hold it any more
 StageCrashed a worker of a stage on its route died while it was in flight, and: it asked to fail, or was replayed
              ``limits.replays`` times, or asked its engine to die, or a stage that died cannot be replayed
 Unavailable  a stage on its route was given up
-Quarantined  it asked its engine to die, as one like it did before; or workers of the stage died so often that one
-             like it seemed to be the cause
-anything     is a violation
-else
+Quarantined  it asked its engine to die, as an equal request did before; or workers of the stage died so often that an
+             equal request seemed to be the cause
+other        a violation
 ============ ==========================================================================================================
 
-A worker died where the harness killed it (or asked it to die), nowhere else.
+A worker may die only where the harness killed it or asked its engine to end it.
 """
 
 from __future__ import annotations
@@ -33,12 +32,12 @@ from omni_actors.stress.schedule import OnFailure
 from omni_actors.stress.workload import Template
 
 Kind: TypeAlias = Literal["lost", "hung", "duplicated", "corrupted", "disturbed", "leaked"]
-"""disturbed: a request or a worker that no fault had touched did not go on."""
+"""disturbed: a request or a worker failed that no fault had touched."""
 
 Outcome: TypeAlias = Literal["open", "completed", "failed", "dropped"]
 
 NOTICED_S = 0.05
-"""An error reaches a client, and a death the harness, in one turn of the event loop, in either order."""
+"""The client gets an error, and the harness the death, in one turn of the event loop, in either order."""
 
 
 @dataclass(frozen=True)
@@ -81,58 +80,58 @@ class TrackedRequest:
 
 @dataclass(frozen=True)
 class Rules:
-    """What a request of this run may count on. replays: how often it is replayed; replayed: the stages it survives."""
+    """The promises of this run. replays: how often a request is replayed. replayed: stages whose death it survives."""
 
     replays: int
     replayed: frozenset[str]
 
 
 def max_deaths_by_one_request(limits: Limits) -> int:
-    """How many workers one request may end: until its replays are used up, and the suspects are halved down to it."""
+    """The most workers that one request may end: it uses up its replays, and the suspects are halved down to it."""
     return 1 + max(limits.replays, math.ceil(math.log2(limits.max_requests)))
 
 
 def check_request(
     asked: TrackedRequest, deaths: Sequence[ObservedDeath], given_up: Collection[str], rules: Rules
 ) -> Violation | None:
-    """The violation that a request's outcome is, if it is one."""
-    who = f"{asked.name} ({asked.template.name})"
+    """Return the violation in a request's outcome, if there is one."""
+    label = f"{asked.name} ({asked.template.name})"
     if asked.outcome == "open":
-        return Violation("hung", f"{who} has no outcome")
+        return Violation("hung", f"{label} has no outcome")
     if asked.second_outcome is not None:
-        return Violation("duplicated", f"{who}: after its end, {asked.second_outcome}")
+        return Violation("duplicated", f"{label}: after its end, {asked.second_outcome}")
     differs = asked.answer.damage() if asked.outcome == "completed" else asked.answer.damage_so_far()
     if differs:
-        return Violation(differs[0], f"{who}: {differs[1]}")
+        return Violation(differs[0], f"{label}: {differs[1]}")
     if asked.outcome != "failed":
         return None
-    return _of_error(asked, who, deaths, given_up, rules)
+    return _of_error(asked, label, deaths, given_up, rules)
 
 
 def _of_error(
-    asked: TrackedRequest, who: str, deaths: Sequence[ObservedDeath], given_up: Collection[str], rules: Rules
+    asked: TrackedRequest, label: str, deaths: Sequence[ObservedDeath], given_up: Collection[str], rules: Rules
 ) -> Violation | None:
-    facts = f"{who}, {asked.on_failure}: {type(asked.error).__name__}: {asked.error}"
+    facts = f"{label}, {asked.on_failure}: {type(asked.error).__name__}: {asked.error}"
     match asked.error:
         case Aborted():
-            return None if asked.aborted else Violation("lost", f"{facts}, and nobody aborted it")
+            return None if asked.aborted else Violation("lost", f"{facts}, but the harness did not abort it")
         case StageUnavailable(stage=stage):
             fair = stage in given_up and stage in asked.template.stages
-            return None if fair else Violation("lost", f"{facts}, and the stage was not given up")
+            return None if fair else Violation("lost", f"{facts}, but the stage was not given up")
         case Quarantined(stage=stage):
             fair = asked.asks_for_failure or sum(death.stage == stage for death in deaths) > 1
-            return None if fair else Violation("lost", f"{facts}, and it did nothing to its engine")
+            return None if fair else Violation("lost", f"{facts}, but it did not crash its engine")
         case StageCrashed():
             touched = [death for death in deaths if _touches(death, asked)]
             if not touched:
-                return Violation("disturbed", f"{facts}, and no stage of its route died")
+                return Violation("disturbed", f"{facts}, but no stage of its route died")
             replayable = {death.stage for death in touched} <= rules.replayed
             if asked.on_failure == "fail" or asked.asks_for_failure or not replayable or len(touched) > rules.replays:
                 return None
             if _is_convicted(asked.error, deaths, rules):
                 return None
             return Violation(
-                "lost", f"{facts}, after {len(touched)} of the {rules.replays} deaths that it is to survive"
+                "lost", f"{facts}, after {len(touched)} of the {rules.replays} deaths that it must survive"
             )
         case _:
             return Violation("lost", facts)
@@ -151,9 +150,9 @@ def _touches(death: ObservedDeath, asked: TrackedRequest) -> bool:
 def check_deaths(
     deaths: Sequence[ObservedDeath], killed: Collection[int], asked_for: Mapping[str, int]
 ) -> tuple[list[Violation], Counter[str]]:
-    """Deaths without a cause, and of ``asked_for`` what is left.
+    """Return the deaths without a cause, and what is left of ``asked_for``.
 
-    killed: pids. asked_for: by stage, how many more deaths the harness has brought about.
+    killed: pids that the harness killed. asked_for: by stage, how many deaths it caused without naming a pid.
     """
     left = Counter(asked_for)
     found = []
@@ -163,12 +162,14 @@ def check_deaths(
         if left[death.stage] > 0:
             left[death.stage] -= 1
         else:
-            found.append(Violation("disturbed", f"{death.stage}.{death.replica}: {death.exit}, and nobody killed it"))
+            found.append(
+                Violation("disturbed", f"{death.stage}.{death.replica}: {death.exit}, and the harness did not kill it")
+            )
     return found, left
 
 
 def check_restarts(deaths: Sequence[ObservedDeath], given_up: Collection[str], pipeline: Pipeline) -> list[Violation]:
-    """Stages given up before their restarts were used up. A run is shorter than the period that they are counted in."""
+    """Return stages that were given up before their restarts were used up. A run is shorter than ``period_s``."""
     counts = Counter(death.stage for death in deaths)
     return [
         Violation("disturbed", f"{name} was given up after {counts[name]} deaths, with {intensity} restarts allowed")

@@ -1,11 +1,9 @@
-"""The program that kills: a process of its own, since a death must not happen here.
+"""The process that sends signals. A worker that the parent kills itself often dies on the parent's core, in the middle
+of the parent's call, which adds milliseconds to the measured detection. Other causes of death do not.
 
-Killed by the process that is to see the death, a worker is taken down on that one's core as often as not, in the
-middle of its call: milliseconds in which nobody else runs there. Whoever dies for other reasons dies elsewhere.
-
-Run by path, without the package: ``python -I -S hand.py FD``. On the SEQPACKET socket FD comes a packet for each deed:
-the signal's number, one byte, with the pidfds of those it is for. The answer, in turn, once it is done, is the
-CLOCK_MONOTONIC time just before it, eight bytes.
+Run by path, without the package: ``python -I -S kill_helper.py FD``. Each packet on the SEQPACKET socket FD is an
+order: one byte with the signal's number, and the pidfds of its victims. The answer, in order, is the CLOCK_MONOTONIC
+time just before the signals were sent, eight bytes.
 """
 
 from __future__ import annotations
@@ -19,23 +17,23 @@ import time
 from contextlib import suppress
 
 AT_ONCE = 64
-"""Victims of a deed, at the most."""
-BREATH_S = 0.0005
-"""For who has sent the packet, to go back to sleep."""
+"""Most victims of one order."""
+DELAY_S = 0.0005
+"""Lets the sender of the order go back to sleep first."""
 
 
 def main() -> None:
-    """Until the socket closes."""
+    """Serve orders until the socket closes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C reaches the whole foreground group
     with suppress(BrokenPipeError, ConnectionResetError), socket.socket(fileno=int(sys.argv[1])) as sock:
         while True:
             packet, pidfds, _, _ = socket.recv_fds(sock, 1, AT_ONCE)
             if not packet:
                 return
-            time.sleep(BREATH_S)
+            time.sleep(DELAY_S)
             at = time.monotonic()
             for pidfd in pidfds:
-                with suppress(ProcessLookupError):  # somebody was faster
+                with suppress(ProcessLookupError):  # it is dead already
                     signal.pidfd_send_signal(pidfd, packet[0])
             sock.send(struct.pack("d", at))
             for pidfd in pidfds:

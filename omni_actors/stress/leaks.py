@@ -1,9 +1,9 @@
 """What a run must not leave behind: processes, descriptors, threads, segments, temporary files.
 
 Rules
-1. Everything started from here inherits ``MARKER`` in its environment, so an orphan can be recognised.
-2. A run has a directory for temporary files of its own (``TMPDIR``); what is in it afterwards was left.
-3. A snapshot holds identities, not counts: one thing that comes and another that goes do not cancel out.
+1. Every process that a run starts inherits ``MARKER`` in its environment, so an orphan can be recognised.
+2. A run has its own directory for temporary files (``TMPDIR``). Files in it at the end were left behind.
+3. A snapshot holds identities, not counts, so a new thing and a vanished thing do not cancel out.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MARKER = "OMNI_ACTORS_STRESS"
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Of this process and of what it started."""
+    """What this process and its children hold."""
 
     processes: frozenset[int]
     descriptors: frozenset[tuple[int, str]]
@@ -31,7 +31,7 @@ class Snapshot:
 
 
 def snapshot(mark: str, directory: Path) -> Snapshot:
-    gc.collect()  # what was dropped in a cycle is not left, only not collected
+    gc.collect()  # a cycle that was not collected yet is no leak
     named = {entry.name for entry in os.scandir("/dev/shm") if entry.stat(follow_symlinks=False).st_uid == os.getuid()}
     return Snapshot(
         marked_processes(mark) | children(),
@@ -43,7 +43,7 @@ def snapshot(mark: str, directory: Path) -> Snapshot:
 
 
 def left(before: Snapshot, after: Snapshot) -> list[str]:
-    """Each thing that is there now and was not, in words."""
+    """Describe each thing that is in ``after`` and not in ``before``."""
     return [
         *(f"process {pid}: {command_line(pid)}" for pid in sorted(after.processes - before.processes)),
         *(f"descriptor {fd} -> {target}" for fd, target in sorted(after.descriptors - before.descriptors)),
@@ -54,11 +54,11 @@ def left(before: Snapshot, after: Snapshot) -> list[str]:
 
 
 def marked_processes(mark: str) -> frozenset[int]:
-    """Those started under ``mark``, by whomever, other than this one."""
+    """The pids of the processes whose marker is ``mark``, without this process."""
     wanted = f"{MARKER}={mark}".encode()
 
     def is_marked(pid: int) -> bool:
-        with suppress(OSError):  # another user's, or gone since it was listed
+        with suppress(OSError):  # another user's, or gone
             return wanted in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
         return False
 
@@ -66,7 +66,7 @@ def marked_processes(mark: str) -> frozenset[int]:
 
 
 def children() -> frozenset[int]:
-    """Of this process. Zombies too, which have no environment: who has ended and was not reaped is left."""
+    """The pids of this process's children. Zombies count: an unreaped child is a leak."""
 
     def is_child(pid: int) -> bool:
         with suppress(OSError):
@@ -81,16 +81,16 @@ def _processes() -> list[int]:
 
 
 def descriptors(pid: int | str) -> frozenset[tuple[int, str]]:
-    """Numbers, and what they are. An inode's number is part of it: a number used again is another descriptor."""
+    """Descriptor numbers and their targets. The target has the inode's number, so a reused number is another entry."""
     found = set()
     for name in os.listdir(f"/proc/{pid}/fd"):
-        with suppress(OSError):  # the one that lists
+        with suppress(OSError):  # the descriptor of this listing
             found.add((int(name), os.readlink(f"/proc/{pid}/fd/{name}")))
     return frozenset(each for each in found if not each[1].startswith("/proc/"))
 
 
 def ring_mappings(pid: int | str) -> set[str]:
-    """Where ring memory is mapped."""
+    """The addresses at which ring memory is mapped."""
     lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
     return {line.split()[0] for line in lines if "memfd:ringbuf" in line}
 

@@ -1,10 +1,10 @@
-"""Counts and tables.
+"""Counts, percentiles and tables.
 
 Rules
-1. A row is a fault at a load. A violation is counted at the last fault before it was seen, in its own run.
-2. N counts all faults; times are of those that others did not disturb (see ``driver``).
+1. A row is a fault at a load. A violation is counted at the last fault before it, in its own run.
+2. N counts all faults. Times are those of faults that no other fault disturbed (see ``driver``).
 3. For a count of zero in N, the true rate is below 3/N with 95% confidence (the rule of three).
-4. A percentile is a value that was measured: the smallest one that at least p percent do not exceed.
+4. A percentile is a measured value: the smallest one that at least p percent do not exceed.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 
 @dataclass(slots=True)
 class Timing:
-    """Of one fault, in seconds since it was injected; None: not seen, or overtaken by another.
+    """The times of one fault, in seconds since its injection. None: not observed, or overtaken by another fault.
 
-    detected: the system said so. ready: a worker of the stage serves again. recovered: a request that needs the stage
-    was answered. load: what the new worker's engine took to load, within ready.
+    detected: the system reported the death. ready: a worker of the stage serves again. recovered: a request that needs
+    the stage was answered. load: how long the new worker's engine loaded; part of ready.
     """
 
     detected_s: float | None = None
@@ -46,14 +46,14 @@ class Row:
 
 
 def percentile(values: Sequence[float], percent: float) -> float | None:
-    """The smallest value that at least ``percent`` of all do not exceed; None of none."""
+    """Return the smallest value that at least ``percent`` of all do not exceed; None without values."""
     ordered = sorted(values)
     return ordered[max(0, math.ceil(percent / 100 * len(ordered)) - 1)] if ordered else None
 
 
 @dataclass
 class Tally:
-    """All that a command counted."""
+    """Everything that a command counted."""
 
     rows: dict[tuple[str, str], Row] = field(default_factory=dict)
     runs: int = 0
@@ -81,7 +81,7 @@ class Tally:
         self.requests.update(other.requests)
 
     def as_json(self) -> dict[str, Any]:
-        """Raw times too, in seconds, so that anyone may compute their own percentiles."""
+        """The figures, with all times in seconds, from which a reader can compute other percentiles."""
         return {
             "runs": self.runs,
             "faults": self.faults,

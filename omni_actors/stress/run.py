@@ -1,8 +1,9 @@
-"""One run: a schedule, a system of its own, and nothing left.
+"""One run: a schedule on a system of its own.
 
-At the end the load stops, and within ``patience_s`` every request must have its outcome, every stage serve or be given
-up, the workers have the descriptors that they began with, and the system hold no request. Then it is closed; no
-process, descriptor, thread, segment or temporary file may be left. A violation counts at the last fault before it.
+At the end the load stops. Within ``patience_s`` every request must have its outcome, every stage must serve or be given
+up, the workers must have the descriptors that they started with, and the system must hold no request. Then the system
+is closed. No process, descriptor, thread, segment or temporary file may be left. A violation is counted at the last
+fault before it.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ from omni_actors.system import OmniSystem
 
 FREED_S = 5.0
 CLOSED_S = 5.0
-"""Beyond the stages' own time to stop in."""
+"""Seconds for closing, beyond the stages' own timeouts."""
 OURS = re.compile(r"anon_inode:\[eventfd\]|/memfd:ringbuf|socket|pipe")
-"""Descriptors that the runtime gives its workers; an engine may open files as it likes."""
+"""Descriptors that the runtime opens in a worker. An engine may open others."""
 
 
 @dataclass
@@ -44,7 +45,7 @@ class Result:
 
 
 def run_schedule(workload: Workload, schedule: Schedule, mark: str) -> Result:
-    """Carry a schedule out. mark: see ``run_with_faults``."""
+    """Run a schedule. mark: see ``run_with_faults``."""
 
     async def carry_out(_: OmniSystem, driver: Driver) -> None:
         for operation in schedule.operations:
@@ -60,9 +61,9 @@ def run_with_faults(
     mark: str,
     work: Callable[[OmniSystem, Driver], Awaitable[None]],
 ) -> Result:
-    """Do ``work`` to a system, and check what the module says. lives: see ``Schedule``.
+    """Call ``work`` with an open system, and make the checks of this module.
 
-    mark: what ``leaks.MARKER`` is set to in the environment.
+    intensity: see ``Schedule``. mark: the value of ``leaks.MARKER`` in the environment.
     """
 
     async def live() -> tuple[Driver, float]:
@@ -90,7 +91,7 @@ def run_with_faults(
 
 
 def ask_oracle(workload: Workload) -> None:
-    """Fill ``workload.oracle``: each request once, alone, on a system that nobody hurts."""
+    """Fill ``workload.oracle``: run each request once, alone, without faults."""
 
     async def ask() -> None:
         async with OmniSystem.open(workload.pipeline) as omni:
@@ -104,22 +105,22 @@ def ask_oracle(workload: Workload) -> None:
 
 @asynccontextmanager
 async def _open(workload: Workload, load: Load, intensity: int | None) -> AsyncIterator[tuple[OmniSystem, Driver]]:
-    """A system of the workload's pipeline, loaded and at work."""
+    """Open a system of the workload's pipeline, with its load running."""
     overrides = (
         {} if intensity is None else {f"stages.{stage}.restart.intensity": intensity for stage in workload.stages}
     )
     spawner = RefusingSpawner()
     pipeline = configuration.load(workload.pipeline, overrides)
-    with KillHelper() as hand:
+    with KillHelper() as kill_helper:
         async with OmniSystem.open(pipeline, spawner=spawner) as omni, trio.open_nursery() as nursery:
-            yield omni, Driver(omni, workload, load, spawner, hand, nursery)
+            yield omni, Driver(omni, workload, load, spawner, kill_helper, nursery)
             nursery.cancel_scope.cancel()
 
 
 async def _finish(
     omni: OmniSystem, driver: Driver, workload: Workload, initial_descriptors: dict[str, Counter[str]]
 ) -> None:
-    """Stop the load, and check all that can be checked while the system is open. initial_descriptors: by stage."""
+    """Stop the load, and make the checks that need an open system. initial_descriptors: by stage."""
     client, watch = driver.client, driver.watch
     client.stop()
     found: list[Violation] = []
@@ -137,7 +138,7 @@ async def _finish(
             found.append(Violation("hung", f"{asked.name} ({asked.template.name}) has no outcome"))
             client.drop(asked)
     with trio.move_on_after(FREED_S):
-        while omni.in_flight or _grown(omni, initial_descriptors):  # noqa: ASYNC110 - nobody tells
+        while omni.in_flight or _grown(omni, initial_descriptors):  # noqa: ASYNC110 - no event reports it
             await trio.sleep(0.01)
     if omni.in_flight:
         found.append(Violation("leaked", f"{omni.in_flight} requests are still in flight"))
@@ -151,7 +152,7 @@ async def _finish(
 
 
 def worker_descriptors(omni: OmniSystem) -> list[tuple[str, int, Counter[str]]]:
-    """Of each worker that serves: stage, pid, and how many of the runtime's descriptors and rings it has, by kind."""
+    """For each ready worker: its stage, its pid, and its runtime descriptors and mapped rings, counted by kind."""
     found = []
     for stage, replicas in omni.health().stages.items():
         for each in replicas:
@@ -166,15 +167,15 @@ def worker_descriptors(omni: OmniSystem) -> list[tuple[str, int, Counter[str]]]:
 
 def _grown(omni: OmniSystem, initial_descriptors: dict[str, Counter[str]]) -> list[str]:
     return [
-        f"{stage}, pid {pid}: {dict(counts)}, where its stage began with {dict(initial_descriptors[stage])}"
+        f"{stage}, pid {pid}: {dict(counts)}, at the start {dict(initial_descriptors[stage])}"
         for stage, pid, counts in worker_descriptors(omni)
-        if counts - initial_descriptors[stage]  # fewer are fair: a neighbour may be given up
+        if counts - initial_descriptors[stage]  # fewer are right: a neighbour may be given up
     ]
 
 
 @contextmanager
 def temporary_directory() -> Iterator[Path]:
-    """One that this process and all that it starts put their temporary files into."""
+    """A directory for the temporary files of this process and its children."""
     before = os.environ.get("TMPDIR"), tempfile.tempdir
     with tempfile.TemporaryDirectory(prefix="omni-actors-stress-") as name:
         os.environ["TMPDIR"] = tempfile.tempdir = name

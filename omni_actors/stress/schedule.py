@@ -1,9 +1,9 @@
 """What happens in a run, as data.
 
 Rules
-1. A schedule names everything by position and name, nothing by what came out: it means the same in every run.
-2. An operation that finds nothing to do (an abort of a request that has ended, a kill of a stage that is given up) does
-   nothing. So every part of a schedule is a schedule, and shrinking may leave out whatever it likes.
+1. A schedule names things by position and name, and by nothing that a run produces, so it means the same in every run.
+2. An operation without a target (an abort of a request that has ended, a kill of a stage that was given up) does
+   nothing. So every part of a schedule is a schedule, and shrinking may remove any operation.
 3. Its text is JSON: ``["full", null, [["kill", ["second"]], ["wait", 20]]]``. Times are milliseconds.
 """
 
@@ -15,7 +15,7 @@ import msgspec
 from msgspec import Meta
 
 Load: TypeAlias = Literal["idle", "one", "full"]
-"""Requests kept in flight all the while: none, one, as many as the workload says."""
+"""Requests kept in flight during the run: none, one, or ``Workload.full``."""
 
 Milliseconds: TypeAlias = Annotated[int, Meta(ge=0, le=600_000)]
 Count: TypeAlias = Annotated[int, Meta(ge=1, le=64)]
@@ -31,7 +31,7 @@ class _Operation(msgspec.Struct, frozen=True, array_like=True, tag=str.lower):
 
 
 class Submit(_Operation, frozen=True):
-    """A request of the workload, read as it comes, or with ``pace`` between the outputs that it reads."""
+    """Submit a request of the workload, and read it at once, or with ``pace`` between outputs."""
 
     request: str
     on_failure: OnFailure = "replay"
@@ -39,13 +39,13 @@ class Submit(_Operation, frozen=True):
 
 
 class Abort(_Operation, frozen=True):
-    """Of the request submitted ``index``-th, counted around."""
+    """Abort the ``index``-th request that was submitted, modulo their number."""
 
     index: int
 
 
 class Disconnect(_Operation, frozen=True):
-    """Drop what reads the request submitted ``index``-th, counted around."""
+    """Stop reading the ``index``-th request that was submitted, modulo their number."""
 
     index: int
 
@@ -62,20 +62,20 @@ class Settle(_Operation, frozen=True):
 
 
 class Kill(_Operation, frozen=True):
-    """SIGKILL of a worker of each stage at once."""
+    """SIGKILL to a worker of each stage at once."""
 
     stages: tuple[str, ...]
 
 
 class KillLoading(_Operation, frozen=True):
-    """SIGKILL, and again ``after`` the next worker of the stage appeared, if it is not ready before."""
+    """SIGKILL, and another one ``after`` the next worker of the stage appeared, unless it is ready before."""
 
     stage: str
     after: Milliseconds = 0
 
 
 class Storm(_Operation, frozen=True):
-    """SIGKILL of each worker of a stage as soon as it is there."""
+    """SIGKILL to each worker of a stage as soon as it appears."""
 
     stage: str
     times: Count
@@ -88,7 +88,7 @@ class Freeze(_Operation, frozen=True):
 
 
 class Pause(_Operation, frozen=True):
-    """SIGSTOP, and SIGCONT within half of what the stage's ``step_timeout_s`` allows: nobody is to be killed for it."""
+    """SIGSTOP, and SIGCONT within half of ``step_timeout_s``. The supervisor must not kill the worker."""
 
     stage: str
     ms: Milliseconds
@@ -103,20 +103,20 @@ class Crash(_Operation, frozen=True):
 
 
 class Starve(_Operation, frozen=True):
-    """The worker's address space is bounded at what it has (RLIMIT_AS), and a large request comes."""
+    """Limit the worker's address space to what it has (RLIMIT_AS), and submit a large request."""
 
     stage: str
 
 
 class Full(_Operation, frozen=True):
-    """SIGKILL, and the memory of the next ``times`` rings is refused (ENOSPC, where rings are made)."""
+    """SIGKILL, and refuse memory for the next ``times`` rings (ENOSPC)."""
 
     stage: str
     times: Count
 
 
 class Orphan(_Operation, frozen=True):
-    """SIGKILL of a process that runs the pipeline, its workers loading or serving."""
+    """SIGKILL to a parent that runs the pipeline, while its workers load or serve."""
 
     loading: bool = False
 
@@ -140,7 +140,7 @@ Operation: TypeAlias = (
 
 
 class Schedule(msgspec.Struct, frozen=True, array_like=True):
-    """lives: None, or the restarts of a stage within a minute (its ``intensity``) before it is given up."""
+    """intensity: None, or the ``restart.intensity`` of every stage."""
 
     load: Load
     intensity: int | None
@@ -153,12 +153,12 @@ def encode(schedule: Schedule) -> str:
 
 
 def decode(text: str) -> Schedule:
-    """Raises msgspec.ValidationError or msgspec.DecodeError on anything else than a schedule."""
+    """Read a schedule. Raises msgspec.ValidationError or msgspec.DecodeError."""
     return msgspec.json.decode(text, type=Schedule)
 
 
 def stages_of(schedule: Schedule) -> set[str]:
-    """Every stage that it names."""
+    """Every stage that a schedule names."""
     named: set[str] = set()
     for operation in schedule.operations:
         match operation:
@@ -172,5 +172,5 @@ def stages_of(schedule: Schedule) -> set[str]:
 
 
 def requests_of(schedule: Schedule) -> set[str]:
-    """Every request that it names."""
+    """Every request that a schedule names."""
     return {operation.request for operation in schedule.operations if isinstance(operation, Submit)}

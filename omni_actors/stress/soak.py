@@ -1,15 +1,14 @@
-"""One system, full load, a fault every two seconds, for as long as one likes: does memory grow, does throughput return?
+"""One system at full load, with a fault every two seconds: does memory grow, and does throughput return?
 
 Rules
-1. The first stage that the most requests share is spared, so that its worker lives as long as the system; the others
-   are hit in turn, by SIGKILL, SIGSTOP, a crash in a step where an engine can be asked for one, and a pause.
-2. RSS is read once a second. The harness lives in the parent, so it keeps nothing of what the parent is answered, and
-   of a fault no more than its times: what grows is the system. The slope is that of the least-squares line after the
-   first fifth of the run, in which caches fill; its error is the standard error of that, for as many independent
-   samples as the residuals' autocorrelation leaves. That of the second half tells what goes on from what levels off:
-   a heap grows in steps, whenever more has come at once than ever before.
-3. Throughput is counted before the first fault (the fault-free level) and, later, in the quiet times: from the moment
-   when every stage serves again to the next fault. Their ratio must be near one.
+1. The stage on most routes is spared, so that its worker lives as long as the system. The other stages are hit in turn
+   by SIGKILL, a crash in a step (if the engine has hooks), a pause and SIGSTOP.
+2. Resident memory is read once a second. The harness lives in the parent, so it keeps no outputs, and of a fault only
+   its times. The slope is that of the least-squares line after the first fifth of the run, while caches fill. Its error
+   is the standard error for as many independent samples as the residuals' autocorrelation leaves. The slope of the
+   second half distinguishes steady growth from a heap that levels off.
+3. Throughput is counted before the first fault, and later in the quiet times: from when every stage serves again to the
+   next fault. The ratio must be near one.
 """
 
 from __future__ import annotations
@@ -36,18 +35,18 @@ from omni_actors.stress.workload import Workload
 from omni_actors.system import OmniSystem
 
 EVERY_S = 2.0
-"""Later where a stage takes longer to come back, so that there is a quiet time after each."""
+"""The time between faults. It is longer if a stage recovers slowly, so that a quiet time follows each fault."""
 QUIET_S = 0.4
 WARM_S, CALM_S = 10.0, 60.0
-"""Before the first fault: not counted, counted. At the most a twentieth and a tenth of the run."""
+"""Before the first fault: warm-up, and fault-free count. At most a twentieth and a tenth of the run."""
 WARMING = 0.2
 PAUSED_S = 0.25
-"""Longer than a pause, which nobody reports."""
+"""Longer than a pause, whose end no event reports."""
 
 
 @dataclass(frozen=True)
 class Slope:
-    """Bytes a minute, and its standard error."""
+    """Bytes per minute, with the standard error."""
 
     per_minute: float
     error: float
@@ -58,13 +57,13 @@ class Slope:
 
 @dataclass
 class Soak:
-    """What came out. throughput: outputs read a second."""
+    """The results of a soak. Throughputs are outputs per second."""
 
     seconds: float
     spared: str
     result: Result
     rss: dict[str, list[tuple[float, float]]]
-    """By process ("parent", and the workers of the spared stage): (seconds since the beginning, bytes)."""
+    """By process ("parent", and the workers of the spared stage): (seconds since the start, bytes)."""
     calm_per_s: float
     quiet_per_s: float
     quiet_s: float
@@ -112,7 +111,7 @@ class Soak:
 
 @dataclass
 class _Count:
-    """Outputs read over a time."""
+    """Outputs that were read during a time."""
 
     outputs: int = 0
     seconds: float = 0.0
@@ -125,20 +124,20 @@ class _Count:
 @dataclass
 class _Record:
     rss: dict[str, array[float]] = field(default_factory=dict)
-    """As in ``Soak``, seconds and bytes in turn."""
+    """As in ``Soak``; seconds and bytes alternate."""
     calm: _Count = field(default_factory=_Count)
     quiet: _Count = field(default_factory=_Count)
 
 
-def soak(workload: Workload, seconds: float, mark: str, say: Callable[[str], None]) -> Soak:
-    """Run for so long. mark: see ``run.run_with_faults``. say: how it goes, now and then."""
+def soak(workload: Workload, seconds: float, mark: str, on_progress: Callable[[str], None]) -> Soak:
+    """Run a soak of ``seconds``. mark: see ``run.run_with_faults``. on_progress: gets a summary at each fault."""
     spared = spared_stage(workload)
     record = _Record()
 
     async def work(omni: OmniSystem, driver: Driver) -> None:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(_sample, omni, spared, record)
-            await _hurt(driver, workload, spared, seconds, record, say)
+            await _inject_faults(driver, workload, spared, seconds, record, on_progress)
             nursery.cancel_scope.cancel()
 
     result = run_with_faults(workload, "full", None, mark, work)
@@ -147,7 +146,7 @@ def soak(workload: Workload, seconds: float, mark: str, say: Callable[[str], Non
 
 
 def spared_stage(workload: Workload) -> str:
-    """The stage on most requests' routes; of several, the first upstream. There must be another one to hit."""
+    """The stage on most routes; of several, the one furthest upstream."""
     most = Counter(stage for each in workload.templates.values() for stage in each.stages)
     return max(workload.stages, key=lambda stage: (most[stage], -workload.stages.index(stage)))
 
@@ -160,24 +159,24 @@ def _faults(workload: Workload, spared: str) -> Iterator[Operation]:
         yield Freeze(stage)
 
 
-async def _hurt(
-    driver: Driver, workload: Workload, spared: str, seconds: float, record: _Record, say: Callable[[str], None]
+async def _inject_faults(
+    driver: Driver, workload: Workload, spared: str, seconds: float, record: _Record, on_progress: Callable[[str], None]
 ) -> None:
-    """Count in peace, then hurt and count in between, until the time is up."""
+    """Count without faults, then inject faults and count between them, until the time is up."""
     until = time.monotonic() + seconds
     await trio.sleep(min(WARM_S, seconds / 20))
     await _count(driver, record.calm, min(CALM_S, seconds / 10))
     for fault in _faults(workload, spared):
         if time.monotonic() > until:
             return
-        hurt_at = time.monotonic()
+        injected_at = time.monotonic()
         await driver.do(fault)
         await trio.sleep(PAUSED_S)
         with trio.move_on_after(workload.patience_s):
             await driver.until_quiet()
             driver.judge_ended()
-        await _count(driver, record.quiet, max(QUIET_S, hurt_at + EVERY_S - time.monotonic()))
-        say(f"{driver.tally.faults} faults, {until - time.monotonic():.0f} s to go")
+        await _count(driver, record.quiet, max(QUIET_S, injected_at + EVERY_S - time.monotonic()))
+        on_progress(f"{driver.tally.faults} faults, {until - time.monotonic():.0f} s to go")
 
 
 async def _count(driver: Driver, count: _Count, for_s: float) -> None:
@@ -188,7 +187,7 @@ async def _count(driver: Driver, count: _Count, for_s: float) -> None:
 
 
 async def _sample(omni: OmniSystem, spared: str, record: _Record) -> None:
-    """Resident memory of this process and of the spared stage's workers, once a second, until cancelled."""
+    """Record the resident memory of this process and of the spared stage's workers once a second, until cancelled."""
     began = time.monotonic()
     while True:
         workers = {f"{spared}.{each.replica}": each.pid for each in omni.health().stages[spared] if each.pid}
@@ -198,12 +197,15 @@ async def _sample(omni: OmniSystem, spared: str, record: _Record) -> None:
 
 
 def resident(pid: int) -> int:
-    """Bytes, those of shared memory included."""
+    """Resident memory in bytes, shared memory included."""
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 def slope(samples: Sequence[tuple[float, float]], after: float = WARMING) -> Slope:
-    """See rule 2. samples: (seconds, bytes), evenly spaced. after: this part of the time. Of fewer than three: NaN."""
+    """Return the slope of rule 2. samples: (seconds, bytes), evenly spaced. after: the part of the time to skip.
+
+    With fewer than three samples, the slope and its error are NaN.
+    """
     kept = [sample for sample in samples if sample[0] >= samples[-1][0] * after] if samples else []
     if len(kept) < 3:
         return Slope(math.nan, math.nan)

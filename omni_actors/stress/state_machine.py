@@ -1,12 +1,11 @@
-"""Makes schedules: a state machine of Hypothesis's whose rules are the operations. Shrinks those that fail.
+"""Generates schedules with a Hypothesis state machine whose rules are the operations, and shrinks failing ones.
 
 Rules
-1. The machine only writes a schedule down, and carries it out in its teardown. So what Hypothesis draws never depends
-   on what happened, and what failed is, to the letter, what can be repeated.
-2. Shrinking works on the schedule, not on the draws: operations are left out, halves first, then one by one, for as
-   long as what is left still fails. Processes race, so each smaller one gets ``TRIES`` runs to fail in. What is printed
-   did fail.
-3. The budget is looked at between runs: a run that began is finished.
+1. The machine only writes a schedule down, and runs it in its teardown. So what Hypothesis draws never depends on what
+   happened, and the schedule that failed is exactly the one that can be repeated.
+2. Shrinking works on the schedule, not on the draws: it removes operations, halves first, then single ones, as long as
+   the rest still fails. Processes race, so each smaller schedule gets ``TRIES`` runs to fail in.
+3. The budget is checked between runs. A run that has begun is finished.
 """
 
 from __future__ import annotations
@@ -38,31 +37,31 @@ from omni_actors.stress.run import Result
 from omni_actors.stress.schedule import OnFailure, Operation, Schedule
 from omni_actors.stress.workload import Workload
 
-LIVES = 2
+LOW_INTENSITY = 2
 TRIES = 2
 
 
 class SearchOver(BaseException):
-    """The budget is spent, or a run failed. Not an ``Exception``: Hypothesis would take it for a failure of its own."""
+    """Ends a search. Not an ``Exception``, which Hypothesis would treat as a failing example."""
 
 
 @dataclass
 class Search:
-    """Runs of one command, until enough. run: carries a schedule out; enough: whether the budget is spent."""
+    """Searches for a failing schedule. run: runs a schedule. enough: tells whether the budget is spent."""
 
     workload: Workload
     run: Callable[[Schedule], Result]
     enough: Callable[[], bool]
     shrink_s: float
     tally: Tally = field(default_factory=Tally)
-    """Up to the first failing run, that included: how often shrinking fails says nothing about the system."""
+    """Counts up to the first failing run, and of that run. Runs while shrinking are not counted."""
     failing: Schedule | None = None
-    """The smallest that failed."""
+    """The smallest schedule that failed."""
     violations: list[Violation] = field(default_factory=list)
-    """Of it."""
+    """The violations of ``failing``."""
 
     def go(self, seed: int, operations: int) -> None:
-        """Run schedules drawn from ``seed``, of up to so many operations, until enough or until one fails."""
+        """Run schedules from ``seed``, of up to ``operations`` operations, until the budget is spent or one fails."""
         machine = with_seed(seed)(state_machine_for(self))
         drawing = settings(
             max_examples=1_000_000,
@@ -80,7 +79,7 @@ class Search:
             self._shrink(self.failing, time.monotonic() + self.shrink_s)
 
     def carry_out(self, schedule: Schedule) -> None:
-        """Raises Over."""
+        """Run one schedule. Raises SearchOver."""
         if self.enough():
             raise SearchOver
         result = self.run(schedule)
@@ -147,7 +146,9 @@ class ScheduleWriter(RuleBasedStateMachine):
         self.submitted += 1
         return self.submitted - 1
 
-    @initialize(load=st.sampled_from(("idle", "one", "full")), intensity=st.sampled_from((None,) * 7 + (LIVES,)))
+    @initialize(
+        load=st.sampled_from(("idle", "one", "full")), intensity=st.sampled_from((None,) * 7 + (LOW_INTENSITY,))
+    )
     def begin(self, load: schedules.Load, intensity: int | None) -> None:
         self.load, self.intensity = load, intensity
 
@@ -175,32 +176,32 @@ class ScheduleWriter(RuleBasedStateMachine):
     def settle(self) -> None:
         self.operations.append(schedules.Settle())
 
-    def _hurt(self, after: int, fault: Operation, alone: bool) -> None:
-        """alone: nothing else happens until it is over, so that its times count."""
+    def _inject(self, after: int, fault: Operation, alone: bool) -> None:
+        """alone: nothing else happens until the fault is over, so that its times count."""
         self.operations += [schedules.Wait(after), fault]
         if alone:
             self.operations.append(schedules.Settle())
 
     @rule(stage=STAGE, after=DELAY_MS, alone=st.booleans())
     def kill(self, stage: str, after: int, alone: bool) -> None:
-        self._hurt(after, schedules.Kill((stage,)), alone)
+        self._inject(after, schedules.Kill((stage,)), alone)
 
     @precondition(lambda self: len(self.workload.stages) > 1)
     @rule(pair=TWO_STAGES, after=DELAY_MS, alone=st.booleans())
     def kill_two(self, pair: list[str], after: int, alone: bool) -> None:
-        self._hurt(after, schedules.Kill(tuple(pair)), alone)
+        self._inject(after, schedules.Kill(tuple(pair)), alone)
 
     @rule(stage=STAGE, after=DELAY_MS, alone=st.booleans())
     def kill_loading(self, stage: str, after: int, alone: bool) -> None:
-        self._hurt(0, schedules.KillLoading(stage, after), alone)
+        self._inject(0, schedules.KillLoading(stage, after), alone)
 
     @rule(stage=STAGE, times=st.integers(2, 5), alone=st.booleans())
     def storm(self, stage: str, times: int, alone: bool) -> None:
-        self._hurt(0, schedules.Storm(stage, times), alone)
+        self._inject(0, schedules.Storm(stage, times), alone)
 
     @rule(stage=STAGE, after=DELAY_MS, alone=st.booleans())
     def stop_process(self, stage: str, after: int, alone: bool) -> None:
-        self._hurt(after, schedules.Freeze(stage), alone)
+        self._inject(after, schedules.Freeze(stage), alone)
 
     @rule(stage=STAGE, ms=st.sampled_from((50, 200, 500, 2000)))
     def pause(self, stage: str, ms: int) -> None:
@@ -209,20 +210,20 @@ class ScheduleWriter(RuleBasedStateMachine):
     @precondition(lambda self: bool(self.workload.hooks))
     @rule(stage=STAGE_WITH_HOOKS, how=st.sampled_from(("raise", "exit", "hang")), alone=st.booleans())
     def crash(self, stage: str, how: schedules.How, alone: bool) -> None:
-        self._hurt(0, schedules.Crash(stage, how), alone)
+        self._inject(0, schedules.Crash(stage, how), alone)
 
     @precondition(lambda self: bool(self.workload.hooks))
     @rule(stage=STAGE_WITH_HOOKS, alone=st.booleans())
     def crash_again_and_again(self, stage: str, alone: bool) -> None:
-        self._hurt(0, schedules.Crash(stage, "raise", "replay"), alone)
+        self._inject(0, schedules.Crash(stage, "raise", "replay"), alone)
 
     @rule(stage=STAGE, alone=st.booleans())
     def starve(self, stage: str, alone: bool) -> None:
-        self._hurt(0, schedules.Starve(stage), alone)
+        self._inject(0, schedules.Starve(stage), alone)
 
     @rule(stage=STAGE, times=st.integers(1, 2), alone=st.booleans())
     def fill(self, stage: str, times: int, alone: bool) -> None:
-        self._hurt(0, schedules.Full(stage, times), alone)
+        self._inject(0, schedules.Full(stage, times), alone)
 
     @rule(loading=st.booleans())
     def orphan(self, loading: bool) -> None:

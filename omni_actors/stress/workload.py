@@ -1,9 +1,10 @@
-"""The requests that a pipeline is asked under fire, found from its configuration alone.
+"""The requests that the harness sends to a pipeline, derived from its configuration alone.
 
 Rules
-1. Every request is the same each time: fixed input, fixed seeds. So its answer without a fault is the oracle's.
-2. A pipeline that begins with ``echo`` engines gets chunks of text, sound and codes, and its echo engines can be asked
-   to fail. Others get what their stages accept of ``messages``, ``script`` and ``audio``, and fail from outside only.
+1. Every request is the same each time: fixed input, fixed seeds. So its output without a fault is the oracle's.
+2. A pipeline whose first engines are ``echo`` gets chunks of text, sound and codes, and its echo engines can be asked
+   to fail (``hooks``). Other pipelines get what their stages accept of ``messages``, ``script`` and ``audio``, and are
+   hit from outside only.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from omni_actors.stress.oracle import Oracle
 
 SEED = 7
 SHORT, LONG = 3, 60
-"""Chunks in a request to an echo pipeline."""
+"""Chunks of a request to an echo pipeline."""
 RATE = 24_000
 SCRIPT = "Good morning."
 QUESTION = "What is the capital of France?"
@@ -33,7 +34,7 @@ LONG_QUESTION = "Write three sentences about the sea."
 
 @dataclass(frozen=True)
 class Template:
-    """A request. stages: its route, upstream first. hooked: the same request, asking its engines for a failure."""
+    """A request. stages: its route, upstream first."""
 
     name: str
     inputs: Mapping[str, Sequence[Input]]
@@ -42,7 +43,7 @@ class Template:
     stages: tuple[str, ...]
 
     def with_hooks(self, hooks: Mapping[str, Any]) -> Mapping[str, Sequence[Input]]:
-        """The inputs with ``hooks`` for echo engines on the first piece of each kind."""
+        """The inputs, with ``hooks`` for echo engines in the first piece of each kind."""
         return {
             kind: [Input({**pieces[0].data, "echo": hooks}, pieces[0].tensors), *pieces[1:]]
             for kind, pieces in self.inputs.items()
@@ -51,9 +52,9 @@ class Template:
 
 @dataclass
 class Workload:
-    """A pipeline, and what is asked of it. ``oracle`` is filled by a system without faults, once.
+    """A pipeline and its requests. A run without faults fills ``oracle``.
 
-    full: requests in flight at full load. patience_s: after the last fault, whatever takes longer hangs.
+    full: requests in flight at full load. patience_s: what takes longer than this after the last fault hangs.
     """
 
     pipeline: Pipeline
@@ -63,7 +64,7 @@ class Workload:
     full: int
     patience_s: float
     replayed: frozenset[str] = frozenset()
-    """Stages whose requests survive them."""
+    """Stages whose death a request survives."""
     oracle: dict[str, Oracle] = field(default_factory=dict)
 
     @property
@@ -83,22 +84,24 @@ def nodes_of(pipeline: Pipeline) -> dict[str, Node]:
     return {name: Node(stage.accepts, stage.inputs, stage.emits) for name, stage in pipeline.stages.items()}
 
 
-def find(config: str | Pipeline, overrides: Mapping[str, Any]) -> Workload:
-    """The workload of a pipeline. Restarts are quick and not counted, and hangs are found early, unless overridden.
+def workload_of(config: str | Pipeline, overrides: Mapping[str, Any]) -> Workload:
+    """Derive the workload of a pipeline. Unless overridden, restarts are quick and unlimited, and timeouts are short.
 
-    Raises ConfigError, also where no request reaches some stage.
+    Raises ConfigError, also if no request reaches some stage.
     """
     given = configuration.load(config, overrides)
     is_echo = all(stage.engine == "echo" for stage in given.stages.values() if stage.accepts)
-    ours: dict[str, Any] = {}
+    defaults: dict[str, Any] = {}
     for name, stage in given.stages.items():
         place = f"stages.{name}"
-        ours[f"{place}.restart.backoff_s"] = ours[f"{place}.restart.backoff_max_s"] = 0.01
-        ours[f"{place}.restart.intensity"] = 1_000_000
-        ours[f"{place}.load_timeout_s"], ours[f"{place}.step_timeout_s"] = (3.0, 1.0) if is_echo else (60.0, 10.0)
+        defaults[f"{place}.restart.backoff_s"] = defaults[f"{place}.restart.backoff_max_s"] = 0.01
+        defaults[f"{place}.restart.intensity"] = 1_000_000
+        defaults[f"{place}.load_timeout_s"], defaults[f"{place}.step_timeout_s"] = (
+            (3.0, 1.0) if is_echo else (60.0, 10.0)
+        )
         if stage.engine == "echo":
-            ours[f"{place}.options.step_s"] = 0.001
-    pipeline = configuration.load(config, {**ours, **overrides})
+            defaults[f"{place}.options.step_s"] = 0.001
+    pipeline = configuration.load(config, {**defaults, **overrides})
     templates = {each.name: each for each in (_echo_requests if is_echo else _model_requests)(pipeline)}
     for name in pipeline.stages:
         if not any(name in each.stages for each in templates.values()):
@@ -111,7 +114,7 @@ def find(config: str | Pipeline, overrides: Mapping[str, Any]) -> Workload:
 def _template(
     pipeline: Pipeline, name: str, inputs: Mapping[str, Sequence[Input]], modalities: tuple[str, ...], **params: Any
 ) -> Iterator[Template]:
-    """None where this pipeline has no way for it; params are those that an engine on the way knows."""
+    """Yield the template if the pipeline has a route for it, with the parameters that an engine on the route knows."""
     try:
         route = plan(nodes_of(pipeline), inputs, modalities)
     except InvalidRequest:
@@ -150,16 +153,16 @@ def _model_requests(pipeline: Pipeline) -> Iterator[Template]:
     times = np.arange(RATE) / RATE
     tone = (0.3 * np.sin(2 * np.pi * 220 * times) * np.hanning(RATE)).astype(np.float32)
     recording = {"audio": [Input({"sample_rate": RATE, "index": 0}, {"audio": tone})]}
-    # Nothing is said in it, and a question must not be empty.
+    # The recording has no words, and a question must not be empty.
     about_it = question([{"type": "audio", "index": 0}, {"type": "text", "text": QUESTION}])
-    asked = {name for name, stage in pipeline.stages.items() if "messages" in stage.accepts}
+    takes_messages = {name for name, stage in pipeline.stages.items() if "messages" in stage.accepts}
 
     emitted = _emitted(pipeline)
     for modality in emitted:
         yield from _template(pipeline, f"{modality}, script", {"script": [Input({"text": SCRIPT})]}, (modality,))
-        for heard in _template(pipeline, f"{modality}, recording", recording, (modality,)):
-            if asked.isdisjoint(heard.stages):
-                yield heard
+        for template in _template(pipeline, f"{modality}, recording", recording, (modality,)):
+            if takes_messages.isdisjoint(template.stages):
+                yield template
         yield from _template(pipeline, f"{modality}, with audio", recording | about_it, (modality,), max_tokens=4)
         yield from _template(pipeline, f"{modality}, short", question(QUESTION), (modality,), max_tokens=4)
     yield from _template(pipeline, "sampled, short", question(QUESTION), ("text",), max_tokens=8, temperature=0.8)

@@ -1,4 +1,4 @@
-"""What the tests of the harness share: a quiet day's answers, and pipelines with a bug planted in an engine."""
+"""What the tests of the harness share: the baseline's answers, and pipelines with a planted bug in an engine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 from omni_actors import config as configuration
 from omni_actors.stress import leaks
 from omni_actors.stress.run import ask_oracle
-from omni_actors.stress.workload import Workload, find
+from omni_actors.stress.workload import Workload, workload_of
 
 ENGINES = """
     import pathlib
@@ -99,7 +99,7 @@ def what_is_there_already_is_no_garbage() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def baseline() -> Workload:
     """echo's workload with its answers."""
-    workload = find("echo", {})
+    workload = workload_of("echo", {})
     ask_oracle(workload)
     return workload
 
@@ -116,7 +116,7 @@ def planted(baseline: Workload, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
             "stages.second.deterministic": True,
             "stages.second.options": {"marker": str(tmp_path / engine)},
         }
-        patience_s = 1.0 if engine == "Mute" else baseline.patience_s  # nobody else is waited for in vain
+        patience_s = 1.0 if engine == "Mute" else baseline.patience_s  # only a mute engine keeps the harness waiting
         return replace(baseline, pipeline=configuration.load(baseline.pipeline, overrides), patience_s=patience_s)
 
     return plant

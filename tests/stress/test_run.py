@@ -58,7 +58,7 @@ def test_a_sound_system_passes_and_each_fault_is_counted_and_timed(baseline: Wor
     [
         ("Stutters", HIT_IN_THE_MIDDLE, {"lost", "duplicated"}, "3840 bytes, 2880 expected"),
         ("Mute", HIT_IN_THE_MIDDLE, {"hung"}, "has no outcome"),
-        ("Faint", HIT_BY_NOBODY, {"disturbed"}, "nobody killed it"),
+        ("Faint", HIT_BY_NOBODY, {"disturbed"}, "the harness did not kill it"),
         ("Daemon", HIT_IN_THE_MIDDLE, {"leaked"}, "sleep 300"),
     ],
 )
@@ -100,10 +100,10 @@ def test_a_descriptor_that_stays_open_here_is_found(
     baseline: Workload, mark: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kept: list[int] = []
-    connect = RefusingSpawner.connect
+    create_ring = RefusingSpawner.create_ring
 
     def leaking(self: RefusingSpawner, producer: Address, consumer: Address, capacity: int, generation: int) -> Ring:
-        ring = connect(self, producer, consumer, capacity, generation)
+        ring = create_ring(self, producer, consumer, capacity, generation)
         kept.append(os.dup(ring.fds[0]))
         return ring
 

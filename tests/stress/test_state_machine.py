@@ -11,20 +11,20 @@ from omni_actors.stress.report import Tally
 from omni_actors.stress.run import Result
 from omni_actors.stress.schedule import Freeze, Kill, Operation, Schedule, Settle, Submit
 from omni_actors.stress.state_machine import Search
-from omni_actors.stress.workload import find
+from omni_actors.stress.workload import workload_of
 
 RUNS = 40
 
 
 def drawn(seed: int) -> list[Schedule]:
-    """What a hunt would run."""
+    """What a search would run."""
     run: list[Schedule] = []
 
     def note(schedule: Schedule) -> Result:
         run.append(schedule)
         return Result(Tally(), [])
 
-    Search(find("echo", {}), note, lambda: len(run) >= RUNS, 10.0).go(seed, 20)
+    Search(workload_of("echo", {}), note, lambda: len(run) >= RUNS, 10.0).go(seed, 20)
     return run
 
 
@@ -57,13 +57,13 @@ def test_a_failing_schedule_is_shrunk_to_what_it_takes() -> None:
         tally.row("SIGSTOP", schedule.load).faults += 1
         return Result(tally, [Violation("lost", "something")] if _holds_both(schedule) else [])
 
-    hunt = Search(find("echo", {}), run, lambda: hunt.tally.runs > 3000, shrink_s=60.0)
-    hunt.go(3, 20)
-    assert hunt.failing is not None
-    assert _holds_both(hunt.failing)
-    assert [type(operation).__name__ for operation in hunt.failing.operations] == ["Submit", "Freeze"]
-    assert (hunt.failing.load, hunt.failing.intensity) == ("idle", None)
-    assert [violation.what for violation in hunt.violations] == ["something"]
+    search = Search(workload_of("echo", {}), run, lambda: search.tally.runs > 3000, shrink_s=60.0)
+    search.go(3, 20)
+    assert search.failing is not None
+    assert _holds_both(search.failing)
+    assert [type(operation).__name__ for operation in search.failing.operations] == ["Submit", "Freeze"]
+    assert (search.failing.load, search.failing.intensity) == ("idle", None)
+    assert [violation.what for violation in search.violations] == ["something"]
 
 
 def test_what_fails_once_only_is_kept() -> None:
@@ -73,9 +73,9 @@ def test_what_fails_once_only_is_kept() -> None:
         runs.append(schedule)
         return Result(Tally(), [Violation("hung", "once")] if len(runs) == 5 else [])
 
-    hunt = Search(find("echo", {}), run, lambda: len(runs) > 50, 60.0)
-    hunt.go(1, 20)
-    assert hunt.failing == runs[4]
+    search = Search(workload_of("echo", {}), run, lambda: len(runs) > 50, 60.0)
+    search.go(1, 20)
+    assert search.failing == runs[4]
 
 
 def test_a_text_that_is_no_schedule_is_refused() -> None:
