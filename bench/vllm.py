@@ -1,17 +1,18 @@
-"""What a stage on vLLM costs beside vLLM itself: `.venv-vllm/bin/python -m bench.vllm`, one run.
+"""`.venv-vllm/bin/python -m bench.vllm`: compare a stage on vLLM with vLLM itself.
 
-Three ways to the same tokens, each in processes of its own that wait while another one works:
-    stage     a pipeline of one stage: supervised worker, rings, the client's iterator, a piece of text a token
-    generate  ``LLM.generate`` in process: no stream, all answers at the end
+Three ways to the same tokens, each in processes of its own, of which one works at a time:
+    stage     a pipeline of one stage: supervised worker, rings, the client's iterator, one piece of text per token
+    generate  ``LLM.generate`` in process: no streaming, all answers at the end
     async     ``AsyncLLM``, vLLM's own streaming client; on a CPU its engine and the model have a process each
 
-A round is ``batch`` requests at once, greedy, of ``--tokens`` tokens each; the ways take turns, a round each, and the
-first round is not counted. Of each round: all tokens by the time from the first request to the last token, and the
-median time to a first piece. ``stage is`` is the median over the rounds of its ratio to the round beside it.
+A round is ``batch`` concurrent greedy requests of ``--tokens`` tokens each. The ways take turns round by round, and the
+first round is not counted. A round's speed is all its tokens divided by the time from the first request to the last
+token; ``first`` is the median time to a request's first piece. ``stage is`` is the median over the rounds of the
+stage's speed relative to the other way's.
 
-Two models: SmolLM2, and one of its kind so small that nearly all of the time is what surrounds a model. ``step`` is the
-time of a round by its tokens, ``model`` the part of it in the model's own forward and logits. ``at most`` is how much
-faster than AsyncLLM anything could be that computes the same: what its step takes by what its model takes.
+There are two models: SmolLM2, and one of its form so small that nearly all time is spent outside of the model. ``step``
+is a round's time per token, ``model`` the part of it in the model's forward and logits. ``at most`` is the bound on any
+speedup over AsyncLLM with the same model: its step divided by its model time.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "SmolLM2 135M": {},
     "small": {"load_format": "dummy", "hf_overrides": {**SIZES, **HEADS}},
 }
-"""By name, what is given to vLLM besides."""
+"""Further ``engine_args`` by model."""
 ENGINE_ARGS: dict[str, Any] = {
     "dtype": "float32",
     "enforce_eager": True,
@@ -52,21 +53,23 @@ ENGINE_ARGS: dict[str, Any] = {
     "disable_log_stats": True,
 }
 QUIET_S = {"stage": 0.2, "generate": 0.2, "async": 2.0}
-"""After a round. AsyncLLM's processes look for more work, awake, for a second."""
+"""The pause after a round. AsyncLLM's processes poll for more work for a second."""
 ANSWER = "ROUND "
-"""Before what a way's process says on stdout; the rest is vLLM's."""
+"""The prefix of a result on stdout. All other lines are vLLM's."""
 
 
 class Round(NamedTuple):
+    """The times of one round, in seconds."""
+
     seconds: float
     first: Sequence[float] = ()
-    """Of each request, to its first piece, s; none where nothing streams."""
+    """Each request's time to its first piece; empty without streaming."""
     model_s: float | None = None
-    """In the model's own forward and logits."""
+    """The time in the model's forward and logits."""
 
 
 class Timed:
-    """Mixed into vLLM's worker (its ``worker_extension_cls``): how long the model itself takes."""
+    """Mixed into vLLM's worker (``worker_extension_cls``): measures the time that the model takes."""
 
     model_runner: Any
 
@@ -84,7 +87,7 @@ class Timed:
             self._model_s += time.perf_counter() - began
 
     def model_seconds(self) -> float:
-        """Since the last call."""
+        """Return the model's time since the last call."""
         seconds, self._model_s = self._model_s, 0.0
         return seconds
 
@@ -99,7 +102,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1, help="of the model")
     parser.add_argument("--model", choices=MODELS, nargs="+", default=[*MODELS])
-    parser.add_argument("--way", choices=WAYS, help="only this one: batches from stdin, rounds to stdout")
+    parser.add_argument("--way", choices=WAYS, help="run only this way: batches from stdin, rounds to stdout")
     args = parser.parse_args()
     if args.way:
         _serve(args)
@@ -115,7 +118,7 @@ def main() -> None:
 
 
 def _rounds(ways: dict[str, _Way], batch: int, first: int) -> dict[str, Round]:
-    """One of each way; each time another one is the first."""
+    """Run a round of each way. first: the way that begins, which changes from round to round."""
     order = [WAYS[(first + at) % len(WAYS)] for at in range(len(WAYS))]
     return {way: ways[way].round(batch) for way in order}
 
@@ -141,7 +144,7 @@ def _ms(seconds: list[float]) -> str:
 
 
 class _Way:
-    """A process of this program that does rounds."""
+    """A process of this program that runs the rounds of one way."""
 
     def __init__(self, way: str, model: str) -> None:
         command = [sys.executable, "-m", "bench.vllm", *sys.argv[1:], "--way", way, "--model", model]
@@ -157,7 +160,7 @@ class _Way:
             if line.startswith(ANSWER):
                 time.sleep(QUIET_S[self._way])
                 return Round(*json.loads(line.removeprefix(ANSWER)))
-        raise RuntimeError(f"it ended: {self._process.args}")
+        raise RuntimeError(f"this process ended: {self._process.args}")
 
     def __enter__(self) -> _Way:
         return self
@@ -175,7 +178,7 @@ def _serve(args: argparse.Namespace) -> None:
     os.environ |= {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     ways: dict[str, Callable[..., None]] = {"stage": _stage, "generate": _generate, "async": _async}
     ways[args.way](args, {**ENGINE_ARGS, **MODELS[args.model[0]]})
-    gc.collect()  # what an engine has for its end wants an interpreter that is still whole
+    gc.collect()  # an engine's finalizers need an interpreter that is not shutting down
 
 
 def _batches() -> Iterator[int]:
@@ -231,7 +234,7 @@ def _stage(args: argparse.Namespace, engine_args: dict[str, Any]) -> None:
 
 
 def _prompt(tokenizer: Any) -> dict[str, list[int]]:
-    """Of the question: its conversation is made into tokens within the round, as the stage does it."""
+    """Return the question's tokens. Tokenizing is part of a round, as it is for the stage."""
     messages = [{"role": "user", "content": QUESTION}]
     return {"prompt_token_ids": tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)}
 
@@ -278,7 +281,7 @@ def _async(args: argparse.Namespace, engine_args: dict[str, Any]) -> None:
 
     async def run() -> None:
         await engine.collective_rpc("time_model")
-        for number, batch in enumerate(_batches()):  # nothing else is to run while it waits
+        for number, batch in enumerate(_batches()):  # nothing else has to run while stdin blocks
             _answer(await a_round(batch, number))
 
     try:

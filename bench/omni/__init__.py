@@ -1,1 +1,1 @@
-"""What streaming between the stages of an omni model is worth. See ``bench.omni.__main__``."""
+"""Benchmark of streaming between the stages of an omni model. See ``bench.omni.__main__``."""

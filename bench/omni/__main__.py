@@ -1,10 +1,11 @@
-"""`python -m bench.omni`: what streaming between the stages of an omni model is worth.
+"""`python -m bench.omni`: measure what streaming between the stages of an omni model gains.
 
-For each scenario (``bench.omni.pipelines``) three systems are open at once, and all are idle but the one that is
-measured: streamed, gathered (each stage waits for all of its input), and the thinker alone. Rounds go through the
-systems in turn, so that a machine whose speed drifts is the same for all; medians are printed, and ratios of medians.
-TTFT is compared round by round, in random order, with what the same workers take where no speech is asked for, and with
-the thinker alone: of two processes that do the same, one may be 9% faster for as long as they live.
+For each scenario (``bench.omni.pipelines``) three systems are open at once: streamed, gathered (each stage waits for
+all of its input), and the thinker alone. Only one system computes at a time. Rounds go through the systems in turn, so
+that a drift of the machine's speed affects all equally. The benchmark prints medians and ratios of medians.
+
+TTFT is compared round by round, in random order, with that of the same workers when no speech is requested, and with
+the thinker alone. Two processes that do the same can differ by 9% for as long as they live.
 """
 
 from __future__ import annotations
@@ -32,26 +33,26 @@ from bench.omni.measure import Client, Run, cores, median
 from omni_actors import OmniSystem
 
 SPEEDUP = 4.0
-"""What batching is to bring, of throughput."""
+"""The least ratio of throughput that batching must reach."""
 TTFT_ROUNDS = 32
-"""Counted rounds to the first text only, besides: a millisecond matters there."""
+"""Additional rounds up to the first text only, where a millisecond matters."""
 ALONE, SILENT = "thinker alone", "talker off"
 Bound = tuple[str, float, float]
-"""What, ratio, the most that it may be."""
+"""Name, ratio, and the largest ratio that is allowed."""
 
 
 class Results(msgspec.Struct):
-    """Of some requests at once."""
+    """The results of one number of concurrent requests."""
 
     runs: dict[str, Run]
     """By system."""
     ttft: dict[str, tuple[float, float]]
-    """The streamed system's TTFT to that of the same workers where no speech is asked for (``SILENT``), and to that of
-    another system's (``ALONE``): geometric mean of the rounds' ratios, and its standard error."""
+    """The ratio of the streamed system's TTFT to that of the same workers without speech (``SILENT``), and to that of
+    the thinker alone (``ALONE``): geometric mean over the rounds, and its standard error."""
 
 
 async def measure(scenario: pipelines.Scenario, concurrency: list[int], rounds: int) -> dict[int, Results]:
-    """By number of requests at once."""
+    """Return the results by number of concurrent requests. The first round of each kind warms up and is not counted."""
     both = ("text", "audio")
     systems = {
         "streamed": (scenario.pipeline(streamed=True), both),
@@ -65,7 +66,7 @@ async def measure(scenario: pipelines.Scenario, concurrency: list[int], rounds: 
             await omni.wait_ready()
             clients[name] = Client(omni, scenario, modalities)
         gc.collect()
-        gc.freeze()  # this process has loaded transformers to make a checkpoint; to collect that takes 0.2 s
+        gc.freeze()  # collecting transformers' objects, from making the checkpoint, takes 0.2 s
         stack.callback(gc.unfreeze)
         silent = clients["streamed"].silent()
         results = {}
@@ -74,13 +75,13 @@ async def measure(scenario: pipelines.Scenario, concurrency: list[int], rounds: 
             for turn in range(rounds + 1):
                 for name, client in clients.items():
                     run = await client.run(number)
-                    if turn:  # the first one warms
+                    if turn:
                         runs[name].append(run)
-            asked = {"streamed": clients["streamed"], SILENT: silent, ALONE: clients[ALONE]}
-            first: dict[str, list[float]] = {name: [] for name in asked}
+            clients_by_name = {"streamed": clients["streamed"], SILENT: silent, ALONE: clients[ALONE]}
+            first: dict[str, list[float]] = {name: [] for name in clients_by_name}
             for turn in range(TTFT_ROUNDS + 1):
-                for name in random.sample(sorted(asked), len(asked)):
-                    ttft_s = await asked[name].ttft_s(number)
+                for name in random.sample(sorted(clients_by_name), len(clients_by_name)):
+                    ttft_s = await clients_by_name[name].ttft_s(number)
                     if turn:
                         first[name].append(ttft_s)
             results[number] = Results(
@@ -91,17 +92,18 @@ async def measure(scenario: pipelines.Scenario, concurrency: list[int], rounds: 
 
 
 def _ratio(ours: list[float], theirs: list[float]) -> tuple[float, float]:
-    """Geometric mean of the ratios, and its standard error."""
+    """Return the geometric mean of the ratios, and its standard error."""
     logarithms = [math.log(one / other) for one, other in zip(ours, theirs, strict=True)]
     mean = math.exp(statistics.mean(logarithms))
     return mean, mean * statistics.stdev(logarithms) / math.sqrt(len(logarithms))
 
 
 def bounds(scenario: str, results: Results) -> list[Bound]:
+    """Return the bounds that the results must hold."""
     streamed, gathered = results.runs["streamed"], results.runs["gathered"]
     assert streamed.ttfa_s is not None
     assert gathered.ttfa_s is not None
-    # By themselves: gathered stages run one after the other, and none of them takes another's core.
+    # From the gathered system, whose stages run one after the other and compete for no core.
     slowest = max(gathered.steps_s.values())
     return [
         ("TTFA, streamed / gathered", streamed.ttfa_s / gathered.ttfa_s, 0.15),
@@ -112,7 +114,7 @@ def bounds(scenario: str, results: Results) -> list[Bound]:
 
 
 def monolith(directory: Path, rounds: int) -> dict[int, float]:
-    """Seconds of transformers' generate, by threads; the best of the rounds after one that warms."""
+    """Return the seconds of transformers' ``generate`` by number of threads: the best of the rounds after a warm-up."""
     best = {}
     for threads in (1, cores()):
         command = [sys.executable, "-m", "bench.omni.whole", str(directory), str(threads)]
@@ -130,8 +132,8 @@ def monolith(directory: Path, rounds: int) -> dict[int, float]:
 
 
 def show(console: Console, scenario: str, results: dict[int, Results]) -> bool:
-    """Print a scenario's figures; whether every bound held."""
-    table = Table(scenario, "at once", "TTFT", "TTFA", "E2E", "stages' steps", "CPU", "parent's share")
+    """Print a scenario's results; return whether every bound held."""
+    table = Table(scenario, "concurrent", "TTFT", "TTFA", "E2E", "stages' steps", "CPU", "parent's share")
     for number, result in results.items():
         for name, run in result.runs.items():
             steps = ", ".join(f"{seconds:.2f}" for seconds in run.steps_s.values())
@@ -144,23 +146,25 @@ def show(console: Console, scenario: str, results: dict[int, Results]) -> bool:
         streamed = result.runs["streamed"]
         if streamed.output_bytes:
             extra = streamed.client_bytes / streamed.output_bytes - 1
-            console.print(f"{scenario:8} {number:3} at once  through the parent: outputs and {extra:.1%} for headers")
+            console.print(
+                f"{scenario:8} {number:3} concurrent  through the parent: outputs and {extra:.1%} for headers"
+            )
         for what, ratio, most in bounds(scenario, result):
             held &= ratio <= most
             verdict = "held" if ratio <= most else "[red]not held[/]"
-            console.print(f"{scenario:8} {number:3} at once  {what:40} {ratio:.3f}  (<= {most:g})  {verdict}")
+            console.print(f"{scenario:8} {number:3} concurrent  {what:40} {ratio:.3f}  (<= {most:g})  {verdict}")
         for name, (mean, error) in result.ttft.items():
-            console.print(f"{scenario:8} {number:3} at once  TTFT, streamed / {name:22} {mean:.3f} ± {error:.3f}")
+            console.print(f"{scenario:8} {number:3} concurrent  TTFT, streamed / {name:22} {mean:.3f} ± {error:.3f}")
     return held
 
 
 @click.command()
 @click.option("--rounds", default=3, show_default=True, help="Counted rounds, after one that warms up.")
-@click.option("--concurrency", default="1,4,10,32", show_default=True, help="Requests at once.")
+@click.option("--concurrency", default="1,4,10,32", show_default=True, help="Numbers of concurrent requests.")
 @click.option("--only", type=click.Choice(["compute", "waiting"]), help="One of the two scenarios.")
-@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write the figures here.")
+@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write the results to this file.")
 def main(rounds: int, concurrency: str, only: str | None, json_file: Path | None) -> None:
-    """Measure, print tables, and say which bounds held."""
+    """Measure, print tables, and report which bounds held."""
     console = Console(width=120)
     numbers = [int(number) for number in concurrency.split(",")]
     written: dict[str, Any] = {}
@@ -181,8 +185,8 @@ def main(rounds: int, concurrency: str, only: str | None, json_file: Path | None
             written["batching"] = msgspec.to_builtins(batch)
             held &= batch.speedup >= SPEEDUP
             console.print(
-                f"{batching.REQUESTS} requests, tiny model: one after the other {batch.sequence_s:.2f} s, at once "
-                f"{batch.at_once_s:.2f} s: {batch.speedup:.2f} times the throughput (>= {SPEEDUP:g})  "
+                f"{batching.REQUESTS} requests, tiny model: sequential {batch.sequence_s:.2f} s, concurrent "
+                f"{batch.concurrent_s:.2f} s: {batch.speedup:.2f} times the throughput (>= {SPEEDUP:g})  "
                 f"{'held' if batch.speedup >= SPEEDUP else '[red]not held[/]'}"
             )
             written["transformers"] = monolith(checkpoint, rounds)

@@ -1,4 +1,4 @@
-"""Sixteen requests of several lengths at once, against one after the other, on the tiny checkpoint of the tests."""
+"""Sixteen requests of several lengths, concurrent against sequential, on the tiny checkpoint of the tests."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ REQUESTS = 16
 
 
 class Batching(msgspec.Struct):
-    """Seconds, medians."""
+    """Medians in seconds."""
 
     sequence_s: float
-    at_once_s: float
+    concurrent_s: float
 
     @property
     def speedup(self) -> float:
-        return self.sequence_s / self.at_once_s
+        return self.sequence_s / self.concurrent_s
 
 
 async def measure(directory: Path, rounds: int) -> Batching:
-    """directory: where the checkpoint is made."""
+    """Measure both. directory: where to make the checkpoint."""
     scenario: Scenario = compute(tiny.save(directory, text_eos=0.0, codec_eos=0.0))
     async with OmniSystem.open(scenario.pipeline(streamed=True)) as omni:
         await omni.wait_ready()
@@ -39,7 +39,7 @@ async def measure(directory: Path, rounds: int) -> Batching:
             async for _ in omni.generate(prompt, modalities=("text", "audio"), **params):
                 pass
 
-        sequence, at_once = [], []
+        sequence, concurrent = [], []
         for turn in range(rounds + 1):
             began = time.monotonic()
             for number in range(REQUESTS):
@@ -48,7 +48,7 @@ async def measure(directory: Path, rounds: int) -> Batching:
             async with trio.open_nursery() as nursery:
                 for number in range(REQUESTS):
                     nursery.start_soon(one, number)
-            if turn:  # the first one warms
+            if turn:  # the first round warms up
                 sequence.append(between - began)
-                at_once.append(time.monotonic() - between)
-    return Batching(statistics.median(sequence), statistics.median(at_once))
+                concurrent.append(time.monotonic() - between)
+    return Batching(statistics.median(sequence), statistics.median(concurrent))

@@ -1,6 +1,6 @@
-"""Stages that do not stream: what the field does without async chunking, by our own engines.
+"""Stages that do not stream: the comparison system, with the same engines.
 
-Each takes in all of a request before its engine sees any of it, and gives its outputs when the last is made.
+Each stage collects all of a request's input before its engine gets any of it, and sends all outputs after the last one.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ FACTORY = "bench.omni.gathered:Gathered"
 
 
 class Gathered:
-    """Options: ``engine``, a name of the registry, and that engine's."""
+    """Wraps an engine. Its options are ``engine``, a name of the registry, and the options of that engine."""
 
     def __init__(self, context: StageContext) -> None:
         options = dict(context.options)
@@ -36,7 +36,7 @@ class Gathered:
         return bool(self._engine.busy)
 
     def start(self, request: StageRequest) -> None:
-        # A stage whose parameters the configuration does not know gets all that a request brings.
+        # The parent does not know this engine's parameters, so it sends all parameters of the request.
         params = {name: value for name, value in request.params.items() if name in self._params}
         self._engine.start(msgspec.structs.replace(request, params=params))
         self._chunks[request.request_id] = []

@@ -1,4 +1,4 @@
-"""One system under some requests at once, as their clients see it, and what it took of the machine."""
+"""Measures one system with some concurrent requests: what the clients see, and the CPU time that it takes."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ from omni_actors import AudioChunk, OmniSystem
 from omni_actors.generation import Generation, RequestMetrics
 
 SETTLED_S = 0.1
-"""Without CPU time, of which the kernel tells in hundredths."""
+"""How long a system must take no CPU time to count as idle. The kernel reports CPU time in hundredths of a second."""
 LONGEST_SETTLING_S = 60.0
 
 
 class Run(msgspec.Struct):
-    """Times in seconds from the moment at which all requests are submitted; medians over them, but ``e2e_s``."""
+    """Times are in seconds since all requests were submitted; all but ``e2e_s`` are medians over the requests."""
 
     ttft_s: float
     ttfa_s: float | None
-    """To the first output of the last stage; None where none was asked for."""
+    """To the first output of the last stage; None without speech."""
     e2e_s: float
-    """To the end of the last one."""
+    """To the end of the last request."""
     steps_s: dict[str, float]
-    """By stage, the longest time that one request was in its steps: all of the stage's steps, where all run at once."""
+    """By stage, the longest time that one request was in its steps: all steps, if all requests are concurrent."""
     cpu_s: float
     """User and system time of all workers and the parent."""
     parent_cpu: float
-    """The parent's share of it, this client's work included."""
+    """The parent's share of ``cpu_s``, which includes the work of this client."""
     client_bytes: int
-    """That came into the parent's rings."""
+    """Bytes that the parent received through its rings."""
     output_bytes: int
-    """Of those, text and samples."""
+    """The text and samples among them."""
 
 
 class Client:
@@ -47,7 +47,7 @@ class Client:
         self._omni, self._scenario, self._modalities = omni, scenario, modalities
 
     def silent(self) -> Client:
-        """Asks the same system for text only."""
+        """Return a client that requests only text from the same system."""
         return Client(self._omni, self._scenario, ("text",))
 
     def _ask(self) -> Generation:
@@ -55,9 +55,9 @@ class Client:
         return self._omni.generate(PROMPT, modalities=self._modalities, **params)
 
     async def ttft_s(self, concurrent: int) -> float:
-        """As ``Run.ttft_s``, of requests that are aborted when all have their first text."""
+        """Measure ``Run.ttft_s`` with requests that are aborted once all have their first text."""
         began = time.monotonic()
-        asked = [self._ask() for _ in range(concurrent)]
+        answers = [self._ask() for _ in range(concurrent)]
         seen: list[float] = []
 
         async def first_of(answer: Generation) -> None:
@@ -67,15 +67,15 @@ class Client:
                     return
 
         async with trio.open_nursery() as nursery:
-            for answer in asked:
+            for answer in answers:
                 nursery.start_soon(first_of, answer)
-        for answer in asked:
+        for answer in answers:
             answer.abort()
         await self._settle()
         return statistics.median(seen)
 
     async def _settle(self) -> None:
-        """Until nothing computes: who is measured next has the machine to itself."""
+        """Wait until no worker computes, so that the next measurement has the machine to itself."""
         workers = self._workers()
         before = -1.0
         with trio.fail_after(LONGEST_SETTLING_S):
@@ -88,6 +88,7 @@ class Client:
         return [psutil.Process(replica.pid) for replica in replicas if replica.pid]
 
     async def run(self, concurrent: int) -> Run:
+        """Measure this number of concurrent requests, to their end."""
         workers = self._workers()
         cpu = [_cpu(worker) for worker in workers]
         parent = _cpu(psutil.Process())
@@ -131,7 +132,7 @@ class Client:
 
 
 def median(runs: list[Run], ttft_s: list[float]) -> Run:
-    """Field by field; ttft_s: of the same requests in shorter runs."""
+    """Return the median of each field. ttft_s: further values of that field, from shorter runs."""
     fields: dict[str, Any] = {}
     for name in Run.__struct_fields__:
         values = [getattr(run, name) for run in runs]

@@ -1,7 +1,8 @@
-"""The pipelines that are measured, each streamed and gathered.
+"""The measured pipelines, each streamed and gathered.
 
-compute: Qwen3-Omni's stages on a random checkpoint whose stages cost about the same on one core. waiting: three stages
-whose steps take time and no CPU, as with an accelerator each, so that what is measured is not two cores' scheduler.
+compute: Qwen3-Omni's stages on a random checkpoint whose stages cost about the same on one core.
+waiting: three stages whose steps take time and no CPU, as if each had an accelerator. Its result does not depend on how
+the kernel schedules the stages on few cores.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ TOKENS = FRAMES = 200
 PROMPT = "please tell me a long story about the sea , and of the people who live there ."
 STEP_S = 0.02
 TALKER_NICE, CODE2WAV_NICE = 1, 5
-"""The stages share two cores: who waits for a first word goes first, and what is furthest behind it last."""
+"""The stages share two cores. The thinker, which makes the first text, has the highest priority."""
 CHECKPOINT: dict[str, Any] = {
     "seed": 1,
     "text_eos": 0.0,
@@ -34,18 +35,18 @@ CHECKPOINT: dict[str, Any] = {
     "num_hidden_layers": 4,
     "sliding_window": 72,
 }
-"""Options of ``tiny_models.qwen3``; 148 MB."""
+"""Options of ``tiny_models.qwen3.save``; the checkpoint has 148 MB."""
 
 
 class Scenario(msgspec.Struct, frozen=True):
-    """A pipeline, and what its requests ask."""
+    """A pipeline, and the parameters of its requests."""
 
     name: str
     stages: dict[str, Stage]
     params: dict[str, Any]
 
     def pipeline(self, *, streamed: bool, speaks: bool = True) -> Pipeline:
-        """speaks: with the stages below the thinker too."""
+        """Return the pipeline. streamed: or gathered. speaks: with the stages behind the thinker."""
         stages = {name: stage for name, stage in self.stages.items() if speaks or name == "thinker"}
         if not streamed:
             stages = {name: _gathered(stage) if stage.inputs else stage for name, stage in stages.items()}
@@ -53,7 +54,7 @@ class Scenario(msgspec.Struct, frozen=True):
 
 
 def compute(directory: Path) -> Scenario:
-    """directory: where the checkpoint is, or will be made."""
+    """Return the scenario. directory: the checkpoint's, which this makes if it does not exist."""
     if not (directory / "config.json").exists():
         tiny.save(directory, **CHECKPOINT)
     batch = {"max_batch": 32}
@@ -67,7 +68,7 @@ def compute(directory: Path) -> Scenario:
             "talker": Stage(
                 engine="qwen3_talker", model=model, inputs=("thinker",), threads=1, nice=TALKER_NICE, options=batch
             ),
-            # Its work grows with its batch, which that of the others hardly does: one core would fall behind.
+            # Its work grows with its batch, unlike that of the other stages, so one core would fall behind.
             "code2wav": Stage(
                 engine="qwen3_code2wav",
                 model=model,
@@ -83,7 +84,7 @@ def compute(directory: Path) -> Scenario:
 
 
 def waiting() -> Scenario:
-    """Each stage's step brings every request on by one chunk, whatever their number."""
+    """Return the scenario. Each step of a stage makes one chunk of every request, whatever their number."""
     cost = {"step_s": STEP_S}
     return Scenario(
         "waiting",

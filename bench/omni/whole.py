@@ -1,6 +1,7 @@
-"""`python -m bench.omni.whole DIRECTORY THREADS`: transformers' own generate on the same checkpoint, in one process.
+"""`python -m bench.omni.whole DIRECTORY THREADS`: transformers' own ``generate`` on the same checkpoint, in one
+process.
 
-Each line of input asks for an answer; each line of output is its seconds: to the end, when its first sample is there.
+Each line of input requests an answer. Each line of output is the seconds that it took; all samples come at its end.
 """
 
 from __future__ import annotations
