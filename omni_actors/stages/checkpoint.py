@@ -1,4 +1,4 @@
-"""One part of a Hugging Face checkpoint: the weights of one stage, and not the others'."""
+"""Loading one part of a Hugging Face checkpoint: the weights that one stage needs."""
 
 from __future__ import annotations
 
@@ -13,23 +13,31 @@ Model = TypeVar("Model", bound=PreTrainedModel)
 
 
 class WrongCheckpoint(ValueError):
-    """A checkpoint directory whose configuration and weights do not make the part that a stage needs."""
+    """A checkpoint lacks the configuration or the weights of the part that a stage needs.
 
-    def __init__(self, directory: Path, part: str, what: str) -> None:
-        self.directory, self.part = directory, part
-        super().__init__(f"{directory}: {what}, of the part {part!r}")
+    directory: the checkpoint. part: the part's name, such as "thinker". reason: what is missing, in words.
+    """
+
+    def __init__(self, directory: Path, part: str, reason: str) -> None:
+        self.directory, self.part, self.reason = directory, part, reason
+        super().__init__(f"{directory}: part {part!r}: {reason}")
 
 
 def whole_config(directory: Path) -> PreTrainedConfig:
-    """The configuration of all parts. Nothing is downloaded. Raises OSError."""
+    """Return the configuration of all parts. Nothing is downloaded.
+
+    Raises OSError: the file is missing or unreadable. ValueError: the model type is unknown.
+    """
     return AutoConfig.from_pretrained(directory, local_files_only=True)  # type: ignore[no-any-return]
 
 
 def load_part(model: type[Model], directory: Path, part: str, dtype: torch.dtype, device: str) -> Model:
-    """``model`` with the weights whose names begin with ``part.``, in evaluation mode.
+    """Load the weights whose names begin with ``part.`` into a new ``model``, in evaluation mode.
 
-    Of the others' weights no more than the names are read. Nothing is downloaded. From now on this process computes
-    what can be computed in one way only, in that way, and float32 as such: a replay must come out the same.
+    directory: the whole checkpoint; of other parts only the names are read. Nothing is downloaded.
+    device: where the weights are loaded to, without a copy in the host's memory.
+    Side effect: from now on cuDNN uses deterministic algorithms in this process, and with float32 no TF32, so that a
+    replay gives the same result.
     Raises WrongCheckpoint, OSError.
     """
     torch.backends.cudnn.deterministic = True
@@ -38,9 +46,10 @@ def load_part(model: type[Model], directory: Path, part: str, dtype: torch.dtype
     whole = whole_config(directory)
     config = getattr(whole, f"{part}_config", None)
     if config is None:
-        raise WrongCheckpoint(directory, part, f"a {whole.model_type} model has no configuration")
+        raise WrongCheckpoint(directory, part, f"a {whole.model_type} model has no configuration of it")
     _convert_as(whole.model_type, config.model_type)
-    # Else a page of warnings. By name and module transformers finds how weights are renamed and joined.
+    # The first entry silences a page of warnings. By class name and module, transformers finds how to rename and join
+    # weights.
     quiet = {"_keys_to_ignore_on_load_unexpected": ["."], "__module__": model.__module__}
     untyped: Any = type(model.__name__, (model,), quiet)
     loaded, info = untyped.from_pretrained(
@@ -49,19 +58,19 @@ def load_part(model: type[Model], directory: Path, part: str, dtype: torch.dtype
         attn_implementation="sdpa",
         key_mapping={rf"^{part}\.": ""},
         dtype=dtype,
-        device_map={"": device},  # straight to it: a thinker's weights need not fit into the host's memory
+        device_map={"": device},  # a thinker's weights may not fit into the host's memory
         local_files_only=True,
         output_loading_info=True,
     )
     if missing := sorted(info["missing_keys"]):
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
-        raise WrongCheckpoint(directory, part, f"no weights for {', '.join(missing[:3])}{more}")
+        raise WrongCheckpoint(directory, part, f"there are no weights for {', '.join(missing[:3])}{more}")
     ready: Model = loaded.eval().requires_grad_(requires_grad=False)
     return ready
 
 
 def _convert_as(whole: str, part: str) -> None:
-    """A part whose type transformers gives no conversions (experts joined into one tensor) is read as the whole is."""
+    """Use the weight conversions of the whole model (such as joining experts) for a part without its own."""
     conversions = get_checkpoint_conversion_mapping(whole)  # type: ignore[no-untyped-call]
     known = get_checkpoint_conversion_mapping(part)  # type: ignore[no-untyped-call]
     if conversions is not None and known is None:

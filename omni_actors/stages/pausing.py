@@ -1,4 +1,4 @@
-"""``Pausable`` for engines whose requests carry a flag."""
+"""An implementation of ``base.Pausable`` by a flag on each request."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ __all__ = ["FlaggedPausing"]
 
 
 class FlaggedPausing:
-    """Sets ``paused`` on the engine's own record of a request; the engine's ``busy`` and ``step`` look at it.
+    """A mixin for engines. It sets ``paused`` on a request's record; the engine's ``busy`` and ``step`` read the flag.
 
-    The flag ends with the record, so a request that has ended is not paused.
+    The engine has a mapping ``_requests`` of records with the attribute ``paused``. The flag ends with the record.
     """
 
     _requests: Mapping[RequestId, Any]

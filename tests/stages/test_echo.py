@@ -16,7 +16,7 @@ from ringbuf import Tensor
 
 @pytest.fixture
 def echo(open_stage: Callable[..., Any], drive: Callable[..., Any]) -> Callable[..., Any]:
-    """Options -> a driver of an echo engine."""
+    """echo(**options): a driver of an echo engine."""
     return lambda **options: drive(open_stage("echo", **options))
 
 
@@ -40,7 +40,7 @@ def test_a_dtype_that_numpy_lacks_passes_through(echo: Callable[..., Any]) -> No
     assert (x.dtype, x.shape, bytes(x.data)) == ("bfloat16", (2, 2), bytes(range(8)))
 
 
-def test_the_payload_is_a_function_of_the_request_and_the_outputs_number(echo: Callable[..., Any]) -> None:
+def test_the_payload_is_a_function_of_the_request_and_the_number_of_the_output(echo: Callable[..., Any]) -> None:
     driver = echo(payload_bytes=1000, fan_out=2)
     driver.start(7)
     driver.feed(7)
@@ -51,7 +51,7 @@ def test_the_payload_is_a_function_of_the_request_and_the_outputs_number(echo: C
     assert len(distinct) == 400
 
 
-def test_one_step_serves_every_request_that_has_something_to_give(echo: Callable[..., Any]) -> None:
+def test_one_step_gives_one_output_of_every_ready_request(echo: Callable[..., Any]) -> None:
     driver = echo(fan_out=2)
     for request_id in (1, 2, 3):
         driver.start(request_id)
@@ -81,7 +81,7 @@ def test_a_request_without_sources_gives_an_empty_last_output(echo: Callable[...
     assert (output.last, output.tensors, output.data) == (True, {}, {})
 
 
-def test_loading_and_steps_take_their_time(echo: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loading_and_steps_take_the_configured_time(echo: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     slept: list[float] = []
     monkeypatch.setattr(time, "sleep", slept.append)
     driver = echo(load_s=3.0, step_s=2.0)
@@ -92,7 +92,9 @@ def test_loading_and_steps_take_their_time(echo: Callable[..., Any], monkeypatch
     assert slept == [3.0, 2.0]
 
 
-def test_a_spinning_step_burns_its_time(echo: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_spinning_step_uses_the_cpu_instead_of_sleeping(
+    echo: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     driver = echo(step_s=0.02, spin=True)
     driver.start(1)
     driver.feed(1, last=True)
@@ -155,14 +157,14 @@ def test_a_chunk_can_hang_step(echo: Callable[..., Any], monkeypatch: pytest.Mon
     driver.abort(1)
 
 
-def test_a_chunk_can_end_the_process_with_last_words() -> None:
+def test_a_chunk_can_end_the_process_after_a_line_on_stderr() -> None:
     script = f"""
 from {EchoEngine.__module__} import EchoEngine
 from omni_actors.stages.base import Chunk, StageContext, StageRequest
 engine = EchoEngine(StageContext("echo", None, {{}}, 1, "cpu", print))
 engine.start(StageRequest(1, ("client",), {{}}))
-engine.feed(1, Chunk("client", 0, True, {{}}, {{"echo": {{"stderr": "farewell", "exit": 7}}}}))
+engine.feed(1, Chunk("client", 0, True, {{}}, {{"echo": {{"stderr": "last line", "exit": 7}}}}))
 list(engine.step())
 """
     ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
-    assert (ended.returncode, ended.stderr) == (7, "farewell\n")
+    assert (ended.returncode, ended.stderr) == (7, "last line\n")

@@ -24,14 +24,14 @@ NAMES = ("lh", "theta", "ln", "lr", "phi")
 
 @pytest.fixture(scope="session")
 def voice() -> Any:
-    """hibari itself: the reference."""
+    """The reference: hibari itself."""
     from hibari import Hibari
 
     return Hibari(threads=1)
 
 
 def features_of(voice: Any, text: str) -> list[Any]:
-    """lh, theta, ln, lr, phi, f0 of a sentence, from the network."""
+    """Return the network's lh, theta, ln, lr, phi and f0 for a sentence."""
     ids = np.asarray([voice.ids(voice.phonemize(text)[0])], np.int64)
     return [out[0] for out in voice.sess.run(None, {"ids": ids, "speed": np.ones(1, np.float32)})]
 
@@ -45,7 +45,7 @@ def read(text: str, cuts: list[int] | None = None) -> list[str]:
     reader = SentenceReader(Hibari.split_sentences)
     at = [0, *sorted(cut % (len(text) + 1) for cut in cuts or []), len(text)]
     pieces = [text[a:b] for a, b in itertools.pairwise(at)]
-    return [sentence for piece in pieces for sentence in reader.read(piece)] + reader.finish()
+    return [sentence for piece in pieces for sentence in reader.feed(piece)] + reader.finish()
 
 
 WORDS = st.lists(
@@ -57,31 +57,31 @@ WORDS = st.lists(
 
 
 @given(text=WORDS, cuts=st.lists(st.integers(0, 10**6), max_size=12))
-def test_where_the_text_was_cut_makes_no_difference(text: str, cuts: list[int]) -> None:
+def test_sentences_do_not_depend_on_how_the_text_was_cut(text: str, cuts: list[int]) -> None:
     assert read(text, cuts) == read(text)
 
 
-def test_a_sentence_comes_when_the_next_one_begins() -> None:
+def test_a_sentence_is_returned_when_the_next_one_begins() -> None:
     from hibari import Hibari
 
     reader = SentenceReader(Hibari.split_sentences)
-    given_out = [reader.read(piece) for piece in ("Dr. Smith is", " in. ", "H", "e is well.", "\n", "Good")]
-    assert given_out == [[], [], ["Dr. Smith is in."], [], [], ["He is well."]]
+    returned = [reader.feed(piece) for piece in ("Dr. Smith is", " in. ", "H", "e is well.", "\n", "Good")]
+    assert returned == [[], [], ["Dr. Smith is in."], [], [], ["He is well."]]
     assert reader.finish() == ["Good"]
     assert reader.finish() == []
 
 
-def test_markdown_is_not_read_out() -> None:
+def test_markdown_marks_are_removed() -> None:
     text = "# A *title*\n\n- **one** `thing`\n* another\n> quoted\n+ a - b\n1 - 2"
     assert read(text) == ["A title", "one thing", "another", "quoted", "a - b", "1 - 2"]
 
 
-def test_a_long_run_is_cut_without_waiting_for_its_end() -> None:
+def test_a_long_sentence_is_cut_before_it_ends() -> None:
     from hibari import Hibari
 
     reader = SentenceReader(Hibari.split_sentences)
     clause = "and then it rained, "
-    parts = reader.read(clause * 40)
+    parts = reader.feed(clause * 40)
     assert len(parts) == 2
     assert all(part.endswith("rained,") and len(part) <= LONGEST for part in parts)
     assert " ".join([*parts, *reader.finish()]) == (clause * 40).strip()
@@ -90,14 +90,14 @@ def test_a_long_run_is_cut_without_waiting_for_its_end() -> None:
 
 
 @given(text=WORDS, spaces=st.lists(st.text(" \t\r\n\u2028", min_size=1, max_size=3), min_size=1, max_size=5))
-def test_white_space_in_a_row_is_one_space_or_one_line_break(text: str, spaces: list[str]) -> None:
+def test_a_sequence_of_white_space_becomes_one_space_or_one_line_break(text: str, spaces: list[str]) -> None:
     words, gaps = text.split(), list(itertools.islice(itertools.cycle(spaces), len(text.split())))
     wide = "".join(word + gap for word, gap in zip(words, gaps, strict=True))
     narrow = "".join(word + ("\n" if "\n" in gap else " ") for word, gap in zip(words, gaps, strict=True))
     assert read(wide, [len(wide) // 2]) == read(narrow)
 
 
-def test_what_is_held_of_a_text_stays_small() -> None:
+def test_little_text_is_held_back() -> None:
     from hibari import Hibari
 
     seen: list[int] = []
@@ -108,16 +108,16 @@ def test_what_is_held_of_a_text_stays_small() -> None:
 
     reader = SentenceReader(split)
     for piece in ("word", " ", "\n", "\t", "-") * 400:
-        reader.read(piece)
+        reader.feed(piece)
     for piece in ("\n", " ") * 1000:
-        reader.read(piece)
+        reader.feed(piece)
     assert max(seen) <= LONGEST + len(" word")
 
 
 @pytest.mark.perf
 @pytest.mark.parametrize("end", ["", "later! The end."], ids=["open", "complete"])
-def test_a_long_text_is_cut_in_a_time_that_grows_with_its_length(end: str) -> None:
-    """Ten times the length takes ten times the time; where each cut copies the rest, 40 times and more."""
+def test_cutting_a_long_text_takes_linear_time(end: str) -> None:
+    """Ten times the length takes ten times as long. If each cut copied the rest, it would take 40 times and more."""
 
     def spent(words: int) -> float:
         text = "now " * words + end
@@ -139,7 +139,7 @@ def acoustic(drive: Callable[..., Any]) -> Any:
     return drive("hibari_acoustic")
 
 
-def test_the_features_are_the_networks_in_chunks_that_grow(acoustic: Any, voice: Any) -> None:
+def test_the_features_equal_the_networks_in_growing_chunks(acoustic: Any, voice: Any) -> None:
     acoustic.start(1)
     acoustic.feed(1, {"text": SEA}, last=True)
     outputs = acoustic.run()[1]
@@ -157,7 +157,7 @@ def test_the_features_are_the_networks_in_chunks_that_grow(acoustic: Any, voice:
         assert_close(np.concatenate(pieces, axis=1), whole)
 
 
-def test_a_sentence_is_spoken_while_the_next_one_is_written(acoustic: Any) -> None:
+def test_a_sentence_is_computed_while_the_next_one_arrives(acoustic: Any) -> None:
     acoustic.start(1, ("thinker",))
     acoustic.feed(1, {"text": "It is late. Good"}, source="thinker")
     outputs = acoustic.run()[1]
@@ -179,12 +179,12 @@ def test_a_sentence_is_spoken_while_the_next_one_is_written(acoustic: Any) -> No
         (["Yes.", " Yes.", "  Yes", '."'], [1, 2, 2, 3, 3]),
         (["Wait!", '"', '"', " Go"], [1, 1, 1, 1, 2]),
     ],
-    ids=["complete", "it goes on", "the same again", "it sounds as before"],
+    ids=["complete", "continued", "repeated", "same phonemes"],
 )
-def test_a_sentence_that_looks_complete_is_computed_ahead(
+def test_a_sentence_that_looks_complete_is_computed_speculatively(
     acoustic: Any, monkeypatch: pytest.MonkeyPatch, pieces: list[str], computed: list[int]
 ) -> None:
-    """computed: how often the network has run after each piece, and at the end; the outputs are always the same."""
+    """computed: how often the network has run after each piece and at the end. The outputs are always the same."""
     acoustic.start(1)
     acoustic.feed(1, {"text": "".join(pieces)}, last=True)
     at_once = acoustic.run()[1]
@@ -204,7 +204,7 @@ def test_a_sentence_that_looks_complete_is_computed_ahead(
             assert_close(ours.tensors[name], whole.tensors[name])
 
 
-def test_what_is_due_goes_before_what_may_be_for_nothing(acoustic: Any) -> None:
+def test_complete_sentences_are_computed_before_speculative_ones(acoustic: Any) -> None:
     acoustic.start(1, ("thinker",))
     acoustic.feed(1, {"text": "Perhaps."}, source="thinker")
     acoustic.start(2)
@@ -215,7 +215,7 @@ def test_what_is_due_goes_before_what_may_be_for_nothing(acoustic: Any) -> None:
     acoustic.abort(1)
 
 
-def test_requests_take_turns_by_the_sentence(acoustic: Any) -> None:
+def test_requests_take_turns_after_each_sentence(acoustic: Any) -> None:
     for request_id in (1, 2):
         acoustic.start(request_id)
         acoustic.feed(request_id, {"text": "One. Two. Three."}, last=True)
@@ -227,7 +227,7 @@ def test_requests_take_turns_by_the_sentence(acoustic: Any) -> None:
 
 
 @pytest.mark.parametrize("text", [":-)", "...", "漢字 🙂", "** **\n\n`"])
-def test_a_script_in_which_nothing_can_be_said_fails_and_an_answer_ends_without_sound(acoustic: Any, text: str) -> None:
+def test_a_script_without_phonemes_fails_and_such_an_answer_ends_without_sound(acoustic: Any, text: str) -> None:
     acoustic.start(1)
     acoustic.feed(1, {"text": text}, last=True)
     acoustic.start(2, ("thinker",))
@@ -240,7 +240,7 @@ def test_a_script_in_which_nothing_can_be_said_fails_and_an_answer_ends_without_
     assert (output.last, output.tensors, output.data) == (True, {}, {})
 
 
-def test_what_cannot_be_said_is_left_out_between_sentences(acoustic: Any) -> None:
+def test_a_sentence_without_phonemes_is_left_out(acoustic: Any) -> None:
     acoustic.start(1)
     acoustic.feed(1, {"text": ":-)\nHello.\n:-)\nBye.\n:-)"}, last=True)
     outputs = acoustic.run()[1]
@@ -249,7 +249,7 @@ def test_what_cannot_be_said_is_left_out_between_sentences(acoustic: Any) -> Non
 
 
 @pytest.mark.parametrize("pieces", [[""], ["  \n"], ["", " ", ""]])
-def test_a_client_who_says_nothing_is_refused(acoustic: Any, pieces: list[str]) -> None:
+def test_an_empty_script_is_refused(acoustic: Any, pieces: list[str]) -> None:
     acoustic.start(1)
     for text in pieces[:-1]:
         acoustic.feed(1, {"text": text})
@@ -260,11 +260,13 @@ def test_a_client_who_says_nothing_is_refused(acoustic: Any, pieces: list[str]) 
 
 
 @pytest.mark.parametrize("sizes", [[LONGEST_SCRIPT + 1], [LONGEST_SCRIPT, 1]])
-def test_a_clients_script_has_a_longest(acoustic: Any, sizes: list[int]) -> None:
+def test_a_script_beyond_the_limit_is_refused(acoustic: Any, sizes: list[int]) -> None:
     acoustic.start(1)
     for size in sizes[:-1]:
         acoustic.feed(1, {"text": "a" * size})
-    with pytest.raises(InvalidRequest, match=rf"has {LONGEST_SCRIPT + 1} .* {LONGEST_SCRIPT} can") as refusal:
+    with pytest.raises(
+        InvalidRequest, match=rf"has at least {LONGEST_SCRIPT + 1} characters; the limit is {LONGEST_SCRIPT}"
+    ) as refusal:
         acoustic.feed(1, {"text": "a" * sizes[-1]})
     assert (refusal.value.param, refusal.value.code) == ("input", "string_above_max_length")
     assert not acoustic.engine.busy
@@ -273,16 +275,14 @@ def test_a_clients_script_has_a_longest(acoustic: Any, sizes: list[int]) -> None
 
 
 @pytest.mark.parametrize(("source", "size"), [("client", LONGEST_SCRIPT), ("thinker", LONGEST_SCRIPT + 1)])
-def test_a_script_of_the_longest_length_and_a_models_longer_text_are_taken(
-    acoustic: Any, source: str, size: int
-) -> None:
+def test_a_script_of_the_longest_length_and_a_longer_answer_are_accepted(acoustic: Any, source: str, size: int) -> None:
     acoustic.start(1, (source,))
     acoustic.feed(1, {"text": "a" * size}, source=source)
     assert acoustic.engine.busy
     acoustic.abort(1)
 
 
-def test_a_model_that_says_nothing_gives_silence(acoustic: Any) -> None:
+def test_an_empty_answer_gives_silence(acoustic: Any) -> None:
     acoustic.start(1, ("thinker",))
     acoustic.feed(1, {"text": ""}, last=True, source="thinker")
     assert [output.last for output in acoustic.run()[1]] == [True]
@@ -318,7 +318,7 @@ def vocoder(drive: Callable[..., Any]) -> Any:
 
 
 def vocode(vocoder: Any, sentences: list[list[Any]], step: int, **params: Any) -> list[Any]:
-    """The audio of each sentence, fed ``step`` frames at a time, a chunk and a step in turn."""
+    """Return the audio of each sentence. Features are fed in chunks of ``step`` frames, with a step after each."""
     vocoder.start(1, ("talker",), **params)
     outputs = []
     for sentence, (*spectral, f0) in enumerate(sentences):
@@ -337,7 +337,7 @@ def vocode(vocoder: Any, sentences: list[list[Any]], step: int, **params: Any) -
 
 
 @pytest.mark.parametrize("step", [1, 7, 40, 10**6])
-def test_the_waveform_is_hibaris_at_any_chunk_size(vocoder: Any, voice: Any, step: int) -> None:
+def test_the_waveform_equals_hibaris_at_any_chunk_size(vocoder: Any, voice: Any, step: int) -> None:
     from hibari import dsp
 
     sentences = [features_of(voice, SEA), features_of(voice, "Who is there?")]
@@ -349,7 +349,7 @@ def test_the_waveform_is_hibaris_at_any_chunk_size(vocoder: Any, voice: Any, ste
 
 
 @pytest.mark.parametrize("frames", [1, 2, 3, 4, 5, 6])
-def test_the_shortest_sentences_are_hibaris_too(vocoder: Any, frames: int) -> None:
+def test_the_shortest_sentences_equal_hibaris(vocoder: Any, frames: int) -> None:
     from hibari import dsp
 
     rng = np.random.default_rng(frames)
@@ -362,10 +362,10 @@ def test_the_shortest_sentences_are_hibaris_too(vocoder: Any, frames: int) -> No
         np.testing.assert_allclose(audio, whole, rtol=0, atol=1e-5)
 
 
-def test_the_seed_makes_the_noise(vocoder: Any, voice: Any) -> None:
+def test_the_noise_depends_on_the_seed_and_the_sentence(vocoder: Any, voice: Any) -> None:
     sentence = features_of(voice, "Hush.")
     first, second = vocode(vocoder, [sentence, sentence], 40)
-    assert not np.array_equal(first, second), "two sentences with the same noise"
+    assert not np.array_equal(first, second), "two sentences have the same noise"
     np.testing.assert_equal(vocode(vocoder, [sentence], 40), [first])
     np.testing.assert_equal(vocode(vocoder, [sentence], 40, seed=0), [first])
     audio = {seed: vocode(vocoder, [sentence], 40, seed=seed)[0].tobytes() for seed in (0, 1, -1, 2**63 - 1)}
@@ -409,7 +409,7 @@ F0 = np.zeros(4, np.float32)
         ((0, 0), {name: a[:, :0] for name, a in ZEROS.items()} | {"f0": F0}, "do not fit"),
         ((0, 0), ZEROS | {"f0": np.full(4, np.nan, np.float32)}, "not finite"),
         ((0, 0), ZEROS | {"f0": F0, "lh": np.full((601, 2), np.inf, np.float32)}, "not finite"),
-        ((0, 0), ZEROS | {"f0": np.zeros(40_000, np.float32)}, "at most 32768"),
+        ((0, 0), ZEROS | {"f0": np.zeros(40_000, np.float32)}, "the limit is 32768"),
     ],
 )
 def test_features_that_do_not_fit_are_refused(vocoder: Any, place: Any, tensors: Any, reason: str) -> None:
@@ -426,18 +426,18 @@ def test_input_that_ends_inside_a_sentence_is_refused(vocoder: Any) -> None:
     vocoder.abort(1)
 
 
-# all of it
+# both stages
 
 
-def test_whisper_hears_what_was_to_be_said(acoustic: Any, vocoder: Any, drive: Callable[..., Any]) -> None:
+def test_whisper_transcribes_the_spoken_text(acoustic: Any, vocoder: Any, drive: Callable[..., Any]) -> None:
     whisper = drive("whisper")
     for driver, source in ((acoustic, "client"), (vocoder, "talker"), (whisper, "client")):
         driver.start(1, (source,))
-    said = "The capital of France is Paris, which is a large city."
-    acoustic.feed(1, {"text": said}, last=True)
+    text_in = "The capital of France is Paris, which is a large city."
+    acoustic.feed(1, {"text": text_in}, last=True)
     for chunk in acoustic.run()[1]:
         vocoder.feed(1, chunk.data, chunk.tensors, last=chunk.last, source="talker")
     for chunk in vocoder.run()[1]:
         whisper.feed(1, {"sample_rate": 24000, "index": 0}, {"audio": chunk.tensors["audio"]}, last=chunk.last)
     text = "".join(output.data["text"] for output in whisper.run()[1])
-    assert re.findall(r"\w+", text.lower()) == re.findall(r"\w+", said.lower())
+    assert re.findall(r"\w+", text.lower()) == re.findall(r"\w+", text_in.lower())

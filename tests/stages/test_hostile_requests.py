@@ -1,9 +1,9 @@
-"""Requests with something odd in them, beside an innocent one, asked of every engine.
+"""Generated hostile requests beside a normal request, for every engine.
 
-Whatever one request brings, within its schema or not: the engine raises nothing but ``InvalidRequest``, the request
-ends once and leaves nothing behind, and the innocent request in the same batch gets what it gets alone.
+For any chunks and parameters, within the schema or not: the engine raises nothing but ``InvalidRequest``, the hostile
+request ends once and leaves nothing behind, and the normal request in the same batch gets the same outputs as alone.
 
-``OMNI_ACTORS_FUZZ=50`` in the environment makes 50 times as many examples.
+``OMNI_ACTORS_FUZZ=50`` in the environment runs 50 times as many examples.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from tests.support.engine_cases import Case
 
 FUZZ = int(os.environ.get("OMNI_ACTORS_FUZZ", "1"))
 EXAMPLES = {"whisper": 4, "qwen2_5_token2wav": 5, "hibari_acoustic": 12, "hibari_vocoder": 25, "echo": 40}
-"""Of other engines 15."""
+"""Examples by engine; 15 for the others."""
 STEPS = 25
-"""After these, a request that goes on is aborted: some parameters ask for a long answer."""
-INNOCENT, ODD = 2, 3
+"""After so many steps the hostile request is aborted, because some parameters ask for a long answer."""
+NORMAL, HOSTILE = 2, 3
 
 NUMBERS = st.sampled_from(
     [0, 1, -1, 2**31, 2**63 - 1, 0.5, 1e-45, 5e-324, -0.0, 1e38, 1e308, math.nan, math.inf, -math.inf]
@@ -62,11 +62,11 @@ MESSAGES = st.builds(
 )
 
 
-# what a schema accepts
+# values that a schema accepts
 
 
 def accepted(node: inspect.Type) -> st.SearchStrategy[Any]:
-    """Values of a type, its bounds first of all. A number without a bound, or a list without a size, raises."""
+    """Values of a type, often its bounds. Raises for a number without bounds or a list without a largest length."""
     match node:
         case inspect.UnionType(types=types):
             return st.one_of(*map(accepted, types))
@@ -106,7 +106,7 @@ def test_every_parameter_has_finite_bounds(engine: str) -> None:
         strategy.validate()
 
 
-# what is odd about a chunk
+# hostile chunks and parameters
 
 
 def _alter(draw: Callable[..., Any], array: np.ndarray[Any, Any]) -> Any:
@@ -128,14 +128,14 @@ def _alter(draw: Callable[..., Any], array: np.ndarray[Any, Any]) -> Any:
                 return array.reshape(-1)[0] if array.size else array
         altered = array.copy()
         if altered.size:
-            number = np.asarray(draw(NUMBERS)).astype(altered.dtype)  # of integers: whatever is left of it
+            number = np.asarray(draw(NUMBERS)).astype(altered.dtype)  # integers wrap around
             altered.reshape(-1)[draw(st.integers(0, altered.size - 1))] = number
         return altered
 
 
 @st.composite
-def odd_chunks(draw: Callable[..., Any], case: Case) -> list[Any]:
-    """The chunks of the case's first input, one or two of them altered, doubled, or with something added."""
+def hostile_chunks(draw: Callable[..., Any], case: Case) -> list[Any]:
+    """The chunks of the case's first input, with up to two changes: altered, repeated or added values."""
     chunks = [(dict(data), dict(tensors)) for data, tensors in case.inputs[0]]
     for _ in range(draw(st.integers(0, 2))):
         at = draw(st.integers(0, len(chunks) - 1))
@@ -164,8 +164,8 @@ def odd_chunks(draw: Callable[..., Any], case: Case) -> list[Any]:
 
 
 @st.composite
-def odd_parameters(draw: Callable[..., Any], case: Case) -> dict[str, Any]:
-    """Those of the case, some replaced by others that the schema accepts, rarely one that it does not."""
+def hostile_parameters(draw: Callable[..., Any], case: Case) -> dict[str, Any]:
+    """The case's parameters, some replaced by values that the schema accepts, or rarely by one that it refuses."""
     known = parameters(case.name)
     names = draw(st.lists(st.sampled_from(sorted(known)), max_size=4)) if known else []
     params = {**case.params, **{name: draw(known[name]) for name in names}}
@@ -174,12 +174,12 @@ def odd_parameters(draw: Callable[..., Any], case: Case) -> dict[str, Any]:
     return params
 
 
-# beside an innocent one
+# beside a normal request
 
 
 @pytest.mark.usefixtures("lenient_choices")
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numbers of any size overflow
-def test_an_odd_request_ends_by_itself_and_harms_no_other(
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # large numbers overflow
+def test_a_hostile_request_ends_once_and_changes_no_other(
     case: Case, driver: Any, capfd: pytest.CaptureFixture[str]
 ) -> None:
     case.check(driver, _beside(case, driver, {**case.params}, case.inputs[0]), 1)
@@ -189,52 +189,52 @@ def test_an_odd_request_ends_by_itself_and_harms_no_other(
         max_examples=EXAMPLES.get(case.name, 15) * FUZZ,
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base_example],
     )
-    @given(params=odd_parameters(case), chunks=odd_chunks(case))
-    def harmless(params: dict[str, Any], chunks: list[Any]) -> None:
+    @given(params=hostile_parameters(case), chunks=hostile_chunks(case))
+    def changes_no_other(params: dict[str, Any], chunks: list[Any]) -> None:
         case.check(driver, _beside(case, driver, params, chunks), 1)
 
     try:
-        harmless()
+        changes_no_other()
     finally:
-        for request_id in list(driver.live):  # of an example that failed
+        for request_id in list(driver.live):  # left by an example that failed
             driver.abort(request_id)
-        capfd.readouterr()  # tracebacks of what was refused
+        capfd.readouterr()  # the tracebacks of refused requests
     assert reachable(driver.engine) == before
 
 
 def _beside(case: Case, driver: Any, params: dict[str, Any], chunks: list[Any]) -> list[Any]:
-    """Run an odd request beside the innocent one, chunk by chunk in turn; the innocent one's outputs."""
-    case.start(driver, INNOCENT)
+    """Run a hostile request beside the normal one, alternating chunks. Return the outputs of the normal one."""
+    case.start(driver, NORMAL)
     ended = 0
     try:
-        driver.start(ODD, (case.source,), **params)
+        driver.start(HOSTILE, (case.source,), **params)
     except InvalidRequest:
         ended += 1
-    innocent: list[Any] = []
+    normal: list[Any] = []
     for at in range(max(len(chunks), len(case.inputs[1]))):
         if at < len(chunks) and not ended:
             try:
-                driver.feed(ODD, *chunks[at], last=at == len(chunks) - 1, source=case.source)
+                driver.feed(HOSTILE, *chunks[at], last=at == len(chunks) - 1, source=case.source)
             except InvalidRequest:
-                driver.live.discard(ODD)
+                driver.live.discard(HOSTILE)
                 ended += 1
-        case.feed(driver, INNOCENT, 1, slice(at, at + 1))
+        case.feed(driver, NORMAL, 1, slice(at, at + 1))
         if driver.engine.busy:
-            ended += _take(driver.step(), innocent)
+            ended += _take(driver.step(), normal)
     steps = 0
     while driver.engine.busy:
         steps += 1
-        if steps > STEPS and ODD in driver.live:
-            driver.abort(ODD)
+        if steps > STEPS and HOSTILE in driver.live:
+            driver.abort(HOSTILE)
             ended += 1
             continue
-        ended += _take(driver.step(), innocent)
+        ended += _take(driver.step(), normal)
     assert ended == 1
     assert not driver.live
-    return innocent
+    return normal
 
 
-def _take(outputs: list[Any], innocent: list[Any]) -> int:
-    """Sort one step's outputs; how often the odd request has ended in it."""
-    innocent += [output for output in outputs if output.request_id == INNOCENT]
-    return sum(isinstance(output, StageFailure) or output.last for output in outputs if output.request_id == ODD)
+def _take(outputs: list[Any], normal: list[Any]) -> int:
+    """Collect the normal request's outputs of one step. Return how often the hostile request ended in it."""
+    normal += [output for output in outputs if output.request_id == NORMAL]
+    return sum(isinstance(output, StageFailure) or output.last for output in outputs if output.request_id == HOSTILE)

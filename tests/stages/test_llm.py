@@ -1,4 +1,4 @@
-"""The llm engine: what a request gives, alone and in company, from a tiny random model and from the real one."""
+"""The llm engine: one request and several in a batch, on a tiny random model and on a real one."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def shared_tiny(tiny: Path) -> Iterator[LLMEngine]:
 
 @pytest.fixture
 def engine(shared_tiny: LLMEngine) -> Iterator[LLMEngine]:
-    """The tiny model's engine. A test that leaves a request in it fails, and the next one starts clean."""
+    """The tiny model's engine. A test that leaves a request in it fails; the fixture then removes the request."""
     yield shared_tiny
     left = list(shared_tiny._requests)
     for request_id in left:
@@ -83,7 +83,7 @@ def submit(engine: LLMEngine, request_id: int, prompt: str, **params: Any) -> No
 
 
 class Results:
-    """What came out, by request."""
+    """The outputs of an engine, by request."""
 
     def __init__(self) -> None:
         self.pieces: dict[int, list[str]] = {}
@@ -117,13 +117,13 @@ def answer(engine: LLMEngine, prompt: str, **params: Any) -> tuple[str, Mapping[
 
 @functools.cache
 def answered(engine: LLMEngine, prompt: str, max_tokens: int) -> tuple[str, Mapping[str, Any]]:
-    """``answer``, greedily, asked once: to compare with."""
+    """Return the greedy ``answer``, computed once, to compare with."""
     return answer(engine, prompt, max_tokens=max_tokens)
 
 
 @functools.cache
 def transformers_of(path: Path) -> tuple[Any, Any]:
-    """The tokenizer and the model of a checkpoint, as it is when first asked for."""
+    """The tokenizer and the model of a checkpoint, loaded at the first call."""
     return AutoTokenizer.from_pretrained(path), AutoModelForCausalLM.from_pretrained(path)
 
 
@@ -140,11 +140,11 @@ def decoded(path: Path, tokens: Sequence[int]) -> str:
     return str(transformers_of(path)[0].decode(tokens, skip_special_tokens=True))
 
 
-# alone
+# one request
 
 
 @pytest.mark.parametrize("prompt", PROMPTS)
-def test_greedy_text_is_that_of_transformers(tiny: Path, engine: LLMEngine, prompt: str) -> None:
+def test_greedy_text_equals_that_of_transformers(tiny: Path, engine: LLMEngine, prompt: str) -> None:
     before, after = reference(tiny, prompt, 24)
     text, end = answer(engine, prompt, max_tokens=24)
     assert text == decoded(tiny, after)
@@ -169,13 +169,13 @@ def test_an_end_token_ends_the_answer_and_is_counted(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("chunk", [1, 2, 13, 1000])
-def test_prefill_in_pieces_gives_what_prefill_at_once_gives(tiny: Path, engine: LLMEngine, chunk: int) -> None:
+def test_chunked_prefill_gives_the_same_answer_as_one_prefill(tiny: Path, engine: LLMEngine, chunk: int) -> None:
     with closing(opened(tiny, prefill_chunk=chunk)) as other:
         for prompt in PROMPTS[:4]:
             assert answer(other, prompt, max_tokens=8) == answered(engine, prompt, 8)
 
 
-def test_one_step_prefills_one_piece_and_decodes_everyone(engine: LLMEngine) -> None:
+def test_one_step_prefills_one_chunk_and_decodes_all_rows(engine: LLMEngine) -> None:
     results = Results()
     submit(engine, 1, "x", max_tokens=80)
     while 1 not in engine_running(engine):
@@ -188,12 +188,12 @@ def test_one_step_prefills_one_piece_and_decodes_everyone(engine: LLMEngine) -> 
         assert running(engine)[0].answer._tokens == before + 1, "a long prompt stopped the others"
         steps += 1
     prompt_tokens = results.ends[2]["prompt_tokens"]
-    assert steps == -(-prompt_tokens // 7), "its first two tokens come in the step of its last piece"
+    assert steps == -(-prompt_tokens // 7), "its first two tokens come in the step of its last chunk"
     engine.abort(1)
 
 
 def running(engine: LLMEngine) -> list[Any]:
-    """Those that are past their prompt, by row."""
+    """The requests whose prompt is prefilled, by row."""
     return [request for request in engine._scheduler.rows if not request.prefill_left]
 
 
@@ -201,7 +201,7 @@ def engine_running(engine: LLMEngine) -> list[int]:
     return [request.id for request in running(engine)]
 
 
-def test_the_first_text_comes_before_the_others_are_decoded(engine: LLMEngine) -> None:
+def test_the_first_token_of_a_request_is_put_out_before_the_others_are_decoded(engine: LLMEngine) -> None:
     submit(engine, 1, "x", max_tokens=80)
     while 1 not in engine_running(engine):
         list(engine.step())
@@ -215,17 +215,17 @@ def test_the_first_text_comes_before_the_others_are_decoded(engine: LLMEngine) -
 
 
 def seen_before(output: StageOutput, request_id: int, engine: LLMEngine, tokens: int) -> bool:
-    """Whether this is that request's, given out while the first running one still had so many tokens."""
+    """Whether the output is of ``request_id``, and came while the first running request still had ``tokens`` tokens."""
     if output.request_id != request_id:
         return False
     assert running(engine)[0].answer._tokens == tokens
     return True
 
 
-# in company
+# several requests
 
 
-def test_many_give_what_each_gives_alone_joining_at_different_moments(tiny: Path) -> None:
+def test_requests_that_join_at_different_times_give_what_each_gives_alone(tiny: Path) -> None:
     with closing(opened(tiny, max_batch=8)) as engine:
         lengths = [30, 5, 17, 26, 9, 40, 1, 22, 33]
         alone = [answer(engine, p, max_tokens=n) for p, n in zip(PROMPTS, lengths, strict=True)]
@@ -251,7 +251,7 @@ def test_a_seeded_sample_is_the_same_alone_and_in_a_batch(engine: LLMEngine, par
     assert [(results.text(n), results.ends[n]) for n in range(len(prompts))] == alone
 
 
-def test_several_that_end_in_one_step_leave_the_others_as_they_were(tiny: Path) -> None:
+def test_several_requests_that_end_in_one_step_do_not_change_the_others(tiny: Path) -> None:
     with closing(opened(tiny, max_batch=5, prefill_chunk=100)) as engine:
         lengths = [12, 11, 30, 9, 30]  # each joins a step after the one before, so 0, 1 and 3 end together
         expected = [answer(engine, prompt, max_tokens=n) for prompt, n in zip(PROMPTS, lengths, strict=False)]
@@ -267,7 +267,7 @@ def test_several_that_end_in_one_step_leave_the_others_as_they_were(tiny: Path) 
         assert [(results.text(n), results.ends[n]) for n in range(5)] == expected
 
 
-def test_those_beyond_the_batch_wait_in_order(engine: LLMEngine) -> None:
+def test_requests_beyond_the_batch_wait_in_order(engine: LLMEngine) -> None:
     for n in range(5):
         submit(engine, n, PROMPTS[n], max_tokens=30 if n != 1 else 12)
     results, order = Results(), []
@@ -280,7 +280,7 @@ def test_those_beyond_the_batch_wait_in_order(engine: LLMEngine) -> None:
 
 
 Case = tuple[int, int, bool]
-"""Which prompt, how many tokens, sampled or greedy."""
+"""The number of the prompt, the number of tokens, and whether they are sampled."""
 CASES = st.tuples(st.integers(0, len(PROMPTS) - 1), st.integers(1, 14), st.booleans())
 SCHEDULE = st.lists(
     st.one_of(
@@ -339,7 +339,7 @@ def test_any_schedule_of_joins_aborts_and_steps_gives_what_each_gives_alone(
 
 
 def check(engine: LLMEngine, live: set[int]) -> None:
-    """The engine holds the live requests and nothing else, in rows without a hole and with nothing beyond their end."""
+    """The engine holds the live requests only, in consecutive rows that are zero beyond their length."""
     assert sorted(engine._requests) == sorted(live)
     holders = engine._scheduler.rows
     assert len(engine._cache.lengths) == len(holders)
@@ -351,7 +351,7 @@ def check(engine: LLMEngine, live: set[int]) -> None:
 
 
 @pytest.mark.parametrize("place", ["first row", "middle row", "last row", "prefilling", "waiting", "collecting"])
-def test_abort_in_any_state_frees_the_request_and_harms_no_other(engine: LLMEngine, place: str) -> None:
+def test_abort_in_any_state_frees_the_request_and_changes_no_other(engine: LLMEngine, place: str) -> None:
     expected = {n: answered(engine, PROMPTS[n], 25) for n in (0, 1, 2, 6)}
     results = Results()
     rows = 3 if place in ("first row", "middle row", "last row", "waiting") else 2
@@ -433,7 +433,7 @@ def test_text_held_for_a_stop_string_comes_at_the_end(engine: LLMEngine) -> None
 
 
 def save_chain(path: Path, script: Sequence[str]) -> None:
-    """A model that answers anything with these tokens, which must differ: each is the successor of the one before."""
+    """Save a model that answers any prompt with these tokens, which must be distinct: each maps to the next one."""
     size = save_tokenizer(path)
     tokenizer = AutoTokenizer.from_pretrained(path)
     last = tokenizer.apply_chat_template(user("x")["messages"], add_generation_prompt=True, return_dict=False)[-1]
@@ -454,12 +454,12 @@ def save_chain(path: Path, script: Sequence[str]) -> None:
 
 
 def byte_tokens(text: str) -> list[str]:
-    """The tokens of the text's single bytes."""
+    """The tokens of the single bytes of a text."""
     letters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str(text)
     return list(letters[0][0])
 
 
-def test_a_character_of_several_tokens_comes_whole(tmp_path: Path) -> None:
+def test_a_character_of_several_tokens_is_put_out_whole(tmp_path: Path) -> None:
     script = byte_tokens("é🙂 你")
     assert len(script) == 10
     save_chain(tmp_path, script)
@@ -481,16 +481,16 @@ def test_special_tokens_are_counted_and_not_shown(tmp_path: Path) -> None:
         assert (text, end["finish_reason"], end["completion_tokens"]) == ("ab", "stop", 4)
 
 
-def test_special_tokens_cost_nothing_to_decode(tiny: Path) -> None:
+def test_special_tokens_are_not_passed_to_the_decoder(tiny: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(tiny)
-    silent = tokenizer.convert_tokens_to_ids("<|im_start|>")
-    passed: list[Sequence[int]] = []
+    special = tokenizer.convert_tokens_to_ids("<|im_start|>")
+    decoded_tokens: list[Sequence[int]] = []
     vocabulary = Vocabulary(tokenizer, None)
-    vocabulary.decode = lambda tokens: passed.append(tuple(tokens)) or "a"  # type: ignore[method-assign, func-returns-value]
+    vocabulary.decode = lambda tokens: decoded_tokens.append(tuple(tokens)) or "a"  # type: ignore[method-assign, func-returns-value]
     reply = Answer(vocabulary, 1, 1000, ())
-    for token in [silent] * 100 + tokenizer.encode("a") + [silent] * 100:
+    for token in [special] * 100 + tokenizer.encode("a") + [special] * 100:
         reply.push(token)
-    assert passed == [tuple(tokenizer.encode("a"))]
+    assert decoded_tokens == [tuple(tokenizer.encode("a"))]
 
 
 def test_an_answer_that_ends_at_once_is_empty(tmp_path: Path) -> None:
@@ -503,7 +503,7 @@ def test_an_answer_that_ends_at_once_is_empty(tmp_path: Path) -> None:
         assert_empty(engine)
 
 
-def test_max_tokens_is_cut_to_what_the_context_has_left(tiny: Path, engine: LLMEngine) -> None:
+def test_max_tokens_is_limited_to_the_rest_of_the_context(tiny: Path, engine: LLMEngine) -> None:
     text, end = answer(engine, "hello", max_tokens=1000)
     assert end["prompt_tokens"] + end["completion_tokens"] == CONTEXT
     assert end["finish_reason"] == "length"
@@ -511,7 +511,7 @@ def test_max_tokens_is_cut_to_what_the_context_has_left(tiny: Path, engine: LLME
     assert text == decoded(tiny, after)
 
 
-def test_a_prompt_may_fill_the_context_but_for_one_token(tiny: Path) -> None:
+def test_a_prompt_may_fill_the_context_except_for_one_token(tiny: Path) -> None:
     size = len(reference(tiny, "hello", 1)[0])
     with closing(opened(tiny, context=size + 1)) as engine:
         assert answer(engine, "hello")[1]["completion_tokens"] == 1
@@ -534,7 +534,9 @@ def refused(engine: LLMEngine, messages: Sequence[Any]) -> str:
     return refusal.value.message
 
 
-def test_what_cannot_fit_is_refused_before_it_is_tokenized(engine: LLMEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prompt_that_cannot_fit_is_refused_before_it_is_tokenized(
+    engine: LLMEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     longest = len("<|im_start|>")
     frame = len("<|im_start|>user\n<|im_end|>\n<|im_start|>assistant\n")
     room = longest * (CONTEXT - 1) - frame
@@ -542,13 +544,13 @@ def test_what_cannot_fit_is_refused_before_it_is_tokenized(engine: LLMEngine, mo
     assert re.search(r"prompt has \d+ tokens and", refused(engine, [fits])), "it was tokenized"
     monkeypatch.setattr(engine, "_tokenizer", AutoTokenizer.from_pretrained(engine._tokenizer.name_or_path))
     monkeypatch.setattr(engine._tokenizer, "encode", lambda *_, **__: pytest.fail("it was tokenized"))
-    said = refused(engine, [{"role": "user", "content": "a" * (room + 1)}])
-    assert f"{longest * (CONTEXT - 1) + 1} characters, which are {CONTEXT} tokens at least" in said
-    assert f"holds {CONTEXT}" in said
+    message = refused(engine, [{"role": "user", "content": "a" * (room + 1)}])
+    assert f"{longest * (CONTEXT - 1) + 1} characters, which are at least {CONTEXT} tokens" in message
+    assert f"holds {CONTEXT}" in message
 
 
 def test_the_longest_prompt_that_fits_is_not_refused(engine: LLMEngine) -> None:
-    """Of nothing but the longest token, as far as can be."""
+    """The prompt consists of the longest token, apart from the template."""
     frame = len(engine._tokenizer.encode("<|im_start|>user\n<|im_end|>\n<|im_start|>assistant\n"))
     prompt = "<|im_start|>" * (CONTEXT - 1 - frame)
     assert answer(engine, prompt)[1]["prompt_tokens"] == CONTEXT - 1
@@ -558,34 +560,38 @@ def test_more_messages_than_tokens_are_refused_before_they_are_rendered(
     engine: LLMEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engine, "_tokenizer", None)
-    said = refused(engine, [{"role": "user", "content": ""}] * CONTEXT)
-    assert f"prompt has {CONTEXT} messages" in said
-    assert f"holds {CONTEXT}" in said
+    message = refused(engine, [{"role": "user", "content": ""}] * CONTEXT)
+    assert f"prompt has {CONTEXT} messages" in message
+    assert f"holds {CONTEXT}" in message
 
 
 # the prompt
 
 
-def heard(engine: LLMEngine, content: Any, chunks: Sequence[dict[str, Any]], messages: Sequence[Any] = ()) -> str:
-    """The prompt, as text, of a conversation with audio and of what the stage above heard in it."""
+def rendered_prompt(
+    engine: LLMEngine, content: Any, chunks: Sequence[dict[str, Any]], messages: Sequence[Any] = ()
+) -> str:
+    """Return the prompt's text for a conversation with audio and the chunks of its transcripts."""
     engine.start(StageRequest(0, (CLIENT, "ear"), {"max_tokens": 1}))
     data = {"messages": [*messages, {"role": "user", "content": content}]}
     engine.feed(0, Chunk(CLIENT, 0, True, {}, data))
     for number, chunk in enumerate(chunks):
         assert not engine.busy
         engine.feed(0, Chunk("ear", number, number == len(chunks) - 1, {}, chunk))
-    prompt = str(engine._tokenizer.decode(engine._scheduler._waiting[0].unseen))
+    prompt = str(engine._tokenizer.decode(engine._scheduler._waiting[0].pending_prompt))
     engine.abort(0)
     return prompt
 
 
-def test_transcripts_take_the_place_of_audio(engine: LLMEngine) -> None:
+def test_transcripts_replace_audio_parts(engine: LLMEngine) -> None:
     content = [{"type": "audio", "index": 1}, {"type": "text", "text": "and"}, {"type": "audio", "index": 0}]
     chunks = [{"text": " the", "index": 0}, {"text": " sea", "index": 1}, {"text": " fox ", "index": 0}, {}]
-    assert heard(engine, content, chunks) == ("<|im_start|>user\nsea\nand\nthe fox<|im_end|>\n<|im_start|>assistant\n")
+    assert rendered_prompt(engine, content, chunks) == (
+        "<|im_start|>user\nsea\nand\nthe fox<|im_end|>\n<|im_start|>assistant\n"
+    )
 
 
-def test_generation_waits_for_every_source_in_any_order(engine: LLMEngine) -> None:
+def test_decoding_begins_when_every_source_has_ended_in_any_order(engine: LLMEngine) -> None:
     engine.start(StageRequest(0, (CLIENT, "ear"), {"max_tokens": 5}))
     engine.feed(0, Chunk("ear", 0, True, {}, {"text": "hello", "index": 0}))
     assert not engine.busy
@@ -596,11 +602,11 @@ def test_generation_waits_for_every_source_in_any_order(engine: LLMEngine) -> No
     assert (results.text(0), results.ends[0]) == answer(engine, "hello", max_tokens=5)
 
 
-def test_the_system_prompt_is_for_conversations_without_one(tiny: Path) -> None:
+def test_the_system_prompt_is_used_for_conversations_without_one(tiny: Path) -> None:
     with closing(opened(tiny, system_prompt="be brief")) as engine:
-        text = heard(engine, "hi", [{"text": ""}])
+        text = rendered_prompt(engine, "hi", [{"text": ""}])
         assert text == "<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
-        text = heard(engine, "hi", [{"text": ""}], [{"role": "system", "content": "rhyme"}])
+        text = rendered_prompt(engine, "hi", [{"text": ""}], [{"role": "system", "content": "rhyme"}])
         assert text == "<|im_start|>system\nrhyme<|im_end|>\n<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
 
 
@@ -618,7 +624,7 @@ def test_the_system_prompt_is_for_conversations_without_one(tiny: Path) -> None:
         ([{"role": "user"}], "messages[0]"),
     ],
 )
-def test_a_prompt_that_cannot_be_is_refused(engine: LLMEngine, messages: Any, param: str) -> None:
+def test_an_invalid_prompt_is_refused(engine: LLMEngine, messages: Any, param: str) -> None:
     engine.start(StageRequest(0, (CLIENT,), {}))
     with pytest.raises(InvalidRequest) as refusal:
         engine.feed(0, Chunk(CLIENT, 0, True, {}, {"messages": messages}))
@@ -626,12 +632,12 @@ def test_a_prompt_that_cannot_be_is_refused(engine: LLMEngine, messages: Any, pa
     assert_empty(engine)
 
 
-def test_silence_is_an_empty_prompt(engine: LLMEngine) -> None:
+def test_an_empty_transcript_is_an_empty_prompt(engine: LLMEngine) -> None:
     with pytest.raises(InvalidRequest, match="the prompt is empty"):
-        heard(engine, [{"type": "audio", "index": 0}], [{"text": " ", "index": 0}])
+        rendered_prompt(engine, [{"type": "audio", "index": 0}], [{"text": " ", "index": 0}])
 
 
-def test_what_the_chat_template_refuses_is_the_requests_fault(tmp_path: Path) -> None:
+def test_a_conversation_that_the_chat_template_refuses_is_refused(tmp_path: Path) -> None:
     save_model(tmp_path)
     (tmp_path / "chat_template.jinja").write_text("{{ raise_exception('roles must alternate') }}")
     with closing(opened(tmp_path)) as engine:
@@ -655,7 +661,7 @@ def test_what_the_chat_template_refuses_is_the_requests_fault(tmp_path: Path) ->
         ({"voice": "low"}, None),
     ],
 )
-def test_parameters_are_checked_at_the_start(engine: LLMEngine, params: dict[str, Any], param: str | None) -> None:
+def test_parameters_are_validated_in_start(engine: LLMEngine, params: dict[str, Any], param: str | None) -> None:
     with pytest.raises(InvalidRequest) as refusal:
         engine.start(StageRequest(0, (CLIENT,), params))
     assert refusal.value.param == param
@@ -675,7 +681,7 @@ def test_parameters_are_checked_at_the_start(engine: LLMEngine, params: dict[str
         ({"layer_types": ["full_attention", "linear_attention"]}, {}, "linear_attention"),
     ],
 )
-def test_a_model_or_option_that_would_compute_wrongly_is_refused(
+def test_a_model_or_option_that_would_give_wrong_results_is_refused(
     tmp_path: Path, config: dict[str, Any], options: dict[str, Any], message: str
 ) -> None:
     save_model(tmp_path)
@@ -697,8 +703,8 @@ def test_no_model_is_refused() -> None:
         opened(None)
 
 
-def test_another_kind_of_model_and_dtype_works_too(tmp_path: Path) -> None:
-    """Tied embeddings, biases, one head for all, bfloat16: what is not Llama's usual."""
+def test_a_model_of_another_structure_and_dtype_works_too(tmp_path: Path) -> None:
+    """Tied embeddings, biases, one key-value head and bfloat16, which Llama models do not have."""
     save_model(tmp_path, num_key_value_heads=1, attention_bias=True, mlp_bias=True, tie_word_embeddings=True)
     _, after = reference(tmp_path, PROMPTS[0], 20)
     with closing(opened(tmp_path)) as engine:
@@ -712,7 +718,7 @@ def test_another_kind_of_model_and_dtype_works_too(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def real(open_stage: Callable[..., LLMEngine], smollm2: Path) -> Iterator[LLMEngine]:
-    """Of default options: up to 8 at once."""
+    """The real model with default options: 8 requests in a batch."""
     with closing(open_stage("llm", smollm2)) as engine:
         yield engine
 
@@ -727,7 +733,7 @@ QUESTIONS = [
     "Who wrote Hamlet?",
     "What is the capital of France?",
 ]
-"""The shortest answers last: all are in the batch when the last one joins it."""
+"""Those with the shortest answers come last, so that all are in the batch when the last one joins it."""
 
 
 @pytest.mark.voice
@@ -738,8 +744,8 @@ def test_the_capital_of_france_is_paris(real: LLMEngine) -> None:
 
 
 @pytest.mark.voice
-def test_the_real_model_says_the_same_alone_and_in_a_batch(real: LLMEngine) -> None:
-    """Greedily and sampled, in one batch: when all have joined, those in every other row leave, and the rest go on."""
+def test_the_real_model_gives_the_same_answers_alone_and_in_a_batch(real: LLMEngine) -> None:
+    """Greedy and sampled requests alternate. When all have joined, those in every other row end before the rest."""
     ways: list[dict[str, Any]] = [
         {},
         {"temperature": 0.8, "top_p": 0.9, "seed": 7},

@@ -1,4 +1,4 @@
-"""What ``stages.base.Pausable`` asks of an engine, asked of every engine that has it."""
+"""The rules of ``stages.base.Pausable``, for every engine that implements it."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ PAUSABLE = {"echo", "whisper", "hibari_acoustic", "hibari_vocoder", "qwen3_code2
     params=[param for param in EVERY_ENGINE if param.id in PAUSABLE],
 )
 def case(request: pytest.FixtureRequest) -> Case:
-    """Replaces the fixture of ``conftest.py``."""
+    """Overrides the fixture of ``conftest.py``: the engines that can pause."""
     made: Case = request.param(request)
     return made
 
 
 @pytest.mark.voice
 @pytest.mark.parametrize("engine", ["autoregressive.language:LanguageEngine", "omni.talker:OmniTalker"])
-def test_an_engine_whose_requests_have_rows_of_a_batch_does_not_pause(engine: str) -> None:
-    """A paused request would keep its row, and others would wait for that."""
+def test_engines_whose_requests_hold_rows_of_a_batch_cannot_pause(engine: str) -> None:
+    """A paused request would keep its row, and other requests would wait for it."""
     assert not issubclass(pkgutil.resolve_name(f"omni_actors.stages.{engine}"), Pausable)
 
 

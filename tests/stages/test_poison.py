@@ -1,4 +1,4 @@
-"""Requests that used to end a worker, each in one batch with five innocent ones: those get what each gets alone."""
+"""Hostile requests in a batch with five normal ones, which get the same outputs as alone."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ from tests.support.engine_cases import Case
 pytestmark = [pytest.mark.voice, pytest.mark.usefixtures("clear_choices")]
 
 POISON = 6
-INNOCENT = (0, 1, 2, 3, 4)
+NORMAL = (0, 1, 2, 3, 4)
 
 NUMBERS = (f"It is {10**36}.", f"{10**36}", "1" * 300, "⑴ and ⑼", "②x", "$" + "9" * 40, ")AM7İ°!")
 
 
 @pytest.fixture
 def beside_five(request: pytest.FixtureRequest, drive: Callable[..., Any]) -> Callable[..., Any]:
-    """(case, poison, engine=None): five innocent requests of a case beside what ``poison(driver)`` starts and feeds.
+    """run(make, poison, engine=None): run five normal requests of a case and what ``poison(driver)`` starts and feeds.
 
-    Gives the outputs of the request number ``POISON``.
+    Returns the outputs of the request number ``POISON``.
     """
 
     def run(make: Callable[..., Case], poison: Callable[[Any], None], engine: Any = None) -> list[Any]:
         case = make(request)
         driver = drive(engine or case.name)
-        for number in INNOCENT:
+        for number in NORMAL:
             case.start(driver, number)
             case.feed(driver, number, number % 2, slice(0, 1))
         poison(driver)
-        for number in INNOCENT:
+        for number in NORMAL:
             case.feed(driver, number, number % 2, slice(1, None))
         outputs = driver.run()
-        for number in INNOCENT:
+        for number in NORMAL:
             case.check(driver, outputs[number], number % 2)
         return list(outputs.get(POISON, []))
 
@@ -48,9 +48,7 @@ def beside_five(request: pytest.FixtureRequest, drive: Callable[..., Any]) -> Ca
 
 @pytest.mark.parametrize("source", [CLIENT, "thinker"])
 @pytest.mark.parametrize("text", NUMBERS)
-def test_a_number_that_number_words_do_not_reach_is_spoken(
-    beside_five: Callable[..., Any], text: str, source: str
-) -> None:
+def test_a_number_beyond_the_number_words_is_spoken(beside_five: Callable[..., Any], text: str, source: str) -> None:
     def poison(driver: Any) -> None:
         driver.start(POISON, (source,))
         driver.feed(POISON, {"text": text}, source=source, last=True)
@@ -77,7 +75,7 @@ def test_a_penalty_that_would_overflow_is_refused(
 
 
 @pytest.mark.parametrize("params", [{}, {"temperature": 1.0, "seed": 1}, {"repetition_penalty": 1.3}])
-def test_a_row_of_logits_that_is_not_finite_fails_its_own_request(
+def test_logits_that_are_not_finite_fail_their_request_only(
     beside_five: Callable[..., Any], open_stage: Callable[..., Any], params: dict[str, Any]
 ) -> None:
     def poison(driver: Any) -> None:
@@ -93,7 +91,7 @@ def test_a_row_of_logits_that_is_not_finite_fails_its_own_request(
     assert failure.error.code == "output_not_finite"
 
 
-def test_a_talker_whose_numbers_overflow_fails_that_request(beside_five: Callable[..., Any]) -> None:
+def test_hidden_states_that_overflow_fail_their_request_only(beside_five: Callable[..., Any]) -> None:
     def poison(driver: Any) -> None:
         rows = np.full((9, 64), 3e38, np.float32)
         once = {"ids": np.arange(9), "is_media": np.zeros(9, np.bool_), "tts": rows[:3]}

@@ -1,4 +1,4 @@
-"""Whose fault an exception is: the request's, or the worker's."""
+"""Which exceptions refuse one request, and which end the worker."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from omni_actors.stages.base import InvalidRequest, StageFailure
 from omni_actors.stages.refusal import request_work
 
 
-def test_an_exception_of_a_requests_own_work_is_its_refusal(capfd: pytest.CaptureFixture[str]) -> None:
+def test_an_exception_of_a_requests_own_work_refuses_the_request(capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(InvalidRequest) as refused, request_work("messages"):
         raise KeyError("x" * 10_000)
     assert (refused.value.param, refused.value.code) == ("messages", "unprocessable_input")
@@ -24,7 +24,7 @@ def test_an_exception_of_a_requests_own_work_is_its_refusal(capfd: pytest.Captur
     assert __file__ in printed
 
 
-def test_a_refusal_passes_as_it_is(capfd: pytest.CaptureFixture[str]) -> None:
+def test_an_invalid_request_passes_unchanged(capfd: pytest.CaptureFixture[str]) -> None:
     mine = InvalidRequest("no", param="x")
     with pytest.raises(InvalidRequest) as refused, request_work("messages"):
         raise mine
@@ -42,13 +42,13 @@ def test_a_refusal_passes_as_it_is(capfd: pytest.CaptureFixture[str]) -> None:
     ],
     ids=lambda error: type(error).__name__,
 )
-def test_what_is_not_the_requests_fault_ends_the_worker(error: BaseException) -> None:
+def test_an_exception_that_is_not_the_requests_fault_passes(error: BaseException) -> None:
     with pytest.raises(type(error)) as raised, request_work("messages"):
         raise error
     assert raised.value is error
 
 
-def test_a_view_of_a_chunk_is_gone_when_its_request_is_refused() -> None:
+def test_views_of_a_chunk_are_released_when_its_request_is_refused() -> None:
     memory = bytearray(8)
 
     def read() -> None:
@@ -57,11 +57,11 @@ def test_a_view_of_a_chunk_is_gone_when_its_request_is_refused() -> None:
 
     with pytest.raises(InvalidRequest), request_work():
         read()
-    memory.clear()  # refused while anything looks at it
+    memory.clear()  # raises BufferError while a view exists
 
 
 @pytest.mark.voice
-def test_a_recording_that_cannot_be_transcribed_fails_its_own_request(
+def test_a_recording_that_cannot_be_transcribed_fails_its_request_only(
     drive: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whisper = drive("whisper")
@@ -69,7 +69,7 @@ def test_a_recording_that_cannot_be_transcribed_fails_its_own_request(
 
     def transcribe(audio: Any, language: str | None) -> Any:
         if np.abs(audio).max() > 0.5:
-            raise RuntimeError("this sounds wrong")
+            raise RuntimeError("this sound is not accepted")
         return segments(audio, language)
 
     monkeypatch.setattr(whisper.engine, "_segments", transcribe)
@@ -86,7 +86,7 @@ def test_a_recording_that_cannot_be_transcribed_fails_its_own_request(
 
 @pytest.mark.voice
 @pytest.mark.parametrize("name", ["qwen3_thinker", "qwen2_5_thinker"])
-def test_a_picture_that_cannot_be_encoded_fails_its_own_request(
+def test_an_image_that_cannot_be_encoded_fails_its_request_only(
     drive: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     thinker = drive(name)
@@ -95,7 +95,7 @@ def test_a_picture_that_cannot_be_encoded_fails_its_own_request(
 
     def encode_some(pixels: Any, grid: Any) -> Any:
         if len(pixels) > 16:
-            raise RuntimeError("this looks wrong")
+            raise RuntimeError("this image is not accepted")
         return encode(pixels, grid)
 
     monkeypatch.setattr(encoders, "get_image_features", encode_some)

@@ -30,7 +30,7 @@ def words(text: str) -> list[str]:
     return re.findall(r"[a-z']+", text.lower())
 
 
-def heard(outputs: list[Any], index: int = 0) -> list[str]:
+def transcript(outputs: list[Any], index: int = 0) -> list[str]:
     return words("".join(output.data["text"] for output in outputs if output.data["index"] == index))
 
 
@@ -39,20 +39,20 @@ def at(rate: int, index: int = 0) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("rate", [8000, 16000, 44100])
-def test_speech_of_any_sample_rate_is_understood(driver: Any, speak: Speak, rate: int) -> None:
-    """At 24 kHz it is in the tests below."""
+def test_speech_at_any_sample_rate_is_transcribed(driver: Any, speak: Speak, rate: int) -> None:
+    """The tests below use 24 kHz."""
     import soxr
 
     audio = soxr.resample(speak(PARIS), 24000, rate)
     driver.start(1)
     driver.feed(1, at(rate), {"audio": audio}, last=True)
     outputs = driver.run()[1]
-    assert heard(outputs) == words(PARIS)
+    assert transcript(outputs) == words(PARIS)
     assert not outputs[0].data["text"].startswith(" ")
     assert outputs[-1].data == {"text": "", "index": 0, "duration_s": pytest.approx(len(audio) / rate)}
 
 
-def test_recordings_are_told_apart_by_their_index(driver: Any, speak: Speak) -> None:
+def test_recordings_are_distinguished_by_their_index(driver: Any, speak: Speak) -> None:
     paris, ships = speak(PARIS), speak(SHIPS)
     driver.start(1)
     for piece in np.array_split(paris, 4):
@@ -60,8 +60,8 @@ def test_recordings_are_told_apart_by_their_index(driver: Any, speak: Speak) -> 
     driver.feed(1, at(24000, 1), {"audio": ships})
     driver.feed(1, last=True)
     outputs = driver.run()[1]
-    assert heard(outputs, 0) == words(PARIS)
-    assert heard(outputs, 1) == words(SHIPS)
+    assert transcript(outputs, 0) == words(PARIS)
+    assert transcript(outputs, 1) == words(SHIPS)
     assert outputs[-1].data["duration_s"] == pytest.approx((len(paris) + len(ships)) / 24000)
 
 
@@ -71,12 +71,12 @@ def test_a_recording_is_transcribed_before_the_next_one_is_complete(driver: Any,
     assert not driver.engine.busy
     driver.feed(1, at(24000, 1), {"audio": speak(SHIPS)})
     outputs = driver.run()[1]
-    assert heard(outputs) == words(PARIS)
+    assert transcript(outputs) == words(PARIS)
     assert not outputs[-1].last
     driver.abort(1)
 
 
-def test_a_long_recording_does_not_hold_up_a_short_one(driver: Any, speak: Speak) -> None:
+def test_a_long_recording_does_not_delay_a_short_one(driver: Any, speak: Speak) -> None:
     long = np.concatenate([speak(PARIS), speak(SHIPS)] * 8)
     assert 30 < len(long) / 24000 < 60
     for request_id, audio in ((1, long), (2, speak(SHIPS))):
@@ -116,7 +116,7 @@ SECOND = np.zeros(16000, np.float32)
         (at(16000, -1), {"audio": SECOND}, "recording -1"),
     ],
 )
-def test_audio_that_cannot_be_heard_is_refused(driver: Any, data: Any, tensors: Any, reason: str) -> None:
+def test_invalid_audio_is_refused(driver: Any, data: Any, tensors: Any, reason: str) -> None:
     driver.start(1)
     with pytest.raises(InvalidRequest, match=reason) as refusal:
         driver.feed(1, data, tensors, last=True)
@@ -141,7 +141,7 @@ def test_pieces_that_do_not_fit_together_are_refused(driver: Any, again: dict[st
     driver.abort(1)
 
 
-def test_a_language_that_the_model_does_not_know_is_refused(driver: Any) -> None:
+def test_a_language_that_the_model_lacks_is_refused(driver: Any) -> None:
     with pytest.raises(InvalidRequest, match="'fr'") as refusal:
         driver.start(1, language="fr")
     assert refusal.value.param == "language"
@@ -149,7 +149,7 @@ def test_a_language_that_the_model_does_not_know_is_refused(driver: Any) -> None
     driver.abort(1)
 
 
-def test_it_opens_without_a_network(open_stage: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_engine_opens_without_a_network(open_stage: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket.socket, "connect", lambda *_: pytest.fail("reached for the network"))
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: pytest.fail("looked up a host"))
     open_stage("whisper").close()

@@ -1,27 +1,26 @@
-"""A deterministic stage for tests and benches: it repeats its input at a cost that the options choose.
+"""A deterministic engine for tests and benchmarks: it repeats its input at a configurable cost.
 
 Rules
-1. Each chunk gives ``fan_out`` outputs with the chunk's own data and tensors; output number ``seq`` of a request also
-   carries ``payload(request_id, seq, payload_bytes)`` when that is not empty. A conversation ``data["messages"]`` is
-   answered with its last message, as ``data["text"]``.
-2. Chunks of several sources are taken in turn, one of each, whenever they came; a source that has ended has none.
-3. A step serves one output of every request that has something to give, at the cost of one ``step_s``: that is what
-   batching looks like from outside.
-4. The last output of the chunk that ends the last open source is the request's last. A request without sources gives
-   one empty last output.
+1. Each chunk gives ``fan_out`` outputs with the chunk's data and tensors. If ``payload_bytes`` is not 0, output number
+   ``seq`` of a request also has the tensor ``payload``: see ``payload``. A conversation ``data["messages"]`` is
+   answered with its last message as ``data["text"]``.
+2. Chunks of several sources are taken in turn, one of each source that has not ended, independent of when they arrive.
+3. A step gives one output of every ready request and costs ``step_s`` once: so batching looks from outside.
+4. The request's last output is the last one of the chunk that ends the last open source. A request without sources
+   gives one empty output.
 
-A chunk can ask for a failure, with ``data["echo"]``, a mapping of
+A chunk can cause a failure, with a mapping ``data["echo"]`` of
 
 ======== ================== =======================================================================================
-stage    name               only at the stage of that name; without it at every echo stage that the chunk reaches
-raise    "feed" or "step"   RuntimeError there: ends the worker
+stage    name               the failure happens at the stage of this name only; default: at every echo stage
+raise    "feed" or "step"   a RuntimeError, which ends the worker
 invalid  "feed" or "step"   InvalidRequest from ``feed``, or a StageFailure instead of the chunk's outputs
-stderr   text               a line on stderr, before anything else the chunk asks for in ``step``
+stderr   text               a line on stderr, before anything else that the chunk causes in ``step``
 exit     code               ``os._exit(code)`` in ``step``
 hang     true               ``step`` does not return
 ======== ================== =======================================================================================
 
-What happens in ``step`` happens when the chunk's first output is due. Any other value of ``echo`` is refused.
+A failure in ``step`` happens when the chunk's first output is due. Any other value of ``echo`` is refused.
 """
 
 from __future__ import annotations
@@ -54,25 +53,25 @@ from ringbuf import Tensor
 
 __all__ = ["EchoEngine", "payload"]
 
-_STARTS = 4093
+_OFFSETS = 4093
 
 
 @functools.cache
 def _noise(size: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    return np.frombuffer(np.random.default_rng(0).bytes(size + _STARTS), np.uint8)
+    return np.frombuffer(np.random.default_rng(0).bytes(size + _OFFSETS), np.uint8)
 
 
 def payload(request_id: RequestId, seq: int, size: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """The bytes that output ``seq`` of ``request_id`` carries: uint8 (size,), read-only.
+    """Return the bytes of the tensor ``payload`` in output ``seq`` of ``request_id``: uint8 (size,), read-only.
 
-    A window into one random block: neither producing nor checking a payload costs more than the copy under test.
+    It is a window into one random block, so that making and checking it cost no more than the copy under test.
     """
-    start = (request_id * 131 + seq * 17) % _STARTS
+    start = (request_id * 131 + seq * 17) % _OFFSETS
     return _noise(size)[start : start + size]
 
 
-class _Hooks(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename={"raises": "raise"}):
-    """``data["echo"]``: see the module."""
+class _Failures(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename={"raises": "raise"}):
+    """The failures that a chunk causes: ``data["echo"]``, see the module."""
 
     stage: str | None = None
     raises: Literal["feed", "step"] | None = None
@@ -82,7 +81,8 @@ class _Hooks(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename={"r
     hang: bool = False
 
 
-def _answered(data: Mapping[str, Any]) -> Mapping[str, Any]:
+def _with_answer(data: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Add the text of the last message, if ``data`` has messages."""
     if not data.get("messages"):
         return data
     content = data["messages"][-1].get("content") or ""
@@ -93,14 +93,14 @@ def _answered(data: Mapping[str, Any]) -> Mapping[str, Any]:
 class _Pending(msgspec.Struct):
     data: Mapping[str, Any]
     tensors: dict[str, Tensor]
-    hooks: _Hooks
-    left: int
+    failures: _Failures
+    outputs_left: int
 
 
 class _Request:
     def __init__(self, sources: tuple[str, ...]) -> None:
         self._turns = deque(sources)
-        """The sources that have not ended, or whose chunks are not all taken; the first one's turn it is."""
+        """Sources with chunks to come or to be taken. The next chunk is taken from the first."""
         self._ended: set[str] = set()
         self._pending: dict[str, deque[_Pending]] = {source: deque() for source in sources}
         self.seq = 0
@@ -113,28 +113,28 @@ class _Request:
 
     @property
     def head(self) -> _Pending | None:
-        """The chunk whose turn it is, where it is here."""
+        """The chunk to answer next. None: it has not arrived."""
         pending = self._pending[self._turns[0]] if self._turns else None
         return pending[0] if pending else None
 
-    def take(self) -> None:
-        """The head is done with."""
+    def remove_head(self) -> None:
+        """Remove ``head``."""
         source = self._turns.popleft()
         self._pending[source].popleft()
         if self._pending[source] or source not in self._ended:
             self._turns.append(source)
 
     @property
-    def over(self) -> bool:
+    def complete(self) -> bool:
         return not self._turns
 
     @property
     def ready(self) -> bool:
-        return not self.paused and (self.over or self.head is not None)
+        return not self.paused and (self.complete or self.head is not None)
 
 
 class EchoEngine(FlaggedPausing):
-    """See the module. Takes no model."""
+    """The ``echo`` engine: see the module. It has no model."""
 
     def __init__(self, context: StageContext) -> None:
         self._stage = context.stage
@@ -152,11 +152,11 @@ class EchoEngine(FlaggedPausing):
 
     def feed(self, request_id: RequestId, chunk: Chunk) -> None:
         try:
-            pending = self._pending(chunk)
+            pending = self._copy(chunk)
         except InvalidRequest:
             del self._requests[request_id]
             raise
-        if pending.hooks.raises == "feed":
+        if pending.failures.raises == "feed":
             raise RuntimeError("the chunk asked for a crash in feed")
         self._requests[request_id].add(chunk, pending)
 
@@ -165,7 +165,7 @@ class EchoEngine(FlaggedPausing):
 
     def step(self) -> Iterator[StageOutput | StageFailure]:
         ready = [request_id for request_id, request in self._requests.items() if request.ready]
-        self._spend()
+        self._spend_step()
         for request_id in ready:
             yield self._output(request_id)
 
@@ -177,49 +177,50 @@ class EchoEngine(FlaggedPausing):
         tensors: dict[str, Any] = {}
         data: Mapping[str, Any] = {}
         if head := request.head:
-            if head.left == self._options.fan_out and (failure := self._fail(head.hooks)):
+            if head.outputs_left == self._options.fan_out and (failure := self._inject(head.failures)):
                 del self._requests[request_id]
                 return StageFailure(request_id, failure)
             tensors, data = dict(head.tensors), head.data
-            head.left -= 1
-            if not head.left:
-                request.take()
+            head.outputs_left -= 1
+            if not head.outputs_left:
+                request.remove_head()
         if self._options.payload_bytes:
             tensors["payload"] = payload(request_id, request.seq, self._options.payload_bytes)
         request.seq += 1
-        if request.over:
+        if request.complete:
             del self._requests[request_id]
-        return StageOutput(request_id, tensors, data, request.over)
+        return StageOutput(request_id, tensors, data, request.complete)
 
-    def _pending(self, chunk: Chunk) -> _Pending:
-        """A copy of the chunk. Raises ``InvalidRequest``."""
-        hooks = self._hooks(chunk.data)
-        if hooks.invalid == "feed":
+    def _copy(self, chunk: Chunk) -> _Pending:
+        """Copy a chunk. Raises InvalidRequest."""
+        failures = self._failures_here(chunk.data)
+        if failures.invalid == "feed":
             raise InvalidRequest("the chunk asked to be refused", param="echo")
         with request_work("messages"):
-            data = _answered(chunk.data)
+            data = _with_answer(chunk.data)
         tensors = {name: Tensor(t.dtype, t.shape, bytes(t.data)) for name, t in chunk.tensors.items()}
-        return _Pending(data, tensors, hooks, self._options.fan_out)
+        return _Pending(data, tensors, failures, self._options.fan_out)
 
-    def _hooks(self, data: Mapping[str, Any]) -> _Hooks:
-        """What the chunk asks of this stage. Raises ``InvalidRequest``."""
-        hooks = validated(data.get("echo") or {}, _Hooks)
-        return hooks if hooks.stage in (None, self._stage) else _Hooks()
+    def _failures_here(self, data: Mapping[str, Any]) -> _Failures:
+        """Return the failures that a chunk causes at this stage. Raises InvalidRequest."""
+        failures = validated(data.get("echo") or {}, _Failures)
+        return failures if failures.stage in (None, self._stage) else _Failures()
 
-    def _fail(self, hooks: _Hooks) -> InvalidRequest | None:
-        if hooks.stderr:
-            print(hooks.stderr, file=sys.stderr, flush=True)
-        if hooks.raises == "step":
+    def _inject(self, failures: _Failures) -> InvalidRequest | None:
+        """Cause the failures of ``step``. Return the error of a refusal."""
+        if failures.stderr:
+            print(failures.stderr, file=sys.stderr, flush=True)
+        if failures.raises == "step":
             raise RuntimeError("the chunk asked for a crash in step")
-        if hooks.exit is not None:
-            os._exit(hooks.exit)
-        while hooks.hang:
+        if failures.exit is not None:
+            os._exit(failures.exit)
+        while failures.hang:
             time.sleep(3600)
-        if hooks.invalid == "step":
+        if failures.invalid == "step":
             return InvalidRequest("the chunk asked to be refused", param="echo")
         return None
 
-    def _spend(self) -> None:
+    def _spend_step(self) -> None:
         if not self._options.spin:
             time.sleep(self._options.step_s)
             return

@@ -1,22 +1,24 @@
-"""hibari's acoustic network as a stage: text to spectral features, a sentence at a time.
+"""hibari's acoustic network as a stage: text to spectral features, one sentence at a time.
 
-Input, from the client or from a language model: ``data["text"]``, a whole script or a piece of one. A client's script
-has at most ``LONGEST_SCRIPT`` characters, as all of it comes at once; a language model's context bounds its own.
+Input, from the client or from a language model: ``data["text"]``, a piece of a script or all of it. A client's script
+has at most ``LONGEST_SCRIPT`` characters, because it arrives all at once; a language model's context bounds its text.
 
-Output, for sentence ``k`` of F frames (80 a second), in chunks of ``chunk_frames`` frames from frame ``start``:
-``data``: sentence k, start, frames F and, in the sentence's first chunk, its text. ``tensors``, float32: lh, theta, ln,
-lr, phi, each (601, f), C-contiguous, for frames [start, start + f); in the first chunk also f0, (F,), in Hz.
+Output, for each sentence of F frames (80 a second), in chunks of ``chunk_frames`` frames. A chunk has the frames
+[start, start + f): ``data`` has ``sentence`` (its number), ``start``, ``frames`` (F) and, in the sentence's first
+chunk, ``text``. ``tensors`` has lh, theta, ln, lr and phi, float32 (601, f) each, C-contiguous, and, in the first
+chunk, f0, float32 (F,), in Hz.
 
-A sentence in which there is nothing to pronounce (":-)") is left out. A client's script without any other is a failed
-request; a language model's answer without any other ends without sound, since its text is the answer. A sentence with
-too many phonemes counts as several; the first of them brings the text. The last chunk of the last sentence is the
-request's last output, or an empty one where nothing is left to say.
+Rules
+1. A sentence without anything to pronounce (":-)") is left out. A client's script of such sentences only is refused. A
+   language model's answer of such sentences only ends without sound, because its text is the answer.
+2. A sentence with too many phonemes counts as several sentences. The first of them has the text.
+3. The last chunk of the last sentence is the request's last output; if no sentence is left, it is an empty output.
+4. Speculation: the text shows that a sentence is complete only when the next word arrives, one step of the language
+   model later. A sentence that looks complete (the candidate) is computed before that. If the text then continues the
+   sentence ("3.", "14"), the result is thrown away. Outputs are the same with and without speculation. Sentences that
+   are complete come first; one that becomes complete meanwhile waits, as it would for any other sentence.
 
-A sentence that ends as sentences do is computed before the text after it shows that it is complete, a step of the
-language model later; where it goes on after all ("3.", "14"), that was for nothing. What is put out is the same, and
-what is due goes first; what becomes due meanwhile waits for a sentence, as it would behind any other.
-
-hibari reads the text (see ``reading``); the network is the one in its package.
+``pronunciation`` turns text into phonemes with hibari's front end; the network is the one in hibari's package.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ from omni_actors.stages.base import (
     StageRequest,
 )
 from omni_actors.stages.hibari.options import AcousticOptions, AcousticParams
-from omni_actors.stages.hibari.reading import Reading
+from omni_actors.stages.hibari.pronunciation import Pronunciation
 from omni_actors.stages.hibari.text import SentenceReader
 from omni_actors.stages.pausing import FlaggedPausing
 from omni_actors.stages.refusal import validated
@@ -54,10 +56,11 @@ _Floats: TypeAlias = "np.ndarray[Any, np.dtype[np.float32]]"
 __all__ = ["LONGEST_SCRIPT", "AcousticEngine"]
 
 LONGEST_SCRIPT = 16_384
-"""Characters: about 18 minutes of speech."""
+"""Characters; about 18 minutes of speech."""
 
 _UNSPEAKABLE = "nothing in this text can be spoken: the voice reads English words, numbers and common symbols"
-_WARM_UP = "This warms up the voice, Xylander."  # with a word that no lexicon has, so that every part of it is loaded
+_WARM_UP = "This warms up the voice, Xylander."
+"""The last word is in no lexicon, so that the rules for unknown words are loaded too."""
 
 
 class _Request:
@@ -66,33 +69,34 @@ class _Request:
         self.speed = validated(request.params, AcousticParams).speed
         self.reader = reader
         self.is_script = request.sources == (CLIENT,)
-        """The client's text is all there is to speak."""
-        self.blank = self.is_script
-        """It is a script, and so far there is only white space in it."""
-        self.script = 0
+        """Whether the client alone sends the text."""
+        self.is_blank_script = self.is_script
+        """Whether this is a script of white space only, so far."""
+        self.script_length = 0
         """Characters that the client has sent."""
         self.sentences: deque[str] = deque()
         self.phrases: deque[tuple[str, str]] = deque()
-        """(phonemes, text): the next sentence, made ready."""
-        self.spoken = 0
+        """(phonemes, text) of the phrases of the next sentence."""
+        self.sentences_out = 0
         self.paused = False
-        self.foreseen: str | None = None
-        """What was taken for the next sentence, and computed ahead: its first phrase and the features of that."""
-        self.ahead: tuple[str, list[_Floats]] | None = None
+        self.speculated: str | None = None
+        """The last candidate that was computed."""
+        self.speculation: tuple[str, list[_Floats]] | None = None
+        """The phonemes of its first phrase, and their features."""
 
     @property
     def ready(self) -> bool:
         return not self.paused and (bool(self.sentences or self.phrases) or not self.open)
 
     @property
-    def likely(self) -> str | None:
-        """The sentence to compute ahead: it only waits for the text after it to show that it is complete."""
-        likely = None if self.paused or self.ready else self.reader.likely
-        return None if likely == self.foreseen else likely
+    def candidate(self) -> str | None:
+        """The sentence to compute speculatively now, if there is one (rule 4)."""
+        candidate = None if self.paused or self.ready else self.reader.candidate
+        return None if candidate == self.speculated else candidate
 
 
 class AcousticEngine(FlaggedPausing):
-    """See the module. The model is a directory with ``hibari.onnx``."""
+    """The ``hibari_acoustic`` engine: see the module. Its model is a directory with ``hibari.onnx``."""
 
     def __init__(self, context: StageContext) -> None:
         if context.model is None:
@@ -104,12 +108,12 @@ class AcousticEngine(FlaggedPausing):
         self._chunk_frames = msgspec.convert(context.options, AcousticOptions).chunk_frames
         self._requests: dict[RequestId, _Request] = {}
         context.report("reading the lexicon")
-        self._reading = Reading(self._voice)
-        self._features(self._reading.phrases(_WARM_UP)[0], 1.0)
+        self._pronunciation = Pronunciation(self._voice)
+        self._features(self._pronunciation.phrases(_WARM_UP)[0], 1.0)
 
     @property
     def busy(self) -> bool:
-        return any(request.ready or request.likely for request in self._requests.values())
+        return any(request.ready or request.candidate for request in self._requests.values())
 
     def start(self, request: StageRequest) -> None:
         self._requests[request.request_id] = _Request(request, SentenceReader(self._voice.split_sentences))
@@ -119,18 +123,18 @@ class AcousticEngine(FlaggedPausing):
         text = chunk.data.get("text", "")
         if not isinstance(text, str):
             del self._requests[request_id]
-            raise InvalidRequest(f"a text was expected, not {type(text).__name__}", param="input")
+            raise InvalidRequest(f"text must be a string, not {type(text).__name__}", param="input")
         if chunk.source == CLIENT:
-            request.script += len(text)
-        if request.script > LONGEST_SCRIPT:
+            request.script_length += len(text)
+        if request.script_length > LONGEST_SCRIPT:
             del self._requests[request_id]
-            found = f"the text has {request.script} characters or more; at most {LONGEST_SCRIPT} can be spoken"
+            found = f"the text has at least {request.script_length} characters; the limit is {LONGEST_SCRIPT}"
             raise InvalidRequest(found, param="input", code="string_above_max_length")
-        if sentences := request.reader.read(text):
+        if sentences := request.reader.feed(text):
             request.sentences += sentences
-            request.foreseen = None
-        request.blank = request.blank and not text.strip()
-        if chunk.last and request.blank:
+            request.speculated = None
+        request.is_blank_script = request.is_blank_script and not text.strip()
+        if chunk.last and request.is_blank_script:
             del self._requests[request_id]
             raise InvalidRequest("there is no text to speak", param="input", code="empty")
         request.open.update(chunk)
@@ -141,47 +145,49 @@ class AcousticEngine(FlaggedPausing):
         self._requests.pop(request_id, None)
 
     def step(self) -> Iterator[StageOutput | StageFailure]:
-        """One sentence of the request that has waited longest; or, where none is due, one ahead."""
+        """Compute a sentence of the request that has waited longest or, if no sentence is complete, a candidate."""
         request_id = next((request_id for request_id, request in self._requests.items() if request.ready), None)
         if request_id is None:
-            self._compute_ahead(next(request for request in self._requests.values() if request.likely))
+            self._speculate(next(request for request in self._requests.values() if request.candidate))
             return
         request = self._requests.pop(request_id)
         while not request.phrases and request.sentences:
             sentence = request.sentences.popleft()
-            request.phrases += [(p, "" if i else sentence) for i, p in enumerate(self._reading.phrases(sentence))]
+            request.phrases += [(p, "" if i else sentence) for i, p in enumerate(self._pronunciation.phrases(sentence))]
         phrase = request.phrases.popleft() if request.phrases else None
         last = not request.open and not request.sentences and not request.phrases
         if not last:
-            self._requests[request_id] = request  # at the end of the queue: its turn is over
+            self._requests[request_id] = request  # at the end of the queue
         if phrase:
             yield from self._chunks(request_id, request, *phrase, last)
-        elif last and request.is_script and not request.spoken:
+        elif last and request.is_script and not request.sentences_out:
             yield StageFailure(request_id, InvalidRequest(_UNSPEAKABLE, param="input", code="nothing_to_speak"))
         elif last:
             yield StageOutput(request_id, last=True)
 
     def close(self) -> None:
         self._requests.clear()
-        del self._voice, self._reading
+        del self._voice, self._pronunciation
 
-    def _compute_ahead(self, request: _Request) -> None:
-        """Have the features when the sentence is complete: a language model's next token is a step of it away."""
-        request.foreseen = request.likely
-        assert request.foreseen is not None
-        first = next(iter(self._reading.phrases(request.foreseen)), None)
+    def _speculate(self, request: _Request) -> None:
+        """Compute the first phrase of the candidate, for when its sentence turns out to be complete."""
+        request.speculated = request.candidate
+        assert request.speculated is not None
+        first = next(iter(self._pronunciation.phrases(request.speculated)), None)
         if first is None:
-            request.ahead = None
-        elif request.ahead is None or request.ahead[0] != first:  # "Oh!" and "Oh!!" may sound alike
-            request.ahead = (first, self._features(first, request.speed))
+            request.speculation = None
+        elif (
+            request.speculation is None or request.speculation[0] != first
+        ):  # "Oh!" and "Oh!!" may have the same phonemes
+            request.speculation = (first, self._features(first, request.speed))
 
     def _chunks(
         self, request_id: RequestId, request: _Request, phonemes: str, text: str, last: bool
     ) -> Iterator[StageOutput]:
-        (foreseen, features), request.ahead = request.ahead or ("", []), None
-        *spectral, f0 = features if foreseen == phonemes else self._features(phonemes, request.speed)
-        frames, sentence = len(f0), request.spoken
-        request.spoken += 1
+        (speculated, features), request.speculation = request.speculation or ("", []), None
+        *spectral, f0 = features if speculated == phonemes else self._features(phonemes, request.speed)
+        frames, sentence = len(f0), request.sentences_out
+        request.sentences_out += 1
         sizes = chain(self._chunk_frames, repeat(self._chunk_frames[-1]))
         end = 0
         while end < frames:
@@ -195,6 +201,6 @@ class AcousticEngine(FlaggedPausing):
             yield StageOutput(request_id, tensors, data, last and end == frames)
 
     def _features(self, phonemes: str, speed: float) -> list[_Floats]:
-        """lh, theta, ln, lr, phi: (601, F), f0: (F,), from a string of phonemes."""
+        """Compute [lh, theta, ln, lr, phi, f0] from a string of phonemes: float32 (601, F) each, and (F,)."""
         ids = np.asarray([self._voice.ids(phonemes)], np.int64)
         return [out[0] for out in self._voice.sess.run(None, {"ids": ids, "speed": np.asarray([speed], np.float32)})]

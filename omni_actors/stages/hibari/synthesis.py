@@ -1,17 +1,17 @@
-"""From hibari's spectral features to the waveform, in chunks of frames, equal to the synthesis of the whole sentence.
+"""hibari's spectral features to a waveform, in chunks of frames. The result equals a synthesis of the whole sentence.
 
-The spectrum of a frame (1200 samples, hop 300, Hann window, 24 kHz) is a sum of three branches, after ``hibari/dsp.py``
-of hibari-tts 0.2.1 (Apache-2.0), whose function ``synth`` defines what must come out:
+The spectrum of a frame (1200 samples, hop 300, Hann window, 24 kHz) is a sum of three branches. The source is
+``hibari/dsp.py`` of hibari-tts 0.2.1 (Apache-2.0), whose function ``synth`` is the reference:
 
     exp(lh) e^{i π tanh(theta)} · STFT(pulses(f0))  +  exp(ln) · noise  +  exp(lr) e^{i phi}
 
-What a chunk needs from its neighbours, and how it gets it:
-- the pulse train's phase is an integral of f0 from the sentence's start: f0 comes whole with the first chunk, and the
-  integral is carried in float64 from block to block;
-- the analysis frame j reaches two hops to either side, so the pulses are made two hops ahead; beyond the sentence they
-  are mirrored;
-- the noise is drawn for the whole sentence at once, because that is the order in which its generator gives it;
-- an output sample is final when the four frames over it are in: the last three hops are carried.
+What a chunk needs from its neighbours:
+- The phase of the pulse train is an integral of f0 from the start of the sentence. The first chunk has f0 of the whole
+  sentence, and the integral is carried in float64 from block to block.
+- An analysis frame extends two hops to either side, so the pulses are made two hops ahead. Beyond the ends of the
+  sentence they are mirrored.
+- The noise is drawn for the whole sentence at once, because its order depends on the number of frames.
+- An output sample is final when the four frames that overlap it are known. The last three hops are carried.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ _OVERLAP = WINDOW // HOP
 _REACH = WINDOW // 2
 
 _VOICED_HZ = np.float32(40.0)
-"""Below it a frame is unvoiced: no pulses."""
+"""A sample with a lower f0 is unvoiced: it has no pulses."""
 _HIGHEST_HZ = np.float32(11000.0)
-"""No harmonic above it."""
+"""The highest frequency of a harmonic."""
 _LOUDEST = np.float32(7.0)
-"""Upper bound of a log-magnitude."""
+"""Upper bound of log magnitudes."""
 
 _HANN = (0.5 - 0.5 * np.cos(2 * np.pi * np.arange(WINDOW) / WINDOW)).astype(np.float32)
 _ANALYSIS = _HANN / (WINDOW / 4)  # a cosine of amplitude 1 then peaks at 1
@@ -48,12 +48,12 @@ _TO_PREVIOUS = (1.0 - _TO_NEXT).astype(np.float32)
 
 
 class SentenceSynthesis:
-    """One sentence. f0: float32 (frames,) in Hz. rng: where the noise comes from."""
+    """Synthesizes one sentence. f0: of all its frames, float32 (frames,), in Hz. rng: the source of the noise."""
 
     def __init__(self, f0: Floats, rng: np.random.Generator) -> None:
         self.frames = len(f0)
         self.done = 0
-        """Frames taken so far."""
+        """Number of frames added so far."""
         self._f0 = np.pad(f0, 1, mode="edge")
         self._noise = rng.standard_normal((BINS, 2 * self.frames), dtype=np.float32).view(np.complex64)
         self._pulses = np.empty(self.frames * HOP, np.float32)
@@ -62,10 +62,9 @@ class SentenceSynthesis:
         self._unfinished = np.zeros((_OVERLAP - 1, HOP), np.float32)
 
     def add(self, lh: Floats, theta: Floats, ln: Floats, lr: Floats, phi: Floats) -> Floats:
-        """Take the next f frames, each argument float32 (601, f); return the samples that are final now: float32 (n,).
+        """Add the next f frames, each argument float32 (601, f). Return the samples that are final: float32 (n,).
 
-        n is 300 for each frame, but the first 600 samples stay open until the sentence's last frame: by then the
-        sum over the sentence is frames * 300.
+        The sum of n over the sentence is frames * 300; output lags 600 samples behind until the last frame.
         """
         start, end = self.done, self.done + lh.shape[1]
         spectrum = self._source(start, end)
@@ -81,14 +80,14 @@ class SentenceSynthesis:
             rows[k : k + end - start] += pieces[:, k]
         self.done = end
         self._unfinished = rows[end - start :].copy()
-        # Row r of the sentence is final once frame r is in; the transform begins two rows before the sentence.
+        # Row r is final when frame r is added. The first two rows lie before the start of the sentence.
         margin = _REACH // HOP
         first, stop = max(start, margin), (end if end < self.frames else end + margin)
         final = rows[first - start : max(stop, first) - start]
         return (final * self._normal(first, max(stop, first))).reshape(-1)
 
     def _source(self, start: int, end: int) -> Spectrum:
-        """The spectrum of the pulse train at frames [start, end): complex64 (601, end - start)."""
+        """Return the spectrum of the pulse train at frames [start, end): complex64 (601, end - start)."""
         self._make_pulses(min(end + _REACH // HOP, self.frames))
         total = len(self._pulses)
         at = np.arange(start * HOP - _REACH, (end - 1) * HOP + _REACH)
@@ -102,9 +101,9 @@ class SentenceSynthesis:
         return np.ascontiguousarray(fft.rfft(windows, axis=1).T)
 
     def _make_pulses(self, end: int) -> None:
-        """Extend the pulse train to frame ``end``: every harmonic of f0 up to 11 kHz, with amplitude 1.
+        """Extend the pulse train to frame ``end``: all harmonics of f0 up to 11 kHz, with amplitude 1.
 
-        In closed form (Dirichlet's kernel): sum of cos(h t) for h = 1..H is sin((H + 1/2) t) / (2 sin(t / 2)) - 1/2.
+        Closed form (Dirichlet kernel): the sum of cos(h t) for h = 1..H is sin((H + 1/2) t) / (2 sin(t / 2)) - 1/2.
         """
         start = self._pulse_frames
         if end <= start:
@@ -127,10 +126,10 @@ class SentenceSynthesis:
         self._pulse_frames = end
 
     def _normal(self, first: int, stop: int) -> Floats:
-        """What the overlapping windows amount to, inverted, for rows [first, stop): float32 (stop - first, 300)."""
+        """Return 1 / (sum of the squared windows) for rows [first, stop): float32 (stop - first, 300)."""
         total = np.zeros((stop - first, HOP), np.float32)
         for k in range(_OVERLAP):
-            low, high = max(first, k), min(stop, self.frames + k)  # the rows that have a frame k hops before them
+            low, high = max(first, k), min(stop, self.frames + k)  # rows with a frame k hops before
             total[max(low - first, 0) : max(high - first, 0)] += _ENERGY[k]
         return np.reciprocal(np.maximum(total, np.float32(1e-11)))
 

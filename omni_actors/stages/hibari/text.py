@@ -1,14 +1,14 @@
-"""Text that arrives in pieces of any size, as sentences that can be spoken.
+"""Splitting text that arrives in pieces into sentences to speak.
 
 Rules
-1. A sentence is given out as soon as the text after it shows that it is complete, or the text ends.
-2. Where the pieces were cut makes no difference to the sentences.
-3. Marks of Markdown are not read out: ``*`` and backticks go wherever they stand; headings (``#``), bullets
-   (``-``, ``+``, ``•``) and quotes (``>``) go at the start of a line. A link's address is left out by hibari itself.
-4. A sentence of more than ``LONGEST`` characters is cut: after the last clause mark in them, else at the last space,
-   else right there. So speech does not wait for a full stop that never comes, and no phrase is too long to compute.
-5. White space in a row is one space, or one line break if it has one. So what is held back of a text stays small, and
-   the time that a text takes grows with its length and no faster.
+1. A sentence is returned as soon as the text after it shows that it is complete, or the text ends.
+2. The sentences do not depend on how the text was cut into pieces.
+3. Marks of Markdown are removed: ``*`` and backticks everywhere; headings (``#``), bullets (``-``, ``+``, ``•``) and
+   quotes (``>``) at the start of a line. hibari itself leaves out the address of a link.
+4. A sentence of more than ``LONGEST`` characters is cut: after the last clause mark, else at the last space, else at
+   the limit. So speech does not wait for a full stop that never comes, and no phrase is too long to compute.
+5. A sequence of white space becomes one space, or one line break if it has one. So little text is held back, and the
+   time grows linearly with the text.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable
 __all__ = ["LONGEST", "SentenceReader"]
 
 LONGEST = 300
-"""Characters: about 20 seconds of speech."""
+"""Characters; about 20 seconds of speech."""
 
 _EVERYWHERE = str.maketrans("", "", "*`")
 _WHITE_SPACE = re.compile(r"\s+")
@@ -29,30 +29,30 @@ _CLAUSE_END = re.compile(r"[,;:—](?=\s)")
 
 
 class SentenceReader:
-    """split: what finds the sentences in a text, ``Hibari.split_sentences`` or the like."""
+    """Splits one text. split: returns the sentences of a text, such as ``Hibari.split_sentences``."""
 
     def __init__(self, split: Callable[[str], list[str]]) -> None:
         self._split = split
         self._rest = ""
 
-    def read(self, piece: str) -> list[str]:
-        """The sentences that ``piece`` completes."""
+    def feed(self, piece: str) -> list[str]:
+        """Add a piece of text. Return the sentences that it completes."""
         text = _WHITE_SPACE.sub(_single, self._rest + piece.translate(_EVERYWHERE))
         *complete, tail = self._split(text) or [""]
-        # The tail comes back stripped; its own white space may yet turn out to be the end of a line.
+        # ``split`` strips the tail, whose white space may belong to the end of a line. Take it from the text.
         rest = text[len(text.rstrip()) - len(tail) :] if tail else ""
         parts = [part for sentence in complete for part in _cut(sentence)]
         *cut_off, self._rest = _cut(rest)
         return _speakable([*parts, *cut_off])
 
     @property
-    def likely(self) -> str | None:
-        """The rest, where it looks like a whole sentence: what ``read`` or ``finish`` will most likely give next."""
+    def candidate(self) -> str | None:
+        """The text that is held back, if it looks like a whole sentence: what is most likely returned next."""
         sentences = _speakable([self._rest]) if _SENTENCE_END.search(self._rest) else []
         return sentences[0] if sentences else None
 
     def finish(self) -> list[str]:
-        """What is left when the text has ended."""
+        """End the text. Return its last sentences."""
         rest, self._rest = self._rest, ""
         return _speakable([rest])
 
@@ -62,7 +62,7 @@ def _single(white_space: re.Match[str]) -> str:
 
 
 def _cut(text: str) -> list[str]:
-    """All of the text in parts that are short enough; the last keeps the white space at its end."""
+    """Cut a text into parts that are short enough. The last part keeps its trailing white space."""
     parts, start, end = [], 0, len(text.rstrip())
     while end - start > LONGEST:
         head = text[start : start + LONGEST]

@@ -1,13 +1,13 @@
 """hibari's vocoder as a stage: spectral features to a waveform, as the features arrive.
 
-Input: what ``AcousticEngine`` gives (see ``acoustic``), sentence after sentence, each in any number of chunks.
+Input: the outputs of ``AcousticEngine`` (see ``acoustic``), sentence after sentence, each in any number of chunks.
 
-Output: ``tensors`` audio, float32 (n,); ``data`` sample_rate (24000) and sentence. A sentence of F frames gives F * 300
-samples, the same ones whatever the chunks (to 1e-6). A step serves one chunk of every request that has one. The chunk
-that ends the input gives the request's last output; it may have no audio.
+Output: ``tensors["audio"]``, float32 (n,); ``data["sample_rate"]`` (24000) and ``data["sentence"]``. A sentence of F
+frames gives F * 300 samples, which do not depend on the chunks (to 1e-6). A step synthesizes one chunk of every request
+that has one. The chunk that ends the input gives the request's last output, which may have no audio.
 
-The noise in the voice comes from the request's ``seed`` and the sentence's number: the same
-input gives the same audio, always.
+The noise in the voice is drawn from the request's ``seed`` and the number of the sentence, so the same input always
+gives the same audio.
 """
 
 from __future__ import annotations
@@ -30,29 +30,30 @@ __all__ = ["VocoderEngine"]
 
 _SPECTRAL = ("lh", "theta", "ln", "lr", "phi")
 _MOST_FRAMES = 1 << 15
-"""The longest sentence, 7 minutes. Its noise is drawn at once, 4.8 kB a frame."""
+"""The longest sentence: 7 minutes. Its noise is drawn at once and takes 4.8 kB a frame."""
 
 
 class _Features(msgspec.Struct):
     sentence: int
     spectral: list[Floats]
-    """lh, theta, ln, lr, phi. Empty: the chunk only ends the input."""
+    """lh, theta, ln, lr, phi: float32 (601, f) each. Empty: the chunk only ends the input."""
     f0: Floats | None
-    """In a sentence's first chunk."""
+    """float32 (F,), in the first chunk of a sentence."""
     last: bool
 
 
 class _Request:
     def __init__(self, request: StageRequest) -> None:
         seed = validated(request.params, VocoderParams).seed
-        self.seed = seed % 2**64  # a generator takes no negative seed
+        self.seed = seed % 2**64  # numpy accepts no negative seed
         self.open = OpenSources(request.sources)
         self.chunks: deque[_Features] = deque()
         self.sentence = 0
+        """The sentence that the next chunk must belong to."""
         self.frame = 0
-        """The next frame, and its sentence, that ``feed`` expects."""
+        """The frame of that sentence at which the next chunk must start."""
         self.frames = 0
-        """Of that sentence; 0 between sentences."""
+        """Number of frames of that sentence; 0 before its first chunk."""
         self.synthesis: SentenceSynthesis | None = None
         self.paused = False
 
@@ -61,7 +62,7 @@ class _Request:
         return bool(self.chunks) and not self.paused
 
     def take(self, chunk: Chunk) -> None:
-        """Check a chunk and keep a copy. Raises InvalidRequest."""
+        """Validate a chunk and keep a copy. Raises InvalidRequest."""
         features = _Features(self.sentence, [], None, False)
         if chunk.tensors:
             self._check(chunk)
@@ -83,13 +84,13 @@ class _Request:
             self.chunks.append(features)
 
     def _check(self, chunk: Chunk) -> None:
-        # On names and shapes alone: an exception would keep an array, a view of the chunk, alive.
+        # This looks at names and shapes only: an exception would keep an array, a view of the chunk, alive.
         names = _SPECTRAL if self.frames else (*_SPECTRAL, "f0")
         if missing := [name for name in names if name not in chunk.tensors]:
             raise _refusal(f"the chunk lacks {', '.join(missing)}")
         place = (chunk.data.get("sentence"), chunk.data.get("start"))
         if place != (self.sentence, self.frame):
-            raise _refusal(f"this is frame {place[1]} of sentence {place[0]}, not {self.frame} of {self.sentence}")
+            raise _refusal(f"found frame {place[1]} of sentence {place[0]}, expected {self.frame} of {self.sentence}")
         shapes = {name: chunk.tensors[name].shape for name in names}
         frames = self.frames or math.prod(shapes["f0"])
         f = shapes["lh"][-1] if shapes["lh"] else 0
@@ -98,10 +99,10 @@ class _Request:
         if not floats or shapes != expected or not 1 <= f <= frames - self.frame:
             raise _refusal(f"features of shapes {shapes} do not fit the sentence")
         if frames > _MOST_FRAMES:
-            raise _refusal(f"a sentence of {frames} frames; at most {_MOST_FRAMES} can be spoken")
+            raise _refusal(f"a sentence has {frames} frames; the limit is {_MOST_FRAMES}")
 
-    def speak(self) -> tuple[Floats | None, int, bool]:
-        """The next chunk's samples (None: no sample is final yet), its sentence, and whether it is the last."""
+    def synthesize(self) -> tuple[Floats | None, int, bool]:
+        """Return the samples of the next chunk (None if none is final), its sentence, and whether it is the last."""
         features = self.chunks.popleft()
         if not features.spectral:
             return None, features.sentence, features.last
@@ -119,7 +120,7 @@ def _refusal(message: str) -> InvalidRequest:
 
 
 class VocoderEngine(FlaggedPausing):
-    """See the module. Takes no model: the vocoder is signal processing."""
+    """The ``hibari_vocoder`` engine: see the module. It has no model: it is signal processing."""
 
     def __init__(self, context: StageContext) -> None:
         context.report("warming up")
@@ -146,7 +147,7 @@ class VocoderEngine(FlaggedPausing):
 
     def step(self) -> Iterator[StageOutput]:
         for request_id in [request_id for request_id, request in self._requests.items() if request.ready]:
-            audio, sentence, last = self._requests[request_id].speak()
+            audio, sentence, last = self._requests[request_id].synthesize()
             if last:
                 del self._requests[request_id]
             data = {"sample_rate": SAMPLE_RATE, "sentence": sentence}

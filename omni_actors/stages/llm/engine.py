@@ -1,6 +1,6 @@
-"""Continuous batching of a causal language model, text to text.
+"""The ``llm`` engine: a causal language model on transformers, text to text, with continuous batching.
 
-A prompt is a conversation; a position is a token (see ``autoregressive.scheduler`` for what a step is).
+A prompt is a conversation, and a position is a token. ``autoregressive`` has the scheduler, the cache and the sampling.
 """
 
 from __future__ import annotations
@@ -31,12 +31,15 @@ __all__ = ["LLMEngine", "open_engine"]
 
 
 class _Request(Request[Prompt]):
-    unseen: list[int]
-    """The prompt's tokens that the model has not seen."""
+    pending_prompt: list[int]
+    """Tokens of the prompt that are not prefilled yet."""
 
 
 class LLMEngine(LanguageEngine[_Request]):
-    """A ``StageEngine`` of text to text; its outputs are ``LanguageEngine``'s."""
+    """A ``StageEngine`` from text to text; ``LanguageEngine`` documents its outputs.
+
+    model: a causal language model of transformers, in evaluation mode. tokenizer: its tokenizer, with a chat template.
+    """
 
     def __init__(self, model: Any, tokenizer: Any, options: LLMOptions) -> None:
         self._model, self._tokenizer, self._options = model, tokenizer, options
@@ -48,19 +51,19 @@ class LLMEngine(LanguageEngine[_Request]):
         return _Request(request, params, Prompt(request.sources))
 
     def _encode(self, request: _Request) -> list[int]:
-        """Return the prompt's tokens, few enough for the context. Raises ``InvalidRequest``.
+        """Return the prompt's tokens. Raises InvalidRequest: they do not fit into the context.
 
-        What cannot fit is refused as soon as that shows, since rendering and tokenizing take a time that grows with the
-        prompt, in which all the other requests wait. A message is a token at least, whatever the chat template.
+        A prompt that cannot fit is refused as early as possible: rendering and tokenizing take time in proportion to
+        its length, and all other requests wait meanwhile. A message has at least one token in any chat template.
         """
         prompt, context = request.collector, self._context
-        refuse_beyond_context(prompt.messages, f"{prompt.messages} messages of 1 token at least", context)
+        refuse_beyond_context(prompt.messages, f"{prompt.messages} messages of at least 1 token", context)
         text = prompt.render(self._tokenizer, self._options.system_prompt)
         least = math.ceil(len(text) / self._vocabulary.longest)
-        refuse_beyond_context(least, f"{len(text)} characters, which are {least} tokens at least,", context)
-        request.unseen = self._tokenizer.encode(text, add_special_tokens=False)
-        refuse_beyond_context(len(request.unseen), f"{len(request.unseen)} tokens", context)
-        return request.unseen
+        refuse_beyond_context(least, f"{len(text)} characters, which are at least {least} tokens,", context)
+        request.pending_prompt = self._tokenizer.encode(text, add_special_tokens=False)
+        refuse_beyond_context(len(request.pending_prompt), f"{len(request.pending_prompt)} tokens", context)
+        return request.pending_prompt
 
     @torch.inference_mode()
     def _forward(self, rows: list[int], count: int) -> Tensor:
@@ -80,7 +83,7 @@ class LLMEngine(LanguageEngine[_Request]):
     def _take(self, request: _Request, count: int) -> list[int]:
         if not request.prefill_left:
             return [request.token]
-        taken, request.unseen = request.unseen[:count], request.unseen[count:]
+        taken, request.pending_prompt = request.pending_prompt[:count], request.pending_prompt[count:]
         return taken
 
     def close(self) -> None:
@@ -89,22 +92,23 @@ class LLMEngine(LanguageEngine[_Request]):
 
 
 def open_engine(context: StageContext) -> LLMEngine:
-    """Load the checkpoint directory ``context.model``; its options are ``LLMOptions``. Nothing is downloaded.
+    """Load the checkpoint directory ``context.model``, with the options ``LLMOptions``. Nothing is downloaded.
 
-    Raises msgspec.ValidationError (options), ValueError (a model that this engine cannot serve), OSError (its files).
+    Raises msgspec.ValidationError: the options are wrong. ValueError: this engine cannot serve the model. OSError: its
+    files cannot be read.
     """
     options = msgspec.convert(context.options, LLMOptions)
     if context.model is None:
         raise ValueError(f"stage {context.stage!r}: the llm engine needs a model, a checkpoint directory")
     torch.set_num_threads(context.threads)
-    # torch's compiler, loaded whether it is used or not, makes this directory; without a name, one in /tmp that stays.
+    # Importing torch's compiler creates this directory. Without the variable it would be one in /tmp that stays.
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(assets.cache_dir() / "torchinductor"))
     context.report("reading the tokenizer")
     tokenizer = AutoTokenizer.from_pretrained(context.model, local_files_only=True)
     if tokenizer.chat_template is None:
-        raise ValueError(f"{context.model}: no chat template; the llm engine serves conversations only")
+        raise ValueError(f"{context.model}: there is no chat template; the llm engine serves conversations only")
     context.report("reading the weights")
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # it would fill the end of stderr, which is kept to explain a crash
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # it would fill the end of stderr, which explains a crash
     model: Any = AutoModelForCausalLM.from_pretrained(
         context.model, dtype=getattr(torch, options.dtype), attn_implementation="sdpa", local_files_only=True
     )
@@ -112,15 +116,15 @@ def open_engine(context: StageContext) -> LLMEngine:
     model = model.eval().to(torch.device(context.device))
     packed = pack_linears(model, options.max_batch)
     if packed and context.thread_budget is not None and context.threads > 1:
-        _follow(context.thread_budget, model)
+        _adjust_threads_per_layer(context.thread_budget, model)
     return LLMEngine(model, tokenizer, options)
 
 
-def _follow(thread_budget: Callable[[], int], model: Any) -> None:
-    """Let the packed model compute with as many threads as it may, from layer to layer: a step takes 40 ms and more.
+def _adjust_threads_per_layer(thread_budget: Callable[[], int], model: Any) -> None:
+    """Set the number of threads before each layer, because a whole step takes 40 ms and more.
 
-    Its bits stay the same (tests/platform/test_cpu_sharing.py): linear layers are packed, and a worker sets MKL_CBWR.
-    A model that has its layers under another name follows at its last one only.
+    The results are the same bits with any number (tests/platform/test_cpu_sharing.py): linear layers are packed, and
+    workers set MKL_CBWR. If the model's layers are not found under "layers", the output layer alone adjusts it.
     """
 
     def adjust(*_: object) -> None:
@@ -131,7 +135,7 @@ def _follow(thread_budget: Callable[[], int], model: Any) -> None:
 
 
 def _check(config: Any, options: LLMOptions) -> None:
-    """Refuse what would be computed wrongly: positions past the model's, layers that do not see the whole context."""
+    """Raise ValueError if the context exceeds the model's positions, or layers do not attend to the whole context."""
     positions = getattr(config, "max_position_embeddings", options.context)
     if options.context > positions:
         raise ValueError(f"context: found {options.context}; the model has {positions} positions")

@@ -1,10 +1,10 @@
-"""From a request's chunks to the text of the prompt.
+"""The text of a prompt, from a request's chunks.
 
 Rules
-1. The user's chunk is a conversation (see ``multimodal.conversation``).
-2. The chunks of the stage above are the transcripts of its recordings, in pieces.
-3. Audio that comes without a conversation is one: the user's question.
-4. The model sees text only: an audio part is replaced by its transcript, and a message's parts are joined by newlines.
+1. A chunk of the client has messages of the conversation (see ``multimodal.conversation``).
+2. A chunk of an upstream stage has a piece of a transcript: ``data["text"]``, of the recording ``data["index"]``.
+3. Recordings without a conversation are the user's question.
+4. The model gets text only: an audio part is replaced by its transcript, and newlines join the parts of a message.
 """
 
 from __future__ import annotations
@@ -33,21 +33,23 @@ __all__ = ["Prompt"]
 
 
 class TranscriptData(msgspec.Struct, frozen=True):
+    """The ``data`` of a chunk with a piece of a transcript."""
+
     text: str = ""
     index: Index = 0
 
 
 class Prompt:
-    """Collects one request's input. Complete once every source has sent its last chunk."""
+    """Collects the input of one request. It is complete when every source has sent its last chunk."""
 
     def __init__(self, sources: Sequence[str]) -> None:
         self._open = OpenSources(sources)
-        self._hears = set(sources) != {CLIENT}
+        self._has_transcripts = set(sources) != {CLIENT}
         self._messages: list[Message] = []
         self._transcripts: defaultdict[int, str] = defaultdict(str)
 
     def feed(self, chunk: Chunk) -> bool:
-        """Take a chunk; return whether the input is complete. Raises ``InvalidRequest``."""
+        """Take a chunk. Return whether the input is complete. Raises InvalidRequest."""
         if chunk.source == CLIENT:
             self._messages += validated(chunk.data, ConversationData).messages
         else:
@@ -58,23 +60,29 @@ class Prompt:
 
     @property
     def messages(self) -> int:
-        """How many the client has sent."""
+        """Number of messages that the client has sent."""
         return len(self._messages)
 
     def render(self, tokenizer: Any, system_prompt: str) -> str:
-        """Return the text that the model is to go on from, with its special tokens. Raises ``InvalidRequest``."""
+        """Return the prompt's text, special tokens included, up to where the model's answer begins.
+
+        tokenizer: a transformers tokenizer with a chat template. system_prompt: for a conversation without one.
+        Raises InvalidRequest: there is nothing to answer, or the chat template refuses the conversation.
+        """
         conversation = self._messages or [Message("user", [AudioPart(index) for index in sorted(self._transcripts)])]
         messages = [
             {"role": message.role, "content": self._text(message)}
             for message in with_system_prompt(conversation, system_prompt)
         ]
         if not any(message["content"].strip() for message in messages if message["role"] != "system"):
-            raise InvalidRequest("the prompt is empty: no message of the user has text", param="messages")
+            raise InvalidRequest("the prompt is empty: no user message has text", param="messages")
         try:
             text: str = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
         except jinja2.TemplateError as error:
-            # Some templates refuse some conversations, such as two messages of the user in a row.
-            raise InvalidRequest(f"the model's chat template refuses it: {error}", param="messages") from error
+            # Some templates refuse conversations such as two user messages in a row.
+            raise InvalidRequest(
+                f"the model's chat template refuses the conversation: {error}", param="messages"
+            ) from error
         return text
 
     def _text(self, message: Message) -> str:
@@ -87,6 +95,6 @@ class Prompt:
             return part.text
         if not isinstance(part, AudioPart):
             raise InvalidRequest(f"{part.kind} was sent, and this model reads text only", param="messages")
-        if not self._hears:
-            raise InvalidRequest("audio was sent, and no stage before this one hears", param="messages")
+        if not self._has_transcripts:
+            raise InvalidRequest("audio was sent, and no upstream stage transcribes it", param="messages")
         return self._transcripts[part.index].strip()

@@ -1,4 +1,4 @@
-"""From what a request brings (a conversation, sound, images, videos) to the inputs of a model that takes all of it.
+"""A request's conversation, sound, images and videos, and their conversion to the inputs of an omni model.
 
-The parts are imported by name: ``prompt`` and ``audio`` need numpy only, ``processor`` needs transformers.
+Import the modules by name: ``prompt`` and ``audio`` need numpy only, ``processor`` needs transformers.
 """

@@ -1,7 +1,8 @@
-"""Recordings on their way into a model.
+"""Recordings of a request, collected from its chunks.
 
-A chunk of one: ``tensors`` audio, float32 (n,), full scale ±1; ``data`` sample_rate, int in Hz, and index, int: which
-recording of the request this is a piece of. Pieces come in order, and an index never falls.
+A chunk has a piece of one recording: ``tensors["audio"]``, float32 (n,), full scale ±1; ``data["sample_rate"]``, an int
+in Hz; and ``data["index"]``, an int, the number of the recording in the request (default 0). The pieces of a recording
+arrive in order and without those of another in between; indices increase.
 """
 
 from __future__ import annotations
@@ -18,13 +19,15 @@ from ringbuf import Tensor
 Floats: TypeAlias = "np.ndarray[Any, np.dtype[np.float32]]"
 
 SHORTEST_S = 0.1
-"""Seconds; there is no word in less."""
+"""Seconds. A shorter recording has no word in it."""
 _RATES = range(1000, 384001)
 _LOUDEST = 2.0**31
-"""Samples of 32 bits that were never scaled have this; beyond it, feature extractors overflow."""
+"""The magnitude of 32-bit integer samples that were not scaled. Beyond it, feature extractors overflow."""
 
 
 class Recording(msgspec.Struct):
+    """index: its number in the request. sample_rate: in Hz. pieces: float32 (n,) each."""
+
     index: int
     sample_rate: int
     pieces: list[Floats]
@@ -33,8 +36,8 @@ class Recording(msgspec.Struct):
     def duration_s(self) -> float:
         return sum(map(len, self.pieces)) / self.sample_rate
 
-    def at(self, sample_rate: int) -> Floats:
-        """All of it, resampled where it has another rate: float32 (n,)."""
+    def resampled(self, sample_rate: int) -> Floats:
+        """Return the whole recording at ``sample_rate`` Hz: float32 (n,)."""
         import soxr
 
         audio = self.pieces[0] if len(self.pieces) == 1 else np.concatenate(self.pieces)
@@ -45,58 +48,59 @@ class Recording(msgspec.Struct):
 
 
 class Recordings:
-    """Collects the recordings of one request, in the order of their indices. Its methods raise ``InvalidRequest``."""
+    """Collects the recordings of one request, in the order of their indices."""
 
     def __init__(self) -> None:
         self._arriving: Recording | None = None
         self._latest = -1
-        """Its index, or that of the one before."""
+        """The index of the arriving recording, or of the previous one."""
         self._complete: list[Recording] = []
         self.duration_s = 0.0
-        """Of all that are complete."""
+        """Seconds of all complete recordings."""
 
     def feed(self, tensor: Tensor, data: Mapping[str, Any]) -> None:
-        """Check a piece and keep a copy."""
-        audio, sample_rate = checked(tensor, data)
+        """Validate a piece and keep a copy. Raises InvalidRequest."""
+        audio, sample_rate = copy_samples(tensor, data)
         index = data.get("index", 0)
         if self._arriving and self._arriving.index != index:
-            self.end()
+            self.end_recording()
         if self._arriving is None:
             if not isinstance(index, int) or index <= self._latest:
-                raise refusal(f"recording {index!r} came after recording {self._latest}")
+                raise audio_refusal(f"recording {index!r} came after recording {self._latest}")
             self._arriving, self._latest = Recording(index, sample_rate, []), index
         if self._arriving.sample_rate != sample_rate:
-            raise refusal(f"recording {index} changes its sample rate")
+            raise audio_refusal(f"recording {index} changes its sample rate")
         self._arriving.pieces.append(audio)
 
-    def end(self) -> None:
-        """No more of the one that is arriving."""
+    def end_recording(self) -> None:
+        """Complete the recording that is arriving, if there is one. Raises InvalidRequest: it is too short."""
         recording, self._arriving = self._arriving, None
         if recording is None:
             return
         if recording.duration_s < SHORTEST_S:
-            raise refusal(f"recording {recording.index} is too short: {recording.duration_s:.3f} s", "too_short")
+            raise audio_refusal(f"recording {recording.index} is too short: {recording.duration_s:.3f} s", "too_short")
         self._complete.append(recording)
         self.duration_s += recording.duration_s
 
-    def take(self) -> list[Recording]:
-        """Hand over those that are complete."""
+    def take_complete(self) -> list[Recording]:
+        """Return the complete recordings, and keep them no longer."""
         complete, self._complete = self._complete, []
         return complete
 
 
-def checked(tensor: Tensor, data: Mapping[str, Any]) -> tuple[Floats, int]:
-    """A copy of the samples, and their rate. Raises ``InvalidRequest``."""
+def copy_samples(tensor: Tensor, data: Mapping[str, Any]) -> tuple[Floats, int]:
+    """Validate the samples of a chunk. Return a copy, float32 (n,), and the rate in Hz. Raises InvalidRequest."""
     if tensor.dtype != "float32" or len(tensor.shape) != 1:
-        raise refusal(f"mono float32 samples were expected, not {tensor.dtype} {tensor.shape}")
-    audio: Floats = tensor.numpy().copy()  # first of all: an exception would keep a view alive
+        raise audio_refusal(f"mono float32 samples were expected, not {tensor.dtype} {tensor.shape}")
+    audio: Floats = tensor.numpy().copy()  # before any other check: an exception would keep a view alive
     if not (np.abs(audio) <= _LOUDEST).all():
-        raise refusal(f"some samples are not finite, or beyond ±{_LOUDEST:g}")
+        raise audio_refusal(f"some samples are not finite, or beyond ±{_LOUDEST:g}")
     sample_rate = data.get("sample_rate")
     if not isinstance(sample_rate, int) or sample_rate not in _RATES:
-        raise refusal(f"a sample rate of {_RATES[0]} to {_RATES[-1]} Hz was expected, not {sample_rate!r}")
+        raise audio_refusal(f"a sample rate of {_RATES[0]} to {_RATES[-1]} Hz was expected, not {sample_rate!r}")
     return audio, sample_rate
 
 
-def refusal(message: str, code: str = "invalid_value") -> InvalidRequest:
+def audio_refusal(message: str, code: str = "invalid_value") -> InvalidRequest:
+    """Return the error for a recording that cannot be used."""
     return InvalidRequest(message, param="audio", code=code)

@@ -1,4 +1,4 @@
-"""A conversation as it reaches an engine: messages of text and of numbered places for sound, images and videos."""
+"""The conversation of a request: messages of text and of numbered places for sound, images and videos."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class TextPart(msgspec.Struct, frozen=True, tag="text"):
 
 class _MediaPart(msgspec.Struct, frozen=True):
     index: Index
-    """Which of the request's inputs of this kind."""
+    """Number of the input among the request's inputs of this kind, from 0."""
 
     @property
     def kind(self) -> str:
@@ -57,13 +57,13 @@ class Message(msgspec.Struct, frozen=True):
 
 
 class ConversationData(msgspec.Struct, frozen=True):
-    """The ``data`` of a chunk that brings messages."""
+    """The ``data`` of a chunk with messages."""
 
     messages: list[Message] = []
 
 
 def with_system_prompt(messages: Sequence[Message], system_prompt: str) -> list[Message]:
-    """The conversation, with ``system_prompt`` before it where it has no system message of its own."""
+    """Return the conversation, preceded by ``system_prompt`` if it has no system message."""
     if not system_prompt or any(message.role == "system" for message in messages):
         return list(messages)
     return [Message("system", system_prompt), *messages]

@@ -1,4 +1,4 @@
-"""Whose fault it is when a file cannot be read."""
+"""Refusing files that a decoder cannot read."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from omni_actors.stages.base import InvalidRequest
 
 
 @contextmanager
-def reading(kind: str, index: int, accepted: Sequence[str]) -> Iterator[None]:
-    """Around the decoding of a user's file. accepted: the formats that are.
+def refuse_unreadable(kind: str, index: int, accepted: Sequence[str]) -> Iterator[None]:
+    """Turn any exception from decoding a client's file into ``InvalidRequest``, except MemoryError.
 
-    A decoder that is given a broken file raises whatever it runs into (a list is not to be had: an IndexError, an
-    AttributeError of its binding): all of it becomes ``InvalidRequest``, but for a want of memory.
+    Decoders raise all kinds of exceptions for broken files, such as IndexError or AttributeError.
+    kind, index: the input, such as "image" 0. accepted: names of the formats, for the error's text.
     """
     try:
         yield

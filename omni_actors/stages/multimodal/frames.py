@@ -1,6 +1,7 @@
-"""Frames of a video to a vision encoder's patches: what transformers' Qwen2VLVideoProcessor gives, without torchvision.
+"""The frames of a video to the patches of a vision encoder, as transformers' Qwen2VLVideoProcessor does it.
 
-The same bits: torchvision, too, resizes a uint8 tensor on the CPU by torch's own antialiased bicubic interpolation.
+This needs no torchvision. The results are equal bit for bit, because torchvision resizes a uint8 tensor on the CPU with
+torch's antialiased bicubic interpolation too.
 """
 
 from __future__ import annotations
@@ -18,42 +19,49 @@ BICUBIC = 3
 
 
 class FrameProcessor:
-    """Takes the place of a video processor in transformers' omni processors.
+    """Replaces the video processor in transformers' omni processors.
 
-    config: what a checkpoint says of its own.
+    config: the checkpoint's configuration of its video processor.
     """
 
     model_input_names = ("pixel_values_videos", "video_grid_thw")
 
     def __init__(self, config: Mapping[str, Any]) -> None:
-        """Raises ValueError."""
+        """Raises ValueError: the configuration asks for another interpolation than bicubic."""
         if config.get("resample", BICUBIC) != BICUBIC:
             raise ValueError(f"resample of videos: found {config['resample']!r}; accepted: {BICUBIC}, bicubic")
         self.patch_size: int = config.get("patch_size", 14)
         self.temporal_patch_size: int = config.get("temporal_patch_size", 2)
         self.merge_size: int = config.get("merge_size", 2)
         scale = 1 / config.get("rescale_factor", 1 / 255)
-        # A checkpoint of this family without them has CLIP's.
+        # The defaults are those of CLIP, as for all checkpoints of this family.
         self._mean = torch.tensor(config.get("image_mean") or (0.48145466, 0.4578275, 0.40821073)) * scale
         self._std = torch.tensor(config.get("image_std") or (0.26862954, 0.26130258, 0.27577711)) * scale
 
     def target(self, height: int, width: int, size: Mapping[str, int]) -> tuple[int, int]:
-        """The height and width that frames are resized to. Raises ValueError: sides more than 200 times apart."""
+        """Return the height and width that frames are resized to.
+
+        size: "shortest_edge" and "longest_edge", the fewest and the most pixels.
+        Raises ValueError: one side is more than 200 times the other.
+        """
         factor = self.patch_size * self.merge_size
         target: tuple[int, int] = smart_resize(height, width, factor, size["shortest_edge"], size["longest_edge"])
         return target
 
     def grid(self, frames: int, height: int, width: int) -> tuple[int, int, int]:
-        """Patches in time, height and width, of frames that have their target size."""
+        """Return the numbers of patches in time, height and width, for frames of their target size."""
         return -(-frames // self.temporal_patch_size), height // self.patch_size, width // self.patch_size
 
     def __call__(self, videos: Sequence[Tensor], *, size: Mapping[str, int], **_: Any) -> BatchFeature:
-        """videos: uint8 (frames, height, width, 3) each."""
+        """Convert videos, uint8 (frames, height, width, 3) each, of target size or not.
+
+        size: see ``target``. Returns ``pixel_values_videos`` and ``video_grid_thw``.
+        """
         patches, grids = zip(*(self._patches(video, size) for video in videos), strict=True)
         return BatchFeature({"pixel_values_videos": torch.cat(patches), "video_grid_thw": np.array(grids)})
 
     def _patches(self, video: Tensor, size: Mapping[str, int]) -> tuple[Tensor, tuple[int, int, int]]:
-        """float32 (patches, channels × temporal patch × patch²), in the order in which patches are merged; the grid."""
+        """Return float32 (patches, channels × temporal patch × patch²), in the order of merging, and the grid."""
         video = resize(video, *self.target(video.shape[1], video.shape[2], size))
         channels_first = video.permute(0, 3, 1, 2).to(torch.float32)
         pixels = (channels_first - self._mean[:, None, None]) / self._std[:, None, None]
@@ -67,7 +75,7 @@ class FrameProcessor:
 
 
 def resize(video: Tensor, height: int, width: int) -> Tensor:
-    """uint8 (frames, height, width, 3), bicubic, antialiased."""
+    """Resize frames, uint8 (frames, height, width, 3), by antialiased bicubic interpolation."""
     if video.shape[1:3] == (height, width):
         return video
     channels_first = video.permute(0, 3, 1, 2)

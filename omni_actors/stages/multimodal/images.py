@@ -1,10 +1,10 @@
-"""Image files to pixels.
+"""Decoding image files.
 
 Rules
-1. The size is read in the header and checked first: a file of some kilobytes may decode to gigabytes.
-2. Only formats that Pillow decodes by itself, of pixels: none that starts another program, none that draws.
-3. What one sees in a viewer is what the model gets: turned as EXIF says, transparent parts on white, the first picture
-   of an animation, 16 bits scaled to 8.
+1. The size is read from the header and checked first, because a file of some kilobytes may decode to gigabytes.
+2. Only pixel formats that Pillow decodes by itself are accepted: none that starts another program, no vector graphics.
+3. The model gets what a viewer shows: rotated by EXIF, transparent parts on white, the first picture of an animation,
+   16 bits scaled to 8.
 """
 
 from __future__ import annotations
@@ -16,16 +16,21 @@ import numpy as np
 from PIL import Image, ImageOps
 
 from omni_actors.stages.base import InvalidRequest
-from omni_actors.stages.multimodal.files import reading
+from omni_actors.stages.multimodal.files import refuse_unreadable
 from omni_actors.stages.multimodal.prompt import Pixels
 
 FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "PNG", "WEBP")
 
 
 def decode_image(data: bytes, index: int, max_pixels: int) -> Pixels:
-    """The first picture in an image file: uint8 (height, width, 3). Raises ``InvalidRequest``."""
-    with reading("image", index, FORMATS), warnings.catch_warnings():
-        # Ours is the limit, and a file's small irregularities are no news to an operator.
+    """Decode the first picture in an image file: uint8 (height, width, 3).
+
+    data: the file's bytes. index: the number of the image in the request, for errors. max_pixels: the limit of width ×
+    height.
+    Raises InvalidRequest.
+    """
+    with refuse_unreadable("image", index, FORMATS), warnings.catch_warnings():
+        # Pillow warns of large images, for which we have a limit, and of small irregularities in a file.
         warnings.simplefilter("ignore")
         try:
             image = Image.open(io.BytesIO(data), formats=FORMATS)
@@ -37,12 +42,13 @@ def decode_image(data: bytes, index: int, max_pixels: int) -> Pixels:
 
 
 def check_pixels(index: int, width: int, height: int, max_pixels: int) -> None:
+    """Raise InvalidRequest if an image has too many pixels."""
     if width * height > max_pixels:
         raise _too_large(index, f"{width} × {height} pixels", max_pixels)
 
 
 def _rgb(image: Image.Image) -> Image.Image:
-    if image.mode == "I;16":  # Pillow's own conversion takes all above 255 for white
+    if image.mode == "I;16":  # Pillow's own conversion makes all values above 255 white
         return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8)).convert("RGB")
     if image.has_transparency_data:
         layer = image.convert("RGBA")
@@ -52,5 +58,5 @@ def _rgb(image: Image.Image) -> Image.Image:
 
 
 def _too_large(index: int, found: str, max_pixels: int) -> InvalidRequest:
-    message = f"image {index}: it has {found}; the limit is {max_pixels} pixels"
+    message = f"image {index}: found {found}; the limit is {max_pixels} pixels"
     return InvalidRequest(message, param="image", code="image_too_large")

@@ -1,11 +1,11 @@
-"""From a complete prompt to what a Qwen-Omni thinker's forward is called with.
+"""A complete prompt to the arguments of a Qwen-Omni thinker's forward.
 
 Rules
-1. The ids and features are those of transformers' own processor: its code makes them. It needs no torchvision here,
-   because frames of videos go through ``FrameProcessor``.
-2. What a user writes is text. A control token in it ("<|im_start|>", "<|image_pad|>") is encoded as the characters it
-   is made of: nobody can write a turn of somebody else's, or a place for an image that was not sent.
-3. What is too much is refused before it is decoded, resized or tokenized, as far as that can be known.
+1. transformers' own processor makes the ids and features. It needs no torchvision here, because ``FrameProcessor``
+   replaces its video processor.
+2. A message is text. A control token in it ("<|im_start|>", "<|image_pad|>") is encoded as plain characters, so that a
+   client can write neither a turn of another role nor a placeholder for an image that was not sent.
+3. An input beyond a limit is refused before it is decoded, resized or tokenized, if its size is known by then.
 """
 
 from __future__ import annotations
@@ -35,9 +35,10 @@ __all__ = ["OmniInputs", "OmniProcessor"]
 
 
 class OmniInputs(msgspec.Struct, frozen=True):
-    """ids: the prompt, a placeholder for each row of an encoder's output. tensors: by the forward's argument names.
+    """The processed prompt.
 
-    use_audio_in_video: whether a video is shown with its sound; false where it was asked for and none has any.
+    ids: its tokens, with a placeholder for each row of an encoder's output. tensors: by the names of the forward's
+    arguments. use_audio_in_video: whether videos have their sound in the prompt; false if none of them has any.
     """
 
     ids: list[int]
@@ -46,7 +47,7 @@ class OmniInputs(msgspec.Struct, frozen=True):
 
 
 class _WithoutTorchvision:
-    """What changes in transformers' processors: any object may process videos, and each video has its own rate."""
+    """Changes to transformers' processors: any object may process videos, and each video has its own frame rate."""
 
     video_processor: FrameProcessor
 
@@ -74,75 +75,83 @@ _FAMILIES: Mapping[str, type[Any]] = {"qwen3_omni_moe": _Qwen3Processor, "qwen2_
 
 
 class OmniProcessor:
-    """Tokenizer, chat template and feature extractors of a checkpoint directory. Nothing is downloaded."""
+    """Processes prompts with the tokenizer, chat template and feature extractors of one checkpoint."""
 
     def __init__(self, directory: Path, *, limits: MediaLimits | None = None) -> None:
-        """Raises ValueError (a checkpoint of another family, or without a chat template), OSError (its files)."""
+        """Load from a checkpoint directory. Nothing is downloaded.
+
+        Raises ValueError: the checkpoint is of another family or has no chat template. OSError: its files cannot be
+        read.
+        """
         config = whole_config(directory)
         if config.model_type not in _FAMILIES:
             known = ", ".join(_FAMILIES)
             raise ValueError(f"{directory}: found a model of type {config.model_type!r}; accepted: {known}")
         family = _FAMILIES[config.model_type]
-        declared, _ = family.get_processor_dict(directory, local_files_only=True)
-        of_videos, _ = VideoProcessorMixin.get_video_processor_dict(directory, local_files_only=True)
+        processor_config, _ = family.get_processor_dict(directory, local_files_only=True)
+        video_config, _ = VideoProcessorMixin.get_video_processor_dict(directory, local_files_only=True)
         self.tokenizer: Any = AutoTokenizer.from_pretrained(directory, local_files_only=True)
-        self._template = declared.get("chat_template") or self.tokenizer.chat_template
+        self._template = processor_config.get("chat_template") or self.tokenizer.chat_template
         if self._template is None:
             raise ValueError(f"{directory}: there is no chat template")
         images = Qwen2VLImageProcessorPil.from_pretrained(directory, local_files_only=True)
-        ears: Any = WhisperFeatureExtractor.from_pretrained(directory, local_files_only=True)
-        frames = FrameProcessor(of_videos)
-        self._processor: Any = family(images, frames, ears, self.tokenizer, self._template)
-        # As attributes, not as arguments: of those, a processor's ``__call__`` does not pass on all.
-        self._processor.audio_kwargs = {**family.audio_kwargs, "return_tensors": "np"}  # it counts in numpy
+        sound_features: Any = WhisperFeatureExtractor.from_pretrained(directory, local_files_only=True)
+        frames = FrameProcessor(video_config)
+        self._processor: Any = family(images, frames, sound_features, self.tokenizer, self._template)
+        # These are attributes because a processor's ``__call__`` does not pass on all arguments.
+        self._processor.audio_kwargs = {**family.audio_kwargs, "return_tensors": "np"}  # the processor counts in numpy
         self._processor.images_kwargs = {"return_tensors": "np", "input_data_format": "channels_last"}
         if config.model_type == "qwen3_omni_moe":
             self._processor.n_window = config.thinker_config.audio_config.n_window
         kinds = ("audio", "image", "video")
-        self._marks: dict[str, str] = {kind: getattr(self._processor, f"{kind}_token") for kind in kinds}
-        self._mark_ids: dict[int, str] = {getattr(self._processor, f"{kind}_token_id"): kind for kind in kinds}
+        self._placeholders: dict[str, str] = {kind: getattr(self._processor, f"{kind}_token") for kind in kinds}
+        self._placeholder_ids: dict[int, str] = {getattr(self._processor, f"{kind}_token_id"): kind for kind in kinds}
         self._longest = max(map(len, self.tokenizer.get_vocab()))
-        """Characters of the longest token."""
+        """Characters of the longest token in the vocabulary."""
         self._limits = limits or MediaLimits()
-        cut = family.audio_kwargs.get("truncation", True)
-        """Whether the feature extractor drops what is longer than its window."""
-        longest_s = min(self._limits.audio_s, ears.chunk_length) if cut else self._limits.audio_s
+        truncates = family.audio_kwargs.get("truncation", True)
+        """Whether the feature extractor cuts recordings at the length of its window."""
+        longest_s = min(self._limits.audio_s, sound_features.chunk_length) if truncates else self._limits.audio_s
         frame_size = family.videos_kwargs["size"]
-        self._decoder = Decoder(images, frames, frame_size, ears.sampling_rate, longest_s, self._limits)
+        self._decoder = Decoder(images, frames, frame_size, sound_features.sampling_rate, longest_s, self._limits)
 
     def __call__(self, prompt: OmniPrompt, *, system_prompt: str = "", use_audio_in_video: bool = False) -> OmniInputs:
-        """Decode and process a complete prompt. Raises ``InvalidRequest``."""
+        """Decode and process a complete prompt.
+
+        system_prompt: for a conversation without one. use_audio_in_video: whether videos bring their sound.
+        Raises InvalidRequest.
+        """
         conversation = with_system_prompt(prompt.messages, system_prompt)
         places = _places(conversation, prompt.media)
-        # A message is a token at least, besides those of its text.
-        self._refuse_beyond(sum(1 + math.ceil(sum(map(len, m.texts)) / self._longest) for m in conversation))
+        # Each message has at least one token besides those of its text.
+        self._check_length(sum(1 + math.ceil(sum(map(len, m.texts)) / self._longest) for m in conversation))
         decoded = self._decoder.decode(places, prompt.media, use_audio_in_video)
         expansions, tensors = self._process(places, decoded) if places else ([], {})
         ids = self._expanded(self._tokens(conversation), places, expansions)
-        self._refuse_beyond(len(ids))
-        return OmniInputs(ids, tensors, decoded.heard)
+        self._check_length(len(ids))
+        return OmniInputs(ids, tensors, decoded.has_video_sound)
 
     def _process(
         self, places: Sequence[tuple[str, int]], decoded: Decoded
     ) -> tuple[list[list[int]], dict[str, torch.Tensor]]:
-        """Each place's ids, and the model's tensors."""
+        """Return the ids for each place, and the model's tensors."""
         outputs = self._processor(
-            text=[self._marks[kind] for kind, _ in places],
+            text=[self._placeholders[kind] for kind, _ in places],
             images=decoded.images or None,
             audio=decoded.sounds or None,
             videos=[video.pixels for video in decoded.videos] or None,
-            audio_from_video_indices=decoded.sound_of if decoded.heard else None,
-            load_audio_from_video=decoded.heard,
+            audio_from_video_indices=decoded.video_of_sound if decoded.has_video_sound else None,
+            load_audio_from_video=decoded.has_video_sound,
             videos_kwargs={
                 "video_metadata": [VideoMetadata(len(video.pixels), fps=video.fps) for video in decoded.videos]
             },
         )
         expansions = outputs.pop("input_ids")
-        del outputs["attention_mask"]  # of the ids
+        del outputs["attention_mask"]
         return expansions, {name: torch.as_tensor(value) for name, value in outputs.items()}
 
     def _tokens(self, conversation: Sequence[Message]) -> list[int]:
-        """The conversation's ids, one placeholder for each of its media."""
+        """Return the conversation's ids, with one placeholder for each of its media."""
         messages = [{"role": message.role, "content": _content(message)} for message in conversation]
         try:
             ids: list[int] = self.tokenizer.apply_chat_template(
@@ -153,46 +162,56 @@ class OmniProcessor:
                 sanitize_control_tokens=True,
             )
         except jinja2.TemplateError as error:
-            # Some templates refuse some conversations, such as two messages of the user in a row.
-            raise InvalidRequest(f"the model's chat template refuses it: {error}", param="messages") from error
+            # Some templates refuse conversations such as two user messages in a row.
+            raise InvalidRequest(
+                f"the model's chat template refuses the conversation: {error}", param="messages"
+            ) from error
         return ids
 
     def _expanded(
         self, ids: Sequence[int], places: Sequence[tuple[str, int]], expansions: Sequence[Sequence[int]]
     ) -> list[int]:
-        found = [self._mark_ids[id_] for id_ in ids if id_ in self._mark_ids]
+        """Replace each placeholder in ``ids`` by the ids of its place. Raises InvalidRequest."""
+        found = [self._placeholder_ids[id_] for id_ in ids if id_ in self._placeholder_ids]
         if found != [kind for kind, _ in places]:
-            raise InvalidRequest("the model's chat template has no place for all that it shows", param="messages")
+            raise InvalidRequest(
+                "the model's chat template leaves out some of the conversation's media", param="messages"
+            )
         rest = iter(expansions)
-        return [each for id_ in ids for each in (next(rest) if id_ in self._mark_ids else (id_,))]
+        return [each for id_ in ids for each in (next(rest) if id_ in self._placeholder_ids else (id_,))]
 
-    def _refuse_beyond(self, tokens: int) -> None:
+    def _check_length(self, tokens: int) -> None:
         if tokens > self._limits.tokens:
-            message = f"the prompt has {tokens} tokens at least; the limit is {self._limits.tokens}"
+            message = f"the prompt has at least {tokens} tokens; the limit is {self._limits.tokens}"
             raise InvalidRequest(message, param="messages", code="context_length_exceeded")
 
 
 def _places(conversation: Sequence[Message], media: Media) -> list[tuple[str, int]]:
-    """Kind and index of what the conversation shows, in order. Raises ``InvalidRequest`` where that is not all."""
+    """Return kind and index of the media that the conversation has places for, in order.
+
+    Raises InvalidRequest: a place has no input, an input has no place, or the prompt is empty.
+    """
     places = [(part.kind, part.index) for message in conversation for part in message.media]
     for message in conversation:
         if message.role != "user" and any(message.media):
-            # Talkers get the user's turns, and would look for what is shown elsewhere in those.
-            reason = f"a message of the role {message.role!r} has media, which only the user's may have"
+            # A talker gets the user's turns only, and would look for all media in those.
+            reason = f"a message of the role {message.role!r} has media; only user messages may have media"
             raise InvalidRequest(reason, param="messages")
     for kind, index in places:
         if index not in media.of(kind):
-            raise InvalidRequest(f"the messages show {kind} {index}, which was not sent", param="messages")
-    unseen = sorted({(kind, index) for kind in ("audio", "image", "video") for index in media.of(kind)} - set(places))
-    if unseen:
-        raise InvalidRequest(f"the messages show no {unseen[0][0]} {unseen[0][1]}, which was sent", param="messages")
+            raise InvalidRequest(f"the messages refer to {kind} {index}, which was not sent", param="messages")
+    unplaced = sorted({(kind, index) for kind in ("audio", "image", "video") for index in media.of(kind)} - set(places))
+    if unplaced:
+        raise InvalidRequest(
+            f"no message refers to {unplaced[0][0]} {unplaced[0][1]}, which was sent", param="messages"
+        )
     if not places and not any(text.strip() for m in conversation if m.role != "system" for text in m.texts):
-        raise InvalidRequest("the prompt is empty: no message of the user has text or media", param="messages")
+        raise InvalidRequest("the prompt is empty: no user message has text or media", param="messages")
     return places
 
 
 def _content(message: Message) -> str | list[dict[str, str]]:
-    """As chat templates expect it."""
+    """Return a message's content in the form that chat templates expect."""
     if isinstance(message.content, str):
         return message.content
     return [

@@ -1,13 +1,16 @@
-"""From a request's chunks to its conversation and what that shows: copies, checked, not decoded.
+"""The conversation and the media of a request, collected from its chunks: validated copies, not decoded yet.
 
-Chunks, in any order; ``index`` counts the request's inputs of one kind from 0:
-    messages  data messages: a conversation (see ``conversation``); several such chunks are one after the other
-    audio     tensors audio, data sample_rate, index (see ``audio``); one recording may come in pieces
-    image     tensors image, uint8 (height, width, 3), or encoded_image, uint8 (n,): a file's bytes; data index
-    video     tensors video, uint8 (frames, height, width, 3), with data fps; or encoded_video, uint8 (n,): a file's
-              bytes; data index. Frames may bring their sound: tensors audio, data sample_rate
+Chunks, in any order; ``data["index"]`` counts the request's inputs of one kind from 0:
 
-Media that come without a conversation are one: the user's question, in order of kind and index.
+======== ==============================================================================================================
+messages ``data["messages"]``: a part of the conversation (see ``conversation``), in order
+audio    ``tensors["audio"]``, ``data["sample_rate"]`` (see ``audio``); a recording may have several chunks
+image    ``tensors["image"]``, uint8 (height, width, 3); or ``tensors["encoded_image"]``, uint8 (n,), a file's bytes
+video    ``tensors["video"]``, uint8 (frames, height, width, 3), and ``data["fps"]``; or ``tensors["encoded_video"]``,
+         uint8 (n,), a file's bytes. Frames may have sound: ``tensors["audio"]`` and ``data["sample_rate"]``
+======== ==============================================================================================================
+
+Media without a conversation are the user's question, in order of kind and index.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ import numpy as np
 from msgspec import Meta
 
 from omni_actors.stages.base import Chunk, InvalidRequest
-from omni_actors.stages.multimodal.audio import Recording, Recordings, checked
+from omni_actors.stages.multimodal.audio import Recording, Recordings, copy_samples
 from omni_actors.stages.multimodal.conversation import (
     AudioPart,
     ConversationData,
@@ -50,9 +53,9 @@ class _VideoData(msgspec.Struct, frozen=True):
 
 
 class VideoInput(msgspec.Struct, frozen=True):
-    """content: frames, uint8 (t, height, width, 3), ``fps`` of them a second; or a file's bytes.
+    """content: frames, uint8 (t, height, width, 3), at ``fps`` frames a second; or a file's bytes.
 
-    audio: the sound that frames were given; a file has its own.
+    audio: the sound of frames; a file contains its own.
     """
 
     content: Pixels | bytes
@@ -61,24 +64,24 @@ class VideoInput(msgspec.Struct, frozen=True):
 
 
 class Media(msgspec.Struct):
-    """What a request brought, by kind and index. An image is uint8 (height, width, 3), or a file's bytes."""
+    """The media of a request, by kind and index. An image is uint8 (height, width, 3) or a file's bytes."""
 
     audio: dict[int, Recording] = {}
     image: dict[int, Pixels | bytes] = {}
     video: dict[int, VideoInput] = {}
 
     def __bool__(self) -> bool:
-        """Whether there is any."""
+        """Whether there are any."""
         return bool(self.audio or self.image or self.video)
 
     def of(self, kind: str) -> Mapping[int, Any]:
-        """kind: "audio", "image" or "video"."""
+        """Return the media of one kind ("audio", "image" or "video") by index."""
         by_index: Mapping[int, Any] = getattr(self, kind)
         return by_index
 
 
 class OmniPrompt:
-    """Collects one request's input. Complete once every source has sent its last chunk."""
+    """Collects the input of one request. It is complete when every source has sent its last chunk."""
 
     def __init__(self, sources: Sequence[str]) -> None:
         self._open = OpenSources(sources)
@@ -87,7 +90,7 @@ class OmniPrompt:
         self.media = Media()
 
     def feed(self, chunk: Chunk) -> bool:
-        """Take a chunk; return whether the input is complete. Raises ``InvalidRequest``."""
+        """Take a chunk. Return whether the input is complete. Raises InvalidRequest."""
         tensors = chunk.tensors
         if "video" in tensors or "encoded_video" in tensors:
             self._take_video(tensors, chunk.data)
@@ -100,13 +103,13 @@ class OmniPrompt:
         self._open.update(chunk)
         if self._open:
             return False
-        self._recordings.end()
-        self.media.audio |= {recording.index: recording for recording in self._recordings.take()}
+        self._recordings.end_recording()
+        self.media.audio |= {recording.index: recording for recording in self._recordings.take_complete()}
         return True
 
     @property
     def messages(self) -> list[Message]:
-        """The conversation as it was sent; without one, a question made of the media."""
+        """The conversation; without one, a user message with all media."""
         if self._messages:
             return self._messages
         parts: list[MediaPart] = [
@@ -122,19 +125,19 @@ class OmniPrompt:
         _put(self.media.image, "image", index, image)
 
     def _take_video(self, tensors: Mapping[str, Tensor], data: Mapping[str, Any]) -> None:
-        about = validated(data, _VideoData)
+        video = validated(data, _VideoData)
         content = _content(tensors, "video", "(frames, height, width, 3)")
-        if not isinstance(content, bytes) and about.fps is None:
-            raise InvalidRequest(f"video {about.index}: frames need fps, their number a second", param="video")
+        if not isinstance(content, bytes) and video.fps is None:
+            raise InvalidRequest(f"video {video.index}: frames need fps, the number of frames a second", param="video")
         sound = None
         if "audio" in tensors:
-            samples, sample_rate = checked(tensors["audio"], data)
-            sound = Recording(about.index, sample_rate, [samples])
-        _put(self.media.video, "video", about.index, VideoInput(content, about.fps, sound))
+            samples, sample_rate = copy_samples(tensors["audio"], data)
+            sound = Recording(video.index, sample_rate, [samples])
+        _put(self.media.video, "video", video.index, VideoInput(content, video.fps, sound))
 
 
 def _content(tensors: Mapping[str, Tensor], kind: str, shape: str) -> Pixels | bytes:
-    """A copy of what came: pixels, or a file's bytes. Raises ``InvalidRequest``."""
+    """Return a copy of the pixels or of the file's bytes. Raises InvalidRequest."""
     encoded = f"encoded_{kind}"
     tensor = tensors[encoded] if encoded in tensors else tensors[kind]
     dimensions = 1 if encoded in tensors else shape.count(",") + 1
@@ -147,5 +150,5 @@ def _content(tensors: Mapping[str, Tensor], kind: str, shape: str) -> Pixels | b
 
 def _put(known: dict[int, Any], kind: str, index: int, content: Any) -> None:
     if index in known:
-        raise InvalidRequest(f"{kind} {index} came twice", param=kind)
+        raise InvalidRequest(f"{kind} {index} was sent twice", param=kind)
     known[index] = content

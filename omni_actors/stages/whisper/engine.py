@@ -2,13 +2,14 @@
 
 Input, from the client: pieces of recordings (see ``multimodal.audio``). A chunk without audio may end the input.
 
-Output: ``data`` text, a piece of the transcript, and index. The last output has an empty text and duration_s, the
-seconds of all recordings together.
+Output: ``data["text"]`` is a piece of the transcript of the recording ``data["index"]``. The last output has an empty
+text and ``duration_s``, the seconds of all recordings together.
 
 Rules
-1. A step gives one segment (a phrase) of one request, in turn: a long recording does not hold up a short one.
-2. Decoding is greedy or a beam, never sampled: the same audio gives the same text, always.
-3. A recording is transcribed when all of it is there: the model's window is 30 s of it.
+1. A step gives one segment (a phrase) of one request. Requests take turns, so a long recording does not delay a short
+   one.
+2. Decoding is greedy or a beam search, never sampled, so the same audio always gives the same text.
+3. A recording is transcribed once it is complete: the model's window is 30 s.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from omni_actors.stages.base import (
     StageOutput,
     StageRequest,
 )
-from omni_actors.stages.multimodal.audio import Floats, Recording, Recordings, refusal
+from omni_actors.stages.multimodal.audio import Floats, Recording, Recordings, audio_refusal
 from omni_actors.stages.pausing import FlaggedPausing
 from omni_actors.stages.refusal import request_work, validated
 from omni_actors.stages.sources import OpenSources
@@ -52,36 +53,36 @@ class _Request:
         self.segments: Iterator[Segment] | None = None
         self.index = 0
         self.paused = False
-        self.fresh = False
-        """The recording being transcribed has given no text so far."""
+        self.at_recording_start = False
+        """Whether the current recording has given no text yet."""
 
     @property
     def ready(self) -> bool:
         return not self.paused and (bool(self.segments or self.complete) or not self.open)
 
     def take(self, chunk: Chunk) -> None:
-        """Check a chunk and keep a copy. Raises InvalidRequest."""
+        """Validate a chunk and keep a copy of its audio. Raises InvalidRequest."""
         if "audio" in chunk.tensors:
             self.recordings.feed(chunk.tensors["audio"], chunk.data)
         self.open.update(chunk)
         if not self.open:
-            self.recordings.end()
+            self.recordings.end_recording()
             if not self.recordings.duration_s:
-                raise refusal("there is no audio")
-        self.complete += self.recordings.take()
+                raise audio_refusal("there is no audio")
+        self.complete += self.recordings.take_complete()
 
 
 class WhisperEngine(FlaggedPausing):
-    """See the module. The model is a directory in CTranslate2's format."""
+    """The ``whisper`` engine: see the module. Its model is a directory in CTranslate2's format."""
 
     def __init__(self, context: StageContext) -> None:
         if context.model is None:
             raise ValueError("whisper needs a model")
         options = msgspec.convert(context.options, WhisperOptions)
-        # Without it faster-whisper would look for one on the network.
+        # Without this file faster-whisper would try to download one.
         if not (context.model / "tokenizer.json").is_file():
             raise FileNotFoundError(f"{context.model} has no tokenizer.json")
-        context.report("loading the speech recogniser")
+        context.report("loading the speech recognizer")
         from faster_whisper import WhisperModel
 
         self._model = WhisperModel(
@@ -104,7 +105,7 @@ class WhisperEngine(FlaggedPausing):
         new = _Request(request)
         known = self._model.supported_languages
         if new.language is not None and new.language not in known:
-            message = f"the model does not know the language {new.language!r}; it knows {', '.join(known)}"
+            message = f"the model has no language {new.language!r}; accepted: {', '.join(known)}"
             raise InvalidRequest(message, param="language")
         self._requests[request.request_id] = new
 
@@ -119,7 +120,7 @@ class WhisperEngine(FlaggedPausing):
         self._requests.pop(request_id, None)
 
     def step(self) -> Iterator[StageOutput | StageFailure]:
-        """The next segment of the request that has waited longest."""
+        """Transcribe the next segment of the request that has waited longest."""
         request_id = next(request_id for request_id, request in self._requests.items() if request.ready)
         request = self._requests.pop(request_id)
         try:
@@ -134,10 +135,10 @@ class WhisperEngine(FlaggedPausing):
             data = {"text": "", "index": request.index, "duration_s": request.recordings.duration_s}
             yield StageOutput(request_id, data=data, last=True)
             return
-        self._requests[request_id] = request  # at the end of the queue: its turn is over
+        self._requests[request_id] = request  # at the end of the queue
         if segment is not None:
-            text = segment.text.lstrip() if request.fresh else segment.text
-            request.fresh = False
+            text = segment.text.lstrip() if request.at_recording_start else segment.text
+            request.at_recording_start = False
             yield StageOutput(request_id, data={"text": text, "index": request.index})
 
     def close(self) -> None:
@@ -146,23 +147,23 @@ class WhisperEngine(FlaggedPausing):
         del self._model
 
     def _next_segment(self, request: _Request) -> Segment | None:
-        """None at the end of a recording."""
+        """Return the next segment, or None at the end of a recording."""
         if request.segments is None and request.complete:
-            self._open(request)
+            self._open_recording(request)
         return next(request.segments, None) if request.segments else None
 
-    def _open(self, request: _Request) -> None:
+    def _open_recording(self, request: _Request) -> None:
         recording = request.complete.popleft()
-        request.index, request.fresh = recording.index, True
-        request.segments = self._segments(recording.at(SAMPLE_RATE), request.language)
+        request.index, request.at_recording_start = recording.index, True
+        request.segments = self._segments(recording.resampled(SAMPLE_RATE), request.language)
 
     def _segments(self, audio: Floats, language: str | None) -> Iterator[Segment]:
-        """The transcript of 16 kHz audio, decoded as it is read. language None: heard from the audio."""
+        """Transcribe audio at 16 kHz, lazily: reading a segment decodes it. language None: the model detects it."""
         segments, _ = self._model.transcribe(
             audio,
             language=language,
             beam_size=self._beam_size,
-            temperature=0.0,  # alone: no retry by sampling when the text looks odd
+            temperature=0.0,  # one value only: faster-whisper then never retries by sampling
             condition_on_previous_text=False,
         )
         return iter(segments)

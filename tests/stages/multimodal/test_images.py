@@ -18,7 +18,7 @@ pytestmark = pytest.mark.voice  # the extra's libraries
 LIMIT = 1_000_000
 COLOURS = np.zeros((32, 48, 3), np.uint8)
 COLOURS[:16, :24], COLOURS[:16, 24:], COLOURS[16:, :24] = (250, 0, 0), (0, 250, 0), (0, 0, 250)
-"""Four flat quarters: no format spoils them much."""
+"""Four quarters of one colour each, which no format changes much."""
 PICTURE = Image.fromarray(COLOURS)
 
 
@@ -35,20 +35,20 @@ def decoded(data: bytes) -> Any:
         ("JPEG", {"quality": 95, "subsampling": 0}),
     ],
 )
-def test_the_usual_formats(format: str, options: Any) -> None:
+def test_common_formats_are_decoded(format: str, options: Any) -> None:
     pixels = decoded(image_file(PICTURE, format, **options))
     assert pixels.shape == COLOURS.shape
     assert np.abs(pixels.astype(int) - COLOURS).mean() < 4
 
 
 @pytest.mark.parametrize(("mode", "format"), [("P", "PNG"), ("CMYK", "JPEG"), ("YCbCr", "JPEG"), ("RGBA", "WEBP")])
-def test_any_colour_space_becomes_red_green_blue(mode: str, format: str) -> None:
+def test_any_colour_space_becomes_rgb(mode: str, format: str) -> None:
     pixels = decoded(image_file(PICTURE.convert(mode), format))
     assert np.abs(pixels[4:12, 4:20].astype(int) - (250, 0, 0)).mean() < 20
 
 
 @pytest.mark.parametrize("bits", [1, 8, 16])
-def test_grey_of_any_depth(bits: int) -> None:
+def test_grey_images_of_any_depth_are_decoded(bits: int) -> None:
     ramp = np.linspace(0, 255, 256).round().astype(np.uint8)[None].repeat(3, 0)
     picture = {
         1: Image.fromarray(ramp).convert("1", dither=Image.Dither.NONE),
@@ -62,7 +62,7 @@ def test_grey_of_any_depth(bits: int) -> None:
 
 
 @pytest.mark.parametrize("mode", ["RGBA", "LA", "P"])
-def test_what_is_transparent_is_white(mode: str) -> None:
+def test_transparent_parts_become_white(mode: str) -> None:
     layer = Image.new("RGBA", (4, 2), (0, 0, 0, 0))
     layer.paste((0, 0, 0, 255), (0, 0, 2, 2))
     options = {"transparency": 1} if mode == "P" else {}
@@ -76,7 +76,7 @@ def test_what_is_transparent_is_white(mode: str) -> None:
 
 
 @pytest.mark.parametrize(("orientation", "turns"), [(1, 0), (3, 2), (6, 3), (8, 1)])
-def test_a_photo_stands_as_its_camera_says(orientation: int, turns: int) -> None:
+def test_a_photo_is_rotated_by_its_exif_orientation(orientation: int, turns: int) -> None:
     exif = Image.Exif()
     exif[0x0112] = orientation
     pixels = decoded(image_file(PICTURE, exif=exif))
@@ -84,7 +84,7 @@ def test_a_photo_stands_as_its_camera_says(orientation: int, turns: int) -> None
 
 
 @pytest.mark.parametrize("format", ["GIF", "WEBP", "PNG"])
-def test_of_an_animation_the_first_picture(format: str) -> None:
+def test_the_first_picture_of_an_animation_is_decoded(format: str) -> None:
     options = {"lossless": True} if format == "WEBP" else {}
     file = image_file(PICTURE, format, save_all=True, append_images=[Image.new("RGB", PICTURE.size)] * 3, **options)
     assert np.array_equal(decoded(file), COLOURS)
@@ -100,7 +100,7 @@ def png_header(width: int, height: int) -> bytes:
 
 
 @pytest.mark.parametrize("size", [(1001, 1000), (10_000, 10_000), (1 << 30, 1 << 30)])
-def test_one_too_large_is_refused_by_its_header(size: tuple[int, int]) -> None:
+def test_an_image_that_is_too_large_is_refused_by_its_header(size: tuple[int, int]) -> None:
     with pytest.raises(InvalidRequest, match="the limit is 1000000 pixels") as refusal:
         decoded(png_header(*size))
     assert (refusal.value.param, refusal.value.code) == ("image", "image_too_large")
@@ -113,14 +113,14 @@ VECTORS = b'<svg xmlns="http://www.w3.org/2000/svg"><image href="file:///etc/hos
 @pytest.mark.parametrize(
     "data", [b"no image", image_file(PICTURE)[:-60], image_file(PICTURE, "TIFF"), POSTSCRIPT, VECTORS]
 )
-def test_a_file_that_is_broken_or_of_another_kind_is_refused(data: bytes) -> None:
+def test_a_broken_file_or_another_format_is_refused(data: bytes) -> None:
     with pytest.raises(InvalidRequest, match="image 0: this file cannot be read; accepted: AVIF, BMP") as refusal:
         decoded(data)
     assert (refusal.value.param, refusal.value.code) == ("image", "invalid_image")
 
 
 @pytest.mark.parametrize("format", ["PNG", "JPEG", "WEBP", "GIF", "BMP", "AVIF"])
-def test_whatever_is_changed_in_a_file_it_is_decoded_or_refused(format: str) -> None:
+def test_a_file_with_any_changed_bytes_is_decoded_or_refused(format: str) -> None:
     rng, file = random.Random(7), image_file(Image.fromarray(noise(20, 30, 3)), format)
     outcomes = set()
     for _ in range(150):

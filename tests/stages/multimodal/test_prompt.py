@@ -31,24 +31,26 @@ def test_media_without_a_conversation_are_the_question() -> None:
     assert prompt.messages == [Message("user", parts)]
 
 
-def test_a_conversation_may_come_in_pieces_and_before_its_media() -> None:
+def test_a_conversation_may_have_several_chunks_and_precede_its_media() -> None:
     prompt = prompt_of(messages("hello"), messages([show("image")]), image(4, 5))
     assert prompt.messages == [Message("user", "hello"), Message("user", [ImagePart(0)])]
 
 
-def test_nothing_at_all_is_no_message() -> None:
+def test_an_empty_input_has_no_message() -> None:
     assert prompt_of(({}, {})).messages == []
 
 
-def test_it_keeps_what_was_sent() -> None:
+def test_media_are_kept_as_sent() -> None:
     pieces: list[Piece] = [sound(0.2), sound(0.3), image(4, 5), ({"index": 1}, {"encoded_image": bytes_of(b"a file")})]
-    frames, heard = noise(3, 4, 5, 3), sound(0.5)[1]["audio"]
+    frames, samples = noise(3, 4, 5, 3), sound(0.5)[1]["audio"]
     pieces += [
-        ({"index": 0, "fps": 4, "sample_rate": 8000}, {"video": frames, "audio": heard}),
+        ({"index": 0, "fps": 4, "sample_rate": 8000}, {"video": frames, "audio": samples}),
         ({"index": 2}, {"encoded_video": bytes_of(b"another")}),
     ]
     media = prompt_of(*pieces).media
-    assert np.array_equal(media.audio[0].at(16_000), np.concatenate([pieces[0][1]["audio"], pieces[1][1]["audio"]]))
+    assert np.array_equal(
+        media.audio[0].resampled(16_000), np.concatenate([pieces[0][1]["audio"], pieces[1][1]["audio"]])
+    )
     assert np.array_equal(media.image[0], pieces[2][1]["image"])
     assert media.image[1] == b"a file"
     assert np.array_equal(media.video[0].content, frames)
@@ -58,7 +60,7 @@ def test_it_keeps_what_was_sent() -> None:
     assert media.video[2].content == b"another"
 
 
-def test_it_is_complete_when_every_source_has_sent_its_last() -> None:
+def test_a_prompt_is_complete_when_every_source_has_ended() -> None:
     prompt = OmniPrompt(("client", "ear"))
     assert not prompt.feed(Chunk("ear", 0, True, {}, {}))
     assert not prompt.feed(Chunk("client", 0, False, {}, {}))
@@ -89,13 +91,13 @@ BFLOAT16 = Tensor("bfloat16", (2, 2, 3), bytes(24))
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, {}, "messages", "index"),
     ],
 )
-def test_what_has_not_the_form_is_refused(data: Any, tensors: Any, param: str, reason: str) -> None:
+def test_a_malformed_chunk_is_refused(data: Any, tensors: Any, param: str, reason: str) -> None:
     with pytest.raises(InvalidRequest, match=reason) as refusal:
         feed(OmniPrompt(("client",)), (data, tensors))
     assert str(refusal.value.param).partition("[")[0] == param
 
 
 @pytest.mark.parametrize("piece", [image(4, 5), video(2, 4, 5)])
-def test_an_index_comes_once(piece: Piece) -> None:
-    with pytest.raises(InvalidRequest, match="came twice"):
+def test_an_index_is_used_once(piece: Piece) -> None:
+    with pytest.raises(InvalidRequest, match="was sent twice"):
         feed(OmniPrompt(("client",)), piece, piece)

@@ -24,8 +24,8 @@ def fit(height: int, width: int) -> Size:
     return Size(height, width, 1000)
 
 
-def shown(frames: Frames) -> list[int]:
-    """Which frame of ``video_file`` each one is, by its brightness."""
+def numbers(frames: Frames) -> list[int]:
+    """Return the numbers of the frames in ``video_file``, from their brightness."""
     return [round(float(mean) / 4) for mean in frames.pixels.float().mean((1, 2, 3))]
 
 
@@ -47,9 +47,9 @@ def refused(data: bytes, **limits: Any) -> InvalidRequest:
         ("gif", "gif"),
     ],
 )
-def test_frames_are_kept_at_the_models_rate(format: str, codec: str) -> None:
+def test_files_are_sampled_at_the_models_rate(format: str, codec: str) -> None:
     frames = decode_video(video_file(60, fps=30, format=format, codec=codec), 0, LIMITS, fit)
-    assert shown(frames) == [0, 15, 30, 45]
+    assert numbers(frames) == [0, 15, 30, 45]
     assert frames.fps == 2.0
     assert frames.pixels.shape == (4, 48, 64, 3)
     assert frames.pixels.dtype == torch.uint8
@@ -59,7 +59,7 @@ def test_frames_are_kept_at_the_models_rate(format: str, codec: str) -> None:
     ("count", "fps", "kept", "rate"),
     [
         (61, 30, [0, 15, 30, 45, 60], 2.0),
-        (3, 1, [0, 1, 2], 1.0),  # it has no more
+        (3, 1, [0, 1, 2], 1.0),  # it has only three
         (20, 30, [0, 5, 10, 15], 6.0),  # too short for the usual rate
         (2, 30, [0, 1], 30.0),
         (1, 30, [0], 30.0),
@@ -69,33 +69,33 @@ def test_frames_and_files_are_sampled_alike(count: int, fps: int, kept: list[int
     file = decode_video(video_file(count, fps=fps), 0, LIMITS, fit)
     content = np.arange(count, dtype=np.uint8)[:, None, None, None].repeat(3, 3) * 4
     given = sample_frames(content, fps, 0, LIMITS, fit)
-    assert shown(file) == shown(given) == kept
+    assert numbers(file) == numbers(given) == kept
     assert file.fps == pytest.approx(rate, rel=0.01)
     assert given.fps == pytest.approx(rate)
 
 
-def test_an_uneven_video_is_sampled_by_its_times() -> None:
+def test_a_video_with_uneven_frame_times_is_sampled_by_time() -> None:
     file = video_file(times=[0, 100, 200, 900, 1000, 1700, 3000, 3100])
-    assert shown(decode_video(file, 0, LIMITS, fit)) == [0, 2, 4, 4, 5, 5, 6]
+    assert numbers(decode_video(file, 0, LIMITS, fit)) == [0, 2, 4, 4, 5, 5, 6]
 
 
-def test_frames_are_shrunk_as_they_come_to_the_size_that_the_first_asks_for() -> None:
-    asked = []
+def test_frames_are_shrunk_to_the_size_that_fits_the_first() -> None:
+    sizes = []
 
     def shrink(height: int, width: int) -> Size:
-        asked.append((height, width))
+        sizes.append((height, width))
         return Size(28, 56, 1000)
 
     frames = decode_video(video_file(), 0, LIMITS, shrink)
     assert frames.pixels.shape == (4, 28, 56, 3)
-    assert asked == [(48, 64)]
+    assert sizes == [(48, 64)]
 
 
 @pytest.mark.parametrize(
     ("matrix", "turns"),
     [((0, 1, -1, 0), 3), ((-1, 0, 0, -1), 2), ((0, -1, 1, 0), 1)],
 )
-def test_a_video_of_a_phone_stands_upright(matrix: tuple[int, ...], turns: int) -> None:
+def test_a_video_is_rotated_by_its_display_matrix(matrix: tuple[int, ...], turns: int) -> None:
     pixels = np.zeros((48, 64, 3), np.uint8)
     pixels[:24, :32] = 240
     file = bytearray(video_file(4, fps=2, format="mp4", codec="libx264", pixels=pixels))
@@ -112,7 +112,7 @@ def test_the_sound_of_a_file_is_mono() -> None:
     tone = np.sin(np.arange(RATE) / 9, dtype=np.float32) * 0.5
     recording = decode_sound(video_file(audio=np.stack([tone, np.zeros_like(tone)])), 0, 10.0)
     assert recording is not None
-    assert np.abs(recording.at(RATE) - tone / 2).max() < 1e-3
+    assert np.abs(recording.resampled(RATE) - tone / 2).max() < 1e-3
 
 
 @pytest.mark.parametrize("file", [video_file(), video_file(audio=np.zeros((1, 90), np.float32))])
@@ -120,8 +120,8 @@ def test_a_silent_file_has_no_sound(file: bytes) -> None:
     assert decode_sound(file, 0, 10.0) is None
 
 
-def test_a_prompts_room_is_a_limit_too() -> None:
-    with pytest.raises(InvalidRequest, match="more than 3 frames") as refusal:
+def test_frames_beyond_the_prompts_tokens_are_refused() -> None:
+    with pytest.raises(InvalidRequest, match="tokens for 3 frames of its size") as refusal:
         decode_video(video_file(), 0, LIMITS, lambda height, width: Size(height, width, 3))
     assert refusal.value.code == "context_length_exceeded"
 
@@ -137,11 +137,11 @@ def test_the_sound_of_a_file_has_a_limit() -> None:
     [
         ({"video_pixels": 48 * 64 - 1}, "video_too_large", "64 × 48 pixels; the limit is 3071"),
         ({"video_s": 1.9}, "video_too_long", "the limit is 1.9 s"),
-        ({"video_frames": 3}, "video_too_long", "2 frames a second of it are too many; the limit is 3"),
+        ({"video_frames": 3}, "video_too_long", "too many frames at 2 frames a second; the limit is 3"),
         ({"decode_s": 1e-9}, "video_too_slow", "takes more than 1e-09 s"),
     ],
 )
-def test_one_past_a_limit_is_refused(limits: Any, code: str, reason: str) -> None:
+def test_a_video_beyond_a_limit_is_refused(limits: Any, code: str, reason: str) -> None:
     refusal = refused(video_file(), **limits)
     assert refusal.code == code
     assert reason in str(refusal)
@@ -149,7 +149,7 @@ def test_one_past_a_limit_is_refused(limits: Any, code: str, reason: str) -> Non
         sample_frames(noise(60, 48, 64, 3), 30, 0, MediaLimits(**limits), fit)
 
 
-def test_a_header_that_lies_about_its_length_changes_nothing() -> None:
+def test_a_wrong_duration_in_the_header_does_not_evade_the_limit() -> None:
     file = bytearray(video_file(60, fps=30, format="mp4", codec="libx264"))
     for box in (b"mvhd", b"mdhd"):
         place = file.index(box) + 4 + 16  # duration, after version and flags, two times and the scale
@@ -161,7 +161,7 @@ def test_a_playlist_is_not_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.chdir(tmp_path)
     (tmp_path / "private.ts").write_bytes(video_file(format="mpegts", codec="libx264"))
     playlist = b"ffconcat version 1.0\nfile private.ts\n"
-    with av.open(io.BytesIO(playlist)) as followed:  # as it is by default
+    with av.open(io.BytesIO(playlist)) as followed:  # by default it is
         assert len(list(followed.decode(video=0))) == 60
     assert refused(playlist).code == "invalid_video"
 
@@ -169,14 +169,14 @@ def test_a_playlist_is_not_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize(
     "data", [b"no video", video_file(format="mp4", codec="libx264")[:-900], b"RIFF\x00\x00\x00\x00WAVEfmt "]
 )
-def test_a_file_that_is_broken_or_of_another_kind_is_refused(data: bytes) -> None:
+def test_a_broken_file_or_another_format_is_refused(data: bytes) -> None:
     refusal = refused(data)
     assert refusal.code == "invalid_video"
     assert "video 0: this file cannot be read; accepted: mov, mp4" in str(refusal)
 
 
 @pytest.mark.parametrize(("format", "codec"), [("mp4", "libx264"), ("webm", "libvpx-vp9"), ("avi", "mpeg4")])
-def test_whatever_is_changed_in_a_file_it_is_decoded_or_refused(format: str, codec: str) -> None:
+def test_a_file_with_any_changed_bytes_is_decoded_or_refused(format: str, codec: str) -> None:
     rng, file = random.Random(7), video_file(20, format=format, codec=codec)
     outcomes = set()
     for _ in range(150):

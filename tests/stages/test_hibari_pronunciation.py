@@ -1,4 +1,4 @@
-"""What hibari's front end makes of a sentence, and what is done where it can make nothing of it."""
+"""Text to phonemes: hibari's own result if there is one, and the fallbacks for texts for which it raises."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from omni_actors.stages.hibari.reading import LONGEST_PHRASE, LONGEST_WORD, Reading
+from omni_actors.stages.hibari.pronunciation import LONGEST_PHRASE, LONGEST_WORD, Pronunciation
 
 pytestmark = pytest.mark.voice
 
@@ -22,17 +22,17 @@ def voice() -> Any:
 
 
 @pytest.fixture(scope="module")
-def reading(voice: Any) -> Reading:
-    return Reading(voice)
+def pronunciation(voice: Any) -> Pronunciation:
+    return Pronunciation(voice)
 
 
 @pytest.mark.parametrize("text", ["Dr. Smith paid $3.50 on 3/4/2024.", "x² is 5 km²", "①", str(10**36 - 1), "½"])
-def test_what_hibari_can_read_is_read_as_it_reads_it(reading: Reading, voice: Any, text: str) -> None:
-    assert " ".join(reading.phrases(text)) == " ".join(voice.phonemize(text))
+def test_a_text_that_hibari_converts_is_not_changed(pronunciation: Pronunciation, voice: Any, text: str) -> None:
+    assert " ".join(pronunciation.phrases(text)) == " ".join(voice.phonemize(text))
 
 
 @pytest.mark.parametrize(
-    ("text", "plainer"),
+    ("text", "simple"),
     [
         ("⑴ and ⑼", "1 and 9"),
         ("②x", "2 x"),
@@ -41,14 +41,16 @@ def test_what_hibari_can_read_is_read_as_it_reads_it(reading: Reading, voice: An
         (")AM7İ°!", ")AM7I°!"),
     ],
 )
-def test_what_it_cannot_read_is_read_in_plainer_writing(reading: Reading, voice: Any, text: str, plainer: str) -> None:
+def test_a_text_for_which_hibari_raises_is_simplified(
+    pronunciation: Pronunciation, voice: Any, text: str, simple: str
+) -> None:
     with pytest.raises((IndexError, ValueError, TypeError)):
         voice.phonemize(text)
-    assert reading.phrases(text) == reading.phrases(plainer) != []
+    assert pronunciation.phrases(text) == pronunciation.phrases(simple) != []
 
 
-def test_a_word_that_cannot_be_read_is_left_out(
-    reading: Reading, voice: Any, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+def test_a_word_for_which_hibari_raises_is_left_out(
+    pronunciation: Pronunciation, voice: Any, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     phonemize = voice.phonemize
 
@@ -57,24 +59,26 @@ def test_a_word_that_cannot_be_read_is_left_out(
             raise StopIteration
         return phonemize(text)
 
-    expected = [*reading.phrases("The"), *reading.phrases("sails.")]
+    expected = [*pronunciation.phrases("The"), *pronunciation.phrases("sails.")]
     monkeypatch.setattr(voice, "phonemize", phonemize_most)
-    assert reading.phrases("The ship sails.") == expected
+    assert pronunciation.phrases("The ship sails.") == expected
     assert "StopIteration" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("text", ["...", "🙂", "漢字", "مرحبا", "[x](/ж/)", "[x](/ˈ/)", "\x00", "\ud800", ""])
-def test_what_has_no_sound_gives_no_phrase(reading: Reading, text: str) -> None:
-    assert reading.phrases(text) == []
+def test_a_text_without_phonemes_gives_no_phrase(pronunciation: Pronunciation, text: str) -> None:
+    assert pronunciation.phrases(text) == []
 
 
 @pytest.mark.parametrize("text", ["%" * 300, "W" * 300, "1 " * 150, "9" * 300, "x" * 300])
-def test_words_and_phrases_stay_short(reading: Reading, voice: Any, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
-    read: list[str] = []
+def test_words_and_phrases_stay_short(
+    pronunciation: Pronunciation, voice: Any, monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    texts: list[str] = []
     phonemize = voice.phonemize
-    monkeypatch.setattr(voice, "phonemize", lambda text: read.append(text) or phonemize(text))
-    phrases = reading.phrases(text)
-    assert max(len(word) for text in read for word in text.split()) <= LONGEST_WORD
+    monkeypatch.setattr(voice, "phonemize", lambda text: texts.append(text) or phonemize(text))
+    phrases = pronunciation.phrases(text)
+    assert max(len(word) for text in texts for word in text.split()) <= LONGEST_WORD
     assert len(phrases) > 1
     assert max(map(len, phrases)) <= LONGEST_PHRASE
 
@@ -93,6 +97,6 @@ TEXT = st.lists(
 
 @settings(max_examples=300)
 @given(text=TEXT)
-def test_any_text_is_read(reading: Reading, text: str) -> None:
-    for phrase in reading.phrases(text):
+def test_any_text_is_converted(pronunciation: Pronunciation, text: str) -> None:
+    for phrase in pronunciation.phrases(text):
         assert re.search(r"[^\W\d_]", phrase)
