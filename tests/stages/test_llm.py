@@ -393,7 +393,7 @@ def test_abort_while_another_prefills_moves_its_row_too(engine: LLMEngine, victi
         assert (results.text(n), results.ends[n]) == expected[n]
 
 
-def test_a_request_that_computes_nan_harms_no_other(engine: LLMEngine) -> None:
+def test_a_request_that_computes_nan_changes_no_other(engine: LLMEngine) -> None:
     expected = answer(engine, PROMPTS[1], max_tokens=30)
     results = Results()
     submit(engine, 1, PROMPTS[0], max_tokens=10)
@@ -698,7 +698,7 @@ def test_a_checkpoint_needs_a_chat_template(tmp_path: Path) -> None:
         opened(tmp_path)
 
 
-def test_no_model_is_refused() -> None:
+def test_a_missing_model_is_refused() -> None:
     with pytest.raises(ValueError, match="'thinker': the llm engine needs a model"):
         opened(None)
 

@@ -176,9 +176,7 @@ class AcousticEngine(FlaggedPausing):
         first = next(iter(self._pronunciation.phrases(request.speculated)), None)
         if first is None:
             request.speculation = None
-        elif (
-            request.speculation is None or request.speculation[0] != first
-        ):  # "Oh!" and "Oh!!" may have the same phonemes
+        elif request.speculation is None or request.speculation[0] != first:  # "Oh!" and "Oh!!" may be pronounced alike
             request.speculation = (first, self._features(first, request.speed))
 
     def _chunks(

@@ -85,12 +85,11 @@ class _Unpronounceable(Exception):
 
 
 def _simpler(character: str) -> str:
-    """Return a character that hibari can lower and convert, in place of one that it cannot (rule 2)."""
+    """Return a character that hibari can convert, in place of one that it cannot (rule 2)."""
     if character.isdigit() and not character.isdecimal():
         return f" {unicodedata.digit(character)} "
-    return (
-        "I" if character == "\N{LATIN CAPITAL LETTER I WITH DOT ABOVE}" else character
-    )  # its lower case has two letters
+    # The lower case of this letter has two letters.
+    return "I" if character == "\N{LATIN CAPITAL LETTER I WITH DOT ABOVE}" else character
 
 
 def _digit_by_digit(number: re.Match[str]) -> str:

@@ -102,9 +102,7 @@ class _Decoding:
         factor = processor.patch_size * processor.merge_size
         height, width = self._fitted("image", index, pixels.shape, factor, processor.size)
         self._count("image", height * width // factor**2)
-        if (
-            height * width < pixels.shape[0] * pixels.shape[1]
-        ):  # the first step of the processor, done here for one image at a time
+        if height * width < pixels.shape[0] * pixels.shape[1]:  # the processor's first step, one image at a time
             pixels = np.asarray(Image.fromarray(pixels).resize((width, height), processor.resample))
         self.decoded.images.append(pixels)
 

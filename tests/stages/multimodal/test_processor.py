@@ -150,7 +150,7 @@ def qwen3(loaded: dict[str, Family]) -> Family:
 # equality with the reference
 
 
-def test_text_alone(family: Family) -> None:
+def test_a_conversation_of_text_only(family: Family) -> None:
     turns = ("system", "you are the sea"), ("user", "hello"), ("assistant", "what"), ("user", " hear the story?")
     conversation = [{"role": role, "content": content} for role, content in turns]
     family.expect_reference(({"messages": conversation}, {}))
