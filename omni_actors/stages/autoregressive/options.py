@@ -25,6 +25,8 @@ class TextOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class TextParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The request parameters of an engine that generates text."""
+
     max_tokens: Tokens = 256
     temperature: Temperature = 0.0
     """0 is greedy."""

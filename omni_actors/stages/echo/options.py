@@ -11,6 +11,8 @@ from omni_actors.stages.bounds import Positive, Seconds
 
 
 class EchoOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What the engine costs and gives."""
+
     step_s: Seconds = 0.0
     """Duration of each step."""
     spin: bool = False

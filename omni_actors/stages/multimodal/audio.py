@@ -34,6 +34,7 @@ class Recording(msgspec.Struct):
 
     @property
     def duration_s(self) -> float:
+        """Seconds of the pieces together."""
         return sum(map(len, self.pieces)) / self.sample_rate
 
     def resampled(self, sample_rate: int) -> Floats:

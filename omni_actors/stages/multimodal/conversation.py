@@ -12,6 +12,8 @@ Index: TypeAlias = Annotated[int, Meta(ge=0)]
 
 
 class TextPart(msgspec.Struct, frozen=True, tag="text"):
+    """A text in a message."""
+
     text: str
 
 
@@ -25,26 +27,29 @@ class _MediaPart(msgspec.Struct, frozen=True):
 
 
 class AudioPart(_MediaPart, frozen=True, tag="audio"):
-    pass
+    """The place of a recording."""
 
 
 class ImagePart(_MediaPart, frozen=True, tag="image"):
-    pass
+    """The place of an image."""
 
 
 class VideoPart(_MediaPart, frozen=True, tag="video"):
-    pass
+    """The place of a video."""
 
 
 MediaPart: TypeAlias = AudioPart | ImagePart | VideoPart
 
 
 class Message(msgspec.Struct, frozen=True):
+    """A message. content: its text, or its parts in order."""
+
     role: Literal["system", "user", "assistant"]
     content: str | list[TextPart | AudioPart | ImagePart | VideoPart]
 
     @property
     def texts(self) -> Iterator[str]:
+        """The texts of the message, in order."""
         if isinstance(self.content, str):
             yield self.content
         else:
@@ -52,6 +57,7 @@ class Message(msgspec.Struct, frozen=True):
 
     @property
     def media(self) -> Iterator[MediaPart]:
+        """The places for media in the message, in order."""
         if not isinstance(self.content, str):
             yield from (part for part in self.content if not isinstance(part, TextPart))
 

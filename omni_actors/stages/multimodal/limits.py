@@ -12,6 +12,8 @@ Seconds = Annotated[float, Meta(gt=0)]
 
 
 class MediaLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The limits of one request."""
+
     tokens: Positive = 32768
     """Tokens of the whole prompt, including those for sound, images and videos."""
     audio_s: Seconds = 600.0

@@ -13,6 +13,8 @@ class ThinkerOptions(TextOptions, frozen=True, forbid_unknown_fields=True):
 
 
 class ThinkerParams(TextParams, frozen=True, forbid_unknown_fields=True):
+    """The request parameters of a thinker."""
+
     use_audio_in_video: bool = False
     """Whether the model also gets the sound of each video."""
 

@@ -12,6 +12,8 @@ from omni_actors.stages.omni.options import TalkerOptions, TalkerParams
 
 
 class Qwen25TalkerOptions(TalkerOptions, frozen=True, forbid_unknown_fields=True):
+    """The options of ``qwen2_5_talker``."""
+
     prompt: Literal["reference", "trained"] = "reference"
     """reference: the prompt of transformers 5.23; the codes are the same. trained: the prompt of the model's authors,
     which adds the embeddings of the codec's pad and bos, and positions on three axes."""
@@ -27,6 +29,8 @@ class Qwen25TalkerParams(TalkerParams, frozen=True, forbid_unknown_fields=True):
 
 
 class Token2WavOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The options of ``qwen2_5_token2wav``."""
+
     decode: Literal["exact", "reference"] = "exact"
     """exact: streams, 9.1 s of speech behind the codes, with the samples of all codes decoded together. reference:
     decodes all codes together once they are there, bit for bit as the reference implementation."""
@@ -37,6 +41,8 @@ class Token2WavOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Token2WavParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The request parameters of ``qwen2_5_token2wav``."""
+
     speaker: Name | None = None
     """A speaker of the checkpoint, in upper or lower case. None: its default. The talker gets the same parameter."""
     seed: Seed | None = None

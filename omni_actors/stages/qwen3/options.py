@@ -10,6 +10,8 @@ from omni_actors.stages.bounds import ChunkSizes, Dtype, Positive
 
 
 class Code2WavOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The options of ``qwen3_code2wav``."""
+
     decode: Literal["exact", "reference"] = "exact"
     """exact: streams, with the samples of one forward over all frames. reference: decodes once all codes are there, in
     the chunks of the reference implementation."""

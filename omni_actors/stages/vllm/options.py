@@ -71,6 +71,8 @@ class VLLMSampling(TextParams, frozen=True, forbid_unknown_fields=True):
 
 
 class VLLMParams(VLLMSampling, frozen=True, forbid_unknown_fields=True):
+    """The request parameters of ``vllm``."""
+
     n: Annotated[int, Meta(ge=1, le=128)] = 1
     """Number of answers. With several, each piece has the number of its answer in ``index``."""
     detokenize: bool = True
@@ -81,5 +83,7 @@ class VLLMParams(VLLMSampling, frozen=True, forbid_unknown_fields=True):
 
 
 class VLLMThinkerParams(VLLMSampling, frozen=True, forbid_unknown_fields=True):
+    """The request parameters of a thinker on vLLM."""
+
     use_audio_in_video: bool = False
     """Whether the model also gets the sound of each video."""

@@ -8,6 +8,8 @@ from omni_actors.stages.bounds import Name, Positive
 
 
 class WhisperOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The options of ``whisper``."""
+
     compute_type: str = "int8"
     """The number format of the weights, by CTranslate2's names."""
     beam_size: Positive = 1
@@ -15,5 +17,7 @@ class WhisperOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class WhisperParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The request parameters of ``whisper``."""
+
     language: Name | None = None
     """A language code such as "en". None: the model detects the language."""
