@@ -14,6 +14,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,22 +29,8 @@ WORKER = {
 """What a worker and its supervisor may import."""
 ENGINE_DATA = {f"omni_actors.stages.{name}" for name in ("base", "registry", "assets", "memory")}
 """What can be imported without an engine's libraries."""
-OPTIONS = {
-    f"omni_actors.stages.{name}.options": {"omni_actors.stages.bounds"}
-    | {f"omni_actors.stages.{base}.options" for base in bases}
-    for name, bases in {
-        "autoregressive": (),
-        "echo": (),
-        "hibari": (),
-        "llm": ("autoregressive",),
-        "omni": ("autoregressive",),
-        "qwen2_5": ("omni",),
-        "qwen3": (),
-        "vllm": ("autoregressive", "omni"),
-        "whisper": (),
-    }.items()
-}
-"""The options and request parameters of each engine, with the modules that each may import."""
+OPTIONS = "omni_actors.stages.*.options"
+"""The row of every engine's options and request parameters."""
 
 LAYERS: dict[str, set[str]] = {
     "ringbuf": set(),
@@ -53,11 +40,11 @@ LAYERS: dict[str, set[str]] = {
     "omni_actors.stages.base": {"omni_actors.errors", "omni_actors.protocol.messages", "ringbuf"},
     "omni_actors.stages.assets": {"omni_actors.errors"},
     "omni_actors.stages.bounds": set(),
-    **OPTIONS,
-    "omni_actors.stages.registry": {"omni_actors.stages.base", *OPTIONS},
+    OPTIONS: {"omni_actors.stages.bounds"},
+    "omni_actors.stages.registry": {"omni_actors.stages.base", OPTIONS},
     "omni_actors.stages.memory": {"omni_actors.stages.registry"},
     "omni_actors.stages": {
-        *("omni_actors.errors", "ringbuf", *OPTIONS),
+        *("omni_actors.errors", "ringbuf", OPTIONS),
         *(f"omni_actors.stages.{name}" for name in ("base", "assets", "bounds")),
     },
     "omni_actors.config": {"omni_actors.errors", "omni_actors.protocol.messages", "omni_actors.stages.registry"},
@@ -134,7 +121,7 @@ FORBIDDEN_LIBRARIES: dict[str, set[str]] = {
     "omni_actors.stages.base": HEAVY | {"trio"},
     **{
         module: HEAVY | {"trio"}
-        for module in (*OPTIONS, *(f"omni_actors.stages.{name}" for name in ("bounds", "memory", "registry")))
+        for module in (OPTIONS, *(f"omni_actors.stages.{name}" for name in ("bounds", "memory", "registry")))
     },
 }
 """By layer, the longest matching name counts: libraries that no import statement in it may name."""
@@ -179,6 +166,8 @@ def imports_of(module: str) -> Iterator[Import]:
 
 def owner(module: str, table: dict[str, set[str]]) -> str | None:
     """The row of ``table`` that ``module`` falls under: the longest name that it equals or lies below."""
+    if fnmatch(module, OPTIONS):
+        return OPTIONS
     parts = module.split(".")
     names = (".".join(parts[:n]) for n in range(len(parts), 0, -1))
     return next((name for name in names if name in table), None)
