@@ -7,6 +7,8 @@ its options and parameters on unchecked, and the engine validates them in the wo
 
 from __future__ import annotations
 
+from functools import partial
+
 import msgspec
 
 from omni_actors.stages.autoregressive.options import TextParams
@@ -57,7 +59,8 @@ class EngineSpec(msgspec.Struct, frozen=True):
     None: not known, so ``memory`` cannot count them."""
 
 
-TRANSFORMERS = ("torch", "transformers")
+_omni = partial(EngineSpec, deterministic=True, libraries=("torch", "transformers"), extra="omni")
+_vllm = partial(EngineSpec, deterministic=True, libraries=("vllm",), extra="vllm")
 
 ENGINES: dict[str, EngineSpec] = {
     "echo": EngineSpec("omni_actors.stages.echo.engine:EchoEngine", EchoOptions, needs_model=False, deterministic=True),
@@ -66,61 +69,8 @@ ENGINES: dict[str, EngineSpec] = {
         LLMOptions,
         TextParams,
         deterministic=True,
-        libraries=TRANSFORMERS,
+        libraries=("torch", "transformers"),
         checkpoint_part="",
-    ),
-    "qwen3_thinker": EngineSpec(
-        "omni_actors.stages.qwen3.thinker:ThinkerEngine",
-        ThinkerOptions,
-        ThinkerParams,
-        deterministic=True,
-        libraries=TRANSFORMERS,
-        extra="omni",
-        checkpoint_part="thinker",
-    ),
-    "qwen3_talker": EngineSpec(
-        "omni_actors.stages.qwen3.talker:TalkerEngine",
-        TalkerOptions,
-        TalkerParams,
-        deterministic=True,
-        libraries=TRANSFORMERS,
-        extra="omni",
-        checkpoint_part="talker",
-    ),
-    "qwen3_code2wav": EngineSpec(
-        "omni_actors.stages.qwen3.code2wav:Code2WavEngine",
-        Code2WavOptions,
-        deterministic=True,
-        libraries=TRANSFORMERS,
-        extra="omni",
-        checkpoint_part="code2wav",
-    ),
-    "qwen2_5_thinker": EngineSpec(
-        "omni_actors.stages.qwen2_5.thinker:ThinkerEngine",
-        ThinkerOptions,
-        ThinkerParams,
-        deterministic=True,
-        libraries=TRANSFORMERS,
-        extra="omni",
-        checkpoint_part="thinker",
-    ),
-    "qwen2_5_talker": EngineSpec(
-        "omni_actors.stages.qwen2_5.talker:TalkerEngine",
-        Qwen25TalkerOptions,
-        Qwen25TalkerParams,
-        deterministic=True,
-        libraries=TRANSFORMERS,
-        extra="omni",
-        checkpoint_part="talker",
-    ),
-    "qwen2_5_token2wav": EngineSpec(
-        "omni_actors.stages.qwen2_5.token2wav:Token2WavEngine",
-        Token2WavOptions,
-        Token2WavParams,
-        deterministic=True,
-        libraries=TRANSFORMERS,
-        extra="omni",
-        checkpoint_part="token2wav",
     ),
     "whisper": EngineSpec(
         "omni_actors.stages.whisper.engine:WhisperEngine",
@@ -137,42 +87,36 @@ ENGINES: dict[str, EngineSpec] = {
         libraries=("hibari", "onnxruntime"),
     ),
     "hibari_vocoder": EngineSpec(
-        "omni_actors.stages.hibari.vocoder:VocoderEngine",
-        NoOptions,
-        VocoderParams,
-        needs_model=False,
-        deterministic=True,
+        "omni_actors.stages.hibari.vocoder:VocoderEngine", params=VocoderParams, needs_model=False, deterministic=True
     ),
-    "vllm": EngineSpec(
-        "omni_actors.stages.vllm.factories:open_text",
-        VLLMOptions,
-        VLLMParams,
-        deterministic=True,
-        libraries=("vllm",),
-        extra="vllm",
+    "qwen3_thinker": _omni(
+        "omni_actors.stages.qwen3.thinker:ThinkerEngine", ThinkerOptions, ThinkerParams, checkpoint_part="thinker"
     ),
-    "vllm_qwen3_thinker": EngineSpec(
-        "omni_actors.stages.vllm.factories:open_qwen3_thinker",
-        VLLMOptions,
-        VLLMThinkerParams,
-        deterministic=True,
-        libraries=("vllm",),
-        extra="vllm",
+    "qwen3_talker": _omni(
+        "omni_actors.stages.qwen3.talker:TalkerEngine", TalkerOptions, TalkerParams, checkpoint_part="talker"
     ),
-    "vllm_qwen3_talker": EngineSpec(
-        "omni_actors.stages.vllm.factories:open_qwen3_talker",
-        VLLMTalkerOptions,
-        TalkerParams,
-        deterministic=True,
-        libraries=("vllm",),
-        extra="vllm",
+    "qwen3_code2wav": _omni(
+        "omni_actors.stages.qwen3.code2wav:Code2WavEngine", Code2WavOptions, checkpoint_part="code2wav"
     ),
-    "vllm_qwen2_5_thinker": EngineSpec(
-        "omni_actors.stages.vllm.factories:open_qwen2_5_thinker",
-        VLLMOptions,
-        VLLMThinkerParams,
-        deterministic=True,
-        libraries=("vllm",),
-        extra="vllm",
+    "qwen2_5_thinker": _omni(
+        "omni_actors.stages.qwen2_5.thinker:ThinkerEngine", ThinkerOptions, ThinkerParams, checkpoint_part="thinker"
+    ),
+    "qwen2_5_talker": _omni(
+        "omni_actors.stages.qwen2_5.talker:TalkerEngine",
+        Qwen25TalkerOptions,
+        Qwen25TalkerParams,
+        checkpoint_part="talker",
+    ),
+    "qwen2_5_token2wav": _omni(
+        "omni_actors.stages.qwen2_5.token2wav:Token2WavEngine",
+        Token2WavOptions,
+        Token2WavParams,
+        checkpoint_part="token2wav",
+    ),
+    "vllm": _vllm("omni_actors.stages.vllm.factories:open_text", VLLMOptions, VLLMParams),
+    "vllm_qwen3_thinker": _vllm("omni_actors.stages.vllm.factories:open_qwen3_thinker", VLLMOptions, VLLMThinkerParams),
+    "vllm_qwen3_talker": _vllm("omni_actors.stages.vllm.factories:open_qwen3_talker", VLLMTalkerOptions, TalkerParams),
+    "vllm_qwen2_5_thinker": _vllm(
+        "omni_actors.stages.vllm.factories:open_qwen2_5_thinker", VLLMOptions, VLLMThinkerParams
     ),
 }
