@@ -183,12 +183,13 @@ class StageEngine(Protocol):
 
     The engine loop then calls it like this:
 
-    >>> engine: StageEngine = Shout(StageContext("shout", None, {}, 1, "cpu", print))
-    >>> engine.start(StageRequest(7, (CLIENT,), {}))
+    >>> context = StageContext(stage="shout", model=None, options={}, threads=1, device="cpu", report=print)
+    >>> engine: StageEngine = Shout(context)
+    >>> engine.start(StageRequest(7, sources=(CLIENT,), params={}))
     >>> engine.busy
     False
-    >>> engine.feed(7, Chunk(CLIENT, 0, False, {}, {"text": "hello"}))
-    >>> engine.feed(7, Chunk(CLIENT, 1, True, {}, {"text": " there"}))
+    >>> engine.feed(7, Chunk(CLIENT, seq=0, last=False, tensors={}, data={"text": "hello"}))
+    >>> engine.feed(7, Chunk(CLIENT, seq=1, last=True, tensors={}, data={"text": " there"}))
     >>> while engine.busy:
     ...     for output in engine.step():
     ...         print(output.data["text"], output.last)

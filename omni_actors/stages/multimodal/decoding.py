@@ -45,6 +45,7 @@ class Decoder:
         self,
         images: Qwen2VLImageProcessorPil,
         frames: FrameProcessor,
+        *,
         frame_size: Mapping[str, int],
         sample_rate: int,
         longest_s: float,

@@ -112,8 +112,14 @@ class OmniProcessor:
         truncates = family.audio_kwargs.get("truncation", True)
         """Whether the feature extractor cuts recordings at the length of its window."""
         longest_s = min(self._limits.audio_s, sound_features.chunk_length) if truncates else self._limits.audio_s
-        frame_size = family.videos_kwargs["size"]
-        self._decoder = Decoder(images, frames, frame_size, sound_features.sampling_rate, longest_s, self._limits)
+        self._decoder = Decoder(
+            images,
+            frames,
+            frame_size=family.videos_kwargs["size"],
+            sample_rate=sound_features.sampling_rate,
+            longest_s=longest_s,
+            limits=self._limits,
+        )
 
     def __call__(self, prompt: OmniPrompt, *, system_prompt: str = "", use_audio_in_video: bool = False) -> OmniInputs:
         """Decode and process a complete prompt.

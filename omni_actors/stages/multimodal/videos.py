@@ -64,7 +64,7 @@ def sample_frames(content: Pixels, fps: float, index: int, limits: MediaLimits, 
     Raises InvalidRequest: a limit is exceeded.
     """
     count, height, width = content.shape[:3]
-    sampler = _FrameSampler(index, limits, fit, fps, count / fps)
+    sampler = _FrameSampler(index, limits, fit, own_fps=fps, duration=count / fps)
     sampler.check(height, width, count / fps)
     for number, frame in enumerate(content, 1):
         sampler.keep_until(number / fps, partial(_unchanged, frame))
@@ -85,7 +85,7 @@ def decode_video(data: bytes, index: int, limits: MediaLimits, fit: Fit) -> Fram
         stream.codec_context.thread_count = torch.get_num_threads()
         own_fps = max(0.0, float(stream.average_rate or 0)) or limits.video_fps
         duration = _duration(container, stream)
-        sampler = _FrameSampler(index, limits, fit, own_fps, duration)
+        sampler = _FrameSampler(index, limits, fit, own_fps=own_fps, duration=duration)
         sampler.check(stream.codec_context.height, stream.codec_context.width, duration or 0.0)
         first_time = at = None
         visible: Any = None
@@ -132,7 +132,7 @@ def _refusal(index: int, reason: str, code: str) -> InvalidRequest:
 class _FrameSampler:
     """Collects the sampled frames of one video. The next one is due at len(frames) / fps seconds."""
 
-    def __init__(self, index: int, limits: MediaLimits, fit: Fit, own_fps: float, duration: float | None) -> None:
+    def __init__(self, index: int, limits: MediaLimits, fit: Fit, *, own_fps: float, duration: float | None) -> None:
         """own_fps: the video's frames a second. duration: in seconds, or None if it is not known."""
         self._index, self._limits, self._fit = index, limits, fit
         self._fps = min(own_fps, max(limits.video_fps, MIN_FRAMES / duration if duration else 0.0))
