@@ -162,7 +162,9 @@ class _FrameSampler:
         if self._size is None:
             self._size = self._fit(*frame.shape[:2])
         if len(self._kept) == self._size.frames:
-            message = f"the prompt has tokens for {self._size.frames} frames of its size, and it has more"
+            message = (
+                f"it has more than {self._size.frames} frames of its size, which is the limit of the prompt's tokens"
+            )
             raise _refusal(self._index, message, "context_length_exceeded")
         if len(self._kept) == self._limits.video_frames:
             message = (

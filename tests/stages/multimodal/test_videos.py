@@ -121,7 +121,7 @@ def test_a_silent_file_has_no_sound(file: bytes) -> None:
 
 
 def test_frames_beyond_the_prompts_tokens_are_refused() -> None:
-    with pytest.raises(InvalidRequest, match="tokens for 3 frames of its size") as refusal:
+    with pytest.raises(InvalidRequest, match="more than 3 frames of its size") as refusal:
         decode_video(video_file(), 0, LIMITS, lambda height, width: Size(height, width, 3))
     assert refusal.value.code == "context_length_exceeded"
 
