@@ -14,7 +14,6 @@ may have ``rows``, (k, width) in the thinker's dtype: the next prompt rows, and 
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -23,8 +22,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from omni_actors.stages.autoregressive.cache import SlottedCache
-from omni_actors.stages.autoregressive.sampling import Sampler, Sampling, choose, generator, not_finite
-from omni_actors.stages.autoregressive.scheduler import Scheduler, Sequence
+from omni_actors.stages.autoregressive.sampling import choose, not_finite
+from omni_actors.stages.autoregressive.scheduler import Scheduler
 from omni_actors.stages.base import (
     Chunk,
     InvalidRequest,
@@ -35,66 +34,10 @@ from omni_actors.stages.base import (
     StageRequest,
 )
 from omni_actors.stages.checkpoint import load_part, whole_config
-from omni_actors.stages.omni.options import TalkerOptions, TalkerParams
+from omni_actors.stages.omni.options import TalkerOptions
+from omni_actors.stages.omni.talker_request import TalkerRequest
 from omni_actors.stages.refusal import request_work
-from omni_actors.stages.sources import OpenSources
 from omni_actors.stages.tensors import to_torch
-
-
-class TalkerRequest(Sequence):
-    """One request. Its inputs are (k, width), of one width, in the talker's dtype."""
-
-    prompt_rows_left: int
-    """Prompt rows that have not arrived."""
-    positions: Tensor
-    """Rotary positions of the prompt, (3, n)."""
-    delta: float
-    """Rotary position minus index, of positions behind the prompt."""
-    prefix: Tensor
-    """The inputs between the prompt and the answer's first token. The last one is added to that token's input."""
-    text_eos: Tensor
-    """(1, width): the text input behind the answer's last token."""
-    text_pad: Tensor
-    """(1, width): the text input of each code after that."""
-    max_codes: int
-
-    def __init__(self, request: StageRequest, params: TalkerParams, suppressed: Tensor) -> None:
-        self.id, self.params = request.request_id, params
-        self.open = OpenSources(request.sources)
-        self.inputs: list[Tensor] = []
-        """The inputs of positions that are not computed yet, (k, width) each."""
-        self.text: deque[Tensor] = deque()
-        """The answer's inputs, (1, width) each, for codes to come."""
-        self.has_header = self.has_answer = False
-        """Whether the first chunk has arrived, and whether the answer's first row has."""
-        self.cached = self.codes = 0
-        """Positions in the cache, and codes chosen."""
-        self.code_input: Tensor | None = None
-        """(1, width): the last code's input, which waits for its text input."""
-        sampling = Sampling(
-            params.talker_temperature, params.talker_top_k, params.talker_top_p, params.talker_repetition_penalty
-        )
-        self.random = generator(params.seed)
-        self.sampler = Sampler(sampling, self.random, suppressed)
-
-    def add(self, rows: Tensor) -> None:
-        """Add the inputs of the next positions."""
-        self.inputs.append(rows)
-        self.ready += len(rows)
-
-    def take(self, count: int) -> Tensor:
-        """Take the inputs of the next ``count`` positions."""
-        rows = torch.cat(self.inputs)
-        self.inputs = [rows[count:]]
-        self.ready -= count
-        return rows[:count]
-
-    def advance(self) -> None:
-        """Add the next position's input if its text input has arrived or no text comes any more."""
-        if self.code_input is not None and (self.text or not self.open):
-            self.add(self.code_input + (self.text.popleft() if self.text else self.text_pad))
-            self.code_input = None
-
 
 R = TypeVar("R", bound=TalkerRequest)
 
@@ -222,16 +165,8 @@ class OmniTalker(Generic[R]):
         rows = rows.to(self._device, self._model.dtype)
         count = min(len(rows), request.prompt_rows_left)
         if count:
-            request.add(self._embed_prompt(request, rows[:count]))
-            request.prompt_rows_left -= count
-            if not request.prompt_rows_left:
-                request.add(request.prefix[:-1])
-        for row in self._embed_text(rows[count:])[:, None]:
-            if request.has_answer:
-                request.text.append(row)
-            else:
-                request.has_answer = True
-                request.add(row + request.prefix[-1:])
+            request.add_prompt(self._embed_prompt(request, rows[:count]))
+        request.add_answer(self._embed_text(rows[count:]))
 
     def _check_header(self, tensors: dict[str, Tensor]) -> None:
         """Raise ``InvalidRequest`` if a first chunk's tensors are not as the wire has them."""

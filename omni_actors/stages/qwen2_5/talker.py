@@ -21,7 +21,8 @@ from torch import Tensor
 from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import Qwen2_5OmniTalkerForConditionalGeneration
 
 from omni_actors.stages.base import InvalidRequest, StageContext, StageOutput, StageRequest
-from omni_actors.stages.omni.talker import OmniTalker, TalkerRequest, require_finite
+from omni_actors.stages.omni.talker import OmniTalker, require_finite
+from omni_actors.stages.omni.talker_request import TalkerRequest
 from omni_actors.stages.qwen2_5.options import Qwen25TalkerOptions, Qwen25TalkerParams
 from omni_actors.stages.qwen2_5.speakers import load_speakers, speaker_named
 from omni_actors.stages.refusal import validated

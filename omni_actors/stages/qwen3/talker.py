@@ -19,7 +19,8 @@ from omni_actors.stages.autoregressive.sampling import Sampler, Sampling
 from omni_actors.stages.base import InvalidRequest, StageContext, StageFailure, StageOutput, StageRequest
 from omni_actors.stages.omni.options import TalkerOptions, TalkerParams
 from omni_actors.stages.omni.positions import GRIDS, rotary_positions
-from omni_actors.stages.omni.talker import OmniTalker, TalkerRequest, require_finite
+from omni_actors.stages.omni.talker import OmniTalker, require_finite
+from omni_actors.stages.omni.talker_request import TalkerRequest
 from omni_actors.stages.qwen3.handoff import ANSWER_HEADER
 from omni_actors.stages.qwen3.predictor import CodePredictor
 from omni_actors.stages.refusal import validated

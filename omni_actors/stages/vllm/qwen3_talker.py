@@ -27,7 +27,7 @@ from vllm.platforms import current_platform
 from omni_actors.stages.autoregressive.cache import SlottedCache
 from omni_actors.stages.autoregressive.scheduler import Scheduler
 from omni_actors.stages.base import StageContext
-from omni_actors.stages.omni.talker import TalkerRequest
+from omni_actors.stages.omni.talker_request import TalkerRequest
 from omni_actors.stages.qwen3.talker import TalkerEngine
 from omni_actors.stages.vllm import _internals
 from omni_actors.stages.vllm.arguments import engine_args
