@@ -1,4 +1,4 @@
-"""Hangs, loading that never ends, restart strategies and types, the order of start and stop. Real processes."""
+"""Hangs, restart strategies and types, the order of start and stop, and the history of deaths. Real processes."""
 
 from __future__ import annotations
 
@@ -6,26 +6,23 @@ import os
 import signal
 import textwrap
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
 
 import httpx
 import pytest
-import trio
 
 from omni_actors.config import Pipeline, Restart, Stage
 from omni_actors.errors import RequestError, StageFailed, StageUnavailable
-from omni_actors.generation import Generation, Output
-from omni_actors.orchestrator.pieces import Input
 from omni_actors.protocol.messages import Address
 from omni_actors.serve.app import build
 from omni_actors.serve.media.loader import MediaLoader
 from omni_actors.supervisor.process import LocalSpawner, Worker
 from omni_actors.system import OmniSystem
+from tests.support.echo_systems import ask, one_stage, pid_of, read, wait_for
 from tests.support.shared_system import SharedSystem, open_shared_system, with_shared_system
 
-WATCHDOG_S = 30.0
 STEP_S = 0.5
 ENGINES = """
     import collections, itertools, time
@@ -39,7 +36,7 @@ ENGINES = """
                         while True:
                             pass
                     case "c":
-                        collections.deque(itertools.repeat(0), maxlen=0)  # nothing else runs meanwhile
+                        collections.deque(itertools.repeat(0), maxlen=0)  # without giving up the interpreter
                 yield output
 
     def never(context):
@@ -56,21 +53,15 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
-def alone(engine: str = "echo", **more: Any) -> Pipeline:
-    """A pipeline of one stage, "only"."""
-    return Pipeline(name="alone", stages={"only": Stage(engine=engine, accepts=("script",), emits="audio", **more)})
-
-
 @pytest.fixture(scope="module")
 def shared_system(engines: None, fixture_processes: set[int]) -> Iterator[SharedSystem]:
-    often = Restart(intensity=1000, backoff_s=0.01, backoff_max_s=0.01)
-    pipeline = alone("wedged_engines:Endless", step_timeout_s=STEP_S, restart=often)
+    pipeline = one_stage("wedged_engines:Endless", step_timeout_s=STEP_S)
     with open_shared_system(lambda: OmniSystem.open(pipeline), fixture_processes) as shared_system:
         yield shared_system
 
 
 def chain(**stages: dict[str, Any]) -> Pipeline:
-    """top -> middle -> bottom, each an echo that comes back quickly, with what ``stages`` says."""
+    """top -> middle -> bottom, each an echo that is restarted quickly. stages: further configuration by name."""
     usual: dict[str, dict[str, Any]] = {
         "top": {"accepts": ("script",), "emits": "text"},
         "middle": {"inputs": ("top",)},
@@ -85,36 +76,14 @@ def chain(**stages: dict[str, Any]) -> Pipeline:
     )
 
 
-def ask(omni: OmniSystem, text: str = "x", modality: str = "audio", **echo: Any) -> Generation:
-    """A request of one chunk, which fails with the stage that fails."""
-    return omni.submit({"script": [Input({"text": text, "echo": echo})]}, [modality], on_failure="fail")
-
-
-async def read(generation: Generation) -> list[Output]:
-    with trio.fail_after(WATCHDOG_S):
-        return [output async for output in generation]
-
-
-async def wait_for(omni: OmniSystem, condition: Callable[[], bool]) -> None:
-    with trio.fail_after(WATCHDOG_S):
-        while not condition():
-            await omni.wait_changed()
-
-
 def generations(omni: OmniSystem) -> dict[str, int]:
     return {stage: replicas[0].generation for stage, replicas in omni.health().stages.items()}
 
 
-async def wait_back(omni: OmniSystem, **expected: int) -> None:
-    """Until all are ready, in these generations; the others in their first."""
+async def wait_generations(omni: OmniSystem, **expected: int) -> None:
+    """Wait until all stages are ready, in these generations; the others in their first."""
     of_all = {**dict.fromkeys(omni.health().stages, 1), **expected}
     await wait_for(omni, lambda: omni.health().ready and generations(omni) == of_all)
-
-
-def pid_of(omni: OmniSystem, stage: str) -> int:
-    pid = omni.health().stages[stage][0].pid
-    assert pid is not None
-    return pid
 
 
 # hangs
@@ -127,26 +96,26 @@ async def test_a_stopped_worker_is_killed_and_replaced(omni: OmniSystem) -> None
     stopped = time.monotonic()
     await wait_for(omni, lambda: generations(omni)["only"] == before + 1)
     assert time.monotonic() - stopped > 0.9 * STEP_S
-    await wait_back(omni, only=before + 1)
+    await wait_generations(omni, only=before + 1)
     past = omni.health().stages["only"][0].history[-1]
     assert (past.generation, past.signal, past.reason) == (before, "SIGKILL", "no progress for 0.5 s (step_timeout_s)")
     assert len(await read(ask(omni))) == 1
 
 
 @pytest.mark.parametrize("loop", ["python", "c"])
-def test_an_endless_loop_in_a_step_is_ended_and_said(shared_system: SharedSystem, loop: str) -> None:
+def test_an_endless_loop_in_a_step_is_ended_with_its_reason(shared_system: SharedSystem, loop: str) -> None:
     async def work(omni: OmniSystem) -> None:
         before = generations(omni)["only"]
         with pytest.raises(RequestError, match=r"no progress for 0\.5 s \(step_timeout_s\)"):
-            await read(ask(omni, loop))
-        await wait_back(omni, only=before + 1)
+            await read(ask(omni, text=loop))
+        await wait_generations(omni, only=before + 1)
         assert len(await read(ask(omni))) == 1
 
     shared_system.run(work)
 
 
-async def test_a_slow_worker_is_not_killed_nor_one_that_waits_for_it() -> None:
-    """The one above has more to send than is let wait: it stands still for as long as the slow one takes."""
+async def test_neither_a_slow_worker_nor_one_that_waits_for_it_is_killed() -> None:
+    """The upstream stage has more to send than may wait, so it stands still for as long as the slow stage takes."""
     overrides = {
         "stages.first.step_timeout_s": STEP_S,
         "stages.first.options.payload_bytes": 6_000_000,
@@ -161,7 +130,7 @@ async def test_a_slow_worker_is_not_killed_nor_one_that_waits_for_it() -> None:
 
 @pytest.mark.usefixtures("engines")
 async def test_a_worker_that_never_finishes_loading_is_killed_in_time() -> None:
-    stuck = alone("wedged_engines:never", load_timeout_s=0.4, restart=Restart(intensity=1, backoff_s=0.01))
+    stuck = one_stage("wedged_engines:never", load_timeout_s=0.4, restart=Restart(intensity=1, backoff_s=0.01))
     with pytest.raises(StageFailed, match="1 restarts were tried") as caught:
         async with OmniSystem.open(stuck):
             pytest.fail("it opened")
@@ -169,10 +138,10 @@ async def test_a_worker_that_never_finishes_loading_is_killed_in_time() -> None:
     assert {exit.reason for exit in caught.value.exits} == {"not loaded within 0.4 s (load_timeout_s)"}
 
 
-# who is restarted, and whether
+# restart strategies and types
 
 
-async def test_strategies() -> None:
+async def test_each_strategy_restarts_its_stages() -> None:
     quick = {"backoff_s": 0.01}
     stages = {
         "middle": {"restart": Restart(strategy="rest_for_one", **quick)},
@@ -180,15 +149,15 @@ async def test_strategies() -> None:
     }
     async with OmniSystem.open(chain(**stages)) as omni:
         os.kill(pid_of(omni, "middle"), signal.SIGKILL)
-        await wait_back(omni, middle=2, bottom=2)
+        await wait_generations(omni, middle=2, bottom=2)
         reason = omni.health().stages["bottom"][0].history[0].reason
         assert reason == "restarted with stage 'middle' (rest_for_one)"
         os.kill(pid_of(omni, "bottom"), signal.SIGKILL)
-        await wait_back(omni, top=2, middle=3, bottom=3)
+        await wait_generations(omni, top=2, middle=3, bottom=3)
         assert len(await read(ask(omni))) == 1
 
 
-async def test_types() -> None:
+async def test_each_type_restarts_after_its_deaths() -> None:
     stages = {
         "middle": {"restart": Restart(type="transient", backoff_s=0.01)},
         "bottom": {"restart": Restart(type="temporary")},
@@ -196,7 +165,7 @@ async def test_types() -> None:
     async with OmniSystem.open(chain(**stages)) as omni:
         with pytest.raises(RequestError, match="exited with code 3"):
             await read(ask(omni, stage="middle", exit=3))
-        await wait_back(omni, middle=2)
+        await wait_generations(omni, middle=2)
         with pytest.raises(RequestError, match="exited with code 0"):
             await read(ask(omni, stage="middle", exit=0))
         os.kill(pid_of(omni, "bottom"), signal.SIGKILL)
@@ -204,10 +173,10 @@ async def test_types() -> None:
         assert {replicas[0].state for replicas in omni.health().stages.values()} == {"ready", "failed"}
         with pytest.raises(StageUnavailable, match="it is transient"):
             ask(omni)
-        assert len(await read(ask(omni, modality="text"))) == 1
+        assert len(await read(ask(omni, ("text",)))) == 1
 
 
-# the order of things
+# the order of start and stop
 
 
 class Recording(LocalSpawner):
@@ -228,22 +197,22 @@ class Recording(LocalSpawner):
 async def test_stages_start_in_order_and_stop_in_reverse() -> None:
     spawner = Recording()
     async with OmniSystem.open(chain(middle={"shutdown_timeout_s": 0.2}), spawner=spawner) as omni:
-        os.kill(pid_of(omni, "middle"), signal.SIGSTOP)  # it takes all of its time
+        os.kill(pid_of(omni, "middle"), signal.SIGSTOP)  # so it uses its whole shutdown timeout
     starts = [f"{stage} starts" for stage in ("top", "middle", "bottom")]
     assert spawner.log == [*starts, *(f"{stage} is gone" for stage in ("bottom", "middle", "top"))]
 
 
-# what is known of it afterwards
+# the history of deaths
 
 
-async def test_the_history_is_in_dead_error_and_without_the_worker_s_words_in_health() -> None:
-    async with OmniSystem.open(alone(restart=Restart(intensity=1, backoff_s=0.01))) as omni:
+async def test_the_history_is_in_dead_error_and_without_stderr_in_health() -> None:
+    async with OmniSystem.open(one_stage(restart=Restart(intensity=1, backoff_s=0.01))) as omni:
         began = time.time()
         for code in (3, 4):
-            await wait_back(omni, only=code - 2)
+            await wait_generations(omni, only=code - 2)
             pid = pid_of(omni, "only")
             with pytest.raises(RequestError):
-                await read(ask(omni, exit=code, stderr="the words of the worker"))
+                await read(ask(omni, exit=code, stderr="a line of stderr"))
         await wait_for(omni, lambda: omni.errored)
         with pytest.raises(StageFailed) as caught:
             await omni.check_health()
@@ -251,7 +220,7 @@ async def test_the_history_is_in_dead_error_and_without_the_worker_s_words_in_he
         assert error is omni.dead_error
         facts = (error.stage, error.replica, error.generation, error.pid, error.exit_code, error.signal)
         assert facts == ("only", 0, 2, pid, 4, None)
-        assert error.stderr_tail == ("the words of the worker",)
+        assert error.stderr_tail == ("a line of stderr",)
         assert [(death.generation, death.exit.exit_code) for death in error.history] == [(1, 3), (2, 4)]
         assert began <= error.history[0].at <= error.history[1].at <= time.time()
         app = build(omni, api_key="secret", max_body_bytes=1000, media=MediaLoader(), has_loaded=lambda: True)
@@ -261,7 +230,7 @@ async def test_the_history_is_in_dead_error_and_without_the_worker_s_words_in_he
         assert (answer.status_code, answer.json()["status"]) == (503, "failed")
         (replica,) = answer.json()["stages"]["only"]
         assert [(past["generation"], past["exit_code"]) for past in replica["history"]] == [(1, 3), (2, 4)]
-        assert "words of the worker" not in answer.text
+        assert "line of stderr" not in answer.text
         states = {"only": [{"replica": 0, "state": "failed"}]}
         summary = {"status": "failed", "model": "alone", "ready": False, "errored": True, "stages": states}
         assert (stranger.status_code, stranger.json()) == (503, summary), "no pid, no reason, no history"

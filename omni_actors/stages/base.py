@@ -52,6 +52,7 @@ __all__ = [
     "StageOutput",
     "StageRequest",
     "TensorLike",
+    "WarmsUp",
 ]
 
 RequestId: TypeAlias = int
@@ -250,6 +251,18 @@ class Measured(Protocol):
         """Return current figures by name, a few dozen at most: they travel in one control message.
 
         Called between steps, whenever the supervisor checks that the engine loop makes turns. It must be quick.
+        """
+        ...
+
+
+@runtime_checkable
+class WarmsUp(Protocol):
+    """An engine may also have costs that only its first request would pay, such as kernels that are built when used."""
+
+    def warm_up(self) -> None:
+        """Pay them, in some seconds at most. Called once, after loading and before any other method.
+
+        Afterwards the engine holds no request and is not ``busy``. Raises any exception to fail loading.
         """
         ...
 

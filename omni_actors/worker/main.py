@@ -46,7 +46,7 @@ from omni_actors.protocol.messages import (
     Stop,
     WorkerSpec,
 )
-from omni_actors.stages.base import StageContext, StageEngine
+from omni_actors.stages.base import StageContext, StageEngine, WarmsUp
 from omni_actors.worker.engine_loop import AttachRing, Command, EngineLoop
 from ringbuf import Ring
 
@@ -169,6 +169,7 @@ def _run_engine(spec: WorkerSpec, cores: CpuSharing, loop: EngineLoop, notify: N
 
 
 def _load(spec: WorkerSpec, cores: CpuSharing, notify: Notify) -> StageEngine:
+    """Build the engine and warm it up, so that no request pays for either."""
     os.nice(spec.nice)  # on Linux: for this thread and those that it starts, not for the one that reads commands
     _prepare_libraries(spec.threads, spins=spec.spins)
     gc.disable()  # loading makes a million objects, none of them garbage, that each collection would traverse
@@ -183,6 +184,10 @@ def _load(spec: WorkerSpec, cores: CpuSharing, notify: Notify) -> StageEngine:
             report=lambda note: notify(Loading(note[:LONGEST_NOTE])),
         )
     )
+    if isinstance(engine, WarmsUp):
+        notify(Loading("warming up"))
+        with cores:
+            engine.warm_up()
     gc.collect()
     gc.freeze()  # with transformers loaded, each full collection while serving delayed every request by 0.2 s
     gc.enable()

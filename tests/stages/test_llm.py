@@ -251,6 +251,25 @@ def test_a_seeded_sample_is_the_same_alone_and_in_a_batch(engine: LLMEngine, par
     assert [(results.text(n), results.ends[n]) for n in range(len(prompts))] == alone
 
 
+@pytest.mark.parametrize("context", [CONTEXT, 2])
+def test_warming_up_runs_the_model_and_leaves_nothing(
+    tiny: Path, context: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also with a context that holds no question."""
+    with closing(opened(tiny, context=context)) as engine:
+        counts: list[int] = []
+        forward = engine._forward
+
+        def counted(rows: list[int], count: int) -> Any:
+            counts.append(count)
+            return forward(rows, count)
+
+        monkeypatch.setattr(engine, "_forward", counted)
+        engine.warm_up()
+        assert_empty(engine)
+        assert counts[-1:] == ([] if context == 2 else [1]), "a prompt, then one more token"
+
+
 def test_several_requests_that_end_in_one_step_do_not_change_the_others(tiny: Path) -> None:
     with closing(opened(tiny, max_batch=5, prefill_chunk=100)) as engine:
         lengths = [12, 11, 30, 9, 30]  # each joins a step after the one before, so 0, 1 and 3 end together

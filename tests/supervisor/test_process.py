@@ -1,4 +1,4 @@
-"""A worker process by itself: it is seen to die however it dies, its last words are kept, nothing of it is left."""
+"""A single worker process: its death is noticed, its last messages and stderr are kept, and nothing of it is left."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ ENGINES = """
     import json, os, psutil, signal, subprocess, sys
     from omni_actors.stages.echo.engine import EchoEngine
 
-    def tells(context):
+    def reports(context):
         variables = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
         main = sys.modules["__main__"]
         context.report(json.dumps({
@@ -52,15 +52,23 @@ ENGINES = """
             "rss": psutil.Process().memory_info().rss,
         }))
         global kept
-        kept = [b"x" * 100_000 for _ in range(2000)][-1]  # the heap's last: below it is what was let go
+        kept = [b"x" * 100_000 for _ in range(2000)][-1]  # the end of the heap, which is freed below it
         return EchoEngine(type(context)(context.stage, None, {}, 1, "cpu", context.report))
+
+    class Warm(EchoEngine):
+        def __init__(self, context):
+            super().__init__(context)
+            self._report = context.report
+
+        def warm_up(self):
+            self._report("every kernel ran once")
 
     def leaves_a_child(context):
         child = subprocess.Popen(["sleep", "3600"], stdin=subprocess.DEVNULL)
         print(f"child {child.pid}", file=sys.stderr, flush=True)
         os._exit(9)
 
-    def talks(context):
+    def writes_much(context):
         for number in range(100):
             print(f"line {number}", file=sys.stderr)
         sys.stderr.write("x" * 10_000_000)
@@ -83,20 +91,20 @@ async def run_until_dead(factory: str) -> tuple[WorkerExit, list[ControlMessage]
     with trio.fail_after(WATCHDOG_S):
         async with LocalSpawner().spawn(HERE, 8) as worker:
             worker.mailbox.post(configure(factory))
-            said = [message async for message, _ in worker.mailbox.incoming]
-            return await worker.wait_dead(), said
+            received = [message async for message, _ in worker.mailbox.incoming]
+            return await worker.wait_dead(), received
 
 
 async def test_a_worker_loads_serves_and_stops() -> None:
     with trio.fail_after(WATCHDOG_S):
         async with LocalSpawner().spawn(HERE, 8) as worker:
-            worker.mailbox.post(configure("process_engines:tells", threads=3, nice=2))
+            worker.mailbox.post(configure("process_engines:reports", threads=3, nice=2))
             loading, _ = await worker.mailbox.incoming.receive()
             assert isinstance(loading, Loading)
-            told = json.loads(loading.note)
-            rss = told.pop("rss")
-            assert set(told.pop("threads").values()) == {"3"}
-            assert told == {
+            facts = json.loads(loading.note)
+            rss = facts.pop("rss")
+            assert set(facts.pop("threads").values()) == {"3"}
+            assert facts == {
                 "wait": "PASSIVE",
                 "main": None,
                 "sigint": True,
@@ -106,7 +114,7 @@ async def test_a_worker_loads_serves_and_stops() -> None:
             }
             while not isinstance((await worker.mailbox.incoming.receive())[0], Ready):
                 pass
-            if hasattr(ctypes.CDLL(None), "malloc_trim"):  # it is glibc's
+            if hasattr(ctypes.CDLL(None), "malloc_trim"):  # glibc only
                 grown = psutil.Process(worker.pid).memory_info().rss - rss
                 assert grown < 100e6, "the 200 MB that loading freed went back to the kernel"
             worker.mailbox.post(Stop(5.0))
@@ -118,7 +126,7 @@ async def test_a_worker_ignores_the_signals_that_end_a_whole_service() -> None:
     with trio.fail_after(WATCHDOG_S):
         async with LocalSpawner().spawn(HERE, 8) as worker:
             os.kill(worker.pid, signal.SIGTERM)  # while its interpreter starts, too
-            worker.mailbox.post(configure("process_engines:tells"))
+            worker.mailbox.post(configure("process_engines:reports"))
             while not isinstance((await worker.mailbox.incoming.receive())[0], Ready):
                 pass
             for stop_signal in (signal.SIGTERM, signal.SIGINT):
@@ -129,7 +137,17 @@ async def test_a_worker_ignores_the_signals_that_end_a_whole_service() -> None:
             assert await worker.wait_dead() == WorkerExit(worker.pid, None, 0, ())
 
 
-async def test_any_number_may_wait_for_a_death_and_hear_the_same() -> None:
+async def test_an_engine_warms_up_before_its_worker_is_ready() -> None:
+    with trio.fail_after(WATCHDOG_S):
+        async with LocalSpawner().spawn(HERE, 8) as worker:
+            worker.mailbox.post(configure("process_engines:Warm"))
+            received: list[ControlMessage] = []
+            while not (received and isinstance(received[-1], Ready)):
+                received.append((await worker.mailbox.incoming.receive())[0])
+            assert received[-3:-1] == [Loading("warming up"), Loading("every kernel ran once")]
+
+
+async def test_any_number_of_tasks_may_wait_for_a_death() -> None:
     exits: list[WorkerExit] = []
     with trio.fail_after(WATCHDOG_S):
         async with LocalSpawner().spawn(HERE, 8) as worker, trio.open_nursery() as nursery:
@@ -145,7 +163,7 @@ async def test_any_number_may_wait_for_a_death_and_hear_the_same() -> None:
     assert exits == [WorkerExit(worker_pid, "SIGKILL", None, ())] * 3
 
 
-async def test_killing_the_dead_is_harmless() -> None:
+async def test_killing_a_dead_worker_is_harmless() -> None:
     with trio.fail_after(WATCHDOG_S):
         async with LocalSpawner().spawn(HERE, 8) as worker:
             worker.kill()
@@ -173,8 +191,8 @@ async def test_leaving_reaps_the_worker_and_closes_every_descriptor(how: str) ->
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-async def test_a_start_that_fails_half_way_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No descriptors left for the pidfd, and none for the process's own pipe."""
+async def test_a_spawn_that_fails_half_way_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """First there is no descriptor for the pidfd, then none for the process's own pipe."""
     before, children = len(os.listdir("/proc/self/fd")), psutil.Process().children()
 
     def none_left(*_: object) -> int:
@@ -190,7 +208,7 @@ async def test_a_start_that_fails_half_way_leaves_nothing(monkeypatch: pytest.Mo
         assert psutil.Process().children() == children
 
 
-async def test_a_worker_ends_when_its_connection_does() -> None:
+async def test_a_worker_ends_when_its_control_socket_closes() -> None:
     with trio.fail_after(WATCHDOG_S):
         async with LocalSpawner().spawn(HERE, 8) as worker:
             worker.mailbox.post(configure("omni_actors.stages.echo.engine:EchoEngine"))
@@ -200,24 +218,24 @@ async def test_a_worker_ends_when_its_connection_does() -> None:
             assert (await worker.wait_dead()).exit_code == 0
 
 
-async def test_a_load_error_is_told_and_its_traceback_is_the_tail() -> None:
-    exit, said = await run_until_dead("process_engines:nothing")
+async def test_a_load_error_is_reported_and_its_traceback_kept() -> None:
+    exit, received = await run_until_dead("process_engines:nothing")
     assert exit.exit_code == 1
-    assert isinstance(said[-1], LoadFailed)
-    assert "nothing" in said[-1].error
+    assert isinstance(received[-1], LoadFailed)
+    assert "nothing" in received[-1].error
     assert exit.stderr_tail[0].startswith("Traceback")
     assert exit.stderr_tail[-1].startswith("AttributeError")
 
 
-async def test_the_tail_of_stderr_is_bounded_in_lines_and_in_their_length() -> None:
-    exit, _ = await run_until_dead("process_engines:talks")
+async def test_the_tail_of_stderr_is_bounded_in_lines_and_line_length() -> None:
+    exit, _ = await run_until_dead("process_engines:writes_much")
     assert exit.exit_code == 9
     assert len(exit.stderr_tail) == 40
     assert exit.stderr_tail[-2] == "line 99"
     assert exit.stderr_tail[-1] == "x" * 4096
 
 
-async def test_a_cancelled_owner_still_hears_a_worker_s_last_words() -> None:
+async def test_a_cancelled_owner_still_gets_a_worker_s_last_lines() -> None:
     exit: WorkerExit | None = None
     with trio.fail_after(WATCHDOG_S), trio.CancelScope() as scope:
         async with LocalSpawner().spawn(HERE, 8) as worker:
@@ -225,21 +243,21 @@ async def test_a_cancelled_owner_still_hears_a_worker_s_last_words() -> None:
             try:
                 await trio.sleep_forever()
             finally:
-                worker.mailbox.post(configure("process_engines:talks"))
+                worker.mailbox.post(configure("process_engines:writes_much"))
                 with trio.CancelScope(shield=True):
                     exit = await worker.wait_dead()
     assert exit is not None
     assert (exit.exit_code, len(exit.stderr_tail)) == (9, 40)
 
 
-async def test_a_child_of_the_worker_that_keeps_its_stderr_open_does_not_hide_its_death() -> None:
+async def test_a_child_that_keeps_stderr_open_does_not_hide_a_worker_s_death() -> None:
     exit, _ = await run_until_dead("process_engines:leaves_a_child")
     assert exit.exit_code == 9
     (line,) = exit.stderr_tail
     os.kill(int(line.split()[1]), signal.SIGKILL)
 
 
-def test_delays_double_up_to_the_bound_and_spread() -> None:
+def test_restart_delays_double_up_to_the_bound_and_spread() -> None:
     policy = Restart(intensity=5, period_s=60.0, backoff_s=0.1, backoff_max_s=1.0)
     for recent, most in ((0, 0.1), (1, 0.2), (2, 0.4), (3, 0.8), (4, 1.0), (50, 1.0), (5000, 1.0)):
         delays = [restart_delay_s(policy, recent) for _ in range(100)]

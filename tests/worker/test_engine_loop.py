@@ -38,7 +38,7 @@ def harness() -> Iterator[LoopHarness]:
         yield harness
 
 
-def test_chunks_go_through_in_order_and_the_end_is_told_after_the_last(harness: LoopHarness) -> None:
+def test_chunks_pass_in_order_and_finished_is_sent_after_the_last(harness: LoopHarness) -> None:
     into, out = harness.input(), harness.output()
     harness.run(echo(fan_out=2))
     harness.start(1)
@@ -61,27 +61,27 @@ def test_chunks_go_through_in_order_and_the_end_is_told_after_the_last(harness: 
     assert stats.started <= stats.first_input <= stats.first_output <= stats.finished
 
 
-class Weighed(EchoEngine):
+class MeasuredEcho(EchoEngine):
     def gauges(self) -> dict[str, float]:
         return {"requests": len(self._requests)}
 
 
-def test_a_ping_is_answered_with_what_the_engine_measures_of_itself(harness: LoopHarness) -> None:
+def test_a_pong_carries_the_engine_s_measurements(harness: LoopHarness) -> None:
     harness.input()
-    harness.run(Weighed(StageContext("here", None, {}, 1, "cpu", lambda note: None)))
+    harness.run(MeasuredEcho(StageContext("here", None, {}, 1, "cpu", lambda note: None)))
     harness.loop.post(Ping(1))
     harness.start(1)
     harness.loop.post(Ping(2))
     assert [harness.next_message(), harness.next_message()] == [Pong(1, {"requests": 0}), Pong(2, {"requests": 1})]
 
 
-def test_an_engine_that_measures_nothing_answers_with_the_number_alone(harness: LoopHarness) -> None:
+def test_a_pong_of_an_engine_without_measurements_carries_its_number_only(harness: LoopHarness) -> None:
     harness.run(echo())
     harness.loop.post(Ping(1))
     assert harness.next_message() == Pong(1)
 
 
-def test_a_chunk_before_its_start_waits_and_holds_what_is_behind_it(harness: LoopHarness) -> None:
+def test_a_chunk_before_its_start_waits_and_delays_the_chunks_after_it(harness: LoopHarness) -> None:
     into, out = harness.input(), harness.output()
     harness.run(echo())
     harness.start(1)
@@ -93,7 +93,7 @@ def test_a_chunk_before_its_start_waits_and_holds_what_is_behind_it(harness: Loo
     assert {receive(out).data["text"], receive(out).data["text"]} == {"early", "behind"}
 
 
-def test_an_early_chunk_holds_up_no_other_edge(harness: LoopHarness) -> None:
+def test_an_early_chunk_delays_no_other_edge(harness: LoopHarness) -> None:
     early, other, out = harness.input(), harness.input(source="above"), harness.output()
     harness.run(echo())
     harness.start(1, ("above",))
@@ -104,11 +104,11 @@ def test_an_early_chunk_holds_up_no_other_edge(harness: LoopHarness) -> None:
 
 
 def test_a_stale_chunk_is_dropped(harness: LoopHarness) -> None:
-    """Of a request that ended here, that was aborted here, and that this incarnation never knew."""
+    """Chunks of a request that has ended, of an aborted one, and of one that only an earlier incarnation had."""
     harness.loop._newest = 5  # the fence
     into, out = harness.input(), harness.output()
     harness.run(echo())
-    send(into, 5, 0, text="of the dead", last=True)
+    send(into, 5, 0, text="for the earlier incarnation", last=True)
     harness.start(6)
     send(into, 6, 0, text="six", last=True)
     assert receive(out).data["text"] == "six"
@@ -121,7 +121,7 @@ def test_a_stale_chunk_is_dropped(harness: LoopHarness) -> None:
     assert receive(out).data["text"] == "eight"
 
 
-def test_a_request_aborted_while_it_waits_is_gone_from_the_engine(harness: LoopHarness) -> None:
+def test_an_abort_removes_a_waiting_request_from_the_engine(harness: LoopHarness) -> None:
     engine = echo()
     into, out = harness.input(), harness.output()
     harness.run(engine)
@@ -130,13 +130,13 @@ def test_a_request_aborted_while_it_waits_is_gone_from_the_engine(harness: LoopH
     assert receive(out).data["text"] == "half"
     harness.loop.post(Abort(1))
     harness.loop.post(Abort(1))  # harmless
-    harness.loop.post(Abort(99))  # never seen
+    harness.loop.post(Abort(99))  # unknown here
     harness.wait_asleep()
     assert engine._requests == {}
     assert harness.said.empty()
 
 
-def test_a_paused_request_gives_nothing_until_it_is_resumed_and_takes_its_input(harness: LoopHarness) -> None:
+def test_a_paused_request_takes_input_and_gives_no_output_until_it_is_resumed(harness: LoopHarness) -> None:
     into, out = harness.input(), harness.output()
     harness.run(echo())
     harness.start(1)
@@ -153,7 +153,7 @@ def test_a_paused_request_gives_nothing_until_it_is_resumed_and_takes_its_input(
     assert [receive(out).data["text"] for _ in range(2)] == ["a", "b"]
 
 
-def test_an_engine_that_cannot_pause_goes_on(harness: LoopHarness) -> None:
+def test_an_engine_that_cannot_pause_continues(harness: LoopHarness) -> None:
     class Plain(EchoEngine):
         pause = resume = None  # type: ignore[assignment]
 
@@ -182,7 +182,7 @@ def test_a_new_ring_replaces_the_old_one_in_both_directions(harness: LoopHarness
         old_out.try_recv()
 
 
-def test_a_stuck_output_stops_stepping_and_receiving_until_there_is_room(
+def test_a_congested_output_stops_steps_and_receiving_until_there_is_room(
     harness: LoopHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(loop, "CONGESTED_BYTES", 10_000)
@@ -204,8 +204,8 @@ def test_a_stuck_output_stops_stepping_and_receiving_until_there_is_room(
         assert [chunk.seq for chunk in got if chunk.request == request] == list(range(100))
 
 
-class Counting(EchoEngine):
-    """Looks, before each output, how many messages each of the harness's rings has carried."""
+class RingCounter(EchoEngine):
+    """Records before each output how many messages each of the harness's rings has carried."""
 
     def __init__(self, harness: LoopHarness) -> None:
         super().__init__(StageContext("here", None, {}, 1, "cpu", lambda note: None))
@@ -218,9 +218,9 @@ class Counting(EchoEngine):
             yield output
 
 
-def test_clients_get_a_step_s_outputs_before_the_stages_that_get_them_too(harness: LoopHarness) -> None:
+def test_the_outputs_of_a_step_are_sent_to_clients_before_stages(harness: LoopHarness) -> None:
     out, below, into = harness.output(), harness.output(target=BELOW), harness.input()
-    engine = Counting(harness)
+    engine = RingCounter(harness)
     for request in (1, 2, 3):
         harness.start(request, targets=(CLIENT_ADDRESS, BELOW))
         send(into, request, 0, last=True)
@@ -229,9 +229,9 @@ def test_clients_get_a_step_s_outputs_before_the_stages_that_get_them_too(harnes
     assert engine.carried == [[0, 0, 3], [1, 0, 3], [2, 0, 3]]
 
 
-def test_stages_get_at_once_what_no_client_gets(harness: LoopHarness) -> None:
+def test_outputs_that_no_client_gets_are_sent_to_stages_at_once(harness: LoopHarness) -> None:
     below, into = harness.output(target=BELOW), harness.input()
-    engine = Counting(harness)
+    engine = RingCounter(harness)
     for request in (1, 2, 3):
         harness.start(request, targets=(BELOW,))
         send(into, request, 0, last=True)
@@ -240,10 +240,8 @@ def test_stages_get_at_once_what_no_client_gets(harness: LoopHarness) -> None:
     assert engine.carried == [[0, 3], [1, 3], [2, 3]]
 
 
-def test_a_consumer_that_leaves_takes_its_backlog_with_it(
-    harness: LoopHarness, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A stage that dies must not stop the one above, which serves others: neither by an error nor by its backlog."""
+def test_a_consumer_that_closes_drops_its_backlog(harness: LoopHarness, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stage that dies must not stop its upstream stage, neither by an error nor by its backlog."""
     monkeypatch.setattr(loop, "CONGESTED_BYTES", 10_000)
     into, out = harness.input(), harness.output(4096)
     harness.run(echo(fan_out=10, payload_bytes=3000))
@@ -261,13 +259,13 @@ def test_a_consumer_that_leaves_takes_its_backlog_with_it(
     assert [receive(again).request for _ in range(10)] == [3] * 10
 
 
-def test_a_producer_that_leaves_is_not_an_error(harness: LoopHarness) -> None:
+def test_a_producer_that_closes_is_no_error(harness: LoopHarness) -> None:
     into, out = harness.input(), harness.output()
     harness.run(echo())
     harness.start(1)
-    send(into, 1, 0, text="last words", last=True)
+    send(into, 1, 0, text="last output", last=True)
     into.close()
-    assert receive(out).data["text"] == "last words"
+    assert receive(out).data["text"] == "last output"
     harness.wait_asleep()
     again = harness.input()
     harness.start(2)
@@ -293,7 +291,7 @@ def test_a_frame_that_is_no_chunk_is_corruption(harness: LoopHarness) -> None:
 
 
 @pytest.mark.parametrize("where", ["feed", "step"])
-def test_a_refused_request_is_told_once_and_the_others_go_on(harness: LoopHarness, where: str) -> None:
+def test_a_refusal_is_reported_once_and_the_other_requests_continue(harness: LoopHarness, where: str) -> None:
     engine = echo()
     into, out = harness.input(), harness.output()
     harness.run(engine)
@@ -308,28 +306,28 @@ def test_a_refused_request_is_told_once_and_the_others_go_on(harness: LoopHarnes
     assert harness.said.empty()
 
 
-class Refusing(EchoEngine):
+class RefusingEcho(EchoEngine):
     def start(self, request: StageRequest) -> None:
         raise InvalidRequest("x" * 1_000_000)
 
 
-def test_a_refusal_fits_into_a_control_message_however_long_it_is(harness: LoopHarness) -> None:
-    harness.run(Refusing(StageContext("here", None, {}, 1, "cpu", lambda note: None)))
+def test_a_long_refusal_is_cut_to_fit_into_a_control_message(harness: LoopHarness) -> None:
+    harness.run(RefusingEcho(StageContext("here", None, {}, 1, "cpu", lambda note: None)))
     harness.start(1)
     refused = harness.next_message()
     assert isinstance(refused, Refused)
     assert len(refused.message) < 100_000
 
 
-class Viewing(EchoEngine):
+class RaisingWithView(EchoEngine):
     def feed(self, request_id: int, chunk: Chunk) -> None:
         view = chunk.tensors["audio"].numpy()
         raise ArithmeticError(f"{len(view)} samples are too many")
 
 
-def test_an_engine_s_error_is_not_hidden_by_the_views_that_its_traceback_keeps(harness: LoopHarness) -> None:
+def test_views_kept_by_a_traceback_do_not_hide_the_engine_s_error(harness: LoopHarness) -> None:
     into = harness.input()
-    harness.run(Viewing(StageContext("here", None, {}, 1, "cpu", lambda note: None)))
+    harness.run(RaisingWithView(StageContext("here", None, {}, 1, "cpu", lambda note: None)))
     harness.start(1)
     send(into, 1, 0, tensors={"audio": np.zeros(7, np.float32)})
     assert isinstance(harness.wait_ended(), ArithmeticError)

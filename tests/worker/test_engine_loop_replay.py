@@ -1,4 +1,4 @@
-"""An engine loop's part in a replay: what it retains and sends again, what it takes in twice and drops."""
+"""An engine loop's part in a replay: the outputs that it retains and sends again, the chunks that it drops."""
 
 from __future__ import annotations
 
@@ -26,9 +26,8 @@ from omni_actors.worker.outgoing import OVERHEAD_BYTES
 from ringbuf import Consumer
 from tests.support.engine_loop_harness import LoopHarness, echo, open_harness, receive, send
 
-BELOW, ITS_TWIN = Address("below", 0), Address("below", 1)
+BELOW, BELOW_1 = Address("below", 0), Address("below", 1)
 PLENTY = 1 << 20
-_CLIENT_TOO = (CLIENT_ADDRESS,)
 
 
 @pytest.fixture
@@ -42,11 +41,11 @@ def texts(out: Consumer, count: int) -> list[tuple[int, str]]:
     return [(chunk.seq, chunk.data["text"]) for chunk in chunks]
 
 
-# what is sent again
+# sending again
 
 
-@pytest.mark.parametrize("again_at", [BELOW, ITS_TWIN], ids=["the same replica", "another replica"])
-def test_a_new_consumer_gets_nothing_of_a_running_request_until_resend_then_all_of_it(
+@pytest.mark.parametrize("again_at", [BELOW, BELOW_1], ids=["the same replica", "another replica"])
+def test_a_new_consumer_gets_nothing_of_a_running_request_until_resend_then_all(
     harness: LoopHarness, again_at: Address
 ) -> None:
     into, out = harness.input(), harness.output(target=BELOW)
@@ -54,7 +53,7 @@ def test_a_new_consumer_gets_nothing_of_a_running_request_until_resend_then_all_
     harness.start(1, targets=(BELOW,), retain_bytes=PLENTY)
     send(into, 1, 0, text="a")
     assert texts(out, 1) == [(0, "a")]
-    out.close()  # it died
+    out.close()  # the consumer died
     again = harness.output(target=again_at)
     send(into, 1, 1, text="b")
     harness.wait_asleep()
@@ -68,7 +67,7 @@ def test_a_new_consumer_gets_nothing_of_a_running_request_until_resend_then_all_
     assert finished.stats.sent_bytes[str(again_at)] > 0
 
 
-def test_a_request_that_starts_later_flows_to_the_new_consumer_at_once(harness: LoopHarness) -> None:
+def test_a_request_that_starts_later_is_sent_to_the_new_consumer_at_once(harness: LoopHarness) -> None:
     into, _ = harness.input(), harness.output(target=BELOW)
     harness.run(echo())
     harness.start(1, targets=(BELOW,), retain_bytes=PLENTY)
@@ -81,7 +80,7 @@ def test_a_request_that_starts_later_flows_to_the_new_consumer_at_once(harness: 
     assert texts(again, 1) == [(0, "cut off")]
 
 
-def test_another_target_of_the_same_request_does_not_notice(harness: LoopHarness) -> None:
+def test_a_resend_does_not_affect_another_target_of_the_request(harness: LoopHarness) -> None:
     into, client, _ = harness.input(), harness.output(), harness.output(target=BELOW)
     harness.run(echo())
     harness.start(1, targets=(CLIENT_ADDRESS, BELOW), retain_bytes=PLENTY)
@@ -94,7 +93,7 @@ def test_another_target_of_the_same_request_does_not_notice(harness: LoopHarness
     assert client.try_recv() is None
 
 
-def test_a_finished_request_is_sent_again_until_it_has_ended(harness: LoopHarness) -> None:
+def test_a_finished_request_can_be_sent_again_until_it_has_ended(harness: LoopHarness) -> None:
     into, out = harness.input(), harness.output(4096, target=BELOW)
     harness.run(echo(fan_out=100, payload_bytes=1000))
     harness.start(1, targets=(BELOW,), retain_bytes=PLENTY)
@@ -112,8 +111,8 @@ def test_a_finished_request_is_sent_again_until_it_has_ended(harness: LoopHarnes
     assert len(list(_drain(out))) < 100
 
 
-class Keeping(EchoEngine):
-    """Gives arrays of its own, and remembers them weakly."""
+class RememberingEcho(EchoEngine):
+    """Outputs arrays of its own, and keeps weak references to them."""
 
     def __init__(self) -> None:
         super().__init__(StageContext("here", None, {}, 1, "cpu", lambda note: None))
@@ -129,10 +128,10 @@ class Keeping(EchoEngine):
 
 @pytest.mark.parametrize("finished", [False, True])
 @pytest.mark.parametrize("retain_bytes", [0, 1, PLENTY])
-def test_nothing_is_kept_past_the_end_nor_where_nobody_may_want_it(
+def test_outputs_are_kept_only_within_the_bound_and_until_the_end(
     harness: LoopHarness, retain_bytes: int, finished: bool
 ) -> None:
-    engine = Keeping()
+    engine = RememberingEcho()
     into, out = harness.input(), harness.output(target=BELOW)
     harness.run(engine)
     harness.start(1, targets=(BELOW,), retain_bytes=retain_bytes)
@@ -148,7 +147,7 @@ def test_nothing_is_kept_past_the_end_nor_where_nobody_may_want_it(
 
 
 @pytest.mark.parametrize("payload_bytes", [0, 100_000])
-def test_past_its_bound_all_is_let_go_and_said_once_and_again_when_it_is_needed(
+def test_a_request_past_its_bound_is_evicted_and_reported_once_and_when_needed(
     harness: LoopHarness, payload_bytes: int
 ) -> None:
     into, out = harness.input(), harness.output(target=BELOW)
@@ -157,19 +156,19 @@ def test_past_its_bound_all_is_let_go_and_said_once_and_again_when_it_is_needed(
     harness.start(1, targets=(BELOW,), retain_bytes=limit)
     for seq in range(8):
         send(into, 1, seq, text="x", last=seq == 7)
-        assert texts(out, 1) == [(seq, "x")], "that it cannot be sent again does not touch how it goes on"
-    said = harness.next_message()
-    assert isinstance(said, Unreplayable)
-    assert (said.request, said.needed) == (1, False)
-    assert f"{limit} bytes" in said.reason
-    assert "limits.retain_bytes" in said.reason
+        assert texts(out, 1) == [(seq, "x")], "eviction does not affect new outputs"
+    notice = harness.next_message()
+    assert isinstance(notice, Unreplayable)
+    assert (notice.request, notice.needed) == (1, False)
+    assert f"{limit} bytes" in notice.reason
+    assert "limits.retain_bytes" in notice.reason
     assert isinstance(harness.next_message(), Finished)
     harness.loop.post(Resend(1, BELOW))
-    assert harness.next_message() == Unreplayable(1, said.reason, needed=True)
+    assert harness.next_message() == Unreplayable(1, notice.reason, needed=True)
     assert out.try_recv() is None
 
 
-def test_past_the_bound_of_the_worker_the_largest_is_let_go_and_the_others_are_not(harness: LoopHarness) -> None:
+def test_past_the_worker_s_bound_only_the_largest_request_is_evicted(harness: LoopHarness) -> None:
     into, out = harness.input(), harness.output(target=BELOW)
     harness.run(echo(payload_bytes=10_000))
     for request in (1, 2, 3):
@@ -180,39 +179,39 @@ def test_past_the_bound_of_the_worker_the_largest_is_let_go_and_the_others_are_n
     harness.wait_asleep()
     assert harness.said.empty()
     send(into, 3, 0, text="x")
-    said = harness.next_message()
-    assert isinstance(said, Unreplayable)
-    assert (said.request, said.needed) == (2, False)
-    assert "60000 bytes" in said.reason
-    assert "limits.worker_retain_bytes" in said.reason
+    notice = harness.next_message()
+    assert isinstance(notice, Unreplayable)
+    assert (notice.request, notice.needed) == (2, False)
+    assert "60000 bytes" in notice.reason
+    assert "limits.worker_retain_bytes" in notice.reason
     receive(out)
-    send(into, 2, 3, text="x")  # what was let go stays so, and counts no more
+    send(into, 2, 3, text="x")  # an evicted request stays evicted, and no longer counts
     receive(out)
     for request, seqs in ((1, [0, 1]), (3, [0])):
         harness.loop.post(Resend(request, BELOW))
         assert [receive(out).seq for _ in seqs] == seqs
     harness.loop.post(Abort(1), Resend(2, BELOW))
-    assert harness.next_message() == Unreplayable(2, said.reason, needed=True)
+    assert harness.next_message() == Unreplayable(2, notice.reason, needed=True)
     harness.wait_asleep()
     assert harness.loop._retention.requests == {2, 3}
 
 
-def test_a_resend_of_what_was_never_retained_is_answered(harness: LoopHarness) -> None:
+def test_a_resend_of_a_request_that_was_not_retained_is_unreplayable(harness: LoopHarness) -> None:
     into, out = harness.input(), harness.output(target=BELOW)
     harness.run(echo())
     harness.start(1, targets=(BELOW,))
     send(into, 1, 0, text="x")
     assert texts(out, 1) == [(0, "x")]
     harness.loop.post(Resend(1, BELOW))
-    said = harness.next_message()
-    assert isinstance(said, Unreplayable)
-    assert said.needed
+    notice = harness.next_message()
+    assert isinstance(notice, Unreplayable)
+    assert notice.needed
 
 
-# what is taken in again
+# receiving again
 
 
-def test_chunks_that_come_again_are_dropped_and_those_that_follow_are_taken(harness: LoopHarness) -> None:
+def test_replayed_chunks_are_dropped_and_later_ones_accepted(harness: LoopHarness) -> None:
     into, out = harness.input(source="above"), harness.output()
     harness.run(echo())
     harness.start(1, ("above",))
@@ -228,15 +227,15 @@ def test_chunks_that_come_again_are_dropped_and_those_that_follow_are_taken(harn
     assert out.try_recv() is None
 
 
-def test_it_says_of_which_stages_it_has_all_and_once(harness: LoopHarness) -> None:
-    """Not of the client, which dies with the system."""
+def test_input_complete_is_sent_once_for_each_upstream_stage(harness: LoopHarness) -> None:
+    """Not for the client, which ends with the system."""
     left, right, client = (harness.input(source=source) for source in ("left", "right", CLIENT))
     out = harness.output()
     harness.run(echo())
     harness.start(1, ("left", "right", CLIENT), retain_bytes=PLENTY)
     send(left, 1, 0, source="left", text="a", last=True)
     assert harness.next_message() == InputComplete(1, "left")
-    send(harness.input(source="left"), 1, 0, source="left", text="a", last=True)  # it started again for somebody else
+    send(harness.input(source="left"), 1, 0, source="left", text="a", last=True)  # replayed for another stage
     send(client, 1, 0, text="b", last=True)
     harness.wait_asleep()
     assert harness.said.empty()
@@ -244,15 +243,13 @@ def test_it_says_of_which_stages_it_has_all_and_once(harness: LoopHarness) -> No
     send(right, 1, 1, source="right", text="d", last=True)
     assert harness.next_message() == InputComplete(1, "right")
     assert isinstance(harness.next_message(), Finished)
-    assert sorted(text for _, text in texts(out, 4)) == ["a", "b", "c", "d"]  # in this order of each source
+    assert sorted(text for _, text in texts(out, 4)) == ["a", "b", "c", "d"]  # those of one source in order
 
 
 @pytest.mark.parametrize(
     "difference", [{"text": "other"}, {"tensors": {"x": np.r_[np.zeros(9999), 1]}}, {"last": True}], ids=str
 )
-def test_a_chunk_that_comes_again_and_differs_ends_the_replay_and_nothing_else(
-    harness: LoopHarness, difference: dict[str, Any]
-) -> None:
+def test_a_replayed_chunk_that_differs_ends_the_replay_only(harness: LoopHarness, difference: dict[str, Any]) -> None:
     into, out = harness.input(source="above"), harness.output()
     harness.run(echo())
     harness.start(1, ("above",))
@@ -262,16 +259,16 @@ def test_a_chunk_that_comes_again_and_differs_ends_the_replay_and_nothing_else(
     assert texts(out, 1) == [(0, "same")]
     again = harness.input(source="above")
     send(again, 1, 0, source="above", **(same | difference))
-    said = harness.next_message()
-    assert isinstance(said, Unreplayable)
-    assert (said.request, said.needed) == (1, True)
-    assert "differs" in said.reason
+    notice = harness.next_message()
+    assert isinstance(notice, Unreplayable)
+    assert (notice.request, notice.needed) == (1, True)
+    assert "differs" in notice.reason
     send(again, 2, 0, source="above", text="fine", last=True)
     assert texts(out, 1) == [(0, "fine")]
 
 
-def test_a_replayed_start_is_acknowledged_and_takes_nothing_that_came_before_it(harness: LoopHarness) -> None:
-    """Its number is below the newest. The others' order is what it was: what is stale stays so, what is early waits."""
+def test_a_replayed_start_is_acknowledged_and_accepts_no_earlier_chunk(harness: LoopHarness) -> None:
+    """Its number is below the newest. For other requests, stale chunks stay stale and early ones wait."""
     into, out = harness.input(), harness.output()
     harness.loop._newest = 5
     harness.run(echo())
@@ -289,14 +286,14 @@ def test_a_replayed_start_is_acknowledged_and_takes_nothing_that_came_before_it(
     assert texts(out, 1) == [(0, "early")]
 
 
-class Noting(EchoEngine):
+class SourceRecorder(EchoEngine):
     def start(self, request: StageRequest) -> None:
         super().start(request)
         self.sources = request.sources
 
 
 def test_a_first_start_is_not_acknowledged(harness: LoopHarness) -> None:
-    engine = Noting(StageContext("here", None, {}, 1, "cpu", lambda note: None))
+    engine = SourceRecorder(StageContext("here", None, {}, 1, "cpu", lambda note: None))
     harness.run(engine)
     harness.start(1, (CLIENT, "above"))
     harness.wait_asleep()
