@@ -127,7 +127,7 @@ def _stop_signals_blocked() -> Iterator[None]:
 class LocalWorker:
     """A worker process on this machine."""
 
-    def __init__(self, process: Any, mailbox: Mailbox, pidfd: int, lifeline: Lifeline, stderr_fd: int) -> None:
+    def __init__(self, process: Any, mailbox: Mailbox, *, pidfd: int, lifeline: Lifeline, stderr_fd: int) -> None:
         self._process, self.mailbox, self._pidfd, self._lifeline = process, mailbox, pidfd, lifeline
         self.pid: int = process.pid
         self._stderr = _StderrTail(stderr_fd, f"omni_actors.worker.{process.name.split()[-1]}")
@@ -277,7 +277,7 @@ class LocalSpawner:
                 theirs.close()
                 os.close(stderr_write)
             async with open_mailbox(ours, mailbox_capacity) as mailbox, trio.open_nursery() as nursery:
-                worker = LocalWorker(process, mailbox, pidfd, lifeline, stderr_read)
+                worker = LocalWorker(process, mailbox, pidfd=pidfd, lifeline=lifeline, stderr_fd=stderr_read)
                 nursery.start_soon(worker._watch)
                 try:
                     yield worker

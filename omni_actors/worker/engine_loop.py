@@ -24,7 +24,7 @@ import os
 import select
 import threading
 import time
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Callable, Iterable, Mapping, Set
 
 import msgspec
 
@@ -62,7 +62,7 @@ from omni_actors.stages.base import (
 from omni_actors.worker.active import ActiveRequest
 from omni_actors.worker.incoming import Incoming
 from omni_actors.worker.outgoing import Outgoing, Retention
-from ringbuf import Ring
+from ringbuf import Ring, Tensor
 
 CONGESTED_BYTES = 8 * 1024 * 1024
 RECEIVE_FRAMES = 64
@@ -278,8 +278,7 @@ class EngineLoop:
                 with frame:
                     received += frame.data.nbytes
                     if active := self._active.get(header.request):
-                        chunk = Chunk(header.source, header.seq, header.last, tensors, header.data)
-                        self._feed(engine, active, chunk, frame.data)
+                        self._feed(engine, active, _chunk(header, tensors), frame.data)
                 if received >= RECEIVE_BYTES:
                     break
         return progressed
@@ -314,7 +313,13 @@ class EngineLoop:
 
     def _emit(self, output: StageOutput, step_began: float) -> None:
         active = self._active[output.request_id]
-        header = ChunkHeader(output.request_id, self._address.stage, active.seq, output.last, dict(output.data))
+        header = ChunkHeader(
+            request=output.request_id,
+            source=self._address.stage,
+            seq=active.seq,
+            last=output.last,
+            data=dict(output.data),
+        )
         downstream = output.downstream if active.downstream else {}
         buffers = chunks.encode(header, {**output.tensors, **downstream})
         size = sum(buffer.nbytes for buffer in buffers)
@@ -365,3 +370,7 @@ class EngineLoop:
                 poll.register(bell, select.POLLIN)
             timeout_s = self._cores.yield_poll_s
             self.unpark([bell for bell, _ in poll.poll(timeout_s and timeout_s * 1000)])
+
+
+def _chunk(header: ChunkHeader, tensors: Mapping[str, Tensor]) -> Chunk:
+    return Chunk(source=header.source, seq=header.seq, last=header.last, tensors=tensors, data=header.data)

@@ -89,10 +89,10 @@ class LLMEngine(LanguageEngine[_Request]):
 
     def warm_up(self) -> None:
         """Answer a short question with two tokens: the first run of each kernel and of the chat template is slow."""
-        question = [{"role": "user", "content": "Hello"}]
+        data = {"messages": [{"role": "user", "content": "Hello"}]}
         self.start(StageRequest(0, (CLIENT,), {"max_tokens": 2}))
         with suppress(InvalidRequest):  # the configured context may be too small for the question
-            self.feed(0, Chunk(CLIENT, 0, True, {}, {"messages": question}))
+            self.feed(0, Chunk(source=CLIENT, seq=0, last=True, tensors={}, data=data))
         while self.busy:
             for _ in self.step():
                 pass
