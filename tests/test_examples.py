@@ -60,8 +60,7 @@ def shared_system(fixture_processes: set[int], tmp_path_factory: pytest.TempPath
         small |= {f"stages.{stage}.model": model, f"stages.{stage}.device": "cpu", f"stages.{stage}.threads": 1}
     for stage in ("thinker", "talker"):
         small |= {f"stages.{stage}.options.dtype": "float32", f"stages.{stage}.options.context": 2048}
-    opening = lambda: OmniSystem.open("qwen2_5_omni", **small)  # noqa: E731
-    with open_shared_system(opening, fixture_processes, clear_choices=True) as shared_system:
+    with open_shared_system(lambda: OmniSystem.open("qwen2_5_omni", **small), fixture_processes) as shared_system:
         yield shared_system
 
 

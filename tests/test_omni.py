@@ -108,7 +108,7 @@ async def test_eight_concurrent_requests_get_the_answers_of_each_alone(omni: Omn
         assert_same_sound(sound_of(together[n]), sound_of(outputs))
 
 
-@pytest.mark.parametrize("killed", [("code2wav",), ("thinker", "talker")])  # the last stage, and both ends of an edge
+@pytest.mark.parametrize("killed", [("code2wav",), pytest.param(("thinker", "talker"), marks=pytest.mark.slow)])
 def test_a_killed_stage_changes_nothing_for_the_client(shared_system: SharedSystem, killed: tuple[str, ...]) -> None:
     params = {**SPOKEN, "max_tokens": 400, "temperature": 1.0, "talker_temperature": 0.9, "seed": 7}
 

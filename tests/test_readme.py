@@ -56,6 +56,7 @@ def test_ci_runs_the_make_commands_and_what_the_first_of_them_runs(tmp_path: Pat
     assert ASKED.removeprefix("omni-actors") in demo
 
 
+@pytest.mark.slow
 def test_the_commands_do_what_they_say(tmp_path: Path, voice_url: str) -> None:
     assert f"`omni-actors serve voice --port {PORT}`" in PAGE, "the server that ``voice_url`` has started"
     port = voice_url.rpartition(":")[2]

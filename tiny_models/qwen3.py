@@ -1,6 +1,6 @@
 """Tiny Qwen3-Omni checkpoints with random weights from a seed, in the layout of the real ones.
 
-Text comes from a tokenizer of bytes (``tests.stages.tokenizer``), so whatever the thinker says is text of some kind.
+Text comes from a tokenizer of bytes (``tiny_models.tokenizer``), so whatever the thinker says is text of some kind.
 As a random model never stops talking, ``text_eos`` and ``codec_eos`` scale the rows of the end in the two heads: with
 the defaults some answers end by themselves and some at their limit; with 0 none does.
 """

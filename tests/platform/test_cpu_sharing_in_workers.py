@@ -250,5 +250,7 @@ assert torch.get_num_threads() == 1  # the model follows its budget
 """
 
 
+@pytest.mark.slow
+@pytest.mark.voice
 def test_the_language_models_logits_do_not_depend_on_the_number_of_threads() -> None:
     subprocess.run([sys.executable, "-c", LOGITS], check=True, timeout=300)

@@ -16,12 +16,11 @@ import pytest
 from omni_actors.stages import assets
 from omni_actors.stages.base import StageContext, StageEngine
 from omni_actors.stages.registry import ENGINES
-from tests.support.clear_choices import patched_choices
 from tests.support.engine_cases import EVERY_ENGINE, Case
 from tests.support.engine_driver import Driver
-from tests.support.engine_fixtures import drive
+from tests.support.engine_fixtures import clear_choices, drive, lenient_choices
 
-__all__ = ["drive"]
+__all__ = ["clear_choices", "drive", "lenient_choices"]
 
 THREADS = int(os.environ.get("OMNI_ACTORS_TEST_THREADS", "1"))
 """Of each engine: see `make test-portable`."""
@@ -82,20 +81,6 @@ def shared_engines(open_stage: Callable[..., StageEngine]) -> Iterator[Callable[
             return opened[name]
 
         yield get
-
-
-@pytest.fixture
-def clear_choices() -> Iterator[None]:
-    """No token depends on rounding: see ``tests.support.clear_choices``. An unclear choice fails the test."""
-    with patched_choices():
-        yield
-
-
-@pytest.fixture
-def lenient_choices() -> Iterator[None]:
-    """As ``clear_choices``, but unclear choices pass: for requests whose tokens no test compares."""
-    with patched_choices(strict=False):
-        yield
 
 
 @pytest.fixture(scope="session")

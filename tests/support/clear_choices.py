@@ -17,6 +17,7 @@ import functools
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from importlib import import_module
+from typing import Any
 from unittest import mock
 
 import torch
@@ -33,9 +34,32 @@ class UnclearChoice(AssertionError):
     """Two tokens are so nearly as likely that rounding decides between them."""
 
 
+def own_logits(logits: Tensor) -> Tensor:
+    """Rule 2: the row of the table, for logits (vocabulary,)."""
+    return _row(len(logits), int(logits.argmax()))
+
+
 @functools.cache
 def _row(size: int, token: int) -> Tensor:
     return torch.randn(size, generator=torch.Generator().manual_seed(token))
+
+
+def check_lead(values: Tensor) -> None:
+    """Raise UnclearChoice unless the largest of these logits, (vocabulary,), leads the next one by ``CLEAR``."""
+    best, second = values.topk(2).values
+    largest = values[values.isfinite()].abs().max()
+    if best - second < CLEAR * largest:
+        raise UnclearChoice(f"the lead is {float((best - second) / largest):.1e} of the largest logit")
+
+
+def watch_head(head: torch.nn.Module, allowed: Sequence[int] | slice = slice(None)) -> None:
+    """Let a reference's head check the lead of each greedy choice. allowed: the tokens that may be chosen."""
+
+    def check(module: torch.nn.Module, inputs: Any, logits: Tensor) -> None:
+        for values in logits[..., -1, :].float().reshape(-1, logits.shape[-1]):
+            check_lead(values[allowed])
+
+    head.register_forward_hook(check)
 
 
 def clear_choose(logits: Tensor, samplers: Sequence[Sampler | None], *, strict: bool = True) -> list[int | None]:
@@ -44,14 +68,12 @@ def clear_choose(logits: Tensor, samplers: Sequence[Sampler | None], *, strict: 
     for row, sampler in enumerate(samplers):
         is_drawn = sampler is not None and sampler.sampling.temperature > 0
         values = own[row] if is_drawn or sampler is None else sampler.allowed(own[row])
-        (best, second), (likeliest, _) = values.topk(2)
-        if not bool(best.isfinite()):
-            continue  # the engine is to notice that
-        largest = values[values.isfinite()].abs().max()
-        if strict and best - second < CLEAR * largest:
-            raise UnclearChoice(f"the lead is {float((best - second) / largest):.1e} of the largest logit")
+        if not bool(values.max().isfinite()):
+            continue  # the engine handles it
+        if strict:
+            check_lead(values)
         if is_drawn:
-            own[row] = _row(len(values), int(likeliest))
+            own[row] = own_logits(values)
     return choose(own, samplers)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from omni_actors.stages.base import StageEngine
+from tests.support.clear_choices import patched_choices
 from tests.support.engine_driver import Driver
 
 
@@ -25,3 +26,17 @@ def drive(shared_engines: Callable[[str], StageEngine]) -> Iterator[Callable[[st
         for request_id in list(driver.live):
             driver.abort(request_id)
     assert not left, f"requests left in the engine: {left}"
+
+
+@pytest.fixture
+def clear_choices() -> Iterator[None]:
+    """No token depends on rounding: see ``tests.support.clear_choices``. An unclear choice fails the test."""
+    with patched_choices():
+        yield
+
+
+@pytest.fixture
+def lenient_choices() -> Iterator[None]:
+    """As ``clear_choices``, but unclear choices pass: for requests whose tokens no test compares."""
+    with patched_choices(strict=False):
+        yield

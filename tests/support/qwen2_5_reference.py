@@ -15,6 +15,8 @@ import numpy as np
 import torch
 from transformers import Qwen2_5OmniForConditionalGeneration
 
+from tests.support.clear_choices import watch_head
+
 Codes = np.ndarray[Any, np.dtype[np.int64]]
 Wave = np.ndarray[Any, np.dtype[np.float32]]
 
@@ -41,6 +43,8 @@ class Reference:
         model: Any = Qwen2_5OmniForConditionalGeneration.from_pretrained(directory)
         self.model = model.eval()
         self._answers: dict[Any, Answer] = {}
+        watch_head(model.thinker.lm_head)
+        watch_head(model.talker.codec_head)
 
     @property
     def ends(self) -> list[int]:

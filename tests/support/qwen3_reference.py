@@ -16,6 +16,9 @@ import numpy as np
 import torch
 from transformers import Qwen3OmniMoeForConditionalGeneration
 
+from tests.support.clear_choices import watch_head
+from tiny_models.qwen3 import SPECIALS
+
 
 class Answer(NamedTuple):
     ids: list[int]
@@ -39,6 +42,12 @@ class Reference:
         # It is missing in the configuration of every checkpoint, and the reference does not get past audio without it.
         self.model.talker.config.audio_config = self.model.config.thinker_config.audio_config
         self._answers: dict[Any, Answer] = {}
+        talker = model.talker
+        watch_head(model.thinker.lm_head)
+        codes = range(talker.config.text_config.vocab_size - SPECIALS)
+        watch_head(talker.codec_head, [*codes, talker.config.codec_eos_token_id])
+        for head in talker.code_predictor.lm_head:
+            watch_head(head)
 
     def answer(self, key: Any, ids: list[int], tensors: Mapping[str, torch.Tensor], **limits: Any) -> Answer:
         """Computed once for a ``key``, which is to name the inputs. limits: see ``_generate``."""

@@ -15,7 +15,7 @@ ENGINE_ARGS: dict[str, Any] = {
 """Prompts are prefilled in pieces of 64 tokens."""
 TEXT_ARGS: dict[str, Any] = {
     "enable_prompt_embeds": True,
-    "logits_processors": ["tests.vllm.processors:Only"],
+    "logits_processors": ["tests.vllm.processors:Only", "tests.vllm.processors:Own"],
     "scheduling_policy": "priority",
 }
 """Besides, of the ``vllm`` engine."""

@@ -18,10 +18,10 @@ from omni_actors.stages import assets
 from omni_actors.stages.base import StageContext, StageEngine
 from omni_actors.stages.registry import ENGINES
 from omni_actors.stages.vllm.factories import prepare_environment
-from tests.support.engine_fixtures import drive
+from tests.support.engine_fixtures import clear_choices, drive
 from tests.support.vllm_options import ENGINE_ARGS, TEXT_ARGS
 
-__all__ = ["drive"]
+__all__ = ["clear_choices", "drive"]
 
 if importlib.util.find_spec("vllm") is None:
     collect_ignore_glob = ["test_*.py"]

@@ -1,6 +1,6 @@
 """Omni pipelines with a thinker on vLLM against transformers' ``generate``: the same tokens, codes and samples.
 
-The cases and the comparisons are those of ``tests.stages.qwen3.test_parity`` and of its like. Prefill chunks have 64
+The cases and the comparisons are those of ``tests/stages/qwen3/test_parity.py`` and of its like. Prefill chunks have 64
 tokens, except in the test of a video's sound.
 """
 
@@ -19,6 +19,8 @@ from tests.support.omni_questions import ASKS, STORY, Ask, sixteen
 from tests.support.qwen2_5_chain import Qwen25Chain
 from tests.support.qwen3_chain import Qwen3Chain
 from tiny_models import vllm as tiny
+
+pytestmark = pytest.mark.usefixtures("clear_choices")
 
 WHOLE = {"disable_chunked_mm_input": True, "max_num_batched_tokens": 2048, "max_model_len": 2048}
 

@@ -1,6 +1,6 @@
 """Qwen3-Omni's talker on vLLM against transformers' ``generate``, and in the conformance suite.
 
-The cases and the comparisons are those of ``tests.stages.qwen3.test_parity`` and ``tests.stages.test_conformance``.
+The cases and the comparisons are those of ``tests/stages/qwen3/test_parity.py`` and ``tests.support.conformance``.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ from tests.support.omni_questions import ASKS, Ask, sixteen
 from tests.support.qwen3_chain import Qwen3Chain
 from tiny_models import qwen3 as tiny
 from tiny_models.vllm import HEADS, SECTION
+
+pytestmark = pytest.mark.usefixtures("clear_choices")
 
 CONTEXT = 1024
 ENGINE_ARGS = {"enforce_eager": True, "kv_cache_memory_bytes": 1 << 26, "max_num_batched_tokens": 32}

@@ -130,6 +130,7 @@ def test_sixteen_concurrent_requests_are_answered_as_each_alone(
         ours.check(ask, said)
 
 
+@pytest.mark.slow
 def test_a_long_answer_sounds_like_the_references_chunked_decode(
     pipeline: Callable[[str], Qwen3Chain], open_stage: Callable[..., Any]
 ) -> None:
