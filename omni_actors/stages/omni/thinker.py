@@ -4,8 +4,8 @@ Input: the client's chunks, as ``multimodal.prompt`` takes them. Output: ``Langu
 the family's talker takes (``omni.talker``).
 
 Rules
-1. Media are read beside the steps (``omni.prompt_engine``). The model encodes them in the step of their request's first
-   prefill chunk.
+1. Media are read while the steps go on (``omni.prompt_engine``). The model encodes them in the step of their request's
+   first prefill chunk.
 2. Rows go to the talker chunk by chunk while the prompt is prefilled, then token by token (``omni.handoff``).
 """
 

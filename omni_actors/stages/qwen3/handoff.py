@@ -1,8 +1,8 @@
 """What Qwen3-Omni's thinker hands to its talker.
 
 The talker takes the user's turns and the answer as the thinker's hidden states: of a text position its embedding, of a
-media position the hidden state of layer ``accept_hidden_layer``. Of the prompt it takes the user's turns and the three
-positions that open the answer, then every token of the answer but the last.
+media position the hidden state of layer ``accept_hidden_layer``. From the prompt it takes the user's turns and the
+three positions that open the answer, then every token of the answer but the last.
 
 Wire, besides what every talker takes (``omni.talker``). The first chunk of a request has:
 - ``is_media``, bool (n,): which of the prompt rows to come are audio, images or video

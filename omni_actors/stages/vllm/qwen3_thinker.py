@@ -35,7 +35,7 @@ class Qwen3Thinker(Thinker[ThinkerRequest]):
     def _open(self, request: StageRequest, params: VLLMThinkerParams) -> ThinkerRequest:
         if params.use_audio_in_video and not self._audio_in_video:
             # vLLM 0.32.0 mixes up sound and frames if a prefill chunk ends among them.
-            message = "a video is heard only by a stage with engine_args.disable_chunked_mm_input: true"
+            message = "the sound of a video needs a stage with engine_args.disable_chunked_mm_input: true"
             raise InvalidRequest(message, param="use_audio_in_video")
         return ThinkerRequest(request, params, OmniPrompt(request.sources))
 

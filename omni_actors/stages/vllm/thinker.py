@@ -10,7 +10,7 @@ Rules
 3. Prefix caching is off, because positions found in a cache would have no rows.
 4. This engine detokenizes and finds stop strings itself, because a token's row must wait until no stop string can cut
    off its text (``omni.handoff``).
-5. Media are read beside the steps (``omni.prompt_engine``). vLLM's encoders run in its steps.
+5. Media are read while the steps go on (``omni.prompt_engine``). vLLM's encoders run in its steps.
 """
 
 from __future__ import annotations

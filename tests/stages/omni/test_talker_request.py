@@ -20,7 +20,7 @@ def rows(*values: float) -> Tensor:
 
 @pytest.fixture
 def request_() -> TalkerRequest:
-    """Of a prompt of three rows and a prefix of two."""
+    """Return a request with a prompt of three rows and a prefix of two."""
     made = TalkerRequest(StageRequest(1, ("thinker",), {}), TalkerParams(seed=1), torch.zeros(5, dtype=torch.bool))
     made.prompt_rows_left, made.prefix = 3, rows(PREFIX, PREFIX + 1)
     made.text_eos, made.text_pad = rows(TEXT_EOS), rows(TEXT_PAD)
