@@ -32,9 +32,9 @@ class OmniRequest(PromptRequest[OmniPrompt]):
     """One request, with a prompt of n positions once it is read."""
 
     ids: Tensor
-    """int64 (n,)."""
+    """The prompt's token ids, int64 (n,)."""
     grids: dict[str, Tensor]
-    """See ``omni.positions``."""
+    """The tensors of ``omni.positions.GRIDS`` that the prompt has."""
     is_media: Tensor
     """The positions that are audio, images or video, bool (n,)."""
     handoff: TalkerHandoff | None = None
@@ -45,7 +45,7 @@ R = TypeVar("R", bound=OmniRequest)
 
 
 class OmniPromptEngine(PromptEngine[R]):
-    """The input side of a thinker. It stands before the engine that has the batch in the order of base classes."""
+    """The input side of a thinker. A thinker lists it before the base class that has the batch."""
 
     _config: Any
     """The whole model's configuration."""
@@ -61,10 +61,10 @@ class OmniPromptEngine(PromptEngine[R]):
     # for subclasses
 
     def _prepare(self, request: R, inputs: OmniInputs) -> Any:
-        """Compute what else the prompt needs; return what ``_admit`` takes. Any exception ends
-        this request only.
+        """Compute what else the prompt needs; return what ``_admit`` takes.
 
-        It runs in the reader's thread if the prompt has media, so it must not touch what requests share.
+        Any exception ends this request only. If the prompt has media, this runs in the reader's thread, so it must not
+        change what requests share.
         """
         raise NotImplementedError
 
