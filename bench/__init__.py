@@ -1,1 +1,1 @@
-"""Every figure that the project publishes comes from here: ratios between things measured in one run."""
+"""The benchmarks behind every published figure. They report ratios between things that were measured in one run."""

@@ -21,7 +21,7 @@ from ringbuf import Tensor
 
 
 def open_stage(name: str, threads: int) -> StageEngine:
-    """The engine of a stage of the voice pipeline, in this process."""
+    """Open the engine of a stage of the voice pipeline in this process."""
     pipeline = config.load("voice")
     stage = pipeline.stages[name]
     module, _, factory = ENGINES[stage.engine].factory.partition(":")
@@ -39,7 +39,7 @@ def open_stage(name: str, threads: int) -> StageEngine:
 
 
 def outputs(engine: StageEngine) -> list[StageOutput]:
-    """What the engine gives until it has nothing more to do."""
+    """Yield the engine's outputs until it is not busy."""
     given: list[StageOutput] = []
     while engine.busy:
         for output in engine.step():
@@ -50,7 +50,7 @@ def outputs(engine: StageEngine) -> list[StageOutput]:
 
 
 def passed_on(source: str, seq: int, output: StageOutput) -> Chunk:
-    """An output as the next stage's input."""
+    """Turn an output into the next stage's input."""
 
     tensors = {
         name: Tensor.of_numpy(value) if isinstance(value, np.ndarray) else value
@@ -62,7 +62,7 @@ def passed_on(source: str, seq: int, output: StageOutput) -> Chunk:
 def answer(
     number: int, question: str, llm: StageEngine, acoustic: StageEngine, vocoder: StageEngine
 ) -> dict[str, object]:
-    """One question through the chain: each stage runs as far as it can before the one above goes on."""
+    """Run one question through the chain. Each stage runs as far as it can before its upstream stage continues."""
     began = time.monotonic()
     llm.start(StageRequest(number, (CLIENT,), {"max_tokens": 256}))
     acoustic.start(StageRequest(number, ("llm",), {}))
@@ -91,7 +91,9 @@ def answer(
 def main() -> None:
     threads = int(sys.argv[1])
     os.environ["MKL_CBWR"] = "AUTO"  # as in a worker
-    os.environ["OMP_NUM_THREADS"] = str(threads)  # alone on the machine, its threads may spin: that is its best
+    os.environ["OMP_NUM_THREADS"] = str(
+        threads
+    )  # it has the machine to itself, so its threads may spin, which is fastest
     llm, acoustic, vocoder = (open_stage(name, threads) for name in ("llm", "acoustic", "vocoder"))
     print("ready", flush=True)
     for number, line in enumerate(sys.stdin, start=1):

@@ -35,11 +35,11 @@ VICTIMS = {
 }
 AFTER_S = 1.0
 Left = tuple[int, int]
-"""Entries, bytes."""
+"""(entries, bytes)."""
 
 
 def service(name: str, size: int) -> None:
-    """Run one until killed; prints the pids of its processes when both ends are about to begin."""
+    """Run one transport until killed. Prints the pids of its processes when both ends are about to start."""
     transport = TRANSPORTS[name]()
     transport.open(size)
     message = memoryview(os.urandom(size))
@@ -60,7 +60,7 @@ def service(name: str, size: int) -> None:
 
 
 def trial(name: str, size: int, victims: tuple[str, ...], after_s: float) -> tuple[Left, Left]:
-    """What is left while the rest of the service lives, and when nothing of it does."""
+    """Return what is left while the rest of the service lives, and after it has ended."""
     before = set(os.listdir(SHM))
     command = [sys.executable, "-m", "bench.contrast_shm", "--service", name, "--size", str(size)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
@@ -87,7 +87,7 @@ def _left(before: set[str]) -> Left:
 
 
 def row(name: str, victims: str, trials: list[tuple[Left, Left]]) -> dict[str, Any]:
-    """Of trials of one kind: in how many something was left, and the mean of what, in entries and bytes."""
+    """Summarise trials of one kind: in how many something was left, and the mean entries and bytes."""
     result: dict[str, Any] = {"transport": name, "killed": victims, "trials": len(trials)}
     for when, each in (("service_lives", [living for living, _ in trials]), ("all_gone", [gone for _, gone in trials])):
         result[when] = {

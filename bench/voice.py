@@ -44,7 +44,7 @@ Row = dict[str, Any]
 
 
 class Chain:
-    """The single-process baseline, loaded and waiting."""
+    """The single-process baseline, loaded and idle."""
 
     def __init__(self, threads: int) -> None:
         command = [sys.executable, "-m", "bench.chain", str(threads)]
@@ -71,7 +71,7 @@ class Chain:
 
 
 async def ask(omni: OmniSystem, question: str) -> Row:
-    """One question through the system, as its client sees it."""
+    """Time one question through the system, as the client sees it."""
     began = time.monotonic()
     row: Row = {"text": "", "audio_s": 0.0}
     answer = omni.generate(question, modalities=("text", "audio"), max_tokens=MAX_TOKENS)
@@ -94,7 +94,7 @@ async def text_of(omni: OmniSystem, question: str) -> str:
 
 
 async def batching(omni: OmniSystem) -> Row:
-    """Eight questions one after the other, and all at once; the answers must be the same."""
+    """Time eight questions one after the other and all at once. The answers must be the same."""
     began = time.monotonic()
     alone = [await text_of(omni, question) for question in QUESTIONS]
     sequence_s = time.monotonic() - began
@@ -124,7 +124,7 @@ async def measure(rounds: int, overrides: dict[str, Any]) -> Row:
                     threads: await trio.to_thread.run_sync(chain.ask, QUESTION) for threads, chain in chains.items()
                 }
                 if number == 0:
-                    continue  # warms all of them
+                    continue  # the warm-up round
                 ours.append(row)
                 for threads, other in others.items():
                     theirs[threads].append(other)
@@ -148,15 +148,15 @@ def medians(rows: list[Row]) -> Row:
 
 
 def ratio(ours: list[Row], theirs: dict[int, list[Row]], key: str) -> tuple[float, float]:
-    """Median of the ratios to the chain whose median is better, and its standard error."""
+    """Return the median of the ratios to the better baseline, and its standard error."""
     best = min(theirs.values(), key=lambda rows: statistics.median(row[key] for row in rows))
     ratios = [row[key] / other[key] for row, other in zip(ours, best, strict=True)]
-    # Of a median of what is spread as chance spreads it, its error is larger than the mean's by sqrt(pi / 2).
+    # For a normal distribution, the median's error is sqrt(pi / 2) times the mean's.
     return statistics.median(ratios), statistics.stdev(ratios) * math.sqrt(math.pi / 2 / len(ratios))
 
 
 def verdicts(result: Row) -> list[tuple[str, float, str, bool]]:
-    """(what, ratio, bound, held)."""
+    """Return rows of (name, ratio, bound, held)."""
     ours, batch, best = result["system"], result["batching"], result["ratios"]
     bounds = [
         ("TTFA / time to the last token", ours["ttfa_s"] / ours["last_token_s"], 0.5),
@@ -181,7 +181,7 @@ def verdicts(result: Row) -> list[tuple[str, float, str, bool]]:
     "-s", "--set", "assignments", multiple=True, metavar="PATH=VALUE", help="Override a value of the pipeline."
 )
 def main(rounds: int, json_file: Path | None, assignments: tuple[str, ...]) -> None:
-    """Measure, print tables, and say which bounds held."""
+    """Measure, print tables, and print which bounds are held."""
     result = trio.run(measure, rounds, parse_overrides(assignments))
     console = Console()
     console.print(f"[dim]{QUESTION}[/]\n{result['text']}\n")

@@ -1,5 +1,5 @@
-"""The command. Repetitions go round all transports at one size, then at the next, so that a machine whose speed drifts
-is the same for all; medians are printed, and ratios of medians."""
+"""The command. Each repetition measures all transports at one size, then at the next, so that a machine whose speed
+drifts affects all alike. The command prints medians, and ratios of medians."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def _version(package: str) -> str | None:
 
 
 def rounds(figures: report.Figures, wanted: list[Any], sizes: list[int], plan: measure.Plan, count: int) -> None:
-    """Fill ``figures``. A transport with a service has its turn after the others, which run without it beside them."""
+    """Fill ``figures``. A transport with a background service runs last, so that it does not disturb the others."""
     console = Console(stderr=True)
     for number in range(count):
         console.print(f"[dim]repetition {number + 1} of {count}[/]")
@@ -101,7 +101,7 @@ def one(figures: report.Figures, transport: Any, size: int, plan: measure.Plan) 
     except ImportError as error:
         figures.missing[transport.name] = str(error)
         return
-    except Exception as error:  # noqa: BLE001 - of a peer that would not open: the others' figures are not lost
+    except Exception as error:  # noqa: BLE001 - a peer that cannot be opened must not lose the others' figures
         result = measure.Failure(f"{type(error).__name__}: {error}")
     figures.add(transport.name, size, result)
 
@@ -137,9 +137,9 @@ def main(
     markdown_file: Path | None,
     png_file: Path | None,
 ) -> None:
-    """Measure the ring beside its peers, print tables, and say which targets held."""
+    """Measure the ring and its peers, print tables, and print which targets are held."""
     if missing := set(cores) - os.sched_getaffinity(0):
-        raise click.UsageError(f"core {min(missing)} is not there: name two with --cores")
+        raise click.UsageError(f"there is no core {min(missing)}: name two cores with --cores")
     wanted = [transport for transport in TRANSPORTS if not only or any(part in transport.name for part in only)]
     figures = report.Figures()
     plan = (QUICK if quick else measure.Plan())._replace(cores=cores)

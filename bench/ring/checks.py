@@ -1,4 +1,4 @@
-"""What a table of sizes does not show: round trips between event loops, idleness, and a long run."""
+"""Checks beside the table of sizes: round trips between event loops, idleness, and a long run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _WORD = struct.Struct("<Q")
 
 
 class RingTrips:
-    """Both ends in ``trio.run``, a ring each way."""
+    """Both ends run in ``trio.run``, with a ring in each direction."""
 
     name = RINGS
     spin_s = 0.0
@@ -61,14 +61,14 @@ class RingTrips:
 
 
 class RingTripsAwake(RingTrips):
-    """Looks again for a moment before it sleeps; its event loop stands still that long."""
+    """Spins for a moment before it sleeps; its event loop stops for that time."""
 
     name = RINGS_AWAKE
     spin_s = SPIN_S
 
 
 class SocketTrips:
-    """Both ends block in a plain Unix stream socket."""
+    """Both ends block on a plain Unix stream socket."""
 
     name = RAW_SOCKET
 
@@ -97,7 +97,7 @@ class SocketTrips:
 
 
 class TrioSocketTrips(SocketTrips):
-    """Both ends in ``trio.run`` with a ``SocketStream``."""
+    """Both ends run in ``trio.run`` with a ``SocketStream``."""
 
     name = "Unix socket, trio to trio"
 
@@ -133,7 +133,7 @@ ROUND_TRIPS: tuple[type[RingTrips | SocketTrips], ...] = (RingTrips, RingTripsAw
 
 
 def round_trip_s(kind: type[RingTrips | SocketTrips], count: int, cores: tuple[int, int]) -> float:
-    """Seconds of a round trip of 64 bytes, the mean of ``count``; two processes, each on its core."""
+    """Return the mean seconds of ``count`` round trips of 64 bytes between two processes, each on its own core."""
     path = kind()
     echo = fork.Process(target=_on, args=(cores[1], path.echo))
     here, there = fork.Pipe(duplex=False)
@@ -160,7 +160,7 @@ def _on(core: int, work: Callable[[], None]) -> None:
 
 
 class Idle(NamedTuple):
-    """Of a process that waits for a message that does not come."""
+    """What a process does while it waits for a message that does not arrive."""
 
     seconds: float
     wake_ups: int
@@ -169,7 +169,7 @@ class Idle(NamedTuple):
 
 
 def idle(seconds: float, *, in_trio: bool) -> Idle:
-    """Blocked in ``recv``, or in ``trio.run`` at the doorbell."""
+    """Measure a process that blocks in ``recv``, or waits for the doorbell in ``trio.run``."""
     with Ring.create() as ring:
         waiter = fork.Process(target=_wait_for_nothing, args=(ring, in_trio))
         waiter.start()
@@ -177,7 +177,7 @@ def idle(seconds: float, *, in_trio: bool) -> Idle:
             assert waiter.pid is not None
             before = _activity(waiter.pid)
             time.sleep(0.2)
-            while (now := _activity(waiter.pid)) != before:  # it still starts
+            while (now := _activity(waiter.pid)) != before:  # until it has started
                 before = now
                 time.sleep(0.2)
             time.sleep(seconds)
@@ -197,7 +197,7 @@ def _wait_for_nothing(ring: Ring, in_trio: bool) -> None:
 
 
 def _activity(pid: int) -> tuple[int, int]:
-    """(context switches, CPU ns) of a process of one thread, so far."""
+    """Return (context switches, CPU ns) of a single-threaded process."""
     status = Path(f"/proc/{pid}/status").read_text().splitlines()
     switches = sum(int(line.split()[1]) for line in status if "ctxt_switches" in line)
     return switches, int(Path(f"/proc/{pid}/schedstat").read_text().split()[0])
@@ -205,14 +205,14 @@ def _activity(pid: int) -> tuple[int, int]:
 
 class Mark(NamedTuple):
     at: float
-    """Part of the messages that were through, 0 to 1."""
+    """The fraction of the messages that had passed, 0 to 1."""
     rss: tuple[int, int]
-    """Bytes: producer, consumer."""
+    """Resident bytes: producer, consumer."""
     fds: tuple[int, int]
 
 
 def long_run(messages: int, cores: tuple[int, int]) -> tuple[list[Mark], float]:
-    """Memory and descriptors of both ends while ``messages`` of 64 bytes go through; and messages per second."""
+    """Return memory and descriptors of both ends while ``messages`` of 64 bytes pass, and messages per second."""
     marks_at = [messages // 100, messages // 2, messages - 1]
     with Ring.create() as ring:
         here, there = fork.Pipe(duplex=False)
@@ -254,6 +254,6 @@ def _drain(ring: Ring, messages: int, marks_at: list[int]) -> list[tuple[int, in
 
 
 def _footprint() -> tuple[int, int]:
-    """(resident bytes, open descriptors) of this process."""
+    """Return (resident bytes, open descriptors) of this process."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE"), len(os.listdir("/proc/self/fd"))

@@ -34,7 +34,7 @@ _NUMBER = (1 << 60) - 1
 _BEGIN, _END, _PACED, _LAST = 1 << 60, 1 << 61, 1 << 62, 1 << 63
 
 Check = Callable[[Any], bool]
-"""Takes a message (any buffer); True: it was the last."""
+"""Takes a message (any buffer). Returns whether it was the last."""
 
 
 class Plan(NamedTuple):
@@ -46,9 +46,9 @@ class Plan(NamedTuple):
     pause_s: float = 0.0002
     least: int = 8
     trips: int = 3000
-    """Round trips of a repetition; 0: none."""
+    """Round trips per repetition; 0 for none."""
     cores: tuple[int, int] = (0, 1)
-    """Of the producer, of the consumer."""
+    """The cores of the producer and of the consumer."""
     watchdog_s: float = 120.0
 
 
@@ -56,7 +56,7 @@ class Result(NamedTuple):
     messages_per_s: float
     bytes_per_s: float
     cpu_s_per_gb: float
-    """Of both processes together."""
+    """CPU time of both processes together."""
     latencies_ns: list[int]
 
 
@@ -65,7 +65,7 @@ class Failure(NamedTuple):
 
 
 class Notes(NamedTuple):
-    """What an end saw. An end leaves what only the other knows at 0."""
+    """What one end measured. A figure that only the other end knows stays 0."""
 
     messages: int
     stream_ns: int
@@ -74,7 +74,7 @@ class Notes(NamedTuple):
 
 
 class Transport(Protocol):
-    """A way from one process to another. ``open`` and ``close`` run in the parent, before and after both processes."""
+    """Moves messages from one process to another. ``open`` and ``close`` run in the parent, around both processes."""
 
     name: str
 
@@ -90,7 +90,7 @@ class Transport(Protocol):
 
 
 class Alone(Protocol):
-    """Measured by a single process of ours: memcpy has no other end, Ray starts the other end itself."""
+    """Measured by a single process: memcpy has no other end, and Ray starts the other end itself."""
 
     name: str
 
@@ -104,12 +104,12 @@ class Alone(Protocol):
 
 
 def content(size: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """A period that divides no page, so that misplaced bytes show."""
+    """Bytes with a period that divides no page, so that misplaced bytes are detected."""
     return np.resize(np.arange(251, dtype=np.uint8), size)
 
 
 class Source:
-    """The messages of a session, all in one buffer: a transport has done with it when it asks for the next."""
+    """The messages of a session, all in one buffer. Asking for the next message ends the use of the last."""
 
     def __init__(self, size: int, plan: Plan, ack: Path) -> None:
         self._message, self._plan = content(size).data, plan
@@ -152,7 +152,7 @@ class Source:
         tail, marks = len(message) - 8, _PACED
         until, least = time.monotonic() + plan.paced_s, number + plan.least
         while not marks & _LAST:
-            time.sleep(plan.pause_s)  # the consumer has gone to sleep by then
+            time.sleep(plan.pause_s)  # by then the consumer sleeps
             at = time.monotonic_ns()
             if at >= until * 1e9 and number >= least:
                 marks |= _LAST
@@ -163,12 +163,12 @@ class Source:
             number += 1
 
     def _wait(self) -> None:
-        """Until the consumer has checked it. Blocks in a read, so that a transport's other threads may run."""
+        """Wait until the consumer has checked the message. Blocks in a read, so a transport's other threads run."""
         os.read(self._ack, 1)
 
 
 class Sink:
-    """Checks messages and notes when they came. May be made in another process than its ``Source``."""
+    """Checks messages and records when they arrive. It may live in another process than its ``Source``."""
 
     def __init__(self, size: int, ack: Path) -> None:
         self.size, self.ack = size, ack
@@ -210,7 +210,7 @@ class Sink:
 
 
 def measure(transport: Transport | Alone, size: int, plan: Plan) -> Result | Failure:
-    """One session. A transport that fails, hangs or delivers something else is a Failure, with the reason."""
+    """Run one session. Returns a Failure with the reason if the transport fails, hangs or delivers wrong data."""
     with tempfile.TemporaryDirectory(prefix="bench-ring-") as folder:
         ack = Path(folder) / "ack"
         os.mkfifo(ack)
@@ -252,7 +252,7 @@ def _alone(transport: Alone, size: int, plan: Plan, ack: Path) -> list[Notes]:
 def _together(
     ends: Iterable[Callable[..., list[Notes]]], arguments: tuple[Any, ...], watchdog_s: float
 ) -> list[Notes] | Failure:
-    """What the ends noted, in their order. All are gone on return."""
+    """Return the measurements of the ends, in order. All processes have ended on return."""
     processes: list[ForkProcess] = []
     answers: list[connection.Connection] = []
     deadline = time.monotonic() + watchdog_s

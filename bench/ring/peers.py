@@ -1,4 +1,4 @@
-"""What else is installed for the purpose: pyzmq, iceoryx2, vllm-omni's connector, Ray's object store.
+"""The peers that must be installed: pyzmq, iceoryx2, vllm-omni's connector, Ray's object store.
 
 Rule: a peer that is not installed is missing, with the reason; it is imported when it is first opened, never before.
 """
@@ -37,10 +37,10 @@ class ZmqMsgpack:
         return True
 
     def open(self, size: int) -> None:
-        import zmq  # noqa: F401  (missing: known before a process is made)
+        import zmq  # noqa: F401  (fails before a process starts)
 
         self._folder = tempfile.mkdtemp(prefix="zmq-")
-        self._limit = in_flight(size) // 2 or 1  # each end has a queue
+        self._limit = in_flight(size) // 2 or 1  # each end has a queue of its own
 
     def produce(self, messages: Iterable[memoryview]) -> None:
         import zmq
@@ -69,7 +69,7 @@ class ZmqMsgpack:
 class Iceoryx:
     """iceoryx2 publish-subscribe of byte slices: loan, copy into the loan, send; the sample is read in place.
 
-    This one asks again at once when there is nothing: the fastest that it can be, at the price of a whole core.
+    The consumer polls without a pause: the fastest use of it, at the price of a whole core.
     """
 
     name = "iceoryx2, spinning"
@@ -137,8 +137,8 @@ class Iceoryx:
         listener = event.listener_builder().create() if event is not None else None
         self._subscribed.set()
         self._published.wait()
-        if subscriber.receive() is not None:  # connects: until then what does not fit its buffer is dropped
-            raise RuntimeError("a message before the first")
+        if subscriber.receive() is not None:  # connects; before that, messages that do not fit its buffer are dropped
+            raise RuntimeError("received a message before the first was sent")
         self._connected.set()
         last = False
         while not last:
@@ -156,16 +156,16 @@ class Iceoryx:
 
 
 class IceoryxEvents(Iceoryx):
-    """A notification a message; the consumer sleeps in ``blocking_wait`` when there is nothing."""
+    """One notification per message. The consumer sleeps in ``blocking_wait``."""
 
     name = "iceoryx2, events"
     _events = True
 
 
 class VllmOmni:
-    """The connector's ``put`` in one process and ``get`` of the same key in the other, which asks again at once.
+    """The connector's ``put`` in one process, and ``get`` of the same key in the other, which polls without a pause.
 
-    Its own receive loop waits 1 ms before it asks again; that is left out, in its favour. The payload is bytes, which
+    Its own receive loop waits 1 ms between polls; leaving that out is in its favour. The payload is bytes, which
     it copies less often than a tensor. It has no backpressure: a semaphore bounds what is under way.
     """
 
@@ -176,7 +176,7 @@ class VllmOmni:
 
     def open(self, size: int) -> None:
         self._module = _vllm_connector()
-        resource_tracker.ensure_running()  # one for both processes: what one end registers the other unregisters
+        resource_tracker.ensure_running()  # shared by both processes: one end registers what the other unregisters
         self._key = f"bench-ring-{uuid.uuid4().hex}"
         self._room = fork.Semaphore(min(64, in_flight(size)))
 
@@ -205,9 +205,9 @@ class VllmOmni:
 
 
 def _vllm_connector() -> types.ModuleType:
-    """The connector's module, its packages entered without their __init__, which want all of vllm.
+    """Import the connector's module without its packages' ``__init__``, which import all of vllm.
 
-    What its modules import and never use here is stood in for, in this process, for good.
+    What its modules import and do not use here is replaced by stubs, for the rest of this process.
     """
     if "vllm_omni" not in sys.modules:
         spec = importlib.util.find_spec("vllm_omni")
@@ -234,9 +234,9 @@ STORE_BYTES = 512 << 20
 
 
 class RayStore:
-    """``ray.put`` in the driver; an actor in a process of its own gets the object as its argument.
+    """``ray.put`` in the driver. An actor in another process gets the object as its argument.
 
-    Ray's daemons run where they like, and their CPU time is not counted.
+    Ray's daemons run on any core, and their CPU time is not counted.
     """
 
     name = "Ray object store"
@@ -245,9 +245,9 @@ class RayStore:
         return True
 
     def start(self) -> None:
-        """A local cluster, held by a process of ours: its end is the cluster's."""
+        """Start a local cluster in a process of its own, whose end stops the cluster."""
         os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-        os.environ["RAY_AUTH_MODE"] = "disabled"  # or it leaves a token in the user's home
+        os.environ["RAY_AUTH_MODE"] = "disabled"  # otherwise it leaves a token in the user's home
         import ray  # noqa: F401
 
         self._folder = tempfile.mkdtemp(prefix="ray-")
@@ -278,7 +278,7 @@ class RayStore:
         ray.init(address=self._address, log_to_driver=False, logging_level="ERROR")
         try:
             taker = ray.remote(Taker).remote(sink.size, str(sink.ack), consumer_core)
-            ray.get(taker.notes.remote())  # it runs
+            ray.get(taker.notes.remote())  # wait until the actor runs
             under_way: deque[Any] = deque()
             for message in messages:
                 under_way.append(taker.take.remote(ray.put(np.frombuffer(message, np.uint8))))
@@ -291,11 +291,11 @@ class RayStore:
             ray.shutdown()
 
     def close(self) -> None:
-        """The cluster lives on: see ``stop``."""
+        """Do nothing: ``stop`` ends the cluster."""
 
 
 class Taker:
-    """The actor: the consumer's end."""
+    """The actor, which is the consumer."""
 
     def __init__(self, size: int, ack: str, core: int) -> None:
         os.sched_setaffinity(0, {core})
@@ -309,7 +309,7 @@ class Taker:
 
 
 def _hold_cluster(parents: Connection, control: Connection, folder: str) -> None:
-    parents.close()  # or its end would not be seen here
+    parents.close()  # otherwise this end would keep the pipe open
     import ray
 
     context = ray.init(

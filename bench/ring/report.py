@@ -1,4 +1,4 @@
-"""What was measured as tables, targets and a plot.
+"""Formats the measurements as tables, targets and a plot.
 
 Rates and CPU are medians over the repetitions that succeeded; latencies are percentiles of the samples of all of them.
 """
@@ -25,11 +25,11 @@ class Target(NamedTuple):
     measured: float | None
     bound: str
     held: bool | None
-    """None: could not be measured."""
+    """None if it could not be measured."""
 
 
 class Figures:
-    """Results by transport and size, one a repetition."""
+    """Results by transport and size, one per repetition."""
 
     def __init__(self) -> None:
         self._results: dict[tuple[str, int], list[Result | Failure]] = {}
@@ -60,15 +60,15 @@ class Figures:
         ]
 
     def rate(self, name: str, size: int) -> float | None:
-        """Bytes per second, streamed."""
+        """Median bytes per second, streamed."""
         return self._median(name, size, lambda result: result.bytes_per_s)
 
     def cpu(self, name: str, size: int) -> float | None:
-        """CPU seconds per GB, of both processes."""
+        """Median CPU seconds per GB, of both processes."""
         return self._median(name, size, lambda result: result.cpu_s_per_gb)
 
     def latency(self, name: str, size: int, percent: int) -> float | None:
-        """Seconds, over the samples of all repetitions."""
+        """A percentile of the latency in seconds, over the samples of all repetitions."""
         samples = sorted(ns for result in self.results(name, size) for ns in result.latencies_ns)
         return samples[min(len(samples) - 1, len(samples) * percent // 100)] / 1e9 if samples else None
 
@@ -162,16 +162,16 @@ PEERS = (
     "Ray object store",
 )
 ICEORYX = {"ours: send": "iceoryx2, events", "ours: send, tuned": "iceoryx2, spinning"}
-"""Like with like: whose receiver sleeps, and whose stays awake."""
+"""Pairs of a peer and our transport: both receivers sleep, or both spin."""
 BIG = 1 << 20
 
 
 def targets(figures: Figures) -> list[Target]:
-    """``send`` as it comes, and tuned: each bound for both."""
+    """Apply each bound to ``send`` with the defaults and to the tuned one."""
     found: list[Target] = []
 
     def ratio(name: str, others: Sequence[str], size: int, least: float) -> None:
-        """Against the fastest of them."""
+        """The ratio to the fastest of these peers."""
         ours = figures.rate(name, size)
         rates = {other: rate for other in others if (rate := figures.rate(other, size)) is not None}
         if ours is None:
@@ -213,7 +213,7 @@ def targets(figures: Figures) -> list[Target]:
 
 
 def flat(marks: Sequence[Mark]) -> list[Target]:
-    """From the first mark to the last of a long run, at either end."""
+    """Compare the first mark of a long run with the last, at both ends."""
     first, last = marks[0], marks[-1]
     grown = max(after - before for before, after in zip(first.rss, last.rss, strict=True)) / 1e6
     opened = max(after - before for before, after in zip(marks[1].fds, last.fds, strict=True))
@@ -241,7 +241,7 @@ def markdown(found: Iterable[Table]) -> str:
 
 
 def plot(figures: Figures, file: Path) -> None:
-    """Throughput and median latency over size, both logarithmic."""
+    """Plot throughput and median latency over size, with logarithmic axes."""
     import matplotlib as mpl
 
     mpl.use("Agg")

@@ -1,4 +1,4 @@
-"""Ours, the standard library's, and memcpy as the limit.
+"""Our transports, those of the standard library, and memcpy as the limit.
 
 Each is used as its documentation advises for speed, and holds about as much in flight as our default ring.
 """
@@ -22,12 +22,12 @@ SPIN_S = 50e-6
 
 
 def in_flight(size: int) -> int:
-    """Messages that may be under way in a transport that counts messages: a ring's worth, at least 2, at most 1,000."""
+    """How many messages may be in flight in a transport that counts messages: a ring's worth, from 2 to 1,000."""
     return min(1000, max(2, DEFAULT_CAPACITY // size))
 
 
 class Memcpy:
-    """One process copies into warm shared memory, of a ring's capacity or a message's size; nothing is handed over."""
+    """One process copies into warm shared memory of a ring's capacity or a message's size. No process reads it."""
 
     name = "memcpy"
 
@@ -51,14 +51,14 @@ class Memcpy:
                 memory[place : place + size] = message
                 check(memory[place : place + size])
                 place = place + size if place + size <= last else 0
-        return sink.notes._replace(cpu_ns=0)  # the same process: counted once
+        return sink.notes._replace(cpu_ns=0)  # one process: count its CPU time once
 
     def close(self) -> None:
         self._map.close()
 
 
 class MemcpyOverTwo(Memcpy):
-    """To two places in turn: the limit of whatever lets one message be written while another is read."""
+    """Copies to two places in turn: the limit for a transport that writes one message while another is read."""
 
     name = "memcpy, over two places"
 
@@ -70,7 +70,7 @@ class MemcpyOverTwo(Memcpy):
 
 
 class OurSend:
-    """``send`` copies a message into a ring of the default capacity; ``recv`` sleeps when there is none."""
+    """``send`` copies a message into a ring of the default capacity. ``recv`` sleeps while the ring is empty."""
 
     name = "ours: send"
     spin_s = 0.0
@@ -104,7 +104,7 @@ class OurSend:
 
 
 class OurSendTuned(OurSend):
-    """For throughput: a ring that holds two messages whole, and both ends stay awake for a moment before they sleep."""
+    """Tuned for throughput: the ring holds two whole messages, and both ends spin for a moment before they sleep."""
 
     name = "ours: send, tuned"
     spin_s = SPIN_S
@@ -114,7 +114,7 @@ class OurSendTuned(OurSend):
 
 
 class OurReserveTuned(OurSendTuned):
-    """The producer writes into the ring itself. It must fill what it reserves, so it copies its source there."""
+    """The producer writes into the ring itself: it copies its source into the reservation."""
 
     name = "ours: reserve in place, tuned"
 
@@ -127,7 +127,7 @@ class OurReserveTuned(OurSendTuned):
 
 
 class OurTrio(OurSend):
-    """Both ends in ``trio.run``, waiting at their doorbells."""
+    """Both ends run in ``trio.run`` and wait for their doorbells."""
 
     name = "ours: send, trio"
 
@@ -164,7 +164,7 @@ async def send(producer: Producer, message: memoryview) -> None:
 
 
 class MpQueue:
-    """``multiprocessing.Queue``: its thread pickles later, so each message is handed over as bytes of its own."""
+    """``multiprocessing.Queue``: its thread pickles later, so each message must be a bytes object of its own."""
 
     name = "multiprocessing.Queue"
     _queue: Queue[bytes]
@@ -188,7 +188,7 @@ class MpQueue:
 
 
 class MpPipe:
-    """``multiprocessing.Pipe``: ``send_bytes`` and ``recv_bytes_into`` a buffer that is used again."""
+    """``multiprocessing.Pipe``: ``send_bytes`` and ``recv_bytes_into`` a reused buffer."""
 
     name = "multiprocessing.Pipe"
     _ends: tuple[Connection, Connection]
@@ -217,7 +217,7 @@ class MpPipe:
 
 
 class UnixSocket:
-    """A stream socket: eight bytes of length, then the message, into a buffer that is used again."""
+    """A stream socket: eight bytes of length, then the message, into a reused buffer."""
 
     name = "Unix socket"
 
