@@ -242,6 +242,23 @@ def test_the_orchestrator_names_no_stage_and_no_model(module: str) -> None:
     assert not wrong
 
 
+CLASSES = {node.name for module in SOURCES for node in ast.walk(tree_of(module)) if isinstance(node, ast.ClassDef)}
+BY_KEYWORD = {f"omni_actors.{name}" for name in ("config", "platform", "protocol", "supervisor", "worker")}
+POSITIONAL_FIELDS = 4
+
+
+@pytest.mark.parametrize("module", [name for name in SOURCES if ".".join(name.split(".")[:2]) in BY_KEYWORD])
+def test_an_object_of_many_fields_is_constructed_by_keyword(module: str) -> None:
+    """Two fields of one type that change places go unnoticed by the type checker."""
+    wrong = []
+    for node in ast.walk(tree_of(module)):
+        match node:
+            case ast.Call(func=ast.Name(id=name) | ast.Attribute(attr=name), args=args):
+                if name in CLASSES and len(args) > POSITIONAL_FIELDS:
+                    wrong.append(f"line {node.lineno}: {name} with {len(args)} positional arguments")
+    assert not wrong
+
+
 MUST_NOT_LOAD = {
     "ringbuf": {*HEAVY, "trio", "omni_actors"},
     "omni_actors": HEAVY,
