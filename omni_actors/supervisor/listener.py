@@ -1,4 +1,4 @@
-"""What the supervisor reports, and to whom: the interface between it and the layer above."""
+"""The interface through which the supervisor reports events to the layer above."""
 
 from __future__ import annotations
 

@@ -13,8 +13,8 @@ Rules
    a downstream stage that stands still stops the whole stage, until its worker is killed or the requests' deadlines
    pass.
 6. The outputs of a step are sent to clients before the same outputs are sent to stages, which wake up beside this loop.
-7. While other workers compute first outputs (``cpu_sharing``), the loop receives and does not step. No doorbell tells
-   it when they have finished, so it also wakes up by the clock then.
+7. While other workers compute first outputs (``cpu_sharing``), the loop receives and does not step. No doorbell rings
+   when they have finished, so it also wakes up by the clock then.
 """
 
 from __future__ import annotations

@@ -14,7 +14,6 @@ import pytest
 import trio
 import trio.testing
 
-from omni_actors.config import Restart
 from omni_actors.errors import WorkerExit
 from omni_actors.protocol.messages import (
     Address,
@@ -29,7 +28,6 @@ from omni_actors.protocol.messages import (
     WorkerSpec,
 )
 from omni_actors.supervisor.process import LocalSpawner, SpawnFailed
-from omni_actors.supervisor.restart import restart_delay_s
 from omni_actors.worker.main import SWITCH_INTERVAL_S
 
 HERE = Address("here", 0)
@@ -255,10 +253,3 @@ async def test_a_child_that_keeps_stderr_open_does_not_hide_a_worker_s_death() -
     assert exit.exit_code == 9
     (line,) = exit.stderr_tail
     os.kill(int(line.split()[1]), signal.SIGKILL)
-
-
-def test_restart_delays_double_up_to_the_bound_and_spread() -> None:
-    policy = Restart(intensity=5, period_s=60.0, backoff_s=0.1, backoff_max_s=1.0)
-    for recent, most in ((0, 0.1), (1, 0.2), (2, 0.4), (3, 0.8), (4, 1.0), (50, 1.0), (5000, 1.0)):
-        delays = [restart_delay_s(policy, recent) for _ in range(100)]
-        assert most / 2 <= min(delays) < max(delays) <= most

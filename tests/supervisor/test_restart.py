@@ -12,12 +12,13 @@ import trio
 import trio.testing
 from msgspec.structs import replace
 
+from omni_actors.config import Restart
 from omni_actors.protocol.messages import (
     Address,
     EngineFailed,
 )
 from omni_actors.supervisor.replica import ReplicaState
-from omni_actors.supervisor.restart import downstream_stages
+from omni_actors.supervisor.restart import downstream_stages, restart_delay_s
 from tests.supervisor.simulated_supervisor import DIAMOND, POLICY, SimulatedSystem, SimulatedWorker
 
 # restart strategies
@@ -251,6 +252,13 @@ async def test_a_failed_spawn_counts_as_a_failed_start(autojump_clock: trio.test
         await system.settle()
         (failure,) = system.failures
         assert (failure.generation, failure.exit_code, failure.stderr_tail) == (4, 127, ("no process for a.0",))
+
+
+def test_restart_delays_double_up_to_the_bound_and_spread() -> None:
+    policy = Restart(intensity=5, period_s=60.0, backoff_s=0.1, backoff_max_s=1.0)
+    for recent, most in ((0, 0.1), (1, 0.2), (2, 0.4), (3, 0.8), (4, 1.0), (50, 1.0), (5000, 1.0)):
+        delays = [restart_delay_s(policy, recent) for _ in range(100)]
+        assert most / 2 <= min(delays) < max(delays) <= most
 
 
 async def test_delays_double_from_restart_to_restart(
