@@ -27,7 +27,7 @@ Kill: TypeAlias = Callable[[str], None]
 
 @dataclass(frozen=True)
 class EdgeSpec:
-    """An edge between two stages, either of which may be ``CLIENT``."""
+    """An edge between two stages, either of which may be ``CLIENT``. ring_bytes: the capacity of each of its rings."""
 
     producer: str
     consumer: str
@@ -71,6 +71,7 @@ class InputEdge:
             self._turn.release()
 
     def close(self) -> None:
+        """Close the ring's end; a ``send`` that waits raises trio.ClosedResourceError."""
         trio.lowlevel.notify_closing(self._producer.fileno())
         self._producer.close()
 
@@ -140,6 +141,7 @@ class Edges:
             ring.close()
 
     def statistics(self) -> dict[tuple[Address, Address], RingStatistics]:
+        """Return the counters of every live ring, by producer and consumer."""
         return {pair: ring.statistics() for pair, ring in self._rings.items()}
 
     def _live(self, stage: str) -> list[Address]:

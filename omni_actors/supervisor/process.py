@@ -136,6 +136,7 @@ class LocalWorker:
 
     @property
     def stderr_tail(self) -> Sequence[str]:
+        """The last lines that the worker wrote to stderr."""
         return self._stderr.lines
 
     def kill(self) -> None:
@@ -247,6 +248,7 @@ class LocalSpawner:
 
     @asynccontextmanager
     async def spawn(self, address: Address, mailbox_capacity: int) -> AsyncIterator[Worker]:
+        """Start a worker process (see ``Spawner.spawn``). Called on trio's own thread (rule 3)."""
         with ExitStack() as held:
             try:
                 number = self._cores.join()
