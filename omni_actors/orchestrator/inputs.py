@@ -1,4 +1,4 @@
-"""What a client brings, on its way into a pipeline: it is somebody else's, so anything may be wrong with it."""
+"""Sends a request's input into the pipeline. The input is the client's: any of it may be invalid."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import msgspec
 import trio
 
 from omni_actors.errors import InvalidRequest
+from omni_actors.orchestrator.replay_state import Phase
 from omni_actors.orchestrator.request import Request
 from omni_actors.protocol import chunks
 from omni_actors.protocol.chunks import ChunkHeader
@@ -16,7 +17,7 @@ from omni_actors.protocol.messages import CLIENT, MAX_BYTES
 from omni_actors.supervisor.edges import Edges
 
 PARAMS_BYTES = MAX_BYTES // 2
-"""Largest parameters of a request at one stage, encoded: they travel in one control message."""
+"""Largest encoded size of a request's parameters for one stage: they travel in one control message."""
 
 
 def encode_params(params: Mapping[str, Mapping[str, Any]]) -> dict[str, msgspec.Raw]:
@@ -29,33 +30,35 @@ def encode_params(params: Mapping[str, Mapping[str, Any]]) -> dict[str, msgspec.
         try:
             encoded[stage] = msgspec.Raw(msgspec.msgpack.encode(share))
         except (TypeError, ValueError, OverflowError, RecursionError) as error:
-            raise InvalidRequest(f"parameters of stage {stage!r} that cannot be sent: {error}") from error
+            raise InvalidRequest(f"the parameters of stage {stage!r} cannot be encoded: {error}") from error
         if (size := len(encoded[stage])) > PARAMS_BYTES:
-            raise InvalidRequest(f"parameters of stage {stage!r} take {size} bytes; the limit is {PARAMS_BYTES}")
+            raise InvalidRequest(f"the parameters of stage {stage!r} take {size} bytes; the limit is {PARAMS_BYTES}")
     return encoded
 
 
 async def send_input(request: Request, stage: str, edges: Edges) -> None:
     """Send a stage its part of the input, from the first piece on, all of it to one incarnation.
 
-    Returns early where that one dies: the next one is fed when it has started. Raises InvalidRequest.
+    Returns early if the incarnation dies, or has not confirmed a repeated ``Start`` yet: the stage is sent its whole
+    input when it has. Raises InvalidRequest if a piece cannot be encoded. Cancellation: some pieces may be sent.
     """
-    address = request.placement.get(stage)
+    progress = request.replay_state.stages[stage]
+    address = progress.address
     edge = edges.inputs.get(address) if address else None
-    if edge is None or stage in request.starting:  # nothing overtakes its ``Start``
+    if edge is None or progress.phase is Phase.RESTARTING:
         return
     assert request.number is not None, "it is placed"
     pieces = [piece for kind in request.route.entries[stage] for piece in request.inputs[kind]]
     for seq, piece in enumerate(pieces):
         if seq:
-            await trio.lowlevel.checkpoint()  # everybody else has a turn; the first piece goes out in this one
+            await trio.lowlevel.checkpoint()  # other tasks run between pieces; the first piece is sent at once
         else:
             await trio.lowlevel.checkpoint_if_cancelled()
         try:
             header = ChunkHeader(request.number, CLIENT, seq, seq == len(pieces) - 1, dict(piece.data))
             buffers = chunks.encode(header, piece.tensors)
         except Exception as error:
-            raise InvalidRequest(f"input that cannot be sent: {error}") from error
+            raise InvalidRequest(f"the input cannot be encoded: {error}") from error
         try:
             await edge.send(buffers)
         except trio.ClosedResourceError:

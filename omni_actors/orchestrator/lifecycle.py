@@ -1,6 +1,6 @@
-"""Request lifecycle as a table.
+"""The lifecycle of a request, as a table.
 
-Rule 1: every transition is in TRANSITIONS; no other file assigns a state.
+Rule 1: every transition is in ``TRANSITIONS``; no other file assigns a state.
 Rule 2: no I/O, clock or trio here.
 Rule 3: an event that a state does not accept raises IllegalTransition and leaves the state as it was.
 
@@ -13,14 +13,20 @@ Rule 3: an event that a state does not accept raises IllegalTransition and leave
 from __future__ import annotations
 
 import enum
+from collections.abc import Mapping
+from typing import TypeVar
+
+S = TypeVar("S", bound=enum.Enum)
+E = TypeVar("E", bound=enum.Enum)
 
 
 class State(enum.Enum):
     QUEUED = "queued"
-    """Admitted; a stage on its route is not ready."""
+    """The request is admitted and waits for a ready replica of each stage of its route."""
     RUNNING = "running"
-    """Started on every stage of its route; nothing has come out yet."""
+    """Every stage of the route was sent its ``Start``; no output has arrived yet."""
     STREAMING = "streaming"
+    """Output has arrived."""
     DONE = "done"
     FAILED = "failed"
     ABORTED = "aborted"
@@ -30,7 +36,7 @@ class Event(enum.Enum):
     DISPATCH = "dispatch"
     OUTPUT = "output"
     COMPLETE = "complete"
-    """Every stage that is waited for has finished it, and the last of every output has come."""
+    """The last chunk of every output has arrived, and every stage whose end matters has finished."""
     FAIL = "fail"
     ABORT = "abort"
 
@@ -58,25 +64,30 @@ TERMINAL = frozenset(state for state, accepted in TRANSITIONS.items() if not acc
 
 
 class IllegalTransition(AssertionError):
-    """A bug of the shell: ``event`` cannot happen in ``state``."""
+    """A bug of the caller: ``event`` cannot happen in ``state``."""
 
-    def __init__(self, state: State, event: Event) -> None:
+    def __init__(self, state: enum.Enum, event: enum.Enum) -> None:
         self.state, self.event = state, event
         super().__init__(f"{event.name} in {state.name}")
 
 
+def next_state(table: Mapping[S, Mapping[E, S]], state: S, event: E) -> S:
+    """Return the state that follows ``state`` in ``table``. Raises IllegalTransition."""
+    try:
+        return table[state][event]
+    except KeyError:
+        raise IllegalTransition(state, event) from None
+
+
 class Lifecycle:
-    """One request's state."""
+    """The state of one request."""
 
     def __init__(self) -> None:
         self.state = State.QUEUED
 
     def advance(self, event: Event) -> None:
-        """Raises IllegalTransition; the state is then unchanged."""
-        try:
-            self.state = TRANSITIONS[self.state][event]
-        except KeyError:
-            raise IllegalTransition(self.state, event) from None
+        """Apply an event. Raises IllegalTransition; the state is then unchanged."""
+        self.state = next_state(TRANSITIONS, self.state, event)
 
     @property
     def ended(self) -> bool:

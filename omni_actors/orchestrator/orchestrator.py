@@ -1,24 +1,25 @@
-"""Runs requests: admission, dispatch, settlement. Everything here is one task's worth of state, changed by plain calls.
+"""Admits requests, follows them to their end, and receives the supervisor's events.
+
+All state belongs to the event loop and is changed by synchronous calls.
 
 Rules
-1. A request number is given at dispatch, so numbers reach every worker in increasing order.
-2. ``Start`` is posted to every stage of a route, last stage first, before any input moves (prewarm).
-3. What a death means for a request is decided in ``decide_replay`` alone; whenever the facts change, it is asked again.
-4. A stage that starts again is sent nothing before it has said ``Started``; then its sources send from the first chunk.
-5. Requests that may have ended their worker are replayed on trial; one that used up its replays by that is refused
-   when it is sent again (``suspects``).
-6. A request ends once, in ``_end``: its outcome is set, its client woken, every stage that still holds it told. It is
-   over, and gives back its place, when its client has everything too; its deadline counts until then (``readers``).
-7. Nothing here waits on a worker. Bounded are: requests (``max_requests``), outputs that clients do not have yet
-   (``output_bytes`` a request, ``unread_bytes`` in all), time (the deadline), and what is retained for a replay
-   (``retain_bytes`` a stage and request, ``worker_retain_bytes`` a worker).
+1. A request ends once, in ``Orchestrator._end``: it gets its outcome, its client is woken, and every stage that still
+   holds it gets an ``Abort``. It gives back its place when its client has everything too; until then its deadline
+   counts (see ``readers``).
+2. Nothing here waits for a worker.
+3. Bounded are: requests (``max_requests``), outputs that clients do not have yet (``output_bytes`` per request,
+   ``unread_bytes`` in all), time (the deadline), and the chunks retained for a replay (``retain_bytes`` per stage and
+   request, ``worker_retain_bytes`` per worker).
+
+``dispatch`` places and starts requests, ``recovery`` decides what a death means for them, ``suspects`` finds those that
+cause deaths, and ``readers`` accounts for what their clients have not read.
 """
 
 from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
 import trio
@@ -32,50 +33,46 @@ from omni_actors.errors import (
     Quarantined,
     RequestError,
     SlowConsumer,
-    StageCrashed,
     StageFailed,
-    StageUnavailable,
     WorkerExit,
 )
+from omni_actors.orchestrator.dispatch import Dispatcher
 from omni_actors.orchestrator.inputs import encode_params, send_input
-from omni_actors.orchestrator.lifecycle import Event, State
+from omni_actors.orchestrator.lifecycle import Event
 from omni_actors.orchestrator.pieces import Input, Piece
 from omni_actors.orchestrator.placement import Placement
 from omni_actors.orchestrator.readers import Readers
-from omni_actors.orchestrator.replay import Facts, Fail, Replay, Unavailable, Untouched, decide_replay, idle
+from omni_actors.orchestrator.recovery import Recovery
 from omni_actors.orchestrator.request import OnFailure, Request
 from omni_actors.orchestrator.retry_after import RetryAfterEstimator
 from omni_actors.orchestrator.routes import Route
 from omni_actors.orchestrator.stream import OutputStream
 from omni_actors.orchestrator.suspects import Suspects
 from omni_actors.protocol import chunks
-from omni_actors.protocol.chunks import ChunkSequence, ReplayDiverged
+from omni_actors.protocol.chunks import ReplayDiverged
 from omni_actors.protocol.messages import (
-    CLIENT,
-    CLIENT_ADDRESS,
-    Abort,
     Address,
     Finished,
     InputComplete,
     Refused,
     RequestNotice,
-    Resend,
-    Start,
     Started,
     Unreplayable,
 )
 from omni_actors.supervisor.edges import Edges
 from omni_actors.supervisor.replica import Replica
 
-CUTS = (Aborted, DeadlineExceeded, SlowConsumer)
+DROPPING_ERRORS = (Aborted, DeadlineExceeded, SlowConsumer)
 """Errors after which unread output is dropped."""
 
 
 class Orchestrator:
     """Owns the requests of one pipeline. It is the supervisor's ``Listener``.
 
-    ``run`` gives it the supervisor's replicas; requests are taken while it runs.
+    edges: the rings between the parent and the workers.
+    limits: the pipeline's limits.
     deterministic_stages: the stages that give the same output chunks for the same input chunks.
+    on_end: called once for each request, when it has ended and its client has everything or was cut off.
     """
 
     def __init__(
@@ -86,27 +83,27 @@ class Orchestrator:
         deterministic_stages: Set[str],
         on_end: Callable[[Request], None],
     ) -> None:
-        self._edges, self._limits, self._deterministic_stages, self._on_end = (
-            edges,
-            limits,
-            deterministic_stages,
-            on_end,
+        self._edges, self._limits, self._on_end = edges, limits, on_end
+        placement = Placement(self.load)
+        self._placement = placement
+        self.readers = Readers(limits, replica=placement.replica, cut=self._cut, on_over=self._over)
+        self._suspects = Suspects(self, placement, limits)
+        self._dispatcher = Dispatcher(limits=limits, placement=placement, readers=self.readers, suspects=self._suspects)
+        self._recovery = Recovery(
+            limits=limits,
+            deterministic_stages=deterministic_stages,
+            placement=placement,
+            dispatcher=self._dispatcher,
+            suspects=self._suspects,
+            end=self._end,
         )
-        self.readers = Readers(limits, replica=self._replica, cut=self._cut, on_over=self._over)
-        self._placement = Placement(self.load)
-        self.failed_stages: dict[str, StageFailed] = {}
-        """Those without a replica left, in the order in which they were given up on."""
-        self._requests: dict[int, Request] = {}
-        self._queued: list[Request] = []
-        self._newest = 0
         self._names = itertools.count(1)
         self._retry_after = RetryAfterEstimator()
-        self._suspects = Suspects(self, self._placement, limits)
         self._nursery: trio.Nursery | None = None
 
     @trio.lowlevel.enable_ki_protection
     async def run(self, replicas: Mapping[Address, Replica], task_status: trio.TaskStatus[None]) -> None:
-        """Attend to requests until cancelled; then every request that is left ends as ``Aborted``."""
+        """Serve requests on these replicas until cancelled; then abort the requests that are left."""
         self._placement.use(replicas)
         try:
             async with trio.open_nursery() as self._nursery:
@@ -118,39 +115,40 @@ class Orchestrator:
             for request in self.running():
                 self._end(request, Event.ABORT, Aborted())
 
-    # the client's side; a Ctrl-C is for the user's task, not for the middle of these
+    # Called for clients. A Ctrl-C is for the user's task, not for the middle of these calls.
 
     @trio.lowlevel.enable_ki_protection
     def submit(
         self,
         inputs: Mapping[str, Sequence[Input]],
         route: Route,
-        params: Mapping[str, dict[str, Any]],
+        params: Mapping[str, Mapping[str, Any]],
         deadline_s: float,
         name: str | None = None,
         on_failure: OnFailure = "replay",
     ) -> OutputStream:
-        """Admit a request. Raises InvalidRequest, Overloaded, Quarantined, StageUnavailable; never waits.
+        """Admit a request and return the stream of its outputs. Does not wait.
 
-        inputs: pieces by kind; they must not change before the request's end. params: of each stage of the route. name:
-        None, or one that no other request in flight has.
+        inputs: pieces by kind; they must not change before the request ends.
+        route: from ``routes.plan``.
+        params: parameters for each stage of the route.
+        deadline_s: seconds until the request ends with DeadlineExceeded.
+        name: a name that no other request in flight has; None makes one.
+        on_failure: "replay" or "fail", after the death of a worker that the request needs.
+
+        Raises InvalidRequest (parameters, a name in use), Overloaded, Quarantined, StageUnavailable, and RuntimeError
+        unless ``run`` is running.
         """
         if self._nursery is None:
             raise RuntimeError("the system is closed")
         encoded_params = encode_params(params)
-        if name is not None and any(request.name == name for request in self._in_flight()):
-            raise InvalidRequest(f"a request named {name!r} is in flight", param="request_id")
-        for stage in route.stages:
-            if stage in self.failed_stages:
-                raise self._unavailable(stage)
-        if (behind := self._placement.behind(route.stages)) is not None:
-            raise Overloaded(self._limits.max_requests, self.retry_after_s, behind)
+        self._require_admissible(route, name)
         request = Request(
-            name or f"req-{next(self._names)}",
-            route,
-            inputs,
-            encoded_params,
-            deadline_s,
+            name=name or f"req-{next(self._names)}",
+            route=route,
+            inputs=inputs,
+            params=encoded_params,
+            deadline_s=deadline_s,
             submitted=time.monotonic(),
             on_failure=on_failure if self._limits.replays else "fail",
             expires=trio.current_time() + deadline_s,
@@ -158,47 +156,65 @@ class Orchestrator:
         self._suspects.require_admissible(request)
         if self.in_flight >= self._limits.max_requests and not self.readers.make_room():
             raise Overloaded(self._limits.max_requests, self.retry_after_s)
-        request.work.deadline = request.expires
+        request.lifetime.deadline = request.expires
         self.readers.admit(request)
         self._nursery.start_soon(self._attend, request)
-        self._queued.append(request)
-        if not self._suspects.join(request) and (placement := self._placement.place(route.stages)) is not None:
-            self.dispatch(request, placement)
+        self._dispatcher.queued.append(request)
+        if not self._suspects.join(request):
+            self._dispatcher.try_dispatch(request)
         return OutputStream(request, self.readers, self.abort)
 
+    def _require_admissible(self, route: Route, name: str | None) -> None:
+        if name is not None and any(request.name == name for request in self._in_flight()):
+            raise InvalidRequest(f"a request named {name!r} is in flight", param="request_id")
+        for stage in route.stages:
+            if stage in self.failed_stages:
+                raise self._recovery.unavailable(stage)
+        if (congested := self._placement.congested(route.stages)) is not None:
+            raise Overloaded(self._limits.max_requests, self.retry_after_s, congested)
+
     def running(self) -> list[Request]:
-        """The requests that have not ended."""
-        return [*self._queued, *self._requests.values()]
+        """Return the requests that have not ended."""
+        return self._dispatcher.requests()
 
     def _in_flight(self) -> list[Request]:
         return [*self.running(), *self.readers.complete_requests()]
 
     @property
+    def failed_stages(self) -> Mapping[str, StageFailed]:
+        """Stages without a replica left, in the order in which they were given up."""
+        return self._recovery.failed_stages
+
+    @property
     def in_flight(self) -> int:
-        """Requests that take a place: those in the stages, and large answers that clients do not have yet."""
-        return len(self._queued) + len(self._requests) + self.readers.places
+        """The number of places taken: requests that have not ended, and ended ones with much unread output."""
+        return len(self.running()) + self.readers.places
 
     @property
     def queued(self) -> int:
-        """Admitted requests that wait for a stage to be ready, at first or to be replayed."""
-        return len(self._queued) + sum(bool(request.stages_to_restart) for request in self._requests.values())
+        """The number of admitted requests that wait for a ready replica, to be dispatched or replayed."""
+        return self._dispatcher.waiting
 
     @property
     def retry_after_s(self) -> float:
-        """When a place may be free for one more request; seconds."""
+        """An estimate of the seconds until a place is free."""
         now, in_flight = time.monotonic(), self._in_flight()
         oldest_s = max((now - request.submitted for request in in_flight), default=0.0)
         return self._retry_after.retry_after_s(len(in_flight), oldest_s)
 
+    def load(self, address: Address) -> int:
+        """Return the number of requests placed on a replica."""
+        return self._dispatcher.load(address)
+
     def abort_named(self, name: str) -> None:
-        """Harmless where no such request is in flight."""
+        """Abort the request of this name, if one is in flight."""
         for request in self._in_flight():
             if request.name == name:
                 self.abort(request)
 
     @trio.lowlevel.enable_ki_protection
     def abort(self, request: Request) -> None:
-        """Harmless for one that was read to its end."""
+        """End a request, or drop the unread output of one that has ended. Does nothing if it was read to its end."""
         if not request.lifecycle.ended:
             self._end(request, Event.ABORT, Aborted())
         elif request.pieces:
@@ -208,22 +224,22 @@ class Orchestrator:
 
     @trio.lowlevel.enable_ki_protection
     def abort_all(self, reason: str) -> None:
-        """End every request in flight; its client is told why."""
+        """End every request that has not ended with ``Aborted(reason)``."""
         for request in self.running():
             self._end(request, Event.ABORT, Aborted(reason))
 
     @trio.lowlevel.enable_ki_protection
     async def _attend(self, request: Request) -> None:
-        """A request's own task: moves its input in, and watches its deadline and its connection's least rate."""
-        with request.work:
-            with request.feeding:
-                await self._feed(request)
+        """Run as the request's own task: send its input, and enforce its deadline and its connection's least rate."""
+        with request.lifetime:
+            with request.input_scope:
+                await self._send_inputs(request)
             await trio.sleep_forever()
         if not request.over:
             late = trio.current_time() >= request.expires
             self._cut(request, DeadlineExceeded(request.deadline_s) if late else self.readers.too_slow(request))
 
-    async def _feed(self, request: Request) -> None:
+    async def _send_inputs(self, request: Request) -> None:
         while True:
             while not request.pending_inputs:
                 await request.input_wakeup.park()
@@ -235,274 +251,117 @@ class Orchestrator:
             if request.on_failure == "fail" and not request.pending_inputs:
                 request.inputs = {}
 
-    # dispatch
-
-    def dispatch_waiting(self) -> None:
-        """Give waiting requests to replicas that are ready, suspects aside; those that were dispatched before first."""
-        for request in [*self._requests.values(), *self._queued]:
-            stages = request.stages_to_restart if request.number is not None else request.route.stages
-            if (
-                stages
-                and not self._suspects.includes(request)
-                and (placement := self._placement.place(stages)) is not None
-            ):
-                self.dispatch(request, placement)
+    # Called by ``suspects``
 
     def dispatch(self, request: Request, placement: Mapping[str, Address]) -> None:
-        """Start a waiting request in all stages of its route, or again in those that lost it."""
-        if request.number is None:
-            self._start_first(request, dict(placement))
-        else:
-            self._start_again(request, placement)
+        """Start a waiting request in all its waiting stages."""
+        self._dispatcher.dispatch(request, placement)
 
-    def _replica(self, address: Address) -> Replica:
-        return self._placement.replicas[address]
+    def dispatch_waiting(self) -> None:
+        """Dispatch the waiting requests whose stages have ready replicas, suspects aside."""
+        self._dispatcher.dispatch_waiting()
 
-    def load(self, address: Address) -> int:
-        """Requests placed on a replica."""
-        return sum(address in request.placement.values() for request in self._requests.values())
+    def end_like_culprit(self, request: Request, error: Quarantined) -> None:
+        """End a request with the fingerprint of one that was quarantined."""
+        self._end(request, Event.FAIL, error)
 
-    def _start_first(self, request: Request, placement: dict[str, Address]) -> None:
-        self._queued.remove(request)
-        self._newest += 1
-        request.number, request.placement = self._newest, placement
-        self._requests[request.number] = request
-        request.lifecycle.advance(Event.DISPATCH)
-        for stage in reversed(request.route.stages):
-            if CLIENT in request.route.targets[stage]:
-                request.open_outputs[stage] = ChunkSequence(request.number, stage)
-            self._start(request, stage)
-        request.feed(*request.route.entries)
+    def end_culprit(self, request: Request, reason: str) -> None:
+        """End a request whose worker died, and which cannot be replayed for this reason."""
+        self._recovery.fail(request, reason, retryable=False)
 
-    def _start_again(self, request: Request, placement: Mapping[str, Address]) -> None:
-        request.replays += 1
-        request.charged_replays += request.charged
-        request.charged = False
-        request.placement |= placement
-        request.starting |= placement.keys()
-        request.repeated |= placement.keys()
-        for stage in reversed(request.stages_to_restart):
-            request.stats.pop(stage, None)
-            self._start(request, stage)
-        request.stages_to_restart = ()
-
-    def _start(self, request: Request, stage: str) -> None:
-        """To the stages below that are starting too it will be told to send when they have started."""
-        assert request.number is not None, "it is dispatched"
-        self._suspects.used(stage, request)
-        placed = {CLIENT: CLIENT_ADDRESS, **request.placement}
-        below = request.route.targets[stage]
-        targets = [placed[name] for name in below if name in placed and name not in request.starting]
-        self._placement.replicas[placed[stage]].post(
-            Start(
-                request=request.number,
-                sources=request.route.sources[stage],
-                targets=tuple(targets),
-                params=request.params[stage],
-                downstream=_feeds_stages(request, stage),
-                retain_bytes=self._limits.retain_bytes if self._retains(request, stage) else 0,
-                replayed=stage in request.starting,
-                worker_retain_bytes=self._limits.worker_retain_bytes,
-            )
-        )
-        self.readers.started(request, stage)
-
-    def _retains(self, request: Request, stage: str) -> bool:
-        """Whether a stage keeps its outputs. What goes to the client only is never sent again."""
-        return request.on_failure == "replay" and _feeds_stages(request, stage)
-
-    # the supervisor's side (Listener)
+    # Called by the supervisor (``Listener``)
 
     def newest_request(self) -> int:
-        return self._newest
+        return self._dispatcher.newest
 
     def on_worker_ready(self, address: Address) -> None:
-        self.failed_stages.pop(address.stage, None)
-        self._suspects.follow()  # those that may be innocent go first: their replica has nothing else to do yet
+        self._recovery.stage_recovered(address.stage)
+        self._suspects.follow()  # before other requests are dispatched: a trial needs an unused replica
         self.dispatch_waiting()
 
     def on_worker_died(self, address: Address, exit: WorkerExit, failed_request: int | None) -> bool:
         return self._suspects.worker_died(address, exit, failed_request)
 
     def on_worker_lost(self, address: Address, generation: int, exit: WorkerExit) -> None:
-        self._suspects.interrupt(address)
-        for request in list(self._requests.values()):
-            if request.placement.get(address.stage) == address:
-                del request.placement[address.stage]
-                request.starting.discard(address.stage)
-                request.repeated.discard(address.stage)
-                request.let_go.pop(address.stage, None)
-                request.broken.pop(address.stage, None)
-                request.fed = {(stage, source) for stage, source in request.fed if stage != address.stage}
-                request.crash = StageCrashed(address.stage, address.replica, generation, exit)
-                self._settle(request)
-                if address.stage not in request.stages_to_restart and not request.lifecycle.ended:
-                    self._suspects.clear(request)  # all of its output was here
-        self._suspects.follow()
+        self._recovery.worker_lost(address, generation, exit)
 
     def on_stage_failed(self, failure: StageFailed) -> None:
-        if self._placement.has_failed(failure.stage):
-            self.failed_stages[failure.stage] = failure
-            for request in list(self._queued):
-                if failure.stage in request.route.stages:
-                    self._end(request, Event.FAIL, self._unavailable(failure.stage))
-            for request in list(self._requests.values()):
-                if request.stages_to_restart:
-                    self._settle(request)
-
-    def _unavailable(self, stage: str) -> StageUnavailable:
-        return StageUnavailable(self.failed_stages[stage], self._placement.back_in_s(stage))
+        self._recovery.stage_failed(failure)
 
     def on_message(self, address: Address, message: RequestNotice) -> None:
-        request = self._requests.get(message.request)
-        if request is None or request.placement.get(address.stage) != address:
-            return  # it has ended, or goes on elsewhere
+        request = self._dispatcher.held_by(address, message.request)
+        if request is None:
+            return  # it has ended, or another replica holds it now
+        stage = address.stage
         match message:
             case Started():
-                self._fill(request, address)
+                self._dispatcher.confirm_restart(request, address)
             case InputComplete(source=source):
-                request.fed.add((address.stage, source))
-                self._progressed(request)
+                request.replay_state.input_complete(stage, source)
+                self._recovery.progressed(request)
             case Finished(stats=stats):
-                request.stats[address.stage] = stats
-                self._suspects.done_with(request, address.stage)
-                self._progressed(request)
+                request.replay_state.finished(stage)
+                request.stats[stage] = stats
+                self._suspects.done_with(request, stage)
+                self._recovery.progressed(request)
             case Refused(_, text, param, code):
                 self._end(request, Event.FAIL, InvalidRequest(text, param=param, code=code))
             case Unreplayable(_, reason, needed):
-                request.let_go[address.stage] = reason
-                if needed and request.crash is not None:
-                    request.broken[address.stage] = reason
-                    self._settle(request)
-
-    def _fill(self, request: Request, address: Address) -> None:
-        """A stage has started again: all that feed it begin at their first chunk."""
-        request.starting.remove(address.stage)
-        for source in request.route.sources[address.stage]:
-            if source == CLIENT:
-                request.feed(address.stage)
-            elif (
-                source in request.placement
-            ):  # otherwise it starts again itself if it is wanted, and knows whom to feed
-                assert request.number is not None, "it is dispatched"
-                self._placement.replicas[request.placement[source]].post(Resend(request.number, address))
+                self._recovery.unreplayable(request, stage, reason, needed=needed)
 
     def on_output(self, address: Address, data: memoryview) -> None:
-        """Takes one private copy. Raises ringbuf.RingError where the bytes make no sense."""
+        """Copy a chunk for the client. Raises ringbuf.RingError if it cannot be decoded or is out of sequence."""
         payload = memoryview(bytearray(data))
         header, tensors = chunks.decode(payload)
-        request = self._requests.get(header.request)
-        if request is None or address.stage not in request.open_outputs:
+        request = self._dispatcher.dispatched.get(header.request)
+        if request is None or address.stage not in request.replay_state.open_outputs:
             return
         try:
-            if not request.open_outputs[address.stage].accept(header.seq, payload, last=header.last):
+            if not request.chunk_sequences[address.stage].accept(header.seq, payload, last=header.last):
                 return
         except ReplayDiverged as error:
             if request.crash is None:
                 raise
-            self._fail(request, str(error))
+            self._recovery.fail(request, str(error))
             return
-        if header.last:
-            del request.open_outputs[address.stage]
+        request.replay_state.output_arrived(address.stage, last=header.last)
         request.lifecycle.advance(Event.OUTPUT)
         now = time.monotonic()
         request.first_arrived.setdefault(address.stage, now)
-        piece = Piece(address.stage, header.data, tensors, header.last, now, payload.nbytes)
-        self.readers.arrive(request, piece)
-        if header.last and not request.lifecycle.ended:
-            self._progressed(request)
-
-    # settlement
-
-    def _progressed(self, request: Request) -> None:
-        """A stage has finished or has all of its input, or the client has got its last output."""
-        if request.crash is not None:
-            self._settle(request)  # what was lost may be wanted no more
-        else:
-            self._end_if_complete(request, waived=())
-
-    def _end_if_complete(self, request: Request, waived: Iterable[str]) -> None:
-        """waived: stages that are not waited for."""
-        if not request.open_outputs and request.placement.keys() <= {*request.stats, *waived}:
-            self._end(request, Event.COMPLETE, None)
-
-    def _facts(self, request: Request) -> Facts:
-        return Facts(
-            request.route,
-            held=request.placement.keys(),
-            finished=request.stats.keys(),
-            repeated=request.repeated,
-            fed=request.fed,
-            open=request.open_outputs.keys(),
-            seen=request.first_arrived.keys(),
-            deterministic=self._deterministic_stages,
-            let_go=request.let_go,
-            broken=request.broken,
-            given_up=self.failed_stages.keys(),
-            on_failure=request.on_failure,
-            replays=request.charged_replays,
-            limit=self._limits.replays,
-            charged=request.charged,
+        self.readers.arrive(
+            request,
+            Piece(
+                stage=address.stage,
+                data=header.data,
+                tensors=tensors,
+                last=header.last,
+                arrived=now,
+                nbytes=payload.nbytes,
+            ),
         )
+        if header.last and not request.lifecycle.ended:
+            self._recovery.progressed(request)
 
-    def _settle(self, request: Request) -> None:
-        if request.lifecycle.ended:
-            return  # one like it was settled before, and ended it
-        facts = self._facts(request)
-        request.stages_to_restart = ()
-        match decide_replay(facts):
-            case Untouched():
-                self._end_if_complete(request, idle(facts))
-            case Replay(stages):
-                request.stages_to_restart = stages
-                if not self._suspects.includes(request) and (placement := self._placement.place(stages)) is not None:
-                    self._start_again(request, placement)
-            case Fail(reason, used_up):
-                is_convicted = request.charged and self._suspects.convict(request)
-                self._fail(request, reason, retryable=not (used_up or is_convicted))
-            case Unavailable(stage):
-                self._end(request, Event.FAIL, self._unavailable(stage))
-
-    def _fail(self, request: Request, reason: str | None, *, retryable: bool = True) -> None:
-        """End it by the death that it did not survive, and why it was not replayed."""
-        crash = request.crash
-        assert crash is not None, "a worker died"
-        error = StageCrashed(crash.stage, crash.replica, crash.generation, crash.exit, reason, retryable=retryable)
-        self._end(request, Event.FAIL, error)
+    # The end of requests
 
     def _end(self, request: Request, event: Event, error: RequestError | None) -> None:
-        waiting = request.lifecycle.state is State.QUEUED
         request.lifecycle.advance(event)
         request.error = error
         request.inputs = {}
         request.pending_inputs.clear()
-        request.feeding.cancel()
+        request.input_scope.cancel()
         request.finished = time.monotonic()
-        self._retry_after.note(request.finished - request.submitted)
-        if waiting:
-            self._queued.remove(request)
-        elif request.number is not None:
-            del self._requests[request.number]
-            for stage, address in request.placement.items():
-                if stage not in request.stats or self._retains(request, stage):
-                    self._placement.replicas[address].post(Abort(request.number))
+        self._retry_after.add(request.finished - request.submitted)
+        self._dispatcher.remove(request)
         request.output_wakeup.unpark_all()
-        if isinstance(error, CUTS):
+        if isinstance(error, DROPPING_ERRORS):
             self.readers.drop(request)
         else:
             self.readers.complete(request)
         self._suspects.ended(request, complete=event is Event.COMPLETE)
 
-    def end_like_culprit(self, request: Request, error: Quarantined) -> None:
-        """End a request that is like one that was quarantined."""
-        self._end(request, Event.FAIL, error)
-
-    def end_culprit(self, request: Request, reason: str) -> None:
-        """End a request whose worker died, and which cannot be replayed for this reason."""
-        self._fail(request, reason, retryable=False)
-
     def _cut(self, request: Request, error: RequestError) -> None:
-        """End a request, whether its stages have or not, and drop what its client does not have."""
+        """End a request if it has not ended, and drop the output that its client does not have."""
         if not request.lifecycle.ended:
             self._end(request, Event.FAIL, error)
         else:
@@ -511,10 +370,6 @@ class Orchestrator:
             self.readers.drop(request)
 
     def _over(self, request: Request) -> None:
-        """Its stages have ended it, and its client has everything."""
-        request.work.cancel()
+        """The request has ended and its client has everything, or was cut off."""
+        request.lifetime.cancel()
         self._on_end(request)
-
-
-def _feeds_stages(request: Request, stage: str) -> bool:
-    return request.route.targets[stage] != (CLIENT,)

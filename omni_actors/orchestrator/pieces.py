@@ -1,4 +1,4 @@
-"""What a client brings and gets: pieces of input and of output."""
+"""Pieces of a request's input and output."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Input:
-    """A piece of what the client brings: small data, and tensors by name."""
+    """One piece of a request's input: small data, and tensors by name."""
 
     data: Mapping[str, Any]
     tensors: Mapping[str, Any] = field(default_factory=dict)
@@ -17,11 +17,15 @@ class Input:
 
 @dataclass(frozen=True)
 class Piece:
-    """A piece of what comes out. ``tensors`` own their memory. ``arrived`` is CLOCK_MONOTONIC, in seconds."""
+    """One piece of a request's output, received for the client."""
 
     stage: str
     data: Mapping[str, Any]
     tensors: Mapping[str, Any]
+    """They own their memory."""
     last: bool
+    """Whether this is the stage's last piece."""
     arrived: float
+    """CLOCK_MONOTONIC, in seconds."""
     nbytes: int
+    """The size of the whole piece, data included."""

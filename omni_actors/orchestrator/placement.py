@@ -1,8 +1,9 @@
-"""Which replica of each stage gets a request.
+"""Chooses the replica of each stage that a request is placed on.
 
 Rules
-1. A replica takes requests while it is ready, unless it is reserved for suspects on trial.
-2. Of several, the least loaded one is taken, and one that is behind with its control messages last.
+1. A replica is given requests while it is ready, unless it is reserved for a trial of suspects.
+2. Of several replicas the least loaded one is chosen; congested ones, which do not keep up with their control
+   messages, come last.
 """
 
 from __future__ import annotations
@@ -16,33 +17,37 @@ from omni_actors.supervisor.replica import Replica, ReplicaState
 
 
 class Placement:
-    """The replicas of a pipeline. load: how many requests are placed on a replica."""
+    """The replicas of a pipeline. load: returns the number of requests placed on a replica."""
 
     def __init__(self, load: Callable[[Address], int]) -> None:
         self._load = load
         self.replicas: Mapping[Address, Replica] = {}
         self._of_stage: dict[str, list[Replica]] = {}
         self.reserved: Mapping[Address, object] = {}
-        """Replicas on which suspects are on trial."""
+        """Replicas that run a trial of suspects."""
 
     def use(self, replicas: Mapping[Address, Replica]) -> None:
-        """These are the replicas from now on."""
+        """Place requests on these replicas from now on."""
         self.replicas = replicas
         self._of_stage = {}
         for address, replica in replicas.items():
             self._of_stage.setdefault(address.stage, []).append(replica)
 
+    def replica(self, address: Address) -> Replica:
+        return self.replicas[address]
+
     def serving(self, stage: str) -> list[Replica]:
-        """The replicas of a stage that are ready, reserved ones too."""
+        """Return the ready replicas of a stage, reserved ones included."""
         return [each for each in self._of_stage[stage] if each.accepts_work]
 
     def _free(self, stage: str) -> list[Replica]:
         return [each for each in self.serving(stage) if each.address not in self.reserved]
 
-    def behind(self, stages: Iterable[str]) -> str | None:
-        """A stage none of whose replicas keeps up with its control messages; None where there is none.
+    def congested(self, stages: Iterable[str]) -> str | None:
+        """Return a stage whose free replicas are all congested, or None.
 
-        It need not be hung: aborts are messages too, and a flood of short requests may outrun a starved worker.
+        A congested worker need not hang: aborts are control messages too, so many short requests can outrun a worker
+        that gets little CPU time.
         """
         for stage in stages:
             free = self._free(stage)
@@ -51,7 +56,10 @@ class Placement:
         return None
 
     def place(self, stages: Iterable[str], trial: Address | None = None) -> dict[str, Address] | None:
-        """One replica of each stage, or None where a stage has none. trial: the one to take of its stage."""
+        """Choose one replica of each stage. Returns None if a stage has no free replica.
+
+        trial: the replica to choose for its stage.
+        """
         placement: dict[str, Address] = {}
         for stage in stages:
             if trial is not None and stage == trial.stage:
@@ -60,19 +68,19 @@ class Placement:
             free = self._free(stage)
             if not free:
                 return None
-            if len(free) > 1:  # the load of one need not be counted
+            if len(free) > 1:  # counting the load of a single replica would be wasted
                 free.sort(key=lambda each: (each.congested, self._load(each.address)))
             placement[stage] = free[0].address
         return placement
 
     def has_failed(self, stage: str) -> bool:
-        """Whether a stage has no replica left."""
+        """Whether all replicas of a stage were given up."""
         return all(each.state is ReplicaState.FAILED for each in self._of_stage[stage])
 
     def back_in_s(self, stage: str) -> float | None:
-        """Seconds until a stage that has failed may serve again: its next try, and as long as it took to load before.
+        """Return the seconds until a failed stage may serve again, or None if no replica is tried again.
 
-        None where it is not tried again.
+        This is the time until the next try, plus the time that loading took before.
         """
         now = trio.current_time()
         tries = [(each.retry_at, each.load_s or 0.0) for each in self._of_stage[stage]]

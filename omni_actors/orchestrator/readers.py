@@ -172,7 +172,7 @@ class Readers:
                 request.paused_stages.remove(stage)
 
     def _watch_rate(self, request: Request) -> None:
-        request.work.deadline = min(request.expires, self._unread.too_slow_at(request.account))
+        request.lifetime.deadline = min(request.expires, self._unread.too_slow_at(request.account))
 
     def _slow(self, request: Request, limit: str) -> SlowConsumer:
         account, now = request.account, trio.current_time()

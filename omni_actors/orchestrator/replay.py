@@ -1,100 +1,64 @@
-"""What becomes of a request when workers that held it have died: one pure function of the facts.
+"""Decides what the death of workers means for a request that they held: one pure function of the request's state.
 
-Rule 1: no I/O, clock or trio here, and no memory: asked again with the same facts, it says the same.
-Rule 2: a replay repeats work, never output. A stage that starts again begins at its first chunk; whoever lives and has
-some of its chunks drops them as they come again, the client's side too.
+Rule 1: no I/O, clock or trio here, and no memory: the same state gives the same verdict.
+Rule 2: a replay repeats work, never output. A stage that starts again begins at its first chunk; a living consumer, and
+the client's side, drop the chunks that they already have.
 
 First, what each stage of the route has to do, from the last one up:
 
-    worker   its output            it
-    -------  --------------------  ----------------------------------------------------------------------------
-    lives    -                     goes on; sends again what it retained to a stage below that starts again
-    dead     wanted by nobody      is done
-    dead     wanted                starts again
+    worker   its output    the stage
+    -------  ------------  -----------------------------------------------------------------------------------
+    lives    -             continues; sends its retained chunks again to a downstream stage that starts again
+    dead     not needed    is done
+    dead     needed        starts again
 
-Its output is wanted by a client that has not got the last of it, and by a stage below that is to give more itself and
-has not got the last of it; one that starts again has nothing. Done is, too, who has finished since it last started.
-(That the client has the last of a stage's output does not say so: a stage that started again may be giving it to
-others.)
+A stage's output is needed by the client until the client has the last chunk, and by every downstream stage that is not
+done until that stage has the last chunk. A downstream stage that starts again has no chunk. A living stage is done when
+it has finished since it last started, or when its output is not needed. (A stage is not done because the client has its
+last chunk: it may have started again for a downstream stage.)
 
-Who lives, has not finished and is wanted by nobody is *idle* where it started again, or waits for one that died or is
-idle: what it still does, or waits for in vain, keeps no request from its end.
+A living stage is *idle* if it has not finished, its output is not needed, and it either started again or waits for a
+stage that is dead or idle. A request completes without its idle stages.
 
-Then, where one that lives and is wanted could not do its part in an earlier replay: Fail, and why. Otherwise, where any
-starts again, the first of these that holds:
+If a living stage whose output is needed failed at its part of an earlier replay, the verdict is Fail with its reason.
+Otherwise, if any stage starts again, the first row that holds decides:
 
-    the request was made with on_failure="fail"                                        Fail
-    one of them has no replica left                                                    Unavailable
-    its last death is charged to it, and ``limit`` replays were before                 Fail, and why
-    one of them is not deterministic, and its output so far is in use                     Fail, and why
-    a living stage that feeds one of them has let go of what it retained               Fail, and why
-    otherwise                                                                          Replay
+    the request was submitted with on_failure="fail"                                       Fail
+    one of these stages has no replica left                                                Unavailable
+    the latest death is charged to the request, which has used up its ``limit`` replays    Fail, with that reason
+    one of these stages is not deterministic, and its earlier output is in use             Fail, with that reason
+    a living stage that feeds one of them has evicted its retained chunks                  Fail, with that reason
+    otherwise                                                                              Replay
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Set
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from omni_actors.orchestrator.routes import Route
+from omni_actors.orchestrator.replay_state import ClientOutput, Phase, ReplayState
 from omni_actors.protocol.messages import CLIENT
 
 
 @dataclass(frozen=True)
-class Facts:
-    """What is known of a request that was dispatched. Stages are those of its route."""
-
-    route: Route
-    held: Set[str]
-    """Stages whose worker holds the request and lives."""
-    finished: Set[str]
-    """Of them, those that have given their last output since they started, or started again.
-
-    That the client has the last output of a stage does not say so: one that started again may be giving it to others.
-    """
-    repeated: Set[str]
-    """Of those who hold it, the ones that started again."""
-    fed: Set[tuple[str, str]]
-    """(stage, source): the stage, which lives, has all of the other's outputs."""
-    open: Set[str]
-    """Stages whose last output the client wants and has not got."""
-    seen: Set[str]
-    """Stages of which the client has some output."""
-    deterministic: Set[str]
-    """Stages whose outputs are a function of their input alone (see ``EngineSpec.deterministic``)."""
-    let_go: Mapping[str, str]
-    """Stages that cannot send their outputs again, and why."""
-    broken: Mapping[str, str]
-    """Stages that could not do their part in a replay when it was asked of them, and why."""
-    given_up: Set[str]
-    """Stages without a replica left."""
-    on_failure: str
-    """"replay" or "fail"."""
-    replays: int
-    """Replays that deaths were charged for."""
-    limit: int
-    charged: bool = True
-    """Whether its last death is charged to it (see ``trials``)."""
-
-
-@dataclass(frozen=True)
 class Untouched:
-    """Nothing of what it still needs was lost."""
+    """The request needs nothing of what was lost."""
 
 
 @dataclass(frozen=True)
 class Replay:
-    """These stages start again, when each has a replica that is ready; in topological order."""
+    """These stages start again, once each has a ready replica; in topological order."""
 
     stages: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class Fail:
-    """It ends. reason: why it could not be replayed; None where it was not to be.
+    """The request ends.
 
-    used_up: whether that is because it has used up its replays.
+    reason: why it cannot be replayed; None if it was submitted with on_failure="fail".
+    used_up: whether the reason is that it has used up its replays.
     """
 
     reason: str | None
@@ -103,7 +67,7 @@ class Fail:
 
 @dataclass(frozen=True)
 class Unavailable:
-    """It ends: this stage was given up."""
+    """The request ends: this stage was given up."""
 
     stage: str
 
@@ -111,72 +75,91 @@ class Unavailable:
 Verdict: TypeAlias = Untouched | Replay | Fail | Unavailable
 
 
-def decide_replay(facts: Facts) -> Verdict:
-    """See the module."""
-    found = _survey(facts)
-    for stage in facts.route.stages:
-        if stage in facts.broken and stage in facts.held and stage in found.wanted:
-            return Fail(f"stage {stage!r}: {facts.broken[stage]}")
-    again = found.again[::-1]
-    if not again:
+def decide_replay(
+    state: ReplayState,
+    *,
+    on_failure: str,
+    deterministic: Set[str],
+    failed: Set[str],
+    charged: bool,
+    replays: int,
+    limit: int,
+) -> Verdict:
+    """Return what happens to a request, by the rule of the module.
+
+    state: the state of a dispatched request.
+    on_failure: "replay" or "fail".
+    deterministic: the stages whose outputs depend on their input alone (``EngineSpec.deterministic``).
+    failed: the stages without a replica left.
+    charged: whether the latest death is charged to the request (see ``trials``).
+    replays: how many replays were charged to it before.
+    limit: ``limits.replays``.
+    """
+    survey = _survey(state)
+    for name, stage in state.stages.items():
+        if stage.held and stage.replay_failure is not None and name in survey.needed:
+            return Fail(f"stage {name!r}: {stage.replay_failure}")
+    restarts = tuple(name for name in state.stages if name in survey.restarts)
+    if not restarts:
         return Untouched()
-    if facts.on_failure == "fail":
+    if on_failure == "fail":
         return Fail(None)
-    for stage in again:
-        if stage in facts.given_up:
-            return Unavailable(stage)
-    if facts.charged and facts.replays >= facts.limit:
-        return Fail(f"it was replayed {facts.replays} times already (limits.replays)", used_up=True)
-    for stage in again:
-        if stage in found.in_use and stage not in facts.deterministic:
-            return Fail(f"stage {stage!r} would not give the same output again, and some of it is in use")
-        for source in facts.route.sources[stage]:
-            if source in facts.held and source in facts.let_go:
-                return Fail(f"stage {source!r}: {facts.let_go[source]}")
-    return Replay(tuple(again))
+    for name in restarts:
+        if name in failed:
+            return Unavailable(name)
+    if charged and replays >= limit:
+        return Fail(f"it was replayed {replays} times already (limits.replays)", used_up=True)
+    for name in restarts:
+        if name in survey.in_use and name not in deterministic:
+            return Fail(f"stage {name!r} is not deterministic, and its earlier output is in use")
+        for source in state.route.sources[name]:
+            if source != CLIENT and (reason := state.stages[source].evicted) is not None:
+                return Fail(f"stage {source!r}: {reason}")
+    return Replay(restarts)
 
 
-def unwanted(facts: Facts) -> Set[str]:
-    """The stages whose output nobody waits for."""
-    return set(facts.route.stages) - _survey(facts).wanted
+def unneeded_stages(state: ReplayState) -> Set[str]:
+    """Return the stages whose output neither the client nor a downstream stage needs."""
+    return state.stages.keys() - _survey(state).needed
 
 
-def idle(facts: Facts) -> Set[str]:
-    """See the module."""
-    found: set[str] = set()
-    for stage in facts.route.stages:
-        feeding = facts.held - found | {CLIENT}
-        waits_in_vain = any(
-            source not in feeding and (stage, source) not in facts.fed for source in facts.route.sources[stage]
+def idle_stages(state: ReplayState) -> Set[str]:
+    """Return the stages without which the request can complete, by the rule of the module."""
+    idle: set[str] = set()
+    for name, stage in state.stages.items():
+        starved = any(
+            source in idle or not state.stages[source].held
+            for source in state.route.sources[name]
+            if source != CLIENT and source not in stage.inputs_complete
         )
-        if stage in facts.held - facts.finished and (stage in facts.repeated or waits_in_vain):
-            found.add(stage)
-    return found & unwanted(facts)
+        if stage.held and stage.phase is not Phase.FINISHED and (stage.restarted or starved):
+            idle.add(name)
+    return idle & unneeded_stages(state)
 
 
 @dataclass
 class _Survey:
-    """again: dead and wanted, the last one down first. in_use: of them, those whose output so far somebody may have
-    used: a client that wants the rest, a living stage that does, or another that starts again and is in use itself.
-    """
+    """The stages whose output is needed, those that start again, and those of the latter whose output is in use."""
 
-    wanted: set[str] = field(default_factory=set)
-    again: list[str] = field(default_factory=list)
+    needed: set[str] = field(default_factory=set)
+    restarts: set[str] = field(default_factory=set)
     in_use: set[str] = field(default_factory=set)
+    """The client, a living stage, or a restarting stage that is in use itself may have computed with the output."""
 
 
-def _survey(facts: Facts) -> _Survey:
-    found, done = _Survey(), set[str]()
-    for stage in reversed(facts.route.stages):
-        below = set(facts.route.targets[stage]) - {CLIENT}
-        for_client = stage in facts.open
-        wanted = for_client or any((name, stage) not in facts.fed for name in below - done)
-        if wanted:
-            found.wanted.add(stage)
-        if wanted and stage not in facts.held:
-            found.again.append(stage)
-            if (for_client and stage in facts.seen) or below & (found.in_use | facts.held - done):
-                found.in_use.add(stage)
-        elif not wanted or stage in facts.finished:
-            done.add(stage)
-    return found
+def _survey(state: ReplayState) -> _Survey:
+    survey, done = _Survey(), set[str]()
+    for name in reversed(state.route.stages):
+        stage = state.stages[name]
+        downstream = set(state.route.targets[name]) - {CLIENT} - done
+        needed = stage.output_open or any(name not in state.stages[each].inputs_complete for each in downstream)
+        if needed:
+            survey.needed.add(name)
+        if needed and not stage.held:
+            survey.restarts.add(name)
+            consumed = any(each in survey.in_use or state.stages[each].held for each in downstream)
+            if stage.output is ClientOutput.SOME or consumed:
+                survey.in_use.add(name)
+        elif not needed or stage.phase is Phase.FINISHED:
+            done.add(name)
+    return survey

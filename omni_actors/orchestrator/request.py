@@ -1,4 +1,4 @@
-"""A request's record."""
+"""The orchestrator's record of one request."""
 
 from __future__ import annotations
 
@@ -17,108 +17,120 @@ from omni_actors.errors import InvalidRequest, RequestError, StageCrashed
 from omni_actors.orchestrator.fingerprint import fingerprint
 from omni_actors.orchestrator.lifecycle import Lifecycle
 from omni_actors.orchestrator.pieces import Input, Piece
+from omni_actors.orchestrator.replay_state import ReplayState
 from omni_actors.orchestrator.routes import Route
 from omni_actors.orchestrator.unread import Account
 from omni_actors.protocol.chunks import ChunkSequence
 from omni_actors.protocol.messages import Address, StageStats
 
 OnFailure: TypeAlias = Literal["replay", "fail"]
-"""What is to happen to a request when a worker that it needs dies."""
+"""Whether a request is replayed or ends when a worker that it needs dies."""
 
 
 @dataclass(eq=False)
 class Request:
-    """The orchestrator's record of a request. ``number`` and ``placement`` are given at dispatch."""
+    """The orchestrator's record of one request."""
 
     name: str
     route: Route
     inputs: Mapping[str, Sequence[Input]]
-    """Kept until the end where the request may be replayed."""
+    """Pieces by kind. A request that may be replayed keeps them until it ends."""
     params: Mapping[str, msgspec.Raw]
     """The parameters for each stage, encoded with msgpack."""
     deadline_s: float
     submitted: float
     """CLOCK_MONOTONIC, comparable with the times in ``stats``."""
     on_failure: OnFailure = "replay"
-    first_arrived: dict[str, float] = field(default_factory=dict)
-    """When the first output of each stage reached the client's side."""
+    expires: float = math.inf
+    """The deadline, on trio's clock."""
     number: int | None = None
-    finished: float | None = None
+    """Given at dispatch; larger than all numbers before."""
     lifecycle: Lifecycle = field(default_factory=Lifecycle)
     error: RequestError | None = None
-    pieces: collections.deque[Piece] = field(default_factory=collections.deque)
-    account: Account = field(default_factory=Account)
-    """What its client does not have yet."""
-    output_wakeup: trio.lowlevel.ParkingLot = field(default_factory=trio.lowlevel.ParkingLot)
-    work: trio.CancelScope = field(default_factory=trio.CancelScope)
-    """Until its client has everything; see ``expires``, and ``Readers`` for connections."""
-    feeding: trio.CancelScope = field(default_factory=trio.CancelScope)
-    """Around moving its input in: cancelled when its stages have ended it."""
-    expires: float = math.inf
-    """When its time is up, by trio's clock."""
-    delivery: trio.CancelScope | None = None
-    """Around a send that its reader waits for."""
-    paused_stages: set[str] = field(default_factory=set)
-    """Stages whose worker was told to pause it, and not to go on."""
-    stats: dict[str, StageStats] = field(default_factory=dict)
-    """Of the stages that have finished it."""
-    sent_bytes: dict[str, int] = field(default_factory=dict)
-    """What the client's side put into the ring of each replica it feeds."""
-    open_outputs: dict[str, ChunkSequence] = field(default_factory=dict)
-    """The stages whose last output for the client has not come yet."""
+    lifetime: trio.CancelScope = field(default_factory=trio.CancelScope)
+    """Around the request's own task. Its deadline is ``expires`` or, if earlier, the connection's (see ``Readers``)."""
 
-    # where it is, and what was lost
+    # Input
 
-    placement: dict[str, Address] = field(default_factory=dict)
-    """Which worker holds it, by stage: those that live."""
     pending_inputs: collections.deque[str] = field(default_factory=collections.deque)
-    """Stages whose part of the input is to be sent, from its first piece on."""
+    """The stages whose part of the input is still to be sent, from its first piece on."""
     input_wakeup: trio.lowlevel.ParkingLot = field(default_factory=trio.lowlevel.ParkingLot)
-    """Woken when there are such."""
-    stages_to_restart: tuple[str, ...] = ()
-    """Stages that have to start again and wait for replicas that are ready."""
-    starting: set[str] = field(default_factory=set)
-    """Stages that were told to start again and have not said so yet: nothing is sent to them."""
-    repeated: set[str] = field(default_factory=set)
-    """Of those in ``placement``, the ones that started again."""
-    fed: set[tuple[str, str]] = field(default_factory=set)
-    """(stage, source): the stage's worker lives and has all that the other one gives."""
-    let_go: dict[str, str] = field(default_factory=dict)
-    """Stages that can no longer send their outputs again, and why."""
-    broken: dict[str, str] = field(default_factory=dict)
-    """Of those in ``placement``, the ones that could not do their part in a replay, and why."""
+    """Woken when a stage is added to ``pending_inputs``."""
+    input_scope: trio.CancelScope = field(default_factory=trio.CancelScope)
+    """Around sending the input; cancelled when the request ends."""
+
+    # Output
+
+    chunk_sequences: dict[str, ChunkSequence] = field(default_factory=dict)
+    """For each stage whose output the client gets, the filter of chunks that were received before."""
+    pieces: collections.deque[Piece] = field(default_factory=collections.deque)
+    """Received and not read yet."""
+    output_wakeup: trio.lowlevel.ParkingLot = field(default_factory=trio.lowlevel.ParkingLot)
+    """Woken when a piece arrives, and when the request ends."""
+    account: Account = field(default_factory=Account)
+    """The bytes that the client does not have yet."""
+    delivery: trio.CancelScope | None = None
+    """Around a reader's wait for its connection."""
+    paused_stages: set[str] = field(default_factory=set)
+    """Stages whose worker was sent ``Pause`` and no ``Resume`` since."""
+
+    # Statistics
+
+    stats: dict[str, StageStats] = field(default_factory=dict)
+    """Statistics of the stages that have finished."""
+    first_arrived: dict[str, float] = field(default_factory=dict)
+    """When the first output of each stage arrived; CLOCK_MONOTONIC."""
+    sent_bytes: dict[str, int] = field(default_factory=dict)
+    """Input bytes that the parent sent to each replica."""
+    finished: float | None = None
+    """When the request ended; CLOCK_MONOTONIC."""
     replays: int = 0
+
+    # Deaths
+
+    replay_state: ReplayState = field(init=False)
+    """What each stage has done for the request."""
     crash: StageCrashed | None = None
-    """The latest death of a worker that held it."""
-
-    # whether it ends its workers (see ``trials``)
-
+    """The latest death of a worker that held the request."""
     charged: bool = False
-    """Whether the death that it is to be replayed for uses up one of its replays."""
+    """Whether the replay after the latest death counts against ``limits.replays`` (see ``trials``)."""
     charged_replays: int = 0
     suspected: int = 0
-    """Deaths that it may have caused."""
+    """The number of deaths that the request may have caused."""
+
+    def __post_init__(self) -> None:
+        self.replay_state = ReplayState(self.route)
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """See ``fingerprint``. A request whose input is gone, or cannot be encoded, is equal to no other."""
+        """See ``fingerprint``. A request without input, or whose input cannot be encoded, equals no other."""
         with suppress(InvalidRequest):
             if self.inputs:
                 return fingerprint(self.route, self.inputs, self.params)
         return self.name
 
-    def feed(self, *stages: str) -> None:
+    @property
+    def placement(self) -> dict[str, Address]:
+        """The replica that holds the request, for each stage that a living worker holds."""
+        return self.replay_state.placement
+
+    @property
+    def waiting_stages(self) -> tuple[str, ...]:
+        """The stages that wait for a ready replica."""
+        return self.replay_state.waiting
+
+    def send_inputs(self, *stages: str) -> None:
+        """Let the request's task send these stages their part of the input, from its first piece on."""
         self.pending_inputs.extend(stages)
         self.input_wakeup.unpark_all()
 
     @property
     def over(self) -> bool:
-        """Whether its stages have ended it, and its client has everything or was cut off."""
+        """Whether the request has ended and its client has everything, or was cut off."""
         return self.lifecycle.ended and not self.account.charged
 
     @property
     def readable(self) -> bool:
-        """Whether a piece can be read now. The final one waits for the stages to finish: statistics are whole then."""
-        if self.open_outputs or len(self.pieces) > 1:
-            return bool(self.pieces)
-        return bool(self.pieces) and self.lifecycle.ended
+        """Whether a piece can be read now. The final piece waits for the end, when the statistics are complete."""
+        more_follows = len(self.pieces) > 1 or self.replay_state.open_outputs
+        return bool(self.pieces) and bool(more_follows or self.lifecycle.ended)

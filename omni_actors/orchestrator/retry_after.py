@@ -1,4 +1,4 @@
-"""How fast places become free: what a client who is refused is told to wait."""
+"""Estimates when a place becomes free: the ``Retry-After`` of a refused request."""
 
 from __future__ import annotations
 
@@ -6,22 +6,26 @@ import collections
 
 SHORTEST_S, LONGEST_S = 1.0, 60.0
 RECENT = 32
-"""Requests whose time tells how long one takes."""
+"""How many of the latest requests the mean duration is taken of."""
 
 
 class RetryAfterEstimator:
-    """Knows how long the latest requests took."""
+    """Estimates the time until a place is free from how long the latest requests took."""
 
     def __init__(self) -> None:
-        self._took_s = collections.deque[float](maxlen=RECENT)
+        self._durations_s = collections.deque[float](maxlen=RECENT)
 
-    def note(self, took_s: float) -> None:
-        self._took_s.append(took_s)
+    def add(self, duration_s: float) -> None:
+        """Record the duration of a request that has ended."""
+        self._durations_s.append(duration_s)
 
     def retry_after_s(self, in_flight: int, oldest_s: float) -> float:
-        """Of n requests in flight that take T seconds each, one ends every T / n (Little's law).
+        """Return the seconds until a place is expected to be free, from 1 to 60.
 
-        oldest_s: how long one of them has taken already; when nothing ends, that is what shows it.
+        By Little's law, of n requests in flight that take T seconds each, one ends every T / n seconds.
+
+        in_flight: the number of requests in flight.
+        oldest_s: the age of the oldest of them: T is at least that, also if no request has ended for a while.
         """
-        mean_s = sum(self._took_s) / len(self._took_s) if self._took_s else 0.0
+        mean_s = sum(self._durations_s) / len(self._durations_s) if self._durations_s else 0.0
         return min(max(SHORTEST_S, max(mean_s, oldest_s) / max(1, in_flight)), LONGEST_S)

@@ -8,7 +8,6 @@ Rules
 
 from __future__ import annotations
 
-import collections
 from collections.abc import Mapping
 from typing import Protocol
 
@@ -126,7 +125,7 @@ class Suspects:
         failed = next((each for each in held if each.number == failed_request), None)
         counts = self._trials.worker_died(address, held, failed, trio.current_time())
         for request in self._requests.running():
-            if not self.includes(request) and stage in _waits_for(request):
+            if not self.includes(request) and stage in request.waiting_stages:
                 self._trials.join(request)
         return counts
 
@@ -190,31 +189,16 @@ class Suspects:
     def _try(self, stage: str) -> None:
         """Begin the next trial of a stage, or what has to happen before it can begin."""
         now, serving = trio.current_time(), [each.address for each in self._placement.serving(stage)]
-        if not serving:
-            return
         running = self._requests.running()
-        loads = collections.Counter(each.placement.get(stage) for each in running if stage not in each.stats)
-        idle = [address for address in serving if not loads[address]]
-        if (group := self._trials.draining(stage)) is not None:
-            if group.address in idle:
-                self._begin(group, group.address, alone=True)
-            elif now >= group.until:
-                self._trials.end_drain(group, now)
-                self._requests.dispatch_waiting()
-            return
-        wanted = any(not self.includes(each) and stage in _waits_for(each) for each in running)
-        group = self._trials.next(stage, now, idle=bool(idle), wanted=wanted)
+        working = {each.placement.get(stage) for each in running if stage not in each.stats}
+        idle = [address for address in serving if address not in working]
+        wanted = any(not self.includes(each) and stage in each.waiting_stages for each in running)
+        group = self._trials.next(stage, now, idle=bool(idle), wanted=wanted) if serving else None
         if group is None:
-            for culprit in self._trials.hopeless(stage, now):
-                self._end_hopeless(culprit)
-        elif group.is_culprit and not idle:
-            self._trials.drain(group, min(serving, key=lambda address: loads[address]), now)
-        else:
-            self._begin(group, (idle or serving)[0], alone=bool(idle))
-
-    def _begin(self, group: Group, address: Address, *, alone: bool) -> None:
-        waiting = [each for each in group.tried if group.stage in _waits_for(each)]
-        placements = [self._placement.place(_waits_for(each), address) for each in waiting]
+            return
+        address = (idle or serving)[0]
+        waiting = [each for each in group.tried if stage in each.waiting_stages]
+        placements = [self._placement.place(each.waiting_stages, address) for each in waiting]
         if not waiting or None in placements:
             self._trials.put_back(group)
             return
@@ -222,8 +206,3 @@ class Suspects:
         for request, placement in zip(waiting, placements, strict=True):
             assert placement is not None, "all have a place"
             self._requests.dispatch(request, placement)
-
-
-def _waits_for(request: Request) -> tuple[str, ...]:
-    """The stages that a request waits to be started in."""
-    return request.stages_to_restart if request.number is not None else request.route.stages

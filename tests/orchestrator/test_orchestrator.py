@@ -319,7 +319,7 @@ async def test_input_that_cannot_travel_fails_its_own_request_only(omni: OmniSys
         Input(5),  # type: ignore[arg-type]
     ):
         fine = omni.submit({"script": [Input({"text": "x"})]}, ["audio"])
-        with pytest.raises(InvalidRequest, match="cannot be sent"):
+        with pytest.raises(InvalidRequest, match="cannot be encoded"):
             await read(omni.submit({"script": [piece]}, ["audio"]))
         assert len(await read(fine)) == 1
 

@@ -1,34 +1,34 @@
-"""The rule of settlement: every combination of facts on small routes, against the rule in other words."""
+"""The replay rule: every state of small routes, checked against the rule in other words."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Collection, Iterator, Mapping
+from copy import deepcopy
 from itertools import chain, combinations, product
 from typing import Any
 
 import pytest
 
 from omni_actors.orchestrator.replay import (
-    Facts,
     Fail,
     Replay,
     Unavailable,
     Untouched,
     Verdict,
     decide_replay,
-    idle,
-    unwanted,
+    idle_stages,
+    unneeded_stages,
 )
+from omni_actors.orchestrator.replay_state import ClientOutput, Phase, ReplayState
 from omni_actors.orchestrator.routes import Node, Route, plan
-from omni_actors.protocol.messages import CLIENT
+from omni_actors.protocol.messages import CLIENT, Address
 
 ROUTES = {
     "one": plan({"a": Node(("x",), (), "m")}, ["x"], ["m"]),
     "two": plan({"a": Node(("x",)), "b": Node((), ("a",), "m")}, ["x"], ["m"]),
-    "two, both give": plan({"a": Node(("x",), (), "l"), "b": Node((), ("a",), "m")}, ["x"], ["l", "m"]),
+    "two, both emit": plan({"a": Node(("x",), (), "l"), "b": Node((), ("a",), "m")}, ["x"], ["l", "m"]),
     "three": plan({"a": Node(("x",)), "b": Node((), ("a",)), "c": Node((), ("b",), "m")}, ["x"], ["m"]),
-    "three, the middle gives": plan(
+    "three, the middle emits": plan(
         {"a": Node(("x",)), "b": Node((), ("a",), "l"), "c": Node((), ("b",), "m")}, ["x"], ["l", "m"]
     ),
     "fork": plan({"a": Node(("x",)), "b": Node((), ("a",), "l"), "c": Node((), ("a",), "m")}, ["x"], ["l", "m"]),
@@ -39,195 +39,225 @@ ROUTES = {
 }
 
 
-def subsets(of: Any) -> list[frozenset[Any]]:
-    items = sorted(of)
-    return [frozenset(some) for some in chain(*(combinations(items, n) for n in range(len(items) + 1)))]
+def subsets(items: Collection[Any]) -> list[frozenset[Any]]:
+    ordered = sorted(items)
+    return [frozenset(some) for some in chain(*(combinations(ordered, n) for n in range(len(ordered) + 1)))]
 
 
-def facts_of(route: Route, **known: Any) -> Facts:
-    """Of a request that may be replayed, and nothing speaks against it."""
-    everything: dict[str, Any] = {
-        "held": set(route.stages),
-        "finished": set(),
-        "repeated": set(),
-        "fed": set(),
-        "open": {stage for stage in route.stages if CLIENT in route.targets[stage]},
-        "seen": set(),
-        "deterministic": set(route.stages),
-        "let_go": {},
-        "broken": {},
-        "given_up": set(),
+def upstream(route: Route, stage: str) -> set[str]:
+    return set(route.sources[stage]) - {CLIENT}
+
+
+def downstream(route: Route, stage: str) -> set[str]:
+    return set(route.targets[stage]) - {CLIENT}
+
+
+def state_of(
+    route: Route,
+    phases: Mapping[str, Phase],
+    *,
+    complete: Collection[tuple[str, str]] = (),
+    output: Mapping[str, ClientOutput] | None = None,
+    evicted: Collection[str] = (),
+    failed: Collection[str] = (),
+) -> ReplayState:
+    """Make a state. phases: of the stages that are not running. complete: (stage, source) pairs of complete inputs."""
+    state = ReplayState(route)
+    for name, stage in state.stages.items():
+        stage.phase = phases.get(name, Phase.RUNNING)
+        stage.output = (output or {}).get(name, stage.output)
+        if stage.held:
+            stage.address = Address(name, 0)
+            stage.inputs_complete = frozenset(source for other, source in complete if other == name)
+            stage.evicted = "too large" if name in evicted or name in failed else None
+            stage.replay_failure = "too large" if name in failed else None
+    return state
+
+
+def decide(state: ReplayState, **terms: Any) -> Verdict:
+    """Ask the rule about a request that may be replayed, except for ``terms``."""
+    replayable: dict[str, Any] = {
         "on_failure": "replay",
+        "deterministic": set(state.stages),
+        "failed": set(),
+        "charged": True,
         "replays": 0,
         "limit": 2,
     }
-    return Facts(route, **(everything | known))
+    return decide_replay(state, **(replayable | terms))
 
 
-def situations(route: Route) -> Iterator[Facts]:
-    """Every set of living, finished, fed and open stages."""
-    emitters = {stage for stage in route.stages if CLIENT in route.targets[stage]}
-    edges = {(stage, source) for stage in route.stages for source in route.sources[stage] if source != CLIENT}
-    for held, finished, still_open in product(subsets(route.stages), subsets(route.stages), subsets(emitters)):
-        for fed in subsets(edge for edge in edges if edge[0] in held):
-            yield facts_of(route, held=held, finished=finished, fed=fed, open=still_open)
+def states(route: Route) -> Iterator[ReplayState]:
+    """Every combination of running, finished and lost stages, complete inputs, and outputs that the client has."""
+    emitters = [stage for stage in route.stages if CLIENT in route.targets[stage]]
+    edges = {(stage, source) for stage in route.stages for source in upstream(route, stage)}
+    phases = product((Phase.RUNNING, Phase.FINISHED, Phase.LOST), repeat=len(route.stages))
+    outputs = product((ClientOutput.NONE, ClientOutput.ALL), repeat=len(emitters))
+    for chosen, output in product(phases, outputs):
+        by_stage = dict(zip(route.stages, chosen, strict=True))
+        living = {edge for edge in edges if by_stage[edge[0]] is not Phase.LOST}
+        for complete in subsets(living):
+            yield state_of(route, by_stage, complete=complete, output=dict(zip(emitters, output, strict=True)))
 
 
-every_situation = pytest.mark.parametrize(
-    "facts", [pytest.param(list(situations(route)), id=name) for name, route in ROUTES.items()]
+every_state = pytest.mark.parametrize(
+    "all_states", [pytest.param(list(states(route)), id=name) for name, route in ROUTES.items()]
 )
-"""A test of all situations on one route."""
+"""A test of all states of one route."""
 
 
-def wanted(facts: Facts, stage: str) -> bool:
-    """Whether somebody waits for more of its output: the client, or a stage that has to give more itself."""
-    below = set(facts.route.targets[stage]) - {CLIENT}
-    return stage in facts.open or any(gives_more(facts, name) and (name, stage) not in facts.fed for name in below)
+def is_needed(state: ReplayState, stage: str) -> bool:
+    """Whether more output of a stage is needed: by the client, or by a stage that has to send more itself."""
+    return state.stages[stage].output_open or any(
+        sends_more(state, name) and stage not in state.stages[name].inputs_complete
+        for name in downstream(state.route, stage)
+    )
 
 
-def gives_more(facts: Facts, stage: str) -> bool:
-    return wanted(facts, stage) and not (stage in facts.held and stage in facts.finished)
+def sends_more(state: ReplayState, stage: str) -> bool:
+    return is_needed(state, stage) and state.stages[stage].phase is not Phase.FINISHED
 
 
-def needed(facts: Facts) -> set[str]:
-    """The dead stages that have to run again."""
-    return {stage for stage in facts.route.stages if stage not in facts.held and wanted(facts, stage)}
+def unfinished(state: ReplayState) -> set[str]:
+    return {name for name, stage in state.stages.items() if stage.held and stage.phase is not Phase.FINISHED}
 
 
-def again(verdict: Verdict) -> set[str]:
+def living(state: ReplayState) -> set[str]:
+    return {name for name, stage in state.stages.items() if stage.held}
+
+
+def restarts(verdict: Verdict) -> set[str]:
     assert isinstance(verdict, Replay | Untouched)
     return set(verdict.stages) if isinstance(verdict, Replay) else set()
 
 
-@every_situation
-def test_what_starts_again_is_what_somebody_waits_for_and_no_more(facts: list[Facts]) -> None:
-    for each in facts:
-        assert again(decide_replay(each)) == needed(each), each
+@every_state
+def test_the_dead_stages_that_are_needed_start_again_and_no_others(all_states: list[ReplayState]) -> None:
+    for state in all_states:
+        dead = state.stages.keys() - living(state)
+        assert restarts(decide(state)) == {stage for stage in dead if is_needed(state, stage)}, state.stages
 
 
-@every_situation
-def test_a_replay_is_whole_in_order_and_asked_for_once(facts: list[Facts]) -> None:
-    """Everyone who feeds a stage that starts again lives or starts too; with that done nothing more is missing."""
-    for each in facts:
-        verdict = decide_replay(each)
+@every_state
+def test_one_replay_restarts_all_that_it_needs_in_topological_order(all_states: list[ReplayState]) -> None:
+    """Every source of a restarted stage lives or restarts too, and after the restart nothing is missing."""
+    for state in all_states:
+        verdict = decide(state)
         if isinstance(verdict, Replay):
-            assert list(verdict.stages) == [s for s in each.route.stages if s in verdict.stages], "upstream first"
+            assert list(verdict.stages) == [stage for stage in state.route.stages if stage in verdict.stages]
             for stage in verdict.stages:
-                assert set(each.route.sources[stage]) - {CLIENT} <= {*each.held, *verdict.stages}
-            started = replace(
-                each, held={*each.held, *verdict.stages}, finished=set(each.finished) - set(verdict.stages)
-            )  # ``fed`` is of stages that lived before
-            assert decide_replay(started) == Untouched()
+                assert upstream(state.route, stage) <= {*living(state), *verdict.stages}
+            restarted = deepcopy(state)
+            restarted.wait_for(verdict.stages)
+            restarted.restarted({stage: Address(stage, 1) for stage in verdict.stages})
+            assert decide(restarted) == Untouched()
 
 
-@every_situation
-def test_who_is_waited_for_gets_all_that_it_waits_for(facts: list[Facts]) -> None:
+@every_state
+def test_a_stage_that_the_request_waits_for_gets_all_its_input(all_states: list[ReplayState]) -> None:
     """Otherwise the request would wait until its deadline."""
-    for each in facts:
-        verdict = decide_replay(each)
-        feeding = {*each.held, *again(verdict)} - idle(each)
-        waited_for = {stage for stage in set(each.held) - set(each.finished) if stage not in idle(each)}
-        for stage in waited_for | again(verdict):
-            for source in set(each.route.sources[stage]) - {CLIENT}:
-                assert source in feeding or (stage, source) in each.fed, (each, stage)
+    for state in all_states:
+        idle, again = idle_stages(state), restarts(decide(state))
+        sending = (living(state) | again) - idle
+        for stage in (unfinished(state) - idle) | again:
+            for source in upstream(state.route, stage) - state.stages[stage].inputs_complete:
+                assert source in sending, (state.stages, stage)
 
 
-@every_situation
-def test_whose_work_nobody_wants_is_not_waited_for_once_it_starts_again(facts: list[Facts]) -> None:
-    for each in facts:
-        useless = {stage for stage in set(each.held) - set(each.finished) if not wanted(each, stage)}
-        assert unwanted(each) == {stage for stage in each.route.stages if not wanted(each, stage)}
-        assert idle(replace(each, repeated=each.held)) == useless
-        assert idle(each) <= useless
+@every_state
+def test_a_restarted_stage_that_is_not_needed_is_idle(all_states: list[ReplayState]) -> None:
+    for state in all_states:
+        unneeded = {stage for stage in state.route.stages if not is_needed(state, stage)}
+        assert unneeded_stages(state) == unneeded
+        assert idle_stages(state) <= unneeded & unfinished(state)
+        all_restarted = deepcopy(state)
+        for stage in unfinished(state):
+            all_restarted.stages[stage].phase = Phase.RERUNNING
+        assert idle_stages(all_restarted) == unneeded & unfinished(state)
 
 
-@every_situation
-def test_who_needs_nothing_waits_for_nothing(facts: list[Facts]) -> None:
-    """The shell's condition for completion: nothing is open, and who still holds it has finished."""
-    for each in facts:
-        if not each.open and set(each.held) <= set(each.finished):
-            assert decide_replay(each) == Untouched()
-        if set(each.held) == set(each.route.stages):
-            assert decide_replay(each) == Untouched()
+@every_state
+def test_a_complete_request_needs_no_replay(all_states: list[ReplayState]) -> None:
+    for state in all_states:
+        if state.is_complete() or living(state) == set(state.route.stages):
+            assert decide(state) == Untouched()
 
 
-@every_situation
-def test_whatever_forbids_a_replay_touches_no_request_that_needs_none(facts: list[Facts]) -> None:
-    for each in facts:
-        all_bad = replace(
-            each,
-            seen=set(each.route.stages),
-            deterministic=set(),
-            let_go=dict.fromkeys(each.route.stages, "why"),
-            given_up=set(each.route.stages),
-            replays=2,
-        )
-        for bad in (all_bad, replace(all_bad, on_failure="fail")):
-            assert (decide_replay(bad) == Untouched()) == (decide_replay(each) == Untouched())
+@every_state
+def test_an_obstacle_to_replays_ends_only_requests_that_need_one(all_states: list[ReplayState]) -> None:
+    for state in all_states:
+        obstructed = deepcopy(state)
+        for stage in obstructed.stages.values():
+            stage.evicted = "too large" if stage.held else None
+            stage.output = ClientOutput.SOME if stage.output is ClientOutput.NONE else stage.output
+        obstacles = {"deterministic": set(), "failed": set(state.stages), "replays": 2}
+        for on_failure in ("replay", "fail"):
+            verdict = decide(obstructed, on_failure=on_failure, **obstacles)
+            assert (verdict == Untouched()) == (decide(state) == Untouched())
 
 
-THREE = ROUTES["three, the middle gives"]
-LOST_B = {"held": {"a", "c"}}
+THREE = ROUTES["three, the middle emits"]
+LOST_B = {"b": Phase.LOST}
 
 
 @pytest.mark.parametrize(
-    ("known", "verdict"),
+    ("evicted", "terms", "verdict"),
     [
-        ({}, Replay(("b",))),
-        ({"on_failure": "fail", "given_up": {"b"}, "replays": 2}, Fail(None)),
-        ({"given_up": {"b"}, "replays": 2}, Unavailable("b")),
-        ({"given_up": {"c"}}, Replay(("b",))),
-        ({"replays": 1}, Replay(("b",))),
-        ({"replays": 2, "deterministic": set()}, Fail("it was replayed 2 times already (limits.replays)")),
-        ({"let_go": {"a": "too much"}}, Fail("stage 'a': too much")),
-        ({"let_go": {"c": "too much"}}, Replay(("b",))),
+        ("", {}, Replay(("b",))),
+        ("", {"on_failure": "fail", "failed": {"b"}, "replays": 2}, Fail(None)),
+        ("", {"failed": {"b"}, "replays": 2}, Unavailable("b")),
+        ("", {"failed": {"c"}}, Replay(("b",))),
+        ("", {"replays": 1}, Replay(("b",))),
+        ("", {"replays": 2, "charged": False}, Replay(("b",))),
+        ("", {"replays": 2, "deterministic": set()}, Fail("it was replayed 2 times already (limits.replays)")),
+        ("a", {}, Fail("stage 'a': too large")),
+        ("c", {}, Replay(("b",))),
     ],
 )
-def test_what_forbids_a_replay_in_order(known: dict[str, Any], verdict: Verdict) -> None:
-    assert decide_replay(facts_of(THREE, **LOST_B, **known)) == verdict
+def test_the_obstacles_to_a_replay_in_order(evicted: str, terms: dict[str, Any], verdict: Verdict) -> None:
+    assert decide(state_of(THREE, LOST_B, evicted=evicted), **terms) == verdict
 
 
-UNREPEATABLE = "would not give the same output again, and some of it is in use"
+LOST, FINISHED = Phase.LOST, Phase.FINISHED
+NONE, SOME, ALL = ClientOutput.NONE, ClientOutput.SOME, ClientOutput.ALL
+IN_USE = Fail("stage 'b' is not deterministic, and its earlier output is in use")
 
 
 @pytest.mark.parametrize(
-    ("known", "verdict"),
+    ("phases", "output", "verdict"),
     [
-        pytest.param({"held": {"a", "c"}}, Fail(f"stage 'b' {UNREPEATABLE}"), id="a living stage may have some"),
-        pytest.param({"held": {"a"}}, Replay(("b", "c")), id="nobody who lives has any"),
-        pytest.param({"held": {"a"}, "seen": {"b"}}, Fail(f"stage 'b' {UNREPEATABLE}"), id="the client has some"),
-        pytest.param({"held": {"a"}, "seen": {"c"}}, Fail(f"stage 'b' {UNREPEATABLE}"), id="what was made of it"),
-        pytest.param({"held": {"a", "c"}, "finished": {"c"}, "open": {"b"}}, Replay(("b",)), id="who has some is done"),
-        pytest.param({"held": {"a", "b"}, "seen": {"b", "c"}}, Replay(("c",)), id="it lives and is asked again"),
-        pytest.param(
-            {"held": {"a"}, "seen": {"b"}, "open": {"c"}}, Replay(("b", "c")), id="what the client has it has whole"
-        ),
+        pytest.param({"b": LOST}, {}, IN_USE, id="a living stage may have some"),
+        pytest.param({"b": LOST, "c": LOST}, {}, Replay(("b", "c")), id="no living stage has any"),
+        pytest.param({"b": LOST, "c": LOST}, {"b": SOME}, IN_USE, id="the client has some"),
+        pytest.param({"b": LOST, "c": LOST}, {"c": SOME}, IN_USE, id="the client has what was computed from it"),
+        pytest.param({"b": LOST, "c": FINISHED}, {"c": ALL}, Replay(("b",)), id="the stage that has some is done"),
+        pytest.param({"c": LOST}, {"b": SOME, "c": SOME}, Replay(("c",)), id="it lives and sends again"),
+        pytest.param({"b": LOST, "c": LOST}, {"b": ALL}, Replay(("b", "c")), id="the client has all of it"),
     ],
 )
-def test_a_stage_that_is_not_repeatable_starts_again_where_nothing_hangs_on_what_it_gave(
-    known: dict[str, Any], verdict: Verdict
+def test_a_stage_that_is_not_deterministic_restarts_if_its_output_is_not_in_use(
+    phases: dict[str, Phase], output: dict[str, ClientOutput], verdict: Verdict
 ) -> None:
-    """The middle one of three."""
-    assert decide_replay(facts_of(THREE, deterministic={"a", "c"}, **known)) == verdict
+    """The middle one of three stages is not deterministic."""
+    assert decide(state_of(THREE, phases, output=output), deterministic={"a", "c"}) == verdict
 
 
-def test_a_part_that_could_not_be_done_is_fatal_where_it_is_wanted() -> None:
-    """Also where it was not wanted when it was asked: a cannot feed b again, whose output c has, until c dies."""
-    route = ROUTES["three"]
-    fed = {"repeated": {"b"}, "broken": {"a": "too much"}}
-    assert decide_replay(facts_of(route, **fed, fed={("c", "b")})) == Untouched()
-    assert decide_replay(facts_of(route, **fed, held={"a", "b"})) == Fail("stage 'a': too much")
-    assert decide_replay(facts_of(route, **fed)) == Fail("stage 'a': too much")
+def test_a_failed_part_of_a_replay_ends_the_request_if_the_part_is_needed() -> None:
+    """Also if it was not needed when it failed: a cannot send to b again, whose output c has, until c dies."""
+    route, complete = ROUTES["three"], {("c", "b")}
+    b_again = {"b": Phase.RERUNNING}
+    assert decide(state_of(route, b_again, complete=complete, failed="a")) == Untouched()
+    assert decide(state_of(route, {**b_again, "c": LOST}, failed="a")) == Fail("stage 'a': too large")
+    assert decide(state_of(route, b_again, failed="a")) == Fail("stage 'a': too large")
 
 
-def test_a_stage_that_has_all_of_its_input_loses_nothing_with_who_gave_it() -> None:
-    """The text is complete, its speech goes on: the death of the one who wrote it is no matter. Not so if both die."""
-    fed = {"held": {"b"}, "fed": {("b", "a")}}
-    assert decide_replay(facts_of(ROUTES["two"], **fed, on_failure="fail")) == Untouched()
-    assert decide_replay(facts_of(ROUTES["two"], held=set())) == Replay(("a", "b"))
+def test_the_death_of_a_stage_whose_output_was_received_whole_costs_nothing() -> None:
+    """The text is complete and its speech goes on: the thinker's death is harmless, unless the talker dies too."""
+    route = ROUTES["two"]
+    assert decide(state_of(route, {"a": LOST}, complete={("b", "a")}), on_failure="fail") == Untouched()
+    assert decide(state_of(route, {"a": LOST, "b": LOST})) == Replay(("a", "b"))
 
 
-def test_a_stage_that_started_again_still_wants_what_feeds_it_though_the_client_has_all_of_its_output() -> None:
-    """The client has the last of b's output; b runs again for c, and then a, which feeds it, dies."""
-    facts = facts_of(ROUTES["three, the middle gives"], held={"b", "c"}, finished={"a"}, open={"c"})
-    assert decide_replay(facts) == Replay(("a",))
+def test_a_restarted_stage_needs_its_source_though_the_client_has_all_of_its_output() -> None:
+    """The client has all of b's output; b runs again for c, and then a, which feeds it, dies."""
+    assert decide(state_of(THREE, {"a": LOST, "b": Phase.RERUNNING}, output={"b": ALL})) == Replay(("a",))

@@ -16,8 +16,7 @@ from omni_actors.orchestrator.readers import Readers
 from omni_actors.orchestrator.request import Request
 from omni_actors.orchestrator.routes import Route
 from omni_actors.orchestrator.stream import OutputStream
-from omni_actors.protocol.chunks import ChunkSequence
-from omni_actors.protocol.messages import Address
+from omni_actors.protocol.messages import CLIENT, Address
 from omni_actors.supervisor.replica import Replica
 
 
@@ -25,8 +24,7 @@ class Client:
     """A request at one stage, and what the orchestrator would do to it."""
 
     def __init__(self) -> None:
-        self.request = Request("r", Route(("s",), {}, {}, {}), {}, {}, 1.0, 0.0)
-        self.request.open_outputs["s"] = ChunkSequence(1, "s")
+        self.request = Request("r", Route(("s",), {}, {"s": (CLIENT,)}, {}), {}, {}, deadline_s=1.0, submitted=0.0)
         self.request.lifecycle.advance(Event.DISPATCH)
         self.aborted: list[Request] = []
         self.ended: list[Request] = []
@@ -37,11 +35,9 @@ class Client:
 
     def arrive(self, *, last: bool = False) -> None:
         self.request.lifecycle.advance(Event.OUTPUT)
+        self.request.replay_state.output_arrived("s", last=last)
         self.readers.arrive(self.request, Piece("s", {"seq": self._seq}, {}, last, 0.0, 10))
         self._seq += 1
-        if last:
-            del self.request.open_outputs["s"]
-            self.request.output_wakeup.unpark_all()
 
     def end(self, event: Event, error: RequestError | None = None) -> None:
         self.request.lifecycle.advance(event)

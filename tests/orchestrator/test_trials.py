@@ -15,11 +15,11 @@ from omni_actors.orchestrator.pieces import Input
 from omni_actors.orchestrator.request import Request
 from omni_actors.orchestrator.routes import Route
 from omni_actors.orchestrator.trials import CULPRIT_PATIENCE_S, PROBATION_S, QUIET_S, Trials, died_by_itself
-from omni_actors.protocol.messages import Address
+from omni_actors.protocol.messages import CLIENT, Address
 
 STAGE = "s"
 WORKER = Address(STAGE, 0)
-ROUTE = Route((STAGE,), {}, {}, {})
+ROUTE = Route((STAGE,), {}, {STAGE: (CLIENT,)}, {})
 
 
 def request(number: int, text: str | None = None) -> Request:

@@ -20,9 +20,9 @@ import trio
 from click.testing import CliRunner
 
 from omni_actors.cli import main
-from omni_actors.orchestrator import orchestrator
+from omni_actors.orchestrator import recovery
 from omni_actors.orchestrator.orchestrator import Orchestrator
-from omni_actors.orchestrator.replay import Facts, Untouched
+from omni_actors.orchestrator.replay import Untouched
 from omni_actors.orchestrator.stream import OutputStream
 from omni_actors.protocol import chunks
 from omni_actors.protocol.messages import Abort, Address, ControlMessage, Resume
@@ -121,11 +121,8 @@ def test_a_chunk_that_is_taken_twice_is_found(monkeypatch: pytest.MonkeyPatch) -
     assert "duplicated" in kinds(first_violated())
 
 
-def test_a_settlement_that_sees_no_loss_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    def blind(facts: Facts) -> Untouched:
-        return Untouched()
-
-    monkeypatch.setattr(orchestrator, "decide_replay", blind)
+def test_a_rule_that_replays_nothing_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recovery, "decide_replay", lambda state, **terms: Untouched())
     assert "hung" in kinds(first_violated())
 
 

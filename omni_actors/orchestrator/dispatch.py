@@ -1,0 +1,149 @@
+"""Places requests on replicas and starts them there, at first and for a replay.
+
+Rules
+1. A request is numbered at dispatch, so that request numbers reach every worker in increasing order.
+2. ``Start`` is posted to every stage of a route, the last stage first, before any input is sent.
+3. A stage that starts again receives nothing until it has confirmed with ``Started``; then its sources send from their
+   first chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from omni_actors.config import Limits
+from omni_actors.orchestrator.lifecycle import Event
+from omni_actors.orchestrator.placement import Placement
+from omni_actors.orchestrator.readers import Readers
+from omni_actors.orchestrator.replay_state import Phase
+from omni_actors.orchestrator.request import Request
+from omni_actors.orchestrator.suspects import Suspects
+from omni_actors.protocol.chunks import ChunkSequence
+from omni_actors.protocol.messages import CLIENT, CLIENT_ADDRESS, Abort, Address, Resend, Start
+
+
+class Dispatcher:
+    """The requests of a pipeline that have not ended: those that were dispatched, and those that were not yet."""
+
+    def __init__(self, *, limits: Limits, placement: Placement, readers: Readers, suspects: Suspects) -> None:
+        self._limits, self._placement = limits, placement
+        self._readers, self._suspects = readers, suspects
+        self.queued: list[Request] = []
+        """Requests that were never dispatched, in the order of their admission."""
+        self.dispatched: dict[int, Request] = {}
+        """By number."""
+        self.newest = 0
+        """The highest request number given out so far."""
+
+    def requests(self) -> list[Request]:
+        """Return the requests that have not ended."""
+        return [*self.queued, *self.dispatched.values()]
+
+    @property
+    def waiting(self) -> int:
+        """The number of requests that wait for a ready replica, to be dispatched or replayed."""
+        return len(self.queued) + sum(bool(request.waiting_stages) for request in self.dispatched.values())
+
+    def load(self, address: Address) -> int:
+        """Return the number of requests placed on a replica."""
+        return sum(request.replay_state.is_held_by(address) for request in self.dispatched.values())
+
+    def held_by(self, address: Address, number: int) -> Request | None:
+        """Return the request of this number, if it has not ended and the replica holds it."""
+        request = self.dispatched.get(number)
+        return request if request is not None and request.replay_state.is_held_by(address) else None
+
+    def dispatch_waiting(self) -> None:
+        """Dispatch each waiting request whose stages have ready replicas, replays first. Suspects wait for a trial."""
+        for request in [*self.dispatched.values(), *self.queued]:
+            self.try_dispatch(request)
+
+    def try_dispatch(self, request: Request) -> None:
+        """Dispatch a request if it waits, is no suspect, and all stages that it waits for have ready replicas."""
+        stages = request.waiting_stages
+        if stages and not self._suspects.includes(request) and (placement := self._placement.place(stages)) is not None:
+            self.dispatch(request, placement)
+
+    def dispatch(self, request: Request, placement: Mapping[str, Address]) -> None:
+        """Start a waiting request in all its waiting stages. placement: a replica for each of these."""
+        if request.number is None:
+            self._start(request, placement)
+        else:
+            self._restart(request, placement)
+
+    def _start(self, request: Request, placement: Mapping[str, Address]) -> None:
+        self.queued.remove(request)
+        self.newest += 1
+        request.number = self.newest
+        self.dispatched[request.number] = request
+        request.lifecycle.advance(Event.DISPATCH)
+        request.replay_state.dispatched(placement)
+        for stage in reversed(request.route.stages):
+            if CLIENT in request.route.targets[stage]:
+                request.chunk_sequences[stage] = ChunkSequence(request.number, stage)
+            self._post_start(request, stage)
+        request.send_inputs(*request.route.entries)
+
+    def _restart(self, request: Request, placement: Mapping[str, Address]) -> None:
+        stages = request.waiting_stages
+        request.replays += 1
+        request.charged_replays += request.charged
+        request.charged = False
+        request.replay_state.restarted(placement)
+        for stage in reversed(stages):
+            request.stats.pop(stage, None)
+            self._post_start(request, stage)
+
+    def _post_start(self, request: Request, stage: str) -> None:
+        """Post ``Start`` to a stage. It sends to a target that restarts too only after a ``Resend``."""
+        assert request.number is not None, "it is dispatched"
+        self._suspects.used(stage, request)
+        stages = request.replay_state.stages
+        restarting = {name for name in stages if stages[name].phase is Phase.RESTARTING}
+        placed = {CLIENT: CLIENT_ADDRESS, **request.placement}
+        targets = [placed[name] for name in request.route.targets[stage] if name in placed and name not in restarting]
+        self._placement.replicas[placed[stage]].post(
+            Start(
+                request=request.number,
+                sources=request.route.sources[stage],
+                targets=tuple(targets),
+                params=request.params[stage],
+                downstream=_feeds_stages(request, stage),
+                retain_bytes=self._limits.retain_bytes if self._retains(request, stage) else 0,
+                replayed=stage in restarting,
+                worker_retain_bytes=self._limits.worker_retain_bytes,
+            )
+        )
+        self._readers.started(request, stage)
+
+    def confirm_restart(self, request: Request, address: Address) -> None:
+        """A replica has confirmed a repeated ``Start``: every living source sends it all chunks from the first one.
+
+        A source that starts again itself learns its targets from its own ``Start``.
+        """
+        request.replay_state.started(address.stage)
+        for source in request.route.sources[address.stage]:
+            if source == CLIENT:
+                request.send_inputs(address.stage)
+            elif (source_address := request.replay_state.stages[source].address) is not None:
+                assert request.number is not None, "it is dispatched"
+                self._placement.replicas[source_address].post(Resend(request.number, address))
+
+    def remove(self, request: Request) -> None:
+        """Forget a request that has ended, and abort it in every stage that still has work or chunks of it."""
+        if request.number is None:
+            self.queued.remove(request)
+            return
+        del self.dispatched[request.number]
+        for name, stage in request.replay_state.stages.items():
+            has_chunks = stage.phase is not Phase.FINISHED or self._retains(request, name)
+            if stage.address is not None and has_chunks:
+                self._placement.replicas[stage.address].post(Abort(request.number))
+
+    def _retains(self, request: Request, stage: str) -> bool:
+        """Whether a stage retains its chunks. Chunks for the client alone are never sent again."""
+        return request.on_failure == "replay" and _feeds_stages(request, stage)
+
+
+def _feeds_stages(request: Request, stage: str) -> bool:
+    return request.route.targets[stage] != (CLIENT,)

@@ -1,0 +1,125 @@
+"""Applies the replay rule: what happens to requests when workers die and when stages are given up.
+
+Rules
+1. ``replay.decide_replay`` alone decides what a death means for a request. It is asked again whenever the state of a
+   request that met a death changes.
+2. Suspects are replayed in their trial (see ``suspects``), all other requests as soon as replicas are ready.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Set
+
+from omni_actors.config import Limits
+from omni_actors.errors import RequestError, StageCrashed, StageFailed, StageUnavailable, WorkerExit
+from omni_actors.orchestrator.dispatch import Dispatcher
+from omni_actors.orchestrator.lifecycle import Event
+from omni_actors.orchestrator.placement import Placement
+from omni_actors.orchestrator.replay import Fail, Replay, Unavailable, Untouched, decide_replay, idle_stages
+from omni_actors.orchestrator.replay_state import Phase
+from omni_actors.orchestrator.request import Request
+from omni_actors.orchestrator.suspects import Suspects
+from omni_actors.protocol.messages import Address
+
+
+class Recovery:
+    """Decides about the dispatched requests of a pipeline after deaths.
+
+    deterministic_stages: the stages that give the same output chunks for the same input chunks.
+    end: ends a request with an event of its lifecycle and, unless it completes, an error.
+    """
+
+    def __init__(
+        self,
+        *,
+        limits: Limits,
+        deterministic_stages: Set[str],
+        placement: Placement,
+        dispatcher: Dispatcher,
+        suspects: Suspects,
+        end: Callable[[Request, Event, RequestError | None], None],
+    ) -> None:
+        self._limits, self._deterministic_stages, self._placement = limits, deterministic_stages, placement
+        self._dispatcher, self._suspects, self._end = dispatcher, suspects, end
+        self.failed_stages: dict[str, StageFailed] = {}
+        """Stages without a replica left, in the order in which they were given up."""
+
+    def worker_lost(self, address: Address, generation: int, exit: WorkerExit) -> None:
+        """Decide about every request that the dead worker held."""
+        self._suspects.interrupt(address)
+        for request in list(self._dispatcher.dispatched.values()):
+            if request.replay_state.is_held_by(address):
+                request.replay_state.lost(address.stage)
+                request.crash = StageCrashed(address.stage, address.replica, generation, exit)
+                self._decide(request)
+                is_done = request.replay_state.stages[address.stage].phase is Phase.LOST
+                if is_done and not request.lifecycle.ended:
+                    self._suspects.clear(request)  # the worker had finished its part
+        self._suspects.follow()
+
+    def stage_failed(self, failure: StageFailed) -> None:
+        """End the requests that need a stage without a replica left."""
+        if not self._placement.has_failed(failure.stage):
+            return
+        self.failed_stages[failure.stage] = failure
+        for request in list(self._dispatcher.queued):
+            if failure.stage in request.route.stages:
+                self._end(request, Event.FAIL, self.unavailable(failure.stage))
+        for request in list(self._dispatcher.dispatched.values()):
+            if request.waiting_stages:
+                self._decide(request)
+
+    def stage_recovered(self, stage: str) -> None:
+        """A replica of the stage is ready."""
+        self.failed_stages.pop(stage, None)
+
+    def unavailable(self, stage: str) -> StageUnavailable:
+        """Return the error of a request that needs a failed stage."""
+        return StageUnavailable(self.failed_stages[stage], self._placement.back_in_s(stage))
+
+    def progressed(self, request: Request) -> None:
+        """End a request that is complete: a stage has finished or has all its input, or an output has ended."""
+        if request.crash is not None:
+            self._decide(request)  # the stages that were lost may not be needed any more
+        elif request.replay_state.is_complete():
+            self._end(request, Event.COMPLETE, None)
+
+    def unreplayable(self, request: Request, stage: str, reason: str, *, needed: bool) -> None:
+        """A stage cannot send its outputs again. needed: a replay has just asked it to."""
+        failed = needed and request.crash is not None
+        request.replay_state.unreplayable(stage, reason, failed=failed)
+        if failed:
+            self._decide(request)
+
+    def fail(self, request: Request, reason: str | None, *, retryable: bool = True) -> None:
+        """End a request with its latest crash. reason: why it is not replayed."""
+        crash = request.crash
+        assert crash is not None, "a worker died"
+        error = StageCrashed(crash.stage, crash.replica, crash.generation, crash.exit, reason, retryable=retryable)
+        self._end(request, Event.FAIL, error)
+
+    def _decide(self, request: Request) -> None:
+        if request.lifecycle.ended:
+            return  # the verdict on another request, with the same fingerprint, ended this one
+        state = request.replay_state
+        verdict = decide_replay(
+            state,
+            on_failure=request.on_failure,
+            deterministic=self._deterministic_stages,
+            failed=self.failed_stages.keys(),
+            charged=request.charged,
+            replays=request.charged_replays,
+            limit=self._limits.replays,
+        )
+        state.wait_for(verdict.stages if isinstance(verdict, Replay) else ())
+        match verdict:
+            case Untouched():
+                if state.is_complete(waived=idle_stages(state)):
+                    self._end(request, Event.COMPLETE, None)
+            case Replay():
+                self._dispatcher.try_dispatch(request)
+            case Fail(reason, used_up):
+                is_convicted = request.charged and self._suspects.convict(request)
+                self.fail(request, reason, retryable=not (used_up or is_convicted))
+            case Unavailable(stage):
+                self._end(request, Event.FAIL, self.unavailable(stage))

@@ -1,0 +1,226 @@
+"""What each stage of a route has done for one request, through deaths and replays, as a table.
+
+Rule 1: every transition is in ``TRANSITIONS`` and ``OUTPUT_TRANSITIONS``; no other file assigns a phase.
+Rule 2: no I/O, clock or trio here. ``replay`` reads this state to decide what a death means for the request.
+Rule 3: an event that a phase does not accept raises IllegalTransition and leaves the whole state as it was.
+
+    QUEUED ──dispatch──► RUNNING ──finish──► FINISHED
+    LOST ──need──► WAITING ──restart──► RESTARTING ──started──► RERUNNING ──finish──► FINISHED
+    WAITING ──forgo──► LOST
+    RUNNING, FINISHED, RESTARTING, RERUNNING ──lose──► LOST
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from omni_actors.orchestrator.lifecycle import next_state
+from omni_actors.orchestrator.routes import Route
+from omni_actors.protocol.messages import CLIENT, Address
+
+
+class Phase(enum.Enum):
+    """The phase of one stage in one request."""
+
+    QUEUED = "queued"
+    """The request was not dispatched yet."""
+    RUNNING = "running"
+    FINISHED = "finished"
+    """The stage has sent its last chunk."""
+    LOST = "lost"
+    """The worker died, and the stage is not to start again, as far as known."""
+    WAITING = "waiting"
+    """The worker died, and the stage waits for a ready replica to start again."""
+    RESTARTING = "restarting"
+    """A replica was sent a new ``Start`` and has not confirmed it: no input is sent to it yet."""
+    RERUNNING = "rerunning"
+    """The stage runs again, from its first chunk."""
+
+
+class StageEvent(enum.Enum):
+    DISPATCH = "dispatch"
+    INPUT_COMPLETE = "input_complete"
+    UNREPLAYABLE = "unreplayable"
+    FINISH = "finish"
+    LOSE = "lose"
+    NEED = "need"
+    FORGO = "forgo"
+    RESTART = "restart"
+    STARTED = "started"
+
+
+TRANSITIONS: dict[Phase, dict[StageEvent, Phase]] = {
+    Phase.QUEUED: {StageEvent.DISPATCH: Phase.RUNNING},
+    Phase.RUNNING: {
+        StageEvent.INPUT_COMPLETE: Phase.RUNNING,
+        StageEvent.UNREPLAYABLE: Phase.RUNNING,
+        StageEvent.FINISH: Phase.FINISHED,
+        StageEvent.LOSE: Phase.LOST,
+    },
+    Phase.FINISHED: {StageEvent.UNREPLAYABLE: Phase.FINISHED, StageEvent.LOSE: Phase.LOST},
+    Phase.LOST: {StageEvent.NEED: Phase.WAITING},
+    Phase.WAITING: {StageEvent.FORGO: Phase.LOST, StageEvent.RESTART: Phase.RESTARTING},
+    Phase.RESTARTING: {StageEvent.STARTED: Phase.RERUNNING, StageEvent.LOSE: Phase.LOST},
+    Phase.RERUNNING: {
+        StageEvent.INPUT_COMPLETE: Phase.RERUNNING,
+        StageEvent.UNREPLAYABLE: Phase.RERUNNING,
+        StageEvent.FINISH: Phase.FINISHED,
+        StageEvent.LOSE: Phase.LOST,
+    },
+}
+
+HELD = frozenset(phase for phase, accepted in TRANSITIONS.items() if StageEvent.LOSE in accepted)
+"""A living worker holds the request."""
+RESTARTED = frozenset({Phase.RESTARTING, Phase.RERUNNING})
+
+
+class ClientOutput(enum.Enum):
+    """How much of a stage's output the client's side has received."""
+
+    NOT_WANTED = "not wanted"
+    NONE = "none"
+    SOME = "some"
+    ALL = "all"
+
+
+class OutputEvent(enum.Enum):
+    CHUNK = "chunk"
+    LAST_CHUNK = "last chunk"
+
+
+OUTPUT_TRANSITIONS: dict[ClientOutput, dict[OutputEvent, ClientOutput]] = {
+    ClientOutput.NOT_WANTED: {},
+    ClientOutput.NONE: {OutputEvent.CHUNK: ClientOutput.SOME, OutputEvent.LAST_CHUNK: ClientOutput.ALL},
+    ClientOutput.SOME: {OutputEvent.CHUNK: ClientOutput.SOME, OutputEvent.LAST_CHUNK: ClientOutput.ALL},
+    ClientOutput.ALL: {},
+}
+
+
+@dataclass
+class StageState:
+    """One stage's part in a request. All but ``phase`` and ``output`` belong to the incarnation that holds it."""
+
+    phase: Phase = Phase.QUEUED
+    output: ClientOutput = ClientOutput.NOT_WANTED
+    address: Address | None = None
+    """The replica that holds the request; None unless ``held``."""
+    inputs_complete: frozenset[str] = frozenset()
+    """The upstream stages of which the incarnation has all chunks."""
+    evicted: str | None = None
+    """Why the incarnation cannot send its outputs again; None while it can."""
+    replay_failure: str | None = None
+    """Why the incarnation could not do what a replay asked of it; None if it could."""
+
+    @property
+    def held(self) -> bool:
+        return self.phase in HELD
+
+    @property
+    def restarted(self) -> bool:
+        return self.phase in RESTARTED
+
+    @property
+    def output_open(self) -> bool:
+        """Whether the client still waits for output of this stage."""
+        return self.output in (ClientOutput.NONE, ClientOutput.SOME)
+
+
+class ReplayState:
+    """The state of every stage of one request's route. ``stages`` is to be read only."""
+
+    def __init__(self, route: Route) -> None:
+        self.route = route
+        self.stages = {
+            stage: StageState(output=ClientOutput.NONE if CLIENT in route.targets[stage] else ClientOutput.NOT_WANTED)
+            for stage in route.stages
+        }
+
+    # Transitions. Each raises IllegalTransition and then changes nothing.
+
+    def dispatched(self, placement: Mapping[str, Address]) -> None:
+        """Every stage was sent its first ``Start``, at these replicas."""
+        self._place(StageEvent.DISPATCH, placement)
+
+    def restarted(self, placement: Mapping[str, Address]) -> None:
+        """These waiting stages are sent a ``Start`` again, at these replicas."""
+        self._place(StageEvent.RESTART, placement)
+
+    def started(self, stage: str) -> None:
+        """The replica has confirmed the repeated ``Start``."""
+        self._advance(StageEvent.STARTED, [stage])
+
+    def input_complete(self, stage: str, source: str) -> None:
+        """The incarnation has the last chunk of ``source``."""
+        self._advance(StageEvent.INPUT_COMPLETE, [stage])
+        self.stages[stage].inputs_complete |= {source}
+
+    def unreplayable(self, stage: str, reason: str, *, failed: bool) -> None:
+        """The incarnation cannot send its outputs again. failed: a replay has just asked it to."""
+        self._advance(StageEvent.UNREPLAYABLE, [stage])
+        self.stages[stage].evicted = reason
+        if failed:
+            self.stages[stage].replay_failure = reason
+
+    def finished(self, stage: str) -> None:
+        """The stage has sent its last chunk."""
+        self._advance(StageEvent.FINISH, [stage])
+
+    def lost(self, stage: str) -> None:
+        """The worker died: what is known of its incarnation is void."""
+        self._advance(StageEvent.LOSE, [stage])
+        before = self.stages[stage]
+        self.stages[stage] = StageState(before.phase, before.output)
+
+    def wait_for(self, stages: Iterable[str]) -> None:
+        """Of the stages whose workers died, exactly these wait to start again."""
+        waiting, needed = set(self.waiting), set(stages)
+        self._advance(StageEvent.NEED, needed - waiting)
+        self._advance(StageEvent.FORGO, waiting - needed)
+
+    def output_arrived(self, stage: str, *, last: bool) -> None:
+        """The client's side has received a new chunk of the stage."""
+        event = OutputEvent.LAST_CHUNK if last else OutputEvent.CHUNK
+        self.stages[stage].output = next_state(OUTPUT_TRANSITIONS, self.stages[stage].output, event)
+
+    # Reading
+
+    @property
+    def placement(self) -> dict[str, Address]:
+        """The replica that holds the request, for each stage that a living worker holds."""
+        return {name: stage.address for name, stage in self.stages.items() if stage.address is not None}
+
+    @property
+    def waiting(self) -> tuple[str, ...]:
+        """The stages that wait for a replica, for their first start or to start again; in topological order."""
+        return tuple(name for name, stage in self.stages.items() if stage.phase in (Phase.QUEUED, Phase.WAITING))
+
+    @property
+    def open_outputs(self) -> set[str]:
+        """The stages of which the client still waits for output."""
+        return {name for name, stage in self.stages.items() if stage.output_open}
+
+    def is_held_by(self, address: Address) -> bool:
+        stage = self.stages.get(address.stage)
+        return stage is not None and stage.address == address
+
+    def is_complete(self, waived: Iterable[str] = ()) -> bool:
+        """Whether the client has all outputs, and every living stage has finished, ``waived`` ones aside."""
+        waived = set(waived)
+        return not self.open_outputs and all(
+            not stage.held or stage.phase is Phase.FINISHED or name in waived for name, stage in self.stages.items()
+        )
+
+    # Inside
+
+    def _place(self, event: StageEvent, placement: Mapping[str, Address]) -> None:
+        self._advance(event, placement)
+        for stage, address in placement.items():
+            self.stages[stage].address = address
+
+    def _advance(self, event: StageEvent, stages: Iterable[str]) -> None:
+        """Apply an event to all of ``stages`` or, if one of them does not accept it, to none."""
+        phases = {stage: next_state(TRANSITIONS, self.stages[stage].phase, event) for stage in stages}
+        for stage, phase in phases.items():
+            self.stages[stage].phase = phase

@@ -1,0 +1,167 @@
+"""The transitions of a stage's phase, each cell of the tables, and what a loss leaves."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from itertools import product
+from typing import Any
+
+import pytest
+
+from omni_actors.orchestrator.lifecycle import IllegalTransition
+from omni_actors.orchestrator.replay_state import (
+    HELD,
+    OUTPUT_TRANSITIONS,
+    TRANSITIONS,
+    ClientOutput,
+    OutputEvent,
+    Phase,
+    ReplayState,
+    StageEvent,
+    StageState,
+)
+from omni_actors.orchestrator.routes import Node, plan
+from omni_actors.protocol.messages import Address
+
+ROUTE = plan({"a": Node(("x",)), "b": Node((), ("a",), "m")}, ["x"], ["m"])
+HERE, THERE = Address("a", 0), Address("a", 1)
+
+LEGAL = {
+    (Phase.QUEUED, StageEvent.DISPATCH): Phase.RUNNING,
+    (Phase.RUNNING, StageEvent.INPUT_COMPLETE): Phase.RUNNING,
+    (Phase.RUNNING, StageEvent.UNREPLAYABLE): Phase.RUNNING,
+    (Phase.RUNNING, StageEvent.FINISH): Phase.FINISHED,
+    (Phase.RUNNING, StageEvent.LOSE): Phase.LOST,
+    (Phase.FINISHED, StageEvent.UNREPLAYABLE): Phase.FINISHED,
+    (Phase.FINISHED, StageEvent.LOSE): Phase.LOST,
+    (Phase.LOST, StageEvent.NEED): Phase.WAITING,
+    (Phase.WAITING, StageEvent.FORGO): Phase.LOST,
+    (Phase.WAITING, StageEvent.RESTART): Phase.RESTARTING,
+    (Phase.RESTARTING, StageEvent.STARTED): Phase.RERUNNING,
+    (Phase.RESTARTING, StageEvent.LOSE): Phase.LOST,
+    (Phase.RERUNNING, StageEvent.INPUT_COMPLETE): Phase.RERUNNING,
+    (Phase.RERUNNING, StageEvent.UNREPLAYABLE): Phase.RERUNNING,
+    (Phase.RERUNNING, StageEvent.FINISH): Phase.FINISHED,
+    (Phase.RERUNNING, StageEvent.LOSE): Phase.LOST,
+}
+
+EVENTS: dict[StageEvent, Callable[[ReplayState], None]] = {
+    StageEvent.DISPATCH: lambda state: state.dispatched({"b": Address("b", 0), "a": THERE}),
+    StageEvent.INPUT_COMPLETE: lambda state: state.input_complete("a", "source"),
+    StageEvent.UNREPLAYABLE: lambda state: state.unreplayable("a", "too large", failed=True),
+    StageEvent.FINISH: lambda state: state.finished("a"),
+    StageEvent.LOSE: lambda state: state.lost("a"),
+    StageEvent.NEED: lambda state: state.wait_for(["b", "a"]),
+    StageEvent.FORGO: lambda state: state.wait_for([]),
+    StageEvent.RESTART: lambda state: state.restarted({"b": Address("b", 0), "a": THERE}),
+    StageEvent.STARTED: lambda state: state.started("a"),
+}
+"""How each event reaches stage a. Those for several stages name b first, which accepts the event."""
+
+BEFORE = {StageEvent.DISPATCH: Phase.QUEUED, StageEvent.NEED: Phase.LOST, StageEvent.RESTART: Phase.WAITING}
+
+
+def state_with(phase: Phase, event: StageEvent) -> ReplayState:
+    """A state in which stage a is in ``phase`` and stage b accepts ``event``, if the event is for several stages."""
+    state = ReplayState(ROUTE)
+    state.stages["a"] = StageState(phase, address=HERE if phase in HELD else None)
+    state.stages["b"] = StageState(BEFORE.get(event, Phase.RUNNING))
+    return state
+
+
+def is_vacuous(phase: Phase, event: StageEvent) -> bool:
+    """``wait_for`` applies NEED to stages that do not wait yet, and FORGO to those that do."""
+    waits = phase in (Phase.WAITING, Phase.QUEUED)
+    return (event is StageEvent.NEED and waits) or (event is StageEvent.FORGO and not waits)
+
+
+@pytest.mark.parametrize(("phase", "event"), [cell for cell in product(Phase, StageEvent) if not is_vacuous(*cell)])
+def test_each_event_in_each_phase_is_applied_or_changes_nothing(phase: Phase, event: StageEvent) -> None:
+    state = state_with(phase, event)
+    before = copy.deepcopy(state.stages)
+    if (phase, event) in LEGAL:
+        EVENTS[event](state)
+        assert state.stages["a"].phase is LEGAL[phase, event]
+        assert (state.stages["a"].address is not None) == (LEGAL[phase, event] in HELD)
+    else:
+        with pytest.raises(IllegalTransition) as caught:
+            EVENTS[event](state)
+        assert (caught.value.state, caught.value.event) == (phase, event)
+        assert state.stages == before, "not even the other stage's part"
+
+
+def test_the_table_has_no_other_transition() -> None:
+    assert {(phase, event): to for phase, row in TRANSITIONS.items() for event, to in row.items()} == LEGAL
+    assert set(TRANSITIONS) == set(Phase)
+    assert set(OUTPUT_TRANSITIONS) == set(ClientOutput)
+
+
+OUTPUTS = {
+    (ClientOutput.NONE, OutputEvent.CHUNK): ClientOutput.SOME,
+    (ClientOutput.SOME, OutputEvent.CHUNK): ClientOutput.SOME,
+    (ClientOutput.NONE, OutputEvent.LAST_CHUNK): ClientOutput.ALL,
+    (ClientOutput.SOME, OutputEvent.LAST_CHUNK): ClientOutput.ALL,
+}
+
+
+@pytest.mark.parametrize(("output", "event"), list(product(ClientOutput, OutputEvent)))
+def test_each_output_event_in_each_state(output: ClientOutput, event: OutputEvent) -> None:
+    state = ReplayState(ROUTE)
+    state.stages["b"].output = output
+    if (output, event) in OUTPUTS:
+        state.output_arrived("b", last=event is OutputEvent.LAST_CHUNK)
+        assert state.stages["b"].output is OUTPUTS[output, event]
+    else:
+        with pytest.raises(IllegalTransition):
+            state.output_arrived("b", last=event is OutputEvent.LAST_CHUNK)
+        assert state.stages["b"].output is output
+
+
+def running() -> ReplayState:
+    state = ReplayState(ROUTE)
+    state.dispatched({"a": HERE, "b": Address("b", 0)})
+    return state
+
+
+def test_a_lost_incarnation_leaves_only_what_the_client_has() -> None:
+    state = running()
+    state.input_complete("b", "a")
+    state.unreplayable("b", "too large", failed=True)
+    state.output_arrived("b", last=False)
+    state.lost("b")
+    assert state.stages["b"] == StageState(Phase.LOST, ClientOutput.SOME)
+    assert state.placement == {"a": HERE}
+    assert not state.is_held_by(Address("b", 0))
+
+
+def test_the_waiting_stages_are_those_of_the_latest_decision() -> None:
+    state = running()
+    state.lost("a")
+    state.lost("b")
+    state.wait_for(["a", "b"])
+    assert state.waiting == ("a", "b")
+    state.wait_for(["b"])
+    assert state.waiting == ("b",)
+    state.restarted({"b": Address("b", 1)})
+    assert state.waiting == ()
+    assert state.placement == {"b": Address("b", 1)}
+
+
+@pytest.mark.parametrize(
+    ("finished", "last", "waived", "complete"),
+    [
+        ({"a", "b"}, True, (), True),
+        ({"a", "b"}, False, (), False),
+        ({"b"}, True, (), False),
+        ({"b"}, True, ("a",), True),
+    ],
+)
+def test_a_request_is_complete_with_its_outputs_and_its_stages(
+    finished: set[str], last: bool, waived: tuple[str, ...], complete: Any
+) -> None:
+    state = running()
+    for stage in finished:
+        state.finished(stage)
+    state.output_arrived("b", last=last)
+    assert state.is_complete(waived) == complete
