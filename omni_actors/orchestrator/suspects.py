@@ -8,6 +8,7 @@ Rules
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Mapping
 from typing import Protocol
 
@@ -189,15 +190,30 @@ class Suspects:
     def _try(self, stage: str) -> None:
         """Begin the next trial of a stage, or what has to happen before it can begin."""
         now, serving = trio.current_time(), [each.address for each in self._placement.serving(stage)]
-        running = self._requests.running()
-        working = {each.placement.get(stage) for each in running if stage not in each.stats}
-        idle = [address for address in serving if address not in working]
-        wanted = any(not self.includes(each) and stage in each.waiting_stages for each in running)
-        group = self._trials.next(stage, now, idle=bool(idle), wanted=wanted) if serving else None
-        if group is None:
+        if not serving:
             return
-        address = (idle or serving)[0]
-        waiting = [each for each in group.tried if stage in each.waiting_stages]
+        running = self._requests.running()
+        loads = collections.Counter(each.placement.get(stage) for each in running if stage not in each.stats)
+        idle = [address for address in serving if not loads[address]]
+        if (group := self._trials.draining(stage)) is not None:
+            if group.address in idle:
+                self._begin(group, group.address, alone=True)
+            elif now >= group.until:
+                self._trials.end_drain(group, now)
+                self._requests.dispatch_waiting()
+            return
+        wanted = any(not self.includes(each) and stage in each.waiting_stages for each in running)
+        group = self._trials.next(stage, now, idle=bool(idle), wanted=wanted)
+        if group is None:
+            for culprit in self._trials.hopeless(stage, now):
+                self._end_hopeless(culprit)
+        elif group.is_culprit and not idle:
+            self._trials.drain(group, min(serving, key=lambda address: loads[address]), now)
+        else:
+            self._begin(group, (idle or serving)[0], alone=bool(idle))
+
+    def _begin(self, group: Group, address: Address, *, alone: bool) -> None:
+        waiting = [each for each in group.tried if group.stage in each.waiting_stages]
         placements = [self._placement.place(each.waiting_stages, address) for each in waiting]
         if not waiting or None in placements:
             self._trials.put_back(group)

@@ -16,7 +16,7 @@ from omni_actors.orchestrator.pieces import Input
 from omni_actors.orchestrator.trials import DRAIN_S, PROBATION_S
 from omni_actors.stages.base import Chunk
 from omni_actors.stages.echo.engine import EchoEngine
-from omni_actors.stress.simulated import Nature, SimulatedSpawner
+from omni_actors.stress.simulation.worker import SimulatedSpawner, WorkerBehavior
 from omni_actors.system import OmniSystem
 
 LOAD_S, TURN_S, SECONDS = 5.0, 0.1, 300.0
@@ -117,7 +117,7 @@ async def run_traffic(
         restart=quick,
     )
     limits = Limits(max_requests=1000, replays=replays)
-    spawner = SimulatedSpawner(lambda address, pid: Nature(LOAD_S, TURN_S), lambda note: None)
+    spawner = SimulatedSpawner(lambda address, pid: WorkerBehavior(LOAD_S, TURN_S), lambda note: None)
     pipeline = Pipeline(name="loaded", stages={"only": stage}, limits=limits)
     async with OmniSystem.open(pipeline, spawner=spawner) as omni, trio.open_nursery() as nursery:
         traffic = Traffic(omni, pieces, poison)
