@@ -244,7 +244,7 @@ async def test_a_caller_that_computes_between_two_pieces_is_left_alone(autojump_
 async def test_a_connection_that_is_fast_enough_is_not_blamed_for_a_slow_engine(autojump_clock: MockClock) -> None:
     """The least rate counts while output waits for the connection, not while the connection waits for output."""
     async with open_simulated_system() as world:
-        world.spawner.living[LAST].freeze()
+        world.spawner.living[LAST].stop_process()
         generation = world.ask()
         await trio.sleep(20)
         world.spawner.living[LAST].thaw()
