@@ -247,7 +247,7 @@ async def test_a_connection_that_is_fast_enough_is_not_blamed_for_a_slow_engine(
         world.spawner.living[LAST].stop_process()
         generation = world.ask()
         await trio.sleep(20)
-        world.spawner.living[LAST].thaw()
+        world.spawner.living[LAST].continue_process()
         async for _ in generation:
             with generation.delivering():
                 await trio.sleep(0.1)
