@@ -16,7 +16,8 @@ from omni_actors.orchestrator.pieces import Input
 from omni_actors.orchestrator.trials import DRAIN_S, PROBATION_S
 from omni_actors.stages.base import Chunk
 from omni_actors.stages.echo.engine import EchoEngine
-from omni_actors.stress.simulation.worker import SimulatedSpawner, WorkerBehavior
+from omni_actors.stress.simulation.spawner import SimulatedSpawner
+from omni_actors.stress.simulation.worker import WorkerBehavior
 from omni_actors.system import OmniSystem
 
 LOAD_S, TURN_S, SECONDS = 5.0, 0.1, 300.0
