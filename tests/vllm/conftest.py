@@ -26,7 +26,9 @@ __all__ = ["clear_choices", "drive"]
 if importlib.util.find_spec("vllm") is None:
     collect_ignore_glob = ["test_*.py"]
 else:
-    prepare_environment(StageContext("tests", None, {}, 1, "cpu", lambda note: None))
+    prepare_environment(
+        StageContext(stage="tests", model=None, options={}, threads=1, device="cpu", report=lambda note: None)
+    )
     with warnings.catch_warnings():  # vLLM's warnings must not fail our tests
         warnings.simplefilter("ignore")
         import_module("omni_actors.stages.vllm._internals")
@@ -41,15 +43,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def smollm2() -> Path:
-    """The converted checkpoint of SmolLM2-135M-Instruct, in the user's cache."""
+    """Return the converted checkpoint of SmolLM2-135M-Instruct, in the user's cache."""
     return assets.prepare("smollm2-135m-instruct", print)
 
 
 @pytest.fixture(scope="session")
 def open_stage(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., StageEngine]:
-    """(engine name, model=None, **options) -> a new engine, for the test to close.
+    """Return a function (engine name, model=None, **options) -> new engine. The test closes the engine.
 
-    Without ``model``: SmolLM2, or a tiny thinker with random weights.
+    Without ``model`` the engine has SmolLM2, or a tiny thinker with random weights.
     """
 
     @functools.cache
@@ -67,7 +69,9 @@ def open_stage(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Calla
         if model is None:
             thinker = name.startswith("vllm_") and name.endswith("_thinker")
             model = random(name.removeprefix("vllm_").removesuffix("_thinker")) if thinker else smollm2
-        context = StageContext(name, model, options, 1, "cpu", lambda note: None)
+        context = StageContext(
+            stage=name, model=model, options=options, threads=1, device="cpu", report=lambda note: None
+        )
         engine: StageEngine = getattr(import_module(module), factory)(context)
         return engine
 

@@ -13,7 +13,7 @@ from omni_actors.stages.autoregressive.scheduler import Scheduler, Sequence
 PREFILL = 4
 
 
-def batch(rows: int = 3) -> tuple[Scheduler[Sequence], SlottedCache]:
+def scheduler_of(rows: int = 3) -> tuple[Scheduler[Sequence], SlottedCache]:
     cache = SlottedCache(rows, 100, torch.float32, torch.device("cpu"))
     return Scheduler(cache, rows, PREFILL), cache
 
@@ -24,94 +24,94 @@ def sequence(prompt: int, ready: int) -> Sequence:
     return made
 
 
-def step(batch: Scheduler[Sequence], cache: SlottedCache) -> list[Sequence]:
+def step(scheduler: Scheduler[Sequence], cache: SlottedCache) -> list[Sequence]:
     """Do what an engine does in a step; return the sequences that were computed."""
     moved = []
-    if piece := batch.next_prefill_chunk():
-        row, count = piece
+    if chunk := scheduler.next_prefill_chunk():
+        row, count = chunk
         cache.extend([row], count)
-        batch.rows[row].prefill_left -= count
-        batch.rows[row].ready -= count
-        moved.append(batch.rows[row])
-    for row in batch.decode_rows():
+        scheduler.rows[row].prefill_left -= count
+        scheduler.rows[row].ready -= count
+        moved.append(scheduler.rows[row])
+    for row in scheduler.decode_rows():
         cache.extend([row], 1)
-        batch.rows[row].ready -= 1
-        moved.append(batch.rows[row])
+        scheduler.rows[row].ready -= 1
+        moved.append(scheduler.rows[row])
     return moved
 
 
 def test_a_prompt_has_the_same_prefill_chunks_however_its_input_arrives() -> None:
-    ours, _ = batch()
+    scheduler, _ = scheduler_of()
     late = sequence(prompt=10, ready=0)
-    ours.add(late)
+    scheduler.add(late)
     cuts = []
     for _ in range(10):
         late.ready += 1
-        if piece := ours.next_prefill_chunk():
-            assert ours.busy
-            cuts.append(piece[1])
-            late.prefill_left -= piece[1]
-            late.ready -= piece[1]
+        if chunk := scheduler.next_prefill_chunk():
+            assert scheduler.busy
+            cuts.append(chunk[1])
+            late.prefill_left -= chunk[1]
+            late.ready -= chunk[1]
         else:
-            assert not ours.busy
+            assert not scheduler.busy
     assert cuts == [4, 4, 2]
 
 
 def test_a_sequence_that_waits_for_input_delays_no_other() -> None:
-    ours, cache = batch()
-    starved, fed = sequence(8, 3), sequence(8, 8)
-    ours.add(starved)
-    ours.add(fed)
-    assert step(ours, cache) == [fed]
-    assert step(ours, cache) == [fed]
-    assert step(ours, cache) == []
-    starved.ready += 1
-    assert step(ours, cache) == [starved]
+    scheduler, cache = scheduler_of()
+    waiting, complete = sequence(8, 3), sequence(8, 8)
+    scheduler.add(waiting)
+    scheduler.add(complete)
+    assert step(scheduler, cache) == [complete]
+    assert step(scheduler, cache) == [complete]
+    assert step(scheduler, cache) == []
+    waiting.ready += 1
+    assert step(scheduler, cache) == [waiting]
 
 
 def test_prompts_are_prefilled_in_order_of_arrival_although_rows_move() -> None:
-    ours, cache = batch()
+    scheduler, cache = scheduler_of()
     first, second, third = (sequence(8, 8) for _ in range(3))
     for each in (first, second, third):
-        ours.add(each)
-    assert step(ours, cache) == [first]
-    ours.remove(first)  # the last one, the third, takes its row
-    assert ours.rows == [third, second]
-    assert step(ours, cache) == [second]
+        scheduler.add(each)
+    assert step(scheduler, cache) == [first]
+    scheduler.remove(first)  # the last one, the third, takes its row
+    assert scheduler.rows == [third, second]
+    assert step(scheduler, cache) == [second]
 
 
 def test_sequences_beyond_the_rows_wait_and_may_leave() -> None:
-    ours, cache = batch(rows=1)
+    scheduler, cache = scheduler_of(rows=1)
     first, second, third = (sequence(1, 1) for _ in range(3))
     for each in (first, second, third):
-        ours.add(each)
-    assert step(ours, cache) == [first]
-    assert not ours.busy, "there is no row for the next one"
-    ours.remove(second)
-    ours.remove(second)
-    ours.remove(first)
-    assert ours.busy
-    assert step(ours, cache) == [third]
+        scheduler.add(each)
+    assert step(scheduler, cache) == [first]
+    assert not scheduler.busy, "there is no row for the next one"
+    scheduler.remove(second)
+    scheduler.remove(second)
+    scheduler.remove(first)
+    assert scheduler.busy
+    assert step(scheduler, cache) == [third]
 
 
 @pytest.mark.parametrize("rows", [1, 3])
 @given(st.data())
 def test_busy_means_a_step_computes_a_position_and_rows_match_the_cache(rows: int, data: st.DataObject) -> None:
-    ours, cache = batch(rows)
+    scheduler, cache = scheduler_of(rows)
     live: list[Sequence] = []
     for _ in range(data.draw(st.integers(1, 30))):
         act = data.draw(st.sampled_from(["add", "feed", "remove", "step"]))
         if act == "add":
             prompt = data.draw(st.integers(0, 9))
             live.append(sequence(prompt, data.draw(st.integers(0, prompt))))
-            ours.add(live[-1])
+            scheduler.add(live[-1])
         elif act == "feed" and live:
             data.draw(st.sampled_from(live)).ready += 1
         elif act == "remove" and live:
-            ours.remove(live.pop(data.draw(st.integers(0, len(live) - 1))))
+            scheduler.remove(live.pop(data.draw(st.integers(0, len(live) - 1))))
         elif act == "step":
-            busy = ours.busy
+            busy = scheduler.busy
             if sum(cache.lengths) < 80:
-                assert bool(step(ours, cache)) == busy
-        assert len(cache.lengths) == len(ours.rows) <= rows
-        assert all(each in live for each in ours.rows)
+                assert bool(step(scheduler, cache)) == busy
+        assert len(cache.lengths) == len(scheduler.rows) <= rows
+        assert all(each in live for each in scheduler.rows)

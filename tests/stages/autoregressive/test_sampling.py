@@ -1,0 +1,100 @@
+"""Sampling, against transformers' logits processors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers.generation import (
+    LogitsProcessorList,
+    RepetitionPenaltyLogitsProcessor,
+    SuppressTokensLogitsProcessor,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from omni_actors.stages.autoregressive.sampling import Sampler, Sampling, choose, generator, weights
+
+
+@given(
+    st.integers(0, 2**32 - 1),
+    st.sampled_from([0.3, 1.0, 1.7]),
+    st.sampled_from([0, 1, 5, 1000]),
+    st.sampled_from([0.05, 0.5, 0.9, 1.0]),
+)
+def test_sampling_weights_are_those_of_transformers(seed: int, temperature: float, top_k: int, top_p: float) -> None:
+    logits = torch.randn(50, generator=torch.Generator().manual_seed(seed)) * 3
+    warpers = LogitsProcessorList()
+    if top_k:
+        warpers.append(TopKLogitsWarper(top_k))
+    if top_p < 1:
+        warpers.append(TopPLogitsWarper(top_p))
+    expected = warpers(torch.zeros(1, 1, dtype=torch.int64), (logits / temperature)[None])[0].softmax(0)
+    [ours] = weights(logits[None], Sampling(temperature, top_k, top_p))
+    assert (ours > 0).tolist() == (expected > 0).tolist()
+    torch.testing.assert_close(ours / ours.sum(), expected)
+
+
+def sampler(seed: int | None = None, **sampling: Any) -> Sampler:
+    return Sampler(Sampling(**sampling), generator(seed))
+
+
+def test_tokens_are_drawn_as_often_as_they_are_likely() -> None:
+    probabilities = torch.tensor([0.5, 0.0, 0.2, 0.3])
+    draw = sampler(temperature=1.0, seed=5)
+    drawn = torch.tensor([draw(probabilities.log()) for _ in range(4000)])
+    torch.testing.assert_close(drawn.bincount(minlength=4) / 4000, probabilities, rtol=0, atol=0.02)
+    assert not (drawn == 1).any()
+
+
+def test_a_seed_draws_the_same_tokens_when_rounding_swaps_near_ties() -> None:
+    logits = torch.zeros(200)
+    noisy = logits + torch.linspace(1e-6, -1e-6, 200)
+    first, second = sampler(temperature=1.0, seed=-3), sampler(temperature=1.0, seed=-3)
+    assert [first(logits) for _ in range(50)] == [second(noisy) for _ in range(50)]
+
+
+def test_without_a_seed_draws_differ() -> None:
+    logits = torch.zeros(1000)
+    draws = [[draw(logits) for _ in range(8)] for draw in (sampler(temperature=1.0) for _ in range(2))]
+    assert draws[0] != draws[1]
+
+
+@pytest.mark.parametrize("extreme", [{"temperature": 5e-324}, {"top_p": 5e-324}, {"top_k": 2**40}, {"seed": 2**70}])
+def test_extreme_parameters_are_served(extreme: dict[str, Any]) -> None:
+    logits = torch.tensor([0.0, 30.0, -1e30])
+    assert sampler(**{"temperature": 1.0, **extreme})(logits) == 1
+
+
+def test_rows_of_a_batch_are_sampled_independently() -> None:
+    logits = torch.tensor([[0.0, 5.0, 5.0], [9.0, 0.0, 0.0], [0.0, 0.0, 90.0]])
+    draw = sampler(temperature=1.0, seed=1)
+    assert choose(logits, [None, None, draw]) == [1, 0, 2]
+    assert choose(logits[2:], [draw]) == [2]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_penalty_and_suppression_are_those_of_transformers(temperature: float) -> None:
+    logits = torch.randn(50, generator=torch.Generator().manual_seed(8)) * 3
+    seen, suppressed = [3, 7, 7, 41], torch.zeros(50, dtype=torch.bool).index_fill_(0, torch.tensor([1, 7]), True)
+    processors = LogitsProcessorList(
+        [RepetitionPenaltyLogitsProcessor(1.3), SuppressTokensLogitsProcessor([1, 7], device="cpu")]
+    )
+    expected = processors(torch.tensor([seen]), logits[None])[0]
+    draw = Sampler(Sampling(temperature, repetition_penalty=1.3), generator(1), suppressed)
+    draw.see(seen)
+    if temperature == 0:
+        assert draw(logits) == expected.argmax()
+    else:
+        torch.testing.assert_close(draw.allowed(logits), expected)
+        assert not {1, 7} & {draw(logits) for _ in range(100)}
+
+
+def test_chosen_tokens_count_for_the_penalty() -> None:
+    logits = torch.tensor([1.0, 1.5, 0.0])
+    assert [Sampler(Sampling(0.0, repetition_penalty=2.0), generator(1))(logits) for _ in range(2)] == [1, 1]
+    draw = Sampler(Sampling(0.0, repetition_penalty=2.0), generator(1))
+    assert [draw(logits) for _ in range(3)] == [1, 0, 1], "1.5 / 2 is less than 1, and more than 1 / 2"
