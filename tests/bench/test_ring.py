@@ -1,4 +1,4 @@
-"""The benchmark of the ring runs, says what is missing, and takes no transport's word for what it delivered."""
+"""The benchmark of the ring runs, names missing transports, and verifies every message that a transport delivers."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_a_quick_run_measures_every_part_of_every_transport_asked_for(tmp_path: 
     assert "| ours: send |" in (tmp_path / "tables").read_text()
 
 
-def test_a_peer_that_is_not_installed_is_missing_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_peer_that_is_not_installed_is_reported_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "zmq", None)
     figures = Figures()
     rounds(figures, [ZmqMsgpack()], [64, 1024], QUICK._replace(trips=0), 1)
@@ -61,7 +61,7 @@ def test_a_peer_that_is_not_installed_is_missing_with_the_reason(monkeypatch: py
         pytest.param(bytes(64), id="other content"),
     ],
 )
-def test_what_is_not_the_message_that_was_sent_is_refused(tmp_path: Path, message: bytes) -> None:
+def test_a_message_that_differs_from_the_sent_one_is_refused(tmp_path: Path, message: bytes) -> None:
     os.mkfifo(tmp_path / "ack")
     with pytest.raises(ValueError, match="message"):
         Sink(64, tmp_path / "ack").check(message)

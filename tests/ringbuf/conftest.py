@@ -1,4 +1,4 @@
-"""Rings to test, and real processes to share them with."""
+"""Rings to test, and processes to share them with."""
 
 from __future__ import annotations
 

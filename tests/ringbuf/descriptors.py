@@ -14,11 +14,11 @@ Peer: TypeAlias = Callable[..., "subprocess.Popen[str]"]
 
 
 def descriptors() -> set[str]:
-    """Of this process."""
+    """Return the descriptors of this process."""
     with os.scandir("/proc/self/fd") as entries:
         return {entry.name for entry in entries}
 
 
 def duplicates(ring: Ring) -> list[int]:
-    """What another mapping of it may have."""
+    """Return duplicates of a ring's descriptors, for another mapping."""
     return [os.dup(fd) for fd in ring.fds]

@@ -1,11 +1,11 @@
 """All interleavings of a scenario: every state that the machine can reach is visited, once.
 
 Breadth first, so that a failure's trace is a shortest one. A state holds memory, store buffers, bells and, for each
-side, all that it was told, or what its objects hold where it rested; by rules 1 and 4 of ``side`` nothing else has a
-say in what follows. There is no bound: the search ends when no state is left, or raises.
+side, all answers that it has received, or the state of its objects where it rested; by rules 1 and 4 of ``side``,
+nothing else affects what follows. There is no bound: the search ends when no state is left, or raises.
 
-At last, from every state some end must be within reach, without a death: sides that keep each other busy for ever are
-no better than sides that sleep for ever.
+Finally, an end must be reachable from every state without a death: sides that keep each other busy for ever are as
+wrong as sides that sleep for ever.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def _trace(states: list[State], origins: list[tuple[int, Step] | None], number: 
 
 def _show(step: Step) -> str:
     what = {"load": lambda: f" {NAMES[step.what]}", "drop": lambda: f" {step.what}"}.get(step.kind, str)()
-    return f"{step.kind}{what}" + ("" if step.told is None else f" -> {step.told}")
+    return f"{step.kind}{what}" + ("" if step.answer is None else f" -> {step.answer}")
 
 
 def _show_buffers(state: State) -> str:

@@ -1,10 +1,11 @@
 """A machine with total store order, that runs the sides of one ring step by step.
 
-Words, data bytes, two bells, and for each side a buffer of stores that memory has not seen yet. A load is told the
-side's own newest buffered store, else memory. The oldest entries of a buffer drain at any later time, in order. A fence
-waits until the own buffer is empty. Ringing, clearing and sleeping order nothing: that is less than a kernel gives, so
-the protocol may not lean on it. A side that dies does no more; what its buffer holds still drains, as retired stores do
-on x86, and has drained when anyone learns of the death (a dying process takes locks before its end is announced).
+Words, data bytes, two bells, and for each side a buffer of stores that memory has not seen yet. A load gives the side's
+own newest buffered store, else memory. The oldest entries of a buffer drain at any later time, in order. A fence waits
+until the own buffer is empty. Ringing, clearing and sleeping order nothing: that is less than a kernel gives, so the
+protocol may not lean on it. A side that dies does nothing more. What its buffer holds still drains, as retired stores
+do on x86, and has drained when another side learns of the death (an exiting process takes locks before the kernel
+announces its exit).
 
 Reductions, and why none hides anything:
 1. Only these are steps: a load of a word that another side stores, whatever touches a bell, to drop a held frame.
@@ -23,7 +24,7 @@ from collections.abc import Callable, Set
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from ringbuf._words import _CHECKSUMS, _MESSAGES, _PAYLOAD_BYTES, CONSUMER, PRODUCER
-from tests.ringbuf.side import PATIENCE, SIDES, Endless, Node, Op, Origin, Parts, Role, Script, Told, claim_word
+from tests.ringbuf.side import PATIENCE, SIDES, Answer, Endless, Node, Op, Origin, Parts, Role, Script, claim_word
 
 Region: TypeAlias = tuple[int, int]
 T = TypeVar("T")
@@ -73,7 +74,7 @@ class Scenario(NamedTuple):
 
 
 class Violation(AssertionError):
-    """Of an invariant."""
+    """An invariant does not hold."""
 
 
 class NotConstant(Exception):
@@ -95,7 +96,7 @@ class State(NamedTuple):
     reading: tuple[tuple[tuple[int, int, int], ...], ...]
     """Begin, end, and the side's buffered stores that were made before: the next one drains after the read."""
     life: int
-    """Of the mortal side."""
+    """Lives of the mortal side: LIVES, DIED or SUCCEEDED."""
     past: tuple[Any, ...]
     """What it noted before it died."""
 
@@ -112,7 +113,7 @@ class Step(NamedTuple):
     side: int
     kind: str
     what: Any = None
-    told: Told = None
+    answer: Answer = None
 
 
 class Machine:
@@ -192,7 +193,7 @@ class Machine:
 
     def take(self, state: State, step: Step) -> list[State]:
         """The state after it, and those in which the side died on the way there. Raises Violation."""
-        side, kind, what, told = step
+        side, kind, what, answer = step
         if kind in ("die", "exit"):
             return [self._death(state, side)]
         node, at = state.at[side]
@@ -202,7 +203,7 @@ class Machine:
             assert self._heir is not None
             state = state._replace(at=_put(state.at, side, (self._heir, 0)), life=SUCCEEDED)
         else:
-            here = (_after(node, side, told), 0) if kind in ("load", "wait", "await successor") else (node, at + 1)
+            here = (_after(node, side, answer), 0) if kind in ("load", "wait", "await successor") else (node, at + 1)
             state = state._replace(at=_put(state.at, side, here), reading=_put(state.reading, side, ()))
             if kind in ("ring", "clear"):
                 state = state._replace(rung=_put(state.rung, what, kind == "ring"))
@@ -332,7 +333,7 @@ def _show_notes(notes: tuple[Any, ...]) -> str:
     return ", ".join(f"{note[:1].hex()}x{len(note)}" if isinstance(note, bytes) else str(note) for note in notes)
 
 
-def _after(node: Node, side: int, answer: Told) -> Node:
+def _after(node: Node, side: int, answer: Answer) -> Node:
     try:
         return node.after(answer)
     except Endless:

@@ -15,14 +15,14 @@ SENT = tuple(bytes([65 + n]) * size for n, size in enumerate((100, 0, 700, 64)))
 
 
 def begun(checksums: bool = False) -> Ring:
-    """A ring whose next record will be a PAD: three messages go, and the end of the data area is near."""
+    """Return a ring whose next record will be a PAD: three messages fit before the end of the data area."""
     ring = Ring.create(CAPACITY, generation=GENERATION, checksums=checksums)
     ring._segment.words[PRODUCER.position] = ring._segment.words[CONSUMER.position] = CAPACITY - 384
     return ring
 
 
 def filled(checksums: bool) -> tuple[Ring, list[int], list[bytes]]:
-    """A ring, the offsets (bytes) of its records, and its messages: whole ones, a PAD, and fragments."""
+    """Return a ring, the byte offsets of its records, and its messages: whole ones, a PAD, and fragments."""
     ring = begun(checksums)
     producer, segment = ring.claim_producer(), ring._segment
     messages = [*SENT, os.urandom(2100)]

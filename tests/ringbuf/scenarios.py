@@ -1,7 +1,7 @@
-"""What the sides of a ring may do, how that has to end, and which of it is explored.
+"""Actions of the sides of a ring, the outcomes that must hold, and the scenarios to explore.
 
-Sizes are the smallest at which it happens. ``RINGBUF_EXPLORE=large`` has each side do it once more: minutes, not
-seconds.
+Sizes are the smallest that show a behaviour. With ``RINGBUF_EXPLORE=large`` each side repeats its action once, which
+takes minutes instead of seconds.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def consumer_of(side: Side) -> Consumer:
 
 
 def send(size: int) -> Action:
-    """Until the consumer is gone."""
+    """Send, unless the consumer has closed or died."""
 
     def action(side: Side) -> None:
         message = side.message(size)
@@ -43,7 +43,7 @@ def send(size: int) -> Action:
 
 
 def send_again(size: int) -> Action:
-    """To whoever succeeds a consumer that died."""
+    """Send again to the successor of a consumer that died."""
 
     def action(side: Side) -> bool:
         message = side.message(size)
@@ -150,7 +150,7 @@ def take(count: int) -> Script:
 
 
 def take_all(side: Side) -> bool:
-    """Until nobody sends."""
+    """Receive until the producer has closed or died."""
     try:
         side.take(consumer_of(side).recv())
     except (RingClosed, PeerDied):
@@ -269,7 +269,7 @@ def the_published_and_the_successors_arrived(end: End) -> None:
     assert end.words["head"] == end.words["tail"]
 
 
-def nobody_hangs(end: End) -> None:
+def no_side_hangs(end: End) -> None:
     """The consumer may have died with messages that it took."""
     sent, received = end.notes
     shared = min(len(sent), len(received))
@@ -353,7 +353,7 @@ SCENARIOS = {
         mortal=0,
         successor=(send(64),),
     ),
-    "consumer dies": Scenario(((*messages(64, 64, 64), close), (take_all,)), nobody_hangs, mortal=1),
+    "consumer dies": Scenario(((*messages(64, 64, 64), close), (take_all,)), no_side_hangs, mortal=1),
     "consumer succeeded": Scenario(
         ((send_again(64), send_again(64), close), (take_all,)),
         the_unreleased_came_again,

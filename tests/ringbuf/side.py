@@ -1,12 +1,12 @@
-"""One side of a ring, run alone: the real classes over memory that answers from a list.
+"""One side of a ring, run alone: the real classes on a memory that answers from a list.
 
-Rule 1: a side is a function. What it does next follows from what it was told so far (loads, bytes read, how a wait
-ended), so a run with a list of answers gives its next operations, up to the first question beyond them.
-Rule 2: nothing is kept here. Stores, fences and bells are handed out as operations, in program order; what they do to
-memory, and what a load is told, is the machine's business.
+Rule 1: a side is a function. Its next operations follow from the answers that it has received (loads, bytes read, how a
+wait ended). A run with a list of answers gives these operations, up to the first question beyond the list.
+Rule 2: a side keeps no memory. It hands out stores, fences and bells as operations, in program order; the machine
+decides what they do to memory and what a load answers.
 Rule 3: the ring's own code runs, once an end is claimed. Mapping, eventfd and poll are replaced beneath it.
-Rule 4: a script is a sequence of actions, and between two of them a side *rests*: no code of the ring is running, so
-the side is what its objects hold. Histories that rest alike are one from there on.
+Rule 4: a script is a sequence of actions. Between two actions a side *rests*: no code of the ring is running, so the
+state of the side is the state of its objects. Histories that rest in the same state are one from there on.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ SIDES = ("producer", "consumer", "onlooker")
 FIRST_DATA_WORD = HEADER >> 3
 LINE = 64
 PATIENCE = 150
-"""Answers after which a side is said to run in circles."""
+"""Answers after which a side counts as running in circles."""
 
 Action: TypeAlias = "Callable[[Side], bool | None]"
 """True: once more."""
 Script: TypeAlias = tuple[Action, ...]
-Told: TypeAlias = "int | bytes | str | None"
+Answer: TypeAlias = "int | bytes | str | None"
 Op: TypeAlias = tuple[Any, ...]
 """Commands: store word value | write offset bytes | fence | ring side | clear side | hold begin end | drop begin end |
 note item. Questions: load word | read begin end | wait side claim timed | await successor side | rest likeness.
@@ -77,8 +77,8 @@ class Endless(Exception):
 class Side:
     """What a script has in hand."""
 
-    def __init__(self, role: Role, told: tuple[Told, ...]) -> None:
-        self._role, self._told, self._answered = role, told, 0
+    def __init__(self, role: Role, answers: tuple[Answer, ...]) -> None:
+        self._role, self._answers, self._answered = role, answers, 0
         self.ops: list[Op] = []
         self.stopped = False
         self.noted = 0
@@ -125,7 +125,7 @@ class Side:
         self.notes.append(item)
 
     def take(self, frame: Frame) -> None:
-        """Note a frame's bytes. From here to ``release`` nobody may write to its place in the ring."""
+        """Note a frame's bytes. Until ``release``, no side may write to its place in the ring."""
         place = None
         if isinstance(frame._owner, Consumer) and self._slice is not None:
             begin, buffer, _ = self._slice
@@ -148,7 +148,7 @@ class Side:
         if self.producer is None or self.producer._reserved is None:
             self._slice = None
         kept = (self.producer, self.consumer, self.held, self.notes, self.written, self._slice)
-        self.ask("rest", None if self._answered < len(self._told) else (action, _likeness(kept, [])))
+        self.ask("rest", None if self._answered < len(self._answers) else (action, _likeness(kept, [])))
 
     def do(self, *op: Any) -> None:
         if not self.stopped:
@@ -160,31 +160,31 @@ class Side:
         if self.stopped:
             raise OutOfAnswers
         self.do(*question)
-        if self._answered == len(self._told):
+        if self._answered == len(self._answers):
             self.stopped = True
             raise OutOfAnswers
         self._answered += 1
         self.noted = len(self.notes)
         self.ops.clear()
-        return self._told[self._answered - 1]
+        return self._answers[self._answered - 1]
 
     def read(self, begin: int, end: int) -> bytes:
-        told: bytes = self.ask("read", begin, end)
-        return told
+        found: bytes = self.ask("read", begin, end)
+        return found
 
     def read_word(self, offset: int) -> int:
         """A line at a time: nothing comes between the loads of one header."""
         at = offset % LINE
         if self._line is None or self._line[0] != offset - at:
-            told = self.read(offset - at, offset - at + LINE)
-            self._line = offset - at, told
+            found = self.read(offset - at, offset - at + LINE)
+            self._line = offset - at, found
         return int.from_bytes(self._line[1][at : at + 8], "little")
 
     def slice(self, begin: int, end: int) -> memoryview:
         """What is written to it is stored before this side's next operation."""
-        told = self.read(begin, end)
-        buffer = bytearray(told)
-        self._slice = begin, buffer, told
+        found = self.read(begin, end)
+        buffer = bytearray(found)
+        self._slice = begin, buffer, found
         return memoryview(buffer)
 
     def _write_slice(self) -> None:
@@ -261,7 +261,7 @@ class _Bell:
 
 
 class _Waiter:
-    """As the real one: it learns whom to watch from the peer's claim, then sleeps at its bell."""
+    """Like the real one, it reads from the peer's claim which process to watch, then sleeps at its bell."""
 
     def __init__(self, side: Side, sleeper: int) -> None:
         self._side, self._sleeper = side, sleeper
@@ -306,27 +306,27 @@ def _likeness(thing: Any, seen: list[Any]) -> Any:
 
 
 class Node:
-    """A side that was told certain answers: what it does until it asks again."""
+    """A side after certain answers: its operations until it asks again."""
 
-    __slots__ = ("_after", "_origin", "_told", "notes", "ops")
+    __slots__ = ("_after", "_answers", "_origin", "notes", "ops")
 
-    def __init__(self, origin: Origin, told: tuple[Told, ...] = ()) -> None:
-        self._origin, self._told = origin, told
-        self._after: dict[Told, Node] = {}
-        side = origin.run(told)
+    def __init__(self, origin: Origin, answers: tuple[Answer, ...] = ()) -> None:
+        self._origin, self._answers = origin, answers
+        self._after: dict[Answer, Node] = {}
+        side = origin.run(answers)
         self.ops = tuple(side.ops)
         self.notes = tuple(side.notes[: side.noted])
         """Before the first of ``ops``."""
 
-    def after(self, answer: Told) -> Node:
+    def after(self, answer: Answer) -> Node:
         """Raises Endless."""
         kind, *what = self.ops[-1]
         known: dict[Any, Node] = self._origin.rests if kind == "rest" else self._after
         key = what[0] if kind == "rest" else answer
         if (node := known.get(key)) is None:
-            if len(self._told) == PATIENCE:
+            if len(self._answers) == PATIENCE:
                 raise Endless
-            node = known[key] = Node(self._origin, (*self._told, answer))
+            node = known[key] = Node(self._origin, (*self._answers, answer))
         return node
 
 
@@ -338,9 +338,9 @@ class Origin:
         self.rests: dict[Any, Node] = {}
         self.runs = 0
 
-    def run(self, told: tuple[Told, ...]) -> Side:
+    def run(self, answers: tuple[Answer, ...]) -> Side:
         self.runs += 1
-        side = Side(self._role, told)
+        side = Side(self._role, answers)
         try:
             for number, action in enumerate(self._script if side.begin() else ()):
                 side.rest(number)

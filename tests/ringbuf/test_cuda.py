@@ -1,4 +1,4 @@
-"""Rings that a GPU reads and writes by DMA. What needs a GPU runs where one is."""
+"""Rings that a GPU reads and writes by DMA. Tests with the marker gpu need one."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_without_cuda_registering_is_a_clear_error_and_the_ring_works_on(ring: R
         assert bytes(frame.data) == b"payload"
 
 
-def test_memory_that_cannot_be_unregistered_is_told_and_all_else_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_to_unregister_is_raised_after_all_else_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     class Stuck:
         def __init__(self, address: int, size: int) -> None:
             pass

@@ -1,4 +1,4 @@
-"""Death at every step of sending and of receiving: what the survivor sees, and who goes on from there.
+"""Death at every step of sending and of receiving: what the survivor sees, and who continues.
 
 Each test runs a script in a child again and again. It is killed just before its n-th access of each kind to what both
 sides share (see dying.py), for each n until one comes to its end.
@@ -19,9 +19,9 @@ import pytest
 
 from ringbuf import Consumer, PeerDied, Producer, Ring, RingClosed, WrongGeneration
 from ringbuf._words import CONSUMER, PRODUCER, Column
+from tests.ringbuf.child_processes import WATCHDOG_S, Child, ChildHost
+from tests.ringbuf.death_scripts import CAPACITY, FILLING, MESSAGES, START, STREAM
 from tests.ringbuf.descriptors import descriptors, duplicates
-from tests.ringbuf.dying import CAPACITY, FILLING, MESSAGES, START, STREAM
-from tests.ringbuf.nursery import WATCHDOG_S, Child, Nursery
 
 Bear: TypeAlias = Callable[[], Child]
 
@@ -46,12 +46,12 @@ ASLEEP = {"sleep", "clear"}
 
 
 @pytest.fixture(scope="module")
-def nursery() -> Iterator[Nursery]:
-    with Nursery("tests.ringbuf.dying") as nursery:
-        yield nursery
+def host() -> Iterator[ChildHost]:
+    with ChildHost("tests.ringbuf.death_scripts") as host:
+        yield host
 
 
-def at_every_step(nursery: Nursery, script: str, checksums: bool, outlive: Callable[[Ring, Bear], Child]) -> set[str]:
+def at_every_step(host: ChildHost, script: str, checksums: bool, outlive: Callable[[Ring, Bear], Child]) -> set[str]:
     """The kinds of steps at which a child died. ``outlive`` has it born, and looks at what it leaves."""
 
     def at(step: str, occurrence: int) -> Child:
@@ -59,33 +59,33 @@ def at_every_step(nursery: Nursery, script: str, checksums: bool, outlive: Calla
         with Ring.create(CAPACITY, generation=1, checksums=checksums) as ring:
             ring._segment.words[PRODUCER.position] = ring._segment.words[CONSUMER.position] = START
             try:
-                child = outlive(ring, lambda: nursery.bear(ring, script, step, occurrence))
+                child = outlive(ring, lambda: host.start(ring, script, step, occurrence))
                 a_new_generation_attaches(ring)
             except BaseException as error:
-                if (dead := nursery.child) is not None:
+                if (dead := host.child) is not None:
                     dead.kill()
-                    error.add_note(f"death before {step!r}, number {occurrence}; the child told {dead.told}")
+                    error.add_note(f"death before {step!r}, number {occurrence}; the child reported {dead.reports}")
                 raise
-            assert child.status == (signal.SIGKILL if step and not came_to_its_end(child) else 0), child.told
+            assert child.status == (signal.SIGKILL if step and not has_finished(child) else 0), child.reports
         assert descriptors() == before
         return child
 
     died: set[str] = set()
-    for step in at("", 0).told[-1].removeprefix("took ").split("; "):
+    for step in at("", 0).reports[-1].removeprefix("took ").split("; "):
         for occurrence in itertools.count():
-            if came_to_its_end(at(step, occurrence)):
+            if has_finished(at(step, occurrence)):
                 break
             died.add(step)
     return died
 
 
-def came_to_its_end(child: Child) -> bool:
-    return child.told[-1:] != [] and child.told[-1].startswith("took ")
+def has_finished(child: Child) -> bool:
+    return child.reports[-1:] != [] and child.reports[-1].startswith("took ")
 
 
 def numbers(child: Child, verb: str) -> set[int]:
-    """Of the messages that it told this of."""
-    return {int(line.split()[1]) for line in child.told if line.split()[0] == verb}
+    """Return the numbers of the messages that the child reported with this verb."""
+    return {int(line.split()[1]) for line in child.reports if line.split()[0] == verb}
 
 
 def a_new_generation_attaches(old: Ring) -> None:
@@ -140,7 +140,7 @@ def asleep(ring: Ring, column: Column, peer: Column) -> bool:
 def outlive_producer(messages: Sequence[bytes], wait_for: Callable[[Ring, Child], object]) -> Callable[..., Child]:
     def outlive(ring: Ring, bear: Bear) -> Child:
         consumer = ring.claim_consumer()
-        assert consumer.park()  # the child has somebody to wake
+        assert consumer.park()  # the child has a consumer to wake
         child = bear()
         wait_for(ring, child)
         if ring.peer_pids[0] is None:
@@ -213,7 +213,7 @@ def outlive_consumer(
             assert not claimed or isinstance(end, PeerDied)
             received = passed_through(producer, successor, rest)
         first, last = unbroken(numbers(child, "released")), unbroken(numbers(child, "releasing"))
-        # Fragments are given back as they are taken, so a message of them may be lost with who took the last.
+        # Fragments are given back as they are taken, so their message may be lost with the consumer of the last one.
         last += messages[last : last + 1] == (STREAM[1],)
         assert received in [list(messages[n:]) for n in range(first, last + 1)]
         assert ring.statistics()[1:3] == (0, len(messages))
@@ -235,19 +235,19 @@ def until_asleep(column: Column, peer: Column) -> Callable[[Ring, Child], None]:
     return lambda ring, child: wait_until(lambda: child.is_dead() or asleep(ring, column, peer))
 
 
-def test_a_producer_that_dies_at_any_step_of_whole_messages(nursery: Nursery) -> None:
-    steps = at_every_step(nursery, "send whole", True, outlive_producer(MESSAGES, until_dead))
+def test_a_producer_that_dies_at_any_step_of_whole_messages(host: ChildHost) -> None:
+    steps = at_every_step(host, "send whole", True, outlive_producer(MESSAGES, until_dead))
     assert steps >= SENDING | {"end", "store record word 3", "fill a reservation's second half"}
 
 
-def test_a_producer_that_dies_at_any_step_of_fragments(nursery: Nursery) -> None:
-    steps = at_every_step(nursery, "send fragments", False, outlive_producer(STREAM, until_asleep(PRODUCER, CONSUMER)))
+def test_a_producer_that_dies_at_any_step_of_fragments(host: ChildHost) -> None:
+    steps = at_every_step(host, "send fragments", False, outlive_producer(STREAM, until_asleep(PRODUCER, CONSUMER)))
     assert steps >= SENDING | ASLEEP
 
 
-def test_a_producer_that_dies_at_any_step_of_waiting_for_space(nursery: Nursery) -> None:
+def test_a_producer_that_dies_at_any_step_of_waiting_for_space(host: ChildHost) -> None:
     steps = at_every_step(
-        nursery,
+        host,
         "send into a full ring",
         False,
         outlive_producer(FILLING, until_asleep(PRODUCER, CONSUMER)),
@@ -255,21 +255,21 @@ def test_a_producer_that_dies_at_any_step_of_waiting_for_space(nursery: Nursery)
     assert steps >= SENDING | ASLEEP | {"store producer.waits"}
 
 
-def test_a_consumer_that_dies_at_any_step_of_whole_messages(nursery: Nursery) -> None:
-    steps = at_every_step(nursery, "receive whole", True, outlive_consumer(MESSAGES, len(MESSAGES), until_dead))
+def test_a_consumer_that_dies_at_any_step_of_whole_messages(host: ChildHost) -> None:
+    steps = at_every_step(host, "receive whole", True, outlive_consumer(MESSAGES, len(MESSAGES), until_dead))
     assert steps >= RECEIVING | {"end", "read a payload"}
 
 
-def test_a_consumer_that_dies_at_any_step_of_fragments(nursery: Nursery) -> None:
+def test_a_consumer_that_dies_at_any_step_of_fragments(host: ChildHost) -> None:
     steps = at_every_step(
-        nursery, "receive fragments", False, outlive_consumer(STREAM, 0, until_asleep(CONSUMER, PRODUCER))
+        host, "receive fragments", False, outlive_consumer(STREAM, 0, until_asleep(CONSUMER, PRODUCER))
     )
     assert steps >= RECEIVING | ASLEEP
 
 
-def test_a_consumer_that_dies_at_any_step_of_waiting_for_messages(nursery: Nursery) -> None:
+def test_a_consumer_that_dies_at_any_step_of_waiting_for_messages(host: ChildHost) -> None:
     steps = at_every_step(
-        nursery,
+        host,
         "receive from an empty ring",
         False,
         outlive_consumer(MESSAGES[:2], 0, until_asleep(CONSUMER, PRODUCER)),

@@ -1,4 +1,4 @@
-"""What is no ring's memory and no doorbell is refused before it is mapped; what is cannot be cut short."""
+"""Descriptors that are not a ring's are refused before they are mapped, and a ring's memory cannot be truncated."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def closing(*fds: int) -> Iterator[tuple[int, ...]]:
 
 
 def memory(size: int, seals: int, *, allocate: bool = True) -> int:
-    """A segment as ``create_memory`` makes it, with a header that is right, less what the arguments say."""
+    """A segment as ``create_memory`` makes it, with a valid header, except for the arguments."""
     fd: int = _libc.syscall(_MEMFD_CREATE, b"forged", _ALLOW_SEALING)
     with Ring.create(PAGE, generation=GENERATION) as ring:
         header = bytearray(bytes(ring._segment.words[:8]))
@@ -84,8 +84,8 @@ NO_MEMORY: dict[str, Callable[[Path], int]] = {
     "memory of no whole word": lambda path: memory(HEADER + PAGE + 1, _SIZE_IS_SEALED),
     "memory that may be truncated": lambda path: memory(2 * PAGE, _SEAL),
     "memory whose seals may change": lambda path: memory(2 * PAGE, _SIZE_IS_SEALED & ~_SEAL),
-    "memory that is not to be written": lambda path: memory(2 * PAGE, _SIZE_IS_SEALED | _WRITE),
-    "memory that is not to be written from now on": lambda path: memory(2 * PAGE, _SIZE_IS_SEALED | _FUTURE_WRITE),
+    "read-only memory": lambda path: memory(2 * PAGE, _SIZE_IS_SEALED | _WRITE),
+    "memory that becomes read-only": lambda path: memory(2 * PAGE, _SIZE_IS_SEALED | _FUTURE_WRITE),
     "memory to be read only": lambda path: read_only(),
     "memory that is not there": lambda path: memory(1 << 26, _SIZE_IS_SEALED, allocate=False),
 }
@@ -101,7 +101,7 @@ def test_what_is_no_memory_of_a_ring(what: Callable[[Path], int], tmp_path: Path
 
 
 def test_memory_with_all_that_it_needs_is_taken() -> None:
-    """Else the test above would say nothing."""
+    """Without this, the test above would prove nothing."""
     with Ring.create(PAGE) as ring:
         fds = [memory(2 * PAGE, _SIZE_IS_SEALED), *map(os.dup, ring.fds[1:])]
         with Ring.attach(fds, generation=GENERATION) as forged:
@@ -144,7 +144,7 @@ def test_a_number_that_is_no_descriptor_is_an_error_of_the_system_and_the_others
     assert descriptors() == before
 
 
-def test_nobody_changes_the_size_of_the_memory_nor_its_seals(ring: Ring) -> None:
+def test_no_process_can_change_the_size_of_the_memory_or_its_seals(ring: Ring) -> None:
     for change in (
         lambda: os.ftruncate(ring.fds[0], 0),
         lambda: os.ftruncate(ring.fds[0], 1 << 20),
@@ -155,7 +155,7 @@ def test_nobody_changes_the_size_of_the_memory_nor_its_seals(ring: Ring) -> None
             change()
 
 
-def test_more_memory_than_there_is_is_an_error_and_nobody_is_killed_for_it() -> None:
+def test_too_large_a_ring_is_an_error_and_kills_no_process() -> None:
     before = descriptors()
     with pytest.raises(OSError, match="available") as caught:
         Ring.create(psutil.virtual_memory().total)

@@ -149,7 +149,7 @@ def test_an_error_whose_traceback_holds_arrays_passes_through_with(ring: Ring) -
     assert ring.statistics().used == 0
 
 
-def test_closing_releases_the_frames_that_nobody_looks_at(ring: Ring) -> None:
+def test_closing_releases_the_frames_without_views(ring: Ring) -> None:
     producer, consumer = ring.claim_producer(), ring.claim_consumer()
     frames = received(producer, consumer, b"a", b"b")
     assert bytes(frames[0].data) == b"a"

@@ -18,7 +18,7 @@ def thread_of_this_process() -> int:
 
 
 @pytest.mark.parametrize("start", [0, 1, 5000, 2**42 - 1], ids="start {}".format)
-def test_claims_that_nobody_made(start: int, ring: Ring) -> None:
+def test_claims_of_no_process(start: int, ring: Ring) -> None:
     stop = threading.Event()
     thread = threading.Thread(target=stop.wait)
     thread.start()
@@ -46,7 +46,7 @@ def test_claims_that_nobody_made(start: int, ring: Ring) -> None:
     assert descriptors() == before
 
 
-def test_the_claim_of_a_thread_that_lives_is_no_process_to_watch(ring: Ring) -> None:
+def test_the_claim_of_a_living_thread_is_not_a_process_to_watch(ring: Ring) -> None:
     stop = threading.Event()
     thread = threading.Thread(target=stop.wait)
     thread.start()
@@ -63,7 +63,7 @@ def test_the_claim_of_a_thread_that_lives_is_no_process_to_watch(ring: Ring) -> 
         thread.join()
 
 
-def test_a_claim_of_a_living_stranger_is_respected(ring: Ring) -> None:
+def test_a_claim_of_another_living_process_is_respected(ring: Ring) -> None:
     word = _claim_word(os.getppid())
     assert word is not None
     ring._segment.words[PRODUCER.claim] = word
@@ -74,7 +74,7 @@ def test_a_claim_of_a_living_stranger_is_respected(ring: Ring) -> None:
         ring.claim_consumer().recv(timeout=0)
 
 
-def test_bells_that_ring_for_nothing(ring: Ring) -> None:
+def test_spurious_bells(ring: Ring) -> None:
     producer, consumer = ring.claim_producer(), ring.claim_consumer()
     for _ in range(1000):
         os.eventfd_write(consumer.fileno(), 1)
@@ -84,16 +84,16 @@ def test_bells_that_ring_for_nothing(ring: Ring) -> None:
     with pytest.raises(TimeoutError):
         producer.send(bytes(2 * ring.capacity), timeout=0)
     assert consumer.try_recv() is None
-    producer.send(b"heard")
-    assert bytes(consumer.recv(timeout=0).data) == b"heard"
+    producer.send(b"message")
+    assert bytes(consumer.recv(timeout=0).data) == b"message"
 
 
-def test_a_bell_that_cannot_be_rung_more_is_rung_enough(ring: Ring) -> None:
+def test_a_bell_at_its_limit_still_wakes(ring: Ring) -> None:
     producer, consumer = ring.claim_producer(), ring.claim_consumer()
     assert consumer.park()
     os.eventfd_write(consumer.fileno(), 2**64 - 2)
-    producer.send(b"heard")
-    assert bytes(consumer.recv(timeout=60).data) == b"heard"
+    producer.send(b"message")
+    assert bytes(consumer.recv(timeout=60).data) == b"message"
     producer.close()
 
 
@@ -107,15 +107,15 @@ def test_a_bell_that_never_stops_ringing_ends_no_later_than_the_timeout(ring: Ri
             producer.send(bytes(2 * ring.capacity), timeout=0.01)
 
 
-def test_what_comes_without_a_ring_is_found_at_the_timeout(ring: Ring) -> None:
-    """Somebody wiped out that the consumer sleeps."""
+def test_a_message_without_a_bell_is_found_at_the_timeout(ring: Ring) -> None:
+    """The word that announces the consumer's sleep was overwritten."""
     producer, consumer = ring.claim_producer(), ring.claim_consumer()
     wait = consumer._waiter.wait
 
-    def unheard(deadline: float | None) -> bool:
+    def wait_without_a_ring(deadline: float | None) -> bool:
         ring._segment.words[CONSUMER.waits] = 0
-        producer.send(b"unheard")
+        producer.send(b"message")
         return wait(deadline)
 
-    consumer._waiter.wait = unheard  # type: ignore[method-assign]
-    assert bytes(consumer.recv(timeout=0.01).data) == b"unheard"
+    consumer._waiter.wait = wait_without_a_ring  # type: ignore[method-assign]
+    assert bytes(consumer.recv(timeout=0.01).data) == b"message"

@@ -33,7 +33,7 @@ PATTERNS = (0x01, 0x80, 0xFF)
 
 
 def use(producer: Producer, consumer: Consumer) -> None:
-    """Whatever the two ends do, as far as the first error. What comes is what was sent."""
+    """Use both ends until the first error. Every received message is one that was sent."""
     for message in SENT:
         producer.try_send(message)
     if (view := producer.try_reserve(8)) is not None:
@@ -53,7 +53,7 @@ def use(producer: Producer, consumer: Consumer) -> None:
             frame = consumer.try_recv()
             assert frame is None
             if number > 100:
-                return  # nobody gives space back, and nobody is told that it is so
+                return  # the overwritten words keep the consumer from giving space back, which no error shows
         frame = consumer.recv(timeout=0)
         assert frame.data == b"big" * CAPACITY
         frame.release()
@@ -116,7 +116,7 @@ def test_a_flipped_byte_of_any_header_word(stage: str) -> None:
         (4, RingCorrupted, 32),
     ],
 )
-def test_every_bit_of_what_a_header_says_of_itself_is_looked_at(word: int, error: Any, offset: int | None) -> None:
+def test_every_bit_of_the_headers_constants_is_checked(word: int, error: Any, offset: int | None) -> None:
     with Ring.create(CAPACITY, generation=GENERATION) as ring:
         right = ring._segment.words[word]
         for bit in range(64):
@@ -131,7 +131,7 @@ def test_every_bit_of_what_a_header_says_of_itself_is_looked_at(word: int, error
             )
 
 
-def test_bytes_of_the_header_that_mean_nothing_may_hold_anything() -> None:
+def test_unused_bytes_of_the_header_may_hold_anything() -> None:
     with begun() as ring:
         for word in range(HEADER // 8):
             if word not in SINGLE:
@@ -183,7 +183,7 @@ def test_an_impossible_head(wrong: Callable[[int, int], int]) -> None:
             pass
         words = ring._segment.words
         words[CONSUMER.position] = found = wrong(words[CONSUMER.position], words[PRODUCER.position])
-        if wrong in (IMPOSSIBLE["not yet"], IMPOSSIBLE["backwards"]):  # the first might be, and so might the second
+        if wrong in (IMPOSSIBLE["not yet"], IMPOSSIBLE["backwards"]):  # positions that are possible
             assert producer.try_send(b"")
             return
         for send in (lambda: producer.try_send(b""), lambda: producer.send(bytes(2 * CAPACITY), timeout=0)):

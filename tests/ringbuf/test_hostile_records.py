@@ -58,7 +58,7 @@ def test_records_of_any_words(data: st.DataObject, checksums: bool) -> None:
             consumer = ring.claim_consumer()
             assert sum(map(len, emptied(consumer))) <= CAPACITY
         except MemoryError:
-            return  # a message of MAX_MESSAGE may be more than there is
+            return  # a message of MAX_MESSAGE may exceed the memory
         except (RingCorrupted, RingClosed):
             return
 
@@ -89,14 +89,14 @@ def test_with_checksums_no_flipped_bit_of_a_record_goes_unseen() -> None:
         assert words[PRODUCER.claim] == producer_claim
 
 
-def test_a_fragment_that_promises_the_most_takes_no_memory_for_it(ring: Ring) -> None:
+def test_a_fragment_of_the_largest_message_takes_no_memory_in_advance(ring: Ring) -> None:
     ring.claim_producer().send(b"begin")
     ring._segment.words[HEADER // 8] = 5 << 8 | FIRST
     ring._segment.words[HEADER // 8 + 2] = MAX_MESSAGE
     consumer = ring.claim_consumer()
     process = psutil.Process()
     before = process.memory_info().rss
-    with suppress(MemoryError):  # so much of an address space is not to be had everywhere
+    with suppress(MemoryError):  # not every machine has that much address space
         assert consumer.try_recv() is None
     assert process.memory_info().rss - before < MAX_MESSAGE // 8
 

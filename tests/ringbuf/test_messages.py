@@ -253,7 +253,7 @@ def test_a_reservation_of_less_than_nothing_is_refused(ring: Ring) -> None:
 
 @pytest.mark.parametrize("timeout", [float("inf"), 1e12])
 def test_a_timeout_may_be_as_long_as_one_likes(ring: Ring, timeout: float) -> None:
-    """A sleeper is woken though nobody can wait that long in one go."""
+    """A sleeper is woken although no single wait may last that long."""
     producer, consumer = ring.claim_producer(), ring.claim_consumer()
     with ThreadPoolExecutor(1) as thread:
         got = thread.submit(lambda: bytes(consumer.recv(timeout).data))

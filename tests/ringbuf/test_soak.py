@@ -1,4 +1,4 @@
-"""Two processes, messages of every size, and sudden death of either: nothing is changed, out of order, or lost.
+"""Two processes exchange messages of every size and die suddenly: no message is altered, reordered or lost.
 
 ``RINGBUF_SOAK_S`` is the duration in seconds (default: 1). ``RINGBUF_SOAK_SEED`` is the seed of the messages and deaths
 (default: 0; "new" draws one). ``pytest -s`` shows what was counted.
@@ -15,21 +15,21 @@ from collections import Counter
 from typing import NamedTuple
 
 from ringbuf import Ring
-from tests.ringbuf.nursery import WATCHDOG_S, Child, Nursery
-from tests.ringbuf.soaking import CAPACITY, is_fragmented
+from tests.ringbuf.child_processes import WATCHDOG_S, Child, ChildHost
+from tests.ringbuf.soak_scripts import CAPACITY, is_fragmented
 
 SOAK_S = float(os.environ.get("RINGBUF_SOAK_S", "1"))
 
 
 class Message(NamedTuple):
-    """life: of the producer that sent it. One that was killed before it told has it sent again."""
+    """life: the life of the producer that sent it. A successor sends a message again that was not reported."""
 
     number: int
     life: int
 
 
 def messages(child: Child, verb: str) -> list[Message]:
-    return [Message(*map(int, line.split()[1:])) for line in child.told if line.split()[0] == verb]
+    return [Message(*map(int, line.split()[1:])) for line in child.reports if line.split()[0] == verb]
 
 
 def follows(message: Message, before: Message) -> bool:
@@ -39,7 +39,7 @@ def follows(message: Message, before: Message) -> bool:
 
 
 def check(consumers: list[Child], last: int) -> Counter[str]:
-    """What they got, one after the other, is 1 … ``last``, in order."""
+    """The consumers received 1 … ``last`` one after the other, in order."""
     counts: Counter[str] = Counter()
     stream = [Message(0, 0)]
     released = set(stream)
@@ -69,29 +69,29 @@ def check(consumers: list[Child], last: int) -> Counter[str]:
     return counts
 
 
-def soak(ring: Ring, upstream: Nursery, downstream: Nursery, last: int, rng: random.Random) -> Counter[str]:
-    """One ring, from its first message to its last, whoever dies over it."""
-    producers = [upstream.bear(ring, "producer", 1, 1, last)]
-    consumers = [downstream.bear(ring, "consumer", 0)]
+def soak(ring: Ring, upstream: ChildHost, downstream: ChildHost, last: int, rng: random.Random) -> Counter[str]:
+    """Run one ring from its first message to its last, through the deaths of both ends."""
+    producers = [upstream.start(ring, "producer", 1, 1, last)]
+    consumers = [downstream.start(ring, "consumer", 0)]
     deaths = rng.choice((0, 2, 10))
     while not producers[-1].status == consumers[-1].status == 0:
         living = [child for child in (producers[-1], consumers[-1]) if child.status is None]
         ready, _, _ = select.select(living, [], [], WATCHDOG_S)
         assert ready, "they wait for each other"
         for child in ready:
-            if not child.hear():
+            if not child.read():
                 child.wait()
         if deaths and rng.random() < 0.02:
             rng.choice(living).kill()
             deaths -= 1
         for child in living:
-            assert child.status in (None, 0, signal.SIGKILL), "\n".join(child.told[-20:])
+            assert child.status in (None, 0, signal.SIGKILL), "\n".join(child.reports[-20:])
         if producers[-1].status:
-            sent = [line.split()[1] for child in producers for line in child.told if line.startswith("sent")]
+            sent = [line.split()[1] for child in producers for line in child.reports if line.startswith("sent")]
             first = int(sent[-1]) + 1 if sent else 1
-            producers.append(upstream.bear(ring, "producer", len(producers) + 1, first, last))
+            producers.append(upstream.start(ring, "producer", len(producers) + 1, first, last))
         if consumers[-1].status:
-            consumers.append(downstream.bear(ring, "consumer", len(consumers)))
+            consumers.append(downstream.start(ring, "consumer", len(consumers)))
     assert ring.statistics().used == 0
     counts = check(consumers, last)
     counts["dead producers"] += len(producers) - 1
@@ -106,7 +106,7 @@ def test_soak() -> None:
     print(f"seed {seed}")
     counts: Counter[str] = Counter()
     finish = time.monotonic() + SOAK_S
-    with Nursery("tests.ringbuf.soaking") as upstream, Nursery("tests.ringbuf.soaking") as downstream:
+    with ChildHost("tests.ringbuf.soak_scripts") as upstream, ChildHost("tests.ringbuf.soak_scripts") as downstream:
         while time.monotonic() < finish:
             counts["rings"] += 1
             with Ring.create(CAPACITY, generation=counts["rings"], checksums=rng.random() < 0.5) as ring:

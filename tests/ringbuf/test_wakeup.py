@@ -180,7 +180,7 @@ def test_claiming_wakes_a_producer_that_sleeps(ring: Ring) -> None:
     assert rung(producer)
 
 
-def test_a_fence_that_a_signal_handler_left_half_done_holds_nobody_up(ring: Ring) -> None:
+def test_a_fence_that_a_signal_handler_interrupted_blocks_no_end(ring: Ring) -> None:
     """It may raise between any two calls, KeyboardInterrupt for one."""
     producer, consumer = ring.claim_producer(), ring.claim_consumer()
     for end in (producer._end, consumer._end):

@@ -1,4 +1,4 @@
-"""What the two children of the soak do with their ring. Either is killed at any time, and has a successor."""
+"""The scripts of the soak's two children. The test kills either at any time and starts a successor."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import TypeVar
 import numpy as np
 
 from ringbuf import Frame, PeerDied, Ring, RingClosed
-from tests.ringbuf.nursery import WATCHDOG_S, Tell
+from tests.ringbuf.child_processes import WATCHDOG_S, Report
 
 T = TypeVar("T")
 
@@ -21,7 +21,7 @@ CAPACITY = 16 << 10
 FRAGMENTED = CAPACITY // 2 - 64
 """Payload bytes above which a message travels in fragments."""
 FRONT = "<QII"
-"""What a message begins with: its number, which life of the producer sent it, checksum of the rest."""
+"""The start of a message: its number, the life of the producer that sent it, and the checksum of the rest."""
 _NOISE = np.random.default_rng(0).bytes(3 * CAPACITY)
 
 
@@ -49,7 +49,7 @@ def retried(ring: Ring, call: Callable[[], T]) -> T:
                 time.sleep(0.0005)  # the test sees to its successor
 
 
-def produce(ring: Ring, tell: Tell, life: int, first: int, last: int) -> None:
+def produce(ring: Ring, report: Report, life: int, first: int, last: int) -> None:
     """Sends messages ``first`` to ``last``, each in a way that its number decides, and closes."""
     producer = ring.claim_producer()
     for number in range(first, last + 1):
@@ -66,11 +66,11 @@ def produce(ring: Ring, tell: Tell, life: int, first: int, last: int) -> None:
             producer.commit()
         else:
             retried(ring, partial(producer.send, front, payload, timeout=WATCHDOG_S))
-        tell(f"sent {number}")
+        report(f"sent {number}")
     producer.close()
 
 
-def consume(ring: Ring, tell: Tell, seed: int) -> None:
+def consume(ring: Ring, report: Report, seed: int) -> None:
     """Until the producer closes: holds up to six, releases them in any order."""
     consumer = ring.claim_consumer()
     rng = random.Random(seed)
@@ -79,7 +79,7 @@ def consume(ring: Ring, tell: Tell, seed: int) -> None:
     def release() -> None:
         which, frame = held.pop(rng.randrange(len(held)))
         frame.release()
-        tell(f"released {which}")
+        report(f"released {which}")
 
     try:
         while True:
@@ -94,7 +94,7 @@ def consume(ring: Ring, tell: Tell, seed: int) -> None:
             with frame.data[struct.calcsize(FRONT) :] as payload:
                 assert checksum == zlib.crc32(payload)
                 assert payload == payload_of(number)
-            tell(f"got {number} {life}")
+            report(f"got {number} {life}")
             held.append((f"{number} {life}", frame))
             while len(held) > rng.randrange(7):
                 release()
@@ -104,9 +104,9 @@ def consume(ring: Ring, tell: Tell, seed: int) -> None:
     consumer.close()
 
 
-def live(ring: Ring, tell: Tell, end: str, *arguments: int) -> None:
+def live(ring: Ring, report: Report, end: str, *arguments: int) -> None:
     try:
-        (produce if end == "producer" else consume)(ring, tell, *arguments)
+        (produce if end == "producer" else consume)(ring, report, *arguments)
     except RingClosed as error:
         if error.end != end:
             raise

@@ -1,9 +1,9 @@
-"""Children (see nursery.py) that die at a chosen step of what they do with a ring.
+"""Scripts of child processes (see child_processes.py) that die at a chosen step of their work with a ring.
 
 Rule 1: a step is one access to what both sides share: a word's load or store, half a copy of a payload, a bell's ring
 or clear, going to sleep at it. A child kills itself just before its n-th step of one kind; the last kind is the end of
 its script. (Of one kind: how many steps there are in all depends on which of the two is faster.)
-Rule 2: what it has got done it tells.
+Rule 2: a child reports what it has done.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 from ringbuf import Frame, Ring, RingClosed
 from ringbuf._claim import Waiter
 from ringbuf._words import CONSUMER, HEADER, PRODUCER, RECORD, Bell
-from tests.ringbuf.nursery import WATCHDOG_S, Tell
+from tests.ringbuf.child_processes import WATCHDOG_S, Report
 
 CAPACITY = 4096
 START = 3328
@@ -84,11 +84,11 @@ def stepping(method: Callable[..., Any], label: str, step: Step) -> Callable[...
     return stepped
 
 
-def send_whole(ring: Ring, step: Step, tell: Tell) -> None:
+def send_whole(ring: Ring, step: Step, report: Report) -> None:
     producer = ring.claim_producer()
     for number, message in enumerate(MESSAGES[:4]):
         producer.send(message)
-        tell(f"sent {number}")
+        report(f"sent {number}")
     for number, message in enumerate(MESSAGES[4:], 4):
         for commit in (False, True):
             view = producer.try_reserve(len(message))
@@ -98,28 +98,28 @@ def send_whole(ring: Ring, step: Step, tell: Tell) -> None:
             view[len(message) // 2 :] = message[len(message) // 2 :]
             if commit:
                 producer.commit()
-                tell(f"sent {number}")
+                report(f"sent {number}")
             else:
                 producer.abandon()
     producer.close()
 
 
-def send_all(ring: Ring, messages: tuple[bytes, ...], tell: Tell) -> None:
+def send_all(ring: Ring, messages: tuple[bytes, ...], report: Report) -> None:
     producer = ring.claim_producer()
     for number, message in enumerate(messages):
         producer.send(message, timeout=WATCHDOG_S)
-        tell(f"sent {number}")
+        report(f"sent {number}")
     producer.close()
 
 
-def receive_whole(ring: Ring, step: Step, tell: Tell) -> None:
+def receive_whole(ring: Ring, step: Step, report: Report) -> None:
     consumer = ring.claim_consumer()
     held: dict[int, Frame] = {}
 
     def release(number: int) -> None:
-        tell(f"releasing {number}")
+        report(f"releasing {number}")
         held.pop(number).release()
-        tell(f"released {number}")
+        report(f"released {number}")
 
     for number, message in enumerate(MESSAGES):
         held[number] = consumer.recv()
@@ -135,31 +135,31 @@ def receive_whole(ring: Ring, step: Step, tell: Tell) -> None:
     consumer.close()
 
 
-def receive_all(ring: Ring, messages: tuple[bytes, ...], tell: Tell) -> None:
+def receive_all(ring: Ring, messages: tuple[bytes, ...], report: Report) -> None:
     consumer = ring.claim_consumer()
     for number, message in enumerate(messages):
         frame = consumer.recv(WATCHDOG_S)
         assert frame.data == message
-        tell(f"releasing {number}")
+        report(f"releasing {number}")
         frame.release()
-        tell(f"released {number}")
+        report(f"released {number}")
     try:
         consumer.recv(WATCHDOG_S)
     except RingClosed:
         consumer.close()
 
 
-SCRIPTS: dict[str, Callable[[Ring, Step, Tell], None]] = {
+SCRIPTS: dict[str, Callable[[Ring, Step, Report], None]] = {
     "send whole": send_whole,
-    "send fragments": lambda ring, step, tell: send_all(ring, STREAM, tell),
-    "send into a full ring": lambda ring, step, tell: send_all(ring, FILLING, tell),
+    "send fragments": lambda ring, step, report: send_all(ring, STREAM, report),
+    "send into a full ring": lambda ring, step, report: send_all(ring, FILLING, report),
     "receive whole": receive_whole,
-    "receive fragments": lambda ring, step, tell: receive_all(ring, STREAM, tell),
-    "receive from an empty ring": lambda ring, step, tell: receive_all(ring, MESSAGES[:2], tell),
+    "receive fragments": lambda ring, step, report: receive_all(ring, STREAM, report),
+    "receive from an empty ring": lambda ring, step, report: receive_all(ring, MESSAGES[:2], report),
 }
 
 
-def live(ring: Ring, tell: Tell, script: str, fatal: str, occurrence: int) -> None:
+def live(ring: Ring, report: Report, script: str, fatal: str, occurrence: int) -> None:
     counts: Counter[str] = Counter()
 
     def step(kind: str) -> None:
@@ -173,7 +173,7 @@ def live(ring: Ring, tell: Tell, script: str, fatal: str, occurrence: int) -> No
     Bell.ring = stepping(Bell.ring, "ring", step)  # type: ignore[method-assign]
     Bell.clear = stepping(Bell.clear, "clear", step)  # type: ignore[method-assign]
     Waiter.wait = stepping(Waiter.wait, "sleep", step)  # type: ignore[method-assign]
-    SCRIPTS[script](ring, step, tell)
+    SCRIPTS[script](ring, step, report)
     ring.close()
     step("end")
-    tell("took " + "; ".join(counts))
+    report("took " + "; ".join(counts))

@@ -1,9 +1,9 @@
-"""Children that are cheap to have, and may die at any time.
+"""Child processes that are cheap to start, and that a test may kill at any time.
 
-Rule 1: they are forked by a small process of one thread, so that hundreds of them cost little, and nothing of the
-test's own process is in them.
-Rule 2: what a child has got done it tells through a pipe, which outlives it.
-Rule 3: a dead child stays a zombie until ``wait``, so that its number is nobody else's.
+Rule 1: a small process with one thread forks them, so that hundreds of them cost little and inherit nothing of the
+test's own process.
+Rule 2: a child reports what it has done through a pipe, which outlives it.
+Rule 3: a dead child stays a zombie until ``wait``, so that no other process gets its pid.
 """
 
 from __future__ import annotations
@@ -27,40 +27,40 @@ from ringbuf import Ring
 
 WATCHDOG_S = 30.0
 
-Tell: TypeAlias = Callable[[str], None]
+Report: TypeAlias = Callable[[str], None]
 
 
 class Child:
-    """A process with one end of a ring. ``told``: lines."""
+    """A process with one end of a ring. ``reports`` holds the lines that it has written."""
 
-    def __init__(self, pid: int, report: int, server: socket.socket) -> None:
-        self.pid, self._report, self._server = pid, report, server
+    def __init__(self, pid: int, pipe: int, server: socket.socket) -> None:
+        self.pid, self._pipe, self._server = pid, pipe, server
         self._open = True
         self._rest = b""
-        self.told: list[str] = []
+        self.reports: list[str] = []
         self.status: int | None = None
         """As waitpid has it, after ``wait``."""
 
     def fileno(self) -> int:
-        """Readable when it told something, or died."""
-        return self._report
+        """Readable when the child has written a report, or has exited."""
+        return self._pipe
 
     def is_dead(self) -> bool:
         return not self._open or bool(select.select([self._server], [], [], 0)[0])
 
-    def hear(self) -> bool:
-        """Wait for news. False: it is dead, and has told all."""
-        news = os.read(self._report, 1 << 16)
-        *lines, self._rest = (self._rest + news).split(b"\n")
-        self.told += [line.decode() for line in lines]
-        return bool(news)
+    def read(self) -> bool:
+        """Wait for reports. Return False when the child has exited and all reports have been read."""
+        data = os.read(self._pipe, 1 << 16)
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        self.reports += [line.decode() for line in lines]
+        return bool(data)
 
     def wait(self) -> None:
-        """Until it is dead. Idempotent."""
+        """Wait until the child has exited, and reap it. Idempotent."""
         if self._open:
-            while self.hear():
+            while self.read():
                 pass
-            os.close(self._report)
+            os.close(self._pipe)
             self._open = False
             self._server.recv(64)
             self._server.send(b"collect")
@@ -72,8 +72,8 @@ class Child:
             self.wait()
 
 
-class Nursery:
-    """Has one child at a time, which runs ``live(ring, tell, *arguments)`` of a module."""
+class ChildHost:
+    """A process that has one child at a time, which runs ``live(ring, report, *arguments)`` of a module."""
 
     def __init__(self, module: str) -> None:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -87,8 +87,8 @@ class Nursery:
                 env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
             )
 
-    def bear(self, ring: Ring, *arguments: Any) -> Child:
-        """The arguments travel as JSON."""
+    def start(self, ring: Ring, *arguments: Any) -> Child:
+        """Start a child; its arguments are sent as JSON."""
         read, write = os.pipe()
         request = json.dumps([ring.generation, *arguments]).encode()
         socket.send_fds(self._socket, [request], [*ring.fds, write])
@@ -96,7 +96,7 @@ class Nursery:
         self.child = Child(int(self._socket.recv(64)), read, self._socket)
         return self.child
 
-    def __enter__(self) -> Nursery:
+    def __enter__(self) -> ChildHost:
         return self
 
     def __exit__(
@@ -117,7 +117,7 @@ def serve(module: str, server: socket.socket) -> None:
         pid = os.fork()
         if not pid:
             server.close()
-            be_born(live, json.loads(request), fds[:3], fds[3])
+            run_child(live, json.loads(request), fds[:3], fds[3])
         for fd in fds:
             os.close(fd)
         server.send(str(pid).encode())
@@ -127,20 +127,20 @@ def serve(module: str, server: socket.socket) -> None:
             server.send(str(os.waitpid(pid, 0)[1]).encode())
 
 
-def be_born(live: Callable[..., None], request: list[Any], fds: list[int], report: int) -> None:
-    """Does not return. Exit code 1: it failed, and told its traceback."""
+def run_child(live: Callable[..., None], request: list[Any], fds: list[int], pipe: int) -> None:
+    """Run a child; does not return. It exits with code 1 after it has reported a traceback."""
     generation, *arguments = request
 
-    def tell(line: str) -> None:
-        os.write(report, f"{line}\n".encode())
+    def report(line: str) -> None:
+        os.write(pipe, f"{line}\n".encode())
 
     exit_code = 1
     try:
         with Ring.attach(fds, generation=generation) as ring:
-            live(ring, tell, *arguments)
+            live(ring, report, *arguments)
         exit_code = 0
     except BaseException:
-        tell(traceback.format_exc())
+        report(traceback.format_exc())
         raise
     finally:
         os._exit(exit_code)
