@@ -12,14 +12,14 @@ from transformers import Qwen2_5OmniConfig, Qwen2_5OmniForConditionalGeneration
 from tiny_models import tokenizer as words
 
 SYSTEM_PROMPT = "you are the sea"
-"""Of the chat template, for a conversation that brings none: the real one has such a sentence, too."""
+"""The chat template's default system prompt; the real template has one, too."""
 TOKENIZER = words.build(
     words.QWEN2_5,
     *("<tts_pad>", "<tts_text_bos>", "<tts_text_eod>", "<tts_text_bos_single>"),
     default_system=SYSTEM_PROMPT,
 )
 CODES = 64
-"""Of the codec; the talker's special ones follow. (The real ones: 8193.)"""
+"""Tokens of the codec, before the talker's special ones. (The real model has 8193.)"""
 CODEC_PAD, CODEC_BOS, CODEC_EOS, CODEC_MASK = CODES, CODES + 1, CODES + 2, CODES + 4
 TALKER_VOCABULARY = CODES + 8
 SPEAKERS = {"Chelsie": "<tts_text_bos>", "Ethan": "<tts_text_bos_single>"}

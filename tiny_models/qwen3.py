@@ -1,6 +1,6 @@
 """Tiny Qwen3-Omni checkpoints with random weights from a seed, in the layout of the real ones.
 
-Text comes from a tokenizer of bytes (``tiny_models.tokenizer``), so whatever the thinker says is text of some kind.
+Text comes from a tokenizer of bytes (``tiny_models.tokenizer``), so every answer of the thinker is valid text.
 As a random model never stops talking, ``text_eos`` and ``codec_eos`` scale the rows of the end in the two heads: with
 the defaults some answers end by themselves and some at their limit; with 0 none does.
 """
@@ -20,7 +20,7 @@ from tiny_models import tokenizer
 CODEBOOK, GROUPS = 64, 4
 """Codes of a group, and groups of a frame (the real ones: 2048, 16)."""
 SPECIALS = 1024
-"""Of the talker's vocabulary, behind the codes: pad, bos, eos, …, speakers."""
+"""Special tokens of the talker's vocabulary, after the codes: pad, bos, eos, …, speakers."""
 SPEAKERS = ("chelsie", "ethan", "aiden")
 ROPE = {"rope_type": "default", "rope_theta": 1e6}
 MROPE = {**ROPE, "mrope_section": [4, 2, 2], "mrope_interleaved": True}
@@ -48,7 +48,7 @@ PREPROCESSOR = {
     "temporal_patch_size": 2,
     "merge_size": 2,
 }
-"""One file says how audio, images and videos are made into features; but for the pixels as the real one does."""
+"""The one file that configures the features of audio, images and videos: the real one, with fewer pixels."""
 
 
 def token(text: str) -> int:
@@ -202,11 +202,11 @@ def build(
     model.eval()
     with torch.no_grad():
         for name, parameter in model.code2wav.named_parameters():
-            if parameter.dim() >= 2 and "conv" in name:  # else they explode or vanish: nothing to be heard
+            if parameter.dim() >= 2 and "conv" in name:  # else the signal explodes or vanishes
                 torch.nn.init.kaiming_normal_(parameter, a=1.0)
         model.code2wav.decoder[-1].conv.weight.mul_(0.012)
         for name, parameter in model.talker.named_parameters():
-            if ".experts." in name:  # transformers leaves what was in the memory
+            if ".experts." in name:  # transformers leaves these uninitialised
                 torch.nn.init.normal_(parameter, std=0.3)
         model.thinker.lm_head.weight[token(tokenizer.IM_END)] *= text_eos
         model.talker.codec_head.weight[CODEBOOK + 2] *= codec_eos

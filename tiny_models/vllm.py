@@ -1,7 +1,8 @@
 """The tiny omni checkpoints in sizes that vLLM takes.
 
-On a CPU its attention wants heads of 32 at least. Of a picture's layers it has the hidden states with the next layer's
-picture added, so the talker reads one behind them. Some entries of the real configurations it reads without a default.
+On a CPU, its attention needs heads of 32 at least. In the layers that add a picture's features, vLLM's hidden states
+already contain the next layer's features, so the talker reads one layer later. vLLM requires some entries of the real
+configurations that transformers has defaults for.
 """
 
 from __future__ import annotations

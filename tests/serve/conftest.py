@@ -35,7 +35,7 @@ name: gallery
 stages:
   eye: {engine: "tests.support.served_engines:Eye", accepts: [audio, image, messages, video], emits: text}
 """
-"""What sees, in the shape of an omni model."""
+"""A pipeline for media, in the shape of an omni model."""
 
 
 @pytest.fixture(scope="session")
@@ -98,16 +98,16 @@ def start(
 
 @pytest.fixture(scope="session")
 def studio(start: Start) -> Iterator[Server]:
-    """A pipeline without models in the shape of "voice": what it hears and reads comes back, in text and sound."""
+    """A pipeline without models in the shape of "voice": it returns its input as text and sound."""
     with start("--max-body-bytes", "1000000") as server:
         yield server
         assert server.stderr == ""
 
 
 class Gallery(NamedTuple):
-    """A pipeline that tells what it was shown, behind a server that may read one folder and, by its name, ask one site.
+    """A server whose pipeline reports its input. It may read one folder and, by name, fetch from one site.
 
-    That is on this machine, where no server of ours must go.
+    The site is on this machine, which the server refuses to contact otherwise.
     """
 
     server: Server
@@ -135,7 +135,7 @@ def voice(voice_url: str) -> Iterator[Api]:
 
 @pytest.fixture(scope="session")
 def slow(start: Start) -> Iterator[Server]:
-    """Takes a quarter of an hour for an answer; two at once; asks for a key."""
+    """A server with an API key that needs a quarter of an hour for an answer and admits two requests."""
     mind = ("-s", "stages.mind.options.fan_out=100000", "-s", "stages.mind.options.step_s=0.01")
     mouth = ("-s", "stages.mouth.options.step_s=0.01")
     limits = ("-s", "limits.max_requests=2")

@@ -92,7 +92,7 @@ def whisper(request: pytest.FixtureRequest) -> Case:
         return [(data, {"audio": piece}) for piece in np.array_split(speak(text), 3)]
 
     def normalise(outputs: list[Any]) -> Any:
-        assert len(outputs) > 1, "the text does not come as it is heard"
+        assert len(outputs) > 1, "the text is not streamed"
         return "".join(output.data["text"] for output in outputs), outputs[-1].data["duration_s"]
 
     inputs = [chunks("The capital of France is Paris."), chunks("Seven ships came home.")]

@@ -1,4 +1,4 @@
-"""An engine loop in a thread of this process, the far ends of its rings, and what it says."""
+"""An engine loop in a thread of this process, the far ends of its rings, and its messages."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def echo(**options: Any) -> EchoEngine:
 
 
 class Watched(EngineLoop):
-    """Tells each time it goes to sleep, and whether it does so because its output is stuck."""
+    """Puts each sleep into ``asleep``: True if the loop waits for input, False if it waits for room in its output."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -41,11 +41,11 @@ class Watched(EngineLoop):
 
 
 class LoopHarness:
-    """A loop, the far ends of its rings, and what it says."""
+    """A loop with the far ends of its rings, and its messages."""
 
     def __init__(self, cores: NoCpuSharing | None = None) -> None:
-        self.said: queue.Queue[ControlMessage] = queue.Queue()
-        self.loop = Watched(HERE, 0, self.said.put, cores)
+        self.messages: queue.Queue[ControlMessage] = queue.Queue()
+        self.loop = Watched(HERE, 0, self.messages.put, cores)
         self.error: BaseException | None = None
         self._thread: threading.Thread | None = None
         self._rings: list[Ring] = []
@@ -72,7 +72,7 @@ class LoopHarness:
         def target() -> None:
             try:
                 self.loop.run(engine)
-            except BaseException as error:  # noqa: BLE001 - the test looks at it
+            except BaseException as error:  # noqa: BLE001 - the test checks it
                 self.error = error
 
         self._thread = threading.Thread(target=target, daemon=True)
@@ -102,10 +102,10 @@ class LoopHarness:
         )
 
     def next_message(self) -> ControlMessage:
-        return self.said.get(timeout=WATCHDOG_S)
+        return self.messages.get(timeout=WATCHDOG_S)
 
     def wait_asleep(self, *, receiving: bool = True) -> None:
-        """Until the loop has nothing left to do; what was posted and sent before this call it has seen then."""
+        """Wait until the loop has nothing left to do: it has handled all that was posted and sent before this call."""
         while not self.loop.asleep.empty():
             self.loop.asleep.get()
         os.eventfd_write(self.loop._bell, 1)
@@ -128,7 +128,7 @@ class LoopHarness:
 
 @contextmanager
 def open_harness(cores: NoCpuSharing | None = None) -> Iterator[LoopHarness]:
-    """Leaving it has ended the loop, and closed every descriptor."""
+    """When the block ends, the loop has ended and every descriptor is closed."""
     before = len(os.listdir("/proc/self/fd"))
     harness = LoopHarness(cores)
     yield harness

@@ -15,11 +15,11 @@ import openai
 import psutil
 
 WATCHDOG_S = 60.0
-"""No wait in these tests comes near it."""
+"""The limit of every wait; a test that reaches it has failed."""
 
 
 class Api:
-    """A server that is there, as its clients see it."""
+    """A running server, as its clients see it."""
 
     def __init__(self, url: str, api_key: str | None = None) -> None:
         self.url, self._key = url, api_key
@@ -36,7 +36,7 @@ class Api:
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=WATCHDOG_S)
 
     def metric(self, sample: str) -> float:
-        """A sample by its name and labels, as it stands in the exposition; 0 where it is not there."""
+        """Return a sample of /metrics by its name and labels; 0 if it is missing."""
         lines = self.http.get("/metrics").text.splitlines()
         return next((float(line.rpartition(" ")[2]) for line in lines if line.startswith(f"{sample} ")), 0.0)
 
@@ -50,7 +50,7 @@ class Api:
         until(lambda: self.metric(sample) == value, f"{sample} to become {value}")
 
     def status(self) -> str:
-        """What /health says in a word."""
+        """Return the status of /health."""
         status: str = self.http.get("/health").json()["status"]
         return status
 
@@ -60,7 +60,7 @@ class Api:
 
 
 class Server(Api):
-    """With its process. Its output goes to files, so that it never waits for this process to read."""
+    """A server with its process. Its output goes to files, so that it never waits for a reader."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class Server(Api):
         return self.process.wait(WATCHDOG_S)
 
     def ends_by(self, number: signal.Signals) -> tuple[int, str]:
-        """Send it a signal: its exit code, and what it has said on stderr. None of its processes is left."""
+        """Send a signal; return the exit code and stderr. All of the server's processes have then exited."""
         workers = psutil.Process(self.process.pid).children(recursive=True)
         assert workers
         self.signal(number)
@@ -96,7 +96,7 @@ class Server(Api):
         return code, self.stderr
 
     def wait_refusing(self) -> None:
-        """Until it takes no connections. One that meets the listener as it closes is reset: not refused yet."""
+        """Wait until the port refuses connections. A connection during the close is reset, which does not count."""
 
         def refused() -> bool:
             try:
@@ -113,7 +113,7 @@ class Server(Api):
         found: list[str] = []
 
         def look() -> bool:
-            has_ended = self.process.poll() is not None  # before the look at what it said
+            has_ended = self.process.poll() is not None  # before its output is read
             found[:] = [line for line in self._stdout.read_text().splitlines(keepends=True) if line.startswith(start)]
             return bool(found and found[0].endswith("\n")) or has_ended
 
@@ -123,7 +123,7 @@ class Server(Api):
 
 
 def until(condition: Callable[[], bool], what: str) -> None:
-    """Look until it holds, or the watchdog barks."""
+    """Poll until the condition holds; fail after ``WATCHDOG_S``."""
     give_up = time.monotonic() + WATCHDOG_S
     while not condition():
         assert time.monotonic() < give_up, f"waited {WATCHDOG_S:.0f} s for {what}"

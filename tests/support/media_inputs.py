@@ -1,4 +1,4 @@
-"""Requests as the worker's engine loop brings them, and media files made on the spot."""
+"""Requests as the engine loop delivers them, and generated media files."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ RATE = 16_000
 
 
 def feed(prompt: OmniPrompt, *pieces: Piece) -> bool:
-    """Feed all of a request, from memory that is taken away when ``feed`` ends: a kept view is a BufferError."""
+    """Feed a whole request from memory that is freed after each chunk: a view that outlives it is a BufferError."""
     complete = False
     for seq, (data, tensors) in enumerate(pieces):
         memory = bytearray(b"".join(encode_bundle(None, tensors)))

@@ -18,7 +18,7 @@ class Ask(NamedTuple):
     text: str
     system: str = ""
     earlier: tuple[str, ...] = ()
-    """Turns before, of the user and the assistant by turns."""
+    """Earlier turns, alternately of the user and of the assistant."""
     audio: tuple[float, ...] = ()
     """Seconds of tones."""
     image: tuple[tuple[int, int], ...] = ()
@@ -85,7 +85,7 @@ ASKS = [
 
 
 def sixteen(order: random.Random) -> list[Ask]:
-    """Few of them differ: what the reference says to each is computed once."""
+    """Few of them differ, so the reference answers each once."""
     short = [ASKS[0]._replace(max_tokens=1), ASKS[5]._replace(max_tokens=5), ASKS[6]._replace(max_frames=1)]
     others = [ASKS[0]._replace(speaker="chelsie"), ASKS[4]._replace(speaker="aiden")]
     return [order.choice([*ASKS, *short, *others]) for _ in range(16)]

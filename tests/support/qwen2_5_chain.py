@@ -21,10 +21,12 @@ from tests.support.omni_questions import Ask, tensor
 from tiny_models import qwen2_5 as tiny
 
 STEPS = 2
-"""Of token2wav, so that it is cheap."""
+"""Steps of token2wav's solver: few, so that it is cheap."""
 
 
-class Said(NamedTuple):
+class Result(NamedTuple):
+    """The answer of our engines."""
+
     text: str
     end: dict[str, Any]
     rows: np.ndarray[Any, Any]
@@ -33,7 +35,7 @@ class Said(NamedTuple):
 
 
 class Qwen25Chain:
-    """One checkpoint's three engines, and the reference."""
+    """The three engines of one checkpoint, and the reference."""
 
     def __init__(self, directory: Path, open_engine: Callable[..., Any], options: Sequence[dict[str, Any]]) -> None:
         thinker, talker = options
@@ -65,18 +67,18 @@ class Qwen25Chain:
             padded=padded,
         )
 
-    def said(self, asks: Sequence[Ask], order: random.Random | None = None) -> list[Said]:
-        """What each is answered. order: see ``run_chain``."""
+    def answers(self, asks: Sequence[Ask], order: random.Random | None = None) -> list[Result]:
+        """Return the answer to each question. order: see ``run_chain``."""
         engines = {"thinker": self.thinker, "talker": self.talker, "token2wav": self.token2wav}
         stages = {name: Driver(engine) for name, engine in engines.items()}
         arrivals = [functools.partial(_arrive, stages, number, ask) for number, ask in enumerate(asks)]
         outputs = run_chain(stages, arrivals, order)
-        return [self._said(*(outputs[name][number] for name in stages)) for number in range(len(asks))]
+        return [self._result(*(outputs[name][number] for name in stages)) for number in range(len(asks))]
 
-    def _said(self, thinker: list[Any], talker: list[Any], token2wav: list[Any]) -> Said:
+    def _result(self, thinker: list[Any], talker: list[Any], token2wav: list[Any]) -> Result:
         codes = [tensor(output.tensors["codes"])[:, 0] for output in talker if output.tensors]
         wave = [tensor(output.tensors["audio"]) for output in token2wav if output.tensors]
-        return Said(
+        return Result(
             "".join(output.data.get("text", "") for output in thinker),
             {name: value for name, value in thinker[-1].data.items() if name != "text"},
             np.concatenate([tensor(output.downstream["rows"]) for output in thinker if "rows" in output.downstream]),
@@ -84,18 +86,18 @@ class Qwen25Chain:
             np.concatenate([np.zeros(0, np.float32), *wave]),
         )
 
-    def check(self, ask: Ask, said: Said, *, padded: bool = False) -> None:
+    def check(self, ask: Ask, result: Result, *, padded: bool = False) -> None:
         expected = self.expected(ask, padded=padded)
         ended = expected.ids[-1] == tiny.token("<|im_end|>")
         written = expected.ids[:-1] if ended else expected.ids
-        assert said.text == tiny.TOKENIZER.decode(written, skip_special_tokens=True)
-        assert said.end["finish_reason"] == ("stop" if ended else "length")
-        assert said.end["completion_tokens"] == len(expected.ids)
-        assert len(said.rows) == said.end["prompt_tokens"] + len(expected.ids) - 1
+        assert result.text == tiny.TOKENIZER.decode(written, skip_special_tokens=True)
+        assert result.end["finish_reason"] == ("stop" if ended else "length")
+        assert result.end["completion_tokens"] == len(expected.ids)
+        assert len(result.rows) == result.end["prompt_tokens"] + len(expected.ids) - 1
         if expected.crash != "thinker":
-            assert_close(said.rows, expected.rows)
-        assert said.codes.tolist() == expected.codes.tolist()
-        assert_same_sound(said.wave, expected.wave)
+            assert_close(result.rows, expected.rows)
+        assert result.codes.tolist() == expected.codes.tolist()
+        assert_same_sound(result.wave, expected.wave)
 
 
 def _arrive(stages: Mapping[str, Driver], number: int, ask: Ask) -> None:

@@ -21,17 +21,19 @@ from tests.support.omni_questions import Ask, tensor
 from tiny_models import qwen3 as tiny
 
 
-class Said(NamedTuple):
+class Result(NamedTuple):
+    """The answer of our engines."""
+
     text: str
     end: dict[str, Any]
     ids: list[int]
-    """All but the last."""
+    """The tokens of the answer, without the last one."""
     codes: np.ndarray[Any, Any]
     wave: np.ndarray[Any, Any]
 
 
 class Qwen3Chain:
-    """One checkpoint's three engines, and the reference."""
+    """The three engines of one checkpoint, and the reference."""
 
     def __init__(self, directory: Path, open_engine: Callable[..., Any], options: Sequence[dict[str, Any]]) -> None:
         thinker, talker = options
@@ -58,15 +60,15 @@ class Qwen3Chain:
             use_audio_in_video=ask.use_audio_in_video,
         )
 
-    def said(self, asks: Sequence[Ask], order: random.Random | None = None) -> list[Said]:
-        """What each is answered. order: see ``run_chain``."""
+    def answers(self, asks: Sequence[Ask], order: random.Random | None = None) -> list[Result]:
+        """Return the answer to each question. order: see ``run_chain``."""
         engines = {"thinker": self.thinker, "talker": self.talker, "code2wav": self.code2wav}
         stages = {name: Driver(engine) for name, engine in engines.items()}
         arrivals = [functools.partial(_arrive, stages, number, ask) for number, ask in enumerate(asks)]
         outputs = run_chain(stages, arrivals, order)
-        return [self._said(*(outputs[name][number] for name in stages)) for number in range(len(asks))]
+        return [self._result(*(outputs[name][number] for name in stages)) for number in range(len(asks))]
 
-    def _said(self, thinker: list[Any], talker: list[Any], code2wav: list[Any]) -> Said:
+    def _result(self, thinker: list[Any], talker: list[Any], code2wav: list[Any]) -> Result:
         spoken = sum(len(tensor(output.downstream["ids"])) for output in thinker if "ids" in output.downstream)
         rows = [tensor(output.downstream["rows"]) for output in thinker if "rows" in output.downstream]
         answer = np.concatenate(rows)[spoken:]
@@ -75,7 +77,7 @@ class Qwen3Chain:
         codes = [np.zeros((0, self.reference.groups), np.int16)]
         codes += [tensor(output.tensors["codes"]) for output in talker if output.tensors]
         wave = [tensor(output.tensors["audio"]) for output in code2wav if output.tensors]
-        return Said(
+        return Result(
             "".join(output.data.get("text", "") for output in thinker),
             {name: value for name, value in thinker[-1].data.items() if name != "text"},
             ids,
@@ -83,17 +85,17 @@ class Qwen3Chain:
             np.concatenate([np.zeros(0, np.float32), *wave]),
         )
 
-    def check(self, ask: Ask, said: Said) -> None:
+    def check(self, ask: Ask, result: Result) -> None:
         expected = self.expected(ask)
         ended = expected.ids[-1] == tiny.token("<|im_end|>")
-        assert said.ids == expected.ids[:-1]
-        assert said.text == tiny.TOKENIZER.decode(
+        assert result.ids == expected.ids[:-1]
+        assert result.text == tiny.TOKENIZER.decode(
             expected.ids[:-1] if ended else expected.ids, skip_special_tokens=True
         )
-        assert said.end["finish_reason"] == ("stop" if ended else "length")
-        assert said.end["completion_tokens"] == len(expected.ids)
-        assert said.codes.tolist() == expected.codes.tolist()
-        assert_same_sound(said.wave, self.reference.forward(expected.codes))
+        assert result.end["finish_reason"] == ("stop" if ended else "length")
+        assert result.end["completion_tokens"] == len(expected.ids)
+        assert result.codes.tolist() == expected.codes.tolist()
+        assert_same_sound(result.wave, self.reference.forward(expected.codes))
 
 
 def _arrive(stages: Mapping[str, Driver], number: int, ask: Ask) -> None:

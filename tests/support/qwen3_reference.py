@@ -1,7 +1,8 @@
 """What transformers' own ``generate(return_audio=True)`` answers, at batch 1 and greedily: the truth for our engines.
 
-Where it crashes though a model has an answer (no row of text to begin speech with, no frame to decode), the answer is
-what it had made until then, and ``crash`` says who had nothing to give. Any other failure is the test's.
+The reference crashes on some answers (no row of text to begin speech with, no frame to decode). The answer is then
+what it had computed until the crash, and ``crash`` names the model that produced nothing. Any other failure fails
+the test.
 """
 
 from __future__ import annotations

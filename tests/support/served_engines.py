@@ -1,11 +1,11 @@
-"""A mouth, an ear and an eye without models, for pipelines in the shape of real ones. Workers import this by name.
+"""Engines without models for pipelines in the shape of real ones. Workers import this module by name.
 
 Speaker: each word of ``text`` is a chunk of ``WORD_S`` seconds at ``RATE`` Hz, all ``LEVEL``, and takes ``step_s``.
-"hush" has no sound, "unspeakable" is refused, and "deadly" ends the worker, which has something to say about it.
+"hush" has no sound, "unspeakable" is refused, and "deadly" ends the worker with a line on stderr.
 Ear: a recording's transcript is its length and its rate, in words.
 Eye: writes what reaches it, a JSON object a line: the request's parameters, each file's digest, the conversation. It
 refuses an image that is "unsightly".
-Inside: writes what its process was started with, as JSON: its arguments and its environment.
+Inside: writes the arguments and the environment of its process, as JSON.
 """
 
 from __future__ import annotations

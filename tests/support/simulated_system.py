@@ -1,6 +1,6 @@
 """A system over simulated workers, for clients that read slowly: the real loops on real rings, in virtual time.
 
-The engine gives ``PIECE`` bytes at each step, of a millisecond. A test asks for the fixture ``autojump_clock``.
+Each step of the engine takes a millisecond and outputs ``PIECE`` bytes. Tests use the fixture ``autojump_clock``.
 """
 
 from __future__ import annotations
@@ -88,6 +88,6 @@ async def open_simulated_system(engine: str = "echo", **limits: Any) -> AsyncIte
         },
         limits=Limits(**{"window_bytes": 100_000, **limits}),
     )
-    spawner = SimulatedSpawner(lambda address, pid: WorkerBehavior(turn_s=0.001), lambda said: None)
+    spawner = SimulatedSpawner(lambda address, pid: WorkerBehavior(turn_s=0.001), lambda line: None)
     async with OmniSystem.open(pipeline, spawner=spawner) as omni:
         yield SimulatedSystem(omni, spawner)

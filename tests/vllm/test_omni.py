@@ -73,7 +73,7 @@ def test_an_answer_equals_the_references(family: str, pipeline: Callable[..., An
     ours = pipeline()
     if family == "qwen2_5":
         ask = ask._replace(speaker="Chelsie")
-    ours.check(ask, *ours.said([ask]))
+    ours.check(ask, *ours.answers([ask]))
 
 
 @pytest.mark.parametrize("seed", [0, 1])
@@ -86,16 +86,16 @@ def test_sixteen_concurrent_requests_are_answered_as_each_alone(pipeline: Callab
     order = random.Random(seed)
     asks = [ask._replace(speaker="Chelsie") for ask in sixteen(order) if not ask.use_audio_in_video]
     ours = pipeline()
-    for ask, said in zip(asks, ours.said(asks, order if seed else None), strict=True):
-        ours.check(ask, said)
+    for ask, result in zip(asks, ours.answers(asks, order if seed else None), strict=True):
+        ours.check(ask, result)
 
 
 def test_requests_that_vllm_preempts_lose_no_row(family: str, pipeline: Callable[..., Any]) -> None:
     """The cache has room for a few of eight requests: vLLM preempts the others and computes them again."""
     asks = [Ask(STORY + STORY[:n], max_tokens=40, max_frames=9, speaker="Chelsie") for n in range(8)]
     ours = pipeline(block_size=32, max_model_len=256, num_gpu_blocks_override=12, disable_log_stats=False)
-    for ask, said in zip(asks, ours.said(asks), strict=True):
-        ours.check(ask, said)
+    for ask, result in zip(asks, ours.answers(asks), strict=True):
+        ours.check(ask, result)
     [preempted] = [metric for metric in ours.thinker._llm.get_metrics() if metric.name == "vllm:num_preemptions"]
     assert preempted.value > 0
 
@@ -103,8 +103,8 @@ def test_requests_that_vllm_preempts_lose_no_row(family: str, pipeline: Callable
 def test_a_videos_sound_is_used_only_if_vllm_does_not_cut_the_video(family: str, pipeline: Callable[..., Any]) -> None:
     ask = next(ask for ask in ASKS if ask.use_audio_in_video)
     with pytest.raises(InvalidRequest, match=r"disable_chunked_mm_input|without their sound") as refused:
-        pipeline().said([ask])
+        pipeline().answers([ask])
     assert refused.value.param == "use_audio_in_video"
     if family == "qwen3":
         ours = pipeline(**WHOLE)
-        ours.check(ask, *ours.said([ask]))
+        ours.check(ask, *ours.answers([ask]))

@@ -94,7 +94,7 @@ class TestConformance(EngineConformance):
 
 @pytest.mark.parametrize("ask", ASKS)
 def test_an_answer_equals_the_references(pipeline: Qwen3Chain, ask: Ask) -> None:
-    pipeline.check(ask, *pipeline.said([ask]))
+    pipeline.check(ask, *pipeline.answers([ask]))
 
 
 @pytest.mark.parametrize("seed", [0, 1])
@@ -102,8 +102,8 @@ def test_sixteen_concurrent_requests_are_answered_as_each_alone(pipeline: Qwen3C
     """Eight are in the batch: requests join when others leave, and wait for text while others go on."""
     order = random.Random(seed)
     asks = sixteen(order)
-    for ask, said in zip(asks, pipeline.said(asks, order if seed else None), strict=True):
-        pipeline.check(ask, said)
+    for ask, result in zip(asks, pipeline.answers(asks, order if seed else None), strict=True):
+        pipeline.check(ask, result)
 
 
 def codes(engine: Any, prompts: Sequence[int], **params: Any) -> list[list[list[int]]]:

@@ -133,7 +133,7 @@ def test_an_abort_removes_a_waiting_request_from_the_engine(harness: LoopHarness
     harness.loop.post(Abort(99))  # unknown here
     harness.wait_asleep()
     assert engine._requests == {}
-    assert harness.said.empty()
+    assert harness.messages.empty()
 
 
 def test_a_paused_request_takes_input_and_gives_no_output_until_it_is_resumed(harness: LoopHarness) -> None:
@@ -303,7 +303,7 @@ def test_a_refusal_is_reported_once_and_the_other_requests_continue(harness: Loo
     send(into, 2, 0, text="fine", last=True)
     assert receive(out).data["text"] == "fine"
     assert isinstance(harness.next_message(), Finished)
-    assert harness.said.empty()
+    assert harness.messages.empty()
 
 
 class RefusingEcho(EchoEngine):

@@ -177,7 +177,7 @@ def test_past_the_worker_s_bound_only_the_largest_request_is_evicted(harness: Lo
         send(into, request, seq, text="x")
         receive(out)
     harness.wait_asleep()
-    assert harness.said.empty()
+    assert harness.messages.empty()
     send(into, 3, 0, text="x")
     notice = harness.next_message()
     assert isinstance(notice, Unreplayable)
@@ -238,7 +238,7 @@ def test_input_complete_is_sent_once_for_each_upstream_stage(harness: LoopHarnes
     send(harness.input(source="left"), 1, 0, source="left", text="a", last=True)  # replayed for another stage
     send(client, 1, 0, text="b", last=True)
     harness.wait_asleep()
-    assert harness.said.empty()
+    assert harness.messages.empty()
     send(right, 1, 0, source="right", text="c")
     send(right, 1, 1, source="right", text="d", last=True)
     assert harness.next_message() == InputComplete(1, "right")
@@ -298,7 +298,7 @@ def test_a_first_start_is_not_acknowledged(harness: LoopHarness) -> None:
     harness.start(1, (CLIENT, "above"))
     harness.wait_asleep()
     assert engine.sources == (CLIENT, "above")
-    assert harness.said.empty()
+    assert harness.messages.empty()
 
 
 def _drain(out: Consumer) -> Iterator[int]:

@@ -73,7 +73,7 @@ EVERYWHERE = [(name, ask) for name in ("wordy", "brief") for ask in ASKS]
 @pytest.mark.parametrize(("checkpoint", "ask"), EVERYWHERE)
 def test_an_answer_equals_the_references(pipeline: Callable[..., Qwen25Chain], checkpoint: str, ask: Ask) -> None:
     ours = pipeline(checkpoint)
-    ours.check(ask, *ours.said([ask]))
+    ours.check(ask, *ours.answers([ask]))
 
 
 def test_the_cases_cover_every_kind_of_ending(pipeline: Callable[..., Qwen25Chain]) -> None:
@@ -108,9 +108,9 @@ def test_if_the_reference_crashes_the_text_is_right_and_there_is_no_sound(
 ) -> None:
     ours = pipeline(checkpoint)
     assert ours.expected(ask).crash == crash
-    (said,) = ours.said([ask])
-    ours.check(ask, said)
-    assert said.wave.shape == (0,)
+    (result,) = ours.answers([ask])
+    ours.check(ask, result)
+    assert result.wave.shape == (0,)
 
 
 @pytest.mark.parametrize("ask", [ASKS[1], ASKS[4], ASKS[7], ASKS[8], ASKS[9]])
@@ -118,9 +118,9 @@ def test_with_the_trained_prompt_answers_equal_the_references_for_a_padded_promp
     pipeline: Callable[..., Qwen25Chain], ask: Ask
 ) -> None:
     ours = pipeline("wordy", prompt="trained")
-    (said,) = ours.said([ask])
-    ours.check(ask, said, padded=True)
-    assert said.codes.tolist() != ours.expected(ask).codes.tolist(), "the prompt makes a difference"
+    (result,) = ours.answers([ask])
+    ours.check(ask, result, padded=True)
+    assert result.codes.tolist() != ours.expected(ask).codes.tolist(), "the prompt makes a difference"
 
 
 @pytest.mark.parametrize("seed", [0, 1])
@@ -132,5 +132,5 @@ def test_sixteen_concurrent_requests_are_answered_as_each_alone(
     short = [ASKS[0]._replace(max_tokens=1), ASKS[5]._replace(max_tokens=5), ASKS[6]._replace(max_frames=1)]
     asks = [order.choice([*ASKS, *short]) for _ in range(16)]
     ours = pipeline("wordy")
-    for ask, said in zip(asks, ours.said(asks, order if seed else None), strict=True):
-        ours.check(ask, said)
+    for ask, result in zip(asks, ours.answers(asks, order if seed else None), strict=True):
+        ours.check(ask, result)

@@ -77,7 +77,7 @@ EVERYWHERE = [(name, ask) for name in ("wordy", "brief") for ask in ASKS] + [
 @pytest.mark.parametrize(("checkpoint", "ask"), EVERYWHERE)
 def test_an_answer_equals_the_references(pipeline: Callable[[str], Qwen3Chain], checkpoint: str, ask: Ask) -> None:
     ours = pipeline(checkpoint)
-    ours.check(ask, *ours.said([ask]))
+    ours.check(ask, *ours.answers([ask]))
 
 
 def test_the_cases_cover_every_kind_of_ending(pipeline: Callable[[str], Qwen3Chain]) -> None:
@@ -114,9 +114,9 @@ def test_if_the_reference_crashes_the_text_is_right_and_there_is_no_sound(
 ) -> None:
     ours = pipeline(checkpoint)
     assert ours.expected(ask).crash == crash
-    (said,) = ours.said([ask])
-    ours.check(ask, said)
-    assert said.wave.shape == (0,)
+    (result,) = ours.answers([ask])
+    ours.check(ask, result)
+    assert result.wave.shape == (0,)
 
 
 @pytest.mark.parametrize("seed", [0, 1])
@@ -126,8 +126,8 @@ def test_sixteen_concurrent_requests_are_answered_as_each_alone(
     """There are fewer rows than requests: requests join when others leave, and prefill chunks alternate."""
     order = random.Random(seed)
     asks, ours = sixteen(order), pipeline("wordy")
-    for ask, said in zip(asks, ours.said(asks, order if seed else None), strict=True):
-        ours.check(ask, said)
+    for ask, result in zip(asks, ours.answers(asks, order if seed else None), strict=True):
+        ours.check(ask, result)
 
 
 @pytest.mark.slow
@@ -136,15 +136,15 @@ def test_a_long_answer_sounds_like_the_references_chunked_decode(
 ) -> None:
     """The answer takes two chunks of the reference's 300 frames. ``check`` compares its streamed form."""
     ours, ask = pipeline("endless"), Ask(STORY, max_tokens=5, max_frames=312)
-    (said,) = ours.said([ask])
-    ours.check(ask, said)
+    (result,) = ours.answers([ask])
+    ours.check(ask, result)
     expected = ours.expected(ask)
     assert len(expected.codes) == 311
     assert np.abs(expected.wave).max() > 0.05
     with closing(open_stage("qwen3_code2wav", ours.directory, decode="reference")) as engine:
         driver = Driver(engine)
         driver.start(1, ("talker",))
-        for frame in said.codes:
+        for frame in result.codes:
             driver.feed(1, {}, {"codes": frame[None]}, source="talker")
         driver.feed(1, last=True, source="talker")
         sound = [output.tensors["audio"] for output in driver.run()[1] if output.tensors]
