@@ -1,6 +1,6 @@
 """A fault-tolerant runtime for omni-modality models: supervised worker processes joined by shared-memory rings.
 
-Names are loaded when first used, so that a worker process pays only for what it needs.
+A name is imported when it is first used, so that a worker process imports only what it needs.
 """
 
 from __future__ import annotations
@@ -11,21 +11,27 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from omni_actors.config import Pipeline
     from omni_actors.errors import OmniError
-    from omni_actors.generation import AudioChunk, Output
+    from omni_actors.generation import Answer, AudioChunk, Generation, Output
     from omni_actors.media import VideoClip
     from omni_actors.system import OmniSystem
 
 __version__ = "0.1.0"
-__all__ = ["AudioChunk", "OmniError", "OmniSystem", "Output", "Pipeline", "VideoClip"]
+__all__ = ["Answer", "AudioChunk", "Generation", "OmniError", "OmniSystem", "Output", "Pipeline", "VideoClip"]
 
 _HOME = {
+    "Answer": "omni_actors.generation",
     "AudioChunk": "omni_actors.generation",
+    "Generation": "omni_actors.generation",
     "OmniError": "omni_actors.errors",
     "OmniSystem": "omni_actors.system",
     "Output": "omni_actors.generation",
     "Pipeline": "omni_actors.config",
     "VideoClip": "omni_actors.media",
 }
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
 
 
 def __getattr__(name: str) -> Any:

@@ -1,17 +1,17 @@
-"""Every error that a user of omni_actors can meet, as one tree. Each carries the facts, not only a sentence.
+"""Every error that a user of omni_actors can meet, as one tree. Each carries its facts as attributes.
 
 OmniError
-├── ConfigError           a pipeline file, override or model that cannot work; raised before any process starts
-├── RequestError          this request did not complete
-│   ├── InvalidRequest    it never can: the caller must change it (HTTP 400)
-│   ├── Overloaded        not now: the system is full (HTTP 429)
-│   ├── DeadlineExceeded  its time was up
-│   ├── SlowConsumer      its client did not read its outputs in time
-│   ├── Aborted           somebody called ``abort``
-│   ├── StageCrashed      a worker that held it died
-│   ├── Quarantined       the same request has ended a stage's workers a short time ago
-│   └── StageUnavailable  a stage on its route has failed
-└── StageFailed           a stage's restarts ran out, or it could not load: the supervisor gave up on it
+├── ConfigError           a pipeline that cannot work; raised before any process is started
+├── RequestError          a request ended without completing
+│   ├── InvalidRequest    the request is wrong and has to be changed (HTTP 400)
+│   ├── Overloaded        the system is full (HTTP 429)
+│   ├── DeadlineExceeded  the request's deadline passed
+│   ├── SlowConsumer      the client did not read its output in time
+│   ├── Aborted           the request was aborted
+│   ├── StageCrashed      a worker that held the request died
+│   ├── Quarantined       the same request has ended workers a short time ago
+│   └── StageUnavailable  a stage of the request's route has failed
+└── StageFailed           a stage could not load, or used up its restarts
 """
 
 from __future__ import annotations
@@ -22,14 +22,17 @@ from typing import Any
 
 
 class OmniError(Exception):
-    """Root of the tree."""
+    """Root of the errors of omni_actors."""
 
 
 class ConfigError(OmniError):
-    """A configuration that cannot work.
+    """A configuration that cannot work, found before any process was started.
 
-    file: where it was read ("-" for keyword or command-line overrides). path: the place in the document, dotted.
-    found: the offending value. accepted: what would do, in words.
+    Attributes:
+        file: Where the value was written: "FILE:LINE", "overrides", or "--set" for one from the command line.
+        path: Dotted place in the document, such as "stages.llm.threads".
+        found: The value.
+        accepted: What would be accepted, in words.
     """
 
     def __init__(self, file: str, path: str, found: Any, accepted: str) -> None:
@@ -38,13 +41,23 @@ class ConfigError(OmniError):
 
 
 class RequestError(OmniError):
-    """A request ended without completing. ``retryable``: sending the same request again makes sense."""
+    """A request ended without completing.
+
+    Attributes:
+        retryable: Whether the same request may succeed when it is sent again.
+    """
 
     retryable = False
 
 
 class InvalidRequest(RequestError):
-    """The request itself is at fault. param: the field, as the user knows it, or None."""
+    """The request itself is wrong, and has to be changed.
+
+    Attributes:
+        message: What is wrong.
+        param: The parameter that is wrong, by the caller's name; None if it is no single one.
+        code: The kind of fault, as OpenAI's API names them, such as "invalid_value" or "unprocessable_input".
+    """
 
     def __init__(self, message: str, *, param: str | None = None, code: str = "invalid_value") -> None:
         self.message, self.param, self.code = message, param, code
@@ -52,7 +65,13 @@ class InvalidRequest(RequestError):
 
 
 class Overloaded(RequestError):
-    """Admission refused: ``limit`` requests are in the system already, or ``stage`` does not keep up with its mail."""
+    """The request was not admitted.
+
+    Attributes:
+        limit: ``limits.max_requests``.
+        retry_after_s: Estimated seconds until a request would be admitted.
+        stage: The stage whose control messages have piled up; None if ``limit`` requests are running.
+    """
 
     retryable = True
 
@@ -65,6 +84,8 @@ class Overloaded(RequestError):
 
 
 class DeadlineExceeded(RequestError):
+    """The request did not finish within ``deadline_s`` seconds."""
+
     retryable = True
 
     def __init__(self, deadline_s: float) -> None:
@@ -73,10 +94,14 @@ class DeadlineExceeded(RequestError):
 
 
 class SlowConsumer(RequestError):
-    """The client did not read the outputs of its request, which was ended to bound memory.
+    """The client did not read its output, and the request was ended to bound memory.
 
-    limit: the field of ``limits`` that ended it, and ``bound``, its value. unread_bytes: what the client had not got.
-    read_bytes_s: what it read per second, in the ``waited_s`` seconds that the request had waited for it.
+    Attributes:
+        limit: The field of ``limits`` that was exceeded.
+        bound: The value of that field.
+        unread_bytes: Output that the client had not read.
+        read_bytes_s: Bytes per second that the client read while the request waited for it.
+        waited_s: Seconds that the request waited for the client.
     """
 
     def __init__(
@@ -85,13 +110,17 @@ class SlowConsumer(RequestError):
         self.limit, self.bound, self.unread_bytes = limit, bound, unread_bytes
         self.read_bytes_s, self.waited_s = read_bytes_s, waited_s
         super().__init__(
-            f"the outputs of this request were not read: {unread_bytes} bytes are waiting, and {read_bytes_s:.0f} bytes"
-            f" per second were read in {waited_s:.1f} s (limits.{limit} is {bound:g})"
+            f"the client did not read the output of this request: {unread_bytes} bytes are unread, and it read"
+            f" {read_bytes_s:.0f} bytes per second for {waited_s:.1f} s (limits.{limit} is {bound:g})"
         )
 
 
 class Aborted(RequestError):
-    """reason: why, where it was not the caller's own wish."""
+    """The request was aborted.
+
+    Attributes:
+        reason: Why, if the system aborted it; None if the caller did.
+    """
 
     def __init__(self, reason: str | None = None) -> None:
         self.reason = reason
@@ -100,9 +129,14 @@ class Aborted(RequestError):
 
 @dataclass(frozen=True)
 class WorkerExit:
-    """How a worker ended. Exactly one of ``signal`` (a name such as SIGKILL) and ``exit_code`` is not None.
+    """How a worker ended.
 
-    reason: why the supervisor ended it ("no progress for 30 s (step_timeout_s)"); None where it died by itself.
+    Attributes:
+        pid: Its process.
+        signal: Name of the signal that ended it, such as "SIGKILL"; None if it exited.
+        exit_code: Its exit code; None if a signal ended it.
+        stderr_tail: The last lines that it wrote to stderr.
+        reason: Why the supervisor ended it ("no progress for 30 s (step_timeout_s)"); None if it died by itself.
     """
 
     pid: int
@@ -118,7 +152,13 @@ class WorkerExit:
 
 @dataclass(frozen=True)
 class Death:
-    """The end of one incarnation of a worker. at: Unix time, s."""
+    """The end of one incarnation.
+
+    Attributes:
+        generation: Generation number of the incarnation.
+        at: When it ended, in Unix time.
+        exit: How its worker ended.
+    """
 
     generation: int
     at: float
@@ -126,10 +166,13 @@ class Death:
 
 
 class StageCrashed(RequestError):
-    """A worker that held the request died. The stage is being restarted.
+    """A worker that held the request died, and the request was not replayed.
 
-    not_replayed: why the system did not do that by itself; None where it was asked not to. retryable: False when the
-    request has used up its replays, so that sending it again would end more workers.
+    Attributes:
+        stage, replica, generation: Which worker died.
+        exit: How it ended; its facts are also attributes of the error (pid, signal, exit_code, stderr_tail).
+        not_replayed: Why the request was not replayed; None if the caller asked for that.
+        retryable: False if the request has used up its replays, because sending it again would end more workers.
     """
 
     def __init__(
@@ -156,9 +199,11 @@ class StageCrashed(RequestError):
 
 
 class Quarantined(RequestError):
-    """A request with the same input and parameters ended workers of ``stage`` until its replays were used up.
+    """A request with the same input and parameters ended workers until its replays were used up.
 
-    ends_in_s: seconds until such requests are accepted again.
+    Attributes:
+        stage: The stage whose workers it ended.
+        ends_in_s: Seconds until such requests are admitted again.
     """
 
     def __init__(self, stage: str, ends_in_s: float) -> None:
@@ -169,9 +214,16 @@ class Quarantined(RequestError):
 
 
 class StageFailed(OmniError):
-    """The supervisor gave up on a stage. reason: the load error's own text, or what used up the restarts.
+    """A stage could not load, or used up its restarts, and the supervisor gave it up.
 
-    history: its latest deaths, oldest first. generation, pid, signal, exit_code, stderr_tail: of the last of them.
+    A traceback of this error ends with the last lines of the worker's stderr, as notes; ``str`` is one sentence.
+
+    Attributes:
+        stage, replica: Which replica was given up last.
+        reason: The load error's text, or what used up the restarts.
+        history: Its latest deaths, oldest first. The facts of the last one are also attributes of the error
+            (generation, pid, signal, exit_code, stderr_tail).
+        exits: How the workers of ``history`` ended.
     """
 
     def __init__(self, stage: str, replica: int, reason: str, history: Sequence[Death]) -> None:
@@ -183,18 +235,22 @@ class StageFailed(OmniError):
         self.signal = last.signal if last else None
         self.exit_code = last.exit_code if last else None
         self.stderr_tail = last.stderr_tail if last else ()
-        tail = "\n".join(self.stderr_tail)
-        super().__init__(f"stage {stage!r} (replica {replica}) failed: {reason}" + (f"\n{tail}" if tail else ""))
+        super().__init__(f"stage {stage!r} (replica {replica}) failed: {reason}")
+        if self.stderr_tail:
+            self.add_note("The last lines of the worker's stderr:\n" + "\n".join(self.stderr_tail))
 
 
 class StageUnavailable(RequestError):
-    """The request needs a stage that has failed; ``cause`` says why.
+    """The request needs a stage that has failed.
 
-    retry_after_s: seconds until the supervisor tries the stage again and it has loaded, as far as known; None where it
-    is not tried again.
+    Attributes:
+        stage: The stage.
+        cause: Why it failed.
+        retry_after_s: Estimated seconds until the supervisor has tried the stage again and it has loaded; None if it is
+            not tried again.
     """
 
     def __init__(self, cause: StageFailed, retry_after_s: float | None = None) -> None:
         self.stage, self.cause, self.retry_after_s = cause.stage, cause, retry_after_s
-        when = "" if retry_after_s is None else f"; it is tried again, and may be back in {retry_after_s:.0f} s"
+        when = "" if retry_after_s is None else f"; it is tried again and may be ready in {retry_after_s:.0f} s"
         super().__init__(f"stage {cause.stage!r} is not available: {cause.reason}{when}")

@@ -1,9 +1,9 @@
-"""What a caller gives to be heard and seen, as the pieces of input that stages accept.
+"""From the caller's audio, images, videos and questions to pieces of input.
 
 Rules
-1. Nothing is decoded here: a file's bytes travel as they are, and the stage that looks at them opens them.
-2. What the caller holds in memory is not copied, where it has the form that travels.
-3. Pillow is not imported: an image of it is known by what it can do.
+1. Nothing is decoded here: the bytes of a file pass unchanged to the stage that opens it.
+2. An array that already has the form of a piece is not copied.
+3. Pillow is not imported: a Pillow image is recognised by its attributes.
 """
 
 from __future__ import annotations
@@ -19,26 +19,32 @@ from omni_actors.errors import InvalidRequest
 from omni_actors.generation import AudioChunk
 from omni_actors.orchestrator.pieces import Input
 
-__all__ = ["File", "MultiModalData", "VideoClip", "pieces", "question"]
+__all__ = ["File", "MultiModalData", "VideoClip", "conversation", "pieces"]
 
 Pixels: TypeAlias = "np.ndarray[Any, np.dtype[np.uint8]]"
 
 File: TypeAlias = bytes | bytearray | memoryview | Path
-"""A file's bytes, or where they are: a ``Path``, so that no text of somebody else's is taken for one."""
+"""The bytes of a file, or its ``Path``. A str is not accepted, so that untrusted text never names a file."""
 
 MultiModalData: TypeAlias = Mapping[str, Any]
-"""By kind, one or a list of:
+"""Kind of data to one item or a list of items:
 
 audio  ``AudioChunk``
-image  uint8 (height, width, 3); an image of Pillow; a ``File``
-video  ``VideoClip``; a ``File``
+image  uint8 (height, width, 3), a Pillow image, or a ``File``
+video  ``VideoClip``, or a ``File``
 """
 
 KINDS = ("audio", "image", "video")
 
 
 class VideoClip(msgspec.Struct, frozen=True):
-    """Frames, uint8 (n, height, width, 3), ``fps`` of them a second, and their sound, if any."""
+    """A video in memory.
+
+    Attributes:
+        frames: uint8 (n, height, width, 3), RGB.
+        fps: Frames per second.
+        audio: The video's sound; None if it has none.
+    """
 
     frames: Pixels
     fps: float
@@ -46,24 +52,32 @@ class VideoClip(msgspec.Struct, frozen=True):
 
 
 def pieces(given: MultiModalData) -> dict[str, list[Input]]:
-    """The input by kind; kinds of which there is none are left out.
+    """Return the pieces of input by kind, without the kinds that have no item.
 
-    A ``Path`` is read now. Raises InvalidRequest.
+    A ``Path`` is read now. Raises InvalidRequest for an unknown kind, an item of a wrong type or shape, and a file that
+    cannot be read.
     """
     if unknown := sorted(set(given) - set(KINDS)):
         accepted = ", ".join(map(repr, KINDS))
         raise _refusal(f"unknown kind of data {unknown[0]!r}; accepted: {accepted}")
     inputs = {}
-    for kind, of_one in zip(KINDS, (_audio, _image, _video), strict=True):
+    for kind, to_input in zip(KINDS, (_audio, _image, _video), strict=True):
         items = given.get(kind, ())
         items = items if isinstance(items, list | tuple) else [items]
         if items:
-            inputs[kind] = [of_one(item, index) for index, item in enumerate(items)]
+            inputs[kind] = [to_input(item, index) for index, item in enumerate(items)]
     return inputs
 
 
-def question(prompt: str, inputs: Mapping[str, Sequence[Input]]) -> list[dict[str, Any]]:
-    """A conversation of one message: everything there is to be heard and seen, then the question."""
+def conversation(prompt: Any, inputs: Mapping[str, Sequence[Input]]) -> list[Any]:
+    """Return the messages of ``prompt``. A question becomes one message: all of ``inputs``, then the question.
+
+    Raises InvalidRequest: ``prompt`` is neither a str nor a sequence of messages.
+    """
+    if isinstance(prompt, Sequence) and all(isinstance(message, Mapping) for message in prompt):
+        return list(prompt)
+    if not isinstance(prompt, str):
+        raise InvalidRequest(f"prompt: expected text or a list of messages, found {prompt!r:.200}", param="prompt")
     parts: list[dict[str, Any]] = [
         {"type": kind, "index": index} for kind in KINDS for index in range(len(inputs.get(kind, ())))
     ]
@@ -81,7 +95,7 @@ def _image(item: Any, index: int) -> Input:
     if (encoded := _encoded(item, "image", index)) is not None:
         return Input({"index": index}, {"encoded_image": encoded})
     if all(hasattr(item, name) for name in ("mode", "convert", "getexif")):
-        item = _of_pillow(item)
+        item = _pillow_pixels(item)
     return Input({"index": index}, {"image": _pixels(item, 3, f"image {index}", "(height, width, 3)")})
 
 
@@ -99,7 +113,7 @@ def _video(item: Any, index: int) -> Input:
 
 
 def _encoded(item: Any, kind: str, index: int) -> Pixels | None:
-    """A file's bytes, uint8 (n,); None for what is no file."""
+    """Return the bytes of a ``File``, uint8 (n,); None for anything else."""
     if isinstance(item, Path):
         try:
             item = item.read_bytes()
@@ -109,7 +123,7 @@ def _encoded(item: Any, kind: str, index: int) -> Pixels | None:
         return None
     encoded: Pixels = np.frombuffer(item, np.uint8)
     if not encoded.size:
-        raise _refusal(f"{kind} {index}: there is nothing in it")
+        raise _refusal(f"{kind} {index}: the file is empty")
     return encoded
 
 
@@ -125,9 +139,9 @@ def _pixels(item: Any, dimensions: int, name: str, shape: str) -> Pixels:
     return np.ascontiguousarray(item)
 
 
-def _of_pillow(image: Any) -> Pixels:
-    """Its pixels as they are (not turned as EXIF says, as libraries that take such images do), on white."""
-    if image.mode.startswith("I;16"):  # Pillow's own conversion takes all above 255 for white
+def _pillow_pixels(image: Any) -> Pixels:
+    """Return the stored pixels of a Pillow image on a white background. EXIF rotation is not applied."""
+    if image.mode.startswith("I;16"):  # Pillow's own conversion makes all values above 255 white
         grey = (np.asarray(image) >> 8).astype(np.uint8)
         return np.repeat(grey[..., None], 3, axis=-1)
     if not image.has_transparency_data:

@@ -1,4 +1,4 @@
-"""What the system counts, as Prometheus metrics. Times are seconds, sizes bytes."""
+"""A system's metrics in the format of Prometheus. Times are seconds, sizes are bytes."""
 
 from __future__ import annotations
 
@@ -12,36 +12,40 @@ LATENCY_BUCKETS = (0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 5.0, 10.0
 RTF_BUCKETS = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 1.5, 2.0, 5.0)
 
 Gauges = Iterable[tuple[str, str, dict[str, str], float]]
-"""(name, help, labels, value); samples of one name come together."""
+"""(name, help, labels, value) of each figure. Figures of one name have the same labels."""
 
 
 class Metrics:
-    """One registry per system, so that two systems in a process do not mix.
+    """The metrics of one system, in a registry of its own: two systems in a process do not mix.
 
-    gauges: read at each scrape.
+    Args:
+        gauges: Called at each scrape, for the figures that are read rather than counted.
     """
 
     def __init__(self, gauges: Callable[[], Gauges]) -> None:
         self.registry = CollectorRegistry()
         self.requests = Counter(
             "omni_requests",
-            "Requests ended, by how: done, aborted, or the error's name",
+            "Ended requests by outcome: done, or the name of the error",
             ["outcome"],
             registry=self.registry,
         )
         self.replays = Counter(
             "omni_request_replays",
-            "Times that a request was replayed after the death of a worker",
+            "Replays of requests after the death of a worker",
             registry=self.registry,
         )
         self.ttft = Histogram(
-            "omni_ttft_seconds", "Time to the first text delta", buckets=LATENCY_BUCKETS, registry=self.registry
+            "omni_ttft_seconds", "Time to the first text", buckets=LATENCY_BUCKETS, registry=self.registry
         )
         self.ttfa = Histogram(
-            "omni_ttfa_seconds", "Time to the first audio chunk", buckets=LATENCY_BUCKETS, registry=self.registry
+            "omni_ttfa_seconds", "Time to the first audio", buckets=LATENCY_BUCKETS, registry=self.registry
         )
         self.rtf = Histogram(
-            "omni_rtf", "Time of a request / duration of the audio it gave", buckets=RTF_BUCKETS, registry=self.registry
+            "omni_rtf",
+            "Real-time factor: time of a request / duration of its audio",
+            buckets=RTF_BUCKETS,
+            registry=self.registry,
         )
         self.latency = Histogram(
             "omni_request_seconds", "Time of a whole request", buckets=LATENCY_BUCKETS, registry=self.registry
@@ -49,7 +53,7 @@ class Metrics:
         self.registry.register(_Gauges(gauges))
 
     def exposition(self) -> bytes:
-        """The text format that a Prometheus server scrapes."""
+        """Return all metrics in the text format that a Prometheus server scrapes."""
         return generate_latest(self.registry)
 
 
@@ -65,4 +69,4 @@ class _Gauges(Collector):
         return iter(families.values())
 
     def describe(self) -> Iterator[Metric]:
-        return iter(())  # its names are known at scrape time only
+        return iter(())  # the names are known only at scrape time

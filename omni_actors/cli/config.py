@@ -1,0 +1,128 @@
+"""``omni-actors config``: list the shipped pipelines, and explain one."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+import msgspec
+
+from omni_actors import config as configuration
+from omni_actors.cli.running import click_error, size
+from omni_actors.command_line import BadConfig, override_option
+from omni_actors.config import Explained, Pipeline
+from omni_actors.errors import ConfigError
+from omni_actors.stages import assets, memory
+from omni_actors.system import machine
+
+
+@click.group("config")
+def config_group() -> None:
+    """List and explain pipelines."""
+
+
+@config_group.command("list")
+def list_configs() -> None:
+    """Print the names of the pipelines that ship with omni_actors."""
+    for name in configuration.config_names():
+        click.echo(f"{name:12}  {configuration.load(name).description}")
+
+
+@config_group.command("explain")
+@click.argument("config", default="voice")
+@click.option("--all", "show_all", is_flag=True, help="Print the default values too.")
+@click.option("--json", "as_json", is_flag=True, help="Print every value, as a JSON array of {path, value, origin}.")
+@override_option
+def explain(config: str, show_all: bool, as_json: bool, assignments: tuple[str, ...]) -> None:
+    """Print the configured values of CONFIG, their origin, and the memory that the workers need on each device.
+
+    The memory is that of the weights and of the full key-value cache, as the checkpoint's files state it; bytes in
+    JSON. What this machine lacks to run the pipeline is reported on standard error, with exit code 2.
+    """
+    try:
+        overrides = configuration.parse_overrides(assignments)
+        rows = configuration.explain(config, overrides)
+        pipeline = configuration.load(config, overrides)
+    except ConfigError as error:
+        raise click_error(error) from error
+    needs = _memory(pipeline)
+    if as_json:
+        click.echo(msgspec.json.encode(rows + needs).decode())
+    else:
+        shown = [row for row in rows if show_all or row.origin != "default"]
+        lines = [(row.path, msgspec.json.encode(row.value).decode(), _relative(row.origin)) for row in shown]
+        lines += [(row.path, "unknown" if row.value is None else size(row.value), row.origin) for row in needs]
+        width = max(len(path) for path, _, _ in lines)
+        for path, value, origin in lines:
+            click.echo(f"{path:{width}}  {value:32}  {origin}")
+    if problems := [*machine.problems(pipeline), *_device_problems(pipeline), *_engine_problems(pipeline)]:
+        raise BadConfig("\n".join(map(str, problems)))
+
+
+def _memory(pipeline: Pipeline) -> list[Explained]:
+    """Return the memory of each stage's worker that has a model, and the sum for each device, in bytes."""
+    rows: list[Explained] = []
+    totals: dict[str, int] = {}
+    uncounted: list[str] = []
+    for name, stage in pipeline.stages.items():
+        if stage.model is None:
+            continue
+        try:
+            need = memory.count(stage.engine, assets.resolve(stage.model), pipeline.options(name))
+        except (assets.ModelNotFound, memory.Uncounted) as error:
+            rows.append(Explained(f"stages.{name}.memory", None, error.reason))
+            uncounted.append(name)
+        else:
+            rows.append(Explained(f"stages.{name}.memory.weights", need.weights, stage.model))
+            if need.cache is not None:
+                rows.append(Explained(f"stages.{name}.memory.cache", need.cache, "at full use"))
+            used = stage.replicas * (need.weights + (need.cache or 0))
+            totals[stage.device] = totals.get(stage.device, 0) + used
+    origin = "total of all replicas" + (f", without {', '.join(uncounted)}" if uncounted else "")
+    return rows + [Explained(f"memory.{device}", total, origin) for device, total in totals.items()]
+
+
+def _device_problems(pipeline: Pipeline) -> Iterator[ConfigError]:
+    """Yield an error for each stage whose device this machine lacks."""
+    others = {name: stage.device for name, stage in pipeline.stages.items() if stage.device != "cpu"}
+    if not others or importlib.util.find_spec("torch") is None:
+        return
+    import torch  # takes seconds: only here, and only for a pipeline that names a device
+
+    for name, device in others.items():
+        try:
+            wanted = torch.device(device)
+        except RuntimeError:
+            yield ConfigError(pipeline.file, f"stages.{name}.device", device, 'a device such as "cpu" or "cuda:0"')
+            continue
+        present = torch.cuda.device_count()
+        if wanted.type == "cuda" and (wanted.index or 0) >= present:
+            accepted = f"a device of this machine, which has {present} CUDA device{'s' * (present != 1)}"
+            yield ConfigError(pipeline.file, f"stages.{name}.device", device, accepted)
+
+
+def _engine_problems(pipeline: Pipeline) -> Iterator[ConfigError]:
+    """Yield an error for each engine that is named by import path and cannot be imported."""
+    for name, stage in pipeline.stages.items():
+        module, is_path, factory = stage.engine.partition(":")
+        if not is_path:
+            continue
+        try:
+            found = getattr(importlib.import_module(module), factory, None)
+        except Exception as error:  # noqa: BLE001 - the module is the user's own code
+            reason = f"{type(error).__name__}: {error}"
+        else:
+            reason = f"{factory!r} is not a callable of {module}"
+            if callable(found):
+                continue
+        yield ConfigError(pipeline.file, f"stages.{name}.engine", stage.engine, f"an engine factory ({reason})")
+
+
+def _relative(origin: str) -> str:
+    """Return ``origin`` with its file relative to the working directory, if the file is below it."""
+    path = Path(origin)
+    return os.path.relpath(path) if path.is_relative_to(Path.cwd()) else origin

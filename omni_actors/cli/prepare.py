@@ -1,0 +1,39 @@
+"""``omni-actors prepare``: find, download or convert the models of pipelines."""
+
+from __future__ import annotations
+
+import time
+
+import click
+
+from omni_actors import config as configuration
+from omni_actors.cli.running import click_error, notes
+from omni_actors.errors import ConfigError
+from omni_actors.stages import assets
+from omni_actors.system import machine
+
+
+@click.command()
+@click.argument("names", nargs=-1, required=True)
+def prepare(names: tuple[str, ...]) -> None:
+    """Prepare the models of the pipelines (or the models) NAMES: download them, or convert them once.
+
+    If packages are missing, the command names all of them at once, with the command that installs them.
+    """
+    try:
+        pipelines = [configuration.load(name) for name in names if not assets.names_a_model(name)]
+    except ConfigError as error:
+        raise click_error(error) from error
+    if command := machine.remedy(*pipelines):
+        again = f"omni-actors prepare {' '.join(names)}"
+        raise click.ClickException(f"packages are missing. Install them with\n\n  {command}\n\nand repeat: {again}")
+    models = [name for name in names if assets.names_a_model(name)]
+    models += [stage.model for pipeline in pipelines for stage in pipeline.stages.values() if stage.model]
+    try:
+        for model in dict.fromkeys(models):
+            if not assets.is_ready(model):
+                began = time.monotonic()
+                assets.prepare(model, lambda note, model=model: notes.print(f"{model}: {note}"))  # type: ignore[misc]
+                notes.print(f"{model}: ready after {time.monotonic() - began:.0f} s")
+    except assets.ModelNotFound as error:
+        raise click.ClickException(str(error)) from error

@@ -1,0 +1,9 @@
+"""A running pipeline: ``OmniSystem`` and what it is made of."""
+
+from __future__ import annotations
+
+from omni_actors.system.health import Health, PastExit, ReplicaHealth
+from omni_actors.system.omni_system import OmniSystem
+from omni_actors.system.parameters import Messages
+
+__all__ = ["Health", "Messages", "OmniSystem", "PastExit", "ReplicaHealth"]

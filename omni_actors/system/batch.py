@@ -1,0 +1,62 @@
+"""Many requests with bounded concurrency."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import msgspec
+import trio
+
+from omni_actors.errors import Overloaded, RequestError
+from omni_actors.generation import Answer, Generation
+
+
+@asynccontextmanager
+async def answers(
+    submit: Callable[[Any], Generation], prompts: Iterable[Any], concurrency: int, *, keep_errors: bool
+) -> AsyncIterator[AsyncIterator[Answer]]:
+    """Yield an iterator over the answers to ``prompts``, in the order in which they are complete.
+
+    At most ``concurrency`` requests run at a time. An answer that is complete waits for the caller, and holds up one
+    task, so a slow caller bounds the memory too. Leaving the block aborts the requests that are not complete.
+    """
+    numbered = enumerate(prompts)  # shared: a task that is done takes the next prompt
+    send, receive = trio.open_memory_channel[Answer](0)
+    body_error: BaseException | None = None
+
+    async def work(own_end: trio.MemorySendChannel[Answer]) -> None:
+        async with own_end:
+            for index, prompt in numbered:
+                await own_end.send(await _answer(submit, prompt, index))
+
+    async def received() -> AsyncIterator[Answer]:
+        async for answer in receive:
+            if answer.error is not None and not keep_errors:
+                raise answer.error
+            yield answer
+
+    async with trio.open_nursery() as nursery:
+        async with send:
+            for _ in range(concurrency):
+                nursery.start_soon(work, send.clone())
+        try:
+            yield received()
+        except BaseException as error:  # noqa: BLE001
+            body_error = error  # raised below, outside the nursery's exception group
+        nursery.cancel_scope.cancel()
+    if body_error is not None:
+        raise body_error
+
+
+async def _answer(submit: Callable[[Any], Generation], prompt: Any, index: int) -> Answer:
+    while True:
+        try:
+            answer = await submit(prompt).collect()
+        except Overloaded as error:  # by requests of other callers, or by control messages that are still unread
+            await trio.sleep(error.retry_after_s)
+        except RequestError as error:
+            return Answer(index=index, error=error)
+        else:
+            return msgspec.structs.replace(answer, index=index)

@@ -1,0 +1,36 @@
+"""The figures that are read from a system at each scrape of its metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from omni_actors.metrics import Gauges
+from omni_actors.orchestrator.orchestrator import Orchestrator
+from omni_actors.supervisor.edges import Edges
+from omni_actors.supervisor.replica import Replica, ReplicaState
+
+
+def gauges(orchestrator: Orchestrator, replicas: Iterable[Replica], edges: Edges) -> Gauges:
+    """Yield every figure of a system: of its requests, of each replica, and of each ring."""
+    readers = orchestrator.readers
+    for name, help, value in (
+        ("requests_in_flight", "Admitted requests whose client does not have the whole answer", orchestrator.in_flight),
+        ("requests_paused", "Requests whose stages are paused until their client reads", readers.paused),
+        ("unread_bytes", "Bytes of output that clients have not read", readers.unread_bytes),
+        ("requests_queued", "Admitted requests that wait for a stage to become ready", orchestrator.queued),
+    ):
+        yield f"omni_{name}", help, {}, value
+    for replica in replicas:
+        labels = {"stage": replica.address.stage, "replica": str(replica.address.replica)}
+        ready = float(replica.state is ReplicaState.READY)
+        yield "omni_stage_requests", "Requests dispatched to a replica", labels, orchestrator.load(replica.address)
+        yield "omni_stage_restarts", "Restarts of a replica", labels, replica.restarts
+        yield "omni_stage_ready", "1 while a replica is ready", labels, ready
+        for figure, measured in replica.gauges.items():
+            help = "Figures of an engine, as of its last answer to a ping (one each step_timeout_s / 20)"
+            yield "omni_engine", help, {**labels, "name": figure}, measured
+    for (producer, consumer), ring in edges.statistics().items():
+        labels = {"producer": str(producer), "consumer": str(consumer)}
+        yield "omni_ring_used_bytes", "Bytes in a ring now", labels, ring.used
+        yield "omni_ring_capacity_bytes", "Capacity of a ring", labels, ring.capacity
+        yield "omni_ring_payload_bytes", "Payload that has crossed a ring", labels, ring.payload_bytes

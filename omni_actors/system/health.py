@@ -1,0 +1,98 @@
+"""The state of a system's replicas, as ``OmniSystem.health`` and ``/health`` report it."""
+
+from __future__ import annotations
+
+import msgspec
+import trio
+
+from omni_actors.supervisor.replica import Replica
+
+
+class PastExit(msgspec.Struct, frozen=True, kw_only=True):
+    """How an earlier worker of a replica ended. Its stderr is in ``OmniSystem.dead_error`` only.
+
+    Attributes:
+        generation: Generation number of the worker.
+        at: When it ended, in Unix time.
+        pid: Its process.
+        exit_code: Its exit code; None if a signal ended it.
+        signal: Name of the signal that ended it, such as "SIGKILL"; None if it exited.
+        reason: Why the supervisor ended it; None if it died by itself.
+    """
+
+    generation: int
+    at: float
+    pid: int
+    exit_code: int | None
+    signal: str | None
+    reason: str | None
+
+
+class ReplicaHealth(msgspec.Struct, frozen=True, kw_only=True):
+    """The state of one replica.
+
+    Attributes:
+        replica: Number of the replica within its stage.
+        state: "loading", "ready", "restarting" or "failed".
+        note: What its worker is doing, in words.
+        generation: Generation number of the current worker.
+        restarts: Restarts so far.
+        pid: Process of the current worker; None if there is none.
+        load_s: Seconds that the current engine took to load; None before.
+        last_exit: How the latest worker ended, in words; None if none has.
+        retry_in_s: Seconds until a failed replica is tried again; None if it is not.
+        history: The ends of the latest workers, oldest first.
+    """
+
+    replica: int
+    state: str
+    note: str
+    generation: int
+    restarts: int
+    pid: int | None
+    load_s: float | None
+    last_exit: str | None
+    retry_in_s: float | None
+    history: list[PastExit]
+
+
+class Health(msgspec.Struct, frozen=True, kw_only=True):
+    """The state of a system.
+
+    Attributes:
+        ready: Every stage has a ready replica.
+        errored: Failed stages leave no route from any input to any output.
+        stages: The replicas of each stage.
+        error: Why the first failed stage failed; None if none has.
+    """
+
+    ready: bool
+    errored: bool
+    stages: dict[str, list[ReplicaHealth]]
+    error: str | None
+
+
+def replica_health(replica: Replica) -> ReplicaHealth:
+    """Return the state of ``replica``. Called within trio."""
+    return ReplicaHealth(
+        replica=replica.address.replica,
+        state=replica.state.value,
+        note=replica.note,
+        generation=replica.generation,
+        restarts=replica.restarts,
+        pid=replica.worker.pid if replica.worker else None,
+        load_s=replica.load_s,
+        last_exit=str(replica.history[-1].exit) if replica.history else None,
+        retry_in_s=None if replica.retry_at is None else max(0.0, replica.retry_at - trio.current_time()),
+        history=[
+            PastExit(
+                generation=death.generation,
+                at=death.at,
+                pid=death.exit.pid,
+                exit_code=death.exit.exit_code,
+                signal=death.exit.signal,
+                reason=death.exit.reason,
+            )
+            for death in replica.history
+        ],
+    )

