@@ -97,7 +97,7 @@ class Dispatcher:
     def _post_start(self, request: Request, stage: str) -> None:
         """Post ``Start`` to a stage. It sends to a target that restarts too only after a ``Resend``."""
         assert request.number is not None, "it is dispatched"
-        self._suspects.used(stage, request)
+        self._suspects.note_use(stage, request)
         stages = request.replay_state.stages
         restarting = {name for name in stages if stages[name].phase is Phase.RESTARTING}
         placed = {CLIENT: CLIENT_ADDRESS, **request.placement}

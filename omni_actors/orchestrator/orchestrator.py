@@ -261,7 +261,7 @@ class Orchestrator:
         """Dispatch the waiting requests whose stages have ready replicas, suspects aside."""
         self._dispatcher.dispatch_waiting()
 
-    def end_like_culprit(self, request: Request, error: Quarantined) -> None:
+    def end_quarantined(self, request: Request, error: Quarantined) -> None:
         """End a request with the fingerprint of one that was quarantined."""
         self._end(request, Event.FAIL, error)
 
@@ -276,7 +276,7 @@ class Orchestrator:
 
     def on_worker_ready(self, address: Address) -> None:
         self._recovery.stage_recovered(address.stage)
-        self._suspects.follow()  # before other requests are dispatched: a trial needs an unused replica
+        self._suspects.advance()  # before other requests are dispatched: a trial needs an unused replica
         self.dispatch_waiting()
 
     def on_worker_died(self, address: Address, exit: WorkerExit, failed_request: int | None) -> bool:
@@ -302,7 +302,7 @@ class Orchestrator:
             case Finished(stats=stats):
                 request.replay_state.finished(stage)
                 request.stats[stage] = stats
-                self._suspects.done_with(request, stage)
+                self._suspects.stage_finished(request, stage)
                 self._recovery.progressed(request)
             case Refused(_, text, param, code):
                 self._end(request, Event.FAIL, InvalidRequest(text, param=param, code=code))
@@ -358,7 +358,7 @@ class Orchestrator:
             self.readers.drop(request)
         else:
             self.readers.complete(request)
-        self._suspects.ended(request, complete=event is Event.COMPLETE)
+        self._suspects.request_ended(request, complete=event is Event.COMPLETE)
 
     def _cut(self, request: Request, error: RequestError) -> None:
         """End a request if it has not ended, and drop the output that its client does not have."""

@@ -1,10 +1,10 @@
-"""Which requests are refused, or tried apart from others, because requests like them ended their workers.
+"""Remembers the fingerprints of requests that ended their workers.
 
 Rules
 1. The fingerprint of a convicted culprit is refused for ``hold_s``.
 2. A culprit that left before it was convicted or cleared is remembered for ``hold_s``, with the deaths that it caused.
 3. At most ``MAX_ENTRIES`` fingerprints are kept, the latest ones.
-4. No clock here: time is an argument, in seconds.
+4. This module has no clock: time is an argument, in seconds.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Culprit:
 
 
 class Quarantine:
-    """The culprits of the last ``hold_s`` seconds, by fingerprint; none with a ``hold_s`` of 0."""
+    """The culprits of the last ``hold_s`` seconds, by fingerprint. With a ``hold_s`` of 0 there are none."""
 
     def __init__(self, hold_s: float) -> None:
         self._hold_s = hold_s
@@ -36,7 +36,7 @@ class Quarantine:
         return bool(self._entries)
 
     def add(self, fingerprint: str, culprit: Culprit, now: float) -> None:
-        """Keep a culprit from now on. One that is convicted already stays so."""
+        """Remember a culprit from now on. A fingerprint that was convicted before stays so."""
         known, _ = self._entries.get(fingerprint, (culprit, 0.0))
         if self._hold_s and (known.deaths is not None or culprit.deaths is None):
             self._entries[fingerprint] = culprit, now + self._hold_s
@@ -45,7 +45,7 @@ class Quarantine:
                 self._entries.popitem(last=False)
 
     def check(self, fingerprint: str, now: float) -> None:
-        """Raise Quarantined where requests of this fingerprint are refused."""
+        """Raise Quarantined if requests with this fingerprint are refused."""
         while self._entries and next(iter(self._entries.values()))[1] <= now:
             self._entries.popitem(last=False)
         if (entry := self._entries.get(fingerprint)) is not None and entry[0].deaths is None:
@@ -53,5 +53,5 @@ class Quarantine:
             raise Quarantined(culprit.stage, until - now)
 
     def pop(self, fingerprint: str) -> Culprit | None:
-        """Take out the culprit of this fingerprint, where it is known and not refused; call ``check`` before."""
+        """Remove and return the remembered culprit with this fingerprint, if any. Call ``check`` first."""
         return self._entries.pop(fingerprint, (None, 0.0))[0]

@@ -55,7 +55,7 @@ class Recovery:
                 is_done = request.replay_state.stages[address.stage].phase is Phase.LOST
                 if is_done and not request.lifecycle.ended:
                     self._suspects.clear(request)  # the worker had finished its part
-        self._suspects.follow()
+        self._suspects.advance()
 
     def stage_failed(self, failure: StageFailed) -> None:
         """End the requests that need a stage without a replica left."""

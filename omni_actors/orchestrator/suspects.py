@@ -1,9 +1,10 @@
-"""Runs the trials of requests that may have ended their worker, and keeps the culprits out.
+"""Starts and ends the trials of suspects, and keeps culprits in quarantine.
 
 Rules
-1. ``trials`` decides which suspects run when; here they are started and cleared, as events and time require.
-2. A request that used up its replays by ending its workers is quarantined. Those like it end with it.
-3. A signal from another process accuses no request: all that the worker held are charged, as for any lost worker.
+1. ``trials`` decides which suspects run when. This module carries that out, whenever an event or the time requires it.
+2. A culprit that ends because of its deaths is quarantined, after two deaths or more. The requests of its unit end too.
+3. A culprit that ends in another way is remembered: a new request with its fingerprint is treated as a culprit.
+4. A signal that another process sent makes no suspects. That death is charged to all requests that the worker held.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ from omni_actors.protocol.messages import Address
 
 
 class Requests(Protocol):
-    """What the trials need of the orchestrator."""
+    """The part of the orchestrator that the trials need."""
 
     def running(self) -> list[Request]:
-        """The requests that have not ended."""
+        """Return the requests that have not ended."""
         ...
 
     def dispatch(self, request: Request, placement: Mapping[str, Address]) -> None:
@@ -35,15 +36,15 @@ class Requests(Protocol):
         ...
 
     def dispatch_waiting(self) -> None:
-        """Start all waiting requests that can be started and are no suspects."""
+        """Start the waiting requests that are not suspects and whose stages have a free replica."""
         ...
 
-    def end_like_culprit(self, request: Request, error: Quarantined) -> None:
-        """End a request that is like one that was quarantined."""
+    def end_quarantined(self, request: Request, error: Quarantined) -> None:
+        """End a request whose fingerprint was quarantined."""
         ...
 
     def end_culprit(self, request: Request, reason: str) -> None:
-        """End a request whose worker died, and which cannot be replayed for this reason."""
+        """End a request whose worker died. reason: why it is not replayed."""
         ...
 
 
@@ -57,62 +58,63 @@ class Suspects:
         self._quarantine = Quarantine(limits.quarantine_s)
         self._changed = trio.lowlevel.ParkingLot()
 
-    # new requests
+    # New requests.
 
     def require_admissible(self, request: Request) -> None:
-        """Raise Quarantined where a request like this one is refused."""
-        if self._quarantine or request.on_failure == "fail":  # such a request frees its input before its worker can die
+        """Raise Quarantined if the fingerprint of a new request is quarantined."""
+        # A request that is not replayed frees its input early; its fingerprint is computed before.
+        if self._quarantine or request.on_failure == "fail":
             self._quarantine.check(request.fingerprint, trio.current_time())
 
     def join(self, request: Request) -> bool:
-        """Whether a new request is like a suspect or a known culprit, and waits for a trial."""
+        """Add a new request to the suspects if its fingerprint is that of one. Return whether it waits for a trial."""
         if self._trials and self._trials.join(request):
             return True
         if not self._quarantine or (known := self._quarantine.pop(request.fingerprint)) is None:
             return False
         self._trials.accuse(request, known.stage, known.deaths or 0, trio.current_time())
-        self.follow()
+        self.advance()
         return True
 
     def includes(self, request: Request) -> bool:
-        """Whether a request is a suspect."""
+        """Return whether a request is a suspect."""
         return request in self._trials.group_of
 
-    # what happens to requests and workers
+    # Events.
 
-    def used(self, stage: str, request: Request) -> None:
-        """A request begins or ends at a stage."""
-        self._trials.used(stage, request, trio.current_time())
+    def note_use(self, stage: str, request: Request) -> None:
+        """Record that a stage starts or has finished a request."""
+        self._trials.note_use(stage, request, trio.current_time())
 
-    def done_with(self, request: Request, stage: str) -> None:
-        """A stage has finished a request."""
-        self.used(stage, request)
+    def stage_finished(self, request: Request, stage: str) -> None:
+        """Handle that a stage has finished a request: its unit is cleared."""
+        self.note_use(stage, request)
         group = self._trials.group_of.get(request)
         if group is not None and group.stage == stage:
             self.clear(request)
             self._requests.dispatch_waiting()
-        self.follow()
+        self.advance()
 
     def clear(self, request: Request) -> None:
-        """A request, and those like it, are suspects no more."""
-        self._trials.passed(request)
+        """Clear a request and the others of its unit."""
+        self._trials.clear(request)
 
-    def ended(self, request: Request, *, complete: bool) -> None:
-        """A request has ended."""
+    def request_ended(self, request: Request, *, complete: bool) -> None:
+        """Handle the end of a request. complete: whether it ended with all of its output."""
         if (group := self._trials.group_of.get(request)) is None:
             return
         if complete:
-            self._trials.passed(request)
+            self._trials.clear(request)
         else:
-            if group.is_culprit and not self._trials.like(request):
+            if group.is_culprit and not self._trials.alike(request):
                 now = trio.current_time()
                 self._quarantine.add(request.fingerprint, Culprit(group.stage, group.deaths), now)
             self._trials.drop(request)
         self._requests.dispatch_waiting()
-        self.follow()
+        self.advance()
 
     def worker_died(self, address: Address, exit: WorkerExit, failed_request: int | None) -> bool:
-        """Find the suspects. Returns whether the death counts against the restart intensity."""
+        """Find the suspects of a death. Return whether the death counts against the restart intensity."""
         stage = address.stage
         held = [
             each
@@ -131,64 +133,67 @@ class Suspects:
         return counts
 
     def interrupt(self, address: Address) -> None:
-        """A worker is gone. One that went down with another one proves nothing: its suspects wait again."""
+        """End the trial at a replica whose worker is gone.
+
+        A worker that the supervisor restarted with another stage proves nothing, so its suspects wait again.
+        """
         self._trials.interrupt(address)
 
     def convict(self, request: Request) -> bool:
-        """Quarantine a request that ends for the deaths that it caused, and end those like it.
+        """Quarantine a request that ends because of its deaths, and end the others of its unit.
 
-        Returns whether it was quarantined: it is not for one death alone, whatever ``limits.replays`` is.
+        Returns whether the request was quarantined. One death is not enough, whatever ``limits.replays`` is.
         """
         group = self._trials.group_of.get(request)
         is_convicted = group is not None and group.is_culprit and request.suspected > max(1, self._limits.replays)
         if group is not None and is_convicted:
             self._quarantine.add(request.fingerprint, Culprit(group.stage), trio.current_time())
-            for each in self._trials.like(request):
-                self._end_like_culprit(each, group.stage)
+            for each in self._trials.alike(request):
+                self._end_quarantined(each, group.stage)
         return is_convicted
 
-    def _end_like_culprit(self, request: Request, stage: str) -> None:
-        self._requests.end_like_culprit(request, Quarantined(stage, self._limits.quarantine_s))
+    def _end_quarantined(self, request: Request, stage: str) -> None:
+        self._requests.end_quarantined(request, Quarantined(stage, self._limits.quarantine_s))
 
-    def _end_hopeless(self, group: Group) -> None:
-        """Quarantine a culprit that would only end more workers that others need."""
+    def _end_exhausted(self, group: Group) -> None:
+        """Quarantine and end a culprit that cannot be tried apart from other requests."""
         for fingerprint in group.units:
             self._quarantine.add(fingerprint, Culprit(group.stage), trio.current_time())
         for each in list(group.requests):
             if self._trials.group_of.get(each) is not group:
-                continue  # it ended while another one of them ended
+                continue  # the end of a request before it in the list ended it
             if each.crash is None:
-                self._end_like_culprit(each, group.stage)
+                self._end_quarantined(each, group.stage)
             else:
                 reason = f"its workers died {each.suspected} times, and it could not be tried apart from other requests"
                 self._requests.end_culprit(each, reason)
 
-    # trials
+    # Trials.
 
     @trio.lowlevel.enable_ki_protection
     async def run(self) -> None:
-        """Begin and end trials where only time has passed. Until cancelled."""
+        """Begin and end the trials that are due, until cancelled."""
         while True:
             with trio.move_on_at(self._trials.next_time(trio.current_time())):
                 await self._changed.park()
                 continue
-            self.follow()
+            self.advance()
 
-    def follow(self) -> None:
-        """End and begin trials, as the facts are now."""
+    def advance(self) -> None:
+        """End the trials that are over and begin those that can begin."""
         if not self._trials:
             return
-        if self._trials.clear_expired(self._turned_at):
+        if self._trials.clear_expired(self._last_pong_at):
             self._requests.dispatch_waiting()
         for stage in self._trials.stages():
             self._try(stage)
         self._changed.unpark_all()
 
-    def _turned_at(self, address: Address) -> float:
+    def _last_pong_at(self, address: Address) -> float:
         return self._placement.replicas[address].last_pong_at
 
     def _try(self, stage: str) -> None:
-        """Begin the next trial of a stage, or what has to happen before it can begin."""
+        """Begin the next trial of a stage, or the drain that it needs, or end a culprit that cannot be tried."""
         now, serving = trio.current_time(), [each.address for each in self._placement.serving(stage)]
         if not serving:
             return
@@ -198,22 +203,22 @@ class Suspects:
         if (group := self._trials.draining(stage)) is not None:
             if group.address in idle:
                 self._begin(group, group.address, alone=True)
-            elif now >= group.until:
+            elif now >= group.ends_at:
                 self._trials.end_drain(group, now)
                 self._requests.dispatch_waiting()
             return
         wanted = any(not self.includes(each) and stage in each.waiting_stages for each in running)
         group = self._trials.next(stage, now, idle=bool(idle), wanted=wanted)
         if group is None:
-            for culprit in self._trials.hopeless(stage, now):
-                self._end_hopeless(culprit)
+            for culprit in self._trials.exhausted(stage, now):
+                self._end_exhausted(culprit)
         elif group.is_culprit and not idle:
             self._trials.drain(group, min(serving, key=lambda address: loads[address]), now)
         else:
             self._begin(group, (idle or serving)[0], alone=bool(idle))
 
     def _begin(self, group: Group, address: Address, *, alone: bool) -> None:
-        waiting = [each for each in group.tried if group.stage in each.waiting_stages]
+        waiting = [each for each in group.candidates if group.stage in each.waiting_stages]
         placements = [self._placement.place(each.waiting_stages, address) for each in waiting]
         if not waiting or None in placements:
             self._trials.put_back(group)

@@ -1,28 +1,32 @@
-"""Finds the request that ends its workers, in few deaths, and keeps the others away from it.
+"""Finds the request that crashes its workers, in few deaths, and runs it apart from other requests.
 
-When a worker ends by itself (an exception, a crash signal, a hang), the requests that it was working on are suspects.
+When a worker ends by an exception, a crash signal or a hang, the requests that it was working on are suspects.
 
 Rules
-1. Where the engine raised in a call for one request, that request is the suspect. Otherwise all of them are.
-2. Suspects with the same fingerprint form a unit. One of them is tried; the others share its result.
-3. Suspects wait in groups, and one group of a stage is on trial at a time: it runs on a replica that takes no other
-   request meanwhile. A group is cleared when it has run for its probation and its worker has taken a turn since: one
-   that hangs is not. A unit is cleared when its tried request is done with the stage.
-4. A group that is known to hold a culprit is halved: the less suspicious half goes on trial first, the rest after it.
-   Less suspicious are units that were suspects less often, that have fewer requests, and that are older.
-5. A death on trial belongs to the group on trial, where it ran alone. A death that only one unit can have caused is
-   charged to that unit, the culprit: then each death that its requests were suspects in uses up a replay. Requests that
-   are not charged lose none.
-6. A culprit runs alone only. It waits until no other request has used the stage for ``QUIET_S``. After
-   ``CULPRIT_PATIENCE_S``, one that was in a single death gets a replica that is drained for it, for ``DRAIN_S`` at the
-   most; one that was in more deaths is given up. Any other group waits for a replica without other requests, for
-   ``PATIENCE_S``, and then runs beside others.
-   Bound: once a fingerprint is charged with a death, no other request is in the worker when one like it runs again,
-   until it is cleared. Under steady load that is one more death, for which new requests wait as long as the drain and
-   the reload take. (Requests that run on other replicas at the time of the first death are not taken off them.)
-7. Each time that requests are suspects again, their probation is twice as long, up to ``LONGEST_PROBATION_S``: a
-   request that ends its worker late is found, too, if it does so within that.
-8. No I/O and no clock here: time is an argument, in seconds.
+1. If the engine raised in a call for one request, the suspects are that request and those with its fingerprint.
+   Otherwise all requests that the worker was working on are suspects.
+2. Suspects with the same fingerprint form a unit. One of them is tried, and the others share its result.
+3. Suspects wait in groups. One group of a stage is on trial at a time, on a replica that takes no other request
+   meanwhile. A unit is cleared when the stage has finished its tried request. A group is cleared when its probation is
+   over and its worker has answered a ping since; so a worker that hangs does not clear its group.
+4. A group that is known to contain a culprit is halved. The less suspicious half is tried first: units that were
+   suspects in fewer deaths, that have fewer requests, and that are older.
+5. If the group was alone on its replica, a death on trial belongs to that group. A death that only one unit can have
+   caused is charged to that unit, the culprit: each death in which it was a suspect uses up a replay of its requests.
+   Other requests lose no replay.
+6. A culprit runs alone. It waits until no other request has used the stage for ``QUIET_S``. If that takes longer than
+   ``CULPRIT_PATIENCE_S``, a culprit with one death gets a replica that is drained for it, and one with more deaths
+   ends. If the drain takes longer than ``DRAIN_S``, the culprit waits again, with twice the patience. Any other group
+   waits ``PATIENCE_S`` for an idle replica, then runs beside other requests.
+7. With each death, the probation of a group doubles, up to ``LONGEST_PROBATION_S``. So a request that crashes its
+   worker late is found too, if it does so within that time.
+8. This module does no I/O and has no clock: time is an argument, in seconds.
+
+Bound: after a death is charged to a fingerprint, requests with it run alone until they are cleared. So other requests
+lose work in that one death only. Under steady load there is one more death, on the drained replica. If the stage has one
+replica, new requests wait for that drain, trial and reload. The bound does not cover requests with the fingerprint that
+other replicas run at the time of the first death, deaths after the probation, or the deaths that halving takes while
+the culprit is unknown.
 """
 
 from __future__ import annotations
@@ -36,64 +40,68 @@ from omni_actors.orchestrator.request import Request
 from omni_actors.protocol.messages import Address
 
 PROBATION_S = 1.0
+"""The probation of a group after one death."""
 LONGEST_PROBATION_S = 30.0
 QUIET_S = 1.0
+"""A stage is quiet when no request but the culprit has used it for this long."""
 PATIENCE_S = 1.0
 CULPRIT_PATIENCE_S = 30.0
 DRAIN_S = 10.0
-"""How long a replica takes no new requests while it finishes the running ones, so that a culprit can be tried on it."""
-OVERDUE_S = 0.25
-"""How often it is looked whether the worker of a group whose probation is over has taken a turn."""
+"""How long a replica that is drained for a culprit takes no new requests, at most."""
+PONG_CHECK_S = 0.25
+"""The interval at which a group whose probation is over is checked for an answered ping."""
 CRASH_SIGNALS = frozenset({"SIGSEGV", "SIGABRT", "SIGBUS", "SIGFPE", "SIGILL", "SIGSYS", "SIGTRAP"})
 
 
 def died_by_itself(exit: WorkerExit) -> bool:
-    """Whether what the worker was doing may have ended it: not a signal that another process sent."""
+    """Whether the worker's own work may have ended it, in contrast to a signal that another process sent."""
     return exit.reason is not None or exit.signal is None or exit.signal in CRASH_SIGNALS
 
 
 @dataclass(eq=False)
 class Group:
-    """Suspects of one stage, in units by fingerprint.
-
-    holds_culprit: whether one of them is known to have ended a worker. since: when the group began to wait. address and
-    until: the replica and the end of its probation, while it is on trial. rest: the other half, where it is one.
-    """
+    """Suspects of one stage, in units by fingerprint."""
 
     stage: str
     units: dict[str, list[Request]]
     holds_culprit: bool
+    """Whether one of the units is known to have ended a worker."""
     since: float
+    """When the group began to wait."""
     patience_s: float = CULPRIT_PATIENCE_S
-    """How long a culprit waits for a quiet stage before a replica is drained for it; twice as long after each drain."""
+    """How long a culprit waits for a quiet stage before a replica is drained for it."""
     address: Address | None = None
-    until: float = math.inf
+    """The replica that is drained for the group or runs its trial."""
+    ends_at: float = math.inf
+    """When the drain, or the probation, ends."""
     on_trial: Sequence[Request] = ()
-    """The requests that are tried, while they are."""
+    """The requests that are being tried; empty during a drain."""
     is_alone: bool = False
-    """Whether its replica worked on no other request when its trial began."""
-    rest: Group | None = None
+    """Whether its replica was working on no other request when the trial began."""
+    other_half: Group | None = None
+    """The group that this one was split off from."""
 
     @property
     def requests(self) -> Iterator[Request]:
         return (request for unit in self.units.values() for request in unit)
 
     @property
-    def tried(self) -> list[Request]:
-        """One request of each unit, if possible one that its stages hold."""
+    def candidates(self) -> list[Request]:
+        """One request of each unit, preferably one that was dispatched before."""
         return [min(unit, key=lambda each: each.number is None) for unit in self.units.values()]
 
     @property
     def is_culprit(self) -> bool:
+        """Whether the group is a single unit that is known to have ended a worker."""
         return self.holds_culprit and len(self.units) == 1
 
     @property
     def deaths(self) -> int:
-        """The deaths that its requests may have caused."""
+        """The number of deaths that its requests may have caused."""
         return max(each.suspected for each in self.requests)
 
     def halve(self, now: float) -> Group:
-        """Split off the less suspicious half, which is returned."""
+        """Split off the less suspicious half and return it."""
         ranked = sorted(self.units, key=lambda name: _suspicion(self.units[name]))
         half, taken = sum(map(len, self.units.values())) / 2, 0
         first: dict[str, list[Request]] = {}
@@ -102,7 +110,7 @@ class Group:
                 break
             first[name] = self.units.pop(name)
             taken += len(first[name])
-        return Group(self.stage, first, holds_culprit=False, since=now, rest=self)
+        return Group(self.stage, first, holds_culprit=False, since=now, other_half=self)
 
 
 def _suspicion(unit: Sequence[Request]) -> tuple[int, int, int]:
@@ -115,23 +123,32 @@ class Trials:
 
     waiting: list[Group] = field(default_factory=list)
     running: dict[Address, Group] = field(default_factory=dict)
+    """The groups that a replica is reserved for: on trial there, or waiting for its drain."""
     group_of: dict[Request, Group] = field(default_factory=dict)
     """The group of each suspect."""
     last_use: dict[str, tuple[float, Request]] = field(default_factory=dict)
-    """When a request that was no suspect last used a stage, and which one."""
+    """For each stage, when a request that is not a suspect last used it, and which request."""
 
     def __bool__(self) -> bool:
         return bool(self.waiting or self.running)
 
-    def used(self, stage: str, request: Request, now: float) -> None:
-        """A request has begun or finished at a stage."""
+    def note_use(self, stage: str, request: Request, now: float) -> None:
+        """Record that a stage has started or finished a request."""
         if request not in self.group_of:
             self.last_use[stage] = now, request
 
     def worker_died(self, address: Address, held: Sequence[Request], failed: Request | None, now: float) -> bool:
-        """Find the suspects among the requests that a worker ``held`` when it ended by itself, and charge a culprit.
+        """Find the suspects of a death that the worker's own work may have caused, and charge a culprit.
 
-        failed: the request for which the engine's call raised. Returns whether these suspects cause their first death.
+        Args:
+            address: The replica whose worker died.
+            held: The requests that the worker was working on.
+            failed: The request for which the engine's call raised, if known.
+            now: The current time.
+
+        Returns:
+            Whether the death is the first one of at least one suspect. Later ones do not count against the restart
+            intensity.
         """
         group, is_proof = self.running.get(address), False
         if group is not None:
@@ -146,8 +163,8 @@ class Trials:
         for each in suspects:
             each.suspected += 1
         group.holds_culprit, group.since = True, now
-        if group.rest is not None:
-            group.rest.holds_culprit, group.rest = False, None
+        if group.other_half is not None:
+            group.other_half.holds_culprit, group.other_half = False, None
         if len(group.units) == 1:
             deaths = group.deaths
             for each in group.requests:
@@ -158,13 +175,13 @@ class Trials:
         return not known
 
     def interrupt(self, address: Address | None) -> None:
-        """The group that is on trial at this replica, if any, waits again."""
+        """End the trial or the drain at a replica, if there is one: the group waits again."""
         if address is not None and (group := self.running.pop(address, None)) is not None:
-            group.address, group.until, group.on_trial, group.is_alone = None, math.inf, (), False
+            group.address, group.ends_at, group.on_trial, group.is_alone = None, math.inf, (), False
             self.waiting.append(group)
 
     def _group_for(self, stage: str, suspects: Sequence[Request], now: float) -> Group:
-        """The culprit's group where the suspects are like a known culprit, else a new one."""
+        """Return the known culprit's group if all suspects have its fingerprint, else a new one."""
         fingerprints = {each.fingerprint for each in suspects}
         groups = (each for each in self._groups() if each.stage == stage and each.is_culprit)
         group = next((each for each in groups if each.units.keys() == fingerprints), None)
@@ -185,19 +202,19 @@ class Trials:
         self.group_of[request] = group
 
     def stages(self) -> set[str]:
-        """The stages that have suspects."""
+        """Return the stages that have suspects."""
         return {group.stage for group in self._groups()}
 
     def _groups(self) -> Iterator[Group]:
         return iter((*self.waiting, *self.running.values()))
 
     def accuse(self, request: Request, stage: str, deaths: int, now: float) -> None:
-        """Make a new request a known culprit, because of the deaths that earlier requests like it caused."""
+        """Treat a new request as a known culprit, because of the deaths that requests with its fingerprint caused."""
         request.suspected = deaths
         self._group_for(stage, [request], now)
 
     def join(self, request: Request) -> bool:
-        """Put a waiting request into the unit of its fingerprint. Returns False where there is none."""
+        """Add a waiting request to the unit of its fingerprint. Return whether there is one."""
         for group in self._groups():
             if request.fingerprint in group.units:
                 self._add(request, group)
@@ -205,38 +222,35 @@ class Trials:
         return False
 
     def drop(self, request: Request) -> None:
-        """Forget a request that has ended. The culprit may be gone with it: what is known of its group is void."""
+        """Remove a request that ended without a result.
+
+        It may have been the culprit. So if its unit ends with it, the rest of its group is no longer known to hold one.
+        """
         group = self.group_of.get(request)
         if group is None:
             return
         was_tried = request in group.on_trial
-        if not self._remove(request):  # others like it are left
+        if not self._remove(request):  # its unit has more requests
             if was_tried:
                 self.interrupt(group.address)
             return
         group.holds_culprit = False
-        if group.rest is not None:
-            group.rest.holds_culprit, group.rest = False, None
+        if group.other_half is not None:
+            group.other_half.holds_culprit, group.other_half = False, None
 
-    def passed(self, request: Request) -> bool:
-        """A request is done with its stage: its unit is cleared. Returns whether that ends a trial."""
-        group = self.group_of.get(request)
-        if group is None:
-            return False
-        on_trial = group.address is not None
-        for each in self.like(request):
+    def clear(self, request: Request) -> None:
+        """Remove a request that its stage has finished, and the others of its unit."""
+        for each in (*self.alike(request), request):
             self._remove(each)
-        self._remove(request)
-        return on_trial and not group.units
 
-    def like(self, request: Request) -> list[Request]:
-        """The other suspects with its fingerprint."""
+    def alike(self, request: Request) -> list[Request]:
+        """Return the other requests of a suspect's unit."""
         group = self.group_of.get(request)
         unit = group.units.get(request.fingerprint, []) if group else []
         return [each for each in unit if each is not request]
 
     def _remove(self, request: Request) -> bool:
-        """Take a request out of its group. Returns whether its unit ended with that."""
+        """Take a request out of its group. Return whether its unit is gone."""
         group = self.group_of.pop(request, None)
         if group is None:
             return False
@@ -253,9 +267,13 @@ class Trials:
         return True
 
     def next(self, stage: str, now: float, *, idle: bool, wanted: bool) -> Group | None:
-        """The group of a stage that is tried now; it is taken off the waiting ones.
+        """Take the group off the waiting list that a stage tries next, or a culprit that needs a drained replica.
 
-        idle: whether a replica works on no request. wanted: whether a request that is no suspect waits for the stage.
+        Args:
+            stage: The stage, which has a ready replica.
+            now: The current time.
+            idle: Whether a replica of the stage works on no request.
+            wanted: Whether a request that is not a suspect waits for the stage.
         """
         waiting = [group for group in self.waiting if group.stage == stage]
         if not waiting or any(group.stage == stage for group in self.running.values()):
@@ -275,8 +293,8 @@ class Trials:
         self.waiting.remove(group)
         return group
 
-    def hopeless(self, stage: str, now: float) -> list[Group]:
-        """The culprits of a stage that cannot be tried again without harm to others, and were in enough deaths."""
+    def exhausted(self, stage: str, now: float) -> list[Group]:
+        """Return the culprits of a stage that have caused more than one death and found no quiet moment in time."""
         return [
             group
             for group in self.waiting
@@ -284,37 +302,39 @@ class Trials:
         ]
 
     def drain(self, group: Group, address: Address, now: float) -> None:
-        """Reserve a replica for a culprit, until it has finished the requests that run on it."""
-        group.address, group.until = address, now + DRAIN_S
+        """Reserve a replica for a culprit, so that its running requests finish and no new ones start."""
+        group.address, group.ends_at = address, now + DRAIN_S
         self.running[address] = group
 
     def draining(self, stage: str) -> Group | None:
-        """The culprit of a stage that a replica is being drained for."""
+        """Return the culprit of a stage for which a replica is being drained."""
         return next((each for each in self.running.values() if each.stage == stage and not each.on_trial), None)
 
     def end_drain(self, group: Group, now: float) -> None:
-        """Give the replica back to other requests: the culprit waits again."""
+        """Give a drained replica back to other requests: the culprit waits again, with twice the patience."""
         group.since, group.patience_s = now, 2 * group.patience_s
         self.interrupt(group.address)
 
     def begin(self, group: Group, address: Address, now: float, *, alone: bool = True) -> None:
-        """The group is on trial at this replica from now on. alone: the replica works on no other request."""
-        group.address, group.on_trial, group.is_alone = address, group.tried, alone
-        group.until = now + min(LONGEST_PROBATION_S, PROBATION_S * 2.0 ** (group.deaths - 1))
+        """Put a group on trial at a replica. alone: whether the replica works on no other request."""
+        group.address, group.on_trial, group.is_alone = address, group.candidates, alone
+        group.ends_at = now + min(LONGEST_PROBATION_S, PROBATION_S * 2.0 ** (group.deaths - 1))
         self.running[address] = group
 
     def put_back(self, group: Group) -> None:
-        """The group cannot be tried now."""
+        """Let a group from ``next`` wait again, because it cannot be tried now."""
         if group.address is None:
             self.waiting.append(group)
 
-    def clear_expired(self, turned_at: Callable[[Address], float]) -> bool:
-        """End the trials whose probation is over. Returns whether there were any.
+    def clear_expired(self, last_pong_at: Callable[[Address], float]) -> bool:
+        """Clear the groups whose probation is over. Return whether there were any.
 
-        turned_at: when the worker at an address took a turn the last time, as far as known.
+        last_pong_at: when the worker at an address answered a ping the last time.
         """
         over = [
-            group for address, group in self.running.items() if group.on_trial and turned_at(address) >= group.until
+            group
+            for address, group in self.running.items()
+            if group.on_trial and last_pong_at(address) >= group.ends_at
         ]
         for group in over:
             for request in list(group.requests):
@@ -322,8 +342,8 @@ class Trials:
         return bool(over)
 
     def next_time(self, now: float) -> float:
-        """When a trial may begin or end although nothing else happens."""
-        times = [group.until if group.until > now else now + OVERDUE_S for group in self.running.values()]
+        """Return the earliest time at which a trial may begin or end without another event."""
+        times = [group.ends_at if group.ends_at > now else now + PONG_CHECK_S for group in self.running.values()]
         for group in self.waiting:
             times.append(self._patient_until(group))
             if group.is_culprit:
@@ -331,7 +351,7 @@ class Trials:
         return min((time for time in times if time > now), default=math.inf)
 
     def _quiet_at(self, group: Group) -> float:
-        """When no other request has used the group's stage for ``QUIET_S``."""
+        """Return when the stage of a culprit is quiet, if no other request uses it before."""
         time, request = self.last_use.get(group.stage, (-math.inf, None))
         return -math.inf if request in list(group.requests) else time + QUIET_S
 

@@ -41,8 +41,8 @@ class Stage:
         counts = self.trials.worker_died(WORKER, held, failed, self.now)
         for each in held:
             if each.charged and each.charged_replays >= self.limit:
-                self.ended += [each, *self.trials.like(each)]
-                for other in self.trials.like(each):
+                self.ended += [each, *self.trials.alike(each)]
+                for other in self.trials.alike(each):
                     self.trials.drop(other)
                 self.trials.drop(each)
             each.charged_replays += each.charged
@@ -57,14 +57,14 @@ class Stage:
                 self.now = self.trials.next_time(self.now)
                 assert self.now < math.inf, "suspects are left, and nothing will try them"
                 continue
-            tried = group.tried
+            tried = group.candidates
             self.trials.begin(group, WORKER, self.now)
             if self.poison & set(tried):
                 self.die(tried)
             else:
                 for each in tried:
-                    self.done += [each, *self.trials.like(each)]
-                    self.trials.passed(each)
+                    self.done += [each, *self.trials.alike(each)]
+                    self.trials.clear(each)
 
 
 def test_the_request_that_the_engine_failed_on_is_charged_and_the_others_are_no_suspects() -> None:
@@ -131,7 +131,7 @@ def test_a_culprit_waits_for_a_stage_that_is_quiet() -> None:
     stage = Stage({culprit})
     trials = stage.trials
     stage.die([culprit], failed=culprit)
-    trials.used(STAGE, other, 10.0)
+    trials.note_use(STAGE, other, 10.0)
     assert trials.next(STAGE, 10.5, idle=True, wanted=False) is None
     assert trials.next_time(10.5) == 10.0 + QUIET_S
     assert trials.next(STAGE, 12.0, idle=True, wanted=True) is None
@@ -142,7 +142,7 @@ def test_a_culprit_waits_for_a_stage_that_is_quiet() -> None:
 def test_a_culprit_alone_waits_for_nothing() -> None:
     culprit = request(1)
     stage = Stage({culprit})
-    stage.trials.used(STAGE, culprit, 0.0)
+    stage.trials.note_use(STAGE, culprit, 0.0)
     stage.die([culprit])
     assert stage.trials.next(STAGE, 0.0, idle=True, wanted=False) is stage.trials.group_of[culprit]
 
@@ -182,7 +182,7 @@ def test_where_the_one_that_is_tried_leaves_another_one_like_it_is_tried() -> No
     group = trials.next(STAGE, 0.0, idle=True, wanted=False)
     assert group is not None
     trials.begin(group, WORKER, 0.0)
-    trials.drop(group.tried[0])
+    trials.drop(group.candidates[0])
     assert trials.running == {}
     assert trials.next(STAGE, 100.0, idle=True, wanted=False) is group
 
@@ -193,7 +193,7 @@ def test_a_new_request_joins_the_trial_of_one_like_it() -> None:
     trials.worker_died(WORKER, [suspect], None, 0.0)
     assert trials.join(alike)
     assert not trials.join(other)
-    assert trials.like(suspect) == [alike]
+    assert trials.alike(suspect) == [alike]
 
 
 @pytest.mark.parametrize(
