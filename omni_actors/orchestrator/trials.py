@@ -23,10 +23,10 @@ Rules
 8. This module does no I/O and has no clock: time is an argument, in seconds.
 
 Bound: after a death is charged to a fingerprint, requests with it run alone until they are cleared. So other requests
-lose work in that one death only. Under steady load there is one more death, on the drained replica. If the stage has one
-replica, new requests wait for that drain, trial and reload. The bound does not cover requests with the fingerprint that
-other replicas run at the time of the first death, deaths after the probation, or the deaths that halving takes while
-the culprit is unknown.
+lose work in that one death only. Under steady load there is one more death, on the drained replica. If the stage has
+one replica, new requests wait for that drain, trial and reload. The bound does not cover requests with the fingerprint
+that other replicas run at the time of the first death, deaths after the probation, or the deaths that halving takes
+while the culprit is unknown.
 """
 
 from __future__ import annotations
