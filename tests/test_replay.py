@@ -1,8 +1,8 @@
-"""Replay over real processes: a client gets what it would have got had nobody died, or a reason. Real signals.
+"""Replay with real processes and signals: a client gets the outputs of a run without a death, or a typed error.
 
-A mortal engine repeats what it is fed and dies where a chunk tells it to, once for each marker file: so the instant of
-a death is chosen, not raced for. An output's payload is a function of its request and its place: what comes twice, in
-another order or not at all is seen.
+The engine of these tests repeats its input and kills its own process where a chunk demands it, once for each marker
+file, so the moment of each death is exact. The payload of an output is a function of its request and position, so the
+tests notice outputs that are repeated, reordered or missing.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ WATCHDOG_S = 60.0
 STAGES = ("first", "second", "third")
 PIECES, FAN_OUT, PAYLOAD_BYTES = 4, 2, 300
 OF_A_PIECE = {"first": FAN_OUT, "third": FAN_OUT**3}
-"""Outputs to the client that a stage gives for each piece of input."""
+"""How many outputs for the client a stage makes of each piece of input."""
 LIMITS = Limits(replays=3, retain_bytes=2_000_000)
 NEVER_S = 3600.0
 
@@ -46,25 +46,25 @@ ENGINES = """
     from omni_actors.stages.echo.engine import EchoEngine
 
     class Mortal(EchoEngine):
-        '''data["dies"]: (stage, where, marker); where: "feed", "before" an output, "after" one, at the "end".
-        data["fickle"]: what it says depends on who it is.'''
+        '''data["dies"]: (stage, where, marker); where: "feed", "before" or "after" an output, or at the "end".
+        data["fickle"]: the output contains the process id, so that a replay differs.'''
 
         def feed(self, request_id, chunk):
-            self.meet(chunk.data, "feed")
+            self.die_if_due(chunk.data, "feed")
             super().feed(request_id, chunk)
 
         def step(self):
             for output in super().step():
-                self.meet(output.data, "before")
+                self.die_if_due(output.data, "before")
                 if "fickle" in output.data:
                     data = {**output.data, "pid": os.getpid()}
                     output = StageOutput(output.request_id, output.tensors, data, output.last)
                 yield output
-                self.meet(output.data, "after")
+                self.die_if_due(output.data, "after")
                 if output.last:
-                    self.meet(output.data, "end")
+                    self.die_if_due(output.data, "end")
 
-        def meet(self, data, where):
+        def die_if_due(self, data, where):
             for stage, place, marker in data.get("dies", ()):
                 if (stage, place) == (self._stage, where) and not os.path.exists(marker):
                     open(marker, "x").close()
@@ -75,7 +75,7 @@ _numbers = itertools.count()
 
 @pytest.fixture(scope="module", autouse=True)
 def markers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Where the marker files come to be. The engine is importable, here and in workers."""
+    """The directory of the marker files. The engine can be imported here and in workers."""
     path = tmp_path_factory.mktemp("mortal")
     (path / "mortal_engines.py").write_text(textwrap.dedent(ENGINES))
     with pytest.MonkeyPatch.context() as patch:
@@ -109,12 +109,12 @@ def shared_system(fixture_processes: set[int], markers: Path) -> Iterator[Shared
 
 
 def dies(at: int, stage: str, where: str) -> tuple[int, str, str, str]:
-    """A death of ``stage`` at piece number ``at``, once."""
+    """Describe a death of ``stage`` at piece number ``at``, to happen once."""
     return at, stage, where, os.path.join(os.environ["MARKERS"], str(next(_numbers)))
 
 
 def ask(omni: OmniSystem, *deaths: tuple[int, str, str, str], size: int = 0, **arguments: Any) -> Generation:
-    """size: bytes of a tensor that each piece brings."""
+    """Submit a request. size: bytes of a tensor in each piece."""
     pieces = [
         Input({"n": n, "dies": [where for at, *where in deaths if at == n]}, {"x": np.zeros(size, np.uint8)})
         for n in range(PIECES)
@@ -128,7 +128,7 @@ async def read(generation: Generation) -> list[Output]:
 
 
 async def read_and_kill(omni: OmniSystem, generation: Generation, *stages: str) -> list[Output]:
-    """These stages at once, when the first output is here."""
+    """Read all outputs, and kill the workers of these stages when the first output has arrived."""
     victims, outputs = [pid_of(omni, stage) for stage in stages], []
     with trio.fail_after(WATCHDOG_S):
         async for output in generation:
@@ -174,32 +174,32 @@ async def all_ready(omni: OmniSystem) -> None:
 
 async def until(condition: Callable[[], bool]) -> None:
     with trio.fail_after(WATCHDOG_S):
-        while not condition():  # noqa: ASYNC110 - what is looked at tells nobody when it changes
+        while not condition():  # noqa: ASYNC110 - no event announces the condition
             await trio.sleep(0.002)
 
 
-# exact
+# Exact replays
 
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_death_at_any_point_changes_no_output(shared_system: SharedSystem, stage: str) -> None:
-    """Before the first chunk is taken; between two outputs; with the last output given and nothing after it said."""
+    """Before the first chunk is fed, between two outputs, and after the last output but before ``Finished``."""
 
     async def work(omni: OmniSystem) -> None:
         before = generations(omni)
         for deaths, (at, where) in enumerate([(0, "feed"), (2, "after"), (PIECES - 1, "end")], 1):
             generation = ask(omni, dies(at, stage, where))
-            # Where all that it gave had been passed on, the last of these deaths may touch nothing.
+            # The last of these deaths costs nothing if the consumers have all its output.
             check_exact(generation, await read(generation), None if where == "end" else 1)
             after = {**before, stage: before[stage] + deaths}
-            await until(lambda expected=after: generations(omni) == expected)  # nobody else was restarted
+            await until(lambda expected=after: generations(omni) == expected)  # no other stage was restarted
             await all_ready(omni)
 
     shared_system.run(work)
 
 
 @with_shared_system
-async def test_several_stages_dead_at_once(omni: OmniSystem) -> None:
+async def test_several_stages_that_die_at_once(omni: OmniSystem) -> None:
     for stages in (("second", "third"), STAGES):
         generation = ask(omni)
         check_exact(generation, await read_and_kill(omni, generation, *stages))
@@ -213,7 +213,7 @@ async def test_a_stage_that_dies_twice(omni: OmniSystem) -> None:
 
 
 @with_shared_system
-async def test_all_requests_in_flight_are_exact_and_who_does_not_need_the_dead_is_untouched(omni: OmniSystem) -> None:
+async def test_all_requests_in_flight_are_exact_and_others_are_not_replayed(omni: OmniSystem) -> None:
     asked = [ask(omni, dies(n, stage, "before")) for n, stage in enumerate(("second", "third", "second"))]
     asked += [ask(omni) for _ in range(5)]
     text_only = ask(omni, modalities=("text",))
@@ -233,11 +233,11 @@ async def test_all_requests_in_flight_are_exact_and_who_does_not_need_the_dead_i
     assert len(results[text_only.request_id]) == PIECES * OF_A_PIECE["first"]
 
 
-async def test_who_has_all_of_a_dead_stage_s_output_does_not_wait_for_it() -> None:
-    """Those that die do not come back, and it is not to be replayed: nobody wants more of their work."""
+async def test_a_stage_with_all_its_input_does_not_wait_for_dead_sources() -> None:
+    """The dead stages do not restart and the request may not be replayed: it needs none of their output."""
     dead = ("first", "second")
-    forever = {f"stages.{stage}.restart.{name}": NEVER_S for stage in dead for name in ("backoff_s", "backoff_max_s")}
-    async with OmniSystem.open(pipeline(), **forever, **{"stages.third.options.step_s": 0.01}) as omni:
+    never = {f"stages.{stage}.restart.{name}": NEVER_S for stage in dead for name in ("backoff_s", "backoff_max_s")}
+    async with OmniSystem.open(pipeline(), **never, **{"stages.third.options.step_s": 0.01}) as omni:
         generation = ask(omni, on_failure="fail")
         await until(lambda: "second" in record_of(generation).replay_state.stages["third"].inputs_complete)
         for stage in dead:
@@ -245,9 +245,9 @@ async def test_who_has_all_of_a_dead_stage_s_output_does_not_wait_for_it() -> No
         check_exact(generation, await read(generation), 0)
 
 
-async def test_work_that_started_again_and_is_wanted_no_more_is_not_waited_for() -> None:
-    """The second stage dies when all it gave lies in the ring of the third, which stands still: it starts again. Then
-    the third reads on, and the first, which is to feed the second once more, never does."""
+async def test_a_request_completes_without_a_restarted_stage_that_is_not_needed() -> None:
+    """The second stage dies while all its output lies in the ring of the stopped third stage, and starts again. Then
+    the third stage continues, and the first, which would feed the second once more, stays stopped."""
     async with OmniSystem.open(pipeline(), **{"stages.second.replicas": 2}) as omni:
         first, third = pid_of(omni, "first"), pid_of(omni, "third")
         os.kill(third, signal.SIGSTOP)
@@ -264,9 +264,9 @@ async def test_work_that_started_again_and_is_wanted_no_more_is_not_waited_for()
         os.kill(first, signal.SIGCONT)
 
 
-async def test_another_replica_takes_over_and_where_there_is_none_the_request_waits_in_its_time() -> None:
-    forever = {"stages.second.restart.backoff_s": NEVER_S, "stages.second.restart.backoff_max_s": NEVER_S}
-    async with OmniSystem.open(pipeline(), **forever, **{"stages.second.replicas": 2}) as omni:
+async def test_another_replica_takes_over_and_without_one_the_request_waits_until_its_deadline() -> None:
+    never = {"stages.second.restart.backoff_s": NEVER_S, "stages.second.restart.backoff_max_s": NEVER_S}
+    async with OmniSystem.open(pipeline(), **never, **{"stages.second.replicas": 2}) as omni:
         generation = ask(omni, dies(1, "second", "after"))
         check_exact(generation, await read(generation), 1)
         late, aborted = ask(omni, dies(1, "second", "after"), deadline_s=1.0), ask(omni)
@@ -279,7 +279,7 @@ async def test_another_replica_takes_over_and_where_there_is_none_the_request_wa
         assert omni.in_flight == 0
 
 
-async def test_a_join_is_replayed_whichever_of_its_sources_died() -> None:
+async def test_a_join_is_replayed_after_the_death_of_any_of_its_sources() -> None:
     """script -> left -> join -> audio; words -> right -> join; words -> join."""
 
     def stage(**wiring: Any) -> Stage:
@@ -304,7 +304,7 @@ async def test_a_join_is_replayed_whichever_of_its_sources_died() -> None:
             await all_ready(omni)
 
 
-# where it cannot be
+# No replay
 
 
 @with_shared_system
@@ -312,26 +312,26 @@ async def test_on_failure_fail_ends_the_request_at_the_death(omni: OmniSystem) -
     with pytest.raises(StageCrashed, match=r"'second'.*SIGKILL") as caught:
         await read(ask(omni, dies(1, "second", "after"), on_failure="fail"))
     assert caught.value.not_replayed is None
-    assert not omni.health().ready, "nobody waited for the stage to come back"
+    assert not omni.health().ready, "the request ended before the stage was ready again"
     with pytest.raises(InvalidRequest) as refused:
         ask(omni, on_failure="ignore")
     assert refused.value.param == "on_failure"
 
 
 @with_shared_system
-async def test_past_its_bound_a_request_is_not_replayed_and_says_so(omni: OmniSystem) -> None:
-    too_much = 300_000
+async def test_a_request_whose_chunks_were_evicted_is_not_replayed(omni: OmniSystem) -> None:
+    too_large = 300_000
     with pytest.raises(StageCrashed, match=r"stage 'first'.*2000000 bytes.*limits\.retain_bytes") as caught:
-        await read(ask(omni, dies(PIECES - 1, "second", "after"), size=too_much))
+        await read(ask(omni, dies(PIECES - 1, "second", "after"), size=too_large))
     assert caught.value.stage == "second"
     assert "retain_bytes" in (caught.value.not_replayed or "")
     await all_ready(omni)
-    entry_stage = ask(omni, dies(1, "first", "after"), size=too_much, modalities=("text",))
+    entry_stage = ask(omni, dies(1, "first", "after"), size=too_large, modalities=("text",))
     assert len(await read(entry_stage)) == PIECES * OF_A_PIECE["first"], "the client keeps its own input"
 
 
 @with_shared_system
-async def test_a_request_that_kills_its_stage_ends_and_the_stage_survives(omni: OmniSystem) -> None:
+async def test_a_request_that_kills_its_workers_ends_and_the_stage_survives(omni: OmniSystem) -> None:
     before = generations(omni)["second"]
     poison = {"n": 0, "echo": {"stage": "second", "raise": "step"}}
     with pytest.raises(StageCrashed, match="exited with code 1") as caught:
@@ -343,8 +343,8 @@ async def test_a_request_that_kills_its_stage_ends_and_the_stage_survives(omni: 
 
 
 @with_shared_system
-async def test_an_engine_that_says_something_else_the_second_time_is_never_spliced(omni: OmniSystem) -> None:
-    """Whether the stage below sees it, or the client's side."""
+async def test_outputs_of_a_replay_that_differs_are_never_spliced(omni: OmniSystem) -> None:
+    """Neither by a downstream stage nor by the client's side."""
     for stage in ("second", "third"):
         at, *death = dies(2, stage, "after")
         pieces = [Input({"n": n, "fickle": True, "dies": [death] if n == at else []}) for n in range(PIECES)]
@@ -357,17 +357,17 @@ async def test_an_engine_that_says_something_else_the_second_time_is_never_splic
         await all_ready(omni)
 
 
-async def test_an_engine_that_promises_nothing_starts_again_where_nobody_has_any_of_its_output() -> None:
-    unsure = {f"stages.{stage}.deterministic": False for stage in ("first", "third")}
-    async with OmniSystem.open(pipeline(), **unsure) as omni:
+async def test_a_stage_that_is_not_deterministic_restarts_only_without_output_in_use() -> None:
+    not_deterministic = {f"stages.{stage}.deterministic": False for stage in ("first", "third")}
+    async with OmniSystem.open(pipeline(), **not_deterministic) as omni:
         with pytest.raises(StageCrashed, match="stage 'first' is not deterministic"):
             await read(ask(omni, dies(1, "first", "after")))
         await all_ready(omni)
-        nothing_yet = ask(omni, dies(0, "third", "feed"))
-        check_exact(nothing_yet, await read(nothing_yet), 1)
+        without_output = ask(omni, dies(0, "third", "feed"))
+        check_exact(without_output, await read(without_output), 1)
 
 
-async def test_a_stage_given_up_while_a_request_waits_for_it_ends_it_with_the_cause() -> None:
+async def test_a_request_that_waits_for_a_stage_ends_with_the_cause_when_the_stage_is_given_up() -> None:
     async with OmniSystem.open(pipeline(), **{"stages.second.restart.intensity": 0}) as omni:
         with pytest.raises(StageUnavailable, match=r"'second'.*SIGKILL.*intensity 0") as caught:
             await read(ask(omni, dies(0, "second", "feed")))
@@ -375,12 +375,12 @@ async def test_a_stage_given_up_while_a_request_waits_for_it_ends_it_with_the_ca
         assert len(await read(ask(omni, modalities=("text",)))) == PIECES * OF_A_PIECE["first"]
 
 
-# what it costs
+# Resources
 
 
 @with_shared_system
-async def test_what_is_retained_is_freed_however_a_request_ends(omni: OmniSystem) -> None:
-    """Each request has the first stage retain 0.4 MB and the second one 0.8 MB."""
+async def test_retained_chunks_are_freed_however_a_request_ends(omni: OmniSystem) -> None:
+    """For each request the first stage retains 0.4 MB and the second stage 0.8 MB."""
     script = {"script": [Input({"n": 0}, {"x": np.zeros(200_000, np.uint8)})]}
 
     async def done() -> None:
@@ -388,10 +388,10 @@ async def test_what_is_retained_is_freed_however_a_request_ends(omni: OmniSystem
 
     async def aborted() -> None:
         async for _ in omni.submit(script, ["text", "audio"]):
-            break  # drops it
+            break  # drops the stream
 
     async def late() -> None:
-        with suppress(DeadlineExceeded):  # somewhere on its way, mostly
+        with suppress(DeadlineExceeded):  # a fast machine may complete it
             await read(omni.submit(script, ["audio"], deadline_s=0.005))
 
     workers = {stage: psutil.Process(pid_of(omni, stage)) for stage in ("first", "second")}
@@ -405,7 +405,7 @@ async def test_what_is_retained_is_freed_however_a_request_ends(omni: OmniSystem
             assert worker.memory_info().rss - before[stage] < 15_000_000, (end.__name__, stage)
 
 
-def test_a_seed_that_nobody_gives_is_drawn_when_the_request_is_admitted() -> None:
+def test_a_missing_seed_is_drawn_when_the_request_is_admitted() -> None:
     system = OmniSystem(config.load("voice"), {}, LocalSpawner())
     stages = ("llm", "acoustic", "vocoder")
     drawn = [system._params(stages, {}) for _ in range(3)]

@@ -174,7 +174,7 @@ class ReplayState:
         self.stages[stage] = StageState(before.phase, before.output)
 
     def wait_for(self, stages: Iterable[str]) -> None:
-        """Of the stages whose workers died, exactly these wait to start again."""
+        """Let exactly these stages, whose workers died, wait to start again."""
         waiting, needed = set(self.waiting), set(stages)
         self._advance(StageEvent.NEED, needed - waiting)
         self._advance(StageEvent.FORGO, waiting - needed)

@@ -1,8 +1,8 @@
-"""Which stages a request goes through: a pure function of the stage graph.
+"""Finds the route of a request: a pure function of the stage graph.
 
-A stage takes part in a request when something the request brings reaches it and something the request asks for can be
-reached from it. So one graph serves a text question, a spoken one, and a text to be read aloud: they enter at different
-stages, leave at different stages, and share what lies between.
+A stage takes part in a request if a kind of input that the request brings reaches the stage, directly or through other
+stages, and if the stage reaches a modality that the request asks for. So one graph serves written questions, spoken
+questions and texts to be read aloud: they enter and leave at different stages and share the stages between.
 """
 
 from __future__ import annotations
@@ -18,63 +18,72 @@ from omni_actors.protocol.messages import CLIENT
 
 @dataclass(frozen=True)
 class Node:
-    """A stage: the kinds of client input it accepts, the stages that feed it, the modality it emits to the client."""
+    """A stage of the graph."""
 
     accepts: tuple[str, ...] = ()
+    """The kinds of input that it takes from clients."""
     inputs: tuple[str, ...] = ()
+    """The stages that feed it."""
     emits: str | None = None
+    """The modality that it sends to clients; None if it sends them nothing."""
 
 
 @dataclass(frozen=True)
 class Route:
-    """One request's way. ``stages`` are in topological order, upstream first."""
+    """The stages that one request uses."""
 
     stages: tuple[str, ...]
+    """In topological order, upstream first."""
     sources: Mapping[str, tuple[str, ...]]
-    """For each stage, who feeds it: ``CLIENT`` and stages."""
+    """For each stage, what feeds it: ``CLIENT`` and stages."""
     targets: Mapping[str, tuple[str, ...]]
-    """For each stage, whom it feeds: stages and ``CLIENT``."""
+    """For each stage, what it feeds: ``CLIENT`` and stages."""
     entries: Mapping[str, tuple[str, ...]]
-    """For each stage that the client feeds, the kinds of input it gets."""
+    """For each stage that the client feeds, the kinds of input that it gets."""
 
 
 def topological(nodes: Mapping[str, Node]) -> tuple[str, ...]:
-    """Stage names, upstream first. Raises graphlib.CycleError."""
+    """Return the names of the stages, upstream first. Raises graphlib.CycleError."""
     return tuple(TopologicalSorter({name: node.inputs for name, node in nodes.items()}).static_order())
 
 
 def plan(nodes: Mapping[str, Node], kinds: Iterable[str], modalities: Iterable[str]) -> Route:
-    """The route of a request that brings ``kinds`` of input and asks for ``modalities``.
+    """Return the route of a request.
 
-    Raises InvalidRequest where a kind or modality is unknown, or does not lead to the other.
+    nodes: the stage graph.
+    kinds: the kinds of input that the request brings.
+    modalities: the modalities that it asks for.
+
+    Raises InvalidRequest if a kind or modality is unknown, if a kind reaches no modality that is asked for, or if a
+    modality is reached from no kind that is brought.
     """
     kinds, modalities = frozenset(kinds), frozenset(modalities)
     order = topological(nodes)
     _require_known(kinds, {kind for node in nodes.values() for kind in node.accepts}, "input")
     _require_known(modalities, {node.emits for node in nodes.values() if node.emits}, "modalities")
-    fed: set[str] = set()
+    reached: set[str] = set()
     for name in order:
-        if kinds & set(nodes[name].accepts) or fed & set(nodes[name].inputs):
-            fed.add(name)
-    wanted: set[str] = set()
+        if kinds & set(nodes[name].accepts) or reached & set(nodes[name].inputs):
+            reached.add(name)
+    needed: set[str] = set()
     for name in reversed(order):
-        if nodes[name].emits in modalities or any(name in nodes[below].inputs for below in wanted):
-            wanted.add(name)
-    stages = tuple(name for name in order if name in fed and name in wanted)
+        if nodes[name].emits in modalities or any(name in nodes[target].inputs for target in needed):
+            needed.add(name)
+    stages = tuple(name for name in order if name in reached and name in needed)
     entries = {name: tuple(sorted(kinds & set(nodes[name].accepts))) for name in stages}
-    entries = {name: taken for name, taken in entries.items() if taken}
-    unused = kinds - {kind for taken in entries.values() for kind in taken}
+    entries = {name: accepted for name, accepted in entries.items() if accepted}
+    unused = kinds - {kind for accepted in entries.values() for kind in accepted}
     unmet = modalities - {nodes[name].emits for name in stages}
     if not stages or unused or unmet:
         raise InvalidRequest(
-            f"no way from input {_words(unused or kinds)} to output {_words(unmet or modalities)}", param="modalities"
+            f"no route from input {_words(unused or kinds)} to output {_words(unmet or modalities)}", param="modalities"
         )
     return Route(
         stages,
         {name: _ends(name in entries, nodes[name].inputs, stages) for name in stages},
         {
             name: _ends(
-                nodes[name].emits in modalities, [below for below in stages if name in nodes[below].inputs], stages
+                nodes[name].emits in modalities, [target for target in stages if name in nodes[target].inputs], stages
             )
             for name in stages
         },
@@ -83,7 +92,7 @@ def plan(nodes: Mapping[str, Node], kinds: Iterable[str], modalities: Iterable[s
 
 
 def routes_of(nodes: Mapping[str, Node]) -> Iterator[Route]:
-    """From each kind of input alone to each output alone, where there is a way."""
+    """Yield the route from each kind of input alone to each modality alone, where one exists."""
     for kind in {kind for node in nodes.values() for kind in node.accepts}:
         for modality in {node.emits for node in nodes.values() if node.emits}:
             with suppress(InvalidRequest):
@@ -94,10 +103,10 @@ def _ends(client: bool, names: Iterable[str], stages: tuple[str, ...]) -> tuple[
     return ((CLIENT,) if client else ()) + tuple(name for name in names if name in stages)
 
 
-def _require_known(asked: frozenset[str], known: set[str], param: str) -> None:
-    if not asked:
+def _require_known(requested: frozenset[str], known: set[str], param: str) -> None:
+    if not requested:
         raise InvalidRequest(f"no {param} given; this pipeline knows {_words(known)}", param=param)
-    if unknown := asked - known:
+    if unknown := requested - known:
         raise InvalidRequest(f"unknown {param} {_words(unknown)}; this pipeline knows {_words(known)}", param=param)
 
 

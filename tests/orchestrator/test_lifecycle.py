@@ -26,7 +26,7 @@ LEGAL = {
 
 
 @pytest.mark.parametrize(("state", "event"), list(product(State, Event)))
-def test_every_event_in_every_state(state: State, event: Event) -> None:
+def test_each_event_in_each_state_is_applied_or_changes_nothing(state: State, event: Event) -> None:
     lifecycle = Lifecycle()
     lifecycle.state = state
     if (state, event) in LEGAL:
@@ -39,7 +39,7 @@ def test_every_event_in_every_state(state: State, event: Event) -> None:
         assert lifecycle.state is state
 
 
-def test_the_ends_are_the_three_states_that_accept_nothing() -> None:
+def test_the_terminal_states_accept_no_event() -> None:
     assert set(TRANSITIONS) == set(State)
     assert {State.DONE, State.FAILED, State.ABORTED} == TERMINAL
 

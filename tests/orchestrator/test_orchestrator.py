@@ -1,4 +1,4 @@
-"""The orchestrator's promises to requests, over real workers: order, joins, bounds, deadlines, aborts."""
+"""Order, joins, bounds, deadlines and aborts of requests, with real workers."""
 
 from __future__ import annotations
 
@@ -28,29 +28,29 @@ CENSUS = """
     from omni_actors.stages.base import StageOutput
 
     class Census:
-        '''Says how many requests it holds besides the one that asks. One that is to be held here gets no answer.'''
+        '''Answers with the number of other requests that it holds. A request with ``hold`` gets no answer.'''
 
         def __init__(self, context):
-            self.stage, self.held, self.due = context.stage, set(), deque()
+            self.stage, self.held, self.answers = context.stage, set(), deque()
 
         @property
         def busy(self):
-            return bool(self.due)
+            return bool(self.answers)
 
         def start(self, request):
             self.held.add(request.request_id)
 
         def feed(self, request_id, chunk):
             if chunk.last and chunk.data.get("hold") != self.stage:
-                self.due.append((request_id, chunk.data))
+                self.answers.append((request_id, chunk.data))
 
         def abort(self, request_id):
             self.held.discard(request_id)
-            self.due = deque(each for each in self.due if each[0] != request_id)
+            self.answers = deque(each for each in self.answers if each[0] != request_id)
 
         def step(self):
-            while self.due:
-                request_id, data = self.due.popleft()
+            while self.answers:
+                request_id, data = self.answers.popleft()
                 self.held.remove(request_id)
                 census = {**data.get("census", {}), self.stage: len(self.held)}
                 yield StageOutput(request_id, {}, {**data, "census": census}, last=True)
@@ -81,7 +81,7 @@ def census(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pipeline]:
 
 @pytest.fixture
 def alone(census: Pipeline) -> Pipeline:
-    """The first stage, without another."""
+    """A pipeline of the first stage alone."""
     return Pipeline(name="alone", stages={"top": census.stages["top"]})
 
 
@@ -95,7 +95,7 @@ def shared_system(census: Pipeline, fixture_processes: set[int]) -> Iterator[Sha
 
 @pytest.fixture(scope="module")
 def echo(fixture_processes: set[int]) -> Iterator[SharedSystem]:
-    """Each stage's rings are smaller than the one's before."""
+    """The echo pipeline; the rings of the second stage are smaller than those of the first."""
     rings = {"stages.first.ring_bytes": 8192, "stages.second.ring_bytes": 4096}
     with open_shared_system(
         lambda: OmniSystem.open("echo", **rings, **{"stages.first.options.step_s": 0.001}), fixture_processes
@@ -114,7 +114,7 @@ async def read(generation: Generation) -> list[Output]:
 
 async def until(condition: Callable[[], bool]) -> None:
     with trio.fail_after(WATCHDOG_S):
-        while not condition():  # noqa: ASYNC110 - what is looked at tells nobody when it changes
+        while not condition():  # noqa: ASYNC110 - no event announces the condition
             await trio.sleep(0.002)
 
 
@@ -135,21 +135,21 @@ def aborted(omni: OmniSystem) -> float:
 
 
 async def is_free_everywhere(omni: OmniSystem) -> bool:
-    """No stage holds any request, by the engines' own count. Aborts precede this request in every mailbox."""
+    """Whether no engine holds a request. Aborts reach every engine before the request that asks."""
     assert in_flight(omni) == 0
     (final,) = await read(ask(omni))
     return bool(final.data["census"] == {"top": 0, "bottom": 0})
 
 
 async def lose_bottom(omni: OmniSystem) -> None:
-    """Kill that stage's worker; from now on requests wait for it."""
+    """Kill the worker of the last stage: requests wait until it has restarted."""
     pid = omni.health().stages["bottom"][0].pid
     assert pid is not None
     os.kill(pid, signal.SIGKILL)
     await until(lambda: omni.health().stages["bottom"][0].state != "ready")
 
 
-# abort, deadlines, dropping
+# Aborts, deadlines, dropped streams
 
 
 @with_shared_system
@@ -219,14 +219,14 @@ async def test_a_deadline_ends_the_request_everywhere(omni: OmniSystem) -> None:
     assert await is_free_everywhere(omni)
 
 
-async def test_a_deadline_of_the_pipeline_counts_where_the_request_has_none(alone: Pipeline) -> None:
+async def test_the_deadline_of_the_pipeline_applies_to_a_request_without_one(alone: Pipeline) -> None:
     async with OmniSystem.open(alone, **{"limits.deadline_s": 0.05}) as omni:
         with pytest.raises(DeadlineExceeded):
             await read(ask(omni, modalities=("text",), hold="top"))
 
 
 @with_shared_system
-async def test_a_dropped_answer_aborts_its_request(omni: OmniSystem) -> None:
+async def test_a_dropped_stream_aborts_its_request(omni: OmniSystem) -> None:
     held = ask(omni, hold="bottom")
     assert in_flight(omni) == 1
     del held
@@ -252,15 +252,15 @@ def test_a_cancelled_reader_loses_nothing(echo: SharedSystem) -> None:
     echo.run(work)
 
 
-async def test_aborted_requests_do_not_pile_up_behind_a_stage_that_takes_nothing() -> None:
-    """Their input waits for room in a ring; it, and the task that would send it, go with them."""
+async def test_aborted_requests_do_not_accumulate_before_a_stage_that_hangs() -> None:
+    """Their input waits for room in a ring; the abort ends the task that sends it."""
     overrides = {"stages.only.ring_bytes": 4096, "stages.only.shutdown_timeout_s": 0.1, "limits.max_requests": 4}
     async with OmniSystem.open(ONE, **overrides) as omni:
         hanging = ask(omni, echo={"hang": True})
         tasks: list[int] = []
         for _ in range(4):
             aborted = omni.submit({"script": [Input({}, {"pixels": np.zeros(100_000, np.uint8)})]}, ["audio"])
-            await trio.testing.wait_all_tasks_blocked()  # its input waits
+            await trio.testing.wait_all_tasks_blocked()  # its input waits for room
             aborted.abort()
             await until(lambda: in_flight(omni) == 1)
             tasks.append(trio.lowlevel.current_statistics().tasks_living)
@@ -268,7 +268,7 @@ async def test_aborted_requests_do_not_pile_up_behind_a_stage_that_takes_nothing
         hanging.abort()
 
 
-# bounds
+# Bounds
 
 
 @with_shared_system
@@ -285,7 +285,7 @@ async def test_past_max_requests_admission_is_refused(omni: OmniSystem) -> None:
         generation.abort()
 
 
-async def test_outputs_that_nobody_reads_are_bounded() -> None:
+async def test_unread_output_is_bounded() -> None:
     overrides = {
         "limits.output_bytes": 100_000,
         "stages.only.options.payload_bytes": 9_000,
@@ -302,11 +302,11 @@ async def test_outputs_that_nobody_reads_are_bounded() -> None:
         assert len(await read(omni.submit({"script": [Input({"text": "x"})]}, ["audio"]))) == 1000
 
 
-# what a request may bring
+# Input and parameters
 
 
 @with_shared_system
-async def test_input_that_cannot_travel_fails_its_own_request_only(omni: OmniSystem) -> None:
+async def test_input_that_cannot_be_encoded_fails_only_its_own_request(omni: OmniSystem) -> None:
     deep: dict[str, Any] = {}
     for _ in range(100_000):
         deep = {"deeper": deep}
@@ -325,7 +325,7 @@ async def test_input_that_cannot_travel_fails_its_own_request_only(omni: OmniSys
 
 
 @with_shared_system
-async def test_parameters_that_cannot_travel_are_refused(omni: OmniSystem) -> None:
+async def test_parameters_that_cannot_be_encoded_are_refused(omni: OmniSystem) -> None:
     for value in (object(), 10**30, "x" * 200_000):
         with pytest.raises(InvalidRequest, match="parameters of stage"):
             omni.submit({"script": [Input({})]}, ["audio"], anything=value)
@@ -334,12 +334,12 @@ async def test_parameters_that_cannot_travel_are_refused(omni: OmniSystem) -> No
 
 
 @with_shared_system
-async def test_a_kind_of_input_without_a_piece_is_no_input(omni: OmniSystem) -> None:
+async def test_a_kind_without_a_piece_is_refused_as_no_input(omni: OmniSystem) -> None:
     with pytest.raises(InvalidRequest, match="no input"):
         omni.submit({"script": []}, ["audio"])
 
 
-def test_a_request_that_fits_no_stage_is_refused_at_once(echo: SharedSystem) -> None:
+def test_a_request_without_a_route_is_refused_at_once(echo: SharedSystem) -> None:
     async def work(omni: OmniSystem) -> None:
         unknown: dict[str, Any] = {"temperature": 1.0}
         for kind, modalities, params in (
@@ -355,11 +355,11 @@ def test_a_request_that_fits_no_stage_is_refused_at_once(echo: SharedSystem) -> 
     echo.run(work)
 
 
-# graphs
+# Graphs and replicas
 
 
 @with_shared_system
-async def test_requests_wait_for_a_stage_that_restarts_and_then_run(omni: OmniSystem) -> None:
+async def test_requests_wait_for_a_stage_that_restarts(omni: OmniSystem) -> None:
     await lose_bottom(omni)
     waiting = [ask(omni) for _ in range(3)]
     assert omni.metrics.registry.get_sample_value("omni_requests_queued") == 3
@@ -367,7 +367,7 @@ async def test_requests_wait_for_a_stage_that_restarts_and_then_run(omni: OmniSy
         assert len(await read(generation)) == 1
 
 
-async def test_a_stage_with_two_entries_joins_and_one_read_by_two_fans_out() -> None:
+async def test_a_diamond_fans_out_and_joins() -> None:
     """script ─► top ─► left ──► join ─► audio
              └──► right ─► ┘  ▲
     words ────────────────────┘"""
@@ -399,7 +399,7 @@ async def test_a_stage_with_two_entries_joins_and_one_read_by_two_fans_out() -> 
         }
 
 
-def test_a_payload_larger_than_every_ring_arrives_as_it_was(echo: SharedSystem) -> None:
+def test_a_payload_larger_than_every_ring_arrives_unchanged(echo: SharedSystem) -> None:
     pixels = np.random.default_rng(1).integers(0, 255, (3, 333, 777), np.uint8)
 
     async def work(omni: OmniSystem) -> None:
@@ -412,23 +412,23 @@ def test_a_payload_larger_than_every_ring_arrives_as_it_was(echo: SharedSystem) 
     echo.run(work)
 
 
-async def test_32_requests_at_once_each_get_their_own_in_order() -> None:
+async def test_32_concurrent_requests_each_get_their_own_outputs_in_order() -> None:
     overrides = {"stages.first.options.fan_out": 2, "stages.second.replicas": 2, "stages.second.ring_bytes": 4096}
     got: dict[int, list[Any]] = {}
 
     async def client(omni: OmniSystem, number: int) -> None:
-        pieces = [Input({"who": number, "seq": seq}, {"mark": np.full(500, number)}) for seq in range(5)]
+        pieces = [Input({"client": number, "seq": seq}, {"mark": np.full(500, number)}) for seq in range(5)]
         outputs = await read(omni.submit({"script": pieces}, ["text", "audio"], request_id=f"r{number}"))
         assert {output.request_id for output in outputs} == {f"r{number}"}
         assert all((output.tensors["mark"].numpy() == number).all() for output in outputs)
-        got[number] = [(o.modality, o.data["who"], o.data["seq"]) for o in outputs]
+        got[number] = [(o.modality, o.data["client"], o.data["seq"]) for o in outputs]
 
     async with OmniSystem.open("echo", **overrides) as omni, trio.open_nursery() as nursery:
         for number in range(32):
             nursery.start_soon(client, omni, number)
     for number in range(32):
         for modality in ("text", "audio"):
-            mine = [(who, seq) for what, who, seq in got[number] if what == modality]
+            mine = [(client, seq) for kind, client, seq in got[number] if kind == modality]
             assert mine == [(number, seq) for seq in range(5) for _ in range(2)]
 
 

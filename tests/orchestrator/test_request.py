@@ -1,4 +1,4 @@
-"""The stream of a request's outputs, without a system around it."""
+"""The stream of a request's outputs, tested without workers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from omni_actors.supervisor.replica import Replica
 
 
 class Client:
-    """A request at one stage, and what the orchestrator would do to it."""
+    """A request with one stage, and what the orchestrator does to it."""
 
     def __init__(self) -> None:
         self.request = Request("r", Route(("s",), {}, {"s": (CLIENT,)}, {}), {}, {}, deadline_s=1.0, submitted=0.0)
@@ -75,7 +75,7 @@ async def test_the_final_piece_waits_for_the_statistics(client: Client) -> None:
         await client.read()
 
 
-async def test_a_failure_comes_after_all_that_came_before_it_the_final_piece_too(client: Client) -> None:
+async def test_a_failure_is_raised_after_all_earlier_pieces_the_final_one_included(client: Client) -> None:
     client.arrive()
     client.arrive(last=True)
     client.end(Event.FAIL, Aborted())
@@ -85,8 +85,8 @@ async def test_a_failure_comes_after_all_that_came_before_it_the_final_piece_too
             await client.read()
 
 
-async def test_a_cancelled_reader_takes_no_piece_with_it(client: Client) -> None:
-    """Cancelled in every place: before the wait, in it, and between the arrival and the wake-up."""
+async def test_a_cancelled_reader_loses_no_piece(client: Client) -> None:
+    """The reader is cancelled before its wait, during it, and between a piece's arrival and the wake-up."""
     got: list[int] = []
 
     async def reader() -> None:
@@ -141,14 +141,14 @@ async def test_two_readers_share_the_pieces_and_both_see_the_end(client: Client)
 async def test_dropping_the_stream_aborts_from_the_event_loop(client: Client) -> None:
     request, aborted = client.request, client.aborted
     del client.stream
-    assert not aborted, "not inside the collector, which may run in the middle of anything"
+    assert not aborted, "the garbage collector may run anywhere: only the event loop aborts"
     await trio.testing.wait_all_tasks_blocked()
     assert aborted == [request]
 
 
 async def test_a_stream_dropped_by_another_thread_aborts_from_the_event_loop(client: Client) -> None:
     request, aborted = client.request, client.aborted
-    await trio.to_thread.run_sync(client.__dict__.pop, "stream")  # the last reference may go there, or here
+    await trio.to_thread.run_sync(client.__dict__.pop, "stream")  # drops the last reference
     gc.collect()
     await trio.testing.wait_all_tasks_blocked()
     assert aborted == [request]
