@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from omni_actors import OmniSystem
+from omni_actors.config import Pipeline, Stage
+
 HOOKS = Path(__file__).parent / "support" / "process_hooks"
 KERNELS = """
 import json
@@ -59,3 +62,11 @@ def test_every_kernel_is_noisy_by_a_few_units_in_the_last_place() -> None:
         assert first != expected, f"{name} has no noise"
         assert first != other[name][0], f"{name}: the seed makes no difference"
         np.testing.assert_allclose(first, expected, rtol=2**-6 if name == "bfloat16" else 1e-5)
+
+
+async def test_workers_import_the_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(HOOKS), os.environ.get("PYTHONPATH", "")]))
+    stage = Stage(engine="tests.support.served_engines:Inside", accepts=("messages",), emits="text")
+    async with OmniSystem.open(Pipeline(name="inside", stages={"only": stage})) as omni:
+        text = "".join([out.delta async for out in omni.generate("hello") if isinstance(out.delta, str)])
+    assert json.loads(text)["hooks"] == str(HOOKS / "sitecustomize.py")

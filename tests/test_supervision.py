@@ -117,11 +117,11 @@ def test_an_endless_loop_in_a_step_is_ended_with_its_reason(shared_system: Share
 async def test_neither_a_slow_worker_nor_one_that_waits_for_it_is_killed() -> None:
     """The upstream stage has more to send than may wait, so it stands still for as long as the slow stage takes."""
     overrides = {
-        "stages.first.step_timeout_s": STEP_S,
+        "stages.first.step_timeout_s": 3 * STEP_S,
         "stages.first.options.payload_bytes": 6_000_000,
         "stages.first.options.fan_out": 3,
-        "stages.second.step_timeout_s": STEP_S,
-        "stages.second.options.step_s": 0.6 * STEP_S,
+        "stages.second.step_timeout_s": 3 * STEP_S,
+        "stages.second.options.step_s": 1.2 * STEP_S,
     }
     async with OmniSystem.open("echo", **overrides) as omni:
         assert len(await read(ask(omni))) == 3

@@ -5,7 +5,7 @@ Speaker: each word of ``text`` is a chunk of ``WORD_S`` seconds at ``RATE`` Hz, 
 Ear: a recording's transcript is its length and its rate, in words.
 Eye: writes what reaches it, a JSON object a line: the request's parameters, each file's digest, the conversation. It
 refuses an image that is "unsightly".
-Inside: writes the arguments and the environment of its process, as JSON.
+Inside: writes the arguments, the environment and the ``sitecustomize`` module of its process, as JSON.
 """
 
 from __future__ import annotations
@@ -119,7 +119,8 @@ class Eye(_Engine):
 
 class Inside(_Engine):
     def _pieces(self, chunk: Chunk) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-        yield _line({"arguments": sys.argv, "environment": dict(os.environ)})
+        hooks = getattr(sys.modules.get("sitecustomize"), "__file__", None)
+        yield _line({"arguments": sys.argv, "environment": dict(os.environ), "hooks": hooks})
 
 
 def _line(found: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -207,7 +207,8 @@ async def test_an_address_that_is_silent_is_given_up_for_the_next(
 
     monkeypatch.setattr(trio, "open_tcp_stream", open_tcp_stream)
     assert await fetch(fetcher(site), site.url()) == b"here"
-    assert given_up == [pytest.approx(CONNECT_S, abs=1)]
+    [limit_s] = given_up
+    assert 0 < limit_s <= CONNECT_S
 
 
 @pytest.fixture
