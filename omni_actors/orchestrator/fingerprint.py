@@ -1,4 +1,4 @@
-"""What a request asks for, in a few bytes: equal for equal requests.
+"""Computes a short hash of what a request asks for, equal for equal requests.
 
 A fingerprint covers the route, the input and the parameters. It leaves out the seed, which the system may have drawn.
 """
@@ -10,19 +10,24 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from omni_actors.errors import InvalidRequest
 from omni_actors.orchestrator.pieces import Input
 from omni_actors.orchestrator.routes import Route
 from omni_actors.protocol import chunks
 from omni_actors.protocol.chunks import ChunkHeader
 
 SAMPLES, SAMPLE_BYTES = 64, 16 * 1024
-"""A longer buffer is hashed by its length, so many pieces of it at equal distances, and its end: a fingerprint takes a
-few milliseconds at the most."""
+"""Of a buffer longer than ``SAMPLES`` times ``SAMPLE_BYTES``, so many samples of this length and the end are hashed. So
+a fingerprint takes a few milliseconds at most."""
 
 
-def fingerprint(route: Route, inputs: Mapping[str, Sequence[Input]], params: Mapping[str, msgspec.Raw]) -> str:
-    """Hash a request. Returns hex digits. Raises InvalidRequest where the input cannot be encoded."""
+def fingerprint(route: Route, inputs: Mapping[str, Sequence[Input]], params: Mapping[str, msgspec.Raw]) -> str | None:
+    """Return the fingerprint of a request in hex digits, or None if the input cannot be encoded.
+
+    Args:
+        route: The stages of the request.
+        inputs: Pieces by kind.
+        params: The parameters for each stage, encoded with msgpack.
+    """
     digest = hashlib.blake2b(digest_size=16)
     for stage in route.stages:
         share = msgspec.msgpack.decode(params[stage])
@@ -32,8 +37,8 @@ def fingerprint(route: Route, inputs: Mapping[str, Sequence[Input]], params: Map
         for piece in inputs[kind]:
             try:
                 buffers = chunks.encode(ChunkHeader(0, kind, 0, False, dict(piece.data)), piece.tensors)
-            except Exception as error:
-                raise InvalidRequest(f"input that cannot be sent: {error}") from error
+            except Exception:  # noqa: BLE001 - whatever the error is, the request ends with it when its input is sent
+                return None
             for buffer in buffers:
                 _add(digest, buffer)
     return digest.hexdigest()

@@ -1,12 +1,13 @@
-"""Clients that read, and what their pace means for their requests: ``unread``'s decisions, applied.
+"""Applies the decisions of ``unread`` to requests: pauses their stages, and ends those that are read too slowly.
 
 Rules
-1. A request is present here from its admission until its client has everything, or it was cut.
-2. What changes an account goes through here, so that its consequences follow in the same turn of the event loop: stages
-   pause or go on, the deadline of a connection moves, and what passes a bound is cut.
-3. Every stage that holds a paused request is told so, one that starts it again too. It hears ``Pause`` and
-   ``Resume`` in turn; a worker that is behind with its mail hears no ``Pause`` before it has caught up.
-4. A least rate is a deadline: when a connection would be too slow unless it reads more. Nothing here polls.
+1. A request is registered here from its admission until its client has everything or the request was cut.
+2. Every change of an account goes through this module. Its consequences follow in the same turn of the event loop:
+   stages are paused or resumed, a connection's deadline moves, and requests that exceed a bound are cut.
+3. Every stage that holds a paused request is sent ``Pause``, also a stage that starts it again. Each worker receives
+   ``Pause`` and ``Resume`` in turn. A congested worker is sent no ``Pause`` until it has caught up.
+4. A minimum rate is a deadline: the time at which the connection becomes too slow if it reads nothing more. There is no
+   polling.
 """
 
 from __future__ import annotations
@@ -25,10 +26,16 @@ from omni_actors.supervisor.replica import Replica
 
 
 class Readers:
-    """The clients of all requests that are not over.
+    """The readers of all requests that are not over.
 
-    replica: the one at an address. cut: end a request for its client's pace, and drop its outputs.
-    on_over: the client has everything of a request that its stages have ended.
+    A request holds at most ``limits.output_bytes`` of output that its client does not have, and all requests together
+    at most ``limits.unread_bytes``. A request that exceeds a bound is cut with ``SlowConsumer``.
+
+    Args:
+        limits: The bounds.
+        replica: Returns the replica at an address.
+        cut: Ends a request because of its reader, and drops its unread output.
+        on_over: Called when the client has all output of a request that has ended.
     """
 
     def __init__(
@@ -43,14 +50,15 @@ class Readers:
         self._replica, self._cut, self._on_over = replica, cut, on_over
         self._requests: dict[Account, Request] = {}
 
-    # What the orchestrator says.
+    # Called by the orchestrator.
 
     def admit(self, request: Request) -> None:
+        """Register a new request."""
         self._requests[request.account] = request
         self._unread.open(request.account)
 
     def arrive(self, request: Request, piece: Piece) -> None:
-        """Charge a piece of output and queue it for the reader. This may cut requests, this one too."""
+        """Charge a piece of output and queue it for the reader. This may cut requests, including this one."""
         request.pieces.append(piece)
         self._apply(request, self._unread.arrive(request.account, piece.nbytes, trio.current_time()))
         request.output_wakeup.unpark_all()
@@ -61,19 +69,19 @@ class Readers:
             self._cut(victim, self._slow(victim, "unread_bytes"))
 
     def started(self, request: Request, stage: str) -> None:
-        """A ``Start`` was posted to a stage: whatever it was told before, it is not paused."""
+        """Handle that ``Start`` was posted to a stage: there the request is not paused, whatever was posted before."""
         request.paused_stages.discard(stage)
         self._pace_stages(request)
 
     def complete(self, request: Request) -> None:
-        """The stages have ended the request: it is over when its client has everything."""
+        """Record that a request has ended. It is over when its client has everything."""
         self._apply(request, self._unread.complete(request.account, trio.current_time()))
 
     def drop(self, request: Request) -> None:
-        """Free all that the client does not have. The request is over, if it is complete.
+        """Free the output that the client does not have. A request that has ended is then over.
 
-        A connection that took too little is cut. One whose request was aborted may still take the piece under way, and
-        hear the reason.
+        A wait for the connection is cancelled, unless the request was aborted: then the connection may still take the
+        piece that is being sent, and the reason.
         """
         request.pieces.clear()
         if request.delivery is not None and not isinstance(request.error, Aborted):
@@ -81,21 +89,28 @@ class Readers:
         self._apply(request, self._unread.close(request.account, trio.current_time()))
 
     def make_room(self) -> bool:
-        """End the request that has the slowest reader, where one is slow enough, for a request that finds no place."""
+        """End the request with the slowest reader to make room for another one. Return whether there was one."""
         account = self._unread.slowest(trio.current_time())
         if account is not None:
             self._cut(self._requests[account], self._slow(self._requests[account], "max_requests"))
         return account is not None
 
     def too_slow(self, request: Request) -> SlowConsumer:
-        """The error of a request whose connection did not reach the least rate."""
+        """Return the error for a request whose connection did not reach the minimum rate."""
         return self._slow(request, "read_bytes_s")
 
-    # What a reader does.
+    # Called by the reader.
 
     @trio.lowlevel.enable_ki_protection
     async def next(self, request: Request) -> Piece:
-        """The next piece. Raises StopAsyncIteration at the end, and the request's error."""
+        """Return the next piece, and wait for it if necessary.
+
+        Cancellation: the piece is returned or stays queued.
+
+        Raises:
+            StopAsyncIteration: After the last piece.
+            RequestError: The error that ended the request, after the pieces before it.
+        """
         self._apply(request, self._unread.ask(request.account, trio.current_time()))
         while not request.readable:
             if request.error is not None:
@@ -109,48 +124,48 @@ class Readers:
 
     @trio.lowlevel.enable_ki_protection
     def send(self, request: Request, *, sending: bool) -> None:
-        """The reader begins, or ends, to wait for its connection."""
+        """Record that the reader begins or ends a wait for its connection."""
         request.account.sending = sending
         self._watch_rate(request)
 
     @trio.lowlevel.enable_ki_protection
     def deliver(self, request: Request, size: int) -> None:
-        """The client has ``size`` bytes of what the reader holds."""
+        """Record that the client has ``size`` bytes of what the reader holds."""
         self._apply(request, self._unread.deliver(request.account, size, trio.current_time()))
 
     @trio.lowlevel.enable_ki_protection
     def close(self, request: Request) -> None:
-        """The reader wants nothing more, of a request that is complete."""
+        """Record that the reader of a complete request has everything that it wants."""
         self._apply(request, self._unread.release(request.account, trio.current_time()))
 
-    # What there is.
+    # Queries.
 
     @property
     def unread_bytes(self) -> int:
-        """Bytes of output, of all requests, that their clients do not have."""
+        """Bytes of output of all requests that their clients do not have."""
         return self._unread.total
 
     @property
     def paused(self) -> int:
-        """Requests whose stages are paused."""
+        """The number of requests whose stages are paused."""
         return self._unread.paused
 
     def complete_requests(self) -> Iterator[Request]:
-        """Those whose stages have ended, and whose clients do not have everything."""
+        """Yield the requests that have ended and whose clients do not have everything."""
         return (request for request in self._requests.values() if request.lifecycle.ended)
 
     @property
     def places(self) -> int:
-        """How many complete requests count against admission."""
+        """The number of requests that have ended and still count against admission."""
         return sum(self._unread.takes_place(request.account) for request in self.complete_requests())
 
-    # Inside.
+    # Internal.
 
     def _apply(self, request: Request, changed: list[Account]) -> None:
         for account in changed:
             self._pace_stages(self._requests[account])
         if request.account.paused:
-            self._pace_stages(request)  # a worker may have caught up with its mail
+            self._pace_stages(request)  # a congested worker may have caught up
         self._watch_rate(request)
         if request.over and request.account in self._requests:
             del self._requests[request.account]
@@ -158,16 +173,16 @@ class Readers:
             self._on_over(request)
 
     def _pace_stages(self, request: Request) -> None:
-        """Rule 3."""
+        """Post ``Pause`` or ``Resume`` to the stages of a request that need it (rule 3)."""
         if request.number is None or request.lifecycle.ended:
             return
         for stage, address in request.placement.items():
             replica = self._replica(address)
-            told = stage in request.paused_stages
-            if request.account.paused and not told and stage not in request.stats and not replica.congested:
+            is_paused = stage in request.paused_stages
+            if request.account.paused and not is_paused and stage not in request.stats and not replica.congested:
                 replica.post(Pause(request.number))
                 request.paused_stages.add(stage)
-            elif told and not request.account.paused:
+            elif is_paused and not request.account.paused:
                 replica.post(Resume(request.number))
                 request.paused_stages.remove(stage)
 
@@ -176,5 +191,5 @@ class Readers:
 
     def _slow(self, request: Request, limit: str) -> SlowConsumer:
         account, now = request.account, trio.current_time()
-        rate = 0.0 if account.waits_since is None else account.rate(now)
+        rate = 0.0 if account.waiting_since is None else account.rate(now)
         return SlowConsumer(limit, getattr(self._limits, limit), account.charged, rate, account.waited_s(now))

@@ -6,14 +6,13 @@ import collections
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 import msgspec
 import trio
 
-from omni_actors.errors import InvalidRequest, RequestError, StageCrashed
+from omni_actors.errors import RequestError, StageCrashed
 from omni_actors.orchestrator.fingerprint import fingerprint
 from omni_actors.orchestrator.lifecycle import Lifecycle
 from omni_actors.orchestrator.pieces import Input, Piece
@@ -104,10 +103,7 @@ class Request:
     @functools.cached_property
     def fingerprint(self) -> str:
         """See ``fingerprint``. A request without input, or whose input cannot be encoded, equals no other."""
-        with suppress(InvalidRequest):
-            if self.inputs:
-                return fingerprint(self.route, self.inputs, self.params)
-        return self.name
+        return (fingerprint(self.route, self.inputs, self.params) if self.inputs else None) or self.name
 
     @property
     def placement(self) -> dict[str, Address]:

@@ -1,6 +1,7 @@
 """The stream that a request's client reads.
 
-It is not the request's record, so that dropping the stream is noticed: the orchestrator holds only the record.
+The stream is separate from the ``Request``, so that dropping the stream can abort the request: the orchestrator refers
+to the ``Request`` only.
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ from omni_actors.orchestrator.request import Request
 class OutputStream:
     """The outputs of one request: ``async for piece in stream``.
 
-    The final piece comes once every stage has finished. Iteration raises the RequestError that ended the request, after
-    the outputs that came before it; those of a request that was aborted, or whose time was up, or that was read too
-    slowly, are dropped. Cancellation: a piece is returned or stays queued. Dropping the stream aborts.
+    The final piece comes when every stage has finished. Iteration raises the RequestError that ended the request, after
+    the pieces that arrived before the error. Unread pieces are dropped if the request was aborted, exceeded its
+    deadline, or was read too slowly. Cancellation: a piece is returned or stays queued. Dropping the stream aborts the
+    request.
     """
 
     def __init__(self, request: Request, readers: Readers, abort: Callable[[Request], None]) -> None:
@@ -28,31 +30,33 @@ class OutputStream:
         self._trio = trio.lowlevel.current_trio_token()
 
     def abort(self) -> None:
-        """End the request now, in every stage, and drop what is not read. Harmless once all of it is read."""
+        """End the request now, in every stage, and drop its unread output. Does nothing when all output is read."""
         self._abort(self.request)
 
     def hold(self, *, whole: bool) -> None:
-        """Say, before the first piece is read, that this reader passes pieces on (see ``unread``).
+        """Declare, before the first piece is read, that this reader forwards pieces to a connection (see ``unread``).
 
-        whole: it collects the whole answer first.
+        whole: whether it collects the whole answer first.
         """
-        self.request.account.holds, self.request.account.whole = True, whole
+        self.request.account.forwards, self.request.account.whole = True, whole
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of output that this reader holds for its connection."""
+        """Bytes of output that this reader has read and its connection has not taken."""
         return self.request.account.held
 
     def delivered(self, size: int) -> None:
-        """The connection has taken ``size`` bytes of the output that this reader holds."""
+        """Record that the connection has taken ``size`` bytes of the output that this reader holds."""
         self._readers.deliver(self.request, size)
 
     @contextmanager
     def delivering(self) -> Iterator[trio.CancelScope]:
-        """A block that waits for the connection of a reader that passes pieces on. It has to read at the least rate.
+        """Surround a wait for the connection, which has to read at the minimum rate (``limits.read_bytes_s``).
 
-        Raises the RequestError of a request that was cut. The block is cancelled when the request is cut meanwhile, and
-        the scope tells so.
+        Yields a cancel scope. It is cancelled when the request is cut during the wait.
+
+        Raises:
+            RequestError: The request was cut before.
         """
         request = self.request
         if request.over and request.error is not None:
@@ -73,7 +77,7 @@ class OutputStream:
         return await self._readers.next(self.request)
 
     def __del__(self) -> None:
-        """The collector may run anywhere, in another thread too: only the event loop touches a request."""
+        """Abort the request on the event loop, since the garbage collector may run in any thread."""
         if not self.request.over:
             with suppress(trio.RunFinishedError):
                 self._trio.run_sync_soon(self._abort, self.request)

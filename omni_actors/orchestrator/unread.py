@@ -1,20 +1,20 @@
-"""The outputs that clients do not have yet, in bytes: an account for each request, and their total.
+"""Accounts for the output that clients do not have yet, in bytes, and decides which requests to pause or end.
 
 Rules
-1. A piece of output is charged from its arrival in this process until its reader has it. A caller of the library has a
-   piece when it is returned. A reader that passes pieces on to a connection holds what it has read: until it asks for
-   the next piece or, where it collects a whole answer, until it closes.
-2. Window: a request with more than ``window_bytes`` whose reader passes pieces on is paused until the reader has
-   brought it down to half of that. A whole answer has no window: its reader gives nothing back before the end. Nor has
-   a caller of the library, who may read several answers in any order, each as slowly as it likes.
-3. Pressure: from half of ``unread_bytes`` in total until a quarter of it, each request of a connection with more than
-   ``SMALL_BYTES`` is paused, except the oldest whole answer that is incomplete and has more: it always runs. So whole
-   answers complete one after the other, and never wait for each other's memory.
-4. A request waits for its reader while it is paused, whole answers aside, and when it is complete and not read. The
-   reader's rate is measured while it waits, from the beginning of that wait. A connection that reads less than
-   ``read_bytes_s``, after ``GRACE_S``, is too slow. The piece that a stream holds counts as read; of a whole answer
-   only what was sent does.
-5. No I/O and no clock: ``now`` is an argument, in seconds of one clock.
+1. A piece of output is charged from its arrival in the parent until its reader has it. A caller of the library has a
+   piece when it is returned. A reader that forwards pieces to a connection holds a piece until it asks for the next one
+   or, if it collects a whole answer, until it closes.
+2. Window: a request with more than ``window_bytes`` whose reader forwards pieces is paused until the charge is down to
+   half of that. A whole answer has no window, since its reader frees nothing before the end. A caller of the library
+   has none either: it may read several answers in any order, at any rate.
+3. Pressure: it begins at half of ``unread_bytes`` in total and lasts until a quarter. During pressure, each forwarded
+   request with more than ``SMALL_BYTES`` is paused, except the oldest incomplete whole answer of that size. So whole
+   answers complete one after the other and never wait for each other's memory.
+4. A request waits for its reader while it is paused (unless it is a whole answer), and while it is complete and unread.
+   The reader's rate is measured from the beginning of that wait. A connection that reads less than ``read_bytes_s`` on
+   average, after ``GRACE_S``, is too slow. The piece that a streaming reader holds counts as read; of a whole answer,
+   only the part that was sent does.
+5. This module does no I/O and has no clock: ``now`` is an argument, in seconds of one clock.
 """
 
 from __future__ import annotations
@@ -25,183 +25,192 @@ from dataclasses import dataclass
 from omni_actors.config import Limits
 
 SMALL_BYTES = 64 * 1024
-"""A request with no more than this takes no place once it is complete, and is not ended to make room."""
+"""A complete request with no more than this takes no place, and is not ended to make room."""
 GRACE_S = 10.0
-"""How long the rate of a connection is measured before it counts."""
+"""The time for which the rate of a connection is measured before it may be too slow."""
 ROOM_GRACE_S = 2.0
-"""How long a request waits for its reader before it may be ended to make room for another one."""
+"""The time that a request waits for its reader before it may be ended to make room for another request."""
 
 
 @dataclass(eq=False)
 class Account:
-    """What the client of one request does not have yet. ``Unread`` alone writes here."""
+    """The output of one request that its client does not have yet.
+
+    ``Unread`` alone writes here, except for ``forwards``, ``whole`` and ``sending``, which the reader sets.
+    """
 
     unread: int = 0
-    """Bytes that have arrived and were not read."""
+    """Bytes that arrived and are not read yet."""
     held: int = 0
-    """Bytes that were read and that the reader still passes on."""
-    holds: bool = False
-    """Whether the reader passes pieces on."""
+    """Bytes that the reader has read and not yet passed to its connection."""
+    forwards: bool = False
+    """Whether the reader passes pieces on to a connection."""
     whole: bool = False
-    """Whether the reader gives nothing back before the end."""
+    """Whether the reader collects the whole answer before it sends anything."""
     sending: bool = False
-    """Whether the reader waits for a connection at this moment."""
+    """Whether the reader is waiting for its connection."""
     paused: bool = False
     complete: bool = False
-    """Whether nothing more will arrive."""
-    waits_since: float | None = None
-    """Since when the request waits for its reader."""
-    given: int = 0
-    """Bytes that the client got since then."""
+    """Whether no more output will arrive."""
+    waiting_since: float | None = None
+    """When the request began to wait for its reader."""
+    delivered: int = 0
+    """Bytes that the client received since then."""
 
     @property
     def charged(self) -> int:
+        """Bytes of output that the client does not have yet."""
         return self.unread + self.held
 
     def rate(self, now: float) -> float:
-        """Bytes per second that the client got while the request waited for it."""
-        return self.given / max(now - self.waits_since, 1e-3) if self.waits_since is not None else math.inf
+        """Return the bytes per second that the client received since the wait began; infinity if there is no wait."""
+        return self.delivered / max(now - self.waiting_since, 1e-3) if self.waiting_since is not None else math.inf
 
     def waited_s(self, now: float) -> float:
-        """How long the request has waited for its reader."""
-        return 0.0 if self.waits_since is None else now - self.waits_since
+        """Return for how many seconds the request has waited for its reader."""
+        return 0.0 if self.waiting_since is None else now - self.waiting_since
 
 
 class Unread:
-    """The accounts of all requests, oldest first, and the decisions of the rules above."""
+    """The accounts of all requests, oldest first, and the decisions about them.
+
+    The methods that change an account return the accounts whose ``paused`` has changed, for the caller to act on.
+    The sum of all charges exceeds ``limits.unread_bytes`` only between ``arrive`` and the closing of ``victim``.
+    """
 
     def __init__(self, limits: Limits) -> None:
         self._window_bytes, self._limit_bytes = limits.window_bytes, limits.unread_bytes
         self._read_bytes_s = limits.read_bytes_s
         self._accounts: dict[Account, None] = {}
-        self._pressed = False
+        self._under_pressure = False
         self.total = 0
-        """Bytes charged to all accounts."""
+        """Bytes that are charged to all accounts."""
 
     def open(self, account: Account) -> None:
+        """Add the account of a new request."""
         self._accounts[account] = None
 
     def close(self, account: Account, now: float) -> list[Account]:
-        """Forget a request and its charge. Harmless for one that is closed."""
+        """Remove an account and its charge. Does nothing to a closed account."""
         self._accounts.pop(account, None)
         self.total -= account.charged
         account.unread = account.held = 0
-        account.paused, account.waits_since = False, None
+        account.paused, account.waiting_since = False, None
         return self._review(account, now)
 
-    # What happens to an account. Each returns the accounts that are now to be paused, or to go on.
+    # Changes of an account.
 
     def arrive(self, account: Account, size: int, now: float) -> list[Account]:
-        """A piece has arrived."""
+        """Charge a piece of ``size`` bytes that has arrived."""
         account.unread += size
         self.total += size
         return self._review(account, now)
 
     def read(self, account: Account, size: int, now: float) -> list[Account]:
-        """The reader takes a piece."""
+        """Record that the reader takes a piece of ``size`` bytes."""
         account.unread -= size
-        if account.holds:
+        if account.forwards:
             account.held += size
         else:
-            self._give(account, size)
+            self._record_delivery(account, size)
         return self._review(account, now)
 
     def ask(self, account: Account, now: float) -> list[Account]:
-        """The reader asks for the next piece: it has passed the last one on."""
+        """Record that the reader asks for the next piece: a streaming reader has passed on the last one."""
         if account.whole or not account.held:
             return []
         return self.release(account, now)
 
     def release(self, account: Account, now: float) -> list[Account]:
-        """The client has what the reader held."""
+        """Record that the client has everything that the reader held."""
         held, account.held = account.held, 0
-        self._give(account, held)
+        self._record_delivery(account, held)
         return self._review(account, now)
 
     def deliver(self, account: Account, size: int, now: float) -> list[Account]:
-        """The client has ``size`` bytes of what the reader holds."""
+        """Record that the client has ``size`` bytes of what the reader holds."""
         size = min(size, account.held)
         account.held -= size
-        self._give(account, size)
+        self._record_delivery(account, size)
         return self._review(account, now)
 
     def complete(self, account: Account, now: float) -> list[Account]:
-        """Nothing more will arrive."""
+        """Record that no more output will arrive."""
         account.complete = True
         return self._review(account, now)
 
-    # What the accounts say.
+    # Queries.
 
     @property
     def paused(self) -> int:
-        """How many requests are paused."""
+        """The number of paused requests."""
         return sum(account.paused and not account.complete for account in self._accounts)
 
     @property
     def exceeded(self) -> bool:
-        """Whether the total bound is passed: ``victim`` has to go."""
+        """Whether the total exceeds ``unread_bytes``, so that ``victim`` has to end."""
         return self.total > self._limit_bytes
 
     def takes_place(self, account: Account) -> bool:
-        """Whether the request, which is complete, still counts against admission."""
+        """Return whether a complete request still counts against admission."""
         return account.charged > SMALL_BYTES
 
     def too_slow_at(self, account: Account) -> float:
-        """When the account's connection is too slow, unless it reads more before."""
-        if account.waits_since is None or not account.sending:
+        """Return when the connection becomes too slow if it reads nothing more; infinity while no send waits for it."""
+        if account.waiting_since is None or not account.sending:
             return math.inf
-        taken = account.given + (0 if account.whole else account.held)
-        return account.waits_since + max(GRACE_S, taken / self._read_bytes_s)
+        taken = account.delivered + (0 if account.whole else account.held)
+        return account.waiting_since + max(GRACE_S, taken / self._read_bytes_s)
 
     def slowest(self, now: float, grace_s: float = ROOM_GRACE_S) -> Account | None:
-        """The request whose reader is the slowest, of those that have waited for it longer than ``grace_s``."""
+        """Return the account with the slowest reader among those that have waited for at least ``grace_s``."""
         waiting = [
             account
             for account in self._accounts
-            if account.charged > SMALL_BYTES and account.waits_since is not None and account.waited_s(now) >= grace_s
+            if account.charged > SMALL_BYTES and account.waiting_since is not None and account.waited_s(now) >= grace_s
         ]
         return min(waiting, key=lambda account: (account.rate(now), -account.charged), default=None)
 
     def victim(self, now: float) -> Account:
-        """The request to end where the total bound is passed: the slowest reader's, else the largest."""
+        """Return the account to close when the total is exceeded: the slowest reader's, or else the largest."""
         return self.slowest(now, 0.0) or max(self._accounts, key=lambda account: account.charged)
 
-    # Inside.
+    # Internal.
 
-    def _give(self, account: Account, size: int) -> None:
-        account.given += size
+    def _record_delivery(self, account: Account, size: int) -> None:
+        account.delivered += size
         self.total -= size
 
     def _review(self, account: Account, now: float) -> list[Account]:
-        """Apply rules 2 to 4 after a change of ``account``; the accounts whose ``paused`` has changed."""
-        pressed = self.total > (self._limit_bytes // 4 if self._pressed else self._limit_bytes // 2)
-        affected = list(self._accounts) if pressed or self._pressed else [account] * (account in self._accounts)
-        self._pressed = pressed
-        running = self._running() if pressed else None
+        """Apply rules 2 to 4 after a change of ``account``. Return the accounts whose ``paused`` has changed."""
+        pressed = self.total > (self._limit_bytes // 4 if self._under_pressure else self._limit_bytes // 2)
+        affected = list(self._accounts) if pressed or self._under_pressure else [account] * (account in self._accounts)
+        self._under_pressure = pressed
+        running = self._unpausable_answer() if pressed else None
         changed = []
         for each in affected:
-            paused = self._is_to_pause(each, running)
+            paused = self._should_pause(each, running)
             if paused != each.paused:
                 each.paused = paused
                 changed.append(each)
             waits = each.charged > 0 and (each.complete or (paused and not each.whole))
             if not waits:
-                each.waits_since = None
-            elif each.waits_since is None:
-                each.waits_since, each.given = now, 0
+                each.waiting_since = None
+            elif each.waiting_since is None:
+                each.waiting_since, each.delivered = now, 0
         return changed
 
-    def _running(self) -> Account | None:
-        """The whole answer that is not paused under pressure."""
+    def _unpausable_answer(self) -> Account | None:
+        """Return the whole answer that runs during pressure."""
         incomplete = (each for each in self._accounts if each.whole and not each.complete)
         return next((each for each in incomplete if each.charged > SMALL_BYTES), None)
 
-    def _is_to_pause(self, account: Account, running: Account | None) -> bool:
-        if not (account.holds or account.whole):
+    def _should_pause(self, account: Account, running: Account | None) -> bool:
+        if not (account.forwards or account.whole):
             return False
         if account.whole:
-            return self._pressed and account is not running and account.charged > SMALL_BYTES
-        limit = self._window_bytes if account.holds else math.inf
-        if self._pressed:
+            return self._under_pressure and account is not running and account.charged > SMALL_BYTES
+        limit = self._window_bytes if account.forwards else math.inf
+        if self._under_pressure:
             limit = min(limit, SMALL_BYTES)
         return account.charged > (limit // 2 if account.paused else limit)

@@ -15,8 +15,8 @@ KIB = 1024
 LIMITS = Limits(window_bytes=256 * KIB, unread_bytes=4096 * KIB, read_bytes_s=4096.0)
 
 
-def opened(unread: Unread, count: int, *, whole: bool = False, holds: bool = False) -> list[Account]:
-    accounts = [Account(whole=whole, holds=holds or whole) for _ in range(count)]
+def opened(unread: Unread, count: int, *, whole: bool = False, forwards: bool = False) -> list[Account]:
+    accounts = [Account(whole=whole, forwards=forwards or whole) for _ in range(count)]
     for account in accounts:
         unread.open(account)
     return accounts
@@ -36,7 +36,7 @@ def test_a_caller_has_a_piece_when_it_is_returned(unread: Unread) -> None:
 
 
 def test_a_reader_that_passes_pieces_on_has_one_until_it_asks_for_the_next(unread: Unread) -> None:
-    [account] = opened(unread, 1, holds=True)
+    [account] = opened(unread, 1, forwards=True)
     unread.arrive(account, 100, 0.0)
     unread.arrive(account, 10, 0.0)
     unread.read(account, 100, 0.0)
@@ -57,7 +57,7 @@ def test_a_whole_answer_is_charged_until_it_is_released(unread: Unread) -> None:
 
 
 def test_a_full_window_pauses_until_half_of_it_is_read(unread: Unread) -> None:
-    [account] = opened(unread, 1, holds=True)
+    [account] = opened(unread, 1, forwards=True)
     assert unread.arrive(account, 256 * KIB, 0.0) == []
     assert unread.arrive(account, 1, 0.0) == [account]
     assert account.paused
@@ -78,11 +78,11 @@ def test_a_whole_answer_has_no_window(unread: Unread) -> None:
 def test_a_caller_of_the_library_has_no_window(unread: Unread) -> None:
     [account] = opened(unread, 1)
     assert unread.arrive(account, 1024 * KIB, 0.0) == []
-    assert account.waits_since is None
+    assert account.waiting_since is None
 
 
 def test_under_pressure_all_but_the_oldest_whole_answer_are_paused(unread: Unread) -> None:
-    streams, answers = opened(unread, 2, holds=True), opened(unread, 3, whole=True)
+    streams, answers = opened(unread, 2, forwards=True), opened(unread, 3, whole=True)
     unread.arrive(streams[0], 100 * KIB, 0.0)
     unread.arrive(streams[1], SMALL_BYTES, 0.0)
     unread.arrive(answers[0], SMALL_BYTES, 0.0)
@@ -97,7 +97,7 @@ def test_under_pressure_all_but_the_oldest_whole_answer_are_paused(unread: Unrea
 
 def test_a_caller_of_the_library_is_not_paused_under_pressure(unread: Unread) -> None:
     """It may read several answers in any order: one that waits for another's row would never get it."""
-    [caller], [stream] = opened(unread, 1), opened(unread, 1, holds=True)
+    [caller], [stream] = opened(unread, 1), opened(unread, 1, forwards=True)
     unread.arrive(caller, 2048 * KIB, 0.0)
     assert unread.arrive(stream, 100 * KIB, 0.0) == [stream]
     assert not caller.paused
@@ -112,14 +112,14 @@ def test_pressure_ends_at_a_quarter(unread: Unread) -> None:
     unread.complete(first, 0.0)
     assert not second.paused, "a complete answer lets the next one run"
     unread.close(first, 0.0)
-    [third] = opened(unread, 1, holds=True)
+    [third] = opened(unread, 1, forwards=True)
     assert unread.arrive(third, 100 * KIB, 0.0) == [third], "1100 KiB are more than a quarter"
     unread.close(second, 0.0)
     assert not third.paused
 
 
 def test_the_rate_is_that_since_the_wait_began(unread: Unread) -> None:
-    [account] = opened(unread, 1, holds=True)
+    [account] = opened(unread, 1, forwards=True)
     unread.arrive(account, 200 * KIB, 0.0)
     unread.read(account, 100 * KIB, 1.0)
     unread.ask(account, 2.0)
@@ -132,7 +132,7 @@ def test_the_rate_is_that_since_the_wait_began(unread: Unread) -> None:
 
 
 def test_a_connection_is_too_slow_when_what_it_got_does_not_reach_the_rate(unread: Unread) -> None:
-    [account] = opened(unread, 1, holds=True)
+    [account] = opened(unread, 1, forwards=True)
     assert unread.too_slow_at(account) == math.inf
     unread.arrive(account, 300 * KIB, 5.0)
     assert unread.too_slow_at(account) == math.inf, "no connection is waited for"
@@ -145,7 +145,7 @@ def test_a_connection_is_too_slow_when_what_it_got_does_not_reach_the_rate(unrea
 
 
 def test_the_slowest_reader_goes_and_one_that_waits_a_moment_or_for_little_does_not(unread: Unread) -> None:
-    slow, slower, fresh, small, running = opened(unread, 5, holds=True)
+    slow, slower, fresh, small, running = opened(unread, 5, forwards=True)
     for account, size in ((slow, 300), (slower, 300), (small, 60), (running, 200)):
         unread.arrive(account, size * KIB, 0.0)
     unread.complete(small, 0.0)
@@ -165,7 +165,7 @@ def test_a_complete_answer_waits_for_its_reader_without_a_full_window(unread: Un
     [account] = opened(unread, 1)
     unread.arrive(account, 100 * KIB, 0.0)
     unread.complete(account, 1.0)
-    assert account.waits_since == 1.0
+    assert account.waiting_since == 1.0
     assert unread.slowest(1.0 + ROOM_GRACE_S) is account
 
 
@@ -181,7 +181,7 @@ def test_past_the_total_somebody_goes_even_where_all_are_small() -> None:
 
 
 def test_a_closed_account_is_charged_nothing_and_may_be_closed_again(unread: Unread) -> None:
-    first, second = opened(unread, 2, holds=True)
+    first, second = opened(unread, 2, forwards=True)
     unread.arrive(first, 300 * KIB, 0.0)
     unread.arrive(second, 300 * KIB, 0.0)
     for _ in range(2):
@@ -193,7 +193,7 @@ def test_a_closed_account_is_charged_nothing_and_may_be_closed_again(unread: Unr
 def test_the_total_is_the_sum_and_something_always_runs(data: st.DataObject) -> None:
     """Whatever happens in whatever order: among whole answers that are incomplete, one at least is not paused."""
     unread = Unread(Limits(window_bytes=128 * KIB, unread_bytes=1024 * KIB))
-    accounts = opened(unread, 3) + opened(unread, 2, holds=True) + opened(unread, 3, whole=True)
+    accounts = opened(unread, 3) + opened(unread, 2, forwards=True) + opened(unread, 3, whole=True)
     for now in range(data.draw(st.integers(0, 40))):
         account = data.draw(st.sampled_from(accounts))
         match data.draw(st.sampled_from(("arrive", "read", "ask", "complete", "close"))):
