@@ -49,7 +49,7 @@ PREPROCESSOR = {
     "temporal_patch_size": 2,
     "merge_size": 2,
 }
-"""One file says how audio, images and videos are made into features; as the real one does, but for the pixels and the
+"""The one file that configures the features of audio, images and videos: the real one, except for the pixels and the
 window, to whose end every recording is filled up: the real one's 300 s take their time."""
 
 

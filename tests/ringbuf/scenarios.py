@@ -263,9 +263,9 @@ def the_published_and_the_successors_arrived(end: End) -> None:
     second = tuple(message for message in received if message[0] > 100)
     assert received == first + second
     assert second == tuple(message for message in sent if message[0] > 100)
-    told = tuple(message for message in sent if message[0] <= 100)
-    assert first[: len(told)] == told
-    assert len(first) - len(told) in (0, 1)
+    reported = tuple(message for message in sent if message[0] <= 100)
+    assert first[: len(reported)] == reported
+    assert len(first) - len(reported) in (0, 1)
     assert end.words["head"] == end.words["tail"]
 
 

@@ -1,7 +1,7 @@
-"""Death at every step of sending and of receiving: what the survivor sees, and who continues.
+"""Death at every step of sending and receiving: what the survivor observes, and where a successor continues.
 
 Each test runs a script in a child again and again. It is killed just before its n-th access of each kind to what both
-sides share (see dying.py), for each n until one comes to its end.
+sides share (see death_scripts.py), for each n until one comes to its end.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from tests.support.engine_fixtures import clear_choices, drive, lenient_choices
 __all__ = ["clear_choices", "drive", "lenient_choices"]
 
 THREADS = int(os.environ.get("OMNI_ACTORS_TEST_THREADS", "1"))
-"""Of each engine: see `make test-portable`."""
+"""Threads of each engine; `make test-portable` varies them."""
 _MODELS = {"whisper": "whisper-tiny.en", "hibari_acoustic": "hibari"}
 
 

@@ -124,7 +124,7 @@ def planted(baseline: Workload, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 @pytest.fixture
 def mark(monkeypatch: pytest.MonkeyPatch) -> str:
-    """Of the processes of this test alone."""
+    """Mark the processes of this test alone; return the mark."""
     name = uuid.uuid4().hex
     monkeypatch.setenv(leaks.MARKER, name)
     return name

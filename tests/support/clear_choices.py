@@ -27,7 +27,7 @@ from omni_actors.stages.autoregressive.sampling import Sampler, choose
 from tests.support.process_hooks.sitecustomize import CHOOSERS
 
 CLEAR = 2e-5
-"""Of the largest logit."""
+"""The least lead, as a part of the largest logit. Rounding moves logits by up to 1e-5 of it."""
 
 
 class UnclearChoice(AssertionError):

@@ -85,7 +85,7 @@ class Speaker(_Engine):
     def _pieces(self, chunk: Chunk) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
         for word in chunk.data.get("text", "").split():
             if word == "unspeakable":
-                raise InvalidRequest("there is no way to say that", param="script")
+                raise InvalidRequest("this text cannot be spoken", param="script")
             if word == "deadly":
                 os.write(2, b"words of the worker\n")
                 os._exit(3)
@@ -111,7 +111,7 @@ class Eye(_Engine):
         for name, tensor in chunk.tensors.items():
             data = bytes(tensor.numpy())
             if data == b"unsightly":
-                raise InvalidRequest("image: who would look at that", param="image")
+                raise InvalidRequest("image: this image is refused", param="image")
             yield _line({name: chunk.data["index"], "digest": hashlib.sha256(data).hexdigest()})
         if "messages" in chunk.data:
             yield _line({"messages": chunk.data["messages"]})

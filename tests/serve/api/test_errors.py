@@ -90,7 +90,7 @@ BODIES: list[tuple[str, dict[str, Any], int, str | None, str]] = [
     (SPEECH, {"input": None}, 400, "input", "missing"),
     (SPEECH, {"input": "  "}, 400, "input", "no text"),
     (SPEECH, {"input": "é" * 4097}, 400, "input", "<= 4096"),
-    (SPEECH, {"input": "an unspeakable word"}, 400, "input", "no way to say"),
+    (SPEECH, {"input": "an unspeakable word"}, 400, "input", "cannot be spoken"),
     (SPEECH, {"input": "hush"}, 400, "input", "nothing in this text can be spoken"),
     (SPEECH, {"input": "hush hush", "response_format": "pcm"}, 400, "input", "nothing in this text can be spoken"),
     (SPEECH, {"response_format": "mp3"}, 400, "response_format", "'pcm', 'wav'"),

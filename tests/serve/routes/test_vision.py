@@ -127,7 +127,7 @@ def test_a_host_that_the_server_must_not_ask(client: openai.OpenAI, gallery: Any
 def test_what_an_engine_will_not_look_at(client: openai.OpenAI) -> None:
     error = refusal(client, part("image", data_url("image/png", b"unsightly")))
     assert (error.param, error.code) == ("messages", "invalid_value")
-    assert "messages: who would look at that" in error.message
+    assert "messages: this image is refused" in error.message
 
 
 def test_a_streamed_answer_is_refused_with_a_status_too(client: openai.OpenAI) -> None:

@@ -1,7 +1,7 @@
 """What tests change in every process, workers included.
 
 With this directory on ``PYTHONPATH``, Python imports this module at the start of a process. Two environment variables
-say what it does:
+select what it does:
 
 ``OMNI_ACTORS_TEST_NOISE``          a seed: rounding noise as other machines have it, for `make test-portable`
 ``OMNI_ACTORS_TEST_CLEAR_CHOICES``  engines choose tokens by the rules of ``tests.support.clear_choices``
