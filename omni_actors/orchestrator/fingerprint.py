@@ -16,8 +16,8 @@ from omni_actors.protocol import chunks
 from omni_actors.protocol.chunks import ChunkHeader
 
 SAMPLES, SAMPLE_BYTES = 64, 16 * 1024
-"""Of a buffer longer than ``SAMPLES`` times ``SAMPLE_BYTES``, so many samples of this length and the end are hashed. So
-a fingerprint takes a few milliseconds at most."""
+"""A buffer longer than their product is hashed in part: its length, so many samples of this size, and its end. So a
+fingerprint takes a few milliseconds at most."""
 
 
 def fingerprint(route: Route, inputs: Mapping[str, Sequence[Input]], params: Mapping[str, msgspec.Raw]) -> str | None:

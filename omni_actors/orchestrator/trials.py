@@ -68,8 +68,8 @@ class Group:
     """Whether one of the units is known to have ended a worker."""
     since: float
     """When the group began to wait."""
-    patience_s: float = CULPRIT_PATIENCE_S
-    """How long a culprit waits for a quiet stage before a replica is drained for it."""
+    failed_drains: int = 0
+    """How often a replica could not be drained for the group."""
     address: Address | None = None
     """The replica that is drained for the group or runs its trial."""
     ends_at: float = math.inf
@@ -312,7 +312,7 @@ class Trials:
 
     def end_drain(self, group: Group, now: float) -> None:
         """Give a drained replica back to other requests: the culprit waits again, with twice the patience."""
-        group.since, group.patience_s = now, 2 * group.patience_s
+        group.since, group.failed_drains = now, group.failed_drains + 1
         self.interrupt(group.address)
 
     def begin(self, group: Group, address: Address, now: float, *, alone: bool = True) -> None:
@@ -356,4 +356,4 @@ class Trials:
         return -math.inf if request in list(group.requests) else time + QUIET_S
 
     def _patient_until(self, group: Group) -> float:
-        return group.since + (group.patience_s if group.is_culprit else PATIENCE_S)
+        return group.since + (CULPRIT_PATIENCE_S * 2.0**group.failed_drains if group.is_culprit else PATIENCE_S)

@@ -1,4 +1,4 @@
-"""What one poison request costs the others while they ask all the time, on simulated workers in virtual time."""
+"""The cost of one poison request to a steady load of others, on simulated workers in virtual time."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LOAD_S, TURN_S, SECONDS = 5.0, 0.1, 300.0
 
 @dataclass
 class Traffic:
-    """Clients of a stage, and what became of their requests. Times are virtual."""
+    """Clients of a stage, and the outcomes of their requests. Times are virtual."""
 
     omni: OmniSystem
     pieces: int
@@ -34,9 +34,9 @@ class Traffic:
     delays: list[float] = field(default_factory=list)
     deaths: list[float] = field(default_factory=list)
     shared_deaths: set[float] = field(default_factory=set)
-    """Deaths of workers that innocent requests were running on."""
+    """Times of the deaths of workers that innocent requests were running on."""
     errors: list[Exception] = field(default_factory=list)
-    """What the requests that are poison ended in."""
+    """The errors of the poison requests."""
 
     async def watch_deaths(self) -> None:
         known = 0
@@ -85,7 +85,7 @@ class Traffic:
 
 
 class FailsOnce(EchoEngine):
-    """Raises for the first chunk that asks for it, and never again."""
+    """An engine that raises for the first chunk that asks for it, and never again."""
 
     has_failed = False
 
@@ -106,7 +106,7 @@ async def run_traffic(
     interval_s: float = 0.5,
     **how: Any,
 ) -> Traffic:
-    """Innocent requests for 5 minutes, without a pause, and three clients that repeat one poison request."""
+    """Send innocent requests for 5 minutes without a pause, while three clients repeat one poison request."""
     quick = Restart(intensity=1, period_s=1000.0, backoff_s=0.01, backoff_max_s=0.01, retry_s=0)
     stage = Stage(
         engine=engine,
@@ -147,7 +147,7 @@ async def test_under_steady_load_innocents_share_one_death_with_poison(
     check_bounds(await run_traffic({"raise": "feed"}, replicas=replicas))
 
 
-async def test_clients_that_give_up_early_and_ask_again_cost_no_more(autojump_clock: trio.testing.MockClock) -> None:
+async def test_clients_with_short_deadlines_cause_no_more_shared_deaths(autojump_clock: trio.testing.MockClock) -> None:
     traffic = await run_traffic({"raise": "feed"}, deadline_s=8.0)
     assert len(traffic.shared_deaths) == 1
     assert len(traffic.deaths) <= 2
@@ -160,10 +160,10 @@ async def test_requests_that_are_not_replayed_are_quarantined_too(
     check_bounds(await run_traffic({"raise": "feed"}, **how))
 
 
-async def test_where_no_replica_can_be_drained_poison_ends_by_its_deadline(
+async def test_poison_ends_by_its_deadline_when_no_replica_can_be_drained(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
-    """The requests of the others take longer than a drain may."""
+    """The innocent requests take longer than a drain may."""
     traffic = await run_traffic({"raise": "feed"}, pieces=int(3 * DRAIN_S / TURN_S), interval_s=10.0, deadline_s=100.0)
     assert len(traffic.deaths) == 1
     assert {type(error) for error in traffic.errors} == {DeadlineExceeded}

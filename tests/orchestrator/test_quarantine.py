@@ -1,4 +1,4 @@
-"""Which requests are refused, and when two of them are alike."""
+"""The quarantine of fingerprints, and what a fingerprint covers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from omni_actors.orchestrator.routes import Route
 ROUTE = Route(("s",), {}, {}, {})
 
 
-def test_an_entry_ends_after_its_time() -> None:
+def test_a_quarantine_ends_after_its_time() -> None:
     quarantine = Quarantine(10.0)
     assert not quarantine
     quarantine.add("a", Culprit("mouth"), 0.0)
@@ -26,7 +26,7 @@ def test_an_entry_ends_after_its_time() -> None:
     assert not quarantine
 
 
-def test_only_the_latest_entries_are_kept() -> None:
+def test_only_the_latest_fingerprints_are_kept() -> None:
     quarantine = Quarantine(10.0)
     for number in range(MAX_ENTRIES + 1):
         quarantine.add(str(number), Culprit("mouth"), 0.0)
@@ -35,16 +35,33 @@ def test_only_the_latest_entries_are_kept() -> None:
         quarantine.check("1", 1.0)
 
 
-def test_a_quarantine_of_no_time_keeps_nothing() -> None:
+def test_a_hold_time_of_0_disables_the_quarantine() -> None:
     quarantine = Quarantine(0.0)
     quarantine.add("a", Culprit("mouth"), 0.0)
     assert not quarantine
 
 
-def test_requests_are_alike_in_input_and_parameters_whatever_their_seed() -> None:
+def test_a_remembered_culprit_is_not_refused_and_a_convicted_one_stays_so() -> None:
+    quarantine = Quarantine(10.0)
+    quarantine.add("a", Culprit("mouth", deaths=1), 0.0)
+    quarantine.check("a", 1.0)
+    assert quarantine.pop("a") == Culprit("mouth", deaths=1)
+    assert quarantine.pop("a") is None
+    quarantine.add("a", Culprit("mouth"), 0.0)
+    quarantine.add("a", Culprit("mouth", deaths=1), 1.0)
+    with pytest.raises(Quarantined):
+        quarantine.check("a", 2.0)
+
+
+def test_an_input_that_cannot_be_encoded_has_no_fingerprint() -> None:
+    params = msgspec.Raw(msgspec.msgpack.encode({}))
+    assert fingerprint(ROUTE, {"script": [Input({"text": object()})]}, {"s": params}) is None
+
+
+def test_a_fingerprint_covers_input_and_parameters_but_not_the_seed() -> None:
     sound = np.zeros(3_000_000, np.float32)
 
-    def of(text: str = "x", speed: float = 1.0, seed: int = 0, at: int = 0) -> str:
+    def of(text: str = "x", speed: float = 1.0, seed: int = 0, at: int = 0) -> str | None:
         changed = sound.copy()
         changed[at : at + 20_000] = 1
         inputs = {"script": [Input({"text": text})], "audio": [Input({}, {"audio": changed})]}

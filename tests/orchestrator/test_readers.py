@@ -1,4 +1,4 @@
-"""Clients that read slowly, or not at all: what becomes of their requests, and of the others."""
+"""Slow readers and stalled readers: what happens to their requests and to other requests."""
 
 from __future__ import annotations
 
@@ -26,120 +26,120 @@ LAST = Address("second", 0)
 # backpressure
 
 
-async def test_a_request_that_is_not_read_is_paused_and_goes_on_where_it_was(autojump_clock: MockClock) -> None:
-    async with open_simulated_system() as world:
-        generation = world.ask()
-        await world.until_paused()
-        assert 100_000 < world.unread < 300_000
-        before = world.unread
+async def test_an_unread_request_is_paused_and_continues_when_it_is_read(autojump_clock: MockClock) -> None:
+    async with open_simulated_system() as system:
+        generation = system.ask()
+        await system.until_paused()
+        assert 100_000 < system.unread < 300_000
+        before = system.unread
         await trio.sleep(100)
-        assert world.unread == before
-        assert len(await read(world.ask())) == PIECES, "the others go on"
+        assert system.unread == before
+        assert len(await read(system.ask())) == PIECES, "other requests continue"
         assert numbers(await read(generation)) == list(range(PIECES))
-        assert world.unread == 0
+        assert system.unread == 0
 
 
-async def test_an_engine_that_cannot_pause_is_bounded_by_the_request_s_own_limit(autojump_clock: MockClock) -> None:
-    async with open_simulated_system(NOT_PAUSABLE, output_bytes=500_000) as world:
-        generation = world.ask()
-        await until(lambda: world.ended("SlowConsumer") == 1)
-        assert world.unread == 0
+async def test_an_engine_that_cannot_pause_is_bounded_by_output_bytes(autojump_clock: MockClock) -> None:
+    async with open_simulated_system(NOT_PAUSABLE, output_bytes=500_000) as system:
+        generation = system.ask()
+        await until(lambda: system.ended("SlowConsumer") == 1)
+        assert system.unread == 0
         with pytest.raises(SlowConsumer) as caught:
             await read(generation)
         assert caught.value.limit == "output_bytes"
 
 
-async def test_a_stage_that_starts_a_paused_request_again_is_paused_too(autojump_clock: MockClock) -> None:
-    async with open_simulated_system() as world:
-        generation = world.ask()
-        await world.until_paused()
-        before = world.unread
-        world.spawner.living[LAST].kill()
-        await until(lambda: world.omni.health().stages["second"][0].restarts == 1 and world.omni.health().ready)
-        engine = world.spawner.living[LAST].engine
+async def test_a_stage_that_restarts_a_paused_request_pauses_it(autojump_clock: MockClock) -> None:
+    async with open_simulated_system() as system:
+        generation = system.ask()
+        await system.until_paused()
+        before = system.unread
+        system.spawner.living[LAST].kill()
+        await until(lambda: system.omni.health().stages["second"][0].restarts == 1 and system.omni.health().ready)
+        engine = system.spawner.living[LAST].engine
         assert engine is not None
         await trio.sleep(100)
         assert not engine.busy
-        assert world.unread == before
+        assert system.unread == before
         outputs = await read(generation)
         assert numbers(outputs) == list(range(PIECES))
         assert outputs[-1].metrics is not None
         assert outputs[-1].metrics.replays == 1
 
 
-async def test_a_caller_that_reads_one_answer_after_the_other_is_not_paused(autojump_clock: MockClock) -> None:
-    async with open_simulated_system() as world:
-        generations = [world.ask(whole=None) for _ in range(4)]
-        await until(lambda: world.unread > 4 * PIECE * PIECES)
-        assert world.gauge("requests_paused") == 0
+async def test_a_library_caller_that_reads_answers_in_turn_is_not_paused(autojump_clock: MockClock) -> None:
+    async with open_simulated_system() as system:
+        generations = [system.ask(whole=None) for _ in range(4)]
+        await until(lambda: system.unread > 4 * PIECE * PIECES)
+        assert system.gauge("requests_paused") == 0
         for generation in reversed(generations):
             assert len(await read(generation)) == PIECES
 
 
-# the bounds
+# bounds
 
 
-async def test_a_complete_answer_that_is_not_read_takes_a_place_until_it_is(autojump_clock: MockClock) -> None:
-    async with open_simulated_system(max_requests=1, window_bytes=10_000_000) as world:
-        generation = world.ask()
-        await until(lambda: world.gauge("requests_in_flight") == 1 and world.unread > PIECE * PIECES)
+async def test_a_complete_unread_answer_takes_a_place(autojump_clock: MockClock) -> None:
+    async with open_simulated_system(max_requests=1, window_bytes=10_000_000) as system:
+        generation = system.ask()
+        await until(lambda: system.gauge("requests_in_flight") == 1 and system.unread > PIECE * PIECES)
         await trio.sleep(1)
-        assert world.omni.in_flight == 1
+        assert system.omni.in_flight == 1
         with pytest.raises(Overloaded):
-            world.ask()
-        assert world.ended("done") == 0
+            system.ask()
+        assert system.ended("done") == 0
         await read(generation)
-        assert (world.omni.in_flight, world.ended("done")) == (0, 1)
+        assert (system.omni.in_flight, system.ended("done")) == (0, 1)
 
 
-async def test_a_complete_answer_that_is_small_takes_no_place(autojump_clock: MockClock) -> None:
-    async with open_simulated_system(max_requests=1) as world:
-        generation = world.ask(pieces=2)
-        await until(lambda: world.omni.in_flight == 0)
-        assert len(await read(world.ask(pieces=2))) == 2
-        assert world.unread > 0
+async def test_a_small_complete_answer_takes_no_place(autojump_clock: MockClock) -> None:
+    async with open_simulated_system(max_requests=1) as system:
+        generation = system.ask(pieces=2)
+        await until(lambda: system.omni.in_flight == 0)
+        assert len(await read(system.ask(pieces=2))) == 2
+        assert system.unread > 0
         assert len(await read(generation)) == 2
-        assert world.unread == 0
+        assert system.unread == 0
 
 
-async def test_the_deadline_counts_until_everything_is_read(autojump_clock: MockClock) -> None:
-    async with open_simulated_system(window_bytes=10_000_000) as world:
-        generation = world.ask(deadline_s=50)
-        await until(lambda: world.unread > PIECE * PIECES)
+async def test_the_deadline_lasts_until_everything_is_read(autojump_clock: MockClock) -> None:
+    async with open_simulated_system(window_bytes=10_000_000) as system:
+        generation = system.ask(deadline_s=50)
+        await until(lambda: system.unread > PIECE * PIECES)
         await trio.sleep(40)
         assert (await anext(aiter(generation))).data["n"] == 0
         await trio.sleep(15)
-        assert (world.unread, world.omni.in_flight, world.ended("DeadlineExceeded")) == (0, 0, 1)
+        assert (system.unread, system.omni.in_flight, system.ended("DeadlineExceeded")) == (0, 0, 1)
         with pytest.raises(DeadlineExceeded):
             await read(generation)
 
 
 @pytest.mark.parametrize("how", ["abort", "by name", "drop"])
-async def test_an_abort_frees_what_is_complete_and_not_read(autojump_clock: MockClock, how: str) -> None:
-    async with open_simulated_system(window_bytes=10_000_000) as world:
-        generation = world.ask()
-        await until(lambda: world.unread > PIECE * PIECES)
+async def test_an_abort_frees_complete_unread_output(autojump_clock: MockClock, how: str) -> None:
+    async with open_simulated_system(window_bytes=10_000_000) as system:
+        generation = system.ask()
+        await until(lambda: system.unread > PIECE * PIECES)
         await trio.sleep(1)
         if how == "drop":
             del generation
         else:
-            generation.abort() if how == "abort" else world.omni.abort(generation.request_id)
+            generation.abort() if how == "abort" else system.omni.abort(generation.request_id)
             with pytest.raises(Aborted):
                 await read(generation)
-        await until(lambda: world.unread == 0)
-        assert world.ended("Aborted") == 1
+        await until(lambda: system.unread == 0)
+        assert system.ended("Aborted") == 1
 
 
-async def test_a_full_system_ends_the_slowest_reader_for_a_newcomer_and_not_at_once(autojump_clock: MockClock) -> None:
-    async with open_simulated_system(max_requests=3) as world:
-        slow = [world.ask() for _ in range(3)]
-        await until(lambda: world.gauge("requests_paused") == 3)
+async def test_a_full_system_ends_the_slowest_reader_after_its_grace(autojump_clock: MockClock) -> None:
+    async with open_simulated_system(max_requests=3) as system:
+        slow = [system.ask() for _ in range(3)]
+        await until(lambda: system.gauge("requests_paused") == 3)
         with pytest.raises(Overloaded):
-            world.ask()
+            system.ask()
         await trio.sleep(2)
         for generation in (slow[0], slow[2]) * 2:  # the second piece gives the first one back
             await anext(aiter(generation))
-        assert len(await read(world.ask())) == PIECES
+        assert len(await read(system.ask())) == PIECES
         with pytest.raises(SlowConsumer) as caught:
             await read(slow[1])
         assert (caught.value.limit, caught.value.bound, caught.value.read_bytes_s) == ("max_requests", 3, 0)
@@ -148,15 +148,15 @@ async def test_a_full_system_ends_the_slowest_reader_for_a_newcomer_and_not_at_o
             assert len(await read(generation)) == PIECES - 2
 
 
-async def test_the_total_is_bounded_where_nothing_can_be_paused(autojump_clock: MockClock) -> None:
-    async with open_simulated_system(NOT_PAUSABLE, unread_bytes=1_500_000) as world:
-        generations = [world.ask() for _ in range(4)]
+async def test_the_total_is_bounded_when_no_engine_can_pause(autojump_clock: MockClock) -> None:
+    async with open_simulated_system(NOT_PAUSABLE, unread_bytes=1_500_000) as system:
+        generations = [system.ask() for _ in range(4)]
         highest = 0.0
         for _ in range(1000):
             await trio.sleep(0.001)
-            highest = max(highest, world.unread)
+            highest = max(highest, system.unread)
         assert 1_000_000 < highest <= 1_500_000
-        assert world.ended("SlowConsumer") == 3
+        assert system.ended("SlowConsumer") == 3
         outcomes = []
         for generation in generations:
             try:
@@ -166,16 +166,16 @@ async def test_the_total_is_bounded_where_nothing_can_be_paused(autojump_clock: 
         assert sorted(outcomes, key=str) == [PIECES, *["unread_bytes"] * 3]
 
 
-async def test_whole_answers_complete_one_after_the_other_when_memory_is_short(autojump_clock: MockClock) -> None:
-    """Together they are four times the bound. Each is collected, which gives nothing back before the end."""
-    async with open_simulated_system(unread_bytes=3_000_000) as world:
+async def test_whole_answers_complete_one_by_one_under_pressure(autojump_clock: MockClock) -> None:
+    """The answers are four times the bound together. A reader that collects one frees nothing before its end."""
+    async with open_simulated_system(unread_bytes=3_000_000) as system:
         done, highest = [], 0.0
 
         async def collect() -> None:
-            generation = world.ask(whole=True)
+            generation = system.ask(whole=True)
             done.append(len(await read(generation)))
             nonlocal highest
-            highest = max(highest, world.unread)
+            highest = max(highest, system.unread)
             generation.abort()
 
         with trio.fail_after(WATCHDOG_S):
@@ -184,32 +184,32 @@ async def test_whole_answers_complete_one_after_the_other_when_memory_is_short(a
                     nursery.start_soon(collect)
         assert done == [PIECES] * 12
         assert 1_500_000 < highest <= 3_000_000
-        assert (world.unread, world.ended("done")) == (0, 12)
+        assert (system.unread, system.ended("done")) == (0, 12)
 
 
-# the least rate
+# the minimum rate
 
 
-async def test_a_connection_that_takes_nothing_is_cut(autojump_clock: MockClock) -> None:
-    async with open_simulated_system() as world:
-        generation = world.ask()
+async def test_a_stalled_connection_is_cut(autojump_clock: MockClock) -> None:
+    async with open_simulated_system() as system:
+        generation = system.ask()
         await anext(aiter(generation))
         began = trio.current_time()
         with trio.fail_after(WATCHDOG_S), generation.delivering() as scope:
             await trio.sleep_forever()
         assert scope.cancelled_caught
         assert 10 <= trio.current_time() - began < 12
-        assert world.unread == 0
+        assert system.unread == 0
         for _ in range(2):
             with pytest.raises(SlowConsumer) as caught:
                 await read(generation)
         assert (caught.value.limit, caught.value.bound) == ("read_bytes_s", 16384)
         with pytest.raises(SlowConsumer), generation.delivering():
-            raise AssertionError("it is over")
+            raise AssertionError("the request is over")
 
 
 async def pass_on(generation: Generation, pace_s: float) -> int:
-    """Read as a connection that takes a piece each ``pace_s``; how many it got. ``PIECE`` bytes are 2.5 s' worth."""
+    """Read at one piece each ``pace_s``, as a connection does. Return the number of pieces."""
     sent = 0
     async for _ in generation:
         with generation.delivering():
@@ -218,37 +218,37 @@ async def pass_on(generation: Generation, pace_s: float) -> int:
     return sent
 
 
-async def test_a_connection_is_cut_below_the_least_rate(autojump_clock: MockClock) -> None:
-    async with open_simulated_system() as world:
+async def test_a_connection_below_the_minimum_rate_is_cut(autojump_clock: MockClock) -> None:
+    async with open_simulated_system() as system:
         with pytest.raises(SlowConsumer) as caught:
-            await pass_on(world.ask(), 4.0)
+            await pass_on(system.ask(), 4.0)
         assert 0 < caught.value.read_bytes_s < 4096
-        assert world.unread == 0
+        assert system.unread == 0
 
 
-async def test_a_connection_is_not_cut_above_the_least_rate(autojump_clock: MockClock) -> None:
-    async with open_simulated_system() as world:
-        assert await pass_on(world.ask(), 1.0) == PIECES
-        assert world.ended("done") == 1
+async def test_a_connection_above_the_minimum_rate_is_not_cut(autojump_clock: MockClock) -> None:
+    async with open_simulated_system() as system:
+        assert await pass_on(system.ask(), 1.0) == PIECES
+        assert system.ended("done") == 1
 
 
-async def test_a_caller_that_computes_between_two_pieces_is_left_alone(autojump_clock: MockClock) -> None:
-    async with open_simulated_system() as world:
+async def test_a_library_caller_has_no_minimum_rate(autojump_clock: MockClock) -> None:
+    async with open_simulated_system() as system:
         outputs = []
-        async for output in world.ask(whole=None):
+        async for output in system.ask(whole=None):
             outputs.append(output)
             await trio.sleep(5)
         assert numbers(outputs) == list(range(PIECES))
 
 
-async def test_a_connection_that_is_fast_enough_is_not_blamed_for_a_slow_engine(autojump_clock: MockClock) -> None:
-    """The least rate counts while output waits for the connection, not while the connection waits for output."""
-    async with open_simulated_system() as world:
-        world.spawner.living[LAST].stop_process()
-        generation = world.ask()
+async def test_a_slow_engine_does_not_make_a_connection_too_slow(autojump_clock: MockClock) -> None:
+    """The minimum rate counts while output waits for the connection, not while the connection waits for output."""
+    async with open_simulated_system() as system:
+        system.spawner.living[LAST].stop_process()
+        generation = system.ask()
         await trio.sleep(20)
-        world.spawner.living[LAST].continue_process()
+        system.spawner.living[LAST].continue_process()
         async for _ in generation:
             with generation.delivering():
                 await trio.sleep(0.1)
-        assert world.ended("done") == 1
+        assert system.ended("done") == 1

@@ -1,4 +1,4 @@
-"""How the culprit among a dead worker's requests is found, on plain data: no workers, time is a number."""
+"""Trials on plain data: there are no workers, and time is a number."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from omni_actors.errors import WorkerExit
 from omni_actors.orchestrator.pieces import Input
 from omni_actors.orchestrator.request import Request
 from omni_actors.orchestrator.routes import Route
-from omni_actors.orchestrator.trials import CULPRIT_PATIENCE_S, PROBATION_S, QUIET_S, Trials, died_by_itself
+from omni_actors.orchestrator.trials import CULPRIT_PATIENCE_S, DRAIN_S, PROBATION_S, QUIET_S, Trials, died_by_itself
 from omni_actors.protocol.messages import CLIENT, Address
 
 STAGE = "s"
@@ -28,7 +28,7 @@ def request(number: int, text: str | None = None) -> Request:
 
 
 class Stage:
-    """One replica that dies whenever a request that is poison runs on it, as the orchestrator would drive it."""
+    """A stage with one replica that dies whenever a poison request runs on it. It drives the trials."""
 
     def __init__(self, poison: set[Request], *, limit: int = 2) -> None:
         self.trials, self.poison, self.limit = Trials(), poison, limit
@@ -55,7 +55,7 @@ class Stage:
             group = self.trials.next(STAGE, self.now, idle=True, wanted=False)
             if group is None:
                 self.now = self.trials.next_time(self.now)
-                assert self.now < math.inf, "suspects are left, and nothing will try them"
+                assert self.now < math.inf, "suspects wait and no time is set at which they are tried"
                 continue
             tried = group.candidates
             self.trials.begin(group, WORKER, self.now)
@@ -67,7 +67,7 @@ class Stage:
                     self.trials.clear(each)
 
 
-def test_the_request_that_the_engine_failed_on_is_charged_and_the_others_are_no_suspects() -> None:
+def test_only_the_request_for_which_the_engine_raised_is_a_suspect() -> None:
     requests = [request(number) for number in range(6)]
     stage = Stage({requests[3]})
     assert stage.die(requests, failed=requests[3])
@@ -77,7 +77,7 @@ def test_the_request_that_the_engine_failed_on_is_charged_and_the_others_are_no_
 
 
 @pytest.mark.parametrize("place", range(6))
-def test_one_culprit_among_six_is_found_in_few_deaths_and_the_others_lose_no_replay(place: int) -> None:
+def test_the_culprit_among_six_is_found_in_few_deaths_and_others_lose_no_replay(place: int) -> None:
     requests = [request(number) for number in range(6)]
     stage = Stage({requests[place]})
     stage.die(requests)
@@ -89,8 +89,8 @@ def test_one_culprit_among_six_is_found_in_few_deaths_and_the_others_lose_no_rep
     assert not any(each.charged_replays for each in innocent)
 
 
-def test_requests_alike_are_tried_once_and_share_the_result() -> None:
-    """Fifty clients send the same poison: the eight others are tried before it, and lose one worker."""
+def test_requests_with_one_fingerprint_are_tried_once() -> None:
+    """Fifty clients send the same poison. The other eight requests are tried first and are in one death only."""
     poison = [request(number, "poison") for number in range(50)]
     others = [request(number) for number in range(50, 58)]
     stage = Stage(set(poison))
@@ -104,7 +104,7 @@ def test_requests_alike_are_tried_once_and_share_the_result() -> None:
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=24), st.integers(0, 3))
-def test_however_many_culprits_there_are_each_is_found_and_no_other_is_charged(guilty: list[bool], limit: int) -> None:
+def test_every_culprit_is_found_and_no_other_request_is_charged(guilty: list[bool], limit: int) -> None:
     requests = [request(number) for number in range(len(guilty))]
     poison = {each for each, is_guilty in zip(requests, guilty, strict=True) if is_guilty}
     stage = Stage(poison, limit=limit)
@@ -117,16 +117,16 @@ def test_however_many_culprits_there_are_each_is_found_and_no_other_is_charged(g
         assert stage.deaths <= 1 + len(poison) * (limit + 1 + math.log2(len(requests)) * 2)
 
 
-def test_only_the_first_death_of_a_request_counts() -> None:
+def test_only_the_first_death_of_a_request_counts_against_the_intensity() -> None:
     culprit, other = request(1), request(2)
     stage = Stage({culprit}, limit=5)
     assert stage.die([culprit])
     assert not stage.die([culprit])
-    assert stage.die([culprit, other]), "another one may have caused it"
+    assert stage.die([culprit, other]), "the other request may have caused it"
     assert stage.trials.worker_died(WORKER, [], None, 0.0), "no request can have caused it"
 
 
-def test_a_culprit_waits_for_a_stage_that_is_quiet() -> None:
+def test_a_culprit_waits_for_a_quiet_stage() -> None:
     culprit, other = request(1), request(2)
     stage = Stage({culprit})
     trials = stage.trials
@@ -139,7 +139,43 @@ def test_a_culprit_waits_for_a_stage_that_is_quiet() -> None:
     assert trials.next(STAGE, CULPRIT_PATIENCE_S, idle=False, wanted=True) is stage.trials.group_of[culprit]
 
 
-def test_a_culprit_alone_waits_for_nothing() -> None:
+def test_a_culprit_that_finds_no_quiet_moment_gets_a_drained_replica() -> None:
+    culprit, other = request(1), request(2)
+    trials = Stage({culprit}).trials
+    trials.worker_died(WORKER, [culprit, other], culprit, 0.0)
+    group = trials.next(STAGE, CULPRIT_PATIENCE_S, idle=False, wanted=True)
+    assert group is not None
+    trials.drain(group, WORKER, CULPRIT_PATIENCE_S)
+    assert trials.draining(STAGE) is trials.running[WORKER] is group
+    assert trials.next_time(CULPRIT_PATIENCE_S) == CULPRIT_PATIENCE_S + DRAIN_S
+    trials.end_drain(group, CULPRIT_PATIENCE_S + DRAIN_S)
+    assert (trials.running, trials.draining(STAGE)) == ({}, None)
+    later = 2 * CULPRIT_PATIENCE_S + DRAIN_S
+    assert trials.next(STAGE, later, idle=False, wanted=True) is None, "its patience has doubled"
+    assert trials.next(STAGE, later + CULPRIT_PATIENCE_S, idle=False, wanted=True) is group
+
+
+def test_a_culprit_with_two_deaths_gets_no_drained_replica() -> None:
+    culprit, other = request(1), request(2)
+    trials = Stage({culprit}).trials
+    for _ in range(2):
+        trials.worker_died(WORKER, [culprit, other], culprit, 0.0)
+    assert trials.exhausted(STAGE, CULPRIT_PATIENCE_S - 1.0) == []
+    assert trials.next(STAGE, CULPRIT_PATIENCE_S, idle=False, wanted=True) is None
+    assert trials.exhausted(STAGE, CULPRIT_PATIENCE_S) == trials.waiting
+
+
+def test_requests_with_the_fingerprint_of_the_blamed_one_share_its_deaths() -> None:
+    blamed, alike, elsewhere, other = request(1, "x"), request(2, "x"), request(3, "x"), request(4)
+    trials = Stage({blamed}).trials
+    assert trials.worker_died(WORKER, [blamed, alike, other], blamed, 0.0)
+    assert not trials.worker_died(Address(STAGE, 1), [elsewhere], elsewhere, 0.0)
+    assert {each.suspected for each in (blamed, alike, elsewhere)} == {2}
+    assert len(trials.waiting) == 1
+    assert other not in trials.group_of
+
+
+def test_a_culprit_without_other_requests_is_tried_at_once() -> None:
     culprit = request(1)
     stage = Stage({culprit})
     stage.trials.note_use(STAGE, culprit, 0.0)
@@ -147,7 +183,7 @@ def test_a_culprit_alone_waits_for_nothing() -> None:
     assert stage.trials.next(STAGE, 0.0, idle=True, wanted=False) is stage.trials.group_of[culprit]
 
 
-def test_a_group_that_has_run_for_its_probation_is_cleared_and_runs_longer_the_next_time() -> None:
+def test_the_probation_doubles_with_each_death() -> None:
     late = [request(1), request(2)]
     trials = Trials()
     for often in range(3):
@@ -156,14 +192,14 @@ def test_a_group_that_has_run_for_its_probation_is_cleared_and_runs_longer_the_n
         assert group is not None
         trials.begin(group, WORKER, 0.0)
         assert not trials.clear_expired(lambda _, often=often: PROBATION_S * 2.0**often - 0.1)
-        assert trials.next_time(100.0) < 101.0, "its worker has not taken a turn since: it is asked again"
+        assert trials.next_time(100.0) < 101.0, "its worker has not answered a ping since, so it is checked again"
         assert trials.clear_expired(lambda _, often=often: PROBATION_S * 2.0**often)
         for each in late:
             trials.drop(each)
 
 
-def test_what_is_known_of_a_group_ends_with_a_request_that_leaves_it() -> None:
-    """It may have been the culprit: the one that is left is not charged by elimination."""
+def test_when_a_suspect_leaves_the_others_are_not_known_to_hold_the_culprit() -> None:
+    """The suspect that left may have been the culprit, so the other one is not charged by elimination."""
     gone, left = request(1), request(2)
     stage = Stage(set())
     stage.die([gone, left])
@@ -175,7 +211,7 @@ def test_what_is_known_of_a_group_ends_with_a_request_that_leaves_it() -> None:
     assert stage.done == [left]
 
 
-def test_where_the_one_that_is_tried_leaves_another_one_like_it_is_tried() -> None:
+def test_when_the_tried_request_leaves_another_one_of_its_unit_is_tried() -> None:
     first, second = request(1, "alike"), request(2, "alike")
     trials = Trials()
     trials.worker_died(WORKER, [first, second], None, 0.0)
@@ -187,7 +223,7 @@ def test_where_the_one_that_is_tried_leaves_another_one_like_it_is_tried() -> No
     assert trials.next(STAGE, 100.0, idle=True, wanted=False) is group
 
 
-def test_a_new_request_joins_the_trial_of_one_like_it() -> None:
+def test_a_new_request_joins_the_unit_of_its_fingerprint() -> None:
     suspect, alike, other = request(1, "alike"), request(2, "alike"), request(3)
     trials = Trials()
     trials.worker_died(WORKER, [suspect], None, 0.0)
@@ -207,5 +243,5 @@ def test_a_new_request_joins_the_trial_of_one_like_it() -> None:
         (WorkerExit(1, "SIGTERM", None), False),
     ],
 )
-def test_a_signal_from_outside_accuses_no_request(exit: WorkerExit, by_itself: bool) -> None:
+def test_a_signal_from_another_process_makes_no_suspects(exit: WorkerExit, by_itself: bool) -> None:
     assert died_by_itself(exit) is by_itself

@@ -1,4 +1,4 @@
-"""The accounts of unread output: what is paused, what waits for its reader, and what is ended."""
+"""The accounts of unread output: which requests are paused, wait for their readers, or are ended."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def unread() -> Unread:
     return Unread(LIMITS)
 
 
-def test_a_caller_has_a_piece_when_it_is_returned(unread: Unread) -> None:
+def test_a_library_caller_has_a_piece_when_it_is_returned(unread: Unread) -> None:
     [account] = opened(unread, 1)
     unread.arrive(account, 100, 0.0)
     assert unread.total == account.charged == 100
@@ -35,7 +35,7 @@ def test_a_caller_has_a_piece_when_it_is_returned(unread: Unread) -> None:
     assert unread.total == account.charged == 0
 
 
-def test_a_reader_that_passes_pieces_on_has_one_until_it_asks_for_the_next(unread: Unread) -> None:
+def test_a_forwarding_reader_holds_a_piece_until_it_asks_for_the_next(unread: Unread) -> None:
     [account] = opened(unread, 1, forwards=True)
     unread.arrive(account, 100, 0.0)
     unread.arrive(account, 10, 0.0)
@@ -61,11 +61,11 @@ def test_a_full_window_pauses_until_half_of_it_is_read(unread: Unread) -> None:
     assert unread.arrive(account, 256 * KIB, 0.0) == []
     assert unread.arrive(account, 1, 0.0) == [account]
     assert account.paused
-    assert unread.arrive(account, 10 * KIB, 0.0) == [], "it is told once"
+    assert unread.arrive(account, 10 * KIB, 0.0) == [], "a change is reported once"
     unread.read(account, 100 * KIB, 0.0)
     assert unread.ask(account, 0.0) == []
     unread.read(account, 100 * KIB, 0.0)
-    assert account.paused, "it holds that"
+    assert account.paused, "the reader still holds the piece"
     assert unread.ask(account, 0.0) == [account]
     assert not account.paused
 
@@ -75,7 +75,7 @@ def test_a_whole_answer_has_no_window(unread: Unread) -> None:
     assert unread.arrive(account, 1024 * KIB, 0.0) == []
 
 
-def test_a_caller_of_the_library_has_no_window(unread: Unread) -> None:
+def test_a_library_caller_has_no_window(unread: Unread) -> None:
     [account] = opened(unread, 1)
     assert unread.arrive(account, 1024 * KIB, 0.0) == []
     assert account.waiting_since is None
@@ -90,20 +90,20 @@ def test_under_pressure_all_but_the_oldest_whole_answer_are_paused(unread: Unrea
     assert unread.arrive(answers[2], 2048 * KIB, 0.0) == [streams[0], answers[2]]
     unread.complete(answers[1], 0.0)
     unread.close(answers[1], 0.0)
-    assert unread.total > 1024 * KIB, "the pressure goes on"
+    assert unread.total > 1024 * KIB, "the pressure lasts"
     assert not answers[2].paused, "the next one runs"
     assert unread.close(answers[2], 0.0) == [streams[0]]
 
 
-def test_a_caller_of_the_library_is_not_paused_under_pressure(unread: Unread) -> None:
-    """It may read several answers in any order: one that waits for another's row would never get it."""
+def test_a_library_caller_is_not_paused_under_pressure(unread: Unread) -> None:
+    """It may read several answers in any order, so that pausing one for another could block both for ever."""
     [caller], [stream] = opened(unread, 1), opened(unread, 1, forwards=True)
     unread.arrive(caller, 2048 * KIB, 0.0)
     assert unread.arrive(stream, 100 * KIB, 0.0) == [stream]
     assert not caller.paused
 
 
-def test_pressure_ends_at_a_quarter(unread: Unread) -> None:
+def test_pressure_ends_at_a_quarter_of_the_limit(unread: Unread) -> None:
     first, second = opened(unread, 2, whole=True)
     unread.arrive(first, 1000 * KIB, 0.0)
     unread.arrive(second, 1100 * KIB, 0.0)
@@ -118,7 +118,7 @@ def test_pressure_ends_at_a_quarter(unread: Unread) -> None:
     assert not third.paused
 
 
-def test_the_rate_is_that_since_the_wait_began(unread: Unread) -> None:
+def test_the_rate_is_measured_from_the_beginning_of_the_wait(unread: Unread) -> None:
     [account] = opened(unread, 1, forwards=True)
     unread.arrive(account, 200 * KIB, 0.0)
     unread.read(account, 100 * KIB, 1.0)
@@ -131,20 +131,20 @@ def test_the_rate_is_that_since_the_wait_began(unread: Unread) -> None:
     assert account.rate(14.0) == 1024.0
 
 
-def test_a_connection_is_too_slow_when_what_it_got_does_not_reach_the_rate(unread: Unread) -> None:
+def test_a_connection_below_the_minimum_rate_is_too_slow(unread: Unread) -> None:
     [account] = opened(unread, 1, forwards=True)
     assert unread.too_slow_at(account) == math.inf
     unread.arrive(account, 300 * KIB, 5.0)
-    assert unread.too_slow_at(account) == math.inf, "no connection is waited for"
+    assert unread.too_slow_at(account) == math.inf, "the reader does not wait for its connection"
     account.sending = True
     assert unread.too_slow_at(account) == 5.0 + GRACE_S
     unread.read(account, 80 * KIB, 6.0)
-    assert unread.too_slow_at(account) == 5.0 + 20.0, "what it holds may be on its way"
+    assert unread.too_slow_at(account) == 5.0 + 20.0, "the piece that it holds may be on its way"
     unread.ask(account, 7.0)
     assert unread.too_slow_at(account) == 5.0 + 20.0
 
 
-def test_the_slowest_reader_goes_and_one_that_waits_a_moment_or_for_little_does_not(unread: Unread) -> None:
+def test_the_slowest_reader_is_found_among_long_waits_for_large_output(unread: Unread) -> None:
     slow, slower, fresh, small, running = opened(unread, 5, forwards=True)
     for account, size in ((slow, 300), (slower, 300), (small, 60), (running, 200)):
         unread.arrive(account, size * KIB, 0.0)
@@ -169,7 +169,7 @@ def test_a_complete_answer_waits_for_its_reader_without_a_full_window(unread: Un
     assert unread.slowest(1.0 + ROOM_GRACE_S) is account
 
 
-def test_past_the_total_somebody_goes_even_where_all_are_small() -> None:
+def test_past_the_total_the_largest_small_request_ends() -> None:
     unread = Unread(Limits(unread_bytes=1000))
     accounts = opened(unread, 3)
     for i, account in enumerate(accounts):
@@ -180,7 +180,7 @@ def test_past_the_total_somebody_goes_even_where_all_are_small() -> None:
     assert unread.victim(0.0) is accounts[0]
 
 
-def test_a_closed_account_is_charged_nothing_and_may_be_closed_again(unread: Unread) -> None:
+def test_closing_an_account_twice_frees_its_charge_once(unread: Unread) -> None:
     first, second = opened(unread, 2, forwards=True)
     unread.arrive(first, 300 * KIB, 0.0)
     unread.arrive(second, 300 * KIB, 0.0)
@@ -190,8 +190,8 @@ def test_a_closed_account_is_charged_nothing_and_may_be_closed_again(unread: Unr
 
 
 @given(st.data())
-def test_the_total_is_the_sum_and_something_always_runs(data: st.DataObject) -> None:
-    """Whatever happens in whatever order: among whole answers that are incomplete, one at least is not paused."""
+def test_the_total_is_the_sum_and_one_whole_answer_always_runs(data: st.DataObject) -> None:
+    """In any order of events, at least one of the incomplete whole answers is not paused."""
     unread = Unread(Limits(window_bytes=128 * KIB, unread_bytes=1024 * KIB))
     accounts = opened(unread, 3) + opened(unread, 2, forwards=True) + opened(unread, 3, whole=True)
     for now in range(data.draw(st.integers(0, 40))):

@@ -1,4 +1,4 @@
-"""Clients that send a request which ends its worker, again and again, beside clients that ask normally."""
+"""Clients that repeat a request that crashes its worker, beside clients that ask normally."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def speak(client: openai.OpenAI, text: str) -> int:
 
 
 def send_poison(server: Server) -> openai.APIStatusError | None:
-    """With the client's own retries."""
+    """Send the poison with the client's default retries. Return the error that the client gets."""
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=2 * WATCHDOG_S) as client:
         try:
             speak(client, POISON)
@@ -31,7 +31,7 @@ def ask_normally(server: Server, number: int) -> list[int]:
         return [speak(client, " ".join(["word"] * (1 + number))) for _ in range(ROUNDS)]
 
 
-def test_fifty_clients_that_send_poison_cost_the_others_no_answer(start: Start) -> None:
+def test_fifty_clients_that_send_poison_cost_other_clients_no_answer(start: Start) -> None:
     with (
         start("-s", "stages.mouth.options.step_s=0.01", "-s", "stages.mouth.deterministic=true") as server,
         ThreadPoolExecutor(POISONERS + OTHERS) as pool,
@@ -47,9 +47,9 @@ def test_fifty_clients_that_send_poison_cost_the_others_no_answer(start: Start) 
             assert error is not None
             assert (error.status_code, error.response.headers["x-should-retry"]) == (422, "false")
             assert error.code in ("stage_crashed", "quarantined")
-        server.wait(lambda: server.status() == "ready", "the last of its workers to be replaced")
+        server.wait(lambda: server.status() == "ready", "the last restart")
         restarts = server.http.get("/health").json()["stages"]["mouth"][0]["restarts"]
-        assert restarts <= 4, "fifty requests that are alike cost the deaths of one"
+        assert restarts <= 4, "fifty equal requests cost the deaths of one"
         with server.openai() as client:
             assert speak(client, "word") == sizes[0]
         error = send_poison(server)
