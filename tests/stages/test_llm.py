@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
+from omni_actors.stages.autoregressive.options import TextParams
 from omni_actors.stages.autoregressive.text import Answer, Vocabulary
 from omni_actors.stages.base import CLIENT, Chunk, InvalidRequest, StageContext, StageOutput, StageRequest
 from omni_actors.stages.llm.engine import LLMEngine, open_engine
@@ -500,13 +501,43 @@ def test_special_tokens_are_counted_and_not_shown(tmp_path: Path) -> None:
         assert (text, end["finish_reason"], end["completion_tokens"]) == ("ab", "stop", 4)
 
 
+def test_ignore_eos_continues_after_the_end_token(tmp_path: Path) -> None:
+    save_chain(tmp_path, ["a", "<|im_end|>", "b", "c"])
+    with closing(opened(tmp_path)) as engine:
+        text, end = answer(engine, "x", max_tokens=4, ignore_eos=True)
+        assert (text, end["finish_reason"], end["completion_tokens"]) == ("abc", "length", 4)
+
+
+def test_a_stop_token_ends_the_answer_and_is_not_shown(tmp_path: Path) -> None:
+    save_chain(tmp_path, ["a", "b", "c"])
+    stop = AutoTokenizer.from_pretrained(tmp_path).convert_tokens_to_ids("b")
+    with closing(opened(tmp_path)) as engine:
+        text, end = answer(engine, "x", max_tokens=3, stop_token_ids=(stop,))
+        assert (text, end["finish_reason"], end["completion_tokens"]) == ("a", "stop", 2)
+
+
+@pytest.mark.parametrize(("min_tokens", "count"), [(0, 1), (3, 5)])
+def test_no_end_token_is_chosen_before_min_tokens(tmp_path: Path, min_tokens: int, count: int) -> None:
+    """The model leaves its script with the first other token, and does not return to it."""
+    save_chain(tmp_path, ["<|im_end|>"])
+    with closing(opened(tmp_path)) as engine:
+        _, end = answer(engine, "x", max_tokens=5, min_tokens=min_tokens)
+        assert end["completion_tokens"] == count
+
+
+def test_special_tokens_are_shown_on_request(tmp_path: Path) -> None:
+    save_chain(tmp_path, ["a", "<|im_start|>", "b", "<|im_end|>"])
+    with closing(opened(tmp_path)) as engine:
+        assert answer(engine, "x", max_tokens=10, skip_special_tokens=False)[0] == "a<|im_start|>b"
+
+
 def test_special_tokens_are_not_passed_to_the_decoder(tiny: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(tiny)
     special = tokenizer.convert_tokens_to_ids("<|im_start|>")
     decoded_tokens: list[Sequence[int]] = []
     vocabulary = Vocabulary(tokenizer, None)
-    vocabulary.decode = lambda tokens: decoded_tokens.append(tuple(tokens)) or "a"  # type: ignore[method-assign, func-returns-value]
-    reply = Answer(vocabulary, 1, 1000, ())
+    vocabulary.decode = lambda tokens, **_: decoded_tokens.append(tuple(tokens)) or "a"  # type: ignore[method-assign, func-returns-value]
+    reply = Answer(vocabulary, 1, 1000, TextParams())
     for token in [special] * 100 + tokenizer.encode("a") + [special] * 100:
         reply.push(token)
     assert decoded_tokens == [tuple(tokenizer.encode("a"))]

@@ -30,7 +30,14 @@ class Request(PromptRequest[C], Sequence):
 
     def __init__(self, request: StageRequest, params: TextParams, collector: C) -> None:
         super().__init__(request, params, collector)
-        sampling = Sampling(params.temperature, params.top_k, params.top_p, params.repetition_penalty)
+        sampling = Sampling(
+            temperature=params.temperature,
+            top_k=params.top_k,
+            top_p=params.top_p,
+            repetition_penalty=params.repetition_penalty,
+            min_p=params.min_p,
+            min_tokens=params.min_tokens,
+        )
         self.sampler = None if sampling.is_greedy else Sampler(sampling, generator(params.seed))
         self.token = -1
         self.answer: Answer
@@ -70,11 +77,20 @@ class LanguageEngine(PromptEngine[R]):
         if not tokens:
             raise InvalidRequest("the prompt has no tokens", param="messages")
         del request.collector
+        params = request.params
+        end_tokens = self._vocabulary.end_tokens(params)
+        if unknown := [token for token in params.stop_token_ids if token >= self._vocabulary.size]:
+            message = f"stop_token_ids: the model has no token {unknown[0]}; it has {self._vocabulary.size}"
+            raise InvalidRequest(message, param="stop_token_ids")
+        if params.min_tokens > params.max_tokens:
+            message = f"min_tokens: {params.min_tokens} is more than max_tokens, {params.max_tokens}"
+            raise InvalidRequest(message, param="min_tokens")
         if request.sampler:
             request.sampler.see(tokens)
+            request.sampler.end_tokens = end_tokens
         request.prefill_left = request.ready = len(tokens)
-        limit = min(request.params.max_tokens, self._context - len(tokens))
-        request.answer = Answer(self._vocabulary, len(tokens), limit, request.params.stop)
+        limit = min(params.max_tokens, self._context - len(tokens))
+        request.answer = Answer(self._vocabulary, len(tokens), limit, params)
         self._scheduler.add(request)
 
     def abort(self, request_id: RequestId) -> None:

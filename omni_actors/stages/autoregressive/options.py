@@ -7,7 +7,18 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from omni_actors.stages.bounds import Dtype, Penalty, Positive, Seed, StopString, Temperature, Tokens, TopK, TopP
+from omni_actors.stages.bounds import (
+    Dtype,
+    Penalty,
+    Positive,
+    Seed,
+    StopString,
+    Temperature,
+    TokenId,
+    Tokens,
+    TopK,
+    TopP,
+)
 
 
 class TextOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -39,3 +50,13 @@ class TextParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Strings that end the answer. The number is bounded because each new piece of text is compared with all."""
     repetition_penalty: Penalty = 1.0
     """Applies to tokens that the prompt or the answer already has; 1 has no effect."""
+    min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    """Excludes tokens that are less likely than this part of the most likely token's probability."""
+    min_tokens: Annotated[int, Meta(ge=0, le=1_000_000)] = 0
+    """The model cannot choose an end token, or one of ``stop_token_ids``, before this many tokens."""
+    ignore_eos: bool = False
+    """Whether the answer continues after the model's end tokens."""
+    stop_token_ids: Annotated[tuple[TokenId, ...], Meta(max_length=256)] = ()
+    """More tokens that end the answer. They are not part of its text."""
+    skip_special_tokens: bool = True
+    """Whether special tokens are left out of the text."""

@@ -7,7 +7,7 @@ Rules
 3. The draw inverts the cumulative distribution over tokens in order of id, not of probability. Rounding depends a
    little on the batch's shape, and two nearly equal tokens that swap ranks must not change the text.
 4. The order is that of transformers' logits processors: repetition penalty (Keskar et al., 2019), suppressed tokens,
-   temperature, top-k (Fan et al., 2018), top-p (Holtzman et al., 2020).
+   temperature, top-k (Fan et al., 2018), top-p (Holtzman et al., 2020), min-p (Nguyen et al., 2024).
 5. A row without a finite largest logit (it holds NaN or +inf, or only -inf) gives None and changes no other row: that
    request fails alone. Every other row gives a token, whatever its logits and parameters are.
 """
@@ -37,11 +37,14 @@ class Sampling(msgspec.Struct, frozen=True):
     top_p: float = 1.0
     repetition_penalty: float = 1.0
     """Divides the positive logits of tokens that the text has already, and multiplies the negative ones."""
+    min_p: float = 0.0
+    min_tokens: int = 0
+    """The sampler chooses none of its end tokens before it has chosen this many tokens."""
 
     @property
     def is_greedy(self) -> bool:
         """Whether the choice is the plain maximum."""
-        return self.temperature == 0 and self.repetition_penalty == 1
+        return self.temperature == 0 and self.repetition_penalty == 1 and self.min_tokens == 0
 
 
 def generator(seed: int | None) -> torch.Generator:
@@ -57,11 +60,14 @@ def generator(seed: int | None) -> torch.Generator:
 class Sampler:
     """Chooses one sequence's tokens.
 
-    source: its random numbers. suppressed: bool (vocabulary,), tokens that it never chooses.
+    source: its random numbers. suppressed: bool (vocabulary,), tokens that it never chooses. ``end_tokens``: see
+    ``Sampling.min_tokens``.
     """
 
     def __init__(self, sampling: Sampling, source: torch.Generator, suppressed: Tensor | None = None) -> None:
         self.sampling, self._generator, self._suppressed = sampling, source, suppressed
+        self.end_tokens: frozenset[int] = frozenset()
+        self._chosen = 0
         self._seen: set[int] = set()
         self._seen_index = torch.empty(0, dtype=torch.int64)
 
@@ -71,14 +77,21 @@ class Sampler:
             self._seen |= new
             self._seen_index = torch.cat([self._seen_index, torch.tensor(sorted(new))])
 
+    def accept(self, token: int) -> None:
+        """Count a chosen token."""
+        self._chosen += 1
+        self.see([token])
+
     def allowed(self, logits: Tensor) -> Tensor:
-        """Return the logits (vocabulary,) after the repetition penalty, those of suppressed tokens at -inf."""
+        """Return the logits (vocabulary,) after the repetition penalty, those of excluded tokens at -inf."""
         if self._seen:
             found, penalty = logits[self._seen_index], self.sampling.repetition_penalty
             found = torch.where(found < 0, found * penalty, found / penalty).clamp(max=_LARGEST)
             logits = logits.index_put((self._seen_index,), found)
         if self._suppressed is not None:
             logits = logits.masked_fill(self._suppressed, float("-inf"))
+        if self._chosen < self.sampling.min_tokens and self.end_tokens:
+            logits = logits.index_fill(0, torch.tensor(sorted(self.end_tokens)), float("-inf"))
         return logits
 
     def draw(self) -> float:
@@ -108,6 +121,8 @@ def weights(logits: Tensor, sampling: Sampling) -> Tensor:
             ordered = [row[row >= least].sort(descending=True).values for row in likely]
             floors = torch.cat([_floors(row[None], top_p) for row in ordered])
         likely = likely.where(likely >= floors, 0.0)
+    if sampling.min_p:
+        likely = likely.where(likely >= sampling.min_p * likely.amax(-1, keepdim=True), 0.0)
     return likely
 
 
@@ -137,7 +152,8 @@ def choose(logits: Tensor, samplers: Sequence[Sampler | None]) -> list[int | Non
         chosen = group.argmax(-1) if sampling.temperature == 0 else _drawn(group, sampling, members)
         for (row, sampler), token, usable in zip(members, chosen.tolist(), usable_rows, strict=True):
             tokens[row] = token if usable else None
-            sampler.see([token] if usable else [])
+            if usable:
+                sampler.accept(token)
     return tokens
 
 

@@ -9,7 +9,10 @@ Rules
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
+
+from omni_actors.stages.autoregressive.options import TextParams
 
 __all__ = ["Answer", "Detokenizer", "StopFilter", "Vocabulary"]
 
@@ -120,33 +123,40 @@ class Vocabulary:
         several = [end_tokens] if isinstance(end_tokens, int) else list(end_tokens or ())
         self.end = frozenset([*several, tokenizer.eos_token_id])
         self.silent = frozenset(token for token, added in tokenizer.added_tokens_decoder.items() if added.special)
-        self.longest = max(map(len, tokenizer.get_vocab()))
+        tokens = tokenizer.get_vocab()
+        self.longest, self.size = max(map(len, tokens)), max(tokens.values()) + 1
         self._tokenizer = tokenizer
 
-    def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of these tokens, without special tokens."""
-        text: str = self._tokenizer.decode(tokens, skip_special_tokens=True)
+    def end_tokens(self, params: TextParams) -> frozenset[int]:
+        """Return the tokens that end the answer to a request."""
+        return frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.end)
+
+    def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Return the text of these tokens."""
+        text: str = self._tokenizer.decode(tokens, skip_special_tokens=skip_special_tokens)
         return text
 
 
 class Answer:
-    """One request's text, token by token, up to an end token, a stop string or the limit of ``max_tokens``."""
+    """One request's text, token by token, up to an end token, a stop string or ``max_tokens``."""
 
-    def __init__(self, vocabulary: Vocabulary, prompt_tokens: int, max_tokens: int, stops: Sequence[str]) -> None:
+    def __init__(self, vocabulary: Vocabulary, prompt_tokens: int, max_tokens: int, params: TextParams) -> None:
         self.finish_reason: str | None = None
         """"stop", "length", or None while the answer goes on."""
         self.certain_tokens = 0
         """The first tokens of the answer whose text no stop string can cut off any more."""
-        self._vocabulary = vocabulary
+        self._end_tokens = vocabulary.end_tokens(params)
+        self._silent = vocabulary.silent if params.skip_special_tokens else frozenset()
         self._prompt_tokens, self._tokens, self._max_tokens = prompt_tokens, 0, max_tokens
-        self._detokenizer, self._stops = Detokenizer(vocabulary.decode), StopFilter(stops)
+        decode = partial(vocabulary.decode, skip_special_tokens=params.skip_special_tokens)
+        self._detokenizer, self._stops = Detokenizer(decode), StopFilter(params.stop)
 
     def push(self, token: int) -> dict[str, Any]:
         """Add a token; return the output's data: empty if no text became final, and complete at the end."""
         self._tokens += 1
-        ended = token in self._vocabulary.end
+        ended = token in self._end_tokens
         # Tokens without text stay out of the detokenizer: they would fill its window.
-        text = "" if ended or token in self._vocabulary.silent else self._detokenizer.push(token)
+        text = "" if ended or token in self._silent else self._detokenizer.push(token)
         text, stopped = self._stops.push(text)
         if not stopped and (ended or self._tokens == self._max_tokens):
             rest, stopped = self._stops.push(self._detokenizer.finish())

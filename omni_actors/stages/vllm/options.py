@@ -42,10 +42,6 @@ class VLLMSampling(TextParams, frozen=True, forbid_unknown_fields=True):
 
     presence_penalty: Annotated[float, Meta(ge=-2, le=2)] = 0.0
     frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] = 0.0
-    min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
-    stop_token_ids: Annotated[tuple[TokenId, ...], Meta(max_length=256)] = ()
-    ignore_eos: bool = False
-    min_tokens: Annotated[int, Meta(ge=0, le=1_000_000)] = 0
     logprobs: Logprobs | None = None
     """How many of the most likely tokens each output token reports with their log probabilities."""
     prompt_logprobs: Logprobs | None = None
@@ -77,7 +73,6 @@ class VLLMParams(VLLMSampling, frozen=True, forbid_unknown_fields=True):
     """Number of answers. With several, each piece has the number of its answer in ``index``."""
     detokenize: bool = True
     """False: pieces have ``token_ids`` instead of ``text``."""
-    skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
     include_stop_str_in_output: bool = False
 

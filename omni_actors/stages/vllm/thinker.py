@@ -15,7 +15,6 @@ Rules
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -100,13 +99,9 @@ class Thinker(OmniPromptEngine[R], VLLMEngine[R]):
         return to_prompt(inputs, self._config.thinker_config)
 
     def _admit(self, request: R, prompt: Any) -> None:
-        vocabulary = copy.copy(self._vocabulary)
-        vocabulary.end = frozenset(request.params.stop_token_ids) | (
-            frozenset() if request.params.ignore_eos else self._vocabulary.end
-        )
         limit = min(request.params.max_tokens, self._context - request.prompt_tokens)
-        request.answer = Answer(vocabulary, request.prompt_tokens, limit, request.params.stop)
-        request.sampling.stop_token_ids = sorted(vocabulary.end)
+        request.answer = Answer(self._vocabulary, request.prompt_tokens, limit, request.params)
+        request.sampling.stop_token_ids = sorted(self._vocabulary.end_tokens(request.params))
         request.sampling.stop, request.sampling.detokenize = [], False
         super()._admit(request, prompt)
 

@@ -38,6 +38,12 @@ def test_sampling_weights_are_those_of_transformers(seed: int, temperature: floa
     torch.testing.assert_close(ours / ours.sum(), expected)
 
 
+def test_min_p_excludes_tokens_far_below_the_most_likely_one() -> None:
+    logits = torch.tensor([0.5, 0.2, 0.3]).log()
+    [found] = weights(logits[None], Sampling(1.0, min_p=0.5))
+    torch.testing.assert_close(found / found.sum(), torch.tensor([0.5, 0.0, 0.3]) / 0.8)
+
+
 def sampler(seed: int | None = None, **sampling: Any) -> Sampler:
     return Sampler(Sampling(**sampling), generator(seed))
 
