@@ -1,8 +1,8 @@
-"""A pipeline behind HTTP, in the shape of OpenAI's API.
+"""An HTTP server for a pipeline, compatible with OpenAI's API.
 
 Rules
-1. The edge only translates: what a request may ask for, the pipeline decides, and its refusals come back as they are.
-2. Every error is OpenAI's object, whatever raised it; only ``problems`` knows which status an error has.
-3. An answer is sent while it is made. Its status goes with its first piece: an error before that has its own.
-4. A client that is gone cancels its handler (``exchange``), and that aborts its request in every stage.
+1. The server only translates. The pipeline decides which requests it accepts, and its refusals reach the client.
+2. Every error response has OpenAI's error object. Only ``api.errors`` maps errors of the system to statuses.
+3. A response is sent while it is made. Its status is sent with its first piece, so an error before that has its own.
+4. A client that disconnects cancels its handler (``http.exchange``), which aborts its request in every stage.
 """

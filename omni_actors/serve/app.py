@@ -1,4 +1,4 @@
-"""The routes, and what becomes of an error that reaches them."""
+"""The table of routes, and the ASGI application around them."""
 
 from __future__ import annotations
 
@@ -18,24 +18,37 @@ from omni_actors.serve.access.admission import AdmissionControl, AdmissionTicket
 from omni_actors.serve.access.gate import RequestGate
 from omni_actors.serve.access.origins import OriginCheck
 from omni_actors.serve.api.errors import to_http_error
-from omni_actors.serve.http.errors import HTTPError
+from omni_actors.serve.api.openapi import document
+from omni_actors.serve.api.replies import JSONReply
+from omni_actors.serve.http.errors import HTTPError, internal_error
 from omni_actors.serve.media.loader import MediaLoader
 from omni_actors.serve.routes.chat import chat
+from omni_actors.serve.routes.completions import completions
 from omni_actors.serve.routes.speech import speech
-from omni_actors.serve.routes.status import health, metrics, model, models
+from omni_actors.serve.routes.status import health, metrics, model, models, ping, version
 from omni_actors.serve.routes.transcription import transcription
 from omni_actors.system import OmniSystem
 
 LOADING_RETRY_S = 1
-HELD_BODIES = 4
-"""What requests have brought so far that still arrive may together be so many times as large as one may be."""
+BODY_BUDGET_FACTOR = 4
+"""The bytes of all arriving requests are limited to this many times ``max_body_bytes``."""
 
-WORK = {
+MODEL_ROUTES = {
     "/v1/chat/completions": chat,
+    "/v1/completions": completions,
     "/v1/audio/speech": speech,
     "/v1/audio/transcriptions": transcription,
 }
-"""What needs the pipeline's stages."""
+"""The routes that need the pipeline's stages. They accept POST."""
+STATUS_ROUTES = {
+    "/health": health,
+    "/metrics": metrics,
+    "/ping": ping,
+    "/v1/models": models,
+    "/v1/models/{model}": model,
+    "/version": version,
+}
+"""The routes that describe the server. They accept GET."""
 
 
 def build(
@@ -48,64 +61,69 @@ def build(
     origins: Collection[str] = (),
     hosts: Collection[str] = (),
 ) -> ASGIApp:
-    """The whole ASGI app. has_loaded: whether all stages have been ready once; until then there is no work.
+    """Return the complete ASGI application.
 
-    origins, hosts: see ``OriginCheck``.
+    Args:
+        system: the running pipeline.
+        api_key: the key that clients must send; None: no key.
+        max_body_bytes: the limit of a request's body and the files that it names.
+        media: loads the files of requests.
+        has_loaded: whether all stages have been ready once. Until then, requests for the pipeline are refused.
+        origins, hosts: see ``OriginCheck``.
     """
-
     max_requests = system.pipeline.limits.max_requests
     admission = AdmissionControl(
         lambda: system.in_flight,
         lambda: system.retry_after_s,
         max_requests=max_requests,
-        max_bytes=HELD_BODIES * max_body_bytes,
+        max_bytes=BODY_BUDGET_FACTOR * max_body_bytes,
         max_request_bytes=max_body_bytes,
         free_place=system.make_room,
     )
-    arriving = Gauge("omni_http_arriving", "Requests that are read or decoded", registry=system.metrics.registry)
+    arriving = Gauge("omni_http_arriving", "Requests that are being read or decoded", registry=system.metrics.registry)
     arriving.set_function(lambda: len(admission))
 
     def admit(path: str) -> AdmissionTicket | None:
-        if path not in WORK:
+        if path not in MODEL_ROUTES:
             return None
         if not has_loaded():
             message = "the model is loading; see /health"
             raise HTTPError(503, message, type="server_error", code="loading", retry_after_s=LOADING_RETRY_S)
         return admission.admit()
 
-    readable = {"/health": health, "/metrics": metrics, "/v1/models": models}
-    routes = [Route(path, handler, methods=["POST"]) for path, handler in WORK.items()]
+    async def openapi(request: Request) -> Response:
+        return JSONReply(document(MODEL_ROUTES, STATUS_ROUTES))
+
+    readable = {**STATUS_ROUTES, "/openapi.json": openapi}
+    routes = [Route(path, handler, methods=["POST"]) for path, handler in MODEL_ROUTES.items()]
     routes += [Route(path, handler, methods=["GET"]) for path, handler in readable.items()]
-    routes += [Route("/v1/models/{model}", model, methods=["GET"])]
     app = Starlette(
         routes=routes,
         exception_handlers={
             HTTPError: lambda _, error: error.response(),
             RequestError: lambda _, error: to_http_error(error).response(),
             HTTPException: _routing_error,
-            Exception: lambda *_: HTTPError(
-                500, "internal error", type="server_error", code="internal_error"
-            ).response(),
+            Exception: lambda *_: internal_error().response(),
         },
     )
     app.router.redirect_slashes = False
     app.state.system, app.state.media = system, media
     app.state.created, app.state.api_key = int(time.time()), api_key
-    door = RequestGate(
+    gate = RequestGate(
         app,
         system.metrics.registry,
         api_key=api_key,
         max_body_bytes=max_body_bytes,
-        public={"/health"},
-        routes={*WORK, *readable},
+        public={"/health", "/ping"},
+        routes={*MODEL_ROUTES, *readable},
         admit=admit,
     )
-    return OriginCheck(door, origins=origins, hosts=hosts, has_key=api_key is not None)
+    return OriginCheck(gate, origins=origins, hosts=hosts, has_key=api_key is not None)
 
 
 def _routing_error(request: Request, error: Exception) -> Response:
-    """What Starlette finds wrong: no such path, or not with this method."""
+    """Return the response to an unknown path, or to a method that a path does not have."""
     assert isinstance(error, HTTPException)
     code = {404: "unknown_url", 405: "method_not_allowed"}.get(error.status_code, "invalid_request")
-    place = f" ({request.method} {request.scope['path']})" if error.status_code in (404, 405) else ""
-    return HTTPError(error.status_code, f"{error.detail}{place}", code=code, headers=error.headers).response()
+    where = f" ({request.method} {request.scope['path']})" if error.status_code in (404, 405) else ""
+    return HTTPError(error.status_code, f"{error.detail}{where}", code=code, headers=error.headers).response()

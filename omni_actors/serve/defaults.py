@@ -1,4 +1,4 @@
-"""What the server does unless told otherwise: the same for its command line and for ``serve``. Imports nothing."""
+"""The defaults of the command line and of ``serve``. Imports nothing."""
 
 from __future__ import annotations
 
@@ -9,4 +9,4 @@ DRAIN_S = 5.0
 MAX_CONNECTIONS = 1024
 MAX_CONNECTIONS_PER_ADDRESS = 512
 API_KEY_VARIABLE = "OMNI_ACTORS_API_KEY"
-"""The environment variable that the command takes the API key from."""
+"""The environment variable from which the command takes the API key."""

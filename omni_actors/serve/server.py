@@ -1,14 +1,16 @@
-"""The server's life: listen, load, serve, drain, end.
+"""The life cycle of the server: listen, load, serve, drain, end.
 
 Rules
-1. What cannot work is said before anything starts: a configuration (ConfigError), an address (CannotListen).
-2. The socket listens while the stages load; until they have, work is refused and /health says how far they are. A stage
-   that cannot load ends the server with StageFailed. One that fails later does not, unless that was asked for: requests
-   that do not need it are served, and it is tried again.
-3. The first SIGINT or SIGTERM drains: no new connections, ``drain_s`` for what is under way, then every request ends
-   and its client is told why (``listener``). The second one kills; the kernel then takes the workers along. One that
-   follows at once is the same one: process managers that signal a process and its group send two.
-4. Clients cannot use up the process's descriptors: enough are kept to start every worker again (``descriptors``).
+1. A bad configuration (ConfigError) or address (CannotListen) is reported before anything starts.
+2. The socket listens while the stages load. Until all have loaded, requests for the pipeline are refused, and /health
+   shows the progress. A stage that cannot load ends the server with StageFailed. A stage that fails later does so only
+   with ``exit_on_failed_stage``. Otherwise requests that do not need the stage are served, and it is tried again.
+3. The first SIGINT or SIGTERM starts the drain: no new connections, ``drain_s`` for requests in progress, then every
+   request ends with an error (``http.listener``). The second signal kills the process, and the kernel then kills the
+   workers. A signal within ``DUPLICATE_SIGNAL_S`` of the first is the same one: process managers that signal a process
+   and its group send two.
+4. Clients cannot use up the process's descriptors: the server reserves enough to restart every worker
+   (``http.descriptors``).
 """
 
 from __future__ import annotations
@@ -49,15 +51,17 @@ from omni_actors.serve.http.listener import Listener
 from omni_actors.serve.media.loader import MediaLoader
 from omni_actors.system import Health, OmniSystem
 
-SAME_SIGNAL_S = 0.25
+DUPLICATE_SIGNAL_S = 0.25
 SEND_BUFFER_BYTES = 128 * 1024
-"""The kernel doubles it. That much of an answer may wait for a client outside of all limits."""
+"""The kernel doubles it. This much of a response can wait for a client without being counted in any limit."""
 BACKLOG = 1024
 
 log = logging.getLogger("omni_actors.serve")
 
 
 class CannotListen(OmniError):
+    """The server cannot listen on its address."""
+
     def __init__(self, host: str, port: int, reason: str) -> None:
         self.host, self.port = host, port
         super().__init__(f"cannot listen on {host}:{port}: {reason}")
@@ -80,15 +84,25 @@ async def serve(
     exit_on_failed_stage: bool = False,
     announce: Callable[[str], None] = print,
 ) -> None:
-    """Serve a pipeline until SIGINT or SIGTERM; then every process is reaped. port 0: one that is free.
+    """Serve a pipeline until SIGINT or SIGTERM. Every worker has ended when this returns.
 
-    api_key: what a client must send; None serves everybody. max_body_bytes: of a request and the files that its URLs
-    name. media: where those may be; None: nowhere, so that a request brings what it needs. allow_origins: of web pages
-    that may use the server. allow_hosts: which Host headers are answered; none: any. max_connections: of all clients;
-    fewer where the process may not open so many files. exit_on_failed_stage: end with StageFailed when a stage is given
-    up, instead of trying it again. announce: called with one line when the server listens and one when it is ready.
-    Raises ValueError (a key, an origin or a host that is none), ConfigError, CannotListen, StageFailed (a stage that
-    cannot load, or is given up and ``exit_on_failed_stage``).
+    Args:
+        config: a pipeline, or its name or path.
+        host, port: the address to listen on. Port 0: a free port.
+        api_key: the key that clients must send. None: no key.
+        max_body_bytes: the limit of a request's body and the files that its URLs name.
+        media: loads files at URLs. None: only files in the body are allowed.
+        allow_origins: the origins whose web pages may use the server.
+        allow_hosts: the accepted values of the header Host, without a port. Empty: all.
+        overrides: values that replace those of ``config``, by their path.
+        drain_s: the time that requests in progress have to end after the first signal.
+        max_connections: the limit of connections, which is lower if the process may not open so many files.
+        max_connections_per_address: the limit of connections from one address.
+        exit_on_failed_stage: raise StageFailed when a stage is given up, instead of trying it again.
+        announce: called with one line when the server listens, and with one when it is ready.
+
+    Raises ValueError (a bad key, origin or host), ConfigError, CannotListen, StageFailed (a stage that cannot load, or
+    see ``exit_on_failed_stage``). Cancellation ends all requests at once, and stops the workers.
     """
     key = None if api_key is None else normalize_key(api_key)
     origins, hosts = frozenset(map(normalize_origin, allow_origins)), frozenset(map(normalize_host, allow_hosts))
@@ -96,13 +110,20 @@ async def serve(
     descriptors = DescriptorBudget.of_this_process()
     failure: OmniError | None = None
     async with trio.open_nursery() as nursery:
-        stop: trio.Event = await nursery.start(_follow_signals)
+        stop: trio.Event = await nursery.start(_watch_signals)
         try:
             with _listening_socket(host, port) as listener:
                 if key is None:
-                    _warn_where_open(listener)
+                    _warn_if_public(listener)
                 async with OmniSystem.open(pipeline, wait_ready=False) as system:
-                    server = _Server(system, listener, stop, drain_s, announce, exit_on_failed_stage)
+                    server = _Server(
+                        system,
+                        listener,
+                        stop,
+                        drain_s=drain_s,
+                        announce=announce,
+                        exit_on_failed_stage=exit_on_failed_stage,
+                    )
                     app = partial(
                         build,
                         system,
@@ -112,23 +133,23 @@ async def serve(
                         origins=origins,
                         hosts=hosts,
                     )
-                    most = descriptors.room(max_connections, reserved=system.descriptors)
+                    most = descriptors.max_connections(max_connections, reserved=system.descriptors)
                     limits = {"max_connections": most, "max_per_address": max_connections_per_address}
                     await server.run(app, **limits, max_body_bytes=max_body_bytes)
         except OmniError as error:
-            failure = error  # raised below as it is, not inside the nursery's exception group
+            failure = error  # raised below, outside the nursery's exception group
         nursery.cancel_scope.cancel()
     if failure is not None:
         raise failure
 
 
-async def _follow_signals(task_status: trio.TaskStatus[trio.Event]) -> None:
+async def _watch_signals(task_status: trio.TaskStatus[trio.Event]) -> None:
     stop = trio.Event()
     with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
         task_status.started(stop)
         first = float("inf")
         async for number in signals:
-            if stop.is_set() and trio.current_time() > first + SAME_SIGNAL_S:
+            if stop.is_set() and trio.current_time() > first + DUPLICATE_SIGNAL_S:
                 signal.signal(number, signal.SIG_DFL)
                 os.kill(os.getpid(), number)
             first = min(first, trio.current_time())
@@ -136,27 +157,30 @@ async def _follow_signals(task_status: trio.TaskStatus[trio.Event]) -> None:
 
 
 class _Server:
+    """A listening server with its running pipeline."""
+
     def __init__(
         self,
         system: OmniSystem,
         listener: socket.socket,
         stop: trio.Event,
+        *,
         drain_s: float,
         announce: Callable[[str], None],
-        exits_on_failed_stage: bool,
+        exit_on_failed_stage: bool,
     ) -> None:
         self._system, self._listener, self._stop = system, listener, stop
-        self._drain_s, self._announce, self._exits_on_failed_stage = drain_s, announce, exits_on_failed_stage
+        self._drain_s, self._announce, self._exit_on_failed_stage = drain_s, announce, exit_on_failed_stage
         self._has_loaded = False
         self._failure: StageFailed | None = None
         host, port, *_ = listener.getsockname()
         self._url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
     async def run(self, make_app: Callable[..., ASGIApp], **limits: int) -> None:
-        """limits: the keyword arguments of ``Listener``."""
+        """Serve until stopped. limits: the keyword arguments of ``Listener``. Raises StageFailed."""
         app = make_app(has_loaded=lambda: self._has_loaded)
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(self._follow_stages)
+            nursery.start_soon(self._watch_stages)
             listener = Listener(self._listener, app, self._system.metrics.registry, **limits)
             self._announce(f"listening on {self._url}; {self._system.pipeline.name!r} is loading")
             await listener.run(self._stop, self._drain_s, lambda: self._system.abort_all("the server is shutting down"))
@@ -164,18 +188,18 @@ class _Server:
         if self._failure is not None:
             raise self._failure
 
-    async def _follow_stages(self) -> None:
-        """Say when all are loaded, and when one dies."""
+    async def _watch_stages(self) -> None:
+        """Announce when all stages have loaded, and log each death."""
         exits: dict[tuple[str, int], str | None] = {}
         while True:
             health = self._system.health()
-            if self._system.dead_error is not None and (self._exits_on_failed_stage or not self._has_loaded):
+            if self._system.dead_error is not None and (self._exit_on_failed_stage or not self._has_loaded):
                 self._failure = self._system.dead_error
                 self._stop.set()
                 return
             if not self._has_loaded and health.ready:
                 self._has_loaded = True
-                gc.freeze()  # a full collection would look through every imported object and hold all requests up
+                gc.freeze()  # a full garbage collection would visit every imported object, which delays all requests
                 self._announce(f"ready: {self._url}/v1 serves {self._system.pipeline.name!r}")
             _log_exits(health, exits)
             await self._system.wait_changed()
@@ -192,11 +216,10 @@ def _log_exits(health: Health, known: dict[tuple[str, int], str | None]) -> None
 
 @contextmanager
 def _listening_socket(host: str, port: int) -> Iterator[socket.socket]:
-    """Raises CannotListen."""
+    """Open a listening socket for the block. Raises CannotListen."""
     try:
-        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[
-            0
-        ]
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, kind, _, _, address = found[0]
         listener = socket.socket(family, kind)
     except OSError as error:
         raise CannotListen(host, port, str(error)) from error
@@ -208,16 +231,16 @@ def _listening_socket(host: str, port: int) -> Iterator[socket.socket]:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
         try:
             listener.bind(address)
-            # Another server that has bound the address may not listen yet; this is where the second one is told.
+            # If another server has bound the address and does not listen yet, only this call fails.
             listener.listen(BACKLOG)
         except OSError as error:
             raise CannotListen(host, port, os.strerror(error.errno or 0)) from error
         yield listener
 
 
-def _warn_where_open(listener: socket.socket) -> None:
-    """Warn of an address that other machines reach. For servers without a key."""
+def _warn_if_public(listener: socket.socket) -> None:
+    """Warn if other machines can reach a server without a key."""
     host, port, *_ = listener.getsockname()
     if not ip_address(host).is_loopback:
-        message = "no API key: every machine that reaches %s port %d can use this server; set --api-key or %s"
+        message = "no API key: every machine that can reach %s port %d can use this server; set --api-key or %s"
         log.warning(message, host, port, API_KEY_VARIABLE)

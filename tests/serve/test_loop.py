@@ -1,4 +1,4 @@
-"""No request holds the event loop: a server in this process, and what each step of each of its tasks costs.
+"""No request blocks the event loop: a server in this process, and the cost of each step of each of its tasks.
 
 Steps are measured in CPU time of the loop's thread. Other processes of a busy machine, and the clients' threads in this
 one, do not count; a full collection of garbage and a decoder that keeps the interpreter's lock do.
@@ -28,7 +28,7 @@ WATCHDOG_S = 60.0
 AT_A_TIME = 6
 """Bodies that are sent at the same time. The server's budget has to hold them all, so that it decodes each of them."""
 SIZE = 32_000_000
-"""Of a body. The default limit is a little more."""
+"""The bytes of a body, a little less than the default limit."""
 CHAT, TRANSCRIPTIONS = "/v1/chat/completions", "/v1/audio/transcriptions"
 
 
@@ -49,7 +49,7 @@ class Meter(trio.abc.Instrument):
 
 @asynccontextmanager
 async def serving() -> AsyncIterator[str]:
-    """The URL of a server in this event loop, for as long as the block lasts."""
+    """Run a server in this event loop during the block, and yield its URL."""
     stage = Stage(engine="echo", accepts=("audio", "image", "messages", "script"), emits="text")
     pipeline = Pipeline(name="studio", stages={"mind": stage})
     urls: list[str] = []
@@ -115,7 +115,7 @@ FORMS = [
 
 
 def ask(url: str, method: str, path: str, body: bytes = b"", content_type: str = "") -> tuple[int, bytes]:
-    """The status and the body of an answer, on a connection of its own. It blocks: for threads."""
+    """Return the status and the body of a response, on a new connection. It blocks, so it needs a thread."""
     connection = HTTPConnection(url.removeprefix("http://"), timeout=WATCHDOG_S)
     try:
         connection.request(method, path, body, {"content-type": content_type})
@@ -125,9 +125,9 @@ def ask(url: str, method: str, path: str, body: bytes = b"", content_type: str =
         connection.close()
 
 
-async def test_no_body_holds_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_no_body_blocks_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     """Hostile bodies are refused, six at a time. Meanwhile the server answers other requests."""
-    monkeypatch.setattr(app, "HELD_BODIES", AT_A_TIME)
+    monkeypatch.setattr(app, "BODY_BUDGET_FACTOR", AT_A_TIME)
     meter = Meter()
     bodies = [(CHAT, body, "application/json") for body in JSON_BODIES]
     bodies += [(TRANSCRIPTIONS, body, "multipart/form-data; boundary=XX") for body in FORMS]
@@ -154,7 +154,7 @@ async def test_no_body_holds_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> 
     assert 0 < meter.longest_s < MAX_STEP_S, meter.by
 
 
-async def test_a_file_that_fills_a_body_does_not_hold_the_event_loop() -> None:
+async def test_a_file_as_large_as_a_body_does_not_block_the_event_loop() -> None:
     meter = Meter()
     data = base64.b64encode(bytes(SIZE * 3 // 4 - 1000)).decode()
     parts = [
@@ -169,6 +169,6 @@ async def test_a_file_that_fills_a_body_does_not_hold_the_event_loop() -> None:
     assert 0 < meter.longest_s < MAX_STEP_S, meter.by
 
 
-async def test_a_full_collection_does_not_look_through_what_the_server_imported() -> None:
+async def test_a_full_garbage_collection_skips_imported_objects() -> None:
     async with serving():
         assert gc.get_freeze_count() > 10_000

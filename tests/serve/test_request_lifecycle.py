@@ -1,4 +1,4 @@
-"""What happens to requests that cannot run to their end: too many, too long, abandoned, their stage killed."""
+"""Requests that do not complete: too many, too long, abandoned, or their stage is killed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ stages:
     options: {step_s: 600}, shutdown_timeout_s: 0.1}
   mouth: {engine: "tests.support.served_engines:Speaker", accepts: [script], emits: audio, options: {step_s: 0.01}}
 """
-"""And an ear that hears nothing for ten minutes."""
+"""The ear takes ten minutes for a step."""
 Start = Callable[..., AbstractContextManager[Any]]
 
 IN_FLIGHT = "omni_requests_in_flight"
@@ -42,7 +42,7 @@ def talk(client: openai.OpenAI, **arguments: Any) -> Any:
     return client.chat.completions.create(**{"model": "studio", "messages": messages, **arguments})
 
 
-def test_pieces_come_while_the_answer_is_made(slow: Any) -> None:
+def test_text_is_sent_while_it_is_generated(slow: Any) -> None:
     with slow.openai() as client, talk(client, stream=True) as answer:
         pieces = iter(answer)
         assert [next(pieces).choices[0].delta.content for _ in range(3)] == ["", "hello", "hello"]
@@ -50,9 +50,11 @@ def test_pieces_come_while_the_answer_is_made(slow: Any) -> None:
     slow.wait_metric(IN_FLIGHT, 0)
 
 
-def test_sound_comes_while_it_is_made(slow: Any) -> None:
+def test_audio_is_sent_while_it_is_generated(slow: Any) -> None:
     with slow.openai() as client:
-        speech = client.audio.speech.with_streaming_response.create(model="studio", voice="any", input=LONG)
+        speech = client.audio.speech.with_streaming_response.create(
+            model="studio", voice="any", input=LONG, response_format="wav"
+        )
         with speech as answer:
             pieces = answer.iter_bytes()
             assert next(pieces).startswith(b"RIFF")
@@ -61,8 +63,8 @@ def test_sound_comes_while_it_is_made(slow: Any) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_who_leaves_takes_the_request_along(slow: Any, stream: bool) -> None:
-    """Long before its deadline, and by an abort."""
+def test_a_disconnect_aborts_the_request(slow: Any, stream: bool) -> None:
+    """It ends by an abort, long before its deadline."""
     slow.wait_metric(IN_FLIGHT, 0)
     before = slow.aborted()
     body = {"model": "studio", "messages": [{"role": "user", "content": "hi"}], "stream": stream}
@@ -88,7 +90,7 @@ def connection(server: Any, body: dict[str, Any]) -> Iterator[socket.socket]:
         yield bare
 
 
-def test_more_requests_than_fit_are_told_when_to_come_back(slow: Any) -> None:
+def test_requests_above_the_limit_get_retry_after(slow: Any) -> None:
     slow.wait_metric(IN_FLIGHT, 0)
     with slow.openai() as client, talk(client, stream=True) as one, talk(client, stream=True) as two:
         next(iter(one)), next(iter(two))
@@ -99,7 +101,7 @@ def test_more_requests_than_fit_are_told_when_to_come_back(slow: Any) -> None:
 
 
 def test_slow_uploads_take_no_place(slow: Any) -> None:
-    """However many there are; and when their clients leave, nothing of them is kept."""
+    """However many there are. When their clients disconnect, nothing is kept."""
     slow.wait_metric(IN_FLIGHT, 0)
     head = b"POST /v1/audio/transcriptions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer sesame\r\n"
     with contextlib.ExitStack() as coming:
@@ -111,8 +113,8 @@ def test_slow_uploads_take_no_place(slow: Any) -> None:
     slow.wait_metric(ARRIVING, 0)
 
 
-def test_a_request_under_way_takes_one_place_and_not_two(start: Start, recording: Callable[..., bytes]) -> None:
-    """Its arrival's place is free when the system counts it."""
+def test_a_request_in_flight_takes_one_place(start: Start, recording: Callable[..., bytes]) -> None:
+    """Its ticket is released when the system counts it."""
     form = httpx.Request(
         "POST", "http://x/", data={"model": "studio"}, files={"file": ("a.wav", recording())}, headers={"host": "x"}
     )
@@ -168,8 +170,8 @@ def test_a_killed_stage_fails_its_requests_by_name_and_serves_the_next(start: St
         assert "SIGKILL" in server.stderr
 
 
-def test_sound_that_cannot_go_on_is_cut_not_ended(start: Start) -> None:
-    body = {"model": "studio", "input": LONG}
+def test_audio_that_cannot_continue_is_cut(start: Start) -> None:
+    body = {"model": "studio", "input": LONG, "response_format": "wav"}
     with start(*NOT_REPLAYED, config=SLOW_SPEECH) as server:
         with server.http.stream("POST", "/v1/audio/speech", json=body) as answer:
             pieces = answer.iter_bytes()

@@ -1,4 +1,4 @@
-"""The server's life, as its process shows it: start, health, drain, end, exit codes; nothing is left behind."""
+"""The life cycle of a server process: start, health, drain, end, exit codes. Nothing is left behind."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ import pytest
 from click.testing import CliRunner
 
 from omni_actors.serve.command import serve_command
-from omni_actors.serve.server import SAME_SIGNAL_S, serve
+from omni_actors.serve.server import DUPLICATE_SIGNAL_S, serve
 
 Start = Callable[..., AbstractContextManager[Any]]
 Command = Callable[..., "subprocess.Popen[bytes]"]
@@ -54,7 +54,7 @@ def test_health_models_and_metrics(studio: Any) -> None:
     assert studio.metric('omni_stage_ready{replica="0",stage="mind"}') == 1
 
 
-def test_it_listens_while_it_loads_and_says_so(start: Start) -> None:
+def test_it_listens_while_it_loads_and_reports_it(start: Start) -> None:
     with start("-s", "stages.mind.options.load_s=3600", config=MIND, ready=False) as server:
         health = server.http.get("/health")
         assert (health.status_code, health.json()["status"]) == (503, "loading")
@@ -66,14 +66,14 @@ def test_it_listens_while_it_loads_and_says_so(start: Start) -> None:
 
 
 def test_an_idle_server_ends_at_once(start: Start) -> None:
-    """Though a client keeps its connection open: there is nothing under way that it would wait for."""
+    """Also if a client keeps its idle connection open."""
     with start("--drain-s", "600", config=MIND) as server:
         assert server.http.get("/health").status_code == 200
         assert server.ends_by(signal.SIGTERM) == (0, "")
 
 
-def test_what_is_under_way_may_end_and_nothing_new_begins(start: Start) -> None:
-    """And a signal that comes twice at once is one: as ``timeout`` sends it, to the process and to its group."""
+def test_requests_in_progress_may_end_and_no_new_one_begins(start: Start) -> None:
+    """A signal that arrives twice at once counts once: ``timeout`` signals the process and its group."""
     # 60 pieces, 10 ms each.
     options = ("-s", "stages.mind.options.fan_out=60", "-s", "stages.mind.options.step_s=0.01", "--drain-s", "60")
     with start(*options, config=MIND) as server, server.openai() as client:
@@ -121,7 +121,7 @@ def test_a_whole_answer_that_does_not_end_in_time_is_an_error(start: Start) -> N
         assert (server.wait_end(), server.stderr) == (0, "")
 
 
-def test_a_client_that_does_not_read_holds_nothing_up(start: Start) -> None:
+def test_a_client_that_does_not_read_delays_nothing(start: Start) -> None:
     endless = ("-s", "stages.mind.options.fan_out=1000000", "-s", "limits.output_bytes=100000")
     with start(*endless, "--drain-s", "0.2", config=MIND) as server, socket.socket() as deaf:
         deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -140,7 +140,7 @@ def test_a_second_signal_ends_it_at_once(start: Start) -> None:
         next(iter(stream))
         server.signal(signal.SIGINT)
         server.wait_refusing()  # the first signal has had its effect
-        time.sleep(SAME_SIGNAL_S)  # not before this: a signal that comes sooner counts as the same one
+        time.sleep(DUPLICATE_SIGNAL_S)  # not before this: a signal that comes sooner counts as the same one
         assert server.ends_by(signal.SIGTERM)[0] == -signal.SIGTERM
         stream.close()
 
@@ -154,7 +154,7 @@ def run(command: Command, *arguments: str) -> tuple[int, str, str]:
     return process.returncode, out.decode(), err.decode()
 
 
-def test_what_a_shell_sees_of_a_configuration_that_cannot_work(command: Command) -> None:
+def test_the_exit_code_of_a_bad_configuration(command: Command) -> None:
     code, out, err = run(command, "nowhere")
     assert (code, out) == (2, "")
     assert err.startswith("Error: ")
@@ -176,7 +176,7 @@ def test_what_a_shell_sees_of_a_configuration_that_cannot_work(command: Command)
         ([], "CONFIG"),
     ],
 )
-def test_a_configuration_that_cannot_work(arguments: list[str], words: str) -> None:
+def test_a_bad_configuration(arguments: list[str], words: str) -> None:
     result = CliRunner().invoke(serve_command, arguments)
     assert (result.exit_code, result.stdout) == (2, "")
     assert words in result.stderr
@@ -194,11 +194,11 @@ def test_an_empty_key_does_not_open_the_server(key: str, source: str) -> None:
 
 
 async def test_an_empty_key_in_a_program_is_an_error_too() -> None:
-    with pytest.raises(ValueError, match="empty API key"):
+    with pytest.raises(ValueError, match="API key is empty"):
         await serve("echo", api_key="")
 
 
-def test_a_key_from_the_environment_is_the_option_s(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_key_from_the_environment_equals_the_option(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMNI_ACTORS_API_KEY", "sesame")
     of_the_environment, given = (
         serve_command.make_context("serve", ["echo", *more]).params for more in ([], ["--api-key", "sesame"])
@@ -214,12 +214,12 @@ def test_the_command_and_the_function_have_the_same_defaults() -> None:
     assert {name: options[name] for name in shared} == {name: function[name].default for name in shared}
 
 
-def test_an_address_that_is_taken(command: Command, taken_port: int) -> None:
+def test_an_address_in_use(command: Command, taken_port: int) -> None:
     code, out, err = run(command, "echo", "--port", str(taken_port))
     assert (code, out, err) == (1, "", f"Error: cannot listen on 127.0.0.1:{taken_port}: Address already in use\n")
 
 
-def test_an_address_that_is_none() -> None:
+def test_an_invalid_address() -> None:
     result = CliRunner().invoke(serve_command, ["echo", "--port", "0", "--host", "not a host"])
     assert (result.exit_code, result.stdout) == (1, "")
     assert result.stderr.startswith("Error: cannot listen on not a host:0: ")
@@ -238,7 +238,7 @@ def test_a_stage_that_cannot_load_ends_the_server_with_its_error(command: Comman
 
 
 def test_one_stage_that_dies_too_often_leaves_the_others_serving(start: Start) -> None:
-    """Health tells everybody the reason, and not the worker's words."""
+    """/health shows the reason, and not the worker's stderr."""
     with start("-s", "stages.mouth.restart={intensity: 0}") as server, server.openai() as client:
         answer = server.http.post("/v1/audio/speech", json={"model": "studio", "input": "a deadly word"})
         assert answer.status_code == 503

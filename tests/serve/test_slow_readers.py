@@ -1,4 +1,4 @@
-"""Clients of the server that stop reading, beside others: nobody waits for them, and they hold little."""
+"""Clients that stop reading: other clients do not wait for them, and they hold little memory."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def server(start: Start) -> Iterator[Server]:
 
 
 def stalled(server: Server) -> socket.socket:
-    """A client that has asked for a long speech and reads nothing of it."""
+    """Return a client that has asked for a long speech and reads nothing."""
     client = socket.socket()
     client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     client.settimeout(WATCHDOG_S)

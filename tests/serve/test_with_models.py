@@ -74,11 +74,11 @@ def test_an_answer_is_spoken_whole_and_streamed(client: openai.OpenAI) -> None:
     assert 1 < len(sound) / 2 / 24000 < 10
 
 
-def test_its_own_speech_is_understood_as_a_question_and_as_a_text(client: openai.OpenAI) -> None:
+def test_its_own_speech_is_transcribed_and_answered(client: openai.OpenAI) -> None:
     text = FRANCE[0]["content"]
     wav = client.audio.speech.create(model="voice", voice="any", input=text, response_format="wav").content
-    heard = client.audio.transcriptions.create(model="voice", file=("question.wav", wav), language="en")
-    assert words(heard.text) == words(text)
+    transcripts = client.audio.transcriptions.create(model="voice", file=("question.wav", wav), language="en")
+    assert words(transcripts.text) == words(text)
     data = base64.b64encode(wav).decode()
     parts = [{"type": "input_audio", "input_audio": {"data": data, "format": "wav"}}]
     assert "Paris" in chat(client, [{"role": "user", "content": parts}]).choices[0].message.content
@@ -96,15 +96,15 @@ DICTATION = (
 )
 
 
-def test_what_is_dictated_is_heard(client: openai.OpenAI) -> None:
+def test_dictation_is_transcribed(client: openai.OpenAI) -> None:
     """Word error rate: (substitutions + deletions + insertions) / words, over all of the text."""
-    heard = []
+    transcripts = []
     for text in DICTATION:
         speech = client.audio.speech.create(model="voice", voice="heart", input=text, response_format="wav")
         wav = ("speech.wav", speech.content)
-        heard.append(client.audio.transcriptions.create(model="voice", file=wav).text)
-    rate = jiwer.wer(*([" ".join(words(text)) for text in texts] for texts in (DICTATION, heard)))
-    assert rate <= 0.10, (rate, list(zip(DICTATION, heard, strict=True)))
+        transcripts.append(client.audio.transcriptions.create(model="voice", file=wav).text)
+    rate = jiwer.wer(*([" ".join(words(text)) for text in texts] for texts in (DICTATION, transcripts)))
+    assert rate <= 0.10, (rate, list(zip(DICTATION, transcripts, strict=True)))
 
 
 @pytest.mark.parametrize("text", ["...", "\N{GRINNING FACE}", "漢字", "مرحبا بالعالم"])

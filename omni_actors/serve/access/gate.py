@@ -1,11 +1,11 @@
-"""The door: what every request passes before a handler sees it.
+"""The request gate: what every request passes before a route handler runs.
 
 Rules
-1. A request is refused on its head alone where that suffices: a wrong key, a body that is declared too large, a system
+1. The gate refuses a request on its head alone if it can: a wrong key, a body that is declared too large, a system
    that is full.
-2. A body is read whole before its handler starts, and counted while it comes. Where no handler reads it, it is not
-   kept. Nothing here holds on to a body that its handler has taken.
-3. A refusal is sent at once. What is left of the body is the connection's affair (``wire.linger``).
+2. The gate reads a body completely before the handler starts, and counts it while it arrives. If no handler reads the
+   body, the gate does not keep it. The gate keeps no reference to a body that its handler has taken.
+3. A refusal is sent at once. The connection discards the rest of the body (``BufferedSocket.linger``).
 """
 
 from __future__ import annotations
@@ -21,15 +21,20 @@ from omni_actors.serve.access.api_key import has_valid_key
 from omni_actors.serve.http.errors import HTTPError
 
 BODY_TIMEOUT_S = 60.0
-"""From the head to the whole body. No byte in between extends it."""
+"""From the head to the end of the body. No byte in between extends it."""
 
 
 class RequestGate:
-    """An ASGI app around another.
+    """An ASGI application that wraps another one.
 
-    api_key: None lets everyone in. public: paths that need no key. routes: the paths that are counted by name.
-    admit: called with a request's path; gives None where no handler reads a body. Raises HTTPError where there is no
-    service now.
+    Args:
+        app: the wrapped application.
+        registry: receives the counter of responses.
+        api_key: the key that clients must send; None: no key.
+        max_body_bytes: the limit of a request's body.
+        public: the paths that need no key.
+        routes: the paths that have a label of their own in the counter.
+        admit: admits a request, by its path, and returns its ticket; None if no handler reads a body. Raises HTTPError.
     """
 
     def __init__(
@@ -45,42 +50,42 @@ class RequestGate:
     ) -> None:
         self._app, self._key, self._max_body_bytes = app, api_key, max_body_bytes
         self._public, self._routes, self._admit = public, routes, admit
-        self._answers = Counter("omni_http_answers", "HTTP answers begun", ["path", "status"], registry=registry)
+        self._responses = Counter("omni_http_answers", "HTTP responses started", ["path", "status"], registry=registry)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = scope["path"]
-        counted_as = path if path in self._routes else "other"
+        label = path if path in self._routes else "other"
         ticket: AdmissionTicket | None = None
 
         async def counting_send(message: Message) -> None:
             if message["type"] == "http.response.start":
                 if ticket is not None:
-                    ticket.leave()  # before the client sees its answer, and may come again
-                self._answers.labels(counted_as, str(message["status"])).inc()
+                    ticket.release()  # before the client has its response and sends the next request
+                self._responses.labels(label, str(message["status"])).inc()
             await send(message)
 
         try:
-            self._require_key(scope)
+            self._check_key(scope)
             ticket = scope[SCOPE_KEY] = self._admit(path)
             body = _Body(await self._read(scope, receive, ticket))
             if ticket is not None:
                 ticket.take_place()
             await self._app(scope, body.receive, counting_send)
-        except HTTPError as problem:
-            await problem.response()(scope, receive, counting_send)
+        except HTTPError as error:
+            await error.response()(scope, receive, counting_send)
         finally:
             if ticket is not None:
-                ticket.leave()
+                ticket.release()
 
-    def _require_key(self, scope: Scope) -> None:
+    def _check_key(self, scope: Scope) -> None:
         """Raises HTTPError 401."""
         if scope["path"] in self._public or has_valid_key(scope["headers"], self._key):
             return
-        message = "a valid API key is needed: send it as 'Authorization: Bearer KEY'"
+        message = "a valid API key is required: send it as 'Authorization: Bearer KEY'"
         raise HTTPError(401, message, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
 
     async def _read(self, scope: Scope, receive: Receive, ticket: AdmissionTicket | None) -> bytes:
-        """The body; without an ticket it is counted and not kept. Raises HTTPError."""
+        """Return the body. Without a ticket the body is counted and not kept. Raises HTTPError."""
         too_large = HTTPError(413, f"the body is larger than {self._max_body_bytes} bytes", code="body_too_large")
         if _declared_bytes(scope) > self._max_body_bytes:
             raise too_large
@@ -95,18 +100,18 @@ class RequestGate:
                 if size > self._max_body_bytes:
                     raise too_large
                 if ticket is not None:
-                    ticket.hold(len(piece))
+                    ticket.add_bytes(len(piece))
                     body += piece
             if ticket is None or not ticket.was_ended:
                 return bytes(body)
         reason = f"within {BODY_TIMEOUT_S:g} s"
         if ticket is not None and ticket.was_ended:
-            reason = "fast enough, and other requests need its room"
-        raise HTTPError(408, f"the body did not come {reason}", code="body_too_slow")
+            reason = "fast enough, and other requests need its memory"
+        raise HTTPError(408, f"the body did not arrive {reason}", code="body_too_slow")
 
 
 class _Body:
-    """A body that is here, as an app receives it. It is kept until then."""
+    """A complete body as an ASGI application receives it. The body is kept until then."""
 
     def __init__(self, body: bytes) -> None:
         self._unread = [body]

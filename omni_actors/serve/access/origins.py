@@ -1,12 +1,13 @@
-"""Which web pages may use the server, and under which host names.
+"""Restrict which web pages may use the server, and under which host names.
 
 Rules
-1. Browsers name a page's origin in ``Origin`` and let any page send a simple POST anywhere, also to localhost. A page
-   of the server's own origin may use it, and so may the origins that the operator allows.
-2. Other origins are refused where the operator allows some, and where there is no key: then nothing else keeps a page
-   out. Programs send no ``Origin`` and are not concerned.
-3. Where the operator names hosts, a request for another ``Host`` is refused. That is the protection from DNS rebinding:
-   a page whose host name leads to this machine has the server's own origin.
+1. A browser sends a page's origin in the header ``Origin``, and lets any page send a simple POST anywhere, including
+   localhost. A page of the server's own origin may use the server, and so may pages of the origins that the operator
+   allows.
+2. Other origins are refused if the operator allows some, or if there is no API key, because then nothing else keeps a
+   page out. Programs send no ``Origin`` and are not affected.
+3. If the operator names hosts, a request for another ``Host`` is refused. This protects from DNS rebinding: a page
+   whose host name resolves to this machine has the server's own origin.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _DEFAULT_PORTS = {"http": ":80", "https": ":443"}
 
 
 def normalize_origin(given: str) -> str:
-    """Return an origin as browsers write it. Raises ValueError."""
+    """Return an origin as browsers write it. Raises ValueError if it is not one."""
     origin = given.lower().rstrip("/")
     if not _ORIGIN.fullmatch(origin):
         raise ValueError(f"{given!r} is not an origin such as https://app.example.org or http://localhost:3000")
@@ -36,7 +37,7 @@ def normalize_origin(given: str) -> str:
 
 
 def normalize_host(given: str) -> str:
-    """Return a host's name or address, in lower case and without brackets. Raises ValueError."""
+    """Return a host's name or address in lower case, without brackets. Raises ValueError if it is not one."""
     host = given.lower().removeprefix("[").removesuffix("]")
     if not _HOST.fullmatch(host) and not _is_address(host):
         raise ValueError(f"{given!r} is not a host such as api.example.org or 127.0.0.1, without a port")
@@ -44,10 +45,13 @@ def normalize_host(given: str) -> str:
 
 
 class OriginCheck:
-    """An ASGI app around another. Pages of allowed origins get the headers of CORS, which let them read the answers.
+    """An ASGI application that wraps another one. Responses to allowed origins get the headers of CORS.
 
-    origins, hosts: as ``clean_origin`` and ``clean_host`` return them; no hosts: any. has_key: whether clients must
-    send an API key.
+    Args:
+        app: the wrapped application.
+        origins: the allowed origins, as ``normalize_origin`` returns them.
+        hosts: the allowed hosts, as ``normalize_host`` returns them; empty: all hosts.
+        has_key: whether clients must send an API key.
     """
 
     def __init__(self, app: ASGIApp, *, origins: Collection[str], hosts: Collection[str], has_key: bool) -> None:
@@ -61,23 +65,23 @@ class OriginCheck:
                 expose_headers=["retry-after", "x-should-retry"],
             )
         self._app, self._origins, self._hosts = app, origins, hosts
-        self._refuses_foreign = bool(origins) or not has_key
+        self._checks_origin = bool(origins) or not has_key
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         app = self._app
         if scope["type"] == "http":
             try:
-                self._require_allowed(Headers(scope=scope))
-            except HTTPError as problem:
-                app = problem.response()
+                self._check(Headers(scope=scope))
+            except HTTPError as error:
+                app = error.response()
         await app(scope, receive, send)
 
-    def _require_allowed(self, headers: Headers) -> None:
-        """Raises HTTPError 421, 403."""
+    def _check(self, headers: Headers) -> None:
+        """Raises HTTPError 421 (host) or 403 (origin)."""
         host = headers.get("host", "").lower()
         if self._hosts and _host_name(host) not in self._hosts:
-            raise HTTPError(421, f"this server does not answer for the host {quote_value(host)}", code="unknown_host")
-        if not self._refuses_foreign:
+            raise HTTPError(421, f"this server does not serve the host {quote_value(host)}", code="unknown_host")
+        if not self._checks_origin:
             return
         for origin in headers.getlist("origin"):
             if origin not in self._origins and not _is_own(origin.lower(), host):
@@ -86,7 +90,7 @@ class OriginCheck:
 
 
 def _host_name(host: str) -> str | None:
-    """The host in a Host header, without its port."""
+    """Return the host of a Host header, without its port."""
     try:
         return urlsplit(f"//{host}").hostname
     except ValueError:
@@ -102,7 +106,7 @@ def _is_address(host: str) -> bool:
 
 
 def _is_own(origin: str, host: str) -> bool:
-    """Whether ``origin`` is the one under which the server was asked."""
+    """Return whether ``origin`` is the one under which the client reached the server."""
     scheme, _, place = origin.partition("://")
     port = _DEFAULT_PORTS.get(scheme, "")
     return place != "" and place.removesuffix(port) == host.removesuffix(port)

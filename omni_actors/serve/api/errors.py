@@ -1,4 +1,4 @@
-"""Errors of the system as HTTP errors."""
+"""The HTTP error for each error of the system, and for each mistake in a request's body."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from omni_actors.errors import (
 from omni_actors.serve.http.errors import MAX_MESSAGE, HTTPError, bad_request, quote_value, truncate
 
 NO_RETRY = {"x-should-retry": "false"}
-"""OpenAI's clients read this header before the status. The status, 422, stops those that do not."""
+"""OpenAI's clients obey this header. Other clients are stopped by the status 422."""
 
 
 def to_http_error(error: OmniError) -> HTTPError:
-    """What a client is told about an error of the system."""
+    """Return the error that the client receives for an error of the system."""
     text = str(error)
     match error:
         case InvalidRequest(param=param, code=code):
@@ -53,24 +53,28 @@ def to_http_error(error: OmniError) -> HTTPError:
 
 @contextmanager
 def renaming(names: Mapping[str, str]) -> Iterator[None]:
-    """Inside, an InvalidRequest that names one of ``names`` leaves as a HTTPError that names what the client sent."""
+    """Translate parameter names in the errors of a block.
+
+    names: the client's name of each parameter, by the engines' name. An InvalidRequest about one of them leaves the
+    block as an HTTPError about the client's name.
+    """
     try:
         yield
     except InvalidRequest as error:
         if error.param is None or error.param not in names:
             raise
-        theirs, ours = error.param, names[error.param]
-        message = error.message.replace(f"{theirs}:", f"{ours}:").replace(repr(theirs), repr(ours))
-        raise bad_request(message, ours, error.code) from error
+        name, renamed = error.param, names[error.param]
+        message = error.message.replace(f"{name}:", f"{renamed}:").replace(repr(name), repr(renamed))
+        raise bad_request(message, renamed, error.code) from error
 
 
 def from_validation(error: msgspec.ValidationError, accepted_at: Callable[[str], Sequence[Any]]) -> HTTPError:
-    """A field of a body that is missing, or is not what it should be.
+    """Return the error for a body that does not match its schema.
 
-    accepted_at: the values that a field can have, where they are listed.
+    accepted_at: returns the values that a field can have, if its schema lists them. Its argument is the field's path.
     """
     text = str(error)
-    # The last one is msgspec's own: a value that the client sent may hold these words too.
+    # The last occurrence is msgspec's own: the client's value may contain the same words.
     message, found, place = text.rpartition(" - at `$")
     message, param = (truncate(message, MAX_MESSAGE), place.rstrip("`").lstrip(".")) if found else (text, "")
     if message.startswith("Object missing required field"):
@@ -82,7 +86,7 @@ def from_validation(error: msgspec.ValidationError, accepted_at: Callable[[str],
 
 
 def unsupported(param: str, value: Any, accepted: str) -> HTTPError:
-    """A parameter of OpenAI's API whose effect this server cannot give."""
+    """Return the error for a parameter of OpenAI's API that this server does not implement."""
     return bad_request(
         f"{param}: {quote_value(value)} is not supported; accepted: {accepted}", param, "unsupported_parameter"
     )

@@ -1,9 +1,9 @@
-"""Multipart forms with one file, parsed slice by slice.
+"""Multipart forms with one file, which are parsed slice by slice.
 
 Rules
-1. The parser gets the body in slices, with a turn of the event loop between them.
-2. The file stays in memory: its size is limited by ``max_body_bytes`` and counted by ``arrivals`` already.
-3. Names and values are UTF-8, as RFC 7578 recommends; a ``charset`` in the content type has no effect.
+1. The parser gets the body in slices, with a checkpoint between them.
+2. The file stays in memory: ``max_body_bytes`` limits its size, and its ticket counts it already.
+3. Names and values are UTF-8, as RFC 7578 recommends. A ``charset`` in the content type has no effect.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from starlette.requests import Request
 from omni_actors.serve.api.json_body import SLICE_BYTES, read_body
 from omni_actors.serve.http.errors import HTTPError, bad_request, quote_value
 
-logging.getLogger("python_multipart").setLevel(logging.ERROR)  # a client's mistake is no warning for the operator
+logging.getLogger("python_multipart").setLevel(logging.ERROR)  # a client's mistake is not the operator's concern
 
 MAX_PARTS = 32
 MAX_FIELD_BYTES = 1 << 16
 
 
 async def read_form(request: Request, file_name: str) -> tuple[bytes | None, dict[str, Any]]:
-    """Return the bytes of the file that is called ``file_name``, and the other fields that are not empty.
+    """Return the bytes of the file in the field ``file_name``, and the other fields that are not empty.
 
-    The file is None where the form has none. Raises HTTPError 400.
+    The file is None if the form has no such field. Raises HTTPError 400.
     """
     kind, options = parse_options_header(request.headers.get("content-type"))
     if kind != b"multipart/form-data" or b"boundary" not in options:
@@ -47,7 +47,7 @@ async def read_form(request: Request, file_name: str) -> tuple[bytes | None, dic
 
 
 class _Form:
-    """The form that the parser's callbacks fill in."""
+    """A form, filled in by the parser's callbacks."""
 
     def __init__(self, file_name: str) -> None:
         self.file: bytes | None = None
@@ -59,7 +59,7 @@ class _Form:
         self._header, self._value, self._data = bytearray(), bytearray(), bytearray()
 
     def callbacks(self) -> Any:
-        """By the parser's names for its events."""
+        """Return the callbacks by the parser's names of its events."""
         return {
             "on_part_begin": self._begin_part,
             "on_header_field": self._add_header,
@@ -73,7 +73,7 @@ class _Form:
     def _begin_part(self) -> None:
         self._parts += 1
         if self._parts > MAX_PARTS:
-            raise _broken(f"more than {MAX_PARTS} parts")
+            raise _broken(f"it has more than {MAX_PARTS} parts")
         self._name, self._is_file, self._data = "", False, bytearray()
 
     def _add_header(self, data: bytes, begin: int, end: int) -> None:
@@ -91,18 +91,18 @@ class _Form:
 
     def _end_headers(self) -> None:
         if not self._name:
-            raise _broken("a part without a name")
+            raise _broken("a part has no name")
         if not self._is_file:
             return
         if self._name != self._file_name:
             raise bad_request(f"unknown file {quote_value(self._name)}; accepted: {self._file_name!r}", self._name)
         if self.file is not None:
-            raise _broken("more than one file")
+            raise _broken("it has more than one file")
 
     def _add_data(self, data: bytes, begin: int, end: int) -> None:
         self._data += data[begin:end]
         if not self._is_file and len(self._data) > MAX_FIELD_BYTES:
-            raise _broken(f"{self._name}: more than {MAX_FIELD_BYTES} bytes")
+            raise _broken(f"the field {quote_value(self._name)} has more than {MAX_FIELD_BYTES} bytes")
 
     def _end_part(self) -> None:
         if self._is_file:
@@ -117,7 +117,7 @@ def _text(data: bytes | bytearray) -> str:
     try:
         return data.decode()
     except UnicodeDecodeError as error:
-        raise _broken(f"text that is not UTF-8: {error}") from error
+        raise _broken(f"it has text that is not UTF-8: {error}") from error
 
 
 def _broken(reason: str) -> HTTPError:

@@ -1,11 +1,11 @@
-"""JSON bodies: measured first, decoded second, so that no body holds the event loop.
+"""JSON bodies: their cost is measured before they are decoded, so that no body blocks the event loop.
 
 Rules
-1. The decoder runs to its end on the event loop. A thread would not help: the decoder keeps the interpreter's lock. So
-   its cost is bounded before it starts.
-2. The survey reads the body in slices and gives way to other tasks between them. It counts what is slow to decode.
-3. Plain ASCII in strings costs less than a millisecond per MiB. It is limited by ``max_body_bytes`` alone, so the
-   base64 of a large file fits.
+1. The decoder runs on the event loop without a pause. A thread would not help, because the decoder holds the global
+   interpreter lock. So its cost is bounded before it starts.
+2. ``DecodingCost`` reads the body in slices, with a checkpoint between them, and counts what is slow to decode.
+3. Plain ASCII in strings costs less than a millisecond per MiB. Only ``max_body_bytes`` limits it, so the base64 of a
+   large file fits.
 """
 
 from __future__ import annotations
@@ -21,38 +21,38 @@ from starlette.requests import Request
 from omni_actors.serve.http.errors import bad_request
 
 SLICE_BYTES = 1 << 16
-"""Bytes between two turns of the event loop: well below a millisecond, and 10 ms at the worst."""
+"""The bytes between two checkpoints: they take well below a millisecond, and 10 ms at worst."""
 MAX_VALUES = 20_000
-"""Strings; and commas, colons, brackets, braces and digits outside strings. Some 2,000 messages fit. The slowest values
-are numbers such as 9e-324, which take 7 µs each, 30 ms in all."""
+"""The limit of strings, and of commas, colons, brackets, braces and digits outside strings. About 2,000 messages fit.
+The slowest values are numbers such as 9e-324, which take 7 µs each, 30 ms in all."""
 MAX_SLOW_BYTES = 2 << 20
-"""Backslashes, strings with characters beyond ASCII, and bytes outside strings. They take up to 10 ms."""
+"""The limit of backslashes, of bytes in strings that are not ASCII, and of bytes outside strings: up to 10 ms."""
 MAX_DEPTH = 64
 
-_OF_VALUES = b"[]{},:0123456789"
-_OTHER = bytes(set(range(256)) - set(_OF_VALUES))
-_STEPS = {**dict.fromkeys(_OF_VALUES, 0), **dict.fromkeys(b"[{", 1), **dict.fromkeys(b"]}", -1)}
+_VALUE_BYTES = b"[]{},:0123456789"
+_OTHER_BYTES = bytes(set(range(256)) - set(_VALUE_BYTES))
+_STEPS = {**dict.fromkeys(_VALUE_BYTES, 0), **dict.fromkeys(b"[{", 1), **dict.fromkeys(b"]}", -1)}
 
 
 async def read_json(request: Request) -> dict[str, Any]:
-    """Return the body's object without its nulls. The body itself is not kept. Raises HTTPError 400."""
+    """Return the body's JSON object without its nulls. The body itself is not kept. Raises HTTPError 400."""
     body = await read_body(request)
-    survey = DecodingCost()
+    cost = DecodingCost()
     for at in range(0, len(body), SLICE_BYTES):
         await trio.lowlevel.checkpoint()
-        survey.add(body[at : at + SLICE_BYTES])
+        cost.add(body[at : at + SLICE_BYTES])
     fields = decode(body)
     await trio.lowlevel.checkpoint()
     return fields
 
 
 async def read_body(request: Request) -> bytes:
-    """Return the body, and keep no reference to it: Starlette's own ``body`` would."""
+    """Return the body without keeping a reference to it, as Starlette's own ``body`` would."""
     return b"".join([piece async for piece in request.stream()])
 
 
 def decode(body: bytes) -> dict[str, Any]:
-    """Return the object that a surveyed body holds, without its nulls. Raises HTTPError 400."""
+    """Return the JSON object of a measured body, without its nulls. Raises HTTPError 400."""
     try:
         fields = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -63,39 +63,39 @@ def decode(body: bytes) -> dict[str, Any]:
 
 
 class DecodingCost:
-    """What decoding a JSON document will cost, counted slice by slice.
+    """Counts, slice by slice, what is slow to decode in a JSON document.
 
-    The count is exact for a valid document. For an invalid one it is exact up to the byte at which the decoder stops.
+    The counts are exact for a valid document, and for an invalid one up to the byte at which the decoder stops.
     """
 
     def __init__(self) -> None:
         self._values = self._slow = self._depth = 0
         self._escape = b""
-        """A backslash at the end of the last slice: what it escapes is in the next one."""
-        self._in_string = self._is_wide = False
+        """The backslash at the end of the previous slice, which escapes the first byte of the next one."""
+        self._in_string = self._is_not_ascii = False
         self._string = 0
-        """Bytes of the string that the last slice ended in, and whether it has characters beyond ASCII."""
+        """The bytes of the string in which the previous slice ended, until the string turns out to be not ASCII."""
 
     def add(self, piece: bytes) -> None:
-        """Count one more slice. Raises HTTPError 400 where the document passes a bound."""
+        """Count one more slice. Raises HTTPError 400 if the document exceeds a limit."""
         self._slow += piece.count(b"\\")
         outside = b"".join(self._outside_strings(self._split(piece)))
         self._slow += len(outside)
         if self._slow > MAX_SLOW_BYTES:
-            message = f"more than {MAX_SLOW_BYTES} bytes of spacing, escapes and text beyond ASCII"
+            message = f"the body has more than {MAX_SLOW_BYTES} bytes of spaces, escapes and text that is not ASCII"
             raise bad_request(message, code="too_much_text")
-        of_values = outside.translate(None, _OTHER)
-        self._values += len(of_values)
+        value_bytes = outside.translate(None, _OTHER_BYTES)
+        self._values += len(value_bytes)
         if self._values > MAX_VALUES:
-            message = f"too many values: more than {MAX_VALUES} strings, commas, colons, brackets, braces and digits"
-            raise bad_request(message, code="too_many_values")
-        depths = list(accumulate(map(_STEPS.__getitem__, of_values), initial=self._depth))
+            message = f"more than {MAX_VALUES} strings, commas, colons, brackets, braces and digits"
+            raise bad_request(f"the body has too many values: {message}", code="too_many_values")
+        depths = list(accumulate(map(_STEPS.__getitem__, value_bytes), initial=self._depth))
         if max(depths) > MAX_DEPTH:
             raise bad_request(f"the body is nested more than {MAX_DEPTH} levels deep", code="nested_too_deeply")
         self._depth = depths[-1]
 
     def _split(self, piece: bytes) -> list[bytes]:
-        """``piece`` at the quotes that begin and end strings. A string loses escaped quotes and backslashes."""
+        """Split ``piece`` at the quotes that begin and end strings, without escaped quotes and backslashes."""
         piece = self._escape + piece
         if b"\\" in piece:
             piece = piece.replace(b"\\\\", b"")
@@ -104,17 +104,17 @@ class DecodingCost:
         return piece.split(b'"')
 
     def _outside_strings(self, parts: list[bytes]) -> Iterator[bytes]:
-        """The parts outside strings. Counts the strings, and the bytes of those with characters beyond ASCII."""
+        """Return the parts outside strings. Count the strings, and the bytes of those that are not ASCII."""
         for number, part in enumerate(parts):
             if number:
                 self._in_string = not self._in_string
                 self._values += self._in_string
-                self._string, self._is_wide = 0, False
+                self._string, self._is_not_ascii = 0, False
             if not self._in_string:
                 yield part
                 continue
             self._string += len(part)
-            self._is_wide = self._is_wide or not part.isascii() or b"\\u" in part
-            if self._is_wide:
+            self._is_not_ascii = self._is_not_ascii or not part.isascii() or b"\\u" in part
+            if self._is_not_ascii:
                 self._slow += self._string
                 self._string = 0

@@ -1,12 +1,14 @@
-"""Answers that are sent while they are made.
+"""Responses with the output of a generation.
 
 Rules
-1. ``begun`` waits for the first piece: what fails before it is an ordinary error, with a status of its own.
-2. What fails later ends the stream by ``farewell``: an event where the format has events, else the connection is cut,
-   so that nobody takes half an answer for a whole one.
-3. However an answer ends, its generation is aborted: that is harmless when it was complete.
-4. What was read of a generation stays charged to its request until the connection has taken it: a stream holds one
-   piece, and a whole answer all of it. A request that is cut while the connection does not take more cuts that too.
+1. ``StreamedReply.start`` waits for the first piece: an error before it is an ordinary error response with its own
+   status.
+2. ``on_late_error`` ends the stream after a later error: with an event, if the format has events. Otherwise the
+   connection is cut, so that a client cannot take a part of a response for all of it.
+3. A reply always aborts its generation when it ends. That has no effect on a generation that is complete.
+4. Output that was read from a generation stays charged to its request until the connection has accepted it: a streamed
+   reply holds one piece, a whole reply all pieces. If the request is ended while the connection does not accept data,
+   the delivery ends too.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from omni_actors.errors import RequestError
-from omni_actors.generation import Generation
+from omni_actors.generation import Generation, Output
 from omni_actors.serve.api.errors import to_http_error
 from omni_actors.serve.http.buffered_socket import PIECE_BYTES
 
@@ -31,23 +33,39 @@ Pieces = AsyncGenerator[bytes, None]
 
 
 def event(data: Any) -> bytes:
-    """A server-sent event."""
+    """Return a server-sent event with ``data`` as JSON."""
     return b"data: " + msgspec.json.encode(data) + b"\n\n"
 
 
 def error_event(error: RequestError) -> bytes:
+    """Return a server-sent event with OpenAI's error object."""
     return b"data: " + to_http_error(error).body() + b"\n\n"
 
 
+def usage_of(output: Output) -> dict[str, int] | None:
+    """Return OpenAI's usage object, if the output has the numbers of tokens."""
+    if "completion_tokens" not in output.data:
+        return None
+    prompt, completion = output.data["prompt_tokens"], output.data["completion_tokens"]
+    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+
+
 class JSONReply(Response):
-    """A whole answer."""
+    """A response with ``data`` as JSON."""
 
     def __init__(self, data: Any, status: int = 200) -> None:
         super().__init__(msgspec.json.encode(data), status, media_type="application/json")
 
 
 class StreamedReply(Response):
-    """See the module. on_late_error: the last piece for an error, or None to cut the connection."""
+    """A response that is sent while its generation makes it.
+
+    Args:
+        generation: the generation that ``pieces`` reads.
+        pieces: the pieces of the body. A stream of server-sent events must yield complete events.
+        media_type: the content type.
+        on_late_error: returns the last piece after an error; None: cut the connection.
+    """
 
     def __init__(
         self,
@@ -59,13 +77,13 @@ class StreamedReply(Response):
         super().__init__(media_type=media_type)
         del self.headers["content-length"]
         self.headers["cache-control"] = "no-cache"
-        self.headers["x-accel-buffering"] = "no"  # a proxy in between must not collect it
+        self.headers["x-accel-buffering"] = "no"  # for proxies: they must not collect the stream
         self._generation, self._pieces, self._on_late_error = generation, pieces, on_late_error
         generation.hold(whole=False)
         self._first = b""
 
     async def start(self) -> StreamedReply:
-        """Wait for the first piece. Raises RequestError."""
+        """Wait for the first piece, and return self. Raises RequestError. Cancellation aborts the generation."""
         try:
             self._first = await anext(self._pieces, b"")
         except BaseException:
@@ -74,6 +92,8 @@ class StreamedReply(Response):
         return self
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the response (ASGI)."""
+
         async def send_piece(piece: bytes, *, more: bool = True) -> None:
             await send({"type": "http.response.body", "body": piece, "more_body": more})
 
@@ -101,24 +121,25 @@ class StreamedReply(Response):
 
 
 class WholeReply(Response):
-    """A whole answer, made of all that its generation gave; see rule 4."""
+    """A response that was made of all outputs of its generation; see rule 4."""
 
-    def __init__(self, generation: Generation, answer: Response) -> None:
+    def __init__(self, generation: Generation, response: Response) -> None:
         super().__init__()
-        self._generation, self._answer = generation, answer
+        self._generation, self._response = generation, response
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the answer in pieces. With each one the client gets its share of the output that was collected.
+        """Send the response in pieces (ASGI). Each piece discharges its share of the collected output.
 
-        Raises RequestError where the request was cut before. One that is cut later ends before its answer is whole.
+        Raises RequestError if the request was ended before the response began. If it ends later, the response is cut.
         """
-        answer, generation = self._answer, self._generation
-        held, body = generation.held_bytes, memoryview(bytes(answer.body))
-        begun = False
+        response, generation = self._response, self._generation
+        held, body = generation.held_bytes, memoryview(bytes(response.body))
+        started = False
+        start = {"type": "http.response.start", "status": response.status_code, "headers": response.raw_headers}
         try:
             with generation.delivering():
-                await send({"type": "http.response.start", "status": answer.status_code, "headers": answer.raw_headers})
-            begun = True
+                await send(start)
+            started = True
             for at in range(0, len(body), PIECE_BYTES):
                 piece = body[at : at + PIECE_BYTES]
                 with generation.delivering() as delivery:
@@ -127,7 +148,7 @@ class WholeReply(Response):
                     return
                 generation.delivered(held * len(piece) // len(body))
         except RequestError:
-            if begun:
+            if started:
                 return
             raise
         finally:
@@ -137,7 +158,10 @@ class WholeReply(Response):
 
 @contextmanager
 def collecting(generation: Generation) -> Iterator[None]:
-    """Around reading a generation and making its whole answer, which ``WholeReply`` is to send."""
+    """Wrap reading a whole generation and making its response, which ``WholeReply`` then sends.
+
+    An exception in the block aborts the generation.
+    """
     generation.hold(whole=True)
     try:
         yield
@@ -147,4 +171,4 @@ def collecting(generation: Generation) -> Iterator[None]:
 
 
 class _DeliveryCancelled(Exception):
-    """The request was cut while its connection did not take more."""
+    """The request ended while its connection accepted no data."""

@@ -1,9 +1,9 @@
-"""The bodies of requests: what they may hold, and what of OpenAI's API has no effect here.
+"""The schemas of request bodies, and the fields of OpenAI's API that this server ignores or does not implement.
 
 Rules
-1. A null is an absent field.
-2. What OpenAI's API knows and this server cannot do is refused by name, unless it asks for what happens anyway.
-3. Any other field is a parameter of the pipeline's engines ("top_k"), which know whether they take it.
+1. A null counts as an absent field.
+2. A field of OpenAI's API that this server does not implement is refused by name, unless its value has no effect.
+3. Any other field is a parameter of the pipeline's engines ("top_k"), which accept or refuse it.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ from msgspec.inspect import ListType, LiteralType, StructType, Type, UnionType
 from omni_actors.config import Pipeline
 from omni_actors.serve.api.errors import from_validation, unsupported
 from omni_actors.serve.http.errors import HTTPError, bad_request, quote_value
+from omni_actors.serve.media.audio import AudioFormat
 from omni_actors.system import OmniSystem
 
 MAX_SPEECH_CHARACTERS = 4096
 """OpenAI's own limit."""
 MAX_SHORT = 1 << 16
-"""Characters of a string where no content is expected, and of a field's name: an error may quote all of it."""
+"""The most characters of a field's name, and of a string that is not content: an error may quote all of it."""
 CONTENT = frozenset({"content", "text", "data", "url"})
 """The fields that carry content."""
 
@@ -37,7 +38,7 @@ IGNORED_FIELDS = frozenset(
         *("safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
     }
 )
-"""Fields without effect on an answer."""
+"""Fields that have no effect on an answer."""
 
 UNSUPPORTED_FIELDS: dict[str, tuple[Any, ...]] = {
     "n": (1,),
@@ -59,7 +60,7 @@ UNSUPPORTED_FIELDS: dict[str, tuple[Any, ...]] = {
     "instructions": ("",),
     "prompt": ("",),
 }
-"""Fields whose effect this server cannot give, and the values that ask for none."""
+"""Fields that this server does not implement, and the values that are accepted because they have no effect."""
 
 
 class TextPart(msgspec.Struct, frozen=True, tag="text"):
@@ -68,7 +69,7 @@ class TextPart(msgspec.Struct, frozen=True, tag="text"):
 
 class InputAudio(msgspec.Struct, frozen=True):
     data: Text
-    """base64 of an audio file."""
+    """An audio file in base64."""
     format: Literal["wav", "mp3", "flac", "ogg"]
 
 
@@ -79,7 +80,7 @@ class AudioPart(msgspec.Struct, frozen=True, tag="input_audio"):
 class ImageURL(msgspec.Struct, frozen=True):
     url: Text
     detail: Literal["auto", "high"] = "auto"
-    """A pipeline sees an image as well as it can."""
+    """A pipeline always uses the best resolution that it supports."""
 
 
 class ImagePart(msgspec.Struct, frozen=True, tag="image_url"):
@@ -91,7 +92,7 @@ class VideoURL(msgspec.Struct, frozen=True):
 
 
 class VideoPart(msgspec.Struct, frozen=True, tag="video_url"):
-    """Not of OpenAI's API: the shape that open servers have given it."""
+    """An extension of OpenAI's API that other open servers have too."""
 
     video_url: VideoURL
 
@@ -101,10 +102,10 @@ class ChatMessage(msgspec.Struct, frozen=True):
     content: str | list[TextPart | AudioPart | ImagePart | VideoPart] | None = None
 
 
-class AudioFormat(msgspec.Struct, frozen=True):
+class AudioParams(msgspec.Struct, frozen=True):
     """voice: see ``has_speakers``."""
 
-    format: Literal["wav", "pcm16"] = "wav"
+    format: Literal["wav", "mp3", "flac", "opus", "pcm16"] = "wav"
     voice: Any = None
 
 
@@ -114,7 +115,7 @@ class StreamOptions(msgspec.Struct, frozen=True):
 
 
 class ProcessorKwargs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How vLLM's clients write parameters of what reads images, sound and videos."""
+    """Parameters of the media processor, under vLLM's name."""
 
     use_audio_in_video: bool | None = None
 
@@ -125,7 +126,7 @@ class ChatRequest(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     messages: Annotated[list[ChatMessage], Meta(min_length=1)]
     modalities: Annotated[list[Literal["text", "audio"]], Meta(min_length=1)] = field(default_factory=lambda: ["text"])
-    audio: AudioFormat = AudioFormat()
+    audio: AudioParams = AudioParams()
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
     max_tokens: int | None = None
@@ -134,18 +135,29 @@ class ChatRequest(msgspec.Struct, frozen=True, kw_only=True):
     mm_processor_kwargs: ProcessorKwargs = ProcessorKwargs()
 
 
+class CompletionRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """The body of /v1/completions. One prompt, as text."""
+
+    model: str
+    prompt: Text
+    stream: bool = False
+    stream_options: StreamOptions = StreamOptions()
+    max_tokens: int | None = None
+    stop: str | Annotated[list[str], Meta(max_length=4)] | None = None
+
+
 class SpeechRequest(msgspec.Struct, frozen=True, kw_only=True):
     """The body of /v1/audio/speech. voice: see ``has_speakers``."""
 
     model: str
     input: Annotated[str, Meta(max_length=MAX_SPEECH_CHARACTERS)]
     voice: Any = None
-    response_format: Literal["wav", "pcm"] = "wav"
+    response_format: AudioFormat = "mp3"
     stream_format: Literal["audio"] = "audio"
 
 
 class TranscriptionRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """The fields of /v1/audio/transcriptions beside the file; a form's values are strings."""
+    """The fields of /v1/audio/transcriptions except the file. A form's values are strings."""
 
     model: str
     response_format: Literal["json", "text"] = "json"
@@ -153,18 +165,33 @@ class TranscriptionRequest(msgspec.Struct, frozen=True, kw_only=True):
     temperature: Annotated[float, Meta(ge=0, le=0)] = 0.0
 
 
-Body = TypeVar("Body", ChatRequest, SpeechRequest, TranscriptionRequest)
+class ErrorDetails(msgspec.Struct, frozen=True):
+    """OpenAI's description of an error."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorObject(msgspec.Struct, frozen=True):
+    """The body of each error response."""
+
+    error: ErrorDetails
+
+
+Body = TypeVar("Body", ChatRequest, CompletionRequest, SpeechRequest, TranscriptionRequest)
 
 RESERVED_NAMES = {
     name for call in (OmniSystem.generate, OmniSystem.submit) for name in inspect.signature(call).parameters
 }
-"""Arguments beside the engines' parameters: a client's field of that name is not one."""
+"""The arguments of ``generate`` that are not engines' parameters. A client's field must not have such a name."""
 
 
 def parse(fields: Mapping[str, Any], schema: type[Body], *, strict: bool = True) -> tuple[Body, dict[str, Any]]:
-    """The body, and the engines' parameters that came with it. Raises HTTPError.
+    """Return the validated body, and the engines' parameters in it.
 
-    strict: False reads numbers from strings.
+    strict: False also accepts numbers as strings. Raises HTTPError.
     """
     _require_short(fields)
     try:
@@ -186,33 +213,32 @@ def parse(fields: Mapping[str, Any], schema: type[Body], *, strict: bool = True)
 
 
 def _require_short(fields: Mapping[str, Any]) -> None:
-    """Raises HTTPError where a name or a string is long that an error may quote."""
-    found: list[tuple[str, Any]] = [(name, value) for name, value in fields.items() if name not in IGNORED_FIELDS]
-    while found:
-        name, value = found.pop()
+    """Raises HTTPError if a string is long that an error may quote."""
+    pending: list[tuple[str, Any]] = [(name, value) for name, value in fields.items() if name not in IGNORED_FIELDS]
+    while pending:
+        name, value = pending.pop()
         if len(name) > MAX_SHORT:
             raise bad_request(f"unknown parameter {quote_value(name)}", name, "unknown_parameter")
         if isinstance(value, dict):
-            found.extend(value.items())
+            pending.extend(value.items())
         elif isinstance(value, list):
-            found.extend((name, item) for item in value)
+            pending.extend((name, item) for item in value)
         elif isinstance(value, str) and len(value) > MAX_SHORT and name not in CONTENT:
             message = f"{quote_value(name)}: {len(value)} characters; accepted: {MAX_SHORT}"
             raise bad_request(message, name, "string_too_long")
 
 
 def has_speakers(pipeline: Pipeline) -> bool:
-    """Whether an engine knows speakers, so that a client's ``voice`` names one.
+    """Return whether an engine of the pipeline has a choice of speakers, so that a client's ``voice`` names one.
 
-    Where none does, any voice is accepted and has no effect: such a pipeline speaks with the one it has, and OpenAI's
-    clients must send one.
+    Otherwise every voice is accepted and has no effect: the pipeline has one voice, and OpenAI's clients must send one.
     """
     schemas = [pipeline.spec(stage).params for stage in pipeline.stages]
     return any("speaker" in schema.__struct_fields__ for schema in schemas if schema is not None)
 
 
 def _accepted(schema: type[msgspec.Struct], place: str) -> list[Any]:
-    """The values that a field of ``schema`` can have, where they are listed. place: "messages[0].role"."""
+    """Return the values that a field of ``schema`` can have, if they are listed. place: "messages[0].role"."""
     nodes = [msgspec.inspect.type_info(schema)]
     for key in re.findall(r"[^.\[\]]+", place):
         nodes = [below for node in _alternatives(nodes) for below in _below(node, key)]
@@ -236,7 +262,7 @@ def _below(node: Type, key: str) -> list[Type]:
 
 
 def require_model(asked: str, served: str) -> None:
-    """Raises HTTPError 404."""
+    """Raises HTTPError 404 if the client asks for another model."""
     if asked != served:
         message = f"the model {quote_value(asked)} does not exist; this server serves {served!r}"
         raise HTTPError(404, message, param="model", code="model_not_found")

@@ -1,14 +1,14 @@
-"""One connection: requests one after the other, each by its deadline, until either side ends it.
+"""One connection: requests one after the other, each with its deadline, until either side closes.
 
 Rules
 1. The first head must arrive within ``HEAD_TIMEOUT_S`` of the accept, each further one within ``HEAD_TIMEOUT_S`` of its
-   first byte. No byte in between extends that. A connection without a request is kept for ``IDLE_TIMEOUT_S``.
-2. A head is bounded, and free of the control characters for which h11 would need quadratic time, before h11 sees it.
-3. What is no HTTP is answered with its status and OpenAI's error object. Then the connection is closed.
-4. An answer that a client may still be too busy sending to read is followed by ``linger``, not by a reset.
+   first byte. No byte in between extends that. An idle connection is kept for ``IDLE_TIMEOUT_S``.
+2. A head has bounded size, and no control character for which h11 would need quadratic time, before h11 sees it.
+3. A request that is not valid HTTP gets a response with a status and OpenAI's error object. Then the connection closes.
+4. If the client may still be sending its request, the response is followed by a lingering close and not by a reset.
 
-A later route for a protocol on top of HTTP takes the wire over here, after a 101: its buffer holds what came after the
-request.
+A protocol on top of HTTP, such as WebSocket, would take the socket over here after a 101 response: the socket's buffer
+holds the bytes after the request.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ import trio
 from starlette.types import ASGIApp
 
 from omni_actors.serve.http.buffered_socket import BufferedSocket, ClientDisconnected
-from omni_actors.serve.http.errors import HTTPError
+from omni_actors.serve.http.errors import HTTPError, internal_error
 from omni_actors.serve.http.exchange import Exchange
 
 HEAD_TIMEOUT_S = 10.0
 IDLE_TIMEOUT_S = 75.0
-"""Longer than proxies keep theirs (60 s): a proxy that reuses a connection must not meet one that is being closed."""
+"""Longer than the usual 60 s of proxies: a proxy must not reuse a connection that the server is closing."""
 MAX_HEAD_BYTES, MAX_HEAD_LINES = 64 * 1024, 256
 
 _ILLEGAL = re.compile(rb"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]|\r(?!\n)")
@@ -37,76 +37,77 @@ log = logging.getLogger("omni_actors.serve")
 
 
 class Connection:
-    """Serves ``app`` on one socket. Raises OSError where that is connected no more.
+    """Serves an ASGI application on one connected socket.
 
-    max_body_bytes: the largest size that a chunk of a request's body may declare.
+    max_body_bytes: the largest size that a chunk of a request's body may declare. Raises OSError if the socket is not
+    connected any more.
     """
 
     def __init__(self, sock: trio.socket.SocketType, app: ASGIApp, max_body_bytes: int) -> None:
         self._socket, self._app, self._max_body_bytes = BufferedSocket(sock), app, max_body_bytes
         self._idle = trio.CancelScope()
-        """Around the wait for a request's first byte."""
+        """The scope of the wait for a request's first byte."""
         self.idle_since: float | None = None
-        """Trio's time; None while a request is under way, and from ``stop`` on."""
+        """Trio's time; None during a request, and after ``stop``."""
         self._is_stopping = False
         self._exchange: Exchange | None = None
-        """The request under way, or the one before."""
+        """The request in progress, or the previous one."""
 
     @property
     def client(self) -> tuple[str, int]:
-        """The peer's address and port."""
+        """The client's address and port."""
         return self._socket.client
 
     def close(self) -> None:
-        """Give up the socket; ``serve`` has ended."""
+        """Close the socket, after ``serve`` has returned."""
         self._socket.close()
 
     def stop(self) -> None:
-        """Close the connection when the request under way is answered; at once where there is none."""
+        """Close the connection after the response to the request in progress; at once if there is none."""
         self._is_stopping, self.idle_since = True, None
         self._idle.cancel()
         if self._exchange is not None:
             self._exchange.stop()
 
     async def serve(self) -> None:
-        """Answer requests until either side closes. Raises what the app raises."""
+        """Answer requests until either side closes. Raises what the application raises."""
         try:
             await self._serve()
         except ClientDisconnected:
             pass
-        except HTTPError as problem:
-            await self._refuse(problem)
+        except HTTPError as error:
+            await self._refuse(error)
         except h11.RemoteProtocolError as error:
             await self._refuse(HTTPError(error.error_status_hint, str(error), code="invalid_http"))
         except Exception:
-            await self._refuse(HTTPError(500, "internal error", type="server_error", code="internal_error"))
+            await self._refuse(internal_error())
             raise
         finally:
-            if self._exchange is not None and self._exchange.looks_whole_when_cut:
+            if self._exchange is not None and self._exchange.looks_complete_when_cut:
                 self._socket.reset_on_close()
 
     async def _serve(self) -> None:
-        """Raises ClientDisconnected, HTTPError, h11.RemoteProtocolError, and what the app raises."""
-        patience_s = HEAD_TIMEOUT_S
+        """Raises ClientDisconnected, HTTPError, h11.RemoteProtocolError, and what the application raises."""
+        timeout_s = HEAD_TIMEOUT_S
         accepted: float | None = trio.current_time()
-        while await self._wait_first_byte(patience_s):
+        while await self._wait_first_byte(timeout_s):
             head = await self._read_head((accepted or trio.current_time()) + HEAD_TIMEOUT_S)
             exchange = self._exchange = Exchange(
                 self._socket, head, is_last=self._is_stopping, max_chunk_bytes=self._max_body_bytes
             )
             await exchange.run(self._app)
-            if not exchange.may_go_on:
-                if exchange.complete and (self._socket.buffer or not exchange.is_whole):
+            if not exchange.may_continue:
+                if exchange.response_complete and (self._socket.buffer or not exchange.request_complete):
                     await self._socket.linger()
                 return
-            patience_s, accepted = IDLE_TIMEOUT_S, None
+            timeout_s, accepted = IDLE_TIMEOUT_S, None
 
-    async def _wait_first_byte(self, within_s: float) -> bool:
-        """Whether a request begins. Raises ClientDisconnected."""
+    async def _wait_first_byte(self, timeout_s: float) -> bool:
+        """Return whether a request begins. Raises ClientDisconnected."""
         if self._is_stopping or self._socket.buffer:
             return not self._is_stopping
         self.idle_since = trio.current_time()
-        with trio.move_on_after(within_s) as self._idle:
+        with trio.move_on_after(timeout_s) as self._idle:
             return await self._socket.fill()
         return False
 
@@ -123,30 +124,30 @@ class Connection:
                 message = f"the request's head is larger than {MAX_HEAD_BYTES} bytes or {MAX_HEAD_LINES} lines"
                 raise HTTPError(431, message, code="head_too_large")
             if _ILLEGAL.search(head):
-                raise HTTPError(400, "the request's head has a control character in it", code="invalid_http")
+                raise HTTPError(400, "the request's head contains a control character", code="invalid_http")
             return head
-        raise HTTPError(408, f"the request's head did not come within {HEAD_TIMEOUT_S:g} s", code="head_too_slow")
+        raise HTTPError(408, f"the request's head did not arrive within {HEAD_TIMEOUT_S:g} s", code="head_too_slow")
 
-    async def _refuse(self, problem: HTTPError) -> None:
+    async def _refuse(self, error: HTTPError) -> None:
         if self._exchange is None or not self._exchange.response_started:
-            log.info("a request from %s:%d is refused: %s", *self.client, problem)
+            log.info("refused a request from %s:%d: %s", *self.client, error)
             try:
-                await self._socket.write(refusal(problem))
+                await self._socket.send(error_response(error))
             except ClientDisconnected:
                 return
             await self._socket.linger()
 
 
-def refusal(problem: HTTPError) -> bytes:
-    """A whole answer that ends its connection."""
-    body = problem.body()
+def error_response(error: HTTPError) -> bytes:
+    """Return a complete response that ends its connection."""
+    body = error.body()
     headers = {
         "content-type": "application/json",
         "content-length": str(len(body)),
         "date": formatdate(usegmt=True),
         "connection": "close",
-        **problem.headers,
+        **error.headers,
     }
-    lines = [f"HTTP/1.1 {problem.status} {HTTPStatus(problem.status).phrase}"]
+    lines = [f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}"]
     lines += [f"{name}: {value}" for name, value in headers.items()]
     return "\r\n".join([*lines, "", ""]).encode("latin-1") + body

@@ -1,10 +1,10 @@
-"""Errors as HTTP answers, in the shape of OpenAI's API.
+"""Errors as HTTP responses, with OpenAI's error object.
 
 Rules
 1. ``api.errors.to_http_error`` alone maps errors of the system to statuses.
 2. A parameter has the name that the client knows: handlers translate the engines' names with ``api.errors.renaming``.
-3. An error stays short: ``quote_value`` shortens a value before it becomes text, and ``HTTPError``
-   truncates every message.
+3. An error stays short: ``quote_value`` shortens a value before it becomes text, and ``HTTPError`` truncates every
+   message.
 """
 
 from __future__ import annotations
@@ -18,16 +18,24 @@ import msgspec
 from starlette.responses import Response
 
 MAX_MESSAGE = 500
-"""Characters. With every one of them escaped the error object stays below 4 KiB."""
+"""In characters. Even if each of them is escaped, the error object stays below 4 KiB."""
 MAX_QUOTE = 80
-"""Characters of a client's text in a message."""
+"""The most characters of a client's text in a message."""
 
 _quoting = reprlib.Repr()
 _quoting.maxstring = _quoting.maxother = _quoting.maxlong = MAX_QUOTE
 
 
 class HTTPError(Exception):
-    """An error for the client. type, param, code: as in OpenAI's error object. retry_after_s: sent as Retry-After."""
+    """An error that the client receives.
+
+    Args:
+        status: the HTTP status.
+        message: truncated to ``MAX_MESSAGE`` characters.
+        type, param, code: see OpenAI's error object.
+        retry_after_s: sent as the header Retry-After, in whole seconds.
+        headers: more headers of the response.
+    """
 
     def __init__(
         self,
@@ -49,6 +57,7 @@ class HTTPError(Exception):
         super().__init__(self.message)
 
     def body(self) -> bytes:
+        """Return OpenAI's error object as JSON."""
         error = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
         return msgspec.json.encode({"error": error})
 
@@ -57,17 +66,22 @@ class HTTPError(Exception):
 
 
 def truncate(text: str, size: int) -> str:
-    """``text``, at most ``size`` characters of it, without lone surrogates, which no answer can carry."""
+    """Return at most ``size`` characters of ``text``, without lone surrogates, which no response can carry."""
     if len(text) > size:
         text = text[: size - 1] + "…"
     return text.encode("utf-8", "replace").decode()
 
 
 def quote_value(value: Any) -> str:
-    """What a client sent, for a message. The cost does not depend on the length of its strings."""
+    """Return a client's value as text for a message. The cost does not depend on the length of the value's strings."""
     return truncate(_quoting.repr(value), MAX_QUOTE)
 
 
 def bad_request(message: str, param: str | None = None, code: str | None = "invalid_value") -> HTTPError:
-    """A 400: the client must change its request."""
+    """Return an error with status 400: the client must change its request."""
     return HTTPError(400, message, param=param, code=code)
+
+
+def internal_error() -> HTTPError:
+    """Return an error with status 500, which reveals nothing about its cause."""
+    return HTTPError(500, "internal error", type="server_error", code="internal_error")

@@ -1,20 +1,20 @@
-"""One request and its answer: h11's events on one side, ASGI on the other.
+"""One request and its response: h11's events on one side, ASGI on the other.
 
 Rules
-1. Each request has an h11 connection of its own. It gets the head, which ``connection`` has checked, then the body in
-   small pieces: nothing that a peer sends costs h11 more than some milliseconds at a time.
-2. ``receive`` reads from the socket only what the app asks for, and sends "100 Continue" only then.
-3. A peer that leaves cancels the handler. There is no "http.disconnect" message.
-4. Once the request is whole, the exchange watches for its peer. Pipelined bytes are kept, up to ``PIPELINED_BYTES``; a
-   peer that sends more is dropped.
+1. Each request has an h11 connection of its own. It receives the head, which ``connection`` has checked, then the body
+   in small pieces, so that no client can make h11 compute for more than a few milliseconds at a time.
+2. ``receive`` reads from the socket only what the application asks for, and sends "100 Continue" only then.
+3. A client that disconnects cancels the handler. There is no "http.disconnect" message.
+4. Once the request is complete, the exchange watches the client. Pipelined bytes are kept, up to ``PIPELINED_BYTES``;
+   a client that sends more counts as disconnected.
 
-**A peer that has closed, or only half of its connection.** Both look the same at first: the end of what it sends. They
-differ in what the peer's kernel says to data: it resets a connection that was closed, and takes the data of one that
-was half closed. So after that end the exchange sends something without a meaning, again and again at growing intervals:
-before the answer begins an interim "100 Continue", which a client of HTTP/1.1 has to skip; in a stream of server-sent
-events a comment (each piece of such a stream has to be whole events). A reset cancels the handler; otherwise the peer
-gets its answer. In any other stream the answer's next piece is the test. HTTP/1.0 has no interim answers: its peer gets
-``UNPROBED_S`` for the answer to begin.
+**Closed and half-closed connections** look the same at first: the client's data ends. They differ when the server
+sends: the client's kernel resets a closed connection, and accepts the data of a half-closed one. So after that end the
+exchange probes the client at growing intervals. Before the response begins, a probe is an interim "100 Continue", which
+an HTTP/1.1 client must skip. In a stream of server-sent events it is a comment, which requires that each piece of the
+stream is made of complete events. A reset cancels the handler; otherwise the client receives its response. In any other
+response the next piece is the probe. HTTP/1.0 has no interim responses: its client gets ``UNPROBED_S`` for the response
+to begin.
 """
 
 from __future__ import annotations
@@ -32,11 +32,12 @@ from omni_actors.serve.http.buffered_socket import PIECE_BYTES, BufferedSocket, 
 from omni_actors.serve.http.errors import HTTPError
 
 CHUNKED_BYTES, CHUNKED_PIECES = 1024, 8
-"""h11 gets a chunked body in such pieces, and so many in one turn of the event loop: it takes quadratic time for some
-trailers, and some microseconds for each chunk. A chunk's head, and the trailer, may be as long as one piece."""
+"""The size of the pieces of a chunked body that h11 gets, and how many it gets between two turns of the event loop: it
+needs quadratic time for some trailers, and some microseconds per chunk. A chunk's size line, and the trailer, may be as
+long as one piece."""
 PIPELINED_BYTES = 64 * 1024
 PROBE_S, PROBE_MAX_S = 0.01, 1.0
-"""Between two probes of a peer that sends no more: at first, and at last."""
+"""The first and the longest pause between two probes."""
 UNPROBED_S = 5.0
 _SSE_COMMENT = b":\n\n"
 _CHUNK_SIZE = re.compile(rb"[\r\n]*([0-9A-Fa-f]+)([^\n]*\n)?")
@@ -44,9 +45,15 @@ _CHUNK_SIZE = re.compile(rb"[\r\n]*([0-9A-Fa-f]+)([^\n]*\n)?")
 
 
 class Exchange:
-    """A request whose head is here. is_last: the connection is to be closed after the answer.
+    """A request whose head has arrived, and its response.
 
-    max_chunk_bytes: the largest size that a chunk of the body may declare. Raises h11.RemoteProtocolError, HTTPError.
+    Args:
+        sock: the connection.
+        head: the request's head.
+        is_last: whether the connection closes after the response.
+        max_chunk_bytes: the largest size that a chunk of the body may declare.
+
+    Raises h11.RemoteProtocolError, HTTPError.
     """
 
     def __init__(self, sock: BufferedSocket, head: bytes, *, is_last: bool, max_chunk_bytes: int) -> None:
@@ -54,47 +61,48 @@ class Exchange:
         self._h11 = h11.Connection(h11.SERVER, max_incomplete_event_size=CHUNKED_BYTES)
         self._h11.receive_data(head)
         request = self._h11.next_event()
-        assert isinstance(request, h11.Request), "the head is whole"
-        _require_sound(request)
+        assert isinstance(request, h11.Request), "the head is complete"
+        _check_request(request)
         self._scope = _scope(request, sock)
-        self._expects_chunk_size = _has(request, b"transfer-encoding")
+        self._expects_chunk_size = _has_header(request, b"transfer-encoding")
         self._piece_bytes = CHUNKED_BYTES if self._expects_chunk_size else PIECE_BYTES
-        self._has_bodiless_answer = request.method == b"HEAD"
-        self._whole = trio.Event()
-        """Set when the request's body is here."""
+        self._response_has_no_body = request.method == b"HEAD"
+        self._request_complete = trio.Event()
         self._parse()
-        self._is_received = False
-        """Whether the app has the last of the body."""
+        self._is_delivered = False
+        """Whether the application has the last piece of the body."""
         self._handler, self._watching = trio.CancelScope(), trio.CancelScope()
-        self._turn = trio.Lock()
-        """The handler and the watch for the peer hold it while they send."""
-        self._head = b""
-        """The answer's head, until its first piece is sent along."""
-        self._is_sse = self._has_left = False
-        self.response_started = self.complete = False
-        """Whether the answer has response_started, and whether all of it was sent."""
+        self._sending = trio.Lock()
+        """Held by the handler and by the probes while they send."""
+        self._response_head = b""
+        """The response's head, until it is sent with the first piece."""
+        self._is_sse = self._is_disconnected = False
+        self.response_started = self.response_complete = False
 
     @property
-    def is_whole(self) -> bool:
-        """Whether the request's body is here."""
-        return self._whole.is_set()
+    def request_complete(self) -> bool:
+        """Whether all of the request's body has arrived."""
+        return self._request_complete.is_set()
 
     @property
-    def may_go_on(self) -> bool:
+    def may_continue(self) -> bool:
         """Whether another request may follow on this connection."""
         return self._h11.our_state is h11.DONE and self._h11.their_state is h11.DONE
 
     @property
-    def looks_whole_when_cut(self) -> bool:
-        """Whether the answer was cut, and its client knows its end by the connection's alone."""
-        return self.response_started and not self.complete and self._scope["http_version"] == "1.0"
+    def looks_complete_when_cut(self) -> bool:
+        """Whether the response was cut, and only the end of the connection tells the client where it ends."""
+        return self.response_started and not self.response_complete and self._scope["http_version"] == "1.0"
 
     def stop(self) -> None:
-        """Close the connection after the answer, if that has not response_started."""
+        """Close the connection after the response, unless the response has begun."""
         self._is_last = True
 
     async def run(self, app: ASGIApp) -> None:
-        """Let ``app`` answer. Raises ClientDisconnected, h11.RemoteProtocolError, and what ``app`` raises."""
+        """Let ``app`` answer the request.
+
+        Raises ClientDisconnected, h11.RemoteProtocolError, and what ``app`` raises. A disconnect cancels ``app``.
+        """
         failure: Exception | None = None
         async with trio.open_nursery() as nursery:
             self._handler = nursery.cancel_scope
@@ -102,61 +110,61 @@ class Exchange:
             try:
                 await app(self._scope, self.receive, self.send)
             except Exception as error:  # noqa: BLE001
-                failure = error  # raised below as it is, not inside the nursery's exception group
+                failure = error  # raised below, outside the nursery's exception group
             nursery.cancel_scope.cancel()
-        if self._has_left:
+        if self._is_disconnected:
             raise ClientDisconnected
         if failure is not None:
             raise failure
         if not self.response_started:
-            raise RuntimeError("the app has not answered")
+            raise RuntimeError("the application returned without a response")
 
     # the request
 
     async def receive(self) -> Message:
-        """The next piece of the body. After the last one it waits until it is cancelled."""
+        """Return the next piece of the body (ASGI). After the last one, wait until cancelled."""
         await trio.lowlevel.checkpoint()
-        if self._is_received:
+        if self._is_delivered:
             await trio.sleep_forever()
         try:
             if self._h11.they_are_waiting_for_100_continue:
-                await self._interim()
-            while not (body := self._parse_buffer()) and not self._whole.is_set():
+                await self._send_interim()
+            while not (body := self._parse_buffer()) and not self.request_complete:
                 if not await self._socket.fill():
-                    await self._leave()
+                    await self._disconnect()
         except ClientDisconnected:
-            await self._leave()
-        self._is_received = self._whole.is_set()
-        return {"type": "http.request", "body": body, "more_body": not self._is_received}
+            await self._disconnect()
+        self._is_delivered = self.request_complete
+        return {"type": "http.request", "body": body, "more_body": not self._is_delivered}
 
     def _parse_buffer(self) -> bytes:
-        """The next part of the body that is here. Raises h11.RemoteProtocolError."""
+        """Return the next part of the body that has arrived. Raises h11.RemoteProtocolError, HTTPError."""
         body = bytearray()
         for _ in range(CHUNKED_PIECES):
-            if self._whole.is_set() or not self._socket.buffer:
+            if self.request_complete or not self._socket.buffer:
                 break
             self._h11.receive_data(self._socket.take(self._piece_bytes))
             body += self._parse()
         return bytes(body)
 
     def _parse(self) -> bytes:
-        """What h11 has of the body now. Raises h11.RemoteProtocolError, HTTPError."""
+        """Return what h11 has of the body. Raises h11.RemoteProtocolError, HTTPError."""
         body = bytearray()
-        while not self._whole.is_set():
+        while not self.request_complete:
             self._check_chunk_size()
             match self._h11.next_event():
                 case h11.Data(data=data, chunk_end=chunk_end):
                     body += data
                     self._expects_chunk_size = chunk_end
                 case h11.EndOfMessage():
-                    self._whole.set()
+                    self._request_complete.set()
                     self._socket.put_back(self._h11.trailing_data[0])
                 case _:
                     break
         return bytes(body)
 
     def _check_chunk_size(self) -> None:
-        """Refuse a chunk by the size that it declares: h11 would wait for all of it. Raises HTTPError."""
+        """Refuse a chunk by the size that it declares, because h11 would wait for all of it. Raises HTTPError."""
         if not self._expects_chunk_size:
             return
         found = _CHUNK_SIZE.match(self._h11.trailing_data[0])
@@ -167,106 +175,106 @@ class Exchange:
             raise HTTPError(413, message, code="body_too_large")
         self._expects_chunk_size = found[2] is None
 
-    async def _leave(self) -> NoReturn:
-        """The peer is gone: end the handler. Does not return."""
-        self._has_left = True
+    async def _disconnect(self) -> NoReturn:
+        """Cancel the handler, because the client has disconnected. Does not return."""
+        self._is_disconnected = True
         self._handler.cancel()
         await trio.sleep_forever()
         raise AssertionError
 
-    # the answer
+    # the response
 
     async def send(self, message: Message) -> None:
-        """Take a message of the answer. Returns when the kernel has it; the head goes with the first piece."""
+        """Send a message of the response (ASGI). Returns once the kernel has it; the head waits for the first piece."""
         more = message.get("more_body", False)
-        async with self._turn:
+        async with self._sending:
             if message["type"] == "http.response.start":
-                self._begin(message["status"], message.get("headers", ()))
+                self._start_response(message["status"], message.get("headers", ()))
                 return
-            body = b"" if self._has_bodiless_answer else message.get("body", b"")
+            body = b"" if self._response_has_no_body else message.get("body", b"")
             pieces = self._take_head()
             if body:
                 pieces += self._h11.send_with_data_passthrough(h11.Data(data=body)) or []
             if not more:
                 pieces.append(self._h11.send(h11.EndOfMessage()))
                 self._watching.cancel()
-            await self._write(*pieces)
-            self.complete = not more
+            await self._send(*pieces)
+            self.response_complete = not more
 
-    def _begin(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+    def _start_response(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
         named = {name.lower(): value for name, value in headers}
         added = [(b"date", formatdate(usegmt=True).encode())]
-        if self._is_last or not self._whole.is_set():
+        if self._is_last or not self.request_complete:
             added.append((b"connection", b"close"))
-        self._head = self._h11.send(h11.Response(status_code=status, headers=[*headers, *added]))
+        self._response_head = self._h11.send(h11.Response(status_code=status, headers=[*headers, *added]))
         self._is_sse = named.get(b"content-type", b"").startswith(b"text/event-stream")
-        self._has_bodiless_answer |= status in (204, 304)
+        self._response_has_no_body |= status in (204, 304)
         self.response_started = True
 
     def _take_head(self) -> list[bytes]:
-        head, self._head = self._head, b""
+        head, self._response_head = self._response_head, b""
         return [head]
 
-    async def _interim(self) -> None:
-        await self._write(self._h11.send(h11.InformationalResponse(status_code=100, headers=[], reason=b"Continue")))
+    async def _send_interim(self) -> None:
+        await self._send(self._h11.send(h11.InformationalResponse(status_code=100, headers=[], reason=b"Continue")))
 
-    async def _write(self, *pieces: bytes) -> None:
+    async def _send(self, *pieces: bytes) -> None:
         try:
-            await self._socket.write(*pieces)
+            await self._socket.send(*pieces)
         except ClientDisconnected:
-            await self._leave()
+            await self._disconnect()
 
-    # the peer
+    # the client
 
     async def _watch(self) -> None:
-        """Cancel the handler when the peer leaves after its request is whole, and before its answer is."""
+        """Cancel the handler if the client disconnects between the end of its request and the end of the response."""
         with self._watching:
-            await self._whole.wait()
+            await self._request_complete.wait()
             try:
                 while await self._socket.fill():
                     if len(self._socket.buffer) > PIPELINED_BYTES:
-                        await self._leave()
-                await self._wait_gone()
+                        await self._disconnect()
+                await self._wait_disconnected()
             except ClientDisconnected:
                 pass
-            await self._leave()
+            await self._disconnect()
 
-    async def _wait_gone(self) -> None:
-        """Until a peer that sends no more has closed its connection for good. Raises ClientDisconnected for a reset."""
+    async def _wait_disconnected(self) -> None:
+        """Wait until a client that sends no more has closed its connection for good. Raises ClientDisconnected."""
         pause_s = PROBE_S
         until = trio.current_time() + UNPROBED_S
         while self.response_started or self._scope["http_version"] != "1.0" or trio.current_time() < until:
             await self._probe()
             await trio.sleep(pause_s)
-            self._socket.require_no_error()
+            self._socket.check_error()
             pause_s = min(2 * pause_s, PROBE_MAX_S)
 
     async def _probe(self) -> None:
-        """Send what has no meaning, where such a thing exists and the handler is not sending anyway."""
-        if self._turn.locked():
+        """Send data without a meaning, if the protocol has such data and the handler is not sending anyway."""
+        if self._sending.locked():
             return
-        async with self._turn:
-            if self.response_started and self._is_sse and not self._has_bodiless_answer:
+        async with self._sending:
+            if self.response_started and self._is_sse and not self._response_has_no_body:
                 data = self._h11.send_with_data_passthrough(h11.Data(data=_SSE_COMMENT)) or []
-                await self._write(*self._take_head(), *data)
+                await self._send(*self._take_head(), *data)
             elif not self.response_started and self._scope["http_version"] != "1.0":
-                await self._interim()
+                await self._send_interim()
 
 
-def _require_sound(request: h11.Request) -> None:
-    """Refuse what h11 lets pass. Raises HTTPError."""
+def _check_request(request: h11.Request) -> None:
+    """Refuse what h11 accepts and this server does not. Raises HTTPError."""
     if request.http_version[:1] != b"1":
-        message = f"HTTP/{request.http_version.decode()} is not spoken here; accepted: HTTP/1.1"
+        message = f"HTTP/{request.http_version.decode()} is not supported; accepted: HTTP/1.1"
         raise HTTPError(505, message, code="unsupported_http_version")
     if request.method == b"CONNECT":
         raise HTTPError(405, "this server is not a proxy", code="method_not_allowed")
-    if _has(request, b"transfer-encoding") and (
-        _has(request, b"content-length") or request.http_version < b"1.1"  # the two lengths may differ
+    if _has_header(request, b"transfer-encoding") and (
+        _has_header(request, b"content-length") or request.http_version < b"1.1"  # the two lengths may differ
     ):
         raise HTTPError(400, "the body has two lengths: Content-Length and Transfer-Encoding", code="invalid_http")
 
 
-def _has(request: h11.Request, name: bytes) -> bool:
+def _has_header(request: h11.Request, name: bytes) -> bool:
     return any(found == name for found, _ in request.headers)
 
 

@@ -1,12 +1,14 @@
-"""Accepts connections, and keeps what happens in one of them away from all others.
+"""Accept connections, and keep the failure of one from affecting the others.
 
 Rules
-1. Whatever a connection raises closes that connection, with one log record; the server goes on.
-2. Where all connections are taken, the one that is idle for the longest time is closed for a new one; where one
-   address has its share, one of its own. Where none is idle, the new one is told so and closed at once, unread. Running
-   out of descriptors is logged once, and accepting goes on after a pause.
-3. Shutdown is a deadline: no new connections, idle ones closed at once, ``drain_s`` for requests under way, then they
-   are ended (``end_requests``), then ``CUT_S`` to send their errors, then all connections are closed.
+1. An exception in a connection closes that connection and writes one log record. The server continues.
+2. At the limit of all connections, the listener closes the connection that has been idle longest to make room for the
+   new one; at the limit of one address, the longest idle one of that address. If none is idle, the listener answers
+   the new connection with 503 and closes it without reading. A lack of descriptors is logged once, and the listener
+   accepts again after a pause.
+3. Shutdown is a deadline: the listener stops accepting and closes idle connections at once. Requests in progress have
+   ``drain_s`` to end. Then ``end_requests`` ends them, they have ``ERROR_RESPONSE_S`` to send their errors, and all
+   connections are closed.
 """
 
 from __future__ import annotations
@@ -21,22 +23,28 @@ import prometheus_client
 import trio
 from starlette.types import ASGIApp
 
-from omni_actors.serve.http.connection import Connection, refusal
+from omni_actors.serve.http.connection import Connection, error_response
 from omni_actors.serve.http.errors import HTTPError
 
-CUT_S = 0.5
-ACCEPT_AGAIN_S = 0.1
-"""After an error of ``accept``."""
+ERROR_RESPONSE_S = 0.5
+ACCEPT_RETRY_S = 0.1
+"""The pause after an error of ``accept``."""
 
 log = logging.getLogger("omni_actors.serve")
 
-_FULL = HTTPError(503, "the server has no connection left", type="server_error", code="too_many_connections")
+_FULL = HTTPError(503, "the server has too many connections", type="server_error", code="too_many_connections")
 
 
 class Listener:
-    """Serves ``app`` on the connections of a listening socket, which the caller closes too, if it likes.
+    """Serves an ASGI application on the connections of a listening socket.
 
-    registry: gets a counter of the connections that are refused at a limit.
+    Args:
+        sock: the listening socket. ``run`` closes it on shutdown.
+        app: the application.
+        registry: receives the counter of refused connections.
+        max_connections: the limit of connections.
+        max_per_address: the limit of connections from one address.
+        max_body_bytes: the largest size that a chunk of a request's body may declare.
     """
 
     def __init__(
@@ -54,16 +62,22 @@ class Listener:
         self._max_connections, self._max_per_address = max_connections, max_per_address
         self._refused = prometheus_client.Counter(
             "omni_http_refused_connections",
-            "Connections refused, by limit (total, address)",
+            "Connections refused, by limit: total or address",
             ["limit"],
             registry=registry,
         )
         self._connections: set[Connection] = set()
-        self._of_address: Counter[str] = Counter()
-        self._is_short = False
+        self._per_address: Counter[str] = Counter()
+        self._lacks_descriptors = False
 
     async def run(self, stop: trio.Event, drain_s: float, end_requests: Callable[[], None]) -> None:
-        """Until ``stop`` is set and the connections have ended or were cut."""
+        """Serve until ``stop`` is set, then drain. Return once every connection is closed.
+
+        Args:
+            stop: starts the shutdown.
+            drain_s: the time that requests in progress have to end.
+            end_requests: called when that time is over; it must end every request.
+        """
         async with trio.open_nursery() as draining:
             async with trio.open_nursery() as connections:
                 accepting = trio.CancelScope()
@@ -76,7 +90,7 @@ class Listener:
                         connection.stop()
                     await trio.sleep(drain_s)
                     end_requests()
-                    await trio.sleep(CUT_S)
+                    await trio.sleep(ERROR_RESPONSE_S)
                     connections.cancel_scope.cancel()
 
                 draining.start_soon(drain)
@@ -91,49 +105,49 @@ class Listener:
                 sock, (address, *_) = self._socket.accept()
             except BlockingIOError:
                 continue
-            except OSError as error:  # no descriptors, no memory, or a client that was quick to leave
-                if not self._is_short:
-                    log.warning("a connection cannot be accepted: %s", error)
-                self._is_short = True
-                await trio.sleep(ACCEPT_AGAIN_S)
+            except OSError as error:  # too many descriptors, too little memory, or the client has left already
+                if not self._lacks_descriptors:
+                    log.warning("cannot accept a connection: %s", error)
+                self._lacks_descriptors = True
+                await trio.sleep(ACCEPT_RETRY_S)
                 continue
-            self._is_short = False
+            self._lacks_descriptors = False
             sock.setblocking(False)
             if not self._make_room(address):
                 with sock, suppress(OSError):
-                    sock.send(refusal(_FULL))
+                    sock.send(error_response(_FULL))
                     sock.shutdown(socket.SHUT_WR)
                 continue
             try:
                 connection = Connection(trio.socket.from_stdlib_socket(sock), self._app, self._max_body_bytes)
-            except OSError:  # its client has reset it
+            except OSError:  # the client has reset the connection
                 sock.close()
                 continue
             self._connections.add(connection)
-            self._of_address[address] += 1
-            nursery.start_soon(self._attend, connection, address)
+            self._per_address[address] += 1
+            nursery.start_soon(self._serve_connection, connection, address)
 
     def _make_room(self, address: str) -> bool:
-        """Whether there is a connection left for a client at this address, where need be an idle one."""
-        has_share = self._of_address[address] >= self._max_per_address
-        if len(self._connections) < self._max_connections and not has_share:
+        """Return whether a client at this address may connect. Close an idle connection if that is necessary."""
+        at_address_limit = self._per_address[address] >= self._max_per_address
+        if len(self._connections) < self._max_connections and not at_address_limit:
             return True
-        candidates = (each for each in self._connections if not has_share or each.client[0] == address)
+        candidates = (each for each in self._connections if not at_address_limit or each.client[0] == address)
         idle = [(each.idle_since, each) for each in candidates if each.idle_since is not None]
         if idle:
             min(idle, key=lambda found: found[0])[1].stop()
         else:
-            self._refused.labels("address" if has_share else "total").inc()
+            self._refused.labels("address" if at_address_limit else "total").inc()
         return bool(idle)
 
-    async def _attend(self, connection: Connection, address: str) -> None:
+    async def _serve_connection(self, connection: Connection, address: str) -> None:
         try:
             await connection.serve()
-        except Exception:  # one connection must not end the server
-            log.exception("a connection from %s:%d ended", *connection.client)
+        except Exception:  # rule 1
+            log.exception("the connection from %s:%d failed", *connection.client)
         finally:
             connection.close()
             self._connections.discard(connection)
-            self._of_address[address] -= 1
-            if not self._of_address[address]:
-                del self._of_address[address]
+            self._per_address[address] -= 1
+            if not self._per_address[address]:
+                del self._per_address[address]

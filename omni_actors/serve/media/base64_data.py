@@ -1,4 +1,4 @@
-"""Bytes as text in JSON, and back."""
+"""Encode and decode base64 in JSON."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ import trio
 from omni_actors.serve.http.errors import bad_request
 
 _PIECE = 1 << 20
-"""Characters, whole groups of four: some milliseconds. Nobody is served while one is decoded."""
+"""Characters between two checkpoints, in whole groups of four. They take a few milliseconds."""
 
 
 async def from_base64(text: str, param: str, begin: int = 0) -> bytes:
-    """The bytes that ``text`` stands for, from character ``begin`` on. Raises HTTPError."""
+    """Return the bytes that ``text`` encodes from character ``begin`` on. Raises HTTPError about ``param``."""
     pieces = []
     for at in range(begin, len(text), _PIECE):
         await trio.lowlevel.checkpoint()
         try:
             pieces.append(base64.b64decode(text[at : at + _PIECE], validate=True))
-        except ValueError as error:  # binascii.Error is one, and so is text that is not ASCII
+        except ValueError as error:  # this includes binascii.Error, and text that is not ASCII
             raise bad_request(f"{param}: this is not base64: {error}", param, "invalid_base64") from error
     if any(len(piece) % 3 for piece in pieces[:-1]):
-        raise bad_request(f"{param}: this is not base64: there is padding before its end", param, "invalid_base64")
+        raise bad_request(f"{param}: this is not base64: padding before the end", param, "invalid_base64")
     return b"".join(pieces)
 
 

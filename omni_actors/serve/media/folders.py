@@ -1,10 +1,11 @@
-"""Files on this machine, from folders that the operator allows and from nowhere else.
+"""Read files on this machine, from the folders that the operator allows and from nowhere else.
 
 Rules
-1. A file is pinned first (O_PATH: that neither reads nor waits, whatever is there) and then judged: by where it really
-   is, all links and ``..`` behind it, and by what it is. What was judged is what is read, whatever its name means then.
-2. A path that does not even begin in an allowed folder is not looked up.
-3. Whatever is wrong with a path, the client hears the same: what else is on this machine is none of its business.
+1. A file is opened with O_PATH first, which neither reads nor blocks. Then the open file is checked: its real path,
+   after all links and ``..``, and its type. The file that was checked is the file that is read, even if its name means
+   another file by then.
+2. A path that does not begin in an allowed folder is not looked up.
+3. Every failure gives the same error: a client must learn nothing about the other files of this machine.
 """
 
 from __future__ import annotations
@@ -19,49 +20,54 @@ import trio
 from omni_actors.serve.media.fetch import MediaUnavailable
 
 _READERS = trio.CapacityLimiter(4)
-"""A file system that hangs keeps its threads: these, and no others."""
+"""A file system that hangs blocks at most these threads."""
 
 
 class AllowedFolders:
-    """Raises ValueError where one of ``folders`` is none."""
+    """Reads files below ``folders``. Raises ValueError if one of them is not a folder."""
 
     def __init__(self, folders: Iterable[str | Path]) -> None:
         given = [Path(os.path.abspath(folder)) for folder in folders]
         self._real = [Path(os.path.realpath(folder)) for folder in given]
-        self._begin = [*given, *self._real]
+        self._prefixes = [*given, *self._real]
         for folder in given:
             if not folder.is_dir():
                 raise ValueError(f"{str(folder)!r} is not a folder")
 
-    async def read(self, path: str, hold: Callable[[int], None]) -> bytes:
-        """hold: called with the file's size before it is read; what it raises ends this. Raises MediaUnavailable."""
+    async def read(self, path: str, add_bytes: Callable[[int], None]) -> bytes:
+        """Return the content of a file. Raises MediaUnavailable, and what ``add_bytes`` raises.
 
-        def hold_outside(size: int) -> None:
-            trio.from_thread.run_sync(hold, size)
+        add_bytes: called with the file's size before it is read.
+        """
 
-        return await trio.to_thread.run_sync(self._read, path, hold_outside, abandon_on_cancel=True, limiter=_READERS)
+        def add_from_thread(size: int) -> None:
+            trio.from_thread.run_sync(add_bytes, size)
 
-    def _read(self, path: str, hold: Callable[[int], None]) -> bytes:
+        return await trio.to_thread.run_sync(
+            self._read, path, add_from_thread, abandon_on_cancel=True, limiter=_READERS
+        )
+
+    def _read(self, path: str, add_bytes: Callable[[int], None]) -> bytes:
         try:
-            if not _is_below(Path(os.path.normpath(path)), self._begin):
-                raise _not_here()
+            if not _is_below(Path(os.path.normpath(path)), self._prefixes):
+                raise _not_found()
             pinned = os.open(path, os.O_PATH | os.O_CLOEXEC)
             try:
                 itself = f"/proc/self/fd/{pinned}"
                 found = os.fstat(pinned)
                 if not stat.S_ISREG(found.st_mode) or not _is_below(Path(os.readlink(itself)), self._real):
-                    raise _not_here()
-                hold(found.st_size)
+                    raise _not_found()
+                add_bytes(found.st_size)
                 with open(itself, "rb") as file:
                     return file.read(found.st_size)
             finally:
                 os.close(pinned)
-        except (OSError, ValueError) as error:  # ValueError: a name that no file can have
-            raise _not_here() from error
+        except (OSError, ValueError) as error:  # ValueError: a path that no file can have
+            raise _not_found() from error
 
 
-def _not_here() -> MediaUnavailable:
-    return MediaUnavailable("there is no such file, or none that this server may read", "{}_file_not_found")
+def _not_found() -> MediaUnavailable:
+    return MediaUnavailable("the file does not exist, or this server may not read it", "{}_file_not_found")
 
 
 def _is_below(path: Path, folders: Iterable[Path]) -> bool:

@@ -1,11 +1,11 @@
-"""The files of a request: in its body (base64, data: URLs), or where its URLs say, if the operator allows that.
+"""Load the files of a request: from its body (base64, data: URLs), or from URLs that the operator allows.
 
 Rules
-1. Nothing here looks into them: they are bytes.
-2. A request's body and the files that its URLs name share one limit (``max_body_bytes``), and all that arrive share the
-   budget of ``arrivals``: a reference costs what its file would.
-3. All files of a request are here within ``LOAD_TIMEOUT_S``, or the request is refused.
-4. What is wrong with one is a HTTPError that names its place in the request, with OpenAI's codes.
+1. The loader does not look into files: they are bytes.
+2. A request's body and the files that its URLs name share one limit (``max_body_bytes``), and the files count in the
+   budget of all arriving requests: a URL costs as much as its file in the body would.
+3. All files of a request must arrive within ``LOAD_TIMEOUT_S``; otherwise the request is refused.
+4. Every failure is an HTTPError that names the file's position in the request, with OpenAI's codes.
 """
 
 from __future__ import annotations
@@ -27,28 +27,32 @@ from omni_actors.serve.media.folders import AllowedFolders
 
 LOAD_TIMEOUT_S = 30.0
 MAX_FILES = 128
-"""Of one request."""
+"""The most files of one request."""
 _AT_A_TIME = 4
-"""Of one request."""
+"""How many files of one request are loaded at the same time."""
 _MAX_HEAD = 256
-"""Characters before a data: URL's data."""
+"""The most characters before the data of a data: URL."""
 _INVALID = "invalid_{}_url"
 
 
 class MediaReference(msgspec.Struct, frozen=True):
-    """A file that a request names. param: where it does."""
+    """A file that a request contains or names. param: its position in the request."""
 
     kind: Literal["audio", "image", "video"]
     source: str
-    """A URL; of audio, base64."""
+    """A URL; for audio, base64."""
     param: str
 
 
 class MediaLoader:
-    """Where the files of requests may come from, beside their bodies: nowhere, unless it is said here.
+    """Loads files. By default only files in the request's body are allowed.
 
-    domains: of http(s) URLs, as ``Fetcher`` has them. folders: file: URLs may name what is below. may_connect: the
-    addresses that the names of hosts may lead to. Raises ValueError for a domain or a folder that is none.
+    Args:
+        domains: the allowed hosts of http(s) URLs; see ``Fetcher``.
+        folders: the folders below which file: URLs may name files.
+        may_connect: whether the server may connect to an address.
+
+    Raises ValueError for an argument that is not a domain, or not a folder.
     """
 
     def __init__(
@@ -60,72 +64,72 @@ class MediaLoader:
     ) -> None:
         self._fetcher, self._folders = Fetcher(domains, may_connect), AllowedFolders(folders)
 
-    async def bring(self, references: Sequence[MediaReference], ticket: AdmissionTicket) -> list[bytes]:
-        """The files, in order. Raises HTTPError."""
+    async def load(self, references: Sequence[MediaReference], ticket: AdmissionTicket) -> list[bytes]:
+        """Return the content of each file, in order. The ticket counts their bytes. Raises HTTPError."""
         if len(references) > MAX_FILES:
-            message = f"messages: {len(references)} files; a request may bring {MAX_FILES}"
+            message = f"messages: {len(references)} files; a request may have {MAX_FILES}"
             raise bad_request(message, "messages", "too_many_files")
         files = [b""] * len(references)
-        problem: HTTPError | None = None
+        failure: HTTPError | None = None
         at_a_time = trio.CapacityLimiter(_AT_A_TIME)
 
-        async def bring_one(place: int) -> None:
-            nonlocal problem
+        async def load_one(index: int) -> None:
+            nonlocal failure
             try:
                 async with at_a_time:
-                    files[place] = await self._bring_one(references[place], ticket)
+                    files[index] = await self._load_one(references[index], ticket)
             except HTTPError as error:
-                problem = problem or error  # raised below as it is, not inside the nursery's exception group
+                failure = failure or error  # raised below, outside the nursery's exception group
                 nursery.cancel_scope.cancel()
 
-        with trio.move_on_after(LOAD_TIMEOUT_S) as time:
+        with trio.move_on_after(LOAD_TIMEOUT_S) as loading:
             async with trio.open_nursery() as nursery:
-                for place in range(len(references)):
-                    nursery.start_soon(bring_one, place)
-        if problem is not None:
-            raise problem
-        if time.cancelled_caught:
-            message = f"messages: the files that they name did not come within {LOAD_TIMEOUT_S:g} s"
+                for index in range(len(references)):
+                    nursery.start_soon(load_one, index)
+        if failure is not None:
+            raise failure
+        if loading.cancelled_caught:
+            message = f"messages: their files did not arrive within {LOAD_TIMEOUT_S:g} s"
             raise bad_request(message, "messages", "files_too_slow")
         return files
 
-    async def _bring_one(self, reference: MediaReference, ticket: AdmissionTicket) -> bytes:
+    async def _load_one(self, reference: MediaReference, ticket: AdmissionTicket) -> bytes:
         """Raises HTTPError."""
         try:
-            return await self._obtain(reference, ticket)
+            return await self._read(reference, ticket)
         except MediaUnavailable as error:
             code = error.code.format(reference.kind)
             raise bad_request(f"{reference.param}: {error.reason}", reference.param, code) from error
 
-    async def _obtain(self, reference: MediaReference, ticket: AdmissionTicket) -> bytes:
+    async def _read(self, reference: MediaReference, ticket: AdmissionTicket) -> bytes:
         """Raises MediaUnavailable, HTTPError."""
 
-        def hold(size: int) -> None:
+        def add_bytes(size: int) -> None:
             if ticket.bytes + size > ticket.max_bytes:
                 reason = f"the request and the files that it names are larger than {ticket.max_bytes} bytes"
                 raise MediaUnavailable(reason, "{}_file_too_large")
-            ticket.hold(size)
+            ticket.add_bytes(size)
 
         kind, source = reference.kind, reference.source
         if kind == "audio":
             return await from_base64(source, reference.param)
         match source[:_MAX_HEAD].partition(":")[0].lower():
             case "data":
-                data = await from_base64(source, reference.param, _begin_of_data(kind, source))
+                data = await from_base64(source, reference.param, _data_begin(kind, source))
             case "http" | "https":
-                data = await self._fetcher.fetch(source, hold)
+                data = await self._fetcher.fetch(source, add_bytes)
             case "file":
-                data = await self._folders.read(_path(source), hold)
+                data = await self._folders.read(_path(source), add_bytes)
             case _:
-                accepted = "a data: URL, or http:, https: and file: where the server allows them"
-                raise MediaUnavailable(f"this is not a URL that a file can have; accepted: {accepted}", _INVALID)
+                accepted = "a data: URL; http:, https: and file: if the server allows them"
+                raise MediaUnavailable(f"unsupported URL; accepted: {accepted}", _INVALID)
         if not data:
-            raise MediaUnavailable("there is nothing in it", "empty_{}_file")
+            raise MediaUnavailable("the file is empty", "empty_{}_file")
         return data
 
 
-def _begin_of_data(kind: str, url: str) -> int:
-    """Where in a data: URL its base64 begins. Raises MediaUnavailable."""
+def _data_begin(kind: str, url: str) -> int:
+    """Return the position of the base64 in a data: URL. Raises MediaUnavailable."""
     comma = url.find(",", 0, _MAX_HEAD)
     media_type, *rest = url[len("data:") : max(comma, 0)].lower().split(";")
     if rest[-1:] != ["base64"]:
@@ -136,7 +140,7 @@ def _begin_of_data(kind: str, url: str) -> int:
 
 
 def _path(url: str) -> str:
-    """Raises MediaUnavailable."""
+    """Return the path of a file: URL. Raises MediaUnavailable."""
     parts = split_url(url)
     if parts.netloc.lower() not in ("", "localhost") or parts.query or parts.fragment:
         raise MediaUnavailable("a file: URL has a path and nothing else: file:///folder/file", _INVALID)

@@ -1,10 +1,11 @@
 """POST /v1/chat/completions.
 
 Rules
-1. The text of a spoken answer is its transcript: then ``content`` is null, as in OpenAI's API.
-2. An answer's sound is not kept: it expires when it is made.
-3. What a request brought is not kept either: when its answer begins, nothing here refers to its body or its files.
-4. Files that no stage takes are refused before they are fetched or decoded.
+1. The text of a spoken answer is its transcript. Then ``content`` is null, as in OpenAI's API.
+2. The server does not keep the audio of an answer: it expires when it is made.
+3. The server does not keep a request's files either: when the answer begins, nothing here refers to the body or to its
+   files.
+4. A file that no stage accepts is refused before it is fetched or decoded.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from omni_actors.serve.api.replies import (
     collecting,
     error_event,
     event,
+    usage_of,
 )
 from omni_actors.serve.api.schemas import (
     AudioPart,
@@ -46,44 +48,39 @@ from omni_actors.serve.api.schemas import (
     require_model,
 )
 from omni_actors.serve.http.errors import bad_request
-from omni_actors.serve.media.audio import AudioEncoder, complete_file, decode
+from omni_actors.serve.media.audio import AudioEncoder, decode
 from omni_actors.serve.media.base64_data import to_base64
 from omni_actors.serve.media.loader import MediaLoader, MediaReference
 from omni_actors.system import OmniSystem
 
 
-class _Answer:
-    """What of a request and of its answer's outputs the reply's shape needs.
+class _ChatReply:
+    """Turns a generation's outputs into the objects of the reply.
 
-    names: what engines call a field, and what this client does.
+    names: the client's name of each parameter, by the engines' name.
     """
 
     def __init__(self, body: ChatRequest, names: Mapping[str, str]) -> None:
         now = int(time.time())
         self.id, self.created, self.model = f"chatcmpl-{uuid.uuid4().hex}", now, body.model
         self.audio_id = f"audio_{uuid.uuid4().hex}"
-        self.speaks, self.format = "audio" in body.modalities, body.audio.format
-        self.streams, self.include_usage = body.stream, body.stream_options.include_usage
+        self.has_audio = "audio" in body.modalities
+        self.is_streamed, self.include_usage = body.stream, body.stream_options.include_usage
         self.names = names
-        self.encoder = AudioEncoder("wav" if self.format == "wav" else "pcm")
+        format = "pcm" if body.audio.format == "pcm16" else body.audio.format
+        self.encoder = AudioEncoder(format, streamed=body.stream)
         self.finish_reason = "stop"
         self.usage: dict[str, int] | None = None
 
-    def take(self, output: Output) -> tuple[str, bytes]:
-        """The text and the sound, encoded, that this output adds."""
+    async def convert(self, output: Output) -> tuple[str, bytes]:
+        """Return the text and the encoded audio that an output adds."""
         self.finish_reason = output.data.get("finish_reason", self.finish_reason)
-        if "completion_tokens" in output.data:
-            prompt, completion = output.data["prompt_tokens"], output.data["completion_tokens"]
-            self.usage = {
-                "prompt_tokens": prompt,
-                "completion_tokens": completion,
-                "total_tokens": prompt + completion,
-            }
+        self.usage = usage_of(output) or self.usage
         match output.modality, output.delta:
             case "text", str(text):
                 return text, b""
             case "audio", AudioChunk() as chunk:
-                return "", self.encoder.push(chunk)
+                return "", await self.encoder.push(chunk)
         return "", b""
 
     def envelope(self, kind: str, choices: list[Any], usage: Any) -> dict[str, Any]:
@@ -98,72 +95,76 @@ class _Answer:
 
 
 async def chat(request: Request) -> Response:
-    """Answer a conversation, whole or as server-sent events."""
-    answer, generation = await _begin(request)
-    with renaming(answer.names):
-        if answer.streams:
-            return await StreamedReply(generation, _events(answer, generation), SSE, error_event).start()
+    """Answer a conversation, as one JSON object or as server-sent events."""
+    reply, generation = await _start(request)
+    with renaming(reply.names):
+        if reply.is_streamed:
+            return await StreamedReply(generation, _events(reply, generation), SSE, error_event).start()
         with collecting(generation):
-            return WholeReply(generation, await _whole(answer, generation))
+            return WholeReply(generation, await _whole(reply, generation))
 
 
-async def _begin(request: Request) -> tuple[_Answer, Generation]:
+async def _start(request: Request) -> tuple[_ChatReply, Generation]:
     system: OmniSystem = request.app.state.system
     media: MediaLoader = request.app.state.media
     ticket: AdmissionTicket = request.scope[SCOPE_KEY]
     body, params = parse(await read_json(request), ChatRequest)
     require_model(body.model, system.pipeline.name)
+    if body.stream and "audio" in body.modalities and body.audio.format == "flac":
+        message = "audio.format: 'flac' cannot be streamed; accepted: 'wav', 'mp3', 'opus', 'pcm16'"
+        raise bad_request(message, "audio.format", "unsupported_parameter")
     params, names = _parameters(body, params, system.pipeline)
-    answer = _Answer(body, names)
-    messages, files = _conversation(body.messages)
-    _require_taken(files, system.pipeline)
-    brought: dict[str, list[Any]] = {"audio": []}
-    for file, data in zip(files, await media.bring(files, ticket), strict=True):
-        brought.setdefault(file.kind, []).append(data)
-    places = [file.param for file in files if file.kind == "audio"]
-    brought["audio"] = await decode(list(zip(brought["audio"], places, strict=True)))
-    ticket.leave()
-    with renaming(answer.names):
+    reply = _ChatReply(body, names)
+    messages, references = _split_media(body.messages)
+    _require_accepted(references, system.pipeline)
+    data: dict[str, list[Any]] = {"audio": []}
+    for reference, file in zip(references, await media.load(references, ticket), strict=True):
+        data.setdefault(reference.kind, []).append(file)
+    audio_params = [reference.param for reference in references if reference.kind == "audio"]
+    data["audio"] = await decode(list(zip(data["audio"], audio_params, strict=True)))
+    ticket.release()
+    with renaming(reply.names):
         generation = system.generate(
             messages,
-            multi_modal_data=brought,
-            modalities=("text", "audio") if answer.speaks else ("text",),
+            multi_modal_data=data,
+            modalities=("text", "audio") if reply.has_audio else ("text",),
             **params,
         )
-    return answer, generation
+    return reply, generation
 
 
 def _parameters(
     body: ChatRequest, others: Mapping[str, Any], pipeline: Pipeline
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """The engines' parameters, and what this client calls what an engine may complain of.
+    """Return the engines' parameters, and the client's name of each parameter that an engine's error may name.
 
-    others: what it gave under the engines' own names.
+    others: the parameters that the client gave under the engines' own names.
     """
-    given = [  # the engines' name, the client's, the value; the last one counts
+    voice = body.audio.voice if "audio" in body.modalities and has_speakers(pipeline) else None
+    given = [  # the engines' name, the client's name, the value; the last value counts
         ("max_tokens", "max_tokens", body.max_tokens),
         ("max_tokens", "max_completion_tokens", body.max_completion_tokens),
         ("stop", "stop", [body.stop] if isinstance(body.stop, str) else body.stop),
-        ("speaker", "audio.voice", body.audio.voice if "audio" in body.modalities and has_speakers(pipeline) else None),
+        ("speaker", "audio.voice", voice),
         ("use_audio_in_video", "mm_processor_kwargs.use_audio_in_video", body.mm_processor_kwargs.use_audio_in_video),
         *((name, name, value) for name, value in others.items()),
     ]
     params, names = {}, dict.fromkeys(("audio", "image", "video", "input"), "messages")
-    for name, theirs, value in given:
+    for name, client_name, value in given:
         if value is not None:
-            params[name], names[name] = value, theirs
+            params[name], names[name] = value, client_name
     return params, names
 
 
-def _conversation(messages: Sequence[ChatMessage]) -> tuple[list[dict[str, Any]], list[MediaReference]]:
-    """As the pipeline takes it, and the files that it brings. Raises HTTPError."""
+def _split_media(messages: Sequence[ChatMessage]) -> tuple[list[dict[str, Any]], list[MediaReference]]:
+    """Return the conversation as the pipeline takes it, with files by index, and the files. Raises HTTPError."""
     conversation: list[dict[str, Any]] = []
     files: list[MediaReference] = []
     count: Counter[str] = Counter()
     for i, message in enumerate(messages):
         content: Any = message.content
         if content is None:
-            text = f"messages[{i}].content is missing; where it was an answer in sound, send its transcript"
+            text = f"messages[{i}].content is missing; for a spoken answer, send its transcript"
             raise bad_request(text, f"messages[{i}].content", "missing_required_parameter")
         if not isinstance(content, str):
             parts: list[Mapping[str, Any]] = []
@@ -180,70 +181,68 @@ def _conversation(messages: Sequence[ChatMessage]) -> tuple[list[dict[str, Any]]
     return conversation, files
 
 
-def _reference(part: AudioPart | ImagePart | VideoPart, place: str) -> MediaReference:
+def _reference(part: AudioPart | ImagePart | VideoPart, param: str) -> MediaReference:
     match part:
         case AudioPart(input_audio=audio):
-            return MediaReference("audio", audio.data, f"{place}.input_audio.data")
+            return MediaReference("audio", audio.data, f"{param}.input_audio.data")
         case ImagePart(image_url=image):
-            return MediaReference("image", image.url, f"{place}.image_url.url")
+            return MediaReference("image", image.url, f"{param}.image_url.url")
         case VideoPart(video_url=video):
-            return MediaReference("video", video.url, f"{place}.video_url.url")
+            return MediaReference("video", video.url, f"{param}.video_url.url")
 
 
-def _require_taken(files: Sequence[MediaReference], pipeline: Pipeline) -> None:
-    """Rule 4. Raises HTTPError."""
-    taken = {kind for stage in pipeline.stages.values() for kind in stage.accepts}
+def _require_accepted(files: Sequence[MediaReference], pipeline: Pipeline) -> None:
+    """Check rule 4. Raises HTTPError."""
+    accepted = {kind for stage in pipeline.stages.values() for kind in stage.accepts}
     for file in files:
-        if file.kind not in taken:
-            known = ", ".join(map(repr, sorted(taken)))
-            message = f"{file.param}: {pipeline.name!r} takes no {file.kind}; its inputs: {known}"
+        if file.kind not in accepted:
+            known = ", ".join(map(repr, sorted(accepted)))
+            message = f"{file.param}: {pipeline.name!r} does not accept {file.kind}; accepted: {known}"
             raise bad_request(message, file.param, "unsupported_input")
 
 
-async def _whole(answer: _Answer, generation: Generation) -> Response:
+async def _whole(reply: _ChatReply, generation: Generation) -> Response:
     texts: list[str] = []
-    sounds: list[bytes] = []
     async for output in generation:
-        text, sound = answer.take(output)
+        text, _ = await reply.convert(output)
         texts.append(text)
-        sounds.append(sound)
     text = "".join(texts)
     message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
-    if answer.speaks:
+    if reply.has_audio:
         message["content"] = None
         message["audio"] = {
-            "id": answer.audio_id,
-            "data": to_base64(complete_file([*sounds, answer.encoder.finish()], answer.format)),
+            "id": reply.audio_id,
+            "data": to_base64(await reply.encoder.finish()),
             "transcript": text,
-            "expires_at": answer.created,
+            "expires_at": reply.created,
         }
-    choice = {"index": 0, "message": message, "finish_reason": answer.finish_reason, "logprobs": None}
-    return JSONReply(answer.envelope("chat.completion", [choice], answer.usage))
+    choice = {"index": 0, "message": message, "finish_reason": reply.finish_reason, "logprobs": None}
+    return JSONReply(reply.envelope("chat.completion", [choice], reply.usage))
 
 
-async def _events(answer: _Answer, generation: Generation) -> Pieces:
+async def _events(reply: _ChatReply, generation: Generation) -> Pieces:
     def chunk(delta: Mapping[str, Any], finish_reason: str | None = None) -> bytes:
         choice = {"index": 0, "delta": delta, "finish_reason": finish_reason, "logprobs": None}
-        return event(answer.envelope("chat.completion.chunk", [choice], None))
+        return event(reply.envelope("chat.completion.chunk", [choice], None))
 
-    def sound_chunk(**fields: Any) -> bytes:
-        return chunk({"audio": {"id": answer.audio_id, **fields}})
+    def audio_chunk(**fields: Any) -> bytes:
+        return chunk({"audio": {"id": reply.audio_id, **fields}})
 
-    begun = False
+    is_first = True
     async for output in generation:
-        if not begun:
-            begun = True
-            yield chunk({"role": "assistant", "content": None if answer.speaks else ""})
-        text, sound = answer.take(output)
+        if is_first:
+            is_first = False
+            yield chunk({"role": "assistant", "content": None if reply.has_audio else ""})
+        text, audio = await reply.convert(output)
         if text:
-            yield sound_chunk(transcript=text) if answer.speaks else chunk({"content": text})
-        if sound:
-            yield sound_chunk(data=to_base64(sound))
-    if answer.speaks:
-        if sound := answer.encoder.finish():
-            yield sound_chunk(data=to_base64(sound))
-        yield sound_chunk(expires_at=answer.created)
-    yield chunk({}, answer.finish_reason)
-    if answer.include_usage:
-        yield event(answer.envelope("chat.completion.chunk", [], answer.usage))
+            yield audio_chunk(transcript=text) if reply.has_audio else chunk({"content": text})
+        if audio:
+            yield audio_chunk(data=to_base64(audio))
+    if reply.has_audio:
+        if audio := await reply.encoder.finish():
+            yield audio_chunk(data=to_base64(audio))
+        yield audio_chunk(expires_at=reply.created)
+    yield chunk({}, reply.finish_reason)
+    if reply.include_usage:
+        yield event(reply.envelope("chat.completion.chunk", [], reply.usage))
     yield DONE

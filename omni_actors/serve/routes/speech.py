@@ -1,4 +1,4 @@
-"""POST /v1/audio/speech: a text, spoken; the sound is sent while it is made. A text without sound is an error."""
+"""POST /v1/audio/speech: speak a text. The audio is sent while it is made. A text without sound is an error."""
 
 from __future__ import annotations
 
@@ -10,13 +10,19 @@ from omni_actors.generation import AudioChunk, Generation
 from omni_actors.serve.access.admission import SCOPE_KEY
 from omni_actors.serve.api.errors import renaming
 from omni_actors.serve.api.json_body import read_json
-from omni_actors.serve.api.replies import Pieces, StreamedReply
+from omni_actors.serve.api.replies import Pieces, StreamedReply, WholeReply, collecting
 from omni_actors.serve.api.schemas import SpeechRequest, has_speakers, parse, require_model
 from omni_actors.serve.http.errors import bad_request
 from omni_actors.serve.media.audio import AudioEncoder
 from omni_actors.system import OmniSystem
 
-_MEDIA_TYPES = {"wav": "audio/wav", "pcm": "audio/pcm"}
+_MEDIA_TYPES = {
+    "wav": "audio/wav",
+    "mp3": "audio/mpeg",
+    "flac": "audio/flac",
+    "opus": "audio/ogg",
+    "pcm": "audio/pcm",
+}
 _NAMES = {"script": "input", "text": "input"}
 
 
@@ -27,24 +33,30 @@ async def speech(request: Request) -> Response:
     require_model(body.model, system.pipeline.name)
     if not body.input.strip():
         raise bad_request("input: there is no text to speak", "input", "empty")
-    request.scope[SCOPE_KEY].leave()
+    request.scope[SCOPE_KEY].release()
     names = dict(_NAMES)
     if "speaker" not in params and has_speakers(system.pipeline):
         params["speaker"], names["speaker"] = body.voice, "voice"
+    format, media_type = body.response_format, _MEDIA_TYPES[body.response_format]
     with renaming(names):
         generation = system.generate(script=body.input, modalities=("audio",), **params)
-        pieces = _sound(generation, AudioEncoder(body.response_format))
-        return await StreamedReply(generation, pieces, _MEDIA_TYPES[body.response_format], on_late_error=None).start()
+        if format == "flac":
+            with collecting(generation):
+                data = b"".join([piece async for piece in _audio(generation, AudioEncoder(format, streamed=False))])
+                return WholeReply(generation, Response(data, media_type=media_type))
+        pieces = _audio(generation, AudioEncoder(format, streamed=True))
+        return await StreamedReply(generation, pieces, media_type, on_late_error=None).start()
 
 
-async def _sound(generation: Generation, encoder: AudioEncoder) -> Pieces:
-    """Raises RequestError, also where the generation has ended without any sound."""
-    spoken = False
+async def _audio(generation: Generation, encoder: AudioEncoder) -> Pieces:
+    """Yield the encoded audio. Raises RequestError, also if the generation ends without any audio."""
+    is_silent = True
     async for output in generation:
         if isinstance(output.delta, AudioChunk):
-            spoken = True
-            yield encoder.push(output.delta)
-    if not spoken:
+            is_silent = False
+            if data := await encoder.push(output.delta):
+                yield data
+    if is_silent:
         raise InvalidRequest("nothing in this text can be spoken", param="input", code="nothing_to_speak")
-    if rest := encoder.finish():
+    if rest := await encoder.finish():
         yield rest

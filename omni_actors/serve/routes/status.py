@@ -1,4 +1,4 @@
-"""The routes that read the server's state: /health, /metrics and /v1/models."""
+"""The routes that describe the server: health, metrics, models, version and OpenAPI."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from omni_actors import __version__
 from omni_actors.serve.access.api_key import has_valid_key
 from omni_actors.serve.api.replies import JSONReply
 from omni_actors.serve.api.schemas import require_model
@@ -15,10 +16,10 @@ from omni_actors.system import OmniSystem
 
 
 async def health(request: Request) -> Response:
-    """200 while every stage serves, else 503; the body says how each replica is.
+    """Describe each replica. The status is 200 while every stage serves, else 503.
 
-    The path needs no key. A client that holds the key, or a server without one, gets everything but what the workers
-    wrote. Other clients get the states alone: no processes, no reasons, no history.
+    The path needs no key. A client with the key (any client, if there is no key) gets all facts except the workers'
+    stderr. Other clients get the states only: no processes, no reasons, no history.
     """
     system: OmniSystem = request.app.state.system
     now = system.health()
@@ -34,17 +35,29 @@ async def health(request: Request) -> Response:
     return JSONReply(body, 200 if now.ready else 503)
 
 
+async def ping(request: Request) -> Response:
+    """Return an empty response with the status of /health, for load balancers."""
+    return Response(status_code=(await health(request)).status_code)
+
+
+async def version(request: Request) -> Response:
+    """Return the version of this package."""
+    return JSONReply({"version": __version__})
+
+
 async def metrics(request: Request) -> Response:
-    """Prometheus's text format."""
+    """Return the metrics in Prometheus's text format."""
     system: OmniSystem = request.app.state.system
     return Response(system.metrics.exposition(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
 async def models(request: Request) -> Response:
+    """List the one model, which is the pipeline."""
     return JSONReply({"object": "list", "data": [_model(request)]})
 
 
 async def model(request: Request) -> Response:
+    """Describe the model. 404 for any other name."""
     system: OmniSystem = request.app.state.system
     require_model(request.path_params["model"], system.pipeline.name)
     return JSONReply(_model(request))

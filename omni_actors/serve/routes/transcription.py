@@ -1,4 +1,7 @@
-"""POST /v1/audio/transcriptions: an audio file, as text. Once its answer begins, nothing here refers to its sound."""
+"""POST /v1/audio/transcriptions: the text of an audio file.
+
+When the answer begins, nothing here refers to the audio.
+"""
 
 from __future__ import annotations
 
@@ -30,17 +33,17 @@ _NAMES = {"audio": "file"}
 
 
 async def transcription(request: Request) -> Response:
-    """Write down what is said in a file."""
+    """Transcribe an audio file."""
     with renaming(_NAMES):
-        body, seconds, generation = await _begin(request)
+        body, seconds, generation = await _start(request)
         if body.stream:
             return await StreamedReply(generation, _events(generation), SSE, error_event).start()
         with collecting(generation):
             return WholeReply(generation, await _whole(generation, seconds, body.response_format))
 
 
-async def _begin(request: Request) -> tuple[TranscriptionRequest, float, Generation]:
-    """The fields, the sound's duration, and its answer."""
+async def _start(request: Request) -> tuple[TranscriptionRequest, float, Generation]:
+    """Return the request's fields, the audio's duration in seconds, and the generation."""
     system: OmniSystem = request.app.state.system
     data, fields = await read_form(request, "file")
     body, params = parse(fields, TranscriptionRequest, strict=False)
@@ -49,7 +52,7 @@ async def _begin(request: Request) -> tuple[TranscriptionRequest, float, Generat
         message = "missing required parameter 'file', an audio file in a multipart form"
         raise bad_request(message, "file", "missing_required_parameter")
     [clip] = await decode([(data, "file")])
-    request.scope[SCOPE_KEY].leave()
+    request.scope[SCOPE_KEY].release()
     generation = system.generate(multi_modal_data={"audio": clip}, modalities=("transcript",), **params)
     return body, clip.duration_s, generation
 

@@ -19,7 +19,7 @@ from click.testing import CliRunner
 from omni_actors.serve.access.api_key import normalize_key
 from omni_actors.serve.access.origins import normalize_host, normalize_origin
 from omni_actors.serve.command import serve_command
-from omni_actors.serve.server import _warn_where_open, serve
+from omni_actors.serve.server import _warn_if_public, serve
 
 Start = Callable[..., AbstractContextManager[Any]]
 
@@ -103,7 +103,7 @@ def test_an_address_beyond_this_machine_is_worth_a_warning(
     family: socket.AddressFamily, address: str, is_open: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     with socket.create_server((address, 0), family=family) as listener, caplog.at_level(logging.WARNING):
-        _warn_where_open(listener)
+        _warn_if_public(listener)
     assert [("--api-key" in message, address in message) for message in caplog.messages] == [(True, True)] * is_open
 
 

@@ -1,4 +1,4 @@
-"""Who comes in, in this process: admission and their bytes, counted and given back whatever becomes of them."""
+"""The request gate: places and bytes are counted, and given back however a request ends."""
 
 from __future__ import annotations
 
@@ -24,31 +24,31 @@ from omni_actors.serve.media import audio
 
 
 class Handler:
-    """An app that reads its body, says that its work has begun when it may, and answers when it may."""
+    """An application that reads its body, releases its ticket once it may start, and answers once it may answer."""
 
     def __init__(self) -> None:
         self.bodies: list[bytes] = []
-        self.may_begin, self.may_answer = trio.Event(), trio.Event()
+        self.may_start, self.may_answer = trio.Event(), trio.Event()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.bodies.append((await receive())["body"])
-        await self.may_begin.wait()
+        await self.may_start.wait()
         if scope[SCOPE_KEY] is not None:
-            scope[SCOPE_KEY].leave()
+            scope[SCOPE_KEY].release()
         await self.may_answer.wait()
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": b""})
 
 
-class Building:
-    """A door with its handler, three places and 100 bytes for all bodies; one may have 60."""
+class GateFixture:
+    """A request gate with its handler: three places, 100 bytes for all bodies, 60 for one body."""
 
     def __init__(self, app: ASGIApp | None = None) -> None:
         self.handler, self.in_flight = Handler(), 0
         self.admission = AdmissionControl(
             lambda: self.in_flight, lambda: 6.2, max_requests=3, max_bytes=100, max_request_bytes=60
         )
-        self.door = RequestGate(
+        self.app = RequestGate(
             app or self.handler,
             CollectorRegistry(),
             api_key=None,
@@ -59,29 +59,31 @@ class Building:
         )
 
     def state(self) -> tuple[int, int]:
-        """Places that are free, and bytes that are held."""
+        """Return the number of free places, and of bytes that are held."""
         taken = []
         with suppress(HTTPError):
             while True:
                 taken.append(self.admission.admit())
                 taken[-1].take_place()
         for ticket in taken:
-            ticket.leave()
+            ticket.release()
         return len(taken), self.admission.bytes
 
 
-class Visitor:
-    """A client. Its messages are what an ASGI server would pass on."""
+class TestClient:
+    """A client that exchanges ASGI messages with the gate."""
+
+    __test__ = False  # for pytest
 
     def __init__(
         self,
-        building: Building,
+        gate: GateFixture,
         nursery: trio.Nursery,
         path: str = "/work",
         on_answer: Callable[[], None] = lambda: None,
         headers: Sequence[tuple[bytes, bytes]] = (),
     ) -> None:
-        self._say, receive = trio.open_memory_channel[Message](100)
+        self._messages, receive = trio.open_memory_channel[Message](100)
         self.answer: list[Message] = []
 
         async def send(message: Message) -> None:
@@ -94,20 +96,20 @@ class Visitor:
         async def call() -> None:
             scope = {"type": "http", "path": path, "headers": headers}
             with self._connection:
-                await building.door(scope, receive.receive, send)
+                await gate.app(scope, receive.receive, send)
 
         nursery.start_soon(call)
 
-    async def sends(self, body: bytes, *, more: bool = False) -> None:
-        await self._says({"type": "http.request", "body": body, "more_body": more})
+    async def send(self, body: bytes, *, more: bool = False) -> None:
+        await self._receive({"type": "http.request", "body": body, "more_body": more})
 
-    async def leaves(self) -> None:
-        """As the connection says it: it cancels what its client has asked for."""
+    async def disconnect(self) -> None:
+        """Cancel the request, as a connection does when its client disconnects."""
         self._connection.cancel()
         await trio.testing.wait_all_tasks_blocked()
 
-    async def _says(self, message: Message) -> None:
-        self._say.send_nowait(message)
+    async def _receive(self, message: Message) -> None:
+        self._messages.send_nowait(message)
         await trio.testing.wait_all_tasks_blocked()
 
     @property
@@ -121,157 +123,157 @@ class Visitor:
         return headers.get(b"retry-after", b"").decode()
 
 
-async def test_an_upload_holds_bytes_and_a_whole_request_a_place_too(nursery: trio.Nursery) -> None:
-    building = Building()
-    visitor = Visitor(building, nursery)
-    await visitor.sends(bytes(20), more=True)
-    assert building.state() == (3, 20)
-    await visitor.sends(bytes(30))
-    assert building.handler.bodies == [bytes(50)]
-    assert building.state() == (2, 50)
-    building.handler.may_begin.set()
+async def test_an_upload_holds_bytes_and_a_complete_request_also_a_place(nursery: trio.Nursery) -> None:
+    gate = GateFixture()
+    client = TestClient(gate, nursery)
+    await client.send(bytes(20), more=True)
+    assert gate.state() == (3, 20)
+    await client.send(bytes(30))
+    assert gate.handler.bodies == [bytes(50)]
+    assert gate.state() == (2, 50)
+    gate.handler.may_start.set()
     await trio.testing.wait_all_tasks_blocked()
-    assert building.state() == (3, 0)
-    assert not visitor.answer
-    building.handler.may_answer.set()
+    assert gate.state() == (3, 0)
+    assert not client.answer
+    gate.handler.may_answer.set()
     await trio.testing.wait_all_tasks_blocked()
-    assert visitor.status == 200
-    assert building.state() == (3, 0)
+    assert client.status == 200
+    assert gate.state() == (3, 0)
 
 
 @pytest.mark.parametrize("in_flight", [0, 2, 3])
 async def test_whole_requests_and_those_in_flight_share_the_places(nursery: trio.Nursery, in_flight: int) -> None:
-    building = Building()
-    building.in_flight = in_flight
-    visitors = [Visitor(building, nursery) for _ in range(4)]
-    for visitor in visitors:
-        await visitor.sends(b"x")
-    assert len(building.handler.bodies) == 3 - in_flight
-    refused = [visitor for visitor in visitors if visitor.answer]
-    assert [(visitor.status, visitor.retry_after) for visitor in refused] == [(429, "7")] * (1 + in_flight)
+    gate = GateFixture()
+    gate.in_flight = in_flight
+    clients = [TestClient(gate, nursery) for _ in range(4)]
+    for client in clients:
+        await client.send(b"x")
+    assert len(gate.handler.bodies) == 3 - in_flight
+    refused = [client for client in clients if client.answer]
+    assert [(client.status, client.retry_after) for client in refused] == [(429, "7")] * (1 + in_flight)
 
 
 async def test_a_full_system_refuses_a_request_on_its_head(nursery: trio.Nursery) -> None:
-    building = Building()
-    building.in_flight = 3
-    visitor = Visitor(building, nursery)
+    gate = GateFixture()
+    gate.in_flight = 3
+    client = TestClient(gate, nursery)
     await trio.testing.wait_all_tasks_blocked()
-    assert visitor.status == 429
+    assert client.status == 429
 
 
 async def test_a_body_that_is_declared_too_large_is_refused_on_its_head(nursery: trio.Nursery) -> None:
-    visitor = Visitor(Building(), nursery, headers=[(b"content-length", b"61")])
+    client = TestClient(GateFixture(), nursery, headers=[(b"content-length", b"61")])
     await trio.testing.wait_all_tasks_blocked()
-    assert visitor.status == 413
+    assert client.status == 413
 
 
 async def test_bodies_share_one_budget_and_a_newcomer_that_passes_it_is_refused(nursery: trio.Nursery) -> None:
-    building = Building()
-    first, second, third = (Visitor(building, nursery) for _ in range(3))
-    await first.sends(bytes(60))
-    await second.sends(bytes(40), more=True)
-    assert building.state() == (2, 100)
-    await third.sends(b"x", more=True)
+    gate = GateFixture()
+    first, second, third = (TestClient(gate, nursery) for _ in range(3))
+    await first.send(bytes(60))
+    await second.send(bytes(40), more=True)
+    assert gate.state() == (2, 100)
+    await third.send(b"x", more=True)
     assert (third.status, third.retry_after) == (429, "7")
-    assert building.state() == (2, 100)
-    await second.sends(b"")
-    assert building.handler.bodies == [bytes(60), bytes(40)]
+    assert gate.state() == (2, 100)
+    await second.send(b"")
+    assert gate.handler.bodies == [bytes(60), bytes(40)]
 
 
 async def test_the_slowest_upload_makes_room_for_others(
     nursery: trio.Nursery, autojump_clock: trio.testing.MockClock
 ) -> None:
-    """Where it had its time to show its rate. One that is whole is no upload."""
-    building = Building()
-    whole, quick, slow = (Visitor(building, nursery) for _ in range(3))
-    await whole.sends(bytes(10))
-    await quick.sends(bytes(50), more=True)
-    await slow.sends(bytes(40), more=True)
+    """Only an upload past its grace period is ended, and no request with a complete body."""
+    gate = GateFixture()
+    whole, quick, slow = (TestClient(gate, nursery) for _ in range(3))
+    await whole.send(bytes(10))
+    await quick.send(bytes(50), more=True)
+    await slow.send(bytes(40), more=True)
     await trio.sleep(GRACE_S)
-    newcomer = Visitor(building, nursery)
-    await newcomer.sends(bytes(30), more=True)
+    newcomer = TestClient(gate, nursery)
+    await newcomer.send(bytes(30), more=True)
     assert slow.status == 408
-    assert building.state() == (2, 90)
-    await quick.sends(b"")
-    await newcomer.sends(b"")
-    assert building.handler.bodies == [bytes(10), bytes(50), bytes(30)]
+    assert gate.state() == (2, 90)
+    await quick.send(b"")
+    await newcomer.send(b"")
+    assert gate.handler.bodies == [bytes(10), bytes(50), bytes(30)]
 
 
 async def test_an_upload_that_is_itself_the_slowest_ends(
     nursery: trio.Nursery, autojump_clock: trio.testing.MockClock
 ) -> None:
-    building = Building()
-    quick, slow = (Visitor(building, nursery) for _ in range(2))
-    await quick.sends(bytes(60), more=True)
-    await slow.sends(bytes(40), more=True)
+    gate = GateFixture()
+    quick, slow = (TestClient(gate, nursery) for _ in range(2))
+    await quick.send(bytes(60), more=True)
+    await slow.send(bytes(40), more=True)
     await trio.sleep(GRACE_S)
-    await slow.sends(b"x")
+    await slow.send(b"x")
     assert slow.status == 408
-    assert building.state() == (3, 60)
-    assert not building.handler.bodies
+    assert gate.state() == (3, 60)
+    assert not gate.handler.bodies
 
 
 @pytest.mark.parametrize("sent", [0, 50])
 async def test_a_client_that_leaves_before_its_request_is_whole_holds_nothing(nursery: trio.Nursery, sent: int) -> None:
-    building = Building()
-    visitor = Visitor(building, nursery)
-    await visitor.sends(bytes(sent), more=True)
-    assert building.state() == (3, sent)
-    await visitor.leaves()
-    assert (building.state(), visitor.answer) == ((3, 0), [])
+    gate = GateFixture()
+    client = TestClient(gate, nursery)
+    await client.send(bytes(sent), more=True)
+    assert gate.state() == (3, sent)
+    await client.disconnect()
+    assert (gate.state(), client.answer) == ((3, 0), [])
 
 
 async def test_a_client_that_leaves_before_its_work_begins_holds_nothing(nursery: trio.Nursery) -> None:
-    building = Building()
-    visitor = Visitor(building, nursery)
-    await visitor.sends(bytes(50))
-    assert building.state() == (2, 50)
-    await visitor.leaves()
-    assert (building.state(), visitor.answer) == ((3, 0), [])
+    gate = GateFixture()
+    client = TestClient(gate, nursery)
+    await client.send(bytes(50))
+    assert gate.state() == (2, 50)
+    await client.disconnect()
+    assert (gate.state(), client.answer) == ((3, 0), [])
 
 
-async def test_a_body_over_its_own_limit_gives_all_back_and_is_told_so_at_once(nursery: trio.Nursery) -> None:
-    building = Building()
-    visitor = Visitor(building, nursery)
-    await visitor.sends(bytes(61), more=True)
-    assert building.state() == (3, 0)
-    assert visitor.status == 413
+async def test_a_body_over_its_own_limit_is_refused_at_once(nursery: trio.Nursery) -> None:
+    gate = GateFixture()
+    client = TestClient(gate, nursery)
+    await client.send(bytes(61), more=True)
+    assert gate.state() == (3, 0)
+    assert client.status == 413
 
 
-async def test_a_body_that_does_not_come_gives_all_back(
+async def test_a_body_that_does_not_arrive_gives_its_bytes_back(
     nursery: trio.Nursery, autojump_clock: trio.testing.MockClock
 ) -> None:
-    """A byte now and then does not keep it."""
-    building = Building()
-    visitor = Visitor(building, nursery)
+    """Slow bytes do not extend the time."""
+    gate = GateFixture()
+    client = TestClient(gate, nursery)
     for _ in range(int(BODY_TIMEOUT_S / 2)):
-        await visitor.sends(b"x", more=True)
+        await client.send(b"x", more=True)
         await trio.sleep(2)
     await trio.sleep(0.1)
-    assert visitor.status == 408
-    assert building.state() == (3, 0)
+    assert client.status == 408
+    assert gate.state() == (3, 0)
 
 
 async def test_a_place_is_free_before_its_client_sees_the_answer(nursery: trio.Nursery) -> None:
-    """Also where its handler refused it, and its work never began."""
+    """Also if the handler refuses the request."""
     free: list[tuple[int, int]] = []
 
     async def refuse(scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": 400, "headers": []})
         await send({"type": "http.response.body", "body": b""})
 
-    building = Building(refuse)
-    visitor = Visitor(building, nursery, on_answer=lambda: free.append(building.state()))
-    await visitor.sends(bytes(50))
+    gate = GateFixture(refuse)
+    client = TestClient(gate, nursery, on_answer=lambda: free.append(gate.state()))
+    await client.send(bytes(50))
     assert free[0] == (3, 0)
 
 
-async def test_where_nobody_reads_a_body_none_is_kept(nursery: trio.Nursery) -> None:
-    building = Building()
-    visitor = Visitor(building, nursery, "/health")
-    await visitor.sends(bytes(60))
-    assert building.handler.bodies == [b""]
-    assert building.state() == (3, 0)
+async def test_a_body_that_no_handler_reads_is_not_kept(nursery: trio.Nursery) -> None:
+    gate = GateFixture()
+    client = TestClient(gate, nursery, "/health")
+    await client.send(bytes(60))
+    assert gate.handler.bodies == [b""]
+    assert gate.state() == (3, 0)
 
 
 async def test_two_files_are_decoded_at_a_time(
@@ -308,7 +310,7 @@ async def test_two_files_are_decoded_at_a_time(
     assert [clip.duration_s for clip in clips] == [0.5] * 3
 
 
-async def test_a_file_of_many_blocks_is_decoded_as_it_is(recording: Any) -> None:
+async def test_a_file_of_many_blocks_is_decoded_exactly(recording: Any) -> None:
     tone = np.sin(np.arange(3 * audio._BLOCK + 7) / 50).astype(np.float32)
     file = io.BytesIO()
     soundfile.write(file, np.stack([tone, np.zeros_like(tone)], axis=1), 48000, format="WAV", subtype="FLOAT")

@@ -33,7 +33,7 @@ MULTIPART = "multipart/form-data; boundary=XX"
 
 
 def request(body: bytes, content_type: str = "application/json") -> Request:
-    """What a handler gets: the whole body in one piece."""
+    """Return the request that a handler gets: the complete body in one piece."""
 
     async def receive() -> Message:
         return {"type": "http.request", "body": body, "more_body": False}
@@ -55,14 +55,14 @@ def take(path: str, body: bytes, content_type: str = MULTIPART) -> dict[str, Any
 
 
 def refusal(path: str, body: bytes, content_type: str = MULTIPART) -> dict[str, Any]:
-    """The error object for a body that must be refused."""
+    """Return the error object for a body that must be refused."""
     with pytest.raises(HTTPError) as caught:
         take(path, body, content_type)
     return error_object(caught.value)
 
 
 def error_object(problem: HTTPError) -> dict[str, Any]:
-    """The error object of a 4xx, small and valid."""
+    """Return the error object of a 4xx, which must be small and valid."""
     encoded = problem.body()
     assert 400 <= problem.status < 500
     assert len(encoded) < 4096
@@ -113,7 +113,7 @@ def test_nesting_up_to_the_bound_passes() -> None:
         (b'"' + b"A" * 2 * MAX_SLOW_BYTES + b'\\u00e9"', "too_much_text"),
     ],
 )
-def test_what_would_be_slow_to_decode_is_refused_before(
+def test_a_body_that_is_slow_to_decode_is_refused_before(
     value: bytes, code: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delattr(json_body, "decode")
@@ -144,8 +144,8 @@ JSON = st.recursive(
 
 
 @given(JSON, st.booleans(), st.integers(1, 7))
-def test_the_survey_counts_the_same_in_slices_of_any_size(document: Any, ascii: bool, size: int) -> None:
-    """And what it counts is what a tokenizer finds."""
+def test_the_cost_is_the_same_in_slices_of_any_size(document: Any, ascii: bool, size: int) -> None:
+    """The counts equal those of a tokenizer."""
     body = json.dumps(document, ensure_ascii=ascii).encode()
     strings = re.findall(rb'"(?:[^"\\]|\\.)*"', body, re.DOTALL)
     outside = re.sub(rb'"(?:[^"\\]|\\.)*"', b"", body, flags=re.DOTALL)
@@ -193,7 +193,7 @@ def test_a_long_text_in_a_wrong_place(path: str, body: bytes) -> None:
     assert refusal(path, body)["message"]
 
 
-def test_a_value_that_looks_like_the_place_of_an_error_is_not_one() -> None:
+def test_a_value_that_looks_like_an_errors_path_is_a_value() -> None:
     error = refusal("chat", b'{"model": "studio", "messages": [{"role": "x` - at `$.model`", "content": ""}]}')
     assert error["param"] == "messages[0].role"
 
@@ -205,12 +205,12 @@ def test_a_value_that_looks_like_the_place_of_an_error_is_not_one() -> None:
         *(b'"\\ud800"', b'"\\udc00\\ud800"', b'"\xed\xa0\x80"', b'"\\ud800', b'"\x00"', b'"\xff"', b"\xef\xbb\xbf1"),
     ],
 )
-def test_numbers_and_strings_that_json_has_not(value: bytes) -> None:
+def test_numbers_and_strings_that_are_not_json(value: bytes) -> None:
     assert refusal("chat", chat(b', "user": ' + value))["code"] == "invalid_json"
 
 
 def test_odd_json_that_is_valid() -> None:
-    """A key that is there twice counts once, NUL is a character, and an integer may be large."""
+    """A repeated key counts once, NUL is a character, and an integer may be large."""
     params = take("chat", chat(b', "a": 1, "a": "\\u0000", "b": ' + b"9" * 4000))
     assert params == {"a": "\0", "b": int("9" * 4000)}
 
@@ -267,7 +267,7 @@ GOOD = [{}, {"model": "studio", "messages": [{"role": "user", "content": "hi"}]}
 
 
 def parsed_or_refused(path: str, body: bytes, content_type: str = MULTIPART) -> None:
-    """Never another exception, and never an error that is not a small 4xx."""
+    """Every exception is a small 4xx error."""
     try:
         take(path, body, content_type)
     except HTTPError as problem:
@@ -299,8 +299,8 @@ END = b"--XX--\r\n"
 
 
 @pytest.mark.parametrize("size", [0, 10, SLICE_BYTES - 1, SLICE_BYTES, 5 * SLICE_BYTES])
-def test_a_file_is_what_was_sent(size: int) -> None:
-    """Also where it holds what looks like a boundary, in one slice or across two."""
+def test_a_file_arrives_unchanged(size: int) -> None:
+    """Also if it contains something like a boundary, in one slice or across two."""
     file = (b"\r\n--X" * size)[:size]
     body = part("model", b"studio") + part("file", file, '; filename="a.wav"') + part("empty", b"") + END
     assert take("transcription", body) == {"file": file}
@@ -344,7 +344,7 @@ def test_a_form_that_cannot_be_read(body: bytes, code: str) -> None:
 @pytest.mark.parametrize(
     "kind", ["", "text/plain", "multipart/form-data", "multipart/form-data; boundary=" + "X" * 1000]
 )
-def test_a_body_that_is_no_form(kind: str) -> None:
+def test_a_body_that_is_not_a_form(kind: str) -> None:
     assert refusal("transcription", part("model", b"studio") + END, kind)["code"] in (
         "missing_required_parameter",
         "invalid_form",
@@ -371,7 +371,7 @@ def test_any_form_is_parsed_or_refused(body: bytes, content_type: str) -> None:
 
 @settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.sampled_from([GOOD[1], GOOD[2]]), FIELDS)
-def test_a_server_answers_any_object_with_what_was_asked_or_with_an_error(
+def test_a_server_answers_any_object_with_a_result_or_an_error(
     studio: Any, good: dict[str, Any], fields: dict[str, Any]
 ) -> None:
     path = "/v1/chat/completions" if "messages" in good else "/v1/audio/speech"

@@ -1,4 +1,4 @@
-"""Every refusal is OpenAI's error object, with the status and the parameter that say what to change."""
+"""Every refusal has OpenAI's error object, with the status and the parameter to change."""
 
 from __future__ import annotations
 
@@ -32,20 +32,20 @@ from omni_actors.serve.http.errors import HTTPError
 CHAT, SPEECH, TRANSCRIPTIONS = "/v1/chat/completions", "/v1/audio/speech", "/v1/audio/transcriptions"
 
 
-def said(content: Any) -> dict[str, Any]:
+def conversation(content: Any) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": content}]}
 
 
-def heard(**audio: Any) -> dict[str, Any]:
-    return said([{"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav", **audio}}])
+def with_audio(**audio: Any) -> dict[str, Any]:
+    return conversation([{"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav", **audio}}])
 
 
-def shown(kind: str = "image", **fields: Any) -> dict[str, Any]:
-    return said([{"type": f"{kind}_url", f"{kind}_url": {"url": "https://example.org/a.png", **fields}}])
+def with_media(kind: str = "image", **fields: Any) -> dict[str, Any]:
+    return conversation([{"type": f"{kind}_url", f"{kind}_url": {"url": "https://example.org/a.png", **fields}}])
 
 
 BODIES: list[tuple[str, dict[str, Any], int, str | None, str]] = [
-    # path, what is unlike a good body (None: left out), status, param, a part of the message
+    # path, changes to a good body (None: removed), status, param, a part of the message
     (CHAT, {"model": None}, 400, "model", "missing"),
     (CHAT, {"model": "gpt-4o"}, 404, "model", "studio"),
     (CHAT, {"model": 7}, 400, "model", "str"),
@@ -55,20 +55,32 @@ BODIES: list[tuple[str, dict[str, Any], int, str | None, str]] = [
     (CHAT, {"messages": [{"role": "tool", "content": "x"}]}, 400, "messages[0].role", "'assistant'"),
     (CHAT, {"messages": [{"content": "x"}]}, 400, "messages[0].role", "missing"),
     (CHAT, {"messages": [{"role": "assistant", "audio": {"id": "audio_1"}}]}, 400, "messages[0].content", "transcript"),
-    (CHAT, said([{"type": "input_file"}]), 400, "messages[0].content[0].type", "'image_url'"),
-    (CHAT, said([{"type": "image_url"}]), 400, "messages[0].content[0].image_url", "missing"),
-    (CHAT, said([{"type": "image_url", "image_url": "data:"}]), 400, "messages[0].content[0].image_url", "object"),
-    (CHAT, shown(detail="low"), 400, "messages[0].content[0].image_url.detail", "'auto', 'high'"),
-    (CHAT, shown(url=""), 400, "messages[0].content[0].image_url.url", ">= 1"),
-    (CHAT, shown(), 400, "messages[0].content[0].image_url.url", "takes no image; its inputs: 'audio', 'messages'"),
-    (CHAT, shown("video"), 400, "messages[0].content[0].video_url.url", "takes no video"),
-    (CHAT, said([{"type": "text"}]), 400, "messages[0].content[0].text", "missing"),
-    (CHAT, heard(format="mp4"), 400, "messages[0].content[0].input_audio.format", "'flac'"),
-    (CHAT, heard(data="###"), 400, "messages[0].content[0].input_audio.data", "base64"),
-    (CHAT, heard(), 400, "messages[0].content[0].input_audio.data", "not audio"),
+    (CHAT, conversation([{"type": "input_file"}]), 400, "messages[0].content[0].type", "'image_url'"),
+    (CHAT, conversation([{"type": "image_url"}]), 400, "messages[0].content[0].image_url", "missing"),
+    (
+        CHAT,
+        conversation([{"type": "image_url", "image_url": "data:"}]),
+        400,
+        "messages[0].content[0].image_url",
+        "object",
+    ),
+    (CHAT, with_media(detail="low"), 400, "messages[0].content[0].image_url.detail", "'auto', 'high'"),
+    (CHAT, with_media(url=""), 400, "messages[0].content[0].image_url.url", ">= 1"),
+    (
+        CHAT,
+        with_media(),
+        400,
+        "messages[0].content[0].image_url.url",
+        "image; accepted: 'audio', 'messages'",
+    ),
+    (CHAT, with_media("video"), 400, "messages[0].content[0].video_url.url", "does not accept video"),
+    (CHAT, conversation([{"type": "text"}]), 400, "messages[0].content[0].text", "missing"),
+    (CHAT, with_audio(format="mp4"), 400, "messages[0].content[0].input_audio.format", "'flac'"),
+    (CHAT, with_audio(data="###"), 400, "messages[0].content[0].input_audio.data", "base64"),
+    (CHAT, with_audio(), 400, "messages[0].content[0].input_audio.data", "not a readable audio file"),
     (CHAT, {"modalities": ["video"]}, 400, "modalities[0]", "'audio'"),
     (CHAT, {"modalities": []}, 400, "modalities", ">= 1"),
-    (CHAT, {"audio": {"format": "opus"}}, 400, "audio.format", "'pcm16'"),
+    (CHAT, {"audio": {"format": "aac"}}, 400, "audio.format", "'pcm16'"),
     (CHAT, {"stop": list("abcde")}, 400, "stop", "<= 4"),
     (CHAT, {"stream": "yes"}, 400, "stream", "bool"),
     (CHAT, {"n": 2}, 400, "n", "accepted: 1"),
@@ -93,7 +105,7 @@ BODIES: list[tuple[str, dict[str, Any], int, str | None, str]] = [
     (SPEECH, {"input": "an unspeakable word"}, 400, "input", "cannot be spoken"),
     (SPEECH, {"input": "hush"}, 400, "input", "nothing in this text can be spoken"),
     (SPEECH, {"input": "hush hush", "response_format": "pcm"}, 400, "input", "nothing in this text can be spoken"),
-    (SPEECH, {"response_format": "mp3"}, 400, "response_format", "'pcm', 'wav'"),
+    (SPEECH, {"response_format": "aac"}, 400, "response_format", "'flac', 'mp3', 'opus', 'pcm', 'wav'"),
     (SPEECH, {"stream_format": "sse"}, 400, "stream_format", "'audio'"),
     (SPEECH, {"instructions": "whisper"}, 400, "instructions", "not supported"),
 ]
@@ -103,7 +115,7 @@ BODIES: list[tuple[str, dict[str, Any], int, str | None, str]] = [
 def test_a_body_that_cannot_be_served(
     studio: Any, path: str, changes: dict[str, Any], status: int, param: str, words: str
 ) -> None:
-    good = {"model": "studio", **(said("hello") if path == CHAT else {"input": "hello", "voice": "any"})}
+    good = {"model": "studio", **(conversation("hello") if path == CHAT else {"input": "hello", "voice": "any"})}
     body = {name: value for name, value in {**good, **changes}.items() if value is not None}
     error = refusal(studio.http.post(path, json=body), status)
     assert error["param"] == param
@@ -112,7 +124,7 @@ def test_a_body_that_cannot_be_served(
 
 
 def refusal(answer: httpx.Response, status: int) -> dict[str, Any]:
-    """The error object; that it is one."""
+    """Return the error object of a response, and check its form."""
     assert (answer.status_code, answer.headers["content-type"]) == (status, "application/json"), answer.text
     [(key, error)] = answer.json().items()
     assert (key, set(error)) == ("error", {"message", "type", "param", "code"})
@@ -122,7 +134,7 @@ def refusal(answer: httpx.Response, status: int) -> dict[str, Any]:
 
 
 def test_a_speech_of_openais_longest_input(studio: Any) -> None:
-    body = {"model": "studio", "input": "é" * 4096}
+    body = {"model": "studio", "input": "é" * 4096, "response_format": "wav"}
     assert studio.http.post(SPEECH, json=body).content.startswith(b"RIFF")
 
 
@@ -175,10 +187,10 @@ def test_a_form_that_cannot_be_served(
     assert refusal(studio.http.post(TRANSCRIPTIONS, data=fields, files=files), status)["param"] == param
 
 
-def test_a_recording_without_sound(studio: Any, recording: Callable[..., bytes]) -> None:
+def test_an_empty_recording(studio: Any, recording: Callable[..., bytes]) -> None:
     files = {"file": ("a.wav", recording(0.0))}
     error = refusal(studio.http.post(TRANSCRIPTIONS, data={"model": "studio"}, files=files), 400)
-    assert "no sound" in error["message"]
+    assert "is empty" in error["message"]
 
 
 def test_a_small_file_of_a_long_silence_is_not_unpacked(studio: Any, recording: Callable[..., bytes]) -> None:
@@ -203,7 +215,7 @@ def test_a_small_file_of_a_long_silence_is_not_unpacked(studio: Any, recording: 
         ("DELETE", "/health", 405),
     ],
 )
-def test_a_place_that_is_not_there(studio: Any, method: str, path: str, status: int) -> None:
+def test_a_path_that_does_not_exist(studio: Any, method: str, path: str, status: int) -> None:
     answer = studio.http.request(method, path)
     assert path in refusal(answer, status)["message"] or "does not exist" in answer.text
     assert ("allow" in answer.headers) == (status == 405)
@@ -213,14 +225,14 @@ def test_a_place_that_is_not_there(studio: Any, method: str, path: str, status: 
 
 
 def big(size: int) -> bytes:
-    body = {"model": "studio", **said("hello"), "user": ""}
+    body = {"model": "studio", **conversation("hello"), "user": ""}
     return json.dumps({**body, "user": "x" * (size - len(json.dumps(body)))}).encode()
 
 
 @pytest.mark.parametrize("path", [CHAT, "/v1/embeddings"])
 @pytest.mark.parametrize("chunked", [False, True])
 def test_a_body_over_the_limit(studio: Any, path: str, chunked: bool) -> None:
-    """Also without a Content-Length; and the next request on the same connection, or a new one, is served."""
+    """Also without a Content-Length. The next request is served, on the same connection or a new one."""
 
     body = big(5_000_000)
     pieces = (body[i : i + 100_000] for i in range(0, len(body), 100_000))
@@ -236,17 +248,17 @@ def test_a_body_at_the_limit(studio: Any) -> None:
 
 @pytest.mark.parametrize("path", [CHAT, "/v1/embeddings"])
 def test_a_client_that_writes_before_it_reads_gets_its_answer(studio: Any, path: str) -> None:
-    """Its connection is not reset while it writes."""
+    """The server does not reset the connection while the client writes."""
     with socket.create_connection(("127.0.0.1", studio.port)) as connection:
         head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: 20000000\r\n\r\n"
         connection.sendall(head.encode() + bytes(20_000_000))
         assert connection.recv(12) == b"HTTP/1.1 413"
 
 
-def test_a_client_that_never_ends_its_body_costs_others_nothing(studio: Any) -> None:
+def test_a_client_that_never_ends_its_body_does_not_affect_others(studio: Any) -> None:
     with socket.create_connection(("127.0.0.1", studio.port)) as connection:
         connection.sendall(f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n{{".encode())
-        assert studio.http.post(CHAT, json={"model": "studio", **said("hello")}).status_code == 200
+        assert studio.http.post(CHAT, json={"model": "studio", **conversation("hello")}).status_code == 200
 
 
 # keys
@@ -254,7 +266,7 @@ def test_a_client_that_never_ends_its_body_costs_others_nothing(studio: Any) -> 
 
 @pytest.mark.parametrize("header", [None, "Bearer wrong", "Bearer", "Basic sesame", "sesame", "Bearer séame"])
 @pytest.mark.parametrize("path", ["/v1/models", "/metrics", "/v1/nothing", CHAT])
-def test_who_has_no_key_stays_outside(slow: Any, header: str | None, path: str) -> None:
+def test_a_request_without_the_key_is_refused(slow: Any, header: str | None, path: str) -> None:
     headers = {b"authorization": header.encode()} if header else {}
     method, content = ("POST", b"x" * 2_000_000) if path == CHAT else ("GET", b"")
     with httpx.Client(base_url=slow.url, timeout=60) as stranger:
@@ -272,10 +284,10 @@ def test_health_is_open_and_a_key_opens_the_rest(slow: Any) -> None:
         client.models.list()
 
 
-def test_what_openais_client_makes_of_an_error(client: openai.OpenAI) -> None:
+def test_openais_client_raises_its_own_errors(client: openai.OpenAI) -> None:
     with pytest.raises(openai.NotFoundError) as caught:
         client.chat.completions.create(model="gpt-4o", messages=[{"role": "user", "content": "hello"}])
     assert (caught.value.code, caught.value.param) == ("model_not_found", "model")
     silence = base64.b64encode(b"nothing").decode()
-    with pytest.raises(openai.BadRequestError, match="not audio"):
-        client.chat.completions.create(model="studio", **heard(data=silence))
+    with pytest.raises(openai.BadRequestError, match="not a readable audio file"):
+        client.chat.completions.create(model="studio", **with_audio(data=silence))

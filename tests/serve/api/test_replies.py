@@ -1,4 +1,4 @@
-"""How answers are sent to a connection that takes little or nothing: the system's part, in virtual time."""
+"""Sending replies to connections that accept little or nothing, in virtual time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.simulated_system import PIECE, PIECES, WATCHDOG_S, SimulatedS
 
 
 class Connection:
-    """Takes the parts of an answer up to ``room``, and then nothing."""
+    """Accepts ``room`` parts of a response, and then nothing."""
 
     def __init__(self, room: int = 1_000_000) -> None:
         self.sent: list[dict[str, Any]] = []
@@ -59,7 +59,9 @@ async def serve(answer: StreamedReply | WholeReply, connection: Connection) -> N
 
 
 @pytest.mark.parametrize("make", [stream, whole])
-async def test_an_answer_that_is_taken_is_sent_whole_and_leaves_nothing(autojump_clock: MockClock, make: Any) -> None:
+async def test_an_accepted_reply_is_complete_and_charges_nothing_afterwards(
+    autojump_clock: MockClock, make: Any
+) -> None:
     async with open_simulated_system() as world:
         connection = Connection()
         await serve(await make(world), connection)
@@ -87,7 +89,7 @@ async def test_the_last_piece_is_charged_while_it_is_sent(autojump_clock: MockCl
         nursery.cancel_scope.cancel()
 
 
-async def test_a_whole_answer_is_charged_until_its_connection_has_it(autojump_clock: MockClock) -> None:
+async def test_a_whole_reply_is_charged_until_its_connection_has_it(autojump_clock: MockClock) -> None:
     async with open_simulated_system(max_requests=1) as world, trio.open_nursery() as nursery:
         connection = Connection(room=1)
         nursery.start_soon(serve, await whole(world), connection)
@@ -100,7 +102,7 @@ async def test_a_whole_answer_is_charged_until_its_connection_has_it(autojump_cl
     assert not connection.complete
 
 
-async def test_a_whole_answer_that_is_not_taken_is_cut(autojump_clock: MockClock) -> None:
+async def test_a_whole_reply_that_is_not_accepted_is_cut(autojump_clock: MockClock) -> None:
     async with open_simulated_system() as world, trio.open_nursery() as nursery:
         connection = Connection(room=1)
         nursery.start_soon(serve, await whole(world), connection)
@@ -110,7 +112,7 @@ async def test_a_whole_answer_that_is_not_taken_is_cut(autojump_clock: MockClock
     assert not connection.complete
 
 
-async def test_a_client_that_leaves_while_a_whole_answer_is_sent_frees_it(autojump_clock: MockClock) -> None:
+async def test_a_disconnect_during_a_whole_reply_frees_its_output(autojump_clock: MockClock) -> None:
     async with open_simulated_system() as world:
         async with trio.open_nursery() as nursery:
             connection = Connection(room=1)
@@ -120,7 +122,7 @@ async def test_a_client_that_leaves_while_a_whole_answer_is_sent_frees_it(autoju
         assert (world.unread, world.omni.in_flight) == (0, 0)
 
 
-async def test_an_answer_that_was_cut_before_it_is_sent_is_an_error(autojump_clock: MockClock) -> None:
+async def test_a_request_that_ends_before_its_reply_is_sent_is_an_error(autojump_clock: MockClock) -> None:
     async with open_simulated_system() as world:
         generation = world.ask(deadline_s=50)
         with collecting(generation):

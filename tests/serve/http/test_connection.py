@@ -1,4 +1,4 @@
-"""One connection, byte by byte: requests and answers, what is no HTTP, deadlines, bodies."""
+"""One connection, byte by byte: requests and responses, invalid HTTP, deadlines, bodies."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ async def server() -> AsyncIterator[Server]:
         yield running
 
 
-# requests and answers
+# requests and responses
 
 
-async def test_an_answer_is_dated_and_the_connection_is_kept(server: Server) -> None:
+async def test_a_response_has_a_date_and_the_connection_is_kept(server: Server) -> None:
     async with await server.connect() as stream:
         for _ in range(2):
             await stream.send_all(GET)
@@ -74,7 +74,7 @@ async def test_the_first_bytes_of_a_chunk_are_not_read_as_its_size(server: Serve
         assert (await read_answer(stream))[2] == b"fffffffffeeeeeeeee"
 
 
-async def test_head_has_no_body_and_an_old_client_no_keep_alive(server: Server) -> None:
+async def test_head_has_no_body_and_http_1_0_no_keep_alive(server: Server) -> None:
     async with await server.connect() as stream:
         await stream.send_all(b"HEAD /now HTTP/1.1\r\nHost: x\r\n\r\n" + b"GET /now HTTP/1.0\r\n\r\n")
         both = await read_all(stream)
@@ -93,7 +93,7 @@ async def test_an_upgrade_is_answered_as_an_ordinary_request(server: Server) -> 
             assert (await read_answer(stream))[0] == 200
 
 
-# what is no request
+# invalid requests
 
 
 @pytest.mark.parametrize(
@@ -126,10 +126,10 @@ async def test_an_upgrade_is_answered_as_an_ordinary_request(server: Server) -> 
         (b"GET / HTTP/1.1\r\nHost: x\r\n" + b"a:\r\n" * 300 + b"\r\n", 431),
     ],
 )
-async def test_what_is_no_http_is_answered_and_closed(
+async def test_invalid_http_is_answered_and_the_connection_closed(
     server: Server, packet: bytes, status: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At once; and the next client is served."""
+    """The answer comes at once, and the next client is served."""
     monkeypatch.setattr(connection, "HEAD_TIMEOUT_S", 0.5 if packet == b"CONNECT" else 10)
     found = await server.ask(packet)
     assert error_of(found)[0] == status
@@ -171,7 +171,7 @@ async def test_an_exception_in_the_connections_own_code_is_contained_too(
 
 
 @pytest.mark.parametrize("version", [b"1.0", b"1.1"])
-async def test_an_answer_that_stops_half_way_does_not_look_whole(server: Server, version: bytes) -> None:
+async def test_a_cut_response_does_not_look_complete(server: Server, version: bytes) -> None:
     async with await server.connect() as stream:
         await stream.send_all(b"GET /half HTTP/" + version + b"\r\nHost: x\r\n\r\n")
         if version == b"1.0":
@@ -185,10 +185,8 @@ async def test_an_answer_that_stops_half_way_does_not_look_whole(server: Server,
 # deadlines
 
 
-async def test_a_byte_now_and_then_does_not_extend_the_time_for_a_head(
-    server: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Neither of the first request nor of the next one."""
+async def test_slow_bytes_do_not_extend_the_time_for_a_head(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """This holds for the first request and for the next one."""
     monkeypatch.setattr(connection, "HEAD_TIMEOUT_S", 0.3)
     for before in (b"", GET):
         async with await server.connect() as stream, trio.open_nursery() as nursery:
@@ -207,8 +205,8 @@ async def test_a_byte_now_and_then_does_not_extend_the_time_for_a_head(
             nursery.cancel_scope.cancel()
 
 
-async def test_connections_without_a_request_are_closed(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A kept one has more time than a new one."""
+async def test_idle_connections_are_closed(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A connection that served a request has more time than a new one."""
     monkeypatch.setattr(connection, "HEAD_TIMEOUT_S", 0.2)
     monkeypatch.setattr(connection, "IDLE_TIMEOUT_S", 0.4)
     async with await server.connect() as new, await server.connect() as kept:
@@ -239,7 +237,7 @@ async def test_100_continue_is_sent_when_the_app_wants_the_body(server: Server) 
         assert (await stream.receive_some()).startswith(b"HTTP/1.1 401")
 
 
-async def test_half_a_body_and_a_closed_connection_end_the_request_at_once(server: Server) -> None:
+async def test_an_incomplete_body_on_a_closed_connection_ends_the_request_at_once(server: Server) -> None:
     async with await server.connect() as stream:
         await stream.send_all(POST + b"Content-Length: 4\r\nExpect: 100-continue\r\n\r\n")
         await stream.receive_some()
@@ -252,7 +250,7 @@ async def test_half_a_body_and_a_closed_connection_end_the_request_at_once(serve
 async def test_a_refused_upload_is_answered_at_once_and_ends_soon(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A client that sends on for a while still reads its answer; one that never ends is cut."""
+    """A client that continues to send can still read its response; one that never stops is disconnected."""
     monkeypatch.setattr(buffered_socket, "LINGER_BYTES", 8_000_000)
     head = b"POST /early HTTP/1.1\r\nHost: x\r\nContent-Length: 999999999\r\n\r\n"
     async with await server.connect() as stream:

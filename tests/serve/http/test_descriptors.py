@@ -1,4 +1,4 @@
-"""What clients cannot use up: the descriptors of a real server."""
+"""Clients cannot use up the descriptors of a real server."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ Start = Callable[..., AbstractContextManager[Any]]
 UPLOAD = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{"
 
 
-def test_a_worker_comes_back_however_many_connections_are_open(start: Start) -> None:
-    """The server keeps descriptors for it, and tells clients above its limit so."""
+def test_a_worker_restarts_however_many_connections_are_open(start: Start) -> None:
+    """The server reserves descriptors for workers, and refuses clients above its limit."""
     with start(files=256) as server:
         old, process = server.pid_of("mind"), psutil.Process(server.process.pid)
         workers = len(process.children())
@@ -40,8 +40,8 @@ def test_a_worker_comes_back_however_many_connections_are_open(start: Start) -> 
         assert mind["restarts"] == 1
         body = {"model": "studio", "messages": [{"role": "user", "content": "hello"}]}
         assert server.http.post("/v1/chat/completions", json=body).status_code == 200
-        assert "connections at a time: this process may have 256 descriptors" in server.stderr
-        assert "cannot be accepted" not in server.stderr
+        assert "connections: this process may have only 256 descriptors" in server.stderr
+        assert "cannot accept a connection" not in server.stderr
 
 
 def is_refused(port: int) -> bool:
@@ -57,16 +57,16 @@ def pids_of(parent: psutil.Process) -> list[int]:
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
-async def test_workers_take_no_more_descriptors_than_are_kept_for_them(replicas: int) -> None:
+async def test_workers_use_no_more_descriptors_than_are_reserved(replicas: int) -> None:
     before = len(os.listdir("/proc/self/fd"))
     async with OmniSystem.open("echo", **{"stages.second.replicas": replicas}) as system:
         taken = len(os.listdir("/proc/self/fd")) - before
         assert system.descriptors / 2 <= taken <= system.descriptors + SPARE / 8
 
 
-def test_connections_get_what_workers_leave(caplog: pytest.LogCaptureFixture) -> None:
-    assert DescriptorBudget(1000, 10).room(500, reserved=100) == 500
+def test_connections_get_the_descriptors_that_workers_do_not_need(caplog: pytest.LogCaptureFixture) -> None:
+    assert DescriptorBudget(1000, 10).max_connections(500, reserved=100) == 500
     assert not caplog.records
-    assert DescriptorBudget(256, 10).room(500, reserved=100) == 256 - 10 - 100 - SPARE
-    assert DescriptorBudget(50, 10).room(500, reserved=100) == 1
-    assert "this process may have 256 descriptors" in caplog.text
+    assert DescriptorBudget(256, 10).max_connections(500, reserved=100) == 256 - 10 - 100 - SPARE
+    assert DescriptorBudget(50, 10).max_connections(500, reserved=100) == 1
+    assert "this process may have only 256 descriptors" in caplog.text

@@ -1,4 +1,4 @@
-"""Clients that leave, that close only their half, and that take nothing."""
+"""Clients that disconnect, that half-close their connection, and that read nothing."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ async def test_too_many_pipelined_bytes_end_the_connection(server: Server) -> No
 
 @pytest.mark.parametrize("path", [b"/wait", b"/stream"])
 @pytest.mark.parametrize("way", ["close", "reset"])
-async def test_a_client_that_leaves_cancels_its_request(server: Server, path: bytes, way: str) -> None:
-    """Also where the answer has begun and pauses."""
+async def test_a_disconnect_cancels_the_request(server: Server, path: bytes, way: str) -> None:
+    """Also if the response has begun and pauses."""
     async with await server.connect() as stream:
         await stream.send_all(b"GET " + path + b" HTTP/1.1\r\nHost: x\r\n\r\n")
         await server.app.started.wait()
@@ -55,16 +55,16 @@ async def test_a_client_that_leaves_cancels_its_request(server: Server, path: by
 async def test_a_client_that_half_closes_gets_its_whole_answer(
     server: Server, path: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The interim answers and comments that probe the client are no part of the answer."""
+    """The probes (interim responses and comments) are not part of the response."""
     looks, enough = count(1), trio.Event()
-    require_no_error = buffered_socket.BufferedSocket.require_no_error
+    check_error = buffered_socket.BufferedSocket.check_error
 
     def look(self: buffered_socket.BufferedSocket) -> None:
-        require_no_error(self)
+        check_error(self)
         if next(looks) == 3:
             enough.set()
 
-    monkeypatch.setattr(buffered_socket.BufferedSocket, "require_no_error", look)
+    monkeypatch.setattr(buffered_socket.BufferedSocket, "check_error", look)
     async with await server.connect() as stream:
         await stream.send_all(b"GET " + path + b" HTTP/1.1\r\nHost: x\r\n\r\n")
         await server.app.started.wait()
@@ -90,7 +90,7 @@ async def test_a_half_closed_client_that_closes_later_cancels_its_request(server
     await server.app.cancelled.wait()
 
 
-async def test_an_old_client_that_half_closes_has_some_time(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_half_closed_http_1_0_client_has_limited_time(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     async with await server.connect() as stream:
         await stream.send_all(b"GET /now HTTP/1.0\r\n\r\n")
         await stream.send_eof()
@@ -102,7 +102,7 @@ async def test_an_old_client_that_half_closes_has_some_time(server: Server, monk
         await server.app.cancelled.wait()
 
 
-async def test_a_client_that_takes_nothing_is_dropped(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_client_that_reads_nothing_is_disconnected(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(buffered_socket, "SEND_TIMEOUT_S", 0.2)
     size = 20_000_000
     async with await server.connect() as stream:

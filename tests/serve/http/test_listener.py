@@ -1,4 +1,4 @@
-"""All connections of a listener: limits, want of descriptors, the drain."""
+"""The connections of a listener: limits, lack of descriptors, the drain."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ async def server() -> AsyncIterator[Server]:
         yield running
 
 
-async def test_connections_above_a_limit_are_told_so(server: Server) -> None:
+async def test_connections_above_a_limit_are_refused_and_counted(server: Server) -> None:
     async with contextlib.AsyncExitStack() as held:
         uploads = [await held.enter_async_context(await server.connect()) for _ in range(3)]
         for stream in uploads:
@@ -40,8 +40,8 @@ async def test_connections_above_a_limit_are_told_so(server: Server) -> None:
         assert (refusals["address"] or 0) >= 1
 
 
-async def test_the_connection_that_is_idle_longest_makes_room(server: Server) -> None:
-    """Idle ones never keep a client out, and one at work is not closed for it."""
+async def test_the_longest_idle_connection_makes_room(server: Server) -> None:
+    """Idle connections never keep a client out, and a connection with a request in progress is not closed."""
     async with contextlib.AsyncExitStack() as held:
         streams = [await held.enter_async_context(await server.connect(f"127.0.0.{n}")) for n in (1, 2, 3, 4)]
         for stream in streams:
@@ -58,7 +58,7 @@ async def test_the_connection_that_is_idle_longest_makes_room(server: Server) ->
         assert (await read_answer(streams[3]))[0] == 200
 
 
-async def test_running_out_of_descriptors_is_no_end(
+async def test_a_lack_of_descriptors_does_not_end_the_server(
     server: Server, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     accept: Callable[[socket.socket], Any] = socket.socket.accept
@@ -72,10 +72,10 @@ async def test_running_out_of_descriptors_is_no_end(
     monkeypatch.setattr(socket.socket, "accept", sometimes)
     assert (await server.ask(GET))[0] == 200
     [record] = caplog.records
-    assert "cannot be accepted" in record.getMessage()
+    assert "cannot accept a connection" in record.getMessage()
 
 
-async def test_a_drain_closes_what_is_idle_and_lets_the_rest_end(server: Server) -> None:
+async def test_a_drain_closes_idle_connections_and_lets_requests_end(server: Server) -> None:
     async with await server.connect() as idle, await server.connect() as busy, await server.connect() as endless:
         await idle.send_all(GET)
         await read_answer(idle)

@@ -3,7 +3,7 @@
 Rules
 1. However odd a connection is, the server answers the next normal request, and it closes its side once the client has
    ended its own. An error has OpenAI's error object as its body, and none is the server's own fault (5xx, but for those
-   that say what is not spoken here).
+   for what the server does not support).
 2. Memory and descriptors are flat at the end.
 
 ``OMNI_ACTORS_FUZZ_CASES=200000 OMNI_ACTORS_FUZZ_SEED=1 pytest tests/serve/http/test_protocol_fuzzing.py`` runs
@@ -137,7 +137,7 @@ GOOD = {"model": "studio", "messages": [{"role": "user", "content": "hello"}], "
 
 
 class Case(NamedTuple):
-    """What a client sends, piece by piece, and how it ends: by closing its half, the whole, or by a reset."""
+    """The pieces that a client sends, and how it ends the connection: half-close, close or reset."""
 
     pieces: list[bytes]
     ending: str
@@ -172,7 +172,7 @@ BODIES = st.one_of(
 
 @st.composite
 def requests(draw: st.DrawFn) -> bytes:
-    """A head, and a body that may be the one that it announces."""
+    """A head, and a body that may or may not match it."""
     headers = draw(st.lists(st.sampled_from(HEADERS), max_size=2)) if draw(ONE_OF_3) else []
     if not draw(ONE_OF_9):
         headers.append(b"Host: x")
@@ -231,22 +231,22 @@ def begin(client: socket.socket, case: Case) -> None:
 
 
 def end(client: socket.socket, case: Case) -> bytes:
-    """All that the server says, if the client listens."""
-    said = b""
+    """Return all that the server sends, if the client reads."""
+    received = b""
     with client, contextlib.suppress(ConnectionError):
         while case.ending == "half" and (data := client.recv(65536)):
-            said += data
-    return said
+            received += data
+    return received
 
 
-def require_sound(said: bytes) -> None:
-    """Rule 1. Looked at from its end, where an error is."""
-    assert not said or said.startswith(b"HTTP/1.1 "), said
+def require_sound(received: bytes) -> None:
+    """Check rule 1, on the last response, which is the error if there is one."""
+    assert not received or received.startswith(b"HTTP/1.1 "), received
     for status in (b"500", b"502", b"503", b"504"):
-        assert b"HTTP/1.1 " + status not in said, said
-    head, _, body = said[said.rfind(b"HTTP/1.1 ") :].partition(b"\r\n\r\n")
+        assert b"HTTP/1.1 " + status not in received, received
+    head, _, body = received[received.rfind(b"HTTP/1.1 ") :].partition(b"\r\n\r\n")
     if head[9:10] in b"45" and head and b"content-length: 0" in head:
-        raise AssertionError(said)
+        raise AssertionError(received)
     if head[9:10] == b"4" and body:  # HEAD has none
         assert set(json.loads(body)) == {"error"}
 

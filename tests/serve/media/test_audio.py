@@ -1,7 +1,8 @@
-"""/v1/audio: speech and transcription; and the sound of an AudioEncoder, sample by sample."""
+"""Audio in and out: the routes /v1/audio, and each sample that an ``AudioEncoder`` encodes."""
 
 from __future__ import annotations
 
+import base64
 import io
 from collections.abc import Callable
 from typing import Any
@@ -10,11 +11,12 @@ import numpy as np
 import openai
 import pytest
 import soundfile
+import trio
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from omni_actors.generation import AudioChunk
-from omni_actors.serve.media.audio import AudioEncoder, complete_file
+from omni_actors.serve.media.audio import AudioEncoder
 
 
 def test_speech_as_wav(client: openai.OpenAI) -> None:
@@ -44,20 +46,83 @@ def test_transcription_in_every_format(client: openai.OpenAI, recording: Callabl
     assert (done.type, done.text) == ("transcript.text.done", "2.0 s at 22050 Hz")
 
 
+@pytest.mark.parametrize(
+    ("format", "media_type", "container"),
+    [
+        ("wav", "audio/wav", "WAV"),
+        ("mp3", "audio/mpeg", "MP3"),
+        ("flac", "audio/flac", "FLAC"),
+        ("opus", "audio/ogg", "OGG"),
+        (None, "audio/mpeg", "MP3"),
+    ],
+)
+def test_speech_in_every_format_of_the_api(client: openai.OpenAI, format: Any, media_type: str, container: str) -> None:
+    """The default is MP3, as in OpenAI's API. A stream may add half a frame of silence."""
+    wanted = {} if format is None else {"response_format": format}
+    response = client.audio.speech.create(model="studio", voice="any", input="la " * 20, **wanted)
+    assert response.response.headers["content-type"] == media_type
+    with soundfile.SoundFile(io.BytesIO(response.content)) as file:
+        assert file.format == container
+        assert 2.0 <= file.frames / file.samplerate < 2.2
+
+
+@pytest.mark.parametrize("format", ["wav", "mp3", "flac", "opus"])
+def test_a_spoken_chat_answer_in_every_format(client: openai.OpenAI, format: Any) -> None:
+    answer = client.chat.completions.create(
+        model="studio",
+        messages=[{"role": "user", "content": "one two three"}],
+        modalities=["text", "audio"],
+        audio={"voice": "alloy", "format": format},
+    )
+    audio = answer.choices[0].message.audio
+    assert audio is not None
+    with soundfile.SoundFile(io.BytesIO(base64.b64decode(audio.data))) as file:
+        assert file.format == {"opus": "OGG"}.get(format, format.upper())
+        assert file.frames > 1600
+
+
+def test_flac_cannot_be_streamed_in_chat(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="cannot be streamed") as caught:
+        client.chat.completions.create(
+            model="studio",
+            messages=[{"role": "user", "content": "hello"}],
+            modalities=["text", "audio"],
+            audio={"voice": "alloy", "format": "flac"},
+            stream=True,
+        )
+    assert caught.value.param == "audio.format"
+
+
 @settings(max_examples=50)
 @given(
     sizes=st.lists(st.integers(0, 4000), min_size=1, max_size=8),
     rate=st.sampled_from([8000, 16000, 22050, 24000, 48000]),
-    format=st.sampled_from(["wav", "pcm"]),
+    format=st.sampled_from(["wav", "flac", "pcm"]),
+    streamed=st.booleans(),
 )
-def test_an_encoder_keeps_the_sound_whole_however_it_is_cut(sizes: list[int], rate: int, format: str) -> None:
+def test_an_encoder_keeps_every_sample_however_the_audio_is_cut(
+    sizes: list[int], rate: int, format: Any, streamed: bool
+) -> None:
     ramp = np.linspace(-1.5, 1.5, sum(sizes), dtype=np.float32)
-    encoder = AudioEncoder(format)
-    pieces = [encoder.push(AudioChunk(part, rate)) for part in np.split(ramp, np.cumsum(sizes)[:-1])]
-    data = complete_file([*pieces, encoder.finish()], format)
-    if format == "wav":
+    encoder = AudioEncoder(format, streamed=streamed and format != "flac")
+
+    async def encode() -> bytes:
+        chunks = [AudioChunk(part, rate) for part in np.split(ramp, np.cumsum(sizes)[:-1])]
+        return b"".join([await encoder.push(chunk) for chunk in chunks]) + await encoder.finish()
+
+    data = trio.run(encode)
+    if format == "pcm":
+        assert len(data) // 2 == pytest.approx(len(ramp) * 24000 / rate, abs=1)
+    elif len(ramp):
         samples, found = soundfile.read(io.BytesIO(data), dtype="float32")
         assert found == rate
         assert samples == pytest.approx(np.clip(ramp, -1, 1), abs=1e-4)
-    else:
-        assert len(data) // 2 == pytest.approx(len(ramp) * 24000 / rate, abs=1)
+
+
+async def test_a_streamed_wav_is_complete_without_a_known_length() -> None:
+    encoder = AudioEncoder("wav", streamed=True)
+    pieces = [await encoder.push(AudioChunk(np.full(100, 0.5, np.float32), 16000)) for _ in range(3)]
+    data = b"".join([*pieces, await encoder.finish()])
+    assert [len(piece) for piece in pieces] == [244, 200, 200]
+    assert (data[:8], data[36:44]) == (b"RIFF\xff\xff\xff\xff", b"data\xff\xff\xff\xff")
+    assert len(soundfile.read(io.BytesIO(data))[0]) == 300

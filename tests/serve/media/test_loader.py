@@ -35,13 +35,13 @@ def image(url: str) -> MediaReference:
 
 async def bring(media: MediaLoader, *references: MediaReference, into: AdmissionTicket | None = None) -> list[bytes]:
     with trio.fail_after(60):
-        return await media.bring(references, into or ticket())
+        return await media.load(references, into or ticket())
 
 
 async def refusal(
     media: MediaLoader, reference: MediaReference, into: AdmissionTicket | None = None
 ) -> tuple[str | None, str]:
-    """The code and the message of the HTTPError, which is the client's to solve and names the place."""
+    """Return the code and the message of the error, and check that it names the file's position."""
     with pytest.raises(HTTPError) as caught:
         await bring(media, reference, into=into)
     assert (caught.value.status, caught.value.param) == (400, reference.param)
@@ -152,7 +152,7 @@ async def test_others_are_served_while_a_large_file_is_decoded() -> None:
 async def test_no_more_files_than_a_request_may_bring() -> None:
     url = data_url(b"x")
     assert len(await bring(MediaLoader(), *[image(url)] * MAX_FILES)) == MAX_FILES
-    with pytest.raises(HTTPError, match=f"may bring {MAX_FILES}") as caught:
+    with pytest.raises(HTTPError, match=f"may have {MAX_FILES}") as caught:
         await bring(MediaLoader(), *[image(url)] * (MAX_FILES + 1))
     assert (caught.value.param, caught.value.code) == ("messages", "too_many_files")
 
@@ -219,11 +219,11 @@ async def test_a_folder_may_be_given_by_a_link_and_be_asked_for_by_both_names(sh
         *("/a.png%00", "/a.png%00.jpg", f"/{'x' * 300}", f"/{'x/' * 3000}"),
     ],
 )
-async def test_a_path_that_is_not_for_everybody(shelf: Path, path: str) -> None:
-    """All alike, so that nobody learns what there is."""
+async def test_a_path_that_must_not_be_read(shelf: Path, path: str) -> None:
+    """All errors are equal, so that a client learns nothing about the machine."""
     code, message = await refusal(MediaLoader(folders=[shelf]), image(f"file://{shelf}{path}"))
     assert code == "image_file_not_found"
-    assert message == f"{PLACE}: there is no such file, or none that this server may read"
+    assert message == f"{PLACE}: the file does not exist, or this server may not read it"
 
 
 @pytest.mark.parametrize("path", ["/etc/passwd", "/proc/self/environ", "/dev/zero", "/", "etc/passwd", "."])
@@ -286,7 +286,7 @@ async def test_a_disk_that_hangs_is_given_up(
 
     monkeypatch.setattr(AllowedFolders, "_read", hang)
     with pytest.raises(HTTPError, match=f"within {LOAD_TIMEOUT_S:g} s") as caught:
-        await MediaLoader(folders=[shelf]).bring([image(f"file://{shelf}/a.png")], ticket())
+        await MediaLoader(folders=[shelf]).load([image(f"file://{shelf}/a.png")], ticket())
     assert (caught.value.status, caught.value.code) == (400, "files_too_slow")
     may_go_on.set()
     assert left.wait(60)
@@ -299,11 +299,11 @@ async def test_a_file_counts_as_the_body_does(shelf: Path) -> None:
     """Against the request's own limit, together with its body and the other files; one byte decides."""
     media, both = MediaLoader(folders=[shelf]), [image(f"file://{shelf}/a.png"), image(f"file://{shelf}/to-inside")]
     into = ticket(1000)
-    into.hold(700)
+    into.add_bytes(700)
     assert [len(file) for file in await bring(media, *both, into=into)] == [200, 100]
     assert into.bytes == 1000
     into = ticket(1000)
-    into.hold(801)
+    into.add_bytes(801)
     code, message = await refusal(media, both[0], into)
     assert code == "image_file_too_large"
     assert "larger than 1000 bytes" in message
@@ -312,11 +312,11 @@ async def test_a_file_counts_as_the_body_does(shelf: Path) -> None:
 async def test_files_share_the_budget_of_all_that_arrive(shelf: Path) -> None:
     admission = AdmissionControl(lambda: 0, lambda: 6.2, max_requests=9, max_bytes=1000, max_request_bytes=900)
     other, into = admission.admit(), admission.admit()
-    other.hold(850)
+    other.add_bytes(850)
     with pytest.raises(HTTPError) as caught:
         await bring(MediaLoader(folders=[shelf]), image(f"file://{shelf}/a.png"), into=into)
     assert (caught.value.status, caught.value.code, caught.value.headers["retry-after"]) == (429, "overloaded", "7")
-    other.leave()
+    other.release()
     await bring(MediaLoader(folders=[shelf]), image(f"file://{shelf}/a.png"), into=into)
     assert admission.bytes == 200
 
@@ -393,7 +393,7 @@ async def test_a_host_that_goes_to_sleep_is_given_up(
     port = await host(serve)
     began = trio.current_time()
     with pytest.raises(HTTPError, match=f"within {LOAD_TIMEOUT_S:g} s") as caught:
-        await reachable(port).bring([image(f"http://localhost:{port}/a.png")], ticket())
+        await reachable(port).load([image(f"http://localhost:{port}/a.png")], ticket())
     assert caught.value.code == "files_too_slow"
     assert trio.current_time() - began == pytest.approx(LOAD_TIMEOUT_S, abs=1)
     autojump_clock.autojump_threshold = float("inf")
@@ -401,7 +401,7 @@ async def test_a_host_that_goes_to_sleep_is_given_up(
         await ended.wait()
 
 
-async def test_a_file_that_is_refused_takes_the_others_along(host: Host) -> None:
+async def test_a_refused_file_cancels_the_others(host: Host) -> None:
     ended = trio.Event()
 
     async def serve(stream: trio.SocketStream) -> None:
@@ -418,10 +418,10 @@ async def test_a_file_that_is_refused_takes_the_others_along(host: Host) -> None
     ]
 
     class Late(MediaLoader):
-        async def _obtain(self, reference: MediaReference, ticket: AdmissionTicket) -> bytes:
+        async def _read(self, reference: MediaReference, ticket: AdmissionTicket) -> bytes:
             if reference.param == "other":
                 await bad.wait()
-            return await super()._obtain(reference, ticket)
+            return await super()._read(reference, ticket)
 
     late = Late([f"localhost:{port}"], may_connect=lambda address: address.is_loopback)
     with pytest.raises(HTTPError) as caught:

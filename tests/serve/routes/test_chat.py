@@ -65,7 +65,7 @@ def test_a_streamed_spoken_answer(client: openai.OpenAI, format: str, rate: int)
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("format", ["wav", "pcm16"])
-def test_an_answer_without_sound_still_brings_its_text(client: openai.OpenAI, format: str, stream: bool) -> None:
+def test_an_answer_without_audio_still_has_its_text(client: openai.OpenAI, format: str, stream: bool) -> None:
     spoken = {"modalities": ["text", "audio"], "audio": {"format": format, "voice": "any"}}
     answer = ask(client, messages=[{"role": "user", "content": "hush"}], stream=stream, **spoken)
     if stream:
@@ -98,7 +98,7 @@ def test_a_spoken_question(client: openai.OpenAI, recording: Callable[..., bytes
     assert "hm?" in content
 
 
-def test_what_asks_for_nothing_special_is_accepted(client: openai.OpenAI) -> None:
+def test_fields_without_effect_are_accepted(client: openai.OpenAI) -> None:
     answer = ask(
         client,
         n=1,

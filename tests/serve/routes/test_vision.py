@@ -111,12 +111,12 @@ def refusal(client: openai.OpenAI, *parts: dict[str, Any], **arguments: Any) -> 
     return caught.value
 
 
-def test_a_host_that_the_server_must_not_ask(client: openai.OpenAI, gallery: Any) -> None:
-    """It is there, and of a name that is allowed; but its address is this machine's."""
+def test_a_host_that_the_server_must_not_fetch_from(client: openai.OpenAI, gallery: Any) -> None:
+    """The host exists and its name is allowed, but its address is this machine's."""
     port = gallery.site.getsockname()[1]
     error = refusal(client, {"type": "text", "text": "look"}, part("image", f"http://localhost:{port}/a.png"))
     assert (error.param, error.code) == ("messages[0].content[1].image_url.url", "invalid_image_url")
-    assert "leads to no public address" in error.message
+    assert "resolves to no public address" in error.message
     for url in (f"http://127.0.0.1:{port}/", f"http://[::1]:{port}/", "http://169.254.169.254/latest/meta-data/"):
         assert refusal(client, part("video", url)).code == "invalid_video_url"
     gallery.site.settimeout(0)
@@ -124,7 +124,7 @@ def test_a_host_that_the_server_must_not_ask(client: openai.OpenAI, gallery: Any
         gallery.site.accept()
 
 
-def test_what_an_engine_will_not_look_at(client: openai.OpenAI) -> None:
+def test_an_image_that_the_engine_refuses(client: openai.OpenAI) -> None:
     error = refusal(client, part("image", data_url("image/png", b"unsightly")))
     assert (error.param, error.code) == ("messages", "invalid_value")
     assert "messages: this image is refused" in error.message
