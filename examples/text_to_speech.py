@@ -1,4 +1,4 @@
-"""Ask in text and hear the answer, in answer.wav; then see what it took: to the first text and sound, and by stage.
+"""Ask in text, get the answer as speech in answer.wav, and print the times of the request and of each stage.
 
 python examples/text_to_speech.py "Tell me a story about the sea." --speaker Chelsie --seed 7
 """
@@ -6,23 +6,20 @@ python examples/text_to_speech.py "Tell me a story about the sea." --speaker Che
 from typing import Any
 
 import click
-import soundfile
 import trio
 from rich import print
 from rich.table import Table
 
 from omni_actors import AudioChunk, OmniError, OmniSystem
-from omni_actors.generation import RequestMetrics
-
-RATE = 24_000  # Hz: what both omni models speak at
+from omni_actors.generation import RequestMetrics, SoundWriter
 
 
 @click.command()
 @click.argument("prompt")
 @click.option("--config", default="qwen3_omni", show_default=True, help="A pipeline's name or file.")
-@click.option("--speaker", help="One of the checkpoint's; Qwen3-Omni has Ethan, Chelsie and Aiden.")
-@click.option("--seed", type=int, help="The same seed gives the same speech again.")
-@click.option("--max-tokens", type=click.IntRange(min=1), help="Longest answer, in tokens of text.")
+@click.option("--speaker", help="A speaker of the checkpoint; Qwen3-Omni has Ethan, Chelsie and Aiden.")
+@click.option("--seed", type=int, help="The same seed gives the same speech.")
+@click.option("--max-tokens", type=click.IntRange(min=1), help="Most tokens of the answer.")
 def main(prompt: str, config: str, **params: Any) -> None:
     """Answer PROMPT in text and speech."""
     try:
@@ -33,16 +30,16 @@ def main(prompt: str, config: str, **params: Any) -> None:
 
 
 async def speak(config: str, prompt: str, params: dict[str, Any]) -> RequestMetrics:
-    """Parameters that are None are the pipeline's to decide."""
+    """Print the answer, write its speech, and return its metrics. The pipeline decides parameters that are None."""
     async with OmniSystem.open(config) as omni:
-        with soundfile.SoundFile("answer.wav", "w", RATE, 1) as wav:
+        with SoundWriter("answer.wav") as file:
             async for out in omni.generate(prompt, modalities=("text", "audio"), **params):
                 if isinstance(out.delta, AudioChunk):
-                    wav.write(out.delta.samples)
+                    await file.write(out.delta)
                 elif out.delta is not None:
                     click.echo(out.delta, nl=False)
     click.echo()
-    assert out.metrics is not None  # the last output always has them
+    assert out.metrics is not None  # the last output has the metrics
     return out.metrics
 
 

@@ -1,10 +1,10 @@
-"""The examples of the omni models do what they say, with Qwen2.5-Omni in real processes, tiny, its weights random.
+"""The examples of the omni models, run with a tiny Qwen2.5-Omni with random weights in real processes.
 
 Rules
-1. An example runs as its user runs it: the whole file, with arguments, in a directory of its own.
-2. Opening a pipeline costs seconds, so all of them ask one that is open already; the one that an example would have
-   opened is read and checked all the same.
-3. What an example gives is what the library answers to the same question.
+1. An example runs as a user runs it: the whole file, with arguments, in its own directory.
+2. Opening a pipeline takes seconds, so all examples use one system; the pipeline that an example would have opened is
+   loaded and checked.
+3. The result of an example equals the library's answer to the same question.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def run(here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtu
 
 
 def ask(shared_system: SharedSystem, *prompt: str, **more: Any) -> tuple[str, Samples]:
-    """What the library answers: text and samples."""
+    """Return the text and the samples of the library's answer."""
     text, sound = [], []
 
     async def work(omni: OmniSystem) -> None:
@@ -123,7 +123,7 @@ def assert_same_sound(file: Path, samples: Samples) -> None:
     np.testing.assert_allclose(wav(file), samples, atol=1e-4)  # 16 bits
 
 
-def test_a_question_about_all_kinds_of_files(run: Example, here: Path, shared_system: SharedSystem) -> None:
+def test_mixed_modalities_takes_all_kinds_of_files(run: Example, here: Path, shared_system: SharedSystem) -> None:
     asked = ("--use-audio-in-video", "--prompt", "what is it ?", "--seed", "3")
     ran = run("mixed_modalities.py", *EVERYTHING, *asked, shared_system=shared_system)
     assert not ran.stderr
@@ -132,8 +132,8 @@ def test_a_question_about_all_kinds_of_files(run: Example, here: Path, shared_sy
     assert ran.pipeline.name == "qwen2_5_omni"
     stereo, rate = soundfile.read(here / "a.wav", dtype="float32")
     mono, _ = soundfile.read(here / "b.wav", dtype="float32")
-    heard = [AudioChunk(stereo.mean(axis=1), rate), AudioChunk(mono, RATE)]
-    media = {"audio": heard, "image": here / "seen.png", "video": here / "clip.mkv"}
+    recordings = [AudioChunk(stereo.mean(axis=1), rate), AudioChunk(mono, RATE)]
+    media = {"audio": recordings, "image": here / "seen.png", "video": here / "clip.mkv"}
     text, sound = ask(shared_system, "what is it ?", multi_modal_data=media, use_audio_in_video=True, seed=3)
     assert ran.stdout == text + "\n"
     assert_same_sound(here / "answer.wav", sound)
@@ -143,7 +143,7 @@ def test_a_question_about_all_kinds_of_files(run: Example, here: Path, shared_sy
     )
 
 
-def test_speech_and_what_it_took(run: Example, here: Path, shared_system: SharedSystem) -> None:
+def test_text_to_speech_writes_speech_and_times(run: Example, here: Path, shared_system: SharedSystem) -> None:
     ran = run(
         "text_to_speech.py",
         "the sea",
@@ -174,29 +174,29 @@ def test_speech_and_what_it_took(run: Example, here: Path, shared_system: Shared
     assert float(rows[2][2]) > 4 * SPEECH / 1000, "bytes of float32, and what goes with them"
 
 
-def test_a_file_of_prompts(
+def test_offline_batch_answers_a_file_of_prompts(
     run: Example, here: Path, shared_system: SharedSystem, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompts = {1: "hello", 3: "what is the sea ?", 4: "too long " * 1000, 5: "a story", 6: "hear the sea", 7: "you"}
     (here / "prompts.txt").write_text("\n".join(prompts.get(line, " ") for line in range(1, 8)))
-    under_way = []
+    in_flight = []
     generate = OmniSystem.generate
 
     def counted(omni: OmniSystem, *args: Any, **params: Any) -> Any:
         generation = generate(omni, *args, **params)
-        under_way.append(omni.in_flight)
+        in_flight.append(omni.in_flight)
         return generation
 
     monkeypatch.setattr(OmniSystem, "generate", counted)
     ran = run("offline_batch.py", "prompts.txt", "answers", "--at-once", "3", shared_system=shared_system)
     monkeypatch.undo()
 
-    assert ran.code == 1, "one has failed"
+    assert ran.code == 1, "one prompt failed"
     assert ran.stderr.startswith("line 4: ")
     assert ran.stderr.count("\n") == 1
     assert ran.pipeline is not None
     assert (ran.pipeline.name, ran.pipeline.limits.max_requests) == ("qwen3_omni", 3)
-    assert max(under_way) == 3
+    assert max(in_flight) == 3
     del prompts[4]
     assert {file.name for file in (here / "answers").iterdir()} == {
         f"{line:04}{suffix}" for line in prompts for suffix in (".txt", ".wav")
@@ -219,8 +219,21 @@ def test_a_file_of_prompts(
     [("mixed_modalities.py",), ("text_to_speech.py", "hello"), ("offline_batch.py", "a.txt", "answers")],
     ids=lambda arguments: arguments[0],
 )
-def test_what_cannot_be_is_said_in_a_sentence(run: Example, here: Path, arguments: tuple[str, ...]) -> None:
+def test_an_unknown_pipeline_is_one_sentence(run: Example, here: Path, arguments: tuple[str, ...]) -> None:
     (here / "a.txt").write_text("hello\n")
     ran = run(*arguments, "--config", "nothing")
     assert (ran.code, ran.stdout) == (1, "")
     assert re.fullmatch(r"Error: nothing: .*\n", ran.stderr)
+
+
+def test_mixed_modalities_runs_on_a_pipeline_without_video(run: Example, here: Path) -> None:
+    (here / "plain.yaml").write_text("""\
+name: plain
+stages:
+  ear: {engine: "tests.support.served_engines:Ear", accepts: [audio], emits: transcript}
+  mind: {engine: echo, accepts: [messages], inputs: [ear], emits: text}
+  mouth: {engine: "tests.support.served_engines:Speaker", inputs: [mind], emits: audio}
+""")
+    ran = run("mixed_modalities.py", "--config", "plain.yaml", "--audio", "b.wav", "--prompt", "hello")
+    assert (ran.code, ran.stderr) == (0, "")
+    assert soundfile.info("answer.wav").samplerate == 16_000, "the pipeline's own rate"

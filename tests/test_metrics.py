@@ -1,4 +1,4 @@
-"""What an engine measures of itself, from its worker to the text that a Prometheus server scrapes."""
+"""The figures of an engine reach the metrics that a Prometheus server scrapes."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from omni_actors.stages.echo.engine import EchoEngine
 
 
 class Weighed(EchoEngine):
-    """An engine with a figure of its own. Workers import it by name."""
+    """An engine with one figure. Workers import it by name."""
 
     def gauges(self) -> dict[str, float]:
         return {"weight": 1.5}
 
 
-async def test_what_an_engine_measures_of_itself_is_among_the_metrics() -> None:
+async def test_the_figures_of_an_engine_are_among_the_metrics() -> None:
     engine = "tests.test_metrics:Weighed"
     async with OmniSystem.open("echo", **{"stages.second.engine": engine}) as omni:
         with trio.fail_after(60.0):
-            while b"omni_engine" not in omni.metrics.exposition():  # noqa: ASYNC110 - nothing tells of an answered ping
+            while b"omni_engine" not in omni.metrics.exposition():  # noqa: ASYNC110 - an answered ping has no event
                 await trio.sleep(0.005)
         figures = [line for line in omni.metrics.exposition().decode().splitlines() if line.startswith("omni_engine")]
         assert figures == ['omni_engine{name="weight",replica="0",stage="second"} 1.5']

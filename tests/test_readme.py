@@ -1,8 +1,8 @@
-"""Every command of the README does what it says, but those that CI tries.
+"""The commands of the README work.
 
-The blocks run in the order of the page, in one empty directory, against the server that other tests ask too. Commands
-of `make` set a machine up; CI runs those, and here only that it does is checked. The program and the example are in
-test_voice.py.
+They run in the order of the page, in one empty directory, against a server that other tests use too. The `make`
+commands set up a machine; CI runs them, and a test here checks that it does. test_voice.py runs the program and the
+example.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.voice
 
 @pytest.fixture(autouse=True)
 def one_core() -> Iterator[None]:
-    """Other tests run beside, and two threads of a language model would wait for each other most of the time."""
+    """Run on one core: beside other tests, two threads of a language model mostly wait for each other."""
     cores = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(cores)})
     yield
@@ -47,7 +47,7 @@ def run(command: list[str] | str, where: Path, *, shell: bool = False) -> str:
     return done.stdout
 
 
-def test_ci_runs_the_make_commands_and_what_the_first_of_them_runs(tmp_path: Path) -> None:
+def test_ci_runs_the_make_commands(tmp_path: Path) -> None:
     ci = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
     made = [command for command in COMMANDS if command.startswith("make")]
     assert made == ["make demo", "make test", "make serve"]
@@ -57,8 +57,8 @@ def test_ci_runs_the_make_commands_and_what_the_first_of_them_runs(tmp_path: Pat
 
 
 @pytest.mark.slow
-def test_the_commands_do_what_they_say(tmp_path: Path, voice_url: str) -> None:
-    assert f"`omni-actors serve voice --port {PORT}`" in PAGE, "the server that ``voice_url`` has started"
+def test_the_commands_print_what_the_page_promises(tmp_path: Path, voice_url: str) -> None:
+    assert f"`omni-actors serve voice --port {PORT}`" in PAGE, "the server of ``voice_url``"
     port = voice_url.rpartition(":")[2]
     say = {"model": "voice", "voice": "heart", "input": "Paris is the capital of France.", "response_format": "wav"}
     (tmp_path / "answer.wav").write_bytes(httpx.post(f"{voice_url}/v1/audio/speech", json=say, timeout=60).content)
@@ -71,7 +71,7 @@ def test_the_commands_do_what_they_say(tmp_path: Path, voice_url: str) -> None:
     ask_back, explain, simulated, _health, chat, speech, transcription = printed.values()
     assert re.search(r'"text": *"\w', ask_back)
     assert "stages.llm.threads" in explain
-    assert "overrides" in explain
+    assert "--set" in explain
     assert "| **all** |" in simulated
     assert "Paris" in chat
     assert speech == ""

@@ -1,4 +1,4 @@
-"""Opening and leaving a system, by every door: nothing stays behind, and the error of the block is what comes out."""
+"""Opening and leaving a system: nothing is left behind, and the block's own exception is raised."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from omni_actors.system import OmniSystem
 ROOT = Path(omni_actors.__file__).parent.parent
 WATCHDOG_S = 60.0
 ONE = Pipeline(name="one", stages={"only": Stage(engine="echo", accepts=("script",), emits="text")})
-"""One worker is enough to be left behind."""
+"""A pipeline with one worker."""
 
 
 def ask(omni: OmniSystem, text: str = "x", modalities: tuple[str, ...] = ("text",)) -> Generation:
@@ -62,7 +62,7 @@ async def test_a_restart_leaves_no_descriptor() -> None:
         assert len(set(counts)) == 1
 
 
-async def test_the_very_exception_of_the_block_comes_out() -> None:
+async def test_the_exception_of_the_block_is_raised_as_it_is() -> None:
     error = ArithmeticError("mine")
     with pytest.raises(ArithmeticError) as caught:  # noqa: PT012
         async with OmniSystem.open(ONE) as omni:
@@ -72,7 +72,7 @@ async def test_the_very_exception_of_the_block_comes_out() -> None:
     assert error.__cause__ is None
 
 
-async def test_the_very_exception_comes_out_when_the_block_is_cancelled_too() -> None:
+async def test_the_exception_of_a_cancelled_block_is_raised_as_it_is() -> None:
     error = ArithmeticError("while cleaning up")
     with trio.CancelScope() as scope, pytest.raises(ArithmeticError) as caught:  # noqa: PT012
         async with OmniSystem.open(ONE):
@@ -112,14 +112,14 @@ async def test_cancelled_while_it_opens(ticks: int) -> None:
     assert count_fds() == before
 
 
-async def test_a_closed_system_takes_no_request() -> None:
+async def test_a_closed_system_admits_no_request() -> None:
     async with OmniSystem.open(ONE) as omni:
         assert omni.is_running
         left = ask(omni)
     assert (omni.is_running, omni.health().ready) == (False, False)
     with pytest.raises(RuntimeError, match="closed"):
         ask(omni)
-    with suppress(omni_actors.OmniError):  # it had ended, or was aborted; either way reading it ends
+    with suppress(omni_actors.OmniError):  # the request had ended or was aborted; in both cases reading ends
         with trio.fail_after(WATCHDOG_S):
             async for _ in left:
                 pass
@@ -147,7 +147,7 @@ async def test_two_systems_at_once_do_not_mix() -> None:
         assert b"omni_ring_payload_bytes" in one.metrics.exposition()
 
 
-# a user's script, in a process of its own
+# a user's script in its own process
 
 
 Script = Callable[[str], "subprocess.Popen[str]"]
@@ -156,7 +156,7 @@ WaitEnded = Callable[[list[psutil.Process]], None]
 
 @pytest.fixture
 def script(tmp_path: Path) -> Iterator[Script]:
-    """Run a script file: a plain one, with no guard around what it does."""
+    """Return a function that runs a script file without a ``__main__`` guard."""
     running: list[subprocess.Popen[str]] = []
 
     def run(text: str) -> subprocess.Popen[str]:
@@ -201,11 +201,11 @@ def workers_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
 
 def expect(process: subprocess.Popen[str], line: str) -> None:
     assert process.stdout is not None
-    for said in process.stdout:
-        if said.strip() == line:
+    for printed in process.stdout:
+        if printed.strip() == line:
             return
     assert process.stderr is not None
-    pytest.fail(f"it did not say {line!r}: {process.stderr.read()}")
+    pytest.fail(f"the script did not print {line!r}: {process.stderr.read()}")
 
 
 def test_a_script_needs_no_main_guard(script: Script) -> None:
@@ -284,8 +284,8 @@ def test_workers_die_with_a_parent_that_is_killed_while_they_start(script: Scrip
     wait_ended(workers)
 
 
-@pytest.mark.parametrize("whom", ["the process", "its group, as a terminal does"])
-def test_ctrl_c_ends_a_script_as_it_ends_any_other(script: Script, whom: str, wait_ended: WaitEnded) -> None:
+@pytest.mark.parametrize("target", ["the process", "its group, as a terminal does"])
+def test_ctrl_c_ends_a_script_with_keyboard_interrupt(script: Script, target: str, wait_ended: WaitEnded) -> None:
     process = script("""
         async def main():
             async with OmniSystem.open(ONE) as omni:
@@ -296,7 +296,7 @@ def test_ctrl_c_ends_a_script_as_it_ends_any_other(script: Script, whom: str, wa
     """)
     expect(process, "open")
     workers = workers_of(process)
-    if whom == "the process":
+    if target == "the process":
         process.send_signal(signal.SIGINT)
     else:
         os.killpg(process.pid, signal.SIGINT)
@@ -307,8 +307,8 @@ def test_ctrl_c_ends_a_script_as_it_ends_any_other(script: Script, whom: str, wa
     wait_ended(workers)
 
 
-def test_ctrl_c_that_meets_the_system_at_work_ends_the_users_task(script: Script) -> None:
-    """In the middle of the supervisor's own code, of the orchestrator's, and of a worker's start."""
+def test_ctrl_c_inside_the_systems_own_code_ends_the_users_task(script: Script) -> None:
+    """The signal arrives inside the supervisor, inside the orchestrator, and while a worker is started."""
     process = script("""
         from omni_actors.supervisor.edges import Edges
         from omni_actors.supervisor.process import LocalWorker
@@ -343,15 +343,15 @@ def test_ctrl_c_that_meets_the_system_at_work_ends_the_users_task(script: Script
     assert err == ""
     assert lines[::2] == ["__init__", "connect_worker", "on_message"]
     assert {line.split()[0] for line in lines[1::2]} == {"KeyboardInterrupt"}
-    assert len(set(lines[1::2])) == 1, "descriptors stay"
+    assert len(set(lines[1::2])) == 1, "no descriptor is leaked"
 
 
-# at rest
+# idle
 
 
 @pytest.mark.perf
-def test_a_system_at_rest_does_nothing(script: Script) -> None:
-    """For a second nobody wakes: neither the parent nor a worker, in any thread. Pings are far apart."""
+def test_an_idle_system_does_not_wake_up(script: Script) -> None:
+    """For one second no thread of the parent or of a worker wakes up. Pings are an hour apart."""
     process = script("""
         STAGES = "first", "second"
 
@@ -370,12 +370,14 @@ def test_a_system_at_rest_does_nothing(script: Script) -> None:
     before = [(wakes(each), sum(each.cpu_times()[:2])) for each in watched]
     trio.run(trio.sleep, 1.0)
     after = [(wakes(each), sum(each.cpu_times()[:2])) for each in watched]
-    assert all(woken - at <= 2 for (at, _), (woken, _) in zip(before, after, strict=True)), "once or so, by chance"
+    assert all(woken - at <= 2 for (at, _), (woken, _) in zip(before, after, strict=True)), (
+        "at most two wake-ups, by chance"
+    )
     assert all(spent - at < 0.05 for (_, at), (_, spent) in zip(before, after, strict=True))
 
 
 def wakes(process: psutil.Process) -> int:
-    """How often its threads went to sleep of their own accord: as often as they woke."""
+    """Return how often the threads of a process went to sleep, which is how often they woke up."""
     total = 0
     for task in Path(f"/proc/{process.pid}/task").iterdir():
         with suppress(FileNotFoundError):
@@ -385,7 +387,7 @@ def wakes(process: psutil.Process) -> int:
 
 
 def wait_quiet(processes: list[psutil.Process]) -> None:
-    """Until what the last request set off is over."""
+    """Wait until the work of the last request has ended."""
     last: list[int] = []
     for _ in range(50):
         now = [wakes(each) for each in processes]
@@ -393,4 +395,4 @@ def wait_quiet(processes: list[psutil.Process]) -> None:
             return
         last = now
         trio.run(trio.sleep, 0.2)
-    pytest.fail(f"they do not come to rest: {last}")
+    pytest.fail(f"the processes do not become idle: {last}")

@@ -6,7 +6,7 @@ trio's fixtures last for one test only, so the system runs in an event loop of i
 from __future__ import annotations
 
 import queue
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, nullcontext
 from typing import Any, TypeAlias
@@ -106,7 +106,7 @@ def use_shared_system(shared_system: SharedSystem, patch: pytest.MonkeyPatch) ->
         return results[0]
 
     @asynccontextmanager
-    async def open_shared(config: str, **overrides: Any) -> AsyncIterator[OmniSystem]:
+    async def open_shared(config: str, overrides: Mapping[str, Any] | None = None) -> AsyncIterator[OmniSystem]:
         asked.append(load(config, overrides))
         yield shared_system.omni
 
