@@ -30,7 +30,7 @@ from tiny_models import qwen2_5 as tiny
 EXAMPLES = Path(__file__).parent.parent / "examples"
 EVERYTHING = ("--audio", "a.wav", "--audio", "b.wav", "--image", "seen.png", "--video", "clip.mkv")
 TOKENS, CODES = 12, 21
-"""Of text and of speech, in every answer."""
+"""Tokens of text and codes of speech in every answer."""
 SPEECH = CODES * tiny.SAMPLES
 """In samples."""
 Samples: TypeAlias = np.ndarray[Any, Any]
@@ -49,7 +49,7 @@ Example: TypeAlias = Callable[..., Ran]
 
 @pytest.fixture(scope="module")
 def shared_system(fixture_processes: set[int], tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedSystem]:
-    """The shipped pipeline, but for its size. Its answers are as long as its defaults say: the model is saved without
+    """The shipped pipeline with a tiny model. The defaults set the length of the answers: the model is saved without
     ends, so there is none among the four likeliest codes."""
     model = str(tiny.save(tmp_path_factory.mktemp("omni"), text_eos=0.0, codec_eos=0.0))
     small: dict[str, Any] = {
