@@ -33,6 +33,11 @@ LOADING_RETRY_S = 1
 BODY_BUDGET_FACTOR = 4
 """The bytes of all arriving requests are limited to this many times ``max_body_bytes``."""
 
+
+async def _openapi(request: Request) -> Response:
+    return JSONReply(document(MODEL_ROUTES, STATUS_ROUTES))
+
+
 MODEL_ROUTES = {
     "/v1/chat/completions": chat,
     "/v1/completions": completions,
@@ -43,6 +48,7 @@ MODEL_ROUTES = {
 STATUS_ROUTES = {
     "/health": health,
     "/metrics": metrics,
+    "/openapi.json": _openapi,
     "/ping": ping,
     "/v1/models": models,
     "/v1/models/{model}": model,
@@ -91,12 +97,25 @@ def build(
             raise HTTPError(503, message, type="server_error", code="loading", retry_after_s=LOADING_RETRY_S)
         return admission.admit()
 
-    async def openapi(request: Request) -> Response:
-        return JSONReply(document(MODEL_ROUTES, STATUS_ROUTES))
+    app = _starlette()
+    app.state.system, app.state.media = system, media
+    app.state.created, app.state.api_key = int(time.time()), api_key
+    gate = RequestGate(
+        app,
+        system.metrics.registry,
+        api_key=api_key,
+        max_body_bytes=max_body_bytes,
+        public={"/health", "/ping"},
+        routes={*MODEL_ROUTES, *STATUS_ROUTES},
+        admit=admit,
+    )
+    return OriginCheck(gate, origins=origins, hosts=hosts, has_key=api_key is not None)
 
-    readable = {**STATUS_ROUTES, "/openapi.json": openapi}
+
+def _starlette() -> Starlette:
+    """Return the application without its gate: the routes, and the response to each kind of exception."""
     routes = [Route(path, handler, methods=["POST"]) for path, handler in MODEL_ROUTES.items()]
-    routes += [Route(path, handler, methods=["GET"]) for path, handler in readable.items()]
+    routes += [Route(path, handler, methods=["GET"]) for path, handler in STATUS_ROUTES.items()]
     app = Starlette(
         routes=routes,
         exception_handlers={
@@ -107,18 +126,7 @@ def build(
         },
     )
     app.router.redirect_slashes = False
-    app.state.system, app.state.media = system, media
-    app.state.created, app.state.api_key = int(time.time()), api_key
-    gate = RequestGate(
-        app,
-        system.metrics.registry,
-        api_key=api_key,
-        max_body_bytes=max_body_bytes,
-        public={"/health", "/ping"},
-        routes={*MODEL_ROUTES, *readable},
-        admit=admit,
-    )
-    return OriginCheck(gate, origins=origins, hosts=hosts, has_key=api_key is not None)
+    return app
 
 
 def _routing_error(request: Request, error: Exception) -> Response:
