@@ -128,7 +128,7 @@ async def test_a_lack_of_descriptors_fails_the_stage_not_the_caller(monkeypatch:
             pytest.fail("it started")
 
 
-async def test_a_lack_of_memory_for_a_lifeline_fails_the_start_not_the_parent(
+async def test_a_lack_of_memory_for_a_death_mutex_fails_the_start_not_the_parent(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The memory is allocated before it is used."""
@@ -146,14 +146,14 @@ async def test_a_lack_of_memory_for_a_lifeline_fails_the_start_not_the_parent(
         assert len(await read(ask(omni))) == 1
 
 
-async def test_deaths_are_noticed_without_a_thread_for_the_lifeline(
+async def test_deaths_are_noticed_without_a_thread_for_the_death_mutex(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def none_left(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
     with monkeypatch.context() as patched:
-        patched.setattr("omni_actors.platform.lifeline.threading.Thread.start", none_left)
+        patched.setattr("omni_actors.platform.death_mutex.threading.Thread.start", none_left)
         async with OmniSystem.open(one_stage()) as omni:
             os.kill(pid_of(omni, "only"), signal.SIGKILL)
             await wait_restarted(omni, "only", 2)

@@ -3,7 +3,7 @@
 Rules
 1. A worker is a fresh interpreter (`multiprocess`, spawn). It never imports the parent's main module, so a user's
    script needs no ``if __name__ == "__main__"``.
-2. Death is an event, never polled for: first the lifeline shows that it begins, then a pidfd that it is complete.
+2. Death is an event, never polled for: first the death mutex shows that it begins, then a pidfd that it is complete.
 3. No orphans: a worker asks the kernel to kill it with the thread that spawned it (PDEATHSIG), checks that its parent
    is still there, and ends when its control socket closes. So workers are spawned on trio's own thread.
 4. Leaving ``LocalSpawner.spawn`` has reaped the process and closed every descriptor, whatever happened inside.
@@ -26,7 +26,7 @@ from multiprocess import context, popen_spawn_posix, reduction, spawn, util
 
 from omni_actors.errors import OmniError, WorkerExit
 from omni_actors.platform.cpu_sharing import CpuSharingPage
-from omni_actors.platform.lifeline import Lifeline, exit_of_dying
+from omni_actors.platform.death_mutex import DeathMutex, exit_of_dying
 from omni_actors.protocol.mailbox import Mailbox, open_mailbox
 from omni_actors.protocol.messages import Address
 from omni_actors.worker.main import STOP_SIGNALS, worker_main
@@ -127,8 +127,8 @@ def _stop_signals_blocked() -> Iterator[None]:
 class LocalWorker:
     """A worker process on this machine."""
 
-    def __init__(self, process: Any, mailbox: Mailbox, *, pidfd: int, lifeline: Lifeline, stderr_fd: int) -> None:
-        self._process, self.mailbox, self._pidfd, self._lifeline = process, mailbox, pidfd, lifeline
+    def __init__(self, process: Any, mailbox: Mailbox, *, pidfd: int, death_mutex: DeathMutex, stderr_fd: int) -> None:
+        self._process, self.mailbox, self._pidfd, self._death_mutex = process, mailbox, pidfd, death_mutex
         self.pid: int = process.pid
         self._stderr = _StderrTail(stderr_fd, f"omni_actors.worker.{process.name.split()[-1]}")
         self._exit: WorkerExit | None = None
@@ -160,7 +160,7 @@ class LocalWorker:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._stderr.follow)
                 async with trio.open_nursery() as watching:
-                    watching.start_soon(self._wait_lifeline)
+                    watching.start_soon(self._wait_death_mutex)
                     await trio.lowlevel.wait_readable(self._pidfd)
                     self._process.join()
                     self._set_exit(self._process.exitcode)
@@ -169,9 +169,9 @@ class LocalWorker:
                 nursery.cancel_scope.cancel()
 
     @trio.lowlevel.enable_ki_protection
-    async def _wait_lifeline(self) -> None:
-        self._lifeline.watch()
-        await self._lifeline.wait_released()
+    async def _wait_death_mutex(self) -> None:
+        self._death_mutex.watch()
+        await self._death_mutex.wait_released()
         code = exit_of_dying(self.pid)
         if code is not None:
             self._set_exit(code)
@@ -254,11 +254,11 @@ class LocalSpawner:
                 number = self._cores.join()
                 held.callback(self._leave, number)
                 trio.lowlevel.add_instrument(self._instrument)  # no effect if it is there already
-                ours, theirs, stderr_read, stderr_write, lifeline = _channels()
+                ours, theirs, stderr_read, stderr_write, death_mutex = _channels()
             except OSError as error:
                 raise SpawnFailed(f"no channels for a worker of {address}: {error}") from error
-            held.callback(lifeline.close)
-            inherited = [_InheritedFd(fd) for fd in (theirs.fileno(), stderr_write, lifeline.fd, self._cores.fd)]
+            held.callback(death_mutex.close)
+            inherited = [_InheritedFd(fd) for fd in (theirs.fileno(), stderr_write, death_mutex.fd, self._cores.fd)]
             process = _Process(
                 target=worker_main, args=(*inherited, number, os.getpid()), name=f"omni-actors {address}", daemon=True
             )
@@ -279,7 +279,7 @@ class LocalSpawner:
                 theirs.close()
                 os.close(stderr_write)
             async with open_mailbox(ours, mailbox_capacity) as mailbox, trio.open_nursery() as nursery:
-                worker = LocalWorker(process, mailbox, pidfd=pidfd, lifeline=lifeline, stderr_fd=stderr_read)
+                worker = LocalWorker(process, mailbox, pidfd=pidfd, death_mutex=death_mutex, stderr_fd=stderr_read)
                 nursery.start_soon(worker._watch)
                 try:
                     yield worker
@@ -300,8 +300,8 @@ class LocalSpawner:
         return Ring.create(capacity, generation=generation)
 
 
-def _channels() -> tuple[socket.socket, socket.socket, int, int, Lifeline]:
-    """Open both ends of a control connection, a pipe for stderr, and a lifeline; or raise OSError, with none open."""
+def _channels() -> tuple[socket.socket, socket.socket, int, int, DeathMutex]:
+    """Open both ends of a control connection, a pipe for stderr, and a death mutex; or raise OSError, with none open."""
     with ExitStack() as undo:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         undo.callback(ours.close)
@@ -310,9 +310,9 @@ def _channels() -> tuple[socket.socket, socket.socket, int, int, Lifeline]:
         stderr = os.pipe()
         for fd in stderr:
             undo.callback(os.close, fd)
-        lifeline = Lifeline()
+        death_mutex = DeathMutex()
         undo.pop_all()
-    return ours, theirs, *stderr, lifeline
+    return ours, theirs, *stderr, death_mutex
 
 
 def _signal_name(number: int) -> str:

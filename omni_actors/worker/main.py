@@ -26,7 +26,7 @@ from typing import NoReturn
 
 import trio
 
-from omni_actors.platform import lifeline
+from omni_actors.platform import death_mutex
 from omni_actors.platform.cpu_sharing import CpuSharing
 from omni_actors.protocol.mailbox import Mailbox, open_mailbox
 from omni_actors.protocol.messages import (
@@ -68,11 +68,11 @@ LONGEST_NOTE = 1000
 
 
 def worker_main(
-    control_fd: int, stderr_fd: int, lifeline_fd: int, cores_fd: int, number: int, parent_pid: int
+    control_fd: int, stderr_fd: int, death_mutex_fd: int, cores_fd: int, number: int, parent_pid: int
 ) -> NoReturn:
     """Run the process. It ends by ``os._exit``, so that exit handlers of native libraries cannot delay its end.
 
-    control_fd, stderr_fd, lifeline_fd, cores_fd: inherited descriptors, which the worker now owns.
+    control_fd, stderr_fd, death_mutex_fd, cores_fd: inherited descriptors, which the worker now owns.
     number: the worker's row in the page of ``cpu_sharing``.
     parent_pid: the process that spawned it.
     """
@@ -85,7 +85,7 @@ def worker_main(
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent_pid:  # the parent died before prctl took effect
         os._exit(0)
-    lifeline.acquire_death_mutex(lifeline_fd)
+    death_mutex.acquire_death_mutex(death_mutex_fd)
     cores = CpuSharing(cores_fd, number)
     # Engines hold the interpreter in long stretches of small operations: let control messages in between.
     sys.setswitchinterval(SWITCH_INTERVAL_S)

@@ -70,7 +70,7 @@ _held: list[_Page] = []
 def acquire_death_mutex(fd: int) -> None:
     """Acquire the mutex for the rest of the process. Called by a worker's main thread, before there are others.
 
-    fd: the shared page (``Lifeline.fd``); it is closed here. Raises OSError.
+    fd: the shared page (``DeathMutex.fd``); it is closed here. Raises OSError.
     """
     page = _Page(fd)
     _held.append(page)
@@ -101,7 +101,7 @@ def _lengthen_time_slice() -> None:
     _libc.syscall(SCHED_SETATTR, 0, ctypes.byref(mine), 0)
 
 
-class Lifeline:
+class DeathMutex:
     """The parent's side of the mutex.
 
     fd: the shared page, to be inherited by the worker. Raises OSError (no memory, no descriptors).
@@ -135,13 +135,13 @@ class Lifeline:
             with suppress(BrokenPipeError):
                 os.write(self._wake_write, bytes(self._pipe_bytes + 1))
 
-        thread = threading.Thread(target=wait, name="lifeline", daemon=True)
+        thread = threading.Thread(target=wait, name="death_mutex", daemon=True)
         with suppress(RuntimeError):  # can't start new thread
             thread.start()
             self._thread = thread
 
     async def wait_released(self) -> None:
-        """Wait until the worker begins to die. Cancellation has no effect on the lifeline."""
+        """Wait until the worker begins to die. Cancellation has no effect on the death_mutex."""
         await trio.lowlevel.wait_readable(self._wake_read)
 
     def close(self) -> None:

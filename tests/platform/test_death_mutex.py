@@ -1,4 +1,4 @@
-"""The lifeline: when it shows a death, what it leaves behind, and which thread is scheduled first."""
+"""The death_mutex: when it shows a death, what it leaves behind, and which thread is scheduled first."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ import threading
 import pytest
 import trio
 
-from omni_actors.platform.lifeline import SCHED_GETATTR, SIZE, Lifeline
+from omni_actors.platform.death_mutex import SCHED_GETATTR, SIZE, DeathMutex
 
 WATCHDOG_S = 60.0
 WORKER = """
 import ctypes, sys, threading
-from omni_actors.platform import lifeline
+from omni_actors.platform import death_mutex
 
-lifeline.acquire_death_mutex(int(sys.argv[1]))
+death_mutex.acquire_death_mutex(int(sys.argv[1]))
 threading.Thread(target=sys.stdin.read).start()
 print("held", flush=True)
 ctypes.CDLL(None).syscall(60, 0)  # exit: of the main thread alone
@@ -46,7 +46,7 @@ def unread(fd: int) -> int:
 
 async def test_a_death_is_shown_while_the_process_still_exists_and_the_waiting_thread_stays_blocked() -> None:
     """The teardown may take seconds, in which the thread must not want the interpreter's lock."""
-    line = Lifeline()
+    line = DeathMutex()
     line.watch()
     with subprocess.Popen(  # noqa: ASYNC220 - it execs
         [sys.executable, "-c", WORKER, str(line.fd)], pass_fds=[line.fd], stdin=subprocess.PIPE, stdout=subprocess.PIPE
@@ -70,9 +70,9 @@ async def test_a_death_is_shown_while_the_process_still_exists_and_the_waiting_t
 
 
 @pytest.mark.parametrize("watched", [True, False])
-def test_a_lifeline_that_was_never_held_leaves_nothing(watched: bool) -> None:
+def test_a_death_mutex_that_was_never_held_leaves_nothing(watched: bool) -> None:
     before = set(os.listdir("/proc/self/fd")), threading.active_count()
-    line = Lifeline()
+    line = DeathMutex()
     if watched:
         line.watch()
     line.close()
@@ -81,7 +81,7 @@ def test_a_lifeline_that_was_never_held_leaves_nothing(watched: bool) -> None:
 
 def test_the_watching_thread_preempts_the_dying_process() -> None:
     """From 6.12 on, Linux schedules a thread with a shorter time slice first; before, time slices cannot be set."""
-    line = Lifeline()
+    line = DeathMutex()
     with subprocess.Popen(
         [sys.executable, "-c", WORKER.rpartition("ctypes.CDLL")[0], str(line.fd)],
         pass_fds=[line.fd],
