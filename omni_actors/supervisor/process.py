@@ -301,7 +301,7 @@ class LocalSpawner:
 
 
 def _channels() -> tuple[socket.socket, socket.socket, int, int, DeathMutex]:
-    """Open both ends of a control connection, a pipe for stderr, and a death mutex; or raise OSError, with none open."""
+    """Open both ends of a control connection, a pipe for stderr and a death mutex; or raise OSError and open none."""
     with ExitStack() as undo:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         undo.callback(ours.close)
