@@ -68,7 +68,7 @@ def test_the_commands_print_what_the_page_promises(tmp_path: Path, voice_url: st
         if not command.startswith("make") and command != ASKED
     }
     assert len(printed) >= 7
-    ask_back, explain, simulated, _health, chat, speech, transcription = printed.values()
+    ask_back, explain, _health, chat, speech, transcription, simulated = printed.values()
     assert re.search(r'"text": *"\w', ask_back)
     assert "stages.llm.threads" in explain
     assert "--set" in explain

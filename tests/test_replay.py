@@ -28,8 +28,8 @@ from omni_actors.generation import Generation, Output
 from omni_actors.orchestrator.pieces import Input
 from omni_actors.orchestrator.request import Request
 from omni_actors.stages.echo.engine import payload
-from omni_actors.supervisor.process import LocalSpawner
 from omni_actors.system import OmniSystem
+from omni_actors.system.parameters import Parameters
 from tests.support.shared_system import SharedSystem, open_shared_system, with_shared_system
 
 WATCHDOG_S = 60.0
@@ -406,11 +406,11 @@ async def test_retained_chunks_are_freed_however_a_request_ends(omni: OmniSystem
 
 
 def test_a_missing_seed_is_drawn_when_the_request_is_admitted() -> None:
-    system = OmniSystem(config.load("voice"), {}, LocalSpawner())
+    parameters = Parameters(config.load("voice"))
     stages = ("llm", "acoustic", "vocoder")
-    drawn = [system._params(stages, {}) for _ in range(3)]
+    drawn = [parameters.by_stage(stages, {}) for _ in range(3)]
     assert len({params["llm"]["seed"] for params in drawn}) == 3
     assert all(isinstance(params["llm"]["seed"], int) for params in drawn)
     assert "seed" not in drawn[0]["acoustic"]
-    given = system._params(stages, {"seed": 7})
+    given = parameters.by_stage(stages, {"seed": 7})
     assert given["llm"]["seed"] == given["vocoder"]["seed"] == 7
