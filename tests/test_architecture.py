@@ -35,6 +35,7 @@ OPTIONS = "omni_actors.stages.*.options"
 LAYERS: dict[str, set[str]] = {
     "ringbuf": set(),
     "omni_actors.errors": set(),
+    "omni_actors.transitions": set(),
     "omni_actors.metrics": {"omni_actors.errors"},
     "omni_actors.protocol.messages": {"omni_actors.errors"},
     "omni_actors.stages.base": {"omni_actors.errors", "omni_actors.protocol.messages", "ringbuf"},
@@ -56,8 +57,11 @@ LAYERS: dict[str, set[str]] = {
     },
     "omni_actors.platform": {"omni_actors.errors", "ringbuf"},
     "omni_actors.worker": WORKER,
-    "omni_actors.supervisor": {*WORKER, "omni_actors.worker", "omni_actors.config"},
-    "omni_actors.orchestrator": {"omni_actors.supervisor", "omni_actors.protocol", "omni_actors.stages.base", *LEAVES},
+    "omni_actors.supervisor": {*WORKER, "omni_actors.worker", "omni_actors.config", "omni_actors.transitions"},
+    "omni_actors.orchestrator": {
+        *("omni_actors.supervisor", "omni_actors.protocol", "omni_actors.stages.base", "omni_actors.transitions"),
+        *LEAVES,
+    },
     "omni_actors.generation": {"omni_actors.orchestrator", "omni_actors.protocol", "ringbuf", *LEAVES},
     "omni_actors.media": {"omni_actors.generation", "omni_actors.orchestrator", "ringbuf", *LEAVES},
     "omni_actors.system": {

@@ -13,11 +13,8 @@ Rule 3: an event that a state does not accept raises IllegalTransition and leave
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
-from typing import TypeVar
 
-S = TypeVar("S", bound=enum.Enum)
-E = TypeVar("E", bound=enum.Enum)
+from omni_actors.transitions import next_state
 
 
 class State(enum.Enum):
@@ -61,22 +58,6 @@ TRANSITIONS: dict[State, dict[Event, State]] = {
 }
 
 TERMINAL = frozenset(state for state, accepted in TRANSITIONS.items() if not accepted)
-
-
-class IllegalTransition(AssertionError):
-    """A bug of the caller: ``event`` cannot happen in ``state``."""
-
-    def __init__(self, state: enum.Enum, event: enum.Enum) -> None:
-        self.state, self.event = state, event
-        super().__init__(f"{event.name} in {state.name}")
-
-
-def next_state(table: Mapping[S, Mapping[E, S]], state: S, event: E) -> S:
-    """Return the state that follows ``state`` in ``table``. Raises IllegalTransition."""
-    try:
-        return table[state][event]
-    except KeyError:
-        raise IllegalTransition(state, event) from None
 
 
 class Lifecycle:

@@ -16,9 +16,9 @@ import enum
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from omni_actors.orchestrator.lifecycle import next_state
 from omni_actors.orchestrator.routes import Route
 from omni_actors.protocol.messages import CLIENT, Address
+from omni_actors.transitions import next_state
 
 
 class Phase(enum.Enum):

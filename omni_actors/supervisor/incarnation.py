@@ -23,6 +23,7 @@ import trio
 
 from omni_actors.protocol.messages import Address
 from omni_actors.supervisor.process import Worker
+from omni_actors.transitions import next_state
 
 
 class IncarnationState(enum.Enum):
@@ -60,14 +61,6 @@ TRANSITIONS: dict[IncarnationState, dict[IncarnationEvent, IncarnationState]] = 
     _State.DEAD: {_Event.END: _State.ENDED},
     _State.ENDED: {},
 }
-
-
-class IllegalTransition(AssertionError):
-    """A bug of the supervisor: ``event`` cannot happen in ``state``."""
-
-    def __init__(self, state: IncarnationState, event: IncarnationEvent) -> None:
-        self.state, self.event = state, event
-        super().__init__(f"{event.name} in {state.name}")
 
 
 class Incarnation:
@@ -119,10 +112,7 @@ class Incarnation:
 
     def advance(self, event: IncarnationEvent) -> None:
         """Make a transition. Raises IllegalTransition; the state is then unchanged."""
-        try:
-            self._state = TRANSITIONS[self._state][event]
-        except KeyError:
-            raise IllegalTransition(self._state, event) from None
+        self._state = next_state(TRANSITIONS, self._state, event)
         if self._state is _State.READY:
             self.ready.set()
         elif self._state is _State.ENDED:

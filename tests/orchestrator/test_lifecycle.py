@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from omni_actors.orchestrator.lifecycle import TERMINAL, TRANSITIONS, Event, IllegalTransition, Lifecycle, State
+from omni_actors.orchestrator.lifecycle import TERMINAL, TRANSITIONS, Event, Lifecycle, State
+from omni_actors.transitions import IllegalTransition
 
 LEGAL = {
     (State.QUEUED, Event.DISPATCH): State.RUNNING,

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from omni_actors.orchestrator.lifecycle import IllegalTransition
 from omni_actors.orchestrator.replay_state import (
     HELD,
     OUTPUT_TRANSITIONS,
@@ -23,6 +22,7 @@ from omni_actors.orchestrator.replay_state import (
 )
 from omni_actors.orchestrator.routes import Node, plan
 from omni_actors.protocol.messages import Address
+from omni_actors.transitions import IllegalTransition
 
 ROUTE = plan({"a": Node(("x",)), "b": Node((), ("a",), "m")}, ["x"], ["m"])
 HERE, THERE = Address("a", 0), Address("a", 1)

@@ -8,11 +8,11 @@ import pytest
 
 from omni_actors.supervisor.incarnation import (
     TRANSITIONS,
-    IllegalTransition,
     Incarnation,
     IncarnationEvent,
     IncarnationState,
 )
+from omni_actors.transitions import IllegalTransition
 
 State, Event = IncarnationState, IncarnationEvent
 LEGAL = {
