@@ -24,18 +24,8 @@ from typing import Any
 
 import trio
 
+from omni_actors import errors
 from omni_actors.config import Limits
-from omni_actors.errors import (
-    Aborted,
-    DeadlineExceeded,
-    InvalidRequest,
-    Overloaded,
-    Quarantined,
-    RequestError,
-    SlowConsumer,
-    StageFailed,
-    WorkerExit,
-)
 from omni_actors.orchestrator.dispatch import Dispatcher
 from omni_actors.orchestrator.inputs import encode_params, send_input
 from omni_actors.orchestrator.lifecycle import Event
@@ -48,21 +38,12 @@ from omni_actors.orchestrator.retry_after import RetryAfterEstimator
 from omni_actors.orchestrator.routes import Route
 from omni_actors.orchestrator.stream import OutputStream
 from omni_actors.orchestrator.suspects import Suspects
-from omni_actors.protocol import chunks
+from omni_actors.protocol import chunks, messages
 from omni_actors.protocol.chunks import ReplayDiverged
-from omni_actors.protocol.messages import (
-    Address,
-    Finished,
-    InputComplete,
-    Refused,
-    RequestNotice,
-    Started,
-    Unreplayable,
-)
 from omni_actors.supervisor.edges import Edges
 from omni_actors.supervisor.replica import Replica
 
-DROPPING_ERRORS = (Aborted, DeadlineExceeded, SlowConsumer)
+DROPPING_ERRORS = (errors.Aborted, errors.DeadlineExceeded, errors.SlowConsumer)
 """Errors after which unread output is dropped."""
 
 
@@ -102,7 +83,7 @@ class Orchestrator:
         self._nursery: trio.Nursery | None = None
 
     @trio.lowlevel.enable_ki_protection
-    async def run(self, replicas: Mapping[Address, Replica], task_status: trio.TaskStatus[None]) -> None:
+    async def run(self, replicas: Mapping[messages.Address, Replica], task_status: trio.TaskStatus[None]) -> None:
         """Serve requests on these replicas until cancelled; then abort the requests that are left."""
         self._placement.use(replicas)
         try:
@@ -113,7 +94,7 @@ class Orchestrator:
         finally:
             self._nursery = None
             for request in self.running():
-                self._end(request, Event.ABORT, Aborted())
+                self._end(request, Event.ABORT, errors.Aborted())
 
     # Called for clients. A Ctrl-C is for the user's task, not for the middle of these calls.
 
@@ -155,7 +136,7 @@ class Orchestrator:
         )
         self._suspects.require_admissible(request)
         if self.in_flight >= self._limits.max_requests and not self.readers.make_room():
-            raise Overloaded(self._limits.max_requests, self.retry_after_s)
+            raise errors.Overloaded(self._limits.max_requests, self.retry_after_s)
         request.lifetime.deadline = request.expires
         self.readers.admit(request)
         self._nursery.start_soon(self._attend, request)
@@ -166,12 +147,12 @@ class Orchestrator:
 
     def _require_admissible(self, route: Route, name: str | None) -> None:
         if name is not None and any(request.name == name for request in self._in_flight()):
-            raise InvalidRequest(f"a request named {name!r} is in flight", param="request_id")
+            raise errors.InvalidRequest(f"a request named {name!r} is in flight", param="request_id")
         for stage in route.stages:
             if stage in self.failed_stages:
                 raise self._recovery.unavailable(stage)
         if (congested := self._placement.congested(route.stages)) is not None:
-            raise Overloaded(self._limits.max_requests, self.retry_after_s, congested)
+            raise errors.Overloaded(self._limits.max_requests, self.retry_after_s, congested)
 
     def running(self) -> list[Request]:
         """Return the requests that have not ended."""
@@ -181,7 +162,7 @@ class Orchestrator:
         return [*self.running(), *self.readers.complete_requests()]
 
     @property
-    def failed_stages(self) -> Mapping[str, StageFailed]:
+    def failed_stages(self) -> Mapping[str, errors.StageFailed]:
         """Stages without a replica left, in the order in which they were given up."""
         return self._recovery.failed_stages
 
@@ -202,7 +183,7 @@ class Orchestrator:
         oldest_s = max((now - request.submitted for request in in_flight), default=0.0)
         return self._retry_after.retry_after_s(len(in_flight), oldest_s)
 
-    def load(self, address: Address) -> int:
+    def load(self, address: messages.Address) -> int:
         """Return the number of requests placed on a replica."""
         return self._dispatcher.load(address)
 
@@ -216,9 +197,9 @@ class Orchestrator:
     def abort(self, request: Request) -> None:
         """End a request, or drop the unread output of one that has ended. Does nothing if it was read to its end."""
         if not request.lifecycle.ended:
-            self._end(request, Event.ABORT, Aborted())
+            self._end(request, Event.ABORT, errors.Aborted())
         elif request.pieces:
-            self._cut(request, Aborted())
+            self._cut(request, errors.Aborted())
         else:
             self.readers.close(request)
 
@@ -226,7 +207,7 @@ class Orchestrator:
     def abort_all(self, reason: str) -> None:
         """End every request that has not ended with ``Aborted(reason)``."""
         for request in self.running():
-            self._end(request, Event.ABORT, Aborted(reason))
+            self._end(request, Event.ABORT, errors.Aborted(reason))
 
     @trio.lowlevel.enable_ki_protection
     async def _attend(self, request: Request) -> None:
@@ -237,7 +218,7 @@ class Orchestrator:
             await trio.sleep_forever()
         if not request.over:
             late = trio.current_time() >= request.expires
-            self._cut(request, DeadlineExceeded(request.deadline_s) if late else self.readers.too_slow(request))
+            self._cut(request, errors.DeadlineExceeded(request.deadline_s) if late else self.readers.too_slow(request))
 
     async def _send_inputs(self, request: Request) -> None:
         while True:
@@ -245,7 +226,7 @@ class Orchestrator:
                 await request.input_wakeup.park()
             try:
                 await send_input(request, request.pending_inputs.popleft(), self._edges)
-            except InvalidRequest as error:
+            except errors.InvalidRequest as error:
                 if not request.lifecycle.ended:
                     self._end(request, Event.FAIL, error)
             if request.on_failure == "fail" and not request.pending_inputs:
@@ -253,7 +234,7 @@ class Orchestrator:
 
     # Called by ``suspects``
 
-    def dispatch(self, request: Request, placement: Mapping[str, Address]) -> None:
+    def dispatch(self, request: Request, placement: Mapping[str, messages.Address]) -> None:
         """Start a waiting request in all its waiting stages."""
         self._dispatcher.dispatch(request, placement)
 
@@ -261,7 +242,7 @@ class Orchestrator:
         """Dispatch the waiting requests whose stages have ready replicas, suspects aside."""
         self._dispatcher.dispatch_waiting()
 
-    def end_quarantined(self, request: Request, error: Quarantined) -> None:
+    def end_quarantined(self, request: Request, error: errors.Quarantined) -> None:
         """End a request with the fingerprint of one that was quarantined."""
         self._end(request, Event.FAIL, error)
 
@@ -274,42 +255,42 @@ class Orchestrator:
     def newest_request(self) -> int:
         return self._dispatcher.newest
 
-    def on_worker_ready(self, address: Address) -> None:
+    def on_worker_ready(self, address: messages.Address) -> None:
         self._recovery.stage_recovered(address.stage)
         self._suspects.advance()  # before other requests are dispatched: a trial needs an unused replica
         self.dispatch_waiting()
 
-    def on_worker_died(self, address: Address, exit: WorkerExit, failed_request: int | None) -> bool:
+    def on_worker_died(self, address: messages.Address, exit: errors.WorkerExit, failed_request: int | None) -> bool:
         return self._suspects.worker_died(address, exit, failed_request)
 
-    def on_worker_lost(self, address: Address, generation: int, exit: WorkerExit) -> None:
+    def on_worker_lost(self, address: messages.Address, generation: int, exit: errors.WorkerExit) -> None:
         self._recovery.worker_lost(address, generation, exit)
 
-    def on_stage_failed(self, failure: StageFailed) -> None:
+    def on_stage_failed(self, failure: errors.StageFailed) -> None:
         self._recovery.stage_failed(failure)
 
-    def on_message(self, address: Address, message: RequestNotice) -> None:
+    def on_message(self, address: messages.Address, message: messages.RequestNotice) -> None:
         request = self._dispatcher.held_by(address, message.request)
         if request is None:
             return  # it has ended, or another replica holds it now
         stage = address.stage
         match message:
-            case Started():
+            case messages.Started():
                 self._dispatcher.confirm_restart(request, address)
-            case InputComplete(source=source):
+            case messages.InputComplete(source=source):
                 request.replay_state.input_complete(stage, source)
                 self._recovery.progressed(request)
-            case Finished(stats=stats):
+            case messages.Finished(stats=stats):
                 request.replay_state.finished(stage)
                 request.stats[stage] = stats
                 self._suspects.stage_finished(request, stage)
                 self._recovery.progressed(request)
-            case Refused(_, text, param, code):
-                self._end(request, Event.FAIL, InvalidRequest(text, param=param, code=code))
-            case Unreplayable(_, reason, needed):
+            case messages.Refused(_, text, param, code):
+                self._end(request, Event.FAIL, errors.InvalidRequest(text, param=param, code=code))
+            case messages.Unreplayable(_, reason, needed):
                 self._recovery.unreplayable(request, stage, reason, needed=needed)
 
-    def on_output(self, address: Address, data: memoryview) -> None:
+    def on_output(self, address: messages.Address, data: memoryview) -> None:
         """Copy a chunk for the client. Raises ringbuf.RingError if it cannot be decoded or is out of sequence."""
         payload = memoryview(bytearray(data))
         header, tensors = chunks.decode(payload)
@@ -344,7 +325,7 @@ class Orchestrator:
 
     # The end of requests
 
-    def _end(self, request: Request, event: Event, error: RequestError | None) -> None:
+    def _end(self, request: Request, event: Event, error: errors.RequestError | None) -> None:
         request.lifecycle.advance(event)
         request.error = error
         request.inputs = {}
@@ -360,7 +341,7 @@ class Orchestrator:
             self.readers.complete(request)
         self._suspects.request_ended(request, complete=event is Event.COMPLETE)
 
-    def _cut(self, request: Request, error: RequestError) -> None:
+    def _cut(self, request: Request, error: errors.RequestError) -> None:
         """End a request if it has not ended, and drop the output that its client does not have."""
         if not request.lifecycle.ended:
             self._end(request, Event.FAIL, error)

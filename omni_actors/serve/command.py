@@ -17,26 +17,18 @@ import trio
 from omni_actors import config as configuration
 from omni_actors.command_line import BadConfig, override_option
 from omni_actors.errors import ConfigError, OmniError
+from omni_actors.serve import defaults
 from omni_actors.serve.access.api_key import normalize_key
-from omni_actors.serve.defaults import (
-    API_KEY_VARIABLE,
-    DRAIN_S,
-    HOST,
-    MAX_BODY_BYTES,
-    MAX_CONNECTIONS,
-    MAX_CONNECTIONS_PER_ADDRESS,
-    PORT,
-)
 
 
 def _check_key(context: click.Context, option: click.Parameter, given: str | None) -> str | None:
     """Refuse an empty key: it must not silently disable the check."""
     # click treats an empty variable as one that is not set.
-    given = os.environ.get(API_KEY_VARIABLE) if given is None else given
+    given = os.environ.get(defaults.API_KEY_VARIABLE) if given is None else given
     if given is None:
         return None
     if not given.strip():
-        message = f"the key is empty; to serve without a key, omit --api-key and unset {API_KEY_VARIABLE}"
+        message = f"the key is empty; to serve without a key, omit --api-key and unset {defaults.API_KEY_VARIABLE}"
         raise click.BadParameter(message)
     try:
         return normalize_key(given)
@@ -46,18 +38,20 @@ def _check_key(context: click.Context, option: click.Parameter, given: str | Non
 
 @click.command()
 @click.argument("config")
-@click.option("--host", default=HOST, show_default=True, help="Address to listen on.")
-@click.option("--port", default=PORT, show_default=True, type=click.IntRange(0, 65535), help="0 selects a free port.")
+@click.option("--host", default=defaults.HOST, show_default=True, help="Address to listen on.")
+@click.option(
+    "--port", default=defaults.PORT, show_default=True, type=click.IntRange(0, 65535), help="0 selects a free port."
+)
 @click.option(
     "--api-key",
-    envvar=API_KEY_VARIABLE,
+    envvar=defaults.API_KEY_VARIABLE,
     show_envvar=True,
     callback=_check_key,
     help="The key that clients must send. Without one, the server checks no key. Surrounding white space is removed.",
 )
 @click.option(
     "--max-body-bytes",
-    default=MAX_BODY_BYTES,
+    default=defaults.MAX_BODY_BYTES,
     show_default=True,
     type=click.IntRange(min=1),
     help="Limit of a request's body and the files that its URLs name.",
@@ -89,21 +83,21 @@ def _check_key(context: click.Context, option: click.Parameter, given: str | Non
 )
 @click.option(
     "--drain-s",
-    default=DRAIN_S,
+    default=defaults.DRAIN_S,
     show_default=True,
     type=click.FloatRange(min=0),
     help="Time for requests in progress to end.",
 )
 @click.option(
     "--max-connections",
-    default=MAX_CONNECTIONS,
+    default=defaults.MAX_CONNECTIONS,
     show_default=True,
     type=click.IntRange(min=1),
     help="Limit of connections. It is lower if the process may not open so many files.",
 )
 @click.option(
     "--max-connections-per-address",
-    default=MAX_CONNECTIONS_PER_ADDRESS,
+    default=defaults.MAX_CONNECTIONS_PER_ADDRESS,
     show_default=True,
     type=click.IntRange(min=1),
     help="Limit of connections from one address. Raise it behind a proxy.",
@@ -128,7 +122,7 @@ def serve_command(
     from omni_actors.serve.media.loader import MediaLoader  # the web stack, which other commands need not import
     from omni_actors.serve.server import serve
 
-    os.environ.pop(API_KEY_VARIABLE, None)  # the workers inherit the environment, and must not see the key
+    os.environ.pop(defaults.API_KEY_VARIABLE, None)  # the workers inherit the environment, and must not see the key
     try:
         media = MediaLoader(allow_media_domain, allow_media_dir)
     except ValueError as error:

@@ -33,18 +33,10 @@ from starlette.types import ASGIApp
 from omni_actors import config as configuration
 from omni_actors.config import Pipeline
 from omni_actors.errors import OmniError, StageFailed
+from omni_actors.serve import defaults
 from omni_actors.serve.access.api_key import normalize_key
 from omni_actors.serve.access.origins import normalize_host, normalize_origin
 from omni_actors.serve.app import build
-from omni_actors.serve.defaults import (
-    API_KEY_VARIABLE,
-    DRAIN_S,
-    HOST,
-    MAX_BODY_BYTES,
-    MAX_CONNECTIONS,
-    MAX_CONNECTIONS_PER_ADDRESS,
-    PORT,
-)
 from omni_actors.serve.http.buffered_socket import SEND_TIMEOUT_S
 from omni_actors.serve.http.descriptors import DescriptorBudget
 from omni_actors.serve.http.listener import Listener
@@ -70,17 +62,17 @@ class CannotListen(OmniError):
 async def serve(
     config: str | Path | Pipeline = "voice",
     *,
-    host: str = HOST,
-    port: int = PORT,
+    host: str = defaults.HOST,
+    port: int = defaults.PORT,
     api_key: str | None = None,
-    max_body_bytes: int = MAX_BODY_BYTES,
+    max_body_bytes: int = defaults.MAX_BODY_BYTES,
     media: MediaLoader | None = None,
     allow_origins: Collection[str] = (),
     allow_hosts: Collection[str] = (),
     overrides: Mapping[str, Any] | None = None,
-    drain_s: float = DRAIN_S,
-    max_connections: int = MAX_CONNECTIONS,
-    max_connections_per_address: int = MAX_CONNECTIONS_PER_ADDRESS,
+    drain_s: float = defaults.DRAIN_S,
+    max_connections: int = defaults.MAX_CONNECTIONS,
+    max_connections_per_address: int = defaults.MAX_CONNECTIONS_PER_ADDRESS,
     exit_on_failed_stage: bool = False,
     announce: Callable[[str], None] = print,
 ) -> None:
@@ -243,4 +235,4 @@ def _warn_if_public(listener: socket.socket) -> None:
     host, port, *_ = listener.getsockname()
     if not ip_address(host).is_loopback:
         message = "no API key: every machine that can reach %s port %d can use this server; set --api-key or %s"
-        log.warning(message, host, port, API_KEY_VARIABLE)
+        log.warning(message, host, port, defaults.API_KEY_VARIABLE)

@@ -22,30 +22,12 @@ from typing import assert_never
 
 import trio
 
-from omni_actors.stress import judge
+from omni_actors.stress import judge, schedule
 from omni_actors.stress.client import Client
 from omni_actors.stress.faults import KillHelper, RefusingSpawner, Victim, kill_parent
 from omni_actors.stress.health_watch import HealthWatch
 from omni_actors.stress.judge import ObservedDeath, TrackedRequest, Violation
 from omni_actors.stress.report import Tally, Timing
-from omni_actors.stress.schedule import (
-    Abort,
-    Crash,
-    Disconnect,
-    Freeze,
-    Full,
-    Kill,
-    KillLoading,
-    Load,
-    Operation,
-    Orphan,
-    Pause,
-    Settle,
-    Starve,
-    Storm,
-    Submit,
-    Wait,
-)
 from omni_actors.stress.workload import Workload
 from omni_actors.system import OmniSystem
 
@@ -76,7 +58,7 @@ class Driver:
         self,
         omni: OmniSystem,
         workload: Workload,
-        load: Load,
+        load: schedule.Load,
         spawner: RefusingSpawner,
         kill_helper: KillHelper,
         nursery: trio.Nursery,
@@ -108,45 +90,45 @@ class Driver:
         for slot in range({"idle": 0, "one": 1, "full": workload.full}[load]):
             nursery.start_soon(self.client.keep_submitting, slot)
 
-    async def do(self, operation: Operation) -> None:
+    async def do(self, operation: schedule.Operation) -> None:
         self._operation += 1
         self._quiet = self.watch.settled and not self._following and not self._unfollowed
         match operation:
-            case Submit(name, on_failure, pace):
+            case schedule.Submit(name, on_failure, pace):
                 template = self._workload.templates[name]
                 self._submitted.append(self.client.submit(template, on_failure, pace_s=pace / 1000))
-            case Abort(index):
+            case schedule.Abort(index):
                 for asked in self._submitted[index % max(1, len(self._submitted)) :][:1]:
                     self.client.abort(asked)
-            case Disconnect(index):
+            case schedule.Disconnect(index):
                 for asked in self._submitted[index % max(1, len(self._submitted)) :][:1]:
                     self.client.drop(asked)
-            case Wait(ms):
+            case schedule.Wait(ms):
                 await trio.sleep(ms / 1000)
-            case Settle():
+            case schedule.Settle():
                 await self._settle()
-            case Kill(stages):
+            case schedule.Kill(stages):
                 self._kill("SIGKILL" if len(stages) == 1 else "SIGKILL, several at once", *stages)
-            case KillLoading(stage, after):
+            case schedule.KillLoading(stage, after):
                 self._kill("SIGKILL", stage)
                 if await self._next_worker(stage, after / 1000) not in (None, "ready"):
                     self._kill("SIGKILL", stage)
-            case Storm(stage, times):
+            case schedule.Storm(stage, times):
                 for _ in range(times):
                     await self._next_worker(stage, 0)
                     self._kill("restart storm", stage)
-            case Freeze(stage):
+            case schedule.Freeze(stage):
                 self._kill("SIGSTOP", stage, number=signal.SIGSTOP)
-            case Pause(stage, ms):
+            case schedule.Pause(stage, ms):
                 self._nursery.start_soon(self._pause, stage, ms / 1000)
-            case Crash():
+            case schedule.Crash():
                 self._crash(operation)
-            case Starve(stage):
+            case schedule.Starve(stage):
                 self._nursery.start_soon(self._starve, stage)
-            case Full(stage, times):
+            case schedule.Full(stage, times):
                 self._spawner.refusals[stage] = times
                 self._kill("no memory for rings", stage)
-            case Orphan(loading):
+            case schedule.Orphan(loading):
                 await self._orphan(loading=loading)
             case _:
                 assert_never(operation)
@@ -239,7 +221,7 @@ class Driver:
                     victim.send(signal.SIGCONT)
                 self._unfollowed -= 1
 
-    def _crash(self, crash: Crash) -> None:
+    def _crash(self, crash: schedule.Crash) -> None:
         stage = crash.stage
         if stage in self.watch.given_up:
             return

@@ -26,22 +26,7 @@ import trio
 
 from omni_actors.config import Stage
 from omni_actors.errors import Death, StageFailed, WorkerExit
-from omni_actors.protocol.messages import (
-    Configure,
-    ControlMessage,
-    EngineFailed,
-    Finished,
-    InputComplete,
-    LoadFailed,
-    Loading,
-    Pong,
-    Ready,
-    Refused,
-    Started,
-    Stop,
-    Unreplayable,
-    WorkerSpec,
-)
+from omni_actors.protocol import messages
 from omni_actors.supervisor import restart
 from omni_actors.supervisor.edges import Edges, receive_frames
 from omni_actors.supervisor.heartbeat import watch_progress
@@ -65,7 +50,7 @@ class Supervisor:
 
     def __init__(
         self,
-        specs: Sequence[WorkerSpec],
+        specs: Sequence[messages.WorkerSpec],
         stages: Mapping[str, Stage],
         *,
         edges: Edges,
@@ -175,7 +160,7 @@ class Supervisor:
         """Ask a worker to stop, and kill it after ``shutdown_timeout_s``."""
         timeout_s = replica.stage.shutdown_timeout_s
         replica.incarnation.stop()
-        replica.post(Stop(timeout_s))
+        replica.post(messages.Stop(timeout_s))
         with trio.move_on_after(timeout_s, shield=True):
             await worker.wait_dead()
         worker.kill()
@@ -185,7 +170,7 @@ class Supervisor:
 
     async def _serve(self, replica: Replica, worker: Worker) -> None:
         """Configure and connect a worker, and deliver its messages and outputs until it dies."""
-        worker.mailbox.post(Configure(replica.spec, replica.generation, self._listener.newest_request()))
+        worker.mailbox.post(messages.Configure(replica.spec, replica.generation, self._listener.newest_request()))
         try:
             output = self._edges.connect_worker(replica.address, replica.post, replica.kill)
         except OSError as error:
@@ -220,27 +205,33 @@ class Supervisor:
         await worker.wait_ending()
         scope.cancel()
 
-    def _handle(self, replica: Replica, message: ControlMessage) -> None:
+    def _handle(self, replica: Replica, message: messages.ControlMessage) -> None:
         incarnation = replica.incarnation
         match message:
-            case Loading(note):
+            case messages.Loading(note):
                 replica.note = note
                 self.changes.unpark_all()
-            case Ready(load_s) if incarnation.state is IncarnationState.STARTING:
+            case messages.Ready(load_s) if incarnation.state is IncarnationState.STARTING:
                 incarnation.advance(IncarnationEvent.READY)
                 incarnation.ready_at = trio.current_time()
                 replica.state, replica.load_s, replica.note = ReplicaState.READY, load_s, "ready"
                 replica.failure = replica.retry_at = None
                 self._listener.on_worker_ready(replica.address)
                 self.changes.unpark_all()
-            case LoadFailed(error):
+            case messages.LoadFailed(error):
                 incarnation.load_error = error
-            case EngineFailed(request):
+            case messages.EngineFailed(request):
                 incarnation.failed_request = request
-            case Pong(number, gauges) if number == incarnation.ping:
+            case messages.Pong(number, gauges) if number == incarnation.ping:
                 incarnation.gauges, incarnation.last_pong_at = gauges, trio.current_time()
                 incarnation.pong.set()
-            case Started() | InputComplete() | Finished() | Refused() | Unreplayable():
+            case (
+                messages.Started()
+                | messages.InputComplete()
+                | messages.Finished()
+                | messages.Refused()
+                | messages.Unreplayable()
+            ):
                 self._listener.on_message(replica.address, message)
 
     @trio.lowlevel.enable_ki_protection

@@ -29,36 +29,9 @@ from collections.abc import Callable, Iterable, Mapping, Set
 import msgspec
 
 from omni_actors.platform.cpu_sharing import NoCpuSharing
-from omni_actors.protocol import chunks
+from omni_actors.protocol import chunks, messages
 from omni_actors.protocol.chunks import ChunkHeader, ReplayDiverged
-from omni_actors.protocol.messages import (
-    CLIENT,
-    Abort,
-    Address,
-    ControlMessage,
-    Finished,
-    InputComplete,
-    Pause,
-    Ping,
-    Pong,
-    Refused,
-    Resend,
-    Resume,
-    Start,
-    Started,
-    Stop,
-    Unreplayable,
-)
-from omni_actors.stages.base import (
-    Chunk,
-    InvalidRequest,
-    Measured,
-    Pausable,
-    StageEngine,
-    StageFailure,
-    StageOutput,
-    StageRequest,
-)
+from omni_actors.stages import base
 from omni_actors.worker.active import ActiveRequest
 from omni_actors.worker.incoming import Incoming
 from omni_actors.worker.outgoing import Outgoing, Retention
@@ -75,11 +48,20 @@ LONGEST_REFUSAL = 16_384
 class AttachRing:
     """Command of the worker's trio shell: this ring is now the edge from ``producer`` to ``consumer``."""
 
-    def __init__(self, producer: Address, consumer: Address, ring: Ring) -> None:
+    def __init__(self, producer: messages.Address, consumer: messages.Address, ring: Ring) -> None:
         self.producer, self.consumer, self.ring = producer, consumer, ring
 
 
-Command = Start | Resend | Pause | Resume | Abort | Ping | Stop | AttachRing
+Command = (
+    messages.Start
+    | messages.Resend
+    | messages.Pause
+    | messages.Resume
+    | messages.Abort
+    | messages.Ping
+    | messages.Stop
+    | AttachRing
+)
 
 
 class EngineLoop:
@@ -96,17 +78,17 @@ class EngineLoop:
 
     def __init__(
         self,
-        address: Address,
+        address: messages.Address,
         fence: int,
-        notify: Callable[[ControlMessage], None],
+        notify: Callable[[messages.ControlMessage], None],
         cores: NoCpuSharing | None = None,
     ) -> None:
         self._address, self._newest, self._notify = address, fence, notify
         self._cores = cores or NoCpuSharing()
         self._commands: collections.deque[Command] = collections.deque()
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._incoming: dict[Address, Incoming] = {}
-        self._outgoing: dict[Address, Outgoing] = {}
+        self._incoming: dict[messages.Address, Incoming] = {}
+        self._outgoing: dict[messages.Address, Outgoing] = {}
         self._active: dict[int, ActiveRequest] = {}
         self._retention = Retention()
         """Outputs of the requests that may be replayed; also of those that are finished here and have not ended."""
@@ -124,7 +106,7 @@ class EngineLoop:
             if not self._ended:
                 os.eventfd_write(self._bell, 1)
 
-    def run(self, engine: StageEngine) -> None:
+    def run(self, engine: base.StageEngine) -> None:
         """Serve until ``Stop``, then close the engine and the rings. An exception of the engine propagates."""
         self.running = True
         try:
@@ -139,7 +121,7 @@ class EngineLoop:
         finally:
             self.close()
 
-    def turn(self, engine: StageEngine) -> tuple[bool, bool]:
+    def turn(self, engine: base.StageEngine) -> tuple[bool, bool]:
         """Handle commands, send what waited for room, receive chunks, make a step. Blocks only where the engine does.
 
         Returns whether there was anything to do, and whether chunks are received now: not while congested.
@@ -188,18 +170,18 @@ class EngineLoop:
 
     # commands
 
-    def _handle_commands(self, engine: StageEngine) -> bool:
+    def _handle_commands(self, engine: base.StageEngine) -> bool:
         progressed = False
         while self._commands:
             progressed = True
             match self._commands.popleft():
-                case Start() as start:
+                case messages.Start() as start:
                     self._start(engine, start)
-                case Resend(request, target):
+                case messages.Resend(request, target):
                     self._resend(request, target)
-                case Pause(request) | Resume(request) as command:
-                    self._pause(engine, request, paused=isinstance(command, Pause))
-                case Abort(request):
+                case messages.Pause(request) | messages.Resume(request) as command:
+                    self._pause(engine, request, paused=isinstance(command, messages.Pause))
+                case messages.Abort(request):
                     for edge in self._outgoing.values():
                         edge.drop(request)
                     self._retention.forget(request)
@@ -207,25 +189,25 @@ class EngineLoop:
                         engine.abort(request)
                 case AttachRing() as attach:
                     self._attach(attach)
-                case Ping(number):
-                    measured = engine.gauges() if isinstance(engine, Measured) else {}
-                    self._notify(Pong(number, {name: float(value) for name, value in measured.items()}))
-                case Stop():
+                case messages.Ping(number):
+                    measured = engine.gauges() if isinstance(engine, base.Measured) else {}
+                    self._notify(messages.Pong(number, {name: float(value) for name, value in measured.items()}))
+                case messages.Stop():
                     self.stopping = True
         return progressed
 
-    def _start(self, engine: StageEngine, start: Start) -> None:
+    def _start(self, engine: base.StageEngine, start: messages.Start) -> None:
         self._newest = max(self._newest, start.request)
         self._active[start.request] = ActiveRequest(start)
         if start.retain_bytes:
             self._retention.begin(start.request, start.retain_bytes, start.worker_retain_bytes)
         if start.replayed:
-            self._notify(Started(start.request))
+            self._notify(messages.Started(start.request))
         self.handling = start.request
         try:
             params = msgspec.msgpack.decode(start.params)
-            engine.start(StageRequest(start.request, start.sources, params, start.downstream))
-        except InvalidRequest as error:
+            engine.start(base.StageRequest(start.request, start.sources, params, start.downstream))
+        except base.InvalidRequest as error:
             self._refuse(start.request, error)
         self.handling = None
 
@@ -242,17 +224,17 @@ class EngineLoop:
                 if attach.consumer in active.targets:
                     active.remove_targets(attach.consumer.stage)
 
-    def _pause(self, engine: StageEngine, request: int, *, paused: bool) -> None:
+    def _pause(self, engine: base.StageEngine, request: int, *, paused: bool) -> None:
         """Pause or resume a request. An engine that cannot pause goes on; its outputs then wait downstream."""
         if active := self._active.get(request):
             active.paused = paused
-            if isinstance(engine, Pausable):
+            if isinstance(engine, base.Pausable):
                 (engine.pause if paused else engine.resume)(request)
 
-    def _resend(self, request: int, target: Address) -> None:
+    def _resend(self, request: int, target: messages.Address) -> None:
         retained = self._retention.chunks(request)
         if isinstance(retained, str):
-            self._notify(Unreplayable(request, retained, needed=True))
+            self._notify(messages.Unreplayable(request, retained, needed=True))
             return
         for buffers, size in retained:
             self._outgoing[target].send(request, buffers, size)
@@ -261,7 +243,7 @@ class EngineLoop:
 
     # chunks in
 
-    def _receive(self, engine: StageEngine) -> bool:
+    def _receive(self, engine: base.StageEngine) -> bool:
         progressed = False
         for edge in self._incoming.values():
             received = 0
@@ -283,26 +265,26 @@ class EngineLoop:
                     break
         return progressed
 
-    def _feed(self, engine: StageEngine, active: ActiveRequest, chunk: Chunk, frame: memoryview) -> None:
+    def _feed(self, engine: base.StageEngine, active: ActiveRequest, chunk: base.Chunk, frame: memoryview) -> None:
         try:
             if active.accept(chunk, frame):
                 self.handling = active.request
                 engine.feed(active.request, chunk)
                 self.handling = None
-                if chunk.last and chunk.source != CLIENT:
-                    self._notify(InputComplete(active.request, chunk.source))
-        except InvalidRequest as error:
+                if chunk.last and chunk.source != messages.CLIENT:
+                    self._notify(messages.InputComplete(active.request, chunk.source))
+        except base.InvalidRequest as error:
             self.handling = None
             self._refuse(active.request, error)
         except ReplayDiverged as error:
-            self._notify(Unreplayable(active.request, str(error), needed=True))
+            self._notify(messages.Unreplayable(active.request, str(error), needed=True))
 
     # chunks out
 
-    def _step(self, engine: StageEngine) -> None:
+    def _step(self, engine: base.StageEngine) -> None:
         began = time.monotonic()
         for output in engine.step():
-            if isinstance(output, StageFailure):
+            if isinstance(output, base.StageFailure):
                 self._refuse(output.request_id, output.error)
             else:
                 self._emit(output, began)
@@ -311,7 +293,7 @@ class EngineLoop:
         for request in self._active.values():
             request.step_s += took
 
-    def _emit(self, output: StageOutput, step_began: float) -> None:
+    def _emit(self, output: base.StageOutput, step_began: float) -> None:
         active = self._active[output.request_id]
         header = ChunkHeader(
             request=output.request_id,
@@ -329,9 +311,9 @@ class EngineLoop:
             active.owes_first_output = False
             self._announce_first_output()
         for request, why in self._retention.add(output.request_id, buffers, size):
-            self._notify(Unreplayable(request, why, needed=False))
+            self._notify(messages.Unreplayable(request, why, needed=False))
         for target in active.targets:
-            if downstream and target.stage == CLIENT:
+            if downstream and target.stage == messages.CLIENT:
                 for_client = chunks.encode(header, output.tensors)
                 self._send(active, target, for_client, sum(buffer.nbytes for buffer in for_client))
             else:
@@ -339,10 +321,12 @@ class EngineLoop:
         if output.last:
             del self._active[output.request_id]
             active.step_s += time.monotonic() - step_began
-            self._notify(Finished(output.request_id, active.stats(self._address.stage)))
+            self._notify(messages.Finished(output.request_id, active.stats(self._address.stage)))
 
-    def _send(self, active: ActiveRequest, target: Address, buffers: list[memoryview], size: int) -> None:
-        at_once = target.stage == CLIENT or active.targets[0].stage != CLIENT  # rule 6; a client is the first target
+    def _send(self, active: ActiveRequest, target: messages.Address, buffers: list[memoryview], size: int) -> None:
+        at_once = (
+            target.stage == messages.CLIENT or active.targets[0].stage != messages.CLIENT
+        )  # rule 6; a client is the first target
         self._outgoing[target].send(active.request, buffers, size, at_once=at_once)
         active.sent_bytes[str(target)] += size
 
@@ -351,9 +335,9 @@ class EngineLoop:
         pending = bool(self._commands) or any(active.first_output_pending for active in self._active.values())
         self._cores.announce_first_output(pending=pending)
 
-    def _refuse(self, request: int, error: InvalidRequest) -> None:
+    def _refuse(self, request: int, error: base.InvalidRequest) -> None:
         del self._active[request]
-        self._notify(Refused(request, error.message[:LONGEST_REFUSAL], error.param, error.code))
+        self._notify(messages.Refused(request, error.message[:LONGEST_REFUSAL], error.param, error.code))
 
     # sleep
 
@@ -372,5 +356,5 @@ class EngineLoop:
             self.unpark([bell for bell, _ in poll.poll(timeout_s and timeout_s * 1000)])
 
 
-def _chunk(header: ChunkHeader, tensors: Mapping[str, Tensor]) -> Chunk:
-    return Chunk(source=header.source, seq=header.seq, last=header.last, tensors=tensors, data=header.data)
+def _chunk(header: ChunkHeader, tensors: Mapping[str, Tensor]) -> base.Chunk:
+    return base.Chunk(source=header.source, seq=header.seq, last=header.last, tensors=tensors, data=header.data)

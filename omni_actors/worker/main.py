@@ -28,29 +28,13 @@ import trio
 
 from omni_actors.platform import death_mutex
 from omni_actors.platform.cpu_sharing import CpuSharing
+from omni_actors.protocol import messages
 from omni_actors.protocol.mailbox import Mailbox, open_mailbox
-from omni_actors.protocol.messages import (
-    Abort,
-    Configure,
-    Connect,
-    ControlMessage,
-    EngineFailed,
-    LoadFailed,
-    Loading,
-    Pause,
-    Ping,
-    Ready,
-    Resend,
-    Resume,
-    Start,
-    Stop,
-    WorkerSpec,
-)
 from omni_actors.stages.base import StageContext, StageEngine, WarmsUp
 from omni_actors.worker.engine_loop import AttachRing, Command, EngineLoop
 from ringbuf import Ring
 
-Notify = Callable[[ControlMessage], None]
+Notify = Callable[[messages.ControlMessage], None]
 
 STOP_SIGNALS = frozenset({signal.SIGINT, signal.SIGTERM})
 """Signals that a worker ignores. The parent blocks them while it spawns one, so that none arrives before that."""
@@ -111,11 +95,11 @@ async def _serve(sock: socket.socket, cores: CpuSharing) -> Exception | None:
     """Run the engine until the parent stops the worker, or until the engine fails: then return its exception."""
     async with open_mailbox(sock, MAILBOX_CAPACITY) as mailbox:
         configure, _ = await mailbox.incoming.receive()
-        if not isinstance(configure, Configure):
+        if not isinstance(configure, messages.Configure):
             raise TypeError(f"the first message to a worker is Configure, not {type(configure).__name__}")
         spec = configure.spec
 
-        def notify(message: ControlMessage) -> None:
+        def notify(message: messages.ControlMessage) -> None:
             """Queue a message, waiting for room. Called by the engine's thread."""
             trio.from_thread.run(mailbox.send, message)
 
@@ -137,38 +121,46 @@ async def _handle_commands(loop: EngineLoop, mailbox: Mailbox, worker_scope: tri
         commands: list[Command] = []
         for message, fds in chain([first], mailbox.available()):
             match message:
-                case Start() | Resend() | Pause() | Resume() | Abort() | Ping() | Stop():
+                case (
+                    messages.Start()
+                    | messages.Resend()
+                    | messages.Pause()
+                    | messages.Resume()
+                    | messages.Abort()
+                    | messages.Ping()
+                    | messages.Stop()
+                ):
                     commands.append(message)
-                case Connect(producer, consumer, generation):
+                case messages.Connect(producer, consumer, generation):
                     commands.append(AttachRing(producer, consumer, Ring.attach(fds, generation=generation)))
                 case _:
                     raise TypeError(f"a worker does not accept {type(message).__name__}")
         loop.post(*commands)
-        if stop := next((command for command in commands if isinstance(command, Stop)), None):
+        if stop := next((command for command in commands if isinstance(command, messages.Stop)), None):
             if loop.running:
                 await trio.sleep(stop.grace_s)
             break
     worker_scope.cancel()
 
 
-def _run_engine(spec: WorkerSpec, cores: CpuSharing, loop: EngineLoop, notify: Notify) -> Exception | None:
+def _run_engine(spec: messages.WorkerSpec, cores: CpuSharing, loop: EngineLoop, notify: Notify) -> Exception | None:
     """Load the engine and serve until ``Stop``, in the engine's thread. Return the exception that ended it, if any."""
     began = time.monotonic()
     try:
         engine = _load(spec, cores, notify)
     except Exception as error:  # noqa: BLE001 - it ends the worker
-        notify(LoadFailed(f"{type(error).__name__}: {error}"[:LONGEST_ERROR]))
+        notify(messages.LoadFailed(f"{type(error).__name__}: {error}"[:LONGEST_ERROR]))
         return error
-    notify(Ready(time.monotonic() - began))
+    notify(messages.Ready(time.monotonic() - began))
     try:
         loop.run(engine)
     except Exception as error:  # noqa: BLE001 - it ends the worker
-        notify(EngineFailed(loop.handling))
+        notify(messages.EngineFailed(loop.handling))
         return error
     return None
 
 
-def _load(spec: WorkerSpec, cores: CpuSharing, notify: Notify) -> StageEngine:
+def _load(spec: messages.WorkerSpec, cores: CpuSharing, notify: Notify) -> StageEngine:
     """Build the engine and warm it up, so that no request pays for either."""
     os.nice(spec.nice)  # on Linux: for this thread and those that it starts, not for the one that reads commands
     _prepare_libraries(spec.threads, spins=spec.spins)
@@ -181,11 +173,11 @@ def _load(spec: WorkerSpec, cores: CpuSharing, notify: Notify) -> StageEngine:
             threads=spec.threads,
             thread_budget=cores.thread_budget,
             device=spec.device,
-            report=lambda note: notify(Loading(note[:LONGEST_NOTE])),
+            report=lambda note: notify(messages.Loading(note[:LONGEST_NOTE])),
         )
     )
     if isinstance(engine, WarmsUp):
-        notify(Loading("warming up"))
+        notify(messages.Loading("warming up"))
         with cores:
             engine.warm_up()
     gc.collect()

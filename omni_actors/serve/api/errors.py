@@ -8,44 +8,34 @@ from typing import Any
 
 import msgspec
 
-from omni_actors.errors import (
-    Aborted,
-    DeadlineExceeded,
-    InvalidRequest,
-    OmniError,
-    Overloaded,
-    Quarantined,
-    SlowConsumer,
-    StageCrashed,
-    StageUnavailable,
-)
+from omni_actors import errors
 from omni_actors.serve.http.errors import MAX_MESSAGE, HTTPError, bad_request, quote_value, truncate
 
 NO_RETRY = {"x-should-retry": "false"}
 """OpenAI's clients obey this header. Other clients are stopped by the status 422."""
 
 
-def to_http_error(error: OmniError) -> HTTPError:
+def to_http_error(error: errors.OmniError) -> HTTPError:
     """Return the error that the client receives for an error of the system."""
     text = str(error)
     match error:
-        case InvalidRequest(param=param, code=code):
+        case errors.InvalidRequest(param=param, code=code):
             return bad_request(text, param, code)
-        case Overloaded(retry_after_s=seconds):
+        case errors.Overloaded(retry_after_s=seconds):
             return HTTPError(429, text, type="rate_limit_error", code="overloaded", retry_after_s=seconds)
-        case SlowConsumer():
+        case errors.SlowConsumer():
             return bad_request(text, code="slow_consumer")
-        case StageUnavailable(retry_after_s=seconds):
+        case errors.StageUnavailable(retry_after_s=seconds):
             return HTTPError(503, text, type="server_error", code="stage_unavailable", retry_after_s=seconds)
-        case StageCrashed(retryable=False):
+        case errors.StageCrashed(retryable=False):
             return HTTPError(422, text, code="stage_crashed", headers=NO_RETRY)
-        case Quarantined():
+        case errors.Quarantined():
             return HTTPError(422, text, code="quarantined", headers=NO_RETRY)
-        case StageCrashed():
+        case errors.StageCrashed():
             return HTTPError(500, text, type="server_error", code="stage_crashed")
-        case DeadlineExceeded():
+        case errors.DeadlineExceeded():
             return HTTPError(504, text, type="server_error", code="deadline_exceeded")
-        case Aborted():
+        case errors.Aborted():
             return HTTPError(503, text, type="server_error", code="aborted")
         case _:
             return HTTPError(500, text, type="server_error", code="internal_error")
@@ -60,7 +50,7 @@ def renaming(names: Mapping[str, str]) -> Iterator[None]:
     """
     try:
         yield
-    except InvalidRequest as error:
+    except errors.InvalidRequest as error:
         if error.param is None or error.param not in names:
             raise
         name, renamed = error.param, names[error.param]

@@ -22,31 +22,9 @@ from starlette.responses import Response
 from omni_actors.config import Pipeline
 from omni_actors.generation import AudioChunk, Generation, Output
 from omni_actors.serve.access.admission import SCOPE_KEY, AdmissionTicket
+from omni_actors.serve.api import replies, schemas
 from omni_actors.serve.api.errors import renaming
 from omni_actors.serve.api.json_body import read_json
-from omni_actors.serve.api.replies import (
-    DONE,
-    SSE,
-    JSONReply,
-    Pieces,
-    StreamedReply,
-    WholeReply,
-    collecting,
-    error_event,
-    event,
-    usage_of,
-)
-from omni_actors.serve.api.schemas import (
-    AudioPart,
-    ChatMessage,
-    ChatRequest,
-    ImagePart,
-    TextPart,
-    VideoPart,
-    has_speakers,
-    parse,
-    require_model,
-)
 from omni_actors.serve.http.errors import bad_request
 from omni_actors.serve.media.audio import AudioEncoder, decode
 from omni_actors.serve.media.base64_data import to_base64
@@ -60,7 +38,7 @@ class _ChatReply:
     names: the client's name of each parameter, by the engines' name.
     """
 
-    def __init__(self, body: ChatRequest, names: Mapping[str, str]) -> None:
+    def __init__(self, body: schemas.ChatRequest, names: Mapping[str, str]) -> None:
         now = int(time.time())
         self.id, self.created, self.model = f"chatcmpl-{uuid.uuid4().hex}", now, body.model
         self.audio_id = f"audio_{uuid.uuid4().hex}"
@@ -75,7 +53,7 @@ class _ChatReply:
     async def convert(self, output: Output) -> tuple[str, bytes]:
         """Return the text and the encoded audio that an output adds."""
         self.finish_reason = output.data.get("finish_reason", self.finish_reason)
-        self.usage = usage_of(output) or self.usage
+        self.usage = replies.usage_of(output) or self.usage
         match output.modality, output.delta:
             case "text", str(text):
                 return text, b""
@@ -99,17 +77,19 @@ async def chat(request: Request) -> Response:
     reply, generation = await _start(request)
     with renaming(reply.names):
         if reply.is_streamed:
-            return await StreamedReply(generation, _events(reply, generation), SSE, error_event).start()
-        with collecting(generation):
-            return WholeReply(generation, await _whole(reply, generation))
+            return await replies.StreamedReply(
+                generation, _events(reply, generation), replies.SSE, replies.error_event
+            ).start()
+        with replies.collecting(generation):
+            return replies.WholeReply(generation, await _whole(reply, generation))
 
 
 async def _start(request: Request) -> tuple[_ChatReply, Generation]:
     system: OmniSystem = request.app.state.system
     media: MediaLoader = request.app.state.media
     ticket: AdmissionTicket = request.scope[SCOPE_KEY]
-    body, params = parse(await read_json(request), ChatRequest)
-    require_model(body.model, system.pipeline.name)
+    body, params = schemas.parse(await read_json(request), schemas.ChatRequest)
+    schemas.require_model(body.model, system.pipeline.name)
     if body.stream and "audio" in body.modalities and body.audio.format == "flac":
         message = "audio.format: 'flac' cannot be streamed; accepted: 'wav', 'mp3', 'opus', 'pcm16'"
         raise bad_request(message, "audio.format", "unsupported_parameter")
@@ -134,13 +114,13 @@ async def _start(request: Request) -> tuple[_ChatReply, Generation]:
 
 
 def _parameters(
-    body: ChatRequest, others: Mapping[str, Any], pipeline: Pipeline
+    body: schemas.ChatRequest, others: Mapping[str, Any], pipeline: Pipeline
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """Return the engines' parameters, and the client's name of each parameter that an engine's error may name.
 
     others: the parameters that the client gave under the engines' own names.
     """
-    voice = body.audio.voice if "audio" in body.modalities and has_speakers(pipeline) else None
+    voice = body.audio.voice if "audio" in body.modalities and schemas.has_speakers(pipeline) else None
     given = [  # the engines' name, the client's name, the value; the last value counts
         ("max_tokens", "max_tokens", body.max_tokens),
         ("max_tokens", "max_completion_tokens", body.max_completion_tokens),
@@ -156,7 +136,7 @@ def _parameters(
     return params, names
 
 
-def _split_media(messages: Sequence[ChatMessage]) -> tuple[list[dict[str, Any]], list[MediaReference]]:
+def _split_media(messages: Sequence[schemas.ChatMessage]) -> tuple[list[dict[str, Any]], list[MediaReference]]:
     """Return the conversation as the pipeline takes it, with files by index, and the files. Raises HTTPError."""
     conversation: list[dict[str, Any]] = []
     files: list[MediaReference] = []
@@ -169,7 +149,7 @@ def _split_media(messages: Sequence[ChatMessage]) -> tuple[list[dict[str, Any]],
         if not isinstance(content, str):
             parts: list[Mapping[str, Any]] = []
             for j, part in enumerate(content):
-                if isinstance(part, TextPart):
+                if isinstance(part, schemas.TextPart):
                     parts.append({"type": "text", "text": part.text})
                 else:
                     file = _reference(part, f"messages[{i}].content[{j}]")
@@ -181,13 +161,13 @@ def _split_media(messages: Sequence[ChatMessage]) -> tuple[list[dict[str, Any]],
     return conversation, files
 
 
-def _reference(part: AudioPart | ImagePart | VideoPart, param: str) -> MediaReference:
+def _reference(part: schemas.AudioPart | schemas.ImagePart | schemas.VideoPart, param: str) -> MediaReference:
     match part:
-        case AudioPart(input_audio=audio):
+        case schemas.AudioPart(input_audio=audio):
             return MediaReference("audio", audio.data, f"{param}.input_audio.data")
-        case ImagePart(image_url=image):
+        case schemas.ImagePart(image_url=image):
             return MediaReference("image", image.url, f"{param}.image_url.url")
-        case VideoPart(video_url=video):
+        case schemas.VideoPart(video_url=video):
             return MediaReference("video", video.url, f"{param}.video_url.url")
 
 
@@ -217,13 +197,13 @@ async def _whole(reply: _ChatReply, generation: Generation) -> Response:
             "expires_at": reply.created,
         }
     choice = {"index": 0, "message": message, "finish_reason": reply.finish_reason, "logprobs": None}
-    return JSONReply(reply.envelope("chat.completion", [choice], reply.usage))
+    return replies.JSONReply(reply.envelope("chat.completion", [choice], reply.usage))
 
 
-async def _events(reply: _ChatReply, generation: Generation) -> Pieces:
+async def _events(reply: _ChatReply, generation: Generation) -> replies.Pieces:
     def chunk(delta: Mapping[str, Any], finish_reason: str | None = None) -> bytes:
         choice = {"index": 0, "delta": delta, "finish_reason": finish_reason, "logprobs": None}
-        return event(reply.envelope("chat.completion.chunk", [choice], None))
+        return replies.event(reply.envelope("chat.completion.chunk", [choice], None))
 
     def audio_chunk(**fields: Any) -> bytes:
         return chunk({"audio": {"id": reply.audio_id, **fields}})
@@ -244,5 +224,5 @@ async def _events(reply: _ChatReply, generation: Generation) -> Pieces:
         yield audio_chunk(expires_at=reply.created)
     yield chunk({}, reply.finish_reason)
     if reply.include_usage:
-        yield event(reply.envelope("chat.completion.chunk", [], reply.usage))
-    yield DONE
+        yield replies.event(reply.envelope("chat.completion.chunk", [], reply.usage))
+    yield replies.DONE

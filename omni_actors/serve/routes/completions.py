@@ -11,20 +11,9 @@ from starlette.responses import Response
 
 from omni_actors.generation import Generation
 from omni_actors.serve.access.admission import SCOPE_KEY
+from omni_actors.serve.api import replies
 from omni_actors.serve.api.errors import renaming
 from omni_actors.serve.api.json_body import read_json
-from omni_actors.serve.api.replies import (
-    DONE,
-    SSE,
-    JSONReply,
-    Pieces,
-    StreamedReply,
-    WholeReply,
-    collecting,
-    error_event,
-    event,
-    usage_of,
-)
 from omni_actors.serve.api.schemas import CompletionRequest, parse, require_model
 from omni_actors.system import OmniSystem
 
@@ -40,9 +29,11 @@ async def completions(request: Request) -> Response:
     with renaming({"input": "prompt", "messages": "prompt"}):
         generation = system.generate(body.prompt, modalities=("text",), **params)
         if body.stream:
-            return await StreamedReply(generation, _events(body, generation), SSE, error_event).start()
-        with collecting(generation):
-            return WholeReply(generation, JSONReply(await _whole(body, generation)))
+            return await replies.StreamedReply(
+                generation, _events(body, generation), replies.SSE, replies.error_event
+            ).start()
+        with replies.collecting(generation):
+            return replies.WholeReply(generation, replies.JSONReply(await _whole(body, generation)))
 
 
 def _envelope(body: CompletionRequest) -> dict[str, Any]:
@@ -59,18 +50,18 @@ async def _whole(body: CompletionRequest, generation: Generation) -> dict[str, A
     async for output in generation:
         text += output.delta if isinstance(output.delta, str) else ""
         finish_reason = output.data.get("finish_reason", finish_reason)
-        usage = usage_of(output) or usage
+        usage = replies.usage_of(output) or usage
     return {**_envelope(body), "choices": [_choice(text, finish_reason)], "usage": usage}
 
 
-async def _events(body: CompletionRequest, generation: Generation) -> Pieces:
+async def _events(body: CompletionRequest, generation: Generation) -> replies.Pieces:
     envelope, finish_reason, usage = _envelope(body), "stop", None
     async for output in generation:
         finish_reason = output.data.get("finish_reason", finish_reason)
-        usage = usage_of(output) or usage
+        usage = replies.usage_of(output) or usage
         if isinstance(output.delta, str) and output.delta:
-            yield event({**envelope, "choices": [_choice(output.delta, None)], "usage": None})
-    yield event({**envelope, "choices": [_choice("", finish_reason)], "usage": None})
+            yield replies.event({**envelope, "choices": [_choice(output.delta, None)], "usage": None})
+    yield replies.event({**envelope, "choices": [_choice("", finish_reason)], "usage": None})
     if body.stream_options.include_usage:
-        yield event({**envelope, "choices": [], "usage": usage})
-    yield DONE
+        yield replies.event({**envelope, "choices": [], "usage": usage})
+    yield replies.DONE

@@ -12,18 +12,9 @@ from starlette.responses import PlainTextResponse, Response
 
 from omni_actors.generation import Generation
 from omni_actors.serve.access.admission import SCOPE_KEY
+from omni_actors.serve.api import replies
 from omni_actors.serve.api.errors import renaming
 from omni_actors.serve.api.form_body import read_form
-from omni_actors.serve.api.replies import (
-    SSE,
-    JSONReply,
-    Pieces,
-    StreamedReply,
-    WholeReply,
-    collecting,
-    error_event,
-    event,
-)
 from omni_actors.serve.api.schemas import TranscriptionRequest, parse, require_model
 from omni_actors.serve.http.errors import bad_request
 from omni_actors.serve.media.audio import decode
@@ -37,9 +28,11 @@ async def transcription(request: Request) -> Response:
     with renaming(_NAMES):
         body, seconds, generation = await _start(request)
         if body.stream:
-            return await StreamedReply(generation, _events(generation), SSE, error_event).start()
-        with collecting(generation):
-            return WholeReply(generation, await _whole(generation, seconds, body.response_format))
+            return await replies.StreamedReply(
+                generation, _events(generation), replies.SSE, replies.error_event
+            ).start()
+        with replies.collecting(generation):
+            return replies.WholeReply(generation, await _whole(generation, seconds, body.response_format))
 
 
 async def _start(request: Request) -> tuple[TranscriptionRequest, float, Generation]:
@@ -62,13 +55,13 @@ async def _whole(generation: Generation, seconds: float, format: str) -> Respons
     text = "".join(texts).strip()
     if format == "text":
         return PlainTextResponse(text + "\n")
-    return JSONReply({"text": text, "usage": {"type": "duration", "seconds": math.ceil(seconds)}})
+    return replies.JSONReply({"text": text, "usage": {"type": "duration", "seconds": math.ceil(seconds)}})
 
 
-async def _events(generation: Generation) -> Pieces:
+async def _events(generation: Generation) -> replies.Pieces:
     texts: list[str] = []
     async for output in generation:
         if isinstance(output.delta, str):
             texts.append(output.delta)
-            yield event({"type": "transcript.text.delta", "delta": output.delta})
-    yield event({"type": "transcript.text.done", "text": "".join(texts).strip()})
+            yield replies.event({"type": "transcript.text.delta", "delta": output.delta})
+    yield replies.event({"type": "transcript.text.done", "text": "".join(texts).strip()})

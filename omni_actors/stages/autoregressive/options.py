@@ -7,30 +7,19 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from omni_actors.stages.bounds import (
-    Dtype,
-    Penalty,
-    Positive,
-    Seed,
-    StopString,
-    Temperature,
-    TokenId,
-    Tokens,
-    TopK,
-    TopP,
-)
+from omni_actors.stages import bounds
 
 
 class TextOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The options of an engine that generates text with continuous batching."""
 
-    max_batch: Positive = 8
+    max_batch: bounds.Positive = 8
     """Requests that one forward decodes; more requests wait."""
-    context: Positive = 2048
+    context: bounds.Positive = 2048
     """Tokens that one request may use, prompt and completion together."""
-    prefill_chunk: Positive = 256
+    prefill_chunk: bounds.Positive = 256
     """Prompt tokens that one step prefills, so that a long prompt does not delay the decoding of other requests."""
-    dtype: Dtype = "float32"
+    dtype: bounds.Dtype = "float32"
     system_prompt: str = ""
     """System message for a conversation that has none."""
 
@@ -38,17 +27,17 @@ class TextOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class TextParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The request parameters of an engine that generates text."""
 
-    max_tokens: Tokens = 256
-    temperature: Temperature = 0.0
+    max_tokens: bounds.Tokens = 256
+    temperature: bounds.Temperature = 0.0
     """0 is greedy."""
-    top_p: TopP = 1.0
-    top_k: TopK = 0
+    top_p: bounds.TopP = 1.0
+    top_k: bounds.TopK = 0
     """0 means no limit."""
-    seed: Seed | None = None
+    seed: bounds.Seed | None = None
     """None: the parent draws a seed on admission, so that a replay draws the same tokens."""
-    stop: Annotated[tuple[StopString, ...], Meta(max_length=16)] = ()
+    stop: Annotated[tuple[bounds.StopString, ...], Meta(max_length=16)] = ()
     """Strings that end the answer. The number is bounded because each new piece of text is compared with all."""
-    repetition_penalty: Penalty = 1.0
+    repetition_penalty: bounds.Penalty = 1.0
     """Applies to tokens that the prompt or the answer already has; 1 has no effect."""
     min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
     """Excludes tokens that are less likely than this part of the most likely token's probability."""
@@ -56,7 +45,7 @@ class TextParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The model cannot choose an end token, or one of ``stop_token_ids``, before this many tokens."""
     ignore_eos: bool = False
     """Whether the answer continues after the model's end tokens."""
-    stop_token_ids: Annotated[tuple[TokenId, ...], Meta(max_length=256)] = ()
+    stop_token_ids: Annotated[tuple[bounds.TokenId, ...], Meta(max_length=256)] = ()
     """More tokens that end the answer. They are not part of its text."""
     skip_special_tokens: bool = True
     """Whether special tokens are left out of the text."""

@@ -37,15 +37,7 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
-from omni_actors.stages.base import (
-    Chunk,
-    InvalidRequest,
-    RequestId,
-    StageContext,
-    StageFailure,
-    StageOutput,
-    StageRequest,
-)
+from omni_actors.stages import base
 from omni_actors.stages.echo.options import EchoOptions
 from omni_actors.stages.pausing import FlaggedPausing
 from omni_actors.stages.refusal import request_work, validated
@@ -61,7 +53,7 @@ def _noise(size: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
     return np.frombuffer(np.random.default_rng(0).bytes(size + _OFFSETS), np.uint8)
 
 
-def payload(request_id: RequestId, seq: int, size: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+def payload(request_id: base.RequestId, seq: int, size: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
     """Return the bytes of the tensor ``payload`` in output ``seq`` of ``request_id``: uint8 (size,), read-only.
 
     It is a window into one random block, so that making and checking it cost no more than the copy under test.
@@ -106,7 +98,7 @@ class _Request:
         self.seq = 0
         self.paused = False
 
-    def add(self, chunk: Chunk, pending: _Pending) -> None:
+    def add(self, chunk: base.Chunk, pending: _Pending) -> None:
         self._pending[chunk.source].append(pending)
         if chunk.last:
             self._ended.add(chunk.source)
@@ -136,10 +128,10 @@ class _Request:
 class EchoEngine(FlaggedPausing):
     """The ``echo`` engine: see the module. It has no model."""
 
-    def __init__(self, context: StageContext) -> None:
+    def __init__(self, context: base.StageContext) -> None:
         self._stage = context.stage
         self._options = msgspec.convert(context.options, EchoOptions)
-        self._requests: dict[RequestId, _Request] = {}
+        self._requests: dict[base.RequestId, _Request] = {}
         context.report("pretending to load")
         time.sleep(self._options.load_s)
 
@@ -147,23 +139,23 @@ class EchoEngine(FlaggedPausing):
     def busy(self) -> bool:
         return any(request.ready for request in self._requests.values())
 
-    def start(self, request: StageRequest) -> None:
+    def start(self, request: base.StageRequest) -> None:
         self._requests[request.request_id] = _Request(request.sources)
 
-    def feed(self, request_id: RequestId, chunk: Chunk) -> None:
+    def feed(self, request_id: base.RequestId, chunk: base.Chunk) -> None:
         try:
             pending = self._copy(chunk)
-        except InvalidRequest:
+        except base.InvalidRequest:
             del self._requests[request_id]
             raise
         if pending.failures.raises == "feed":
             raise RuntimeError("the chunk asked for a crash in feed")
         self._requests[request_id].add(chunk, pending)
 
-    def abort(self, request_id: RequestId) -> None:
+    def abort(self, request_id: base.RequestId) -> None:
         self._requests.pop(request_id, None)
 
-    def step(self) -> Iterator[StageOutput | StageFailure]:
+    def step(self) -> Iterator[base.StageOutput | base.StageFailure]:
         ready = [request_id for request_id, request in self._requests.items() if request.ready]
         self._spend_step()
         for request_id in ready:
@@ -172,14 +164,14 @@ class EchoEngine(FlaggedPausing):
     def close(self) -> None:
         self._requests.clear()
 
-    def _output(self, request_id: RequestId) -> StageOutput | StageFailure:
+    def _output(self, request_id: base.RequestId) -> base.StageOutput | base.StageFailure:
         request = self._requests[request_id]
         tensors: dict[str, Any] = {}
         data: Mapping[str, Any] = {}
         if head := request.head:
             if head.outputs_left == self._options.fan_out and (failure := self._inject(head.failures)):
                 del self._requests[request_id]
-                return StageFailure(request_id, failure)
+                return base.StageFailure(request_id, failure)
             tensors, data = dict(head.tensors), head.data
             head.outputs_left -= 1
             if not head.outputs_left:
@@ -189,13 +181,13 @@ class EchoEngine(FlaggedPausing):
         request.seq += 1
         if request.complete:
             del self._requests[request_id]
-        return StageOutput(request_id, tensors, data, request.complete)
+        return base.StageOutput(request_id, tensors, data, request.complete)
 
-    def _copy(self, chunk: Chunk) -> _Pending:
+    def _copy(self, chunk: base.Chunk) -> _Pending:
         """Copy a chunk. Raises InvalidRequest."""
         failures = self._failures_here(chunk.data)
         if failures.invalid == "feed":
-            raise InvalidRequest("the chunk asked to be refused", param="echo")
+            raise base.InvalidRequest("the chunk asked to be refused", param="echo")
         with request_work("messages"):
             data = _with_answer(chunk.data)
         tensors = {name: Tensor(t.dtype, t.shape, bytes(t.data)) for name, t in chunk.tensors.items()}
@@ -206,7 +198,7 @@ class EchoEngine(FlaggedPausing):
         failures = validated(data.get("echo") or {}, _Failures)
         return failures if failures.stage in (None, self._stage) else _Failures()
 
-    def _inject(self, failures: _Failures) -> InvalidRequest | None:
+    def _inject(self, failures: _Failures) -> base.InvalidRequest | None:
         """Cause the failures of ``step``. Return the error of a refusal."""
         if failures.stderr:
             print(failures.stderr, file=sys.stderr, flush=True)
@@ -217,7 +209,7 @@ class EchoEngine(FlaggedPausing):
         while failures.hang:
             time.sleep(3600)
         if failures.invalid == "step":
-            return InvalidRequest("the chunk asked to be refused", param="echo")
+            return base.InvalidRequest("the chunk asked to be refused", param="echo")
         return None
 
     def _spend_step(self) -> None:

@@ -31,16 +31,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import msgspec
 import numpy as np
 
-from omni_actors.stages.base import (
-    CLIENT,
-    Chunk,
-    InvalidRequest,
-    RequestId,
-    StageContext,
-    StageFailure,
-    StageOutput,
-    StageRequest,
-)
+from omni_actors.stages import base
 from omni_actors.stages.hibari.options import AcousticOptions, AcousticParams
 from omni_actors.stages.hibari.pronunciation import Pronunciation
 from omni_actors.stages.hibari.text import SentenceReader
@@ -64,11 +55,11 @@ _WARM_UP = "This warms up the voice, Xylander."
 
 
 class _Request:
-    def __init__(self, request: StageRequest, reader: SentenceReader) -> None:
+    def __init__(self, request: base.StageRequest, reader: SentenceReader) -> None:
         self.open = OpenSources(request.sources)
         self.speed = validated(request.params, AcousticParams).speed
         self.reader = reader
-        self.is_script = request.sources == (CLIENT,)
+        self.is_script = request.sources == (base.CLIENT,)
         """Whether the client alone sends the text."""
         self.is_blank_script = self.is_script
         """Whether this is a script of white space only, so far."""
@@ -98,7 +89,7 @@ class _Request:
 class AcousticEngine(FlaggedPausing):
     """The ``hibari_acoustic`` engine: see the module. Its model is a directory with ``hibari.onnx``."""
 
-    def __init__(self, context: StageContext) -> None:
+    def __init__(self, context: base.StageContext) -> None:
         if context.model is None:
             raise ValueError("hibari_acoustic needs a model")
         context.report("loading the acoustic network")
@@ -106,7 +97,7 @@ class AcousticEngine(FlaggedPausing):
 
         self._voice: Hibari = Hibari(model=str(context.model / "hibari.onnx"), threads=context.threads)
         self._chunk_frames = msgspec.convert(context.options, AcousticOptions).chunk_frames
-        self._requests: dict[RequestId, _Request] = {}
+        self._requests: dict[base.RequestId, _Request] = {}
         context.report("reading the lexicon")
         self._pronunciation = Pronunciation(self._voice)
         self._features(self._pronunciation.phrases(_WARM_UP)[0], 1.0)
@@ -115,36 +106,36 @@ class AcousticEngine(FlaggedPausing):
     def busy(self) -> bool:
         return any(request.ready or request.candidate for request in self._requests.values())
 
-    def start(self, request: StageRequest) -> None:
+    def start(self, request: base.StageRequest) -> None:
         self._requests[request.request_id] = _Request(request, SentenceReader(self._voice.split_sentences))
 
-    def feed(self, request_id: RequestId, chunk: Chunk) -> None:
+    def feed(self, request_id: base.RequestId, chunk: base.Chunk) -> None:
         request = self._requests[request_id]
         text = chunk.data.get("text", "")
         if not isinstance(text, str):
             del self._requests[request_id]
-            raise InvalidRequest(f"text must be a string, not {type(text).__name__}", param="input")
-        if chunk.source == CLIENT:
+            raise base.InvalidRequest(f"text must be a string, not {type(text).__name__}", param="input")
+        if chunk.source == base.CLIENT:
             request.script_length += len(text)
         if request.script_length > LONGEST_SCRIPT:
             del self._requests[request_id]
             found = f"the text has at least {request.script_length} characters; the limit is {LONGEST_SCRIPT}"
-            raise InvalidRequest(found, param="input", code="string_above_max_length")
+            raise base.InvalidRequest(found, param="input", code="string_above_max_length")
         if sentences := request.reader.feed(text):
             request.sentences += sentences
             request.speculated = None
         request.is_blank_script = request.is_blank_script and not text.strip()
         if chunk.last and request.is_blank_script:
             del self._requests[request_id]
-            raise InvalidRequest("there is no text to speak", param="input", code="empty")
+            raise base.InvalidRequest("there is no text to speak", param="input", code="empty")
         request.open.update(chunk)
         if not request.open:
             request.sentences += request.reader.finish()
 
-    def abort(self, request_id: RequestId) -> None:
+    def abort(self, request_id: base.RequestId) -> None:
         self._requests.pop(request_id, None)
 
-    def step(self) -> Iterator[StageOutput | StageFailure]:
+    def step(self) -> Iterator[base.StageOutput | base.StageFailure]:
         """Compute a sentence of the request that has waited longest or, if no sentence is complete, a candidate."""
         request_id = next((request_id for request_id, request in self._requests.items() if request.ready), None)
         if request_id is None:
@@ -161,9 +152,11 @@ class AcousticEngine(FlaggedPausing):
         if phrase:
             yield from self._chunks(request_id, request, *phrase, last)
         elif last and request.is_script and not request.sentences_out:
-            yield StageFailure(request_id, InvalidRequest(_UNSPEAKABLE, param="input", code="nothing_to_speak"))
+            yield base.StageFailure(
+                request_id, base.InvalidRequest(_UNSPEAKABLE, param="input", code="nothing_to_speak")
+            )
         elif last:
-            yield StageOutput(request_id, last=True)
+            yield base.StageOutput(request_id, last=True)
 
     def close(self) -> None:
         self._requests.clear()
@@ -180,8 +173,8 @@ class AcousticEngine(FlaggedPausing):
             request.speculation = (first, self._features(first, request.speed))
 
     def _chunks(
-        self, request_id: RequestId, request: _Request, phonemes: str, text: str, last: bool
-    ) -> Iterator[StageOutput]:
+        self, request_id: base.RequestId, request: _Request, phonemes: str, text: str, last: bool
+    ) -> Iterator[base.StageOutput]:
         (speculated, features), request.speculation = request.speculation or ("", []), None
         *spectral, f0 = features if speculated == phonemes else self._features(phonemes, request.speed)
         frames, sentence = len(f0), request.sentences_out
@@ -196,7 +189,7 @@ class AcousticEngine(FlaggedPausing):
             if start == 0:
                 tensors["f0"] = f0
                 data["text"] = text
-            yield StageOutput(request_id, tensors, data, last and end == frames)
+            yield base.StageOutput(request_id, tensors, data, last and end == frames)
 
     def _features(self, phonemes: str, speed: float) -> list[_Floats]:
         """Compute [lh, theta, ln, lr, phi, f0] from a string of phonemes: float32 (601, F) each, and (F,)."""

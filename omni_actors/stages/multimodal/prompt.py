@@ -24,16 +24,8 @@ import numpy as np
 from msgspec import Meta
 
 from omni_actors.stages.base import Chunk, InvalidRequest
+from omni_actors.stages.multimodal import conversation
 from omni_actors.stages.multimodal.audio import Recording, Recordings, copy_samples
-from omni_actors.stages.multimodal.conversation import (
-    AudioPart,
-    ConversationData,
-    ImagePart,
-    Index,
-    MediaPart,
-    Message,
-    VideoPart,
-)
 from omni_actors.stages.refusal import validated
 from omni_actors.stages.sources import OpenSources
 from ringbuf import Tensor
@@ -44,11 +36,11 @@ Pixels: TypeAlias = "np.ndarray[Any, np.dtype[np.uint8]]"
 
 
 class _ImageData(msgspec.Struct, frozen=True):
-    index: Index = 0
+    index: conversation.Index = 0
 
 
 class _VideoData(msgspec.Struct, frozen=True):
-    index: Index = 0
+    index: conversation.Index = 0
     fps: Annotated[float, Meta(gt=0, le=1000)] | None = None
 
 
@@ -85,7 +77,7 @@ class OmniPrompt:
 
     def __init__(self, sources: Sequence[str]) -> None:
         self._open = OpenSources(sources)
-        self._messages: list[Message] = []
+        self._messages: list[conversation.Message] = []
         self._recordings = Recordings()
         self.media = Media()
 
@@ -99,7 +91,7 @@ class OmniPrompt:
         elif "audio" in tensors:
             self._recordings.feed(tensors["audio"], chunk.data)
         else:
-            self._messages += validated(chunk.data, ConversationData).messages
+            self._messages += validated(chunk.data, conversation.ConversationData).messages
         self._open.update(chunk)
         if self._open:
             return False
@@ -108,16 +100,16 @@ class OmniPrompt:
         return True
 
     @property
-    def messages(self) -> list[Message]:
+    def messages(self) -> list[conversation.Message]:
         """The conversation; without one, a user message with all media."""
         if self._messages:
             return self._messages
-        parts: list[MediaPart] = [
-            *map(AudioPart, sorted(self.media.audio)),
-            *map(ImagePart, sorted(self.media.image)),
-            *map(VideoPart, sorted(self.media.video)),
+        parts: list[conversation.MediaPart] = [
+            *map(conversation.AudioPart, sorted(self.media.audio)),
+            *map(conversation.ImagePart, sorted(self.media.image)),
+            *map(conversation.VideoPart, sorted(self.media.video)),
         ]
-        return [Message("user", list(parts))] if parts else []
+        return [conversation.Message("user", list(parts))] if parts else []
 
     def _take_image(self, tensors: Mapping[str, Tensor], data: Mapping[str, Any]) -> None:
         index = validated(data, _ImageData).index

@@ -21,18 +21,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from omni_actors.stages import base
 from omni_actors.stages.autoregressive.cache import SlottedCache
 from omni_actors.stages.autoregressive.sampling import choose, not_finite
 from omni_actors.stages.autoregressive.scheduler import Scheduler
-from omni_actors.stages.base import (
-    Chunk,
-    InvalidRequest,
-    RequestId,
-    StageContext,
-    StageFailure,
-    StageOutput,
-    StageRequest,
-)
 from omni_actors.stages.checkpoint import load_part, whole_config
 from omni_actors.stages.omni.options import TalkerOptions
 from omni_actors.stages.omni.talker_request import TalkerRequest
@@ -49,7 +41,7 @@ class OmniTalker(Generic[R]):
     HANDOFF_HEADER: ClassVar[frozenset[str]]
     """The tensors that a first chunk must have, besides ``ids``."""
 
-    def __init__(self, context: StageContext, options: TalkerOptions) -> None:
+    def __init__(self, context: base.StageContext, options: TalkerOptions) -> None:
         """Raises WrongCheckpoint, ValueError (options), OSError (the checkpoint's files)."""
         self._options = options
         if context.model is None:
@@ -67,13 +59,13 @@ class OmniTalker(Generic[R]):
             raise ValueError(f"context: found {options.context}; the talker has {positions} positions")
         self._cache = SlottedCache(options.max_batch, options.context, model.dtype, model.device)
         self._scheduler: Scheduler[R] = Scheduler(self._cache, options.max_batch, options.prefill_chunk)
-        self._requests: dict[RequestId, R] = {}
-        self._without_speech: list[RequestId] = []
+        self._requests: dict[base.RequestId, R] = {}
+        self._without_speech: list[base.RequestId] = []
         """Requests of rule 4, which the next step ends."""
 
     # for the families
 
-    def _open(self, request: StageRequest) -> R:
+    def _open(self, request: base.StageRequest) -> R:
         """Make the record of a new request. Raises ``InvalidRequest``."""
         raise NotImplementedError
 
@@ -93,7 +85,9 @@ class OmniTalker(Generic[R]):
         """Return inputs as the model takes them, (…, hidden)."""
         return inputs
 
-    def _emit(self, requests: list[R], codes: list[int], hidden: Tensor) -> Iterator[StageOutput | StageFailure]:
+    def _emit(
+        self, requests: list[R], codes: list[int], hidden: Tensor
+    ) -> Iterator[base.StageOutput | base.StageFailure]:
         """Yield the outputs of the codes that were just chosen. End each request, or set its ``code_input``.
 
         hidden: (requests, hidden), what the codes were chosen from.
@@ -106,15 +100,15 @@ class OmniTalker(Generic[R]):
     def busy(self) -> bool:
         return bool(self._without_speech) or self._scheduler.busy
 
-    def start(self, request: StageRequest) -> None:
+    def start(self, request: base.StageRequest) -> None:
         self._requests[request.request_id] = self._open(request)
 
-    def feed(self, request_id: RequestId, chunk: Chunk) -> None:
+    def feed(self, request_id: base.RequestId, chunk: base.Chunk) -> None:
         request = self._requests[request_id]
         try:
             with request_work("rows"):
                 self._accept(request, {name: to_torch(tensor) for name, tensor in chunk.tensors.items()})
-        except InvalidRequest:
+        except base.InvalidRequest:
             self.abort(request_id)
             raise
         request.open.update(chunk)
@@ -126,16 +120,16 @@ class OmniTalker(Generic[R]):
                 self._without_speech.append(request_id)
         request.advance()
 
-    def abort(self, request_id: RequestId) -> None:
+    def abort(self, request_id: base.RequestId) -> None:
         if request := self._requests.pop(request_id, None):
             self._scheduler.remove(request)
         if request_id in self._without_speech:
             self._without_speech.remove(request_id)
 
-    def step(self) -> Iterator[StageOutput | StageFailure]:
+    def step(self) -> Iterator[base.StageOutput | base.StageFailure]:
         for request_id in self._without_speech:
             del self._requests[request_id]
-            yield StageOutput(request_id, last=True)
+            yield base.StageOutput(request_id, last=True)
         self._without_speech.clear()
         for row, count in self._scheduler.prefill_chunks():
             request = self._scheduler.rows[row]
@@ -160,7 +154,7 @@ class OmniTalker(Generic[R]):
             return
         if not request.has_header or rows.dim() != 2 or rows.shape[1] != self._width:
             message = f"rows (n, {self._width}) behind a first chunk were expected, not {tuple(rows.shape)}"
-            raise InvalidRequest(message, param="rows")
+            raise base.InvalidRequest(message, param="rows")
         require_finite("rows", rows, tuple(rows.shape))
         rows = rows.to(self._device, self._model.dtype)
         count = min(len(rows), request.prompt_rows_left)
@@ -171,16 +165,16 @@ class OmniTalker(Generic[R]):
     def _check_header(self, tensors: dict[str, Tensor]) -> None:
         """Raise ``InvalidRequest`` if a first chunk's tensors are not as the wire has them."""
         if missing := sorted(self.HANDOFF_HEADER - tensors.keys()):
-            raise InvalidRequest(f"a first chunk needs {', '.join(missing)}", param="rows")
+            raise base.InvalidRequest(f"a first chunk needs {', '.join(missing)}", param="rows")
         ids = tensors["ids"]
         if ids.dtype != torch.int64 or ids.dim() != 1 or not len(ids):
-            raise InvalidRequest(f"ids: int64 (n,) was expected, not {ids.dtype} {tuple(ids.shape)}", param="rows")
+            raise base.InvalidRequest(f"ids: int64 (n,) was expected, not {ids.dtype} {tuple(ids.shape)}", param="rows")
 
     def _admit(self, request: R) -> None:
         size = request.positions.shape[1]
         request.max_codes = min(request.params.talker_max_tokens, self._options.context - size)
         if request.max_codes < 1:
-            raise InvalidRequest(
+            raise base.InvalidRequest(
                 f"the prompt takes {size} positions of the talker's context, which has {self._options.context}",
                 param="messages",
                 code="context_length_exceeded",
@@ -194,7 +188,7 @@ class OmniTalker(Generic[R]):
         self._scheduler.remove(request)
 
     @torch.inference_mode()
-    def _decode(self, rows: list[int]) -> Iterator[StageOutput | StageFailure]:
+    def _decode(self, rows: list[int]) -> Iterator[base.StageOutput | base.StageFailure]:
         requests = [self._scheduler.rows[row] for row in rows]
         hidden = self._forward(rows, torch.stack([request.take(1) for request in requests]))
         logits = self._model.codec_head(hidden)
@@ -208,10 +202,10 @@ class OmniTalker(Generic[R]):
         if codes:
             yield from self._emit([requests[at] for at in codes], [*codes.values()], hidden[[*codes]])
 
-    def _failed(self, request: R) -> StageFailure:
+    def _failed(self, request: R) -> base.StageFailure:
         """End a request for which no code can be chosen; return its failure."""
         self._end(request)
-        return StageFailure(request.id, not_finite())
+        return base.StageFailure(request.id, not_finite())
 
     @torch.inference_mode()
     def _forward(self, rows: list[int], inputs: Tensor, axes: Tensor | None = None) -> Tensor:
@@ -241,6 +235,6 @@ def require_finite(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
     """Raise ``InvalidRequest`` unless this is a tensor of finite floats of that shape. name: for the message."""
     if not tensor.is_floating_point() or tensor.shape != shape:
         found = f"{tensor.dtype} {tuple(tensor.shape)}"
-        raise InvalidRequest(f"{name}: floats {shape} were expected, not {found}", param="rows")
+        raise base.InvalidRequest(f"{name}: floats {shape} were expected, not {found}", param="rows")
     if not tensor.float().isfinite().all():
-        raise InvalidRequest(f"{name}: some numbers are not finite", param="rows")
+        raise base.InvalidRequest(f"{name}: some numbers are not finite", param="rows")

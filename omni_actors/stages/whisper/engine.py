@@ -21,15 +21,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 
-from omni_actors.stages.base import (
-    Chunk,
-    InvalidRequest,
-    RequestId,
-    StageContext,
-    StageFailure,
-    StageOutput,
-    StageRequest,
-)
+from omni_actors.stages import base
 from omni_actors.stages.multimodal.audio import Floats, Recording, Recordings, audio_refusal
 from omni_actors.stages.pausing import FlaggedPausing
 from omni_actors.stages.refusal import request_work, validated
@@ -45,7 +37,7 @@ SAMPLE_RATE = 16000
 
 
 class _Request:
-    def __init__(self, request: StageRequest) -> None:
+    def __init__(self, request: base.StageRequest) -> None:
         self.open = OpenSources(request.sources)
         self.language = validated(request.params, WhisperParams).language
         self.recordings = Recordings()
@@ -60,7 +52,7 @@ class _Request:
     def ready(self) -> bool:
         return not self.paused and (bool(self.segments or self.complete) or not self.open)
 
-    def take(self, chunk: Chunk) -> None:
+    def take(self, chunk: base.Chunk) -> None:
         """Validate a chunk and keep a copy of its audio. Raises InvalidRequest."""
         if "audio" in chunk.tensors:
             self.recordings.feed(chunk.tensors["audio"], chunk.data)
@@ -75,7 +67,7 @@ class _Request:
 class WhisperEngine(FlaggedPausing):
     """The ``whisper`` engine: see the module. Its model is a directory in CTranslate2's format."""
 
-    def __init__(self, context: StageContext) -> None:
+    def __init__(self, context: base.StageContext) -> None:
         if context.model is None:
             raise ValueError("whisper needs a model")
         options = msgspec.convert(context.options, WhisperOptions)
@@ -93,7 +85,7 @@ class WhisperEngine(FlaggedPausing):
             local_files_only=True,
         )
         self._beam_size = options.beam_size
-        self._requests: dict[RequestId, _Request] = {}
+        self._requests: dict[base.RequestId, _Request] = {}
         context.report("warming up")
         list(self._segments(np.zeros(SAMPLE_RATE, np.float32), "en"))
 
@@ -101,45 +93,45 @@ class WhisperEngine(FlaggedPausing):
     def busy(self) -> bool:
         return any(request.ready for request in self._requests.values())
 
-    def start(self, request: StageRequest) -> None:
+    def start(self, request: base.StageRequest) -> None:
         new = _Request(request)
         known = self._model.supported_languages
         if new.language is not None and new.language not in known:
             message = f"the model has no language {new.language!r}; accepted: {', '.join(known)}"
-            raise InvalidRequest(message, param="language")
+            raise base.InvalidRequest(message, param="language")
         self._requests[request.request_id] = new
 
-    def feed(self, request_id: RequestId, chunk: Chunk) -> None:
+    def feed(self, request_id: base.RequestId, chunk: base.Chunk) -> None:
         try:
             self._requests[request_id].take(chunk)
-        except InvalidRequest:
+        except base.InvalidRequest:
             del self._requests[request_id]
             raise
 
-    def abort(self, request_id: RequestId) -> None:
+    def abort(self, request_id: base.RequestId) -> None:
         self._requests.pop(request_id, None)
 
-    def step(self) -> Iterator[StageOutput | StageFailure]:
+    def step(self) -> Iterator[base.StageOutput | base.StageFailure]:
         """Transcribe the next segment of the request that has waited longest."""
         request_id = next(request_id for request_id, request in self._requests.items() if request.ready)
         request = self._requests.pop(request_id)
         try:
             with request_work("audio"):
                 segment = self._next_segment(request)
-        except InvalidRequest as error:
-            yield StageFailure(request_id, error)
+        except base.InvalidRequest as error:
+            yield base.StageFailure(request_id, error)
             return
         if segment is None:
             request.segments = None
         if segment is None and not request.complete and not request.open:
             data = {"text": "", "index": request.index, "duration_s": request.recordings.duration_s}
-            yield StageOutput(request_id, data=data, last=True)
+            yield base.StageOutput(request_id, data=data, last=True)
             return
         self._requests[request_id] = request  # at the end of the queue
         if segment is not None:
             text = segment.text.lstrip() if request.at_recording_start else segment.text
             request.at_recording_start = False
-            yield StageOutput(request_id, data={"text": text, "index": request.index})
+            yield base.StageOutput(request_id, data={"text": text, "index": request.index})
 
     def close(self) -> None:
         self._requests.clear()

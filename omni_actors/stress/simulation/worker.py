@@ -25,23 +25,6 @@ import trio
 from omni_actors.errors import WorkerExit
 from omni_actors.protocol import messages
 from omni_actors.protocol.mailbox import Envelope, MailboxFull
-from omni_actors.protocol.messages import (
-    Abort,
-    Address,
-    Configure,
-    Connect,
-    ControlMessage,
-    EngineFailed,
-    LoadFailed,
-    Pause,
-    Ping,
-    Pong,
-    Ready,
-    Resend,
-    Resume,
-    Start,
-    Stop,
-)
 from omni_actors.stages.base import Chunk, Pausable, StageContext, StageEngine, StageFailure, StageOutput, StageRequest
 from omni_actors.worker.engine_loop import AttachRing, EngineLoop
 from ringbuf import Ring
@@ -96,7 +79,9 @@ class SimulatedRing(Ring):
 class SimulatedWorker:
     """A worker as the supervisor sees it, and its mailbox. ``run`` is its main task."""
 
-    def __init__(self, address: Address, pid: int, behavior: WorkerBehavior, mailbox_capacity: int, note: Note) -> None:
+    def __init__(
+        self, address: messages.Address, pid: int, behavior: WorkerBehavior, mailbox_capacity: int, note: Note
+    ) -> None:
         self.address, self.pid, self.behavior, self._note = address, pid, behavior, note
         self.mailbox = self
         self.fault = None
@@ -131,7 +116,7 @@ class SimulatedWorker:
         """As ``Mailbox.congested``."""
         return 2 * self._inbox_send.statistics().current_buffer_used >= self._capacity
 
-    def post(self, message: ControlMessage, fds: Sequence[int] = ()) -> None:
+    def post(self, message: messages.ControlMessage, fds: Sequence[int] = ()) -> None:
         """As ``Mailbox.post``."""
         if not self.alive:
             return
@@ -143,7 +128,7 @@ class SimulatedWorker:
         except trio.WouldBlock:
             raise MailboxFull(self._capacity) from None
 
-    def unread(self) -> Iterator[ControlMessage]:
+    def unread(self) -> Iterator[messages.ControlMessage]:
         """As ``Mailbox.unread``."""
         with suppress(trio.WouldBlock, trio.EndOfChannel):
             while True:
@@ -212,7 +197,7 @@ class SimulatedWorker:
     async def run(self) -> None:
         with self._scope:
             message, _ = await self._next()
-            assert isinstance(message, Configure), message
+            assert isinstance(message, messages.Configure), message
             self.loop = EngineLoop(message.spec.address, message.fence, self._notify)
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._handle_commands, self.loop)
@@ -221,7 +206,7 @@ class SimulatedWorker:
             await trio.sleep(self.behavior.dying_s)
         self._dead.set()
 
-    async def _next(self) -> tuple[ControlMessage, tuple[int, ...]]:
+    async def _next(self) -> tuple[messages.ControlMessage, tuple[int, ...]]:
         packet, fds = await self._inbox.receive()
         while self.frozen:
             await self._continued.park()
@@ -232,14 +217,21 @@ class SimulatedWorker:
         while True:
             message, fds = await self._next()
             match message:
-                case Start() | Resend() | Pause() | Resume() | Abort() | Ping():
+                case (
+                    messages.Start()
+                    | messages.Resend()
+                    | messages.Pause()
+                    | messages.Resume()
+                    | messages.Abort()
+                    | messages.Ping()
+                ):
                     loop.post(message)
-                case Connect(producer, consumer, generation):
+                case messages.Connect(producer, consumer, generation):
                     self._fds.difference_update(fds)
                     ring = SimulatedRing.attach(fds, generation=generation)
                     self.rings.append(cast(SimulatedRing, ring))
                     loop.post(AttachRing(producer, consumer, ring))
-                case Stop(grace_s):
+                case messages.Stop(grace_s):
                     loop.post(message)
                     if self.ready_at is not None:
                         await trio.sleep(grace_s)
@@ -247,20 +239,20 @@ class SimulatedWorker:
                 case _:
                     raise TypeError(f"a worker does not take {type(message).__name__}")
 
-    async def _run_engine(self, configure: Configure, loop: EngineLoop) -> None:
+    async def _run_engine(self, configure: messages.Configure, loop: EngineLoop) -> None:
         """Do what the engine thread of a worker does (``worker.main``)."""
         await trio.sleep(self.behavior.load_s)
         await self._wait_while_stopped()
         try:
             if self.behavior.fails is not None:
-                self._notify(LoadFailed(self.behavior.fails))
+                self._notify(messages.LoadFailed(self.behavior.fails))
                 self.die(exit_code=1)
                 return
             context = StageContext(
                 configure.spec.address.stage, None, configure.spec.options, 1, "cpu", lambda note: None
             )
             self.engine = FaultInjectingEngine(pkgutil.resolve_name(configure.spec.factory)(context), self._fault_point)
-            self._notify(Ready(self.behavior.load_s))
+            self._notify(messages.Ready(self.behavior.load_s))
             self.ready_at = trio.current_time()
             while self.alive and not loop.stopping:
                 moved, receiving = loop.turn(self.engine)
@@ -272,7 +264,7 @@ class SimulatedWorker:
         except Exception as error:  # noqa: BLE001 - it ends the worker
             self._note(f"{self} {type(error).__name__}: {error}")
             if self.ready_at is not None and self.alive:
-                self._reports.send_nowait((EngineFailed(loop.handling), ()))
+                self._reports.send_nowait((messages.EngineFailed(loop.handling), ()))
         if self.alive:
             loop.close()
             await trio.lowlevel.checkpoint()
@@ -299,9 +291,9 @@ class SimulatedWorker:
         while self.frozen or self.blocked:
             await self._continued.park()
 
-    def _notify(self, message: ControlMessage) -> None:
+    def _notify(self, message: messages.ControlMessage) -> None:
         self._fault_point()
-        if self.loses_pong and isinstance(message, Pong):
+        if self.loses_pong and isinstance(message, messages.Pong):
             self._note(f"{self} its {message} is lost")
             self.loses_pong, self.hung_at = False, trio.current_time()
             return
