@@ -31,9 +31,7 @@ class Metrics:
             registry=self.registry,
         )
         self.replays = Counter(
-            "omni_request_replays",
-            "Replays of requests after the death of a worker",
-            registry=self.registry,
+            "omni_request_replays", "Replays of requests after the death of a worker", registry=self.registry
         )
         self.ttft = Histogram(
             "omni_ttft_seconds", "Time to the first text", buckets=LATENCY_BUCKETS, registry=self.registry

@@ -57,12 +57,7 @@ class Orchestrator:
     """
 
     def __init__(
-        self,
-        edges: Edges,
-        *,
-        limits: Limits,
-        deterministic_stages: Set[str],
-        on_end: Callable[[Request], None],
+        self, edges: Edges, *, limits: Limits, deterministic_stages: Set[str], on_end: Callable[[Request], None]
     ) -> None:
         self._edges, self._limits, self._on_end = edges, limits, on_end
         placement = Placement(self.load)

@@ -7,9 +7,10 @@ configuration, API key, origin or host.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import click
 import trio
@@ -19,6 +20,20 @@ from omni_actors.command_line import BadConfig, override_option
 from omni_actors.errors import ConfigError, OmniError
 from omni_actors.serve import defaults
 from omni_actors.serve.access.api_key import normalize_key
+
+AT_LEAST_1 = click.IntRange(min=1)
+
+_Option: TypeAlias = Callable[[Callable[..., Any]], Any]
+
+
+def _limit(name: str, default: float, kind: click.ParamType[Any], help: str) -> _Option:
+    """Return an option with a number."""
+    return click.option(name, default=default, show_default=True, type=kind, help=help)
+
+
+def _allow(name: str, metavar: str, help: str, kind: click.ParamType[Any] = click.STRING) -> _Option:
+    """Return an option that may be repeated."""
+    return click.option(name, multiple=True, metavar=metavar, type=kind, help=f"{help} May be repeated.")
 
 
 def _check_key(context: click.Context, option: click.Parameter, given: str | None) -> str | None:
@@ -49,58 +64,33 @@ def _check_key(context: click.Context, option: click.Parameter, given: str | Non
     callback=_check_key,
     help="The key that clients must send. Without one, the server checks no key. Surrounding white space is removed.",
 )
-@click.option(
+@_limit(
     "--max-body-bytes",
-    default=defaults.MAX_BODY_BYTES,
-    show_default=True,
-    type=click.IntRange(min=1),
-    help="Limit of a request's body and the files that its URLs name.",
+    defaults.MAX_BODY_BYTES,
+    AT_LEAST_1,
+    "Limit of a request's body and the files that its URLs name.",
 )
-@click.option(
-    "--allow-media-domain",
-    multiple=True,
-    metavar="DOMAIN[:PORT]",
-    help="A host from which http(s) URLs of images and videos are fetched. May be repeated.",
-)
-@click.option(
+@_allow("--allow-media-domain", "DOMAIN[:PORT]", "A host from which http(s) URLs of images and videos are fetched.")
+@_allow(
     "--allow-media-dir",
-    multiple=True,
-    metavar="DIR",
-    type=click.Path(path_type=Path),
-    help="A folder from which file: URLs of images and videos are read. May be repeated.",
+    "DIR",
+    "A folder from which file: URLs of images and videos are read.",
+    click.Path(path_type=Path),
 )
-@click.option(
-    "--allow-origin",
-    multiple=True,
-    metavar="ORIGIN",
-    help="An origin whose web pages may use the server, such as https://app.example.org. May be repeated.",
-)
-@click.option(
-    "--allow-host",
-    multiple=True,
-    metavar="HOST",
-    help="An accepted value of the header Host; others are refused. May be repeated.",
-)
-@click.option(
-    "--drain-s",
-    default=defaults.DRAIN_S,
-    show_default=True,
-    type=click.FloatRange(min=0),
-    help="Time for requests in progress to end.",
-)
-@click.option(
+@_allow("--allow-origin", "ORIGIN", "An origin whose web pages may use the server, such as https://app.example.org.")
+@_allow("--allow-host", "HOST", "An accepted value of the header Host; others are refused.")
+@_limit("--drain-s", defaults.DRAIN_S, click.FloatRange(min=0), "Time for requests in progress to end.")
+@_limit(
     "--max-connections",
-    default=defaults.MAX_CONNECTIONS,
-    show_default=True,
-    type=click.IntRange(min=1),
-    help="Limit of connections. It is lower if the process may not open so many files.",
+    defaults.MAX_CONNECTIONS,
+    AT_LEAST_1,
+    "Limit of connections. It is lower if the process may not open so many files.",
 )
-@click.option(
+@_limit(
     "--max-connections-per-address",
-    default=defaults.MAX_CONNECTIONS_PER_ADDRESS,
-    show_default=True,
-    type=click.IntRange(min=1),
-    help="Limit of connections from one address. Raise it behind a proxy.",
+    defaults.MAX_CONNECTIONS_PER_ADDRESS,
+    AT_LEAST_1,
+    "Limit of connections from one address. Raise it behind a proxy.",
 )
 @click.option(
     "--exit-on-failed-stage",

@@ -63,16 +63,16 @@ class StreamedReply(Response):
     Args:
         generation: the generation that ``pieces`` reads.
         pieces: the pieces of the body. A stream of server-sent events must yield complete events.
-        media_type: the content type.
-        on_late_error: returns the last piece after an error; None: cut the connection.
+        media_type: the content type. The default is that of server-sent events.
+        on_late_error: returns the last piece after an error. None: cut the connection.
     """
 
     def __init__(
         self,
         generation: Generation,
         pieces: Pieces,
-        media_type: str,
-        on_late_error: Callable[[RequestError], bytes] | None,
+        media_type: str = SSE,
+        on_late_error: Callable[[RequestError], bytes] | None = error_event,
     ) -> None:
         super().__init__(media_type=media_type)
         del self.headers["content-length"]

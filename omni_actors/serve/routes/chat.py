@@ -77,9 +77,7 @@ async def chat(request: Request) -> Response:
     reply, generation = await _start(request)
     with renaming(reply.names):
         if reply.is_streamed:
-            return await replies.StreamedReply(
-                generation, _events(reply, generation), replies.SSE, replies.error_event
-            ).start()
+            return await replies.StreamedReply(generation, _events(reply, generation)).start()
         with replies.collecting(generation):
             return replies.WholeReply(generation, await _whole(reply, generation))
 
@@ -105,10 +103,7 @@ async def _start(request: Request) -> tuple[_ChatReply, Generation]:
     ticket.release()
     with renaming(reply.names):
         generation = system.generate(
-            messages,
-            multi_modal_data=data,
-            modalities=("text", "audio") if reply.has_audio else ("text",),
-            **params,
+            messages, multi_modal_data=data, modalities=("text", "audio") if reply.has_audio else ("text",), **params
         )
     return reply, generation
 

@@ -29,9 +29,7 @@ async def completions(request: Request) -> Response:
     with renaming({"input": "prompt", "messages": "prompt"}):
         generation = system.generate(body.prompt, modalities=("text",), **params)
         if body.stream:
-            return await replies.StreamedReply(
-                generation, _events(body, generation), replies.SSE, replies.error_event
-            ).start()
+            return await replies.StreamedReply(generation, _events(body, generation)).start()
         with replies.collecting(generation):
             return replies.WholeReply(generation, replies.JSONReply(await _whole(body, generation)))
 

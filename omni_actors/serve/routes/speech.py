@@ -16,13 +16,7 @@ from omni_actors.serve.http.errors import bad_request
 from omni_actors.serve.media.audio import AudioEncoder
 from omni_actors.system import OmniSystem
 
-_MEDIA_TYPES = {
-    "wav": "audio/wav",
-    "mp3": "audio/mpeg",
-    "flac": "audio/flac",
-    "opus": "audio/ogg",
-    "pcm": "audio/pcm",
-}
+_MEDIA_TYPES = {"wav": "audio/wav", "mp3": "audio/mpeg", "flac": "audio/flac", "opus": "audio/ogg", "pcm": "audio/pcm"}
 _NAMES = {"script": "input", "text": "input"}
 
 

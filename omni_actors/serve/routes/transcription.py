@@ -28,9 +28,7 @@ async def transcription(request: Request) -> Response:
     with renaming(_NAMES):
         body, seconds, generation = await _start(request)
         if body.stream:
-            return await replies.StreamedReply(
-                generation, _events(generation), replies.SSE, replies.error_event
-            ).start()
+            return await replies.StreamedReply(generation, _events(generation)).start()
         with replies.collecting(generation):
             return replies.WholeReply(generation, await _whole(generation, seconds, body.response_format))
 

@@ -133,10 +133,7 @@ class _Decoding:
 
     def _add_sound(self, recording: Recording, video: int | None) -> None:
         self._seconds += recording.duration_s
-        for seconds, limit in (
-            (recording.duration_s, self._decoder.longest_s),
-            (self._seconds, self._limits.audio_s),
-        ):
+        for seconds, limit in ((recording.duration_s, self._decoder.longest_s), (self._seconds, self._limits.audio_s)):
             if seconds > limit:
                 message = f"the sound is too long: {seconds:.1f} s; the limit is {limit:g} s"
                 raise audio_refusal(message, "audio_too_long")

@@ -115,9 +115,7 @@ class OmniPromptEngine(PromptEngine[R]):
 
     def _read(self, request: R, processor: OmniProcessor) -> Any:
         inputs = processor(
-            request.collector,
-            system_prompt=self._system_prompt,
-            use_audio_in_video=request.params.use_audio_in_video,
+            request.collector, system_prompt=self._system_prompt, use_audio_in_video=request.params.use_audio_in_video
         )
         request.ids, request.grids = torch.tensor(inputs.ids), position_grids(inputs.tensors)
         request.is_media = is_media(request.ids, self._config)

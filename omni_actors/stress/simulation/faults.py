@@ -12,12 +12,7 @@ from omni_actors.stress.report import Timing
 from omni_actors.stress.simulation.journal import LOAD, Journal
 from omni_actors.stress.simulation.scenarios import LOAD_S, STEP_S
 from omni_actors.stress.simulation.spawner import SimulatedSpawner
-from omni_actors.stress.simulation.worker import (
-    PlannedEngineError,
-    PlannedKill,
-    SimulatedWorker,
-    WorkerBehavior,
-)
+from omni_actors.stress.simulation.worker import PlannedEngineError, PlannedKill, SimulatedWorker, WorkerBehavior
 from omni_actors.supervisor.process import SpawnFailed
 
 DETECTED_WITHIN = 1.1
