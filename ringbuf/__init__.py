@@ -1,6 +1,7 @@
 """A single-producer, single-consumer ring in shared memory, and bundles of arrays to put in it.
 
-The memory has no name, the two ends share no lock, and either process may die at any instruction.
+The memory has no name, the two ends share no lock, and either process may die at any instruction. A wheel of
+omni_actors contains this package as ``omni_actors.ringbuf``.
 
     ring = Ring.create()                  # ring.fds go to the other process: Ring.attach(fds, generation=0)
     producer = ring.claim_producer()
