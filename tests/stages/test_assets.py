@@ -21,7 +21,7 @@ Convert = Callable[[Path, Path, Callable[[str], None]], None]
 
 REGISTER = """
 from omni_actors.stages import assets
-assets._ASSETS["toy"] = assets._Asset("toy_package", "weights.bin", "toy-package==1", convert, 3)
+assets._ASSETS["toy"] = assets._Asset("toy_package", "weights.bin", assets.Package("toy-package==1"), convert, 3)
 """
 
 
@@ -36,7 +36,7 @@ def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Convert], 
     monkeypatch.setenv("OMNI_ACTORS_CACHE", str(tmp_path / "cache"))
 
     def register(convert: Convert) -> None:
-        asset = assets._Asset("toy_package", "weights.bin", "toy-package==1", convert, 3)
+        asset = assets._Asset("toy_package", "weights.bin", assets.Package("toy-package==1"), convert, 3)
         monkeypatch.setitem(assets._ASSETS, "toy", asset)
 
     return register
@@ -76,10 +76,12 @@ def test_an_unknown_model_is_refused_with_the_accepted_names(name: str, reason: 
 def test_a_package_that_is_not_installed_is_named(
     use: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(assets._ASSETS, "toy", assets._Asset("toy_package", "w", "--no-deps toy-package==1", copy, 1))
+    package = assets.Package("toy-package==1", with_dependencies=False)
+    monkeypatch.setitem(assets._ASSETS, "toy", assets._Asset("toy_package", "w", package, copy, 1))
     monkeypatch.setenv("OMNI_ACTORS_CACHE", str(tmp_path))
     with pytest.raises(ModelNotFound, match="toy-package==1 is not installed") as caught:
         use("toy")
+    assert caught.value.package == package
     assert caught.value.remedy == "pip install --no-deps toy-package==1"
 
 
