@@ -13,7 +13,6 @@ import msgspec
 from omni_actors.orchestrator.pieces import Input
 from omni_actors.orchestrator.routes import Route
 from omni_actors.protocol import chunks
-from omni_actors.protocol.chunks import ChunkHeader
 
 SAMPLES, SAMPLE_BYTES = 64, 16 * 1024
 """A buffer longer than their product is hashed in part: its length, so many samples of this size, and its end. So a
@@ -36,7 +35,7 @@ def fingerprint(route: Route, inputs: Mapping[str, Sequence[Input]], params: Map
     for kind in sorted(inputs):
         for piece in inputs[kind]:
             try:
-                buffers = chunks.encode(ChunkHeader(0, kind, 0, False, dict(piece.data)), piece.tensors)
+                buffers = chunks.encode(chunks.ChunkHeader(0, kind, 0, False, dict(piece.data)), piece.tensors)
             except Exception:  # noqa: BLE001 - whatever the error is, the request ends with it when its input is sent
                 return None
             for buffer in buffers:

@@ -12,7 +12,6 @@ from omni_actors.errors import InvalidRequest
 from omni_actors.orchestrator.replay_state import Phase
 from omni_actors.orchestrator.request import Request
 from omni_actors.protocol import chunks
-from omni_actors.protocol.chunks import ChunkHeader
 from omni_actors.protocol.messages import CLIENT, MAX_BYTES
 from omni_actors.supervisor.edges import Edges
 
@@ -55,7 +54,7 @@ async def send_input(request: Request, stage: str, edges: Edges) -> None:
         else:
             await trio.lowlevel.checkpoint_if_cancelled()
         try:
-            header = ChunkHeader(request.number, CLIENT, seq, seq == len(pieces) - 1, dict(piece.data))
+            header = chunks.ChunkHeader(request.number, CLIENT, seq, seq == len(pieces) - 1, dict(piece.data))
             buffers = chunks.encode(header, piece.tensors)
         except Exception as error:
             raise InvalidRequest(f"the input cannot be encoded: {error}") from error

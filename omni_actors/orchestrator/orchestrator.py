@@ -39,7 +39,6 @@ from omni_actors.orchestrator.routes import Route
 from omni_actors.orchestrator.stream import OutputStream
 from omni_actors.orchestrator.suspects import Suspects
 from omni_actors.protocol import chunks, messages
-from omni_actors.protocol.chunks import ReplayDiverged
 from omni_actors.supervisor.edges import Edges
 from omni_actors.supervisor.replica import Replica
 
@@ -295,7 +294,7 @@ class Orchestrator:
         try:
             if not request.chunk_sequences[address.stage].accept(header.seq, payload, last=header.last):
                 return
-        except ReplayDiverged as error:
+        except chunks.ReplayDiverged as error:
             if request.crash is None:
                 raise
             self._recovery.fail(request, str(error))

@@ -30,9 +30,8 @@ import trio
 
 from omni_actors.errors import OmniError
 from omni_actors.protocol import messages
-from omni_actors.protocol.messages import ControlMessage
 
-Envelope: TypeAlias = tuple[ControlMessage, tuple[int, ...]]
+Envelope: TypeAlias = tuple[messages.ControlMessage, tuple[int, ...]]
 """A message and the descriptors that came with it; the receiver owns them."""
 Encoded: TypeAlias = tuple[bytes, tuple[int, ...]]
 """An encoded message or packet, and the descriptors to send with it, which the mailbox owns."""
@@ -72,7 +71,7 @@ class Mailbox:
         """Whether to send ``DELIVERY_DELAY_S`` later, so that messages posted elsewhere are read first."""
         self.fault: str | None = None
         """Why reading has ended although the peer may be alive."""
-        self._unpacking: Iterator[ControlMessage] = iter(())
+        self._unpacking: Iterator[messages.ControlMessage] = iter(())
         """The messages of the reader's packet that ``incoming`` has no room for yet."""
         self._peer_gone = False
         self._written = trio.Event()
@@ -83,7 +82,7 @@ class Mailbox:
         """Whether half of the capacity is used: the peer has stopped reading, or reads too slowly."""
         return 2 * self._waiting >= self._capacity
 
-    def post(self, message: ControlMessage, fds: Sequence[int] = ()) -> None:
+    def post(self, message: messages.ControlMessage, fds: Sequence[int] = ()) -> None:
         """Queue a message, in order. If the peer is gone, the message is dropped.
 
         Raises MailboxFull, ValueError (the message is too large or cannot be encoded), OSError (no descriptors).
@@ -103,7 +102,7 @@ class Mailbox:
         """Yield what can be received from ``incoming`` without waiting. Only for the task that receives from it."""
         return _available(self.incoming)
 
-    def unread(self) -> Iterator[ControlMessage]:
+    def unread(self) -> Iterator[messages.ControlMessage]:
         """Yield the messages that a dead peer has sent and that were not received from ``incoming``.
 
         Only for the task that receives from ``incoming``. Their descriptors are closed.
@@ -123,7 +122,7 @@ class Mailbox:
                 return
             yield from self._unpacked(packet)
 
-    async def send(self, message: ControlMessage) -> None:
+    async def send(self, message: messages.ControlMessage) -> None:
         """Queue a message, waiting for room. If the peer is gone, the message is dropped.
 
         Cancellation: the message is queued, or the call was cancelled.
@@ -207,7 +206,7 @@ class Mailbox:
                 if self.fault is not None:
                     return
 
-    def _unpacked(self, packet: bytes) -> list[ControlMessage]:
+    def _unpacked(self, packet: bytes) -> list[messages.ControlMessage]:
         """Decode a packet, or set ``fault``.
 
         A packet without messages is a fault, too: a stream of them would leave the event loop no turn for other tasks.

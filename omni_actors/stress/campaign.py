@@ -26,7 +26,6 @@ from omni_actors.stress import schedule as schedules
 from omni_actors.stress.judge import Violation
 from omni_actors.stress.report import Tally
 from omni_actors.stress.run import Result, ask_oracle, run_schedule
-from omni_actors.stress.schedule import Schedule
 from omni_actors.stress.soak import soak
 from omni_actors.stress.workload import workload_of
 
@@ -71,7 +70,7 @@ class Campaign:
         ) as progress:
             task = progress.add_task(f"seed {seed}")
 
-            def run(schedule: Schedule) -> Result:
+            def run(schedule: schedules.Schedule) -> Result:
                 description = _summary(search.tally)
                 if search.failing is not None:
                     description = f"[red]violated[/]; shrinking: {len(search.failing.operations)} operations"
@@ -113,7 +112,7 @@ class Campaign:
         self._print_violations(soaked.result.violations, None)
         return soaked.result.violations
 
-    def _read(self, text: str) -> Schedule:
+    def _read(self, text: str) -> schedules.Schedule:
         try:
             schedule = schedules.decode(text)
         except (msgspec.ValidationError, msgspec.DecodeError) as error:
@@ -136,7 +135,7 @@ class Campaign:
             document = {"config": self._config, "overrides": self._overrides, **figures}
             self._json_file.write_bytes(msgspec.json.format(msgspec.json.encode(document), indent=1))
 
-    def _print_violations(self, violations: Sequence[Violation], failing: Schedule | None) -> None:
+    def _print_violations(self, violations: Sequence[Violation], failing: schedules.Schedule | None) -> None:
         for violation in violations:
             click.echo(f"violated: {violation}", err=True)
         if violations and failing is not None:

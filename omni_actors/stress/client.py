@@ -19,7 +19,6 @@ from omni_actors.errors import RequestError
 from omni_actors.generation import Generation
 from omni_actors.stress import judge
 from omni_actors.stress.health_watch import HealthWatch
-from omni_actors.stress.judge import Rules, TrackedRequest, Violation
 from omni_actors.stress.oracle import Answer
 from omni_actors.stress.report import Tally
 from omni_actors.stress.schedule import OnFailure
@@ -37,10 +36,10 @@ class Client:
     ) -> None:
         self._omni, self._workload, self._watch, self._tally, self._nursery = omni, workload, watch, tally, nursery
         self._names = itertools.count()
-        self._records: list[TrackedRequest] = []
-        self._open: dict[TrackedRequest, trio.CancelScope] = {}
+        self._records: list[judge.TrackedRequest] = []
+        self._open: dict[judge.TrackedRequest, trio.CancelScope] = {}
         self._stopping = False
-        self.violations: list[tuple[float, Violation]] = []
+        self.violations: list[tuple[float, judge.Violation]] = []
         """The violations of checked requests, with the times at which these ended."""
         self.outputs = 0
         """Outputs read so far, of all requests."""
@@ -48,15 +47,15 @@ class Client:
         """Woken whenever a request ends."""
 
     @property
-    def open(self) -> list[TrackedRequest]:
+    def open(self) -> list[judge.TrackedRequest]:
         return list(self._open)
 
     def submit(
         self, template: Template, on_failure: OnFailure, *, pace_s: float = 0.0, hooks: Mapping[str, Any] | None = None
-    ) -> TrackedRequest:
+    ) -> judge.TrackedRequest:
         """Submit a request, and read it in a task. pace_s: between outputs. hooks: failures asked of echo engines."""
         answer = Answer(self._workload.oracle[template.name])
-        asked = TrackedRequest(
+        asked = judge.TrackedRequest(
             f"stress-{next(self._names)}", template, answer, on_failure, time.monotonic(), hooks is not None
         )
         self._records.append(asked)
@@ -72,16 +71,16 @@ class Client:
             self._nursery.start_soon(self._read, asked, generation, pace_s)
         return asked
 
-    def abort(self, asked: TrackedRequest) -> None:
+    def abort(self, asked: judge.TrackedRequest) -> None:
         asked.aborted = True
         self._omni.abort(asked.name)
 
-    def drop(self, asked: TrackedRequest) -> None:
+    def drop(self, asked: judge.TrackedRequest) -> None:
         """Stop reading a request. Does nothing after its end."""
         if scope := self._open.get(asked):
             scope.cancel()
 
-    async def until_ended(self, asked: TrackedRequest) -> None:
+    async def until_ended(self, asked: judge.TrackedRequest) -> None:
         while asked in self._open:
             await self.ended.park()
 
@@ -107,7 +106,7 @@ class Client:
                 self._judge(asked)
         self._records = [asked for asked in self._records if asked in self._open]
 
-    async def _read(self, asked: TrackedRequest, generation: Generation, pace_s: float) -> None:
+    async def _read(self, asked: judge.TrackedRequest, generation: Generation, pace_s: float) -> None:
         with self._open[asked]:
             error = await read_to_the_end(asked, generation, pace_s, self._count)
             self._end(asked, "failed" if error else "completed", error)
@@ -117,7 +116,7 @@ class Client:
     def _count(self) -> None:
         self.outputs += 1
 
-    def _end(self, asked: TrackedRequest, outcome: judge.Outcome, error: RequestError | None) -> None:
+    def _end(self, asked: judge.TrackedRequest, outcome: judge.Outcome, error: RequestError | None) -> None:
         asked.outcome, asked.error, asked.ended = outcome, error, time.monotonic()
         self._open.pop(asked, None)
         self._tally.requests[type(error).__name__ if error else outcome] += 1
@@ -128,14 +127,14 @@ class Client:
             error.with_traceback(None)  # its frames hold outputs
         self.ended.unpark_all()
 
-    def _judge(self, asked: TrackedRequest) -> None:
-        rules = Rules(self._workload.pipeline.limits.replays, self._workload.replayed)
+    def _judge(self, asked: judge.TrackedRequest) -> None:
+        rules = judge.Rules(self._workload.pipeline.limits.replays, self._workload.replayed)
         if violation := judge.check_request(asked, self._watch.deaths, self._watch.given_up, rules):
             self.violations.append((asked.ended or time.monotonic(), violation))
 
 
 async def read_to_the_end(
-    asked: TrackedRequest, generation: Generation, pace_s: float, on_output: Callable[[], None] = lambda: None
+    asked: judge.TrackedRequest, generation: Generation, pace_s: float, on_output: Callable[[], None] = lambda: None
 ) -> RequestError | None:
     """Record an answer to its end, and read once more (rule 2). Returns the error that ended it, if any."""
     error: RequestError | None = None

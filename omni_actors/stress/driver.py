@@ -63,13 +63,8 @@ class Driver:
         kill_helper: KillHelper,
         nursery: trio.Nursery,
     ) -> None:
-        self._workload, self._load, self._spawner, self._kill_helper, self._nursery = (
-            workload,
-            load,
-            spawner,
-            kill_helper,
-            nursery,
-        )
+        self._workload, self._load, self._nursery = workload, load, nursery
+        self._spawner, self._kill_helper = spawner, kill_helper
         self.tally = Tally()
         self.watch = HealthWatch(omni)
         self.client = Client(omni, workload, self.watch, self.tally, nursery)

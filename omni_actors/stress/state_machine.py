@@ -16,25 +16,15 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from hypothesis import HealthCheck, Phase, Verbosity, settings
+from hypothesis import HealthCheck, Phase, Verbosity, settings, stateful
 from hypothesis import seed as with_seed
 from hypothesis import strategies as st
-from hypothesis.stateful import (
-    Bundle,
-    RuleBasedStateMachine,
-    consumes,
-    initialize,
-    precondition,
-    rule,
-    run_state_machine_as_test,
-)
 from msgspec import structs
 
 from omni_actors.stress import schedule as schedules
 from omni_actors.stress.judge import Violation
 from omni_actors.stress.report import Tally
 from omni_actors.stress.run import Result
-from omni_actors.stress.schedule import OnFailure, Operation, Schedule
 from omni_actors.stress.workload import Workload
 
 LOW_INTENSITY = 2
@@ -50,12 +40,12 @@ class Search:
     """Searches for a failing schedule. run: runs a schedule. enough: tells whether the budget is spent."""
 
     workload: Workload
-    run: Callable[[Schedule], Result]
+    run: Callable[[schedules.Schedule], Result]
     enough: Callable[[], bool]
     shrink_s: float
     tally: Tally = field(default_factory=Tally)
     """Counts up to the first failing run, and of that run. Runs while shrinking are not counted."""
-    failing: Schedule | None = None
+    failing: schedules.Schedule | None = None
     """The smallest schedule that failed."""
     violations: list[Violation] = field(default_factory=list)
     """The violations of ``failing``."""
@@ -74,11 +64,11 @@ class Search:
             suppress_health_check=list(HealthCheck),
         )
         with suppress(SearchOver):
-            run_state_machine_as_test(machine, settings=drawing)
+            stateful.run_state_machine_as_test(machine, settings=drawing)
         if self.failing is not None:
             self._shrink(self.failing, time.monotonic() + self.shrink_s)
 
-    def carry_out(self, schedule: Schedule) -> None:
+    def carry_out(self, schedule: schedules.Schedule) -> None:
         """Run one schedule. Raises SearchOver."""
         if self.enough():
             raise SearchOver
@@ -88,8 +78,8 @@ class Search:
             self.failing, self.violations = schedule, result.violations
             raise SearchOver
 
-    def _shrink(self, smallest: Schedule, until: float) -> None:
-        def still_fails(smaller: Schedule) -> bool:
+    def _shrink(self, smallest: schedules.Schedule, until: float) -> None:
+        def still_fails(smaller: schedules.Schedule) -> bool:
             for _ in range(TRIES):
                 if time.monotonic() < until and (found := self.run(smaller).violations):
                     self.failing, self.violations = smaller, found
@@ -122,112 +112,112 @@ DELAY_MS = st.sampled_from((0, 1, 3, 10, 30, 100, 300))
 ON_FAILURE = st.sampled_from(("replay", "replay", "fail"))
 
 
-def state_machine_for(search: Search) -> type[RuleBasedStateMachine]:
+def state_machine_for(search: Search) -> type[stateful.RuleBasedStateMachine]:
     """The state machine that writes schedules for ``search``."""
     return type("Machine", (ScheduleWriter,), {"search": search, "workload": search.workload})
 
 
-class ScheduleWriter(RuleBasedStateMachine):
+class ScheduleWriter(stateful.RuleBasedStateMachine):
     """Writes one schedule down. Its rules draw from the workload's stages and requests."""
 
     search: ClassVar[Search]
     workload: ClassVar[Workload]
-    requests: Bundle[int] = Bundle("requests")
+    requests: stateful.Bundle[int] = stateful.Bundle("requests")
 
     def __init__(self) -> None:
         super().__init__()
         self.load: schedules.Load = "idle"
         self.intensity: int | None = None
-        self.operations: list[Operation] = []
+        self.operations: list[schedules.Operation] = []
         self.submitted = 0
 
-    def _ask(self, operation: Operation) -> int:
+    def _ask(self, operation: schedules.Operation) -> int:
         self.operations.append(operation)
         self.submitted += 1
         return self.submitted - 1
 
-    @initialize(
+    @stateful.initialize(
         load=st.sampled_from(("idle", "one", "full")), intensity=st.sampled_from((None,) * 7 + (LOW_INTENSITY,))
     )
     def begin(self, load: schedules.Load, intensity: int | None) -> None:
         self.load, self.intensity = load, intensity
 
-    @rule(target=requests, name=REQUEST, on_failure=ON_FAILURE)
-    def submit(self, name: str, on_failure: OnFailure) -> int:
+    @stateful.rule(target=requests, name=REQUEST, on_failure=ON_FAILURE)
+    def submit(self, name: str, on_failure: schedules.OnFailure) -> int:
         return self._ask(schedules.Submit(name, on_failure))
 
-    @rule(target=requests, name=REQUEST, pace=st.sampled_from((5, 50)))
+    @stateful.rule(target=requests, name=REQUEST, pace=st.sampled_from((5, 50)))
     def read_slowly(self, name: str, pace: int) -> int:
         return self._ask(schedules.Submit(name, "replay", pace))
 
-    @rule(request=consumes(requests), after=DELAY_MS)
+    @stateful.rule(request=stateful.consumes(requests), after=DELAY_MS)
     def abort(self, request: int, after: int) -> None:
         self.operations += [schedules.Wait(after), schedules.Abort(request)]
 
-    @rule(request=consumes(requests), after=DELAY_MS)
+    @stateful.rule(request=stateful.consumes(requests), after=DELAY_MS)
     def disconnect(self, request: int, after: int) -> None:
         self.operations += [schedules.Wait(after), schedules.Disconnect(request)]
 
-    @rule(ms=DELAY_MS)
+    @stateful.rule(ms=DELAY_MS)
     def wait(self, ms: int) -> None:
         self.operations.append(schedules.Wait(ms))
 
-    @rule()
+    @stateful.rule()
     def settle(self) -> None:
         self.operations.append(schedules.Settle())
 
-    def _inject(self, after: int, fault: Operation, alone: bool) -> None:
+    def _inject(self, after: int, fault: schedules.Operation, alone: bool) -> None:
         """alone: nothing else happens until the fault is over, so that its times count."""
         self.operations += [schedules.Wait(after), fault]
         if alone:
             self.operations.append(schedules.Settle())
 
-    @rule(stage=STAGE, after=DELAY_MS, alone=st.booleans())
+    @stateful.rule(stage=STAGE, after=DELAY_MS, alone=st.booleans())
     def kill(self, stage: str, after: int, alone: bool) -> None:
         self._inject(after, schedules.Kill((stage,)), alone)
 
-    @precondition(lambda self: len(self.workload.stages) > 1)
-    @rule(pair=TWO_STAGES, after=DELAY_MS, alone=st.booleans())
+    @stateful.precondition(lambda self: len(self.workload.stages) > 1)
+    @stateful.rule(pair=TWO_STAGES, after=DELAY_MS, alone=st.booleans())
     def kill_two(self, pair: list[str], after: int, alone: bool) -> None:
         self._inject(after, schedules.Kill(tuple(pair)), alone)
 
-    @rule(stage=STAGE, after=DELAY_MS, alone=st.booleans())
+    @stateful.rule(stage=STAGE, after=DELAY_MS, alone=st.booleans())
     def kill_loading(self, stage: str, after: int, alone: bool) -> None:
         self._inject(0, schedules.KillLoading(stage, after), alone)
 
-    @rule(stage=STAGE, times=st.integers(2, 5), alone=st.booleans())
+    @stateful.rule(stage=STAGE, times=st.integers(2, 5), alone=st.booleans())
     def storm(self, stage: str, times: int, alone: bool) -> None:
         self._inject(0, schedules.Storm(stage, times), alone)
 
-    @rule(stage=STAGE, after=DELAY_MS, alone=st.booleans())
+    @stateful.rule(stage=STAGE, after=DELAY_MS, alone=st.booleans())
     def stop_process(self, stage: str, after: int, alone: bool) -> None:
         self._inject(after, schedules.Freeze(stage), alone)
 
-    @rule(stage=STAGE, ms=st.sampled_from((50, 200, 500, 2000)))
+    @stateful.rule(stage=STAGE, ms=st.sampled_from((50, 200, 500, 2000)))
     def pause(self, stage: str, ms: int) -> None:
         self.operations.append(schedules.Pause(stage, ms))
 
-    @precondition(lambda self: bool(self.workload.hooks))
-    @rule(stage=STAGE_WITH_HOOKS, how=st.sampled_from(("raise", "exit", "hang")), alone=st.booleans())
+    @stateful.precondition(lambda self: bool(self.workload.hooks))
+    @stateful.rule(stage=STAGE_WITH_HOOKS, how=st.sampled_from(("raise", "exit", "hang")), alone=st.booleans())
     def crash(self, stage: str, how: schedules.How, alone: bool) -> None:
         self._inject(0, schedules.Crash(stage, how), alone)
 
-    @precondition(lambda self: bool(self.workload.hooks))
-    @rule(stage=STAGE_WITH_HOOKS, alone=st.booleans())
+    @stateful.precondition(lambda self: bool(self.workload.hooks))
+    @stateful.rule(stage=STAGE_WITH_HOOKS, alone=st.booleans())
     def crash_again_and_again(self, stage: str, alone: bool) -> None:
         self._inject(0, schedules.Crash(stage, "raise", "replay"), alone)
 
-    @rule(stage=STAGE, alone=st.booleans())
+    @stateful.rule(stage=STAGE, alone=st.booleans())
     def starve(self, stage: str, alone: bool) -> None:
         self._inject(0, schedules.Starve(stage), alone)
 
-    @rule(stage=STAGE, times=st.integers(1, 2), alone=st.booleans())
+    @stateful.rule(stage=STAGE, times=st.integers(1, 2), alone=st.booleans())
     def fill(self, stage: str, times: int, alone: bool) -> None:
         self._inject(0, schedules.Full(stage, times), alone)
 
-    @rule(loading=st.booleans())
+    @stateful.rule(loading=st.booleans())
     def orphan(self, loading: bool) -> None:
         self.operations.append(schedules.Orphan(loading))
 
     def teardown(self) -> None:
-        self.search.carry_out(Schedule(self.load, self.intensity, tuple(self.operations)))
+        self.search.carry_out(schedules.Schedule(self.load, self.intensity, tuple(self.operations)))

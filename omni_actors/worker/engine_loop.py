@@ -30,7 +30,6 @@ import msgspec
 
 from omni_actors.platform.cpu_sharing import NoCpuSharing
 from omni_actors.protocol import chunks, messages
-from omni_actors.protocol.chunks import ChunkHeader, ReplayDiverged
 from omni_actors.stages import base
 from omni_actors.worker.active import ActiveRequest
 from omni_actors.worker.incoming import Incoming
@@ -276,7 +275,7 @@ class EngineLoop:
         except base.InvalidRequest as error:
             self.handling = None
             self._refuse(active.request, error)
-        except ReplayDiverged as error:
+        except chunks.ReplayDiverged as error:
             self._notify(messages.Unreplayable(active.request, str(error), needed=True))
 
     # chunks out
@@ -295,7 +294,7 @@ class EngineLoop:
 
     def _emit(self, output: base.StageOutput, step_began: float) -> None:
         active = self._active[output.request_id]
-        header = ChunkHeader(
+        header = chunks.ChunkHeader(
             request=output.request_id,
             source=self._address.stage,
             seq=active.seq,
@@ -356,5 +355,5 @@ class EngineLoop:
             self.unpark([bell for bell, _ in poll.poll(timeout_s and timeout_s * 1000)])
 
 
-def _chunk(header: ChunkHeader, tensors: Mapping[str, Tensor]) -> base.Chunk:
+def _chunk(header: chunks.ChunkHeader, tensors: Mapping[str, Tensor]) -> base.Chunk:
     return base.Chunk(source=header.source, seq=header.seq, last=header.last, tensors=tensors, data=header.data)

@@ -7,7 +7,6 @@ import traceback
 import trio
 
 from omni_actors.stress import judge
-from omni_actors.stress.judge import Violation
 from omni_actors.stress.report import Tally
 
 LOAD = "simulated"
@@ -18,7 +17,7 @@ class Journal:
 
     def __init__(self) -> None:
         self.log: list[str] = []
-        self.violations: list[Violation] = []
+        self.violations: list[judge.Violation] = []
         self.tally = Tally(runs=1)
         self.steps = 0
         """Steps that trio's tasks have taken."""
@@ -35,7 +34,7 @@ class Journal:
         self.tally.row(fault, LOAD).faults += 1
 
     def violated(self, kind: judge.Kind, what: str) -> None:
-        self.violations.append(Violation(kind, what))
+        self.violations.append(judge.Violation(kind, what))
         self.tally.row(self._fault, LOAD).violations[kind] += 1
         self.note(f"VIOLATED: {kind}: {what}")
 

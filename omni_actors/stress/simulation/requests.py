@@ -14,7 +14,6 @@ from omni_actors.errors import DeadlineExceeded, InvalidRequest, Overloaded, Req
 from omni_actors.generation import Generation
 from omni_actors.stress import judge
 from omni_actors.stress.client import read_to_the_end
-from omni_actors.stress.judge import ObservedDeath, Rules, TrackedRequest, Violation
 from omni_actors.stress.oracle import Answer
 from omni_actors.stress.simulation.journal import Journal
 from omni_actors.stress.simulation.spawner import SimulatedSpawner
@@ -27,7 +26,7 @@ NO_EVICTION_BYTES = 1_000_000
 
 
 @dataclass(eq=False)
-class SimulatedRequest(TrackedRequest):
+class SimulatedRequest(judge.TrackedRequest):
     """A request of a schedule. Its times are virtual."""
 
     deadline_s: float | None = None
@@ -157,26 +156,26 @@ class SimulatedClient:
 
     # what their outcomes must be
 
-    def check_outcomes(self, deaths: list[ObservedDeath], given_up: Set[str]) -> None:
+    def check_outcomes(self, deaths: list[judge.ObservedDeath], given_up: Set[str]) -> None:
         for request in self.requests:
             if found := self._violation(request, deaths, given_up):
                 self._journal.violated(found.kind, found.what)
 
     def _violation(
-        self, request: SimulatedRequest, deaths: list[ObservedDeath], given_up: Set[str]
-    ) -> Violation | None:
+        self, request: SimulatedRequest, deaths: list[judge.ObservedDeath], given_up: Set[str]
+    ) -> judge.Violation | None:
         late_s = request.ended - request.submitted - (request.deadline_s if request.deadline_s is not None else 1e9)
         if self._is_expected_error(request, late_s):
             differs = request.answer.damage_so_far()
-            found = Violation(differs[0], f"{request.name}: {differs[1]}") if differs else None
+            found = judge.Violation(differs[0], f"{request.name}: {differs[1]}") if differs else None
         else:
             limits = self._workload.pipeline.limits
             replays = limits.replays if limits.retain_bytes >= NO_EVICTION_BYTES else 0
-            found = judge.check_request(request, deaths, given_up, Rules(replays, self._workload.replayed))
+            found = judge.check_request(request, deaths, given_up, judge.Rules(replays, self._workload.replayed))
         if found is None and not request.pace_s and late_s > EPSILON_S:
-            found = Violation("hung", f"{request.name} ended {late_s:g} s after its deadline")
+            found = judge.Violation("hung", f"{request.name} ended {late_s:g} s after its deadline")
         if found is None and request.system_was_full and request.outcome != "failed" and not self._made_room(request):
-            found = Violation("disturbed", f"{request.name} was admitted past limits.max_requests")
+            found = judge.Violation("disturbed", f"{request.name} was admitted past limits.max_requests")
         return found
 
     def _is_expected_error(self, request: SimulatedRequest, late_s: float) -> bool:

@@ -23,7 +23,6 @@ import trio.testing
 from trio._core import _run as trio_run
 
 from omni_actors.stress import judge
-from omni_actors.stress.judge import ObservedDeath, Violation
 from omni_actors.stress.report import Tally
 from omni_actors.stress.simulation.determinism import deterministic, report_unraisable
 from omni_actors.stress.simulation.faults import DYING_S, FaultInjector
@@ -42,7 +41,7 @@ TICK_S = 1.0
 @dataclass
 class Result:
     seed: int
-    violations: list[Violation]
+    violations: list[judge.Violation]
     tally: Tally
     log: list[str]
 
@@ -73,7 +72,7 @@ class Simulation(trio.abc.Instrument):
         self._faults = FaultInjector(draw, journal)
         self._ends_early = draw.random() < 0.1
         self._client = SimulatedClient(draw, self._workload, self._faults.spawner, journal)
-        self._deaths: list[ObservedDeath] = []
+        self._deaths: list[judge.ObservedDeath] = []
         self._newest_death: Counter[tuple[str, int]] = Counter()
         """The generation of the newest death seen, by stage and replica."""
         self._given_up: set[str] = set()
@@ -182,7 +181,7 @@ class Simulation(trio.abc.Instrument):
                         if past.generation > self._newest_death[stage, each.replica]:
                             self._newest_death[stage, each.replica] = past.generation
                             how = f"{past.signal or past.exit_code}, {past.reason}"
-                            death = ObservedDeath(stage, each.replica, past.pid, how, at=trio.current_time())
+                            death = judge.ObservedDeath(stage, each.replica, past.pid, how, at=trio.current_time())
                             self._deaths.append(death)
                             self._journal.note(f"{stage}.{each.replica}#{past.pid} died: {how}; now {each.state}")
             await self._omni.wait_changed()
