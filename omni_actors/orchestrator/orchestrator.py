@@ -33,6 +33,7 @@ from omni_actors.orchestrator.pieces import Input, Piece
 from omni_actors.orchestrator.placement import Placement
 from omni_actors.orchestrator.readers import Readers
 from omni_actors.orchestrator.recovery import Recovery
+from omni_actors.orchestrator.replay_state import StageEvent
 from omni_actors.orchestrator.request import OnFailure, Request
 from omni_actors.orchestrator.retry_after import RetryAfterEstimator
 from omni_actors.orchestrator.routes import Route
@@ -40,10 +41,17 @@ from omni_actors.orchestrator.stream import OutputStream
 from omni_actors.orchestrator.suspects import Suspects
 from omni_actors.protocol import chunks, messages
 from omni_actors.supervisor.edges import Edges
+from omni_actors.supervisor.listener import ProtocolViolation
 from omni_actors.supervisor.replica import Replica
 
 DROPPING_ERRORS = (errors.Aborted, errors.DeadlineExceeded, errors.SlowConsumer)
 """Errors after which unread output is dropped."""
+NOTICE_EVENTS = {
+    messages.Started: StageEvent.STARTED,
+    messages.InputComplete: StageEvent.INPUT_COMPLETE,
+    messages.Finished: StageEvent.FINISH,
+    messages.Unreplayable: StageEvent.UNREPLAYABLE,
+}
 
 
 class Orchestrator:
@@ -267,7 +275,10 @@ class Orchestrator:
         request = self._dispatcher.held_by(address, message.request)
         if request is None:
             return  # it has ended, or another replica holds it now
-        stage = address.stage
+        stage, event = address.stage, NOTICE_EVENTS.get(type(message))
+        if event is not None and not request.replay_state.accepts(stage, event):
+            phase = request.replay_state.stages[stage].phase
+            raise ProtocolViolation(f"{type(message).__name__} about a request that is {phase.value}")
         match message:
             case messages.Started():
                 self._dispatcher.confirm_restart(request, address)
@@ -288,6 +299,8 @@ class Orchestrator:
         """Copy a chunk for the client. Raises ringbuf.RingError if it cannot be decoded or is out of sequence."""
         payload = memoryview(bytearray(data))
         header, tensors = chunks.decode(payload)
+        if header.source != address.stage:
+            raise chunks.ChunkCorrupted(f"a chunk of {address} names the stage {header.source!r}")
         request = self._dispatcher.dispatched.get(header.request)
         if request is None or address.stage not in request.replay_state.open_outputs:
             return

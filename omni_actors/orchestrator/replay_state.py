@@ -205,6 +205,9 @@ class ReplayState:
         stage = self.stages.get(address.stage)
         return stage is not None and stage.address == address
 
+    def accepts(self, stage: str, event: StageEvent) -> bool:
+        return event in TRANSITIONS[self.stages[stage].phase]
+
     def is_complete(self, waived: Iterable[str] = ()) -> bool:
         """Whether the client has all outputs, and every living stage has finished, ``waived`` ones aside."""
         waived = set(waived)

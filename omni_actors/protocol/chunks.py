@@ -74,13 +74,13 @@ class ChunkSequence:
     def accept(self, seq: int, frame: memoryview, *, last: bool) -> bool:
         """Return whether this chunk is the next one; False if it was accepted before, or comes after the last one.
 
-        frame: the chunk as it lies in the ring. Raises ChunkCorrupted if a chunk is missing before it, ReplayDiverged
-        if it was accepted before with other content.
+        frame: the chunk as it lies in the ring. Raises ChunkCorrupted if a chunk is missing before it or the number is
+        negative, ReplayDiverged if it was accepted before with other content.
         """
         if self._complete:
             return False
         due = len(self._digests)
-        if seq > due:
+        if not 0 <= seq <= due:
             raise ChunkCorrupted(
                 f"request {self._request} from {self._source}: received chunk {seq}, expected chunk {due}"
             )

@@ -9,7 +9,7 @@ Rules
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, closing, suppress
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -76,7 +76,7 @@ class InputEdge:
         self._producer.close()
 
 
-async def receive_frames(consumer: Consumer) -> AsyncIterator[Frame]:
+async def receive_frames(consumer: Consumer) -> AsyncGenerator[Frame, None]:
     """Yield frames until the producer closes; the caller releases each. It waits for the doorbell and never polls."""
     while True:
         try:

@@ -8,6 +8,10 @@ from omni_actors.errors import StageFailed, WorkerExit
 from omni_actors.protocol.messages import Address, RequestNotice
 
 
+class ProtocolViolation(Exception):
+    """A worker sent a notice that cannot follow what it sent before."""
+
+
 class Listener(Protocol):
     """Receives the supervisor's events, in order. Its methods are plain calls and must not block."""
 
@@ -36,7 +40,7 @@ class Listener(Protocol):
         ...
 
     def on_message(self, address: Address, message: RequestNotice) -> None:
-        """A worker reports on a request."""
+        """A worker reports on a request. Raises ProtocolViolation: the supervisor then kills the worker."""
         ...
 
     def on_output(self, address: Address, data: memoryview) -> None:

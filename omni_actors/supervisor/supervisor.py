@@ -20,6 +20,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import replace
 
 import trio
@@ -31,7 +32,7 @@ from omni_actors.supervisor import restart
 from omni_actors.supervisor.edges import Edges, receive_frames
 from omni_actors.supervisor.heartbeat import watch_progress
 from omni_actors.supervisor.incarnation import Incarnation, IncarnationEvent, IncarnationState
-from omni_actors.supervisor.listener import Listener
+from omni_actors.supervisor.listener import Listener, ProtocolViolation
 from omni_actors.supervisor.process import Spawner, SpawnFailed, Worker
 from omni_actors.supervisor.replica import Replica, ReplicaState
 from ringbuf import Consumer, RingClosed, RingError
@@ -232,16 +233,20 @@ class Supervisor:
                 | messages.Refused()
                 | messages.Unreplayable()
             ):
-                self._listener.on_message(replica.address, message)
+                try:
+                    self._listener.on_message(replica.address, message)
+                except ProtocolViolation as error:
+                    replica.kill(f"protocol error: {error}")
 
     @trio.lowlevel.enable_ki_protection
     async def _read_output(self, replica: Replica, consumer: Consumer) -> None:
         try:
-            async for frame in receive_frames(consumer):
-                with frame:
-                    if replica.incarnation.over:
-                        return  # all was delivered; a process that outlives its main thread for a moment may add more
-                    self._listener.on_output(replica.address, frame.data)
+            async with aclosing(receive_frames(consumer)) as frames:
+                async for frame in frames:
+                    with frame:
+                        if replica.incarnation.over:
+                            return  # all was delivered; a process may outlive its main thread and add more
+                        self._listener.on_output(replica.address, frame.data)
         except RingError as error:
             replica.kill(f"{type(error).__name__}: {error}")
 
