@@ -187,12 +187,8 @@ class StageCrashed(RequestError):
     ) -> None:
         self.retryable = retryable
         self.stage, self.replica, self.generation, self.exit = stage, replica, generation, exit
-        self.pid, self.signal, self.exit_code, self.stderr_tail = (
-            exit.pid,
-            exit.signal,
-            exit.exit_code,
-            exit.stderr_tail,
-        )
+        self.pid, self.signal = exit.pid, exit.signal
+        self.exit_code, self.stderr_tail = exit.exit_code, exit.stderr_tail
         self.not_replayed = not_replayed
         message = f"stage {stage!r} (replica {replica}, generation {generation}) died: {exit}"
         super().__init__(message + (f"; the request was not replayed: {not_replayed}" if not_replayed else ""))

@@ -139,10 +139,6 @@ def _pair(values: Sequence[float]) -> str:
 
 
 def duration(seconds: float) -> str:
-    return (
-        f"{seconds * 1000:.1f} ms"
-        if seconds < 0.1
-        else f"{seconds * 1000:.0f} ms"
-        if seconds < 1
-        else f"{seconds:.2f} s"
-    )
+    if seconds >= 1:
+        return f"{seconds:.2f} s"
+    return f"{seconds * 1000:.{1 if seconds < 0.1 else 0}f} ms"
