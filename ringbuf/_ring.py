@@ -153,6 +153,18 @@ class Ring:
         segment = self._mapped()
         return RingStatistics(self.capacity, segment.used(), *segment.counts())
 
+    @property
+    def closed(self) -> bool:
+        """Whether the ring was closed here."""
+        return self._closed
+
+    def abandon(self) -> None:
+        """Give up the ends that were claimed here as the kernel does for a killed process. For simulated processes."""
+        if self._producer is not None:
+            self._mapped().store_claim(PRODUCER, 0)
+        if self._consumer is not None:
+            self._mapped().store_claim(CONSUMER, 0)
+
     def close(self) -> None:
         """Close the ends that were claimed here, unmap, close the descriptors; idempotent.
 

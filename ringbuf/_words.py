@@ -95,8 +95,8 @@ class Column(NamedTuple):
     claim: int
 
 
-PRODUCER: Final = Column("producer", 16, 32, 33, 34)
-CONSUMER: Final = Column("consumer", 64, 80, 81, 82)
+PRODUCER: Final = Column(end="producer", position=16, waits=32, closed=33, claim=34)
+CONSUMER: Final = Column(end="consumer", position=64, waits=80, closed=81, claim=82)
 
 
 class Segment:

@@ -54,7 +54,9 @@ async def send_input(request: Request, stage: str, edges: Edges) -> None:
         else:
             await trio.lowlevel.checkpoint_if_cancelled()
         try:
-            header = chunks.ChunkHeader(request.number, CLIENT, seq, seq == len(pieces) - 1, dict(piece.data))
+            header = chunks.ChunkHeader(
+                request=request.number, source=CLIENT, seq=seq, last=seq == len(pieces) - 1, data=dict(piece.data)
+            )
             buffers = chunks.encode(header, piece.tensors)
         except Exception as error:
             raise InvalidRequest(f"the input cannot be encoded: {error}") from error

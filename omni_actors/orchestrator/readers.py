@@ -192,4 +192,10 @@ class Readers:
     def _slow(self, request: Request, limit: str) -> SlowConsumer:
         account, now = request.account, trio.current_time()
         rate = 0.0 if account.waiting_since is None else account.rate(now)
-        return SlowConsumer(limit, getattr(self._limits, limit), account.charged, rate, account.waited_s(now))
+        return SlowConsumer(
+            limit=limit,
+            bound=getattr(self._limits, limit),
+            unread_bytes=account.charged,
+            read_bytes_s=rate,
+            waited_s=account.waited_s(now),
+        )

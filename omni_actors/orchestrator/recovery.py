@@ -95,7 +95,14 @@ class Recovery:
         """End a request with its latest crash. reason: why it is not replayed."""
         crash = request.crash
         assert crash is not None, "a worker died"
-        error = StageCrashed(crash.stage, crash.replica, crash.generation, crash.exit, reason, retryable=retryable)
+        error = StageCrashed(
+            stage=crash.stage,
+            replica=crash.replica,
+            generation=crash.generation,
+            exit=crash.exit,
+            not_replayed=reason,
+            retryable=retryable,
+        )
         self._end(request, Event.FAIL, error)
 
     def _decide(self, request: Request) -> None:

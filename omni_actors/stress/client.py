@@ -56,7 +56,12 @@ class Client:
         """Submit a request, and read it in a task. pace_s: between outputs. hooks: failures asked of echo engines."""
         answer = Answer(self._workload.oracle[template.name])
         asked = judge.TrackedRequest(
-            f"stress-{next(self._names)}", template, answer, on_failure, time.monotonic(), hooks is not None
+            name=f"stress-{next(self._names)}",
+            template=template,
+            answer=answer,
+            on_failure=on_failure,
+            submitted=time.monotonic(),
+            asks_for_failure=hooks is not None,
         )
         self._records.append(asked)
         inputs = template.inputs if hooks is None else template.with_hooks(hooks)

@@ -67,7 +67,7 @@ class Driver:
         self._spawner, self._kill_helper = spawner, kill_helper
         self.tally = Tally()
         self.watch = HealthWatch(omni)
-        self.client = Client(omni, workload, self.watch, self.tally, nursery)
+        self.client = Client(omni=omni, workload=workload, watch=self.watch, tally=self.tally, nursery=nursery)
         self.faults: list[tuple[float, str]] = []
         """The faults so far, with their times."""
         self.violations: list[tuple[float, Violation]] = []
@@ -175,7 +175,7 @@ class Driver:
 
     def _inject(self, fault: str, stage: str) -> _Injection:
         now = time.monotonic()
-        injection = _Injection(fault, stage, now, self._operation, self._quiet, now)
+        injection = _Injection(fault=fault, stage=stage, at=now, operation=self._operation, alone=self._quiet, hit=now)
         for other in self._following:
             other.overtaken |= other.stage == stage
             other.alone &= other.operation == self._operation

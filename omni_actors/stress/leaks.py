@@ -34,11 +34,11 @@ def snapshot(mark: str, directory: Path) -> Snapshot:
     gc.collect()  # a cycle that was not collected yet is no leak
     named = {entry.name for entry in os.scandir("/dev/shm") if entry.stat(follow_symlinks=False).st_uid == os.getuid()}
     return Snapshot(
-        marked_processes(mark) | children(),
-        descriptors("self"),
-        frozenset(f"{thread.name} ({thread.ident})" for thread in threading.enumerate()),
-        frozenset(named | ring_mappings("self")),
-        frozenset(str(path.relative_to(directory)) for path in directory.rglob("*")),
+        processes=marked_processes(mark) | children(),
+        descriptors=descriptors("self"),
+        threads=frozenset(f"{thread.name} ({thread.ident})" for thread in threading.enumerate()),
+        segments=frozenset(named | ring_mappings("self")),
+        files=frozenset(str(path.relative_to(directory)) for path in directory.rglob("*")),
     )
 
 

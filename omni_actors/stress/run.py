@@ -113,7 +113,12 @@ async def _open(workload: Workload, load: Load, intensity: int | None) -> AsyncI
     pipeline = configuration.load(workload.pipeline, overrides)
     with KillHelper() as kill_helper:
         async with OmniSystem.open(pipeline, spawner=spawner) as omni, trio.open_nursery() as nursery:
-            yield omni, Driver(omni, workload, load, spawner, kill_helper, nursery)
+            yield (
+                omni,
+                Driver(
+                    omni=omni, workload=workload, load=load, spawner=spawner, kill_helper=kill_helper, nursery=nursery
+                ),
+            )
             nursery.cancel_scope.cancel()
 
 

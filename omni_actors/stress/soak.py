@@ -142,7 +142,15 @@ def soak(workload: Workload, seconds: float, mark: str, on_progress: Callable[[s
 
     result = run_with_faults(workload, "full", None, mark, work)
     rss = {name: list(zip(both[::2], both[1::2], strict=True)) for name, both in record.rss.items()}
-    return Soak(seconds, spared, result, rss, record.calm.per_s, record.quiet.per_s, record.quiet.seconds)
+    return Soak(
+        seconds=seconds,
+        spared=spared,
+        result=result,
+        rss=rss,
+        calm_per_s=record.calm.per_s,
+        quiet_per_s=record.quiet.per_s,
+        quiet_s=record.quiet.seconds,
+    )
 
 
 def spared_stage(workload: Workload) -> str:

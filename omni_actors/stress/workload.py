@@ -108,7 +108,14 @@ def workload_of(config: str | Pipeline, overrides: Mapping[str, Any]) -> Workloa
             raise ConfigError(pipeline.file, f"stages.{name}", name, "a stage that a request of known kinds reaches")
     hooks = tuple(name for name, stage in pipeline.stages.items() if stage.engine == "echo") if is_echo else ()
     replayed = frozenset(name for name in pipeline.stages if pipeline.deterministic(name))
-    return Workload(pipeline, templates, hooks, 8 if is_echo else 3, 20.0 if is_echo else 180.0, replayed)
+    return Workload(
+        pipeline=pipeline,
+        templates=templates,
+        hooks=hooks,
+        full=8 if is_echo else 3,
+        patience_s=20.0 if is_echo else 180.0,
+        replayed=replayed,
+    )
 
 
 def _template(
@@ -122,7 +129,7 @@ def _template(
     schemas = [pipeline.spec(stage).params for stage in route.stages]
     known = {each.name for schema in schemas if schema is not None for each in msgspec.structs.fields(schema)}
     share = {key: value for key, value in {"seed": SEED, **params}.items() if key in known}
-    yield Template(name, inputs, modalities, share, route.stages)
+    yield Template(name=name, inputs=inputs, modalities=modalities, params=share, stages=route.stages)
 
 
 def _emitted(pipeline: Pipeline) -> tuple[str, ...]:

@@ -101,9 +101,17 @@ def scenario(number: int) -> Workload:
         if route is not None and not (large and length > 5):
             name = f"{' and '.join(modalities)} of {' and '.join(kinds)}, {length}{' large' if large else ''}"
             inputs = {kind: _pieces(kind, length, large=large) for kind in kinds}
-            templates[name] = Template(name, inputs, modalities, {}, route.stages)
+            templates[name] = Template(name=name, inputs=inputs, modalities=modalities, params={}, stages=route.stages)
             oracle[name] = expected(pipeline, route, inputs)
-    return Workload(pipeline, templates, tuple(stages), 0, PATIENCE_S, frozenset(stages), oracle)
+    return Workload(
+        pipeline=pipeline,
+        templates=templates,
+        hooks=tuple(stages),
+        full=0,
+        patience_s=PATIENCE_S,
+        replayed=frozenset(stages),
+        oracle=oracle,
+    )
 
 
 def _combinations(pipeline: Pipeline) -> tuple[list[tuple[str, ...]], list[tuple[str, ...]]]:
@@ -146,7 +154,17 @@ def expected(pipeline: Pipeline, route: Route, inputs: Mapping[str, Sequence[Inp
                 tensors = {name: Tensor("int32", array.shape, array.tobytes()) for name, array in piece.tensors.items()}
                 last = number == len(outputs[stage])
                 modality = pipeline.stages[stage].emits or ""
-                oracle.add(Output("", stage, modality, None, last, piece.data, tensors))
+                oracle.add(
+                    Output(
+                        request_id="",
+                        stage=stage,
+                        modality=modality,
+                        delta=None,
+                        finished=last,
+                        data=piece.data,
+                        tensors=tensors,
+                    )
+                )
     return oracle
 
 

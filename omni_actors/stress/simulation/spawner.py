@@ -12,7 +12,7 @@ from typing import cast
 import trio
 
 from omni_actors.protocol.messages import Address
-from omni_actors.stress.simulation.worker import Note, SimulatedRing, SimulatedWorker, WorkerBehavior
+from omni_actors.stress.simulation.worker import Note, SimulatedWorker, WorkerBehavior
 from omni_actors.supervisor.process import Worker
 from ringbuf import Ring
 
@@ -30,13 +30,15 @@ class SimulatedSpawner:
         self.workers: list[SimulatedWorker] = []
         """All workers so far."""
         self.living: dict[Address, SimulatedWorker] = {}
-        self._rings: list[SimulatedRing] = []
+        self._rings: list[Ring] = []
 
     @asynccontextmanager
     async def spawn(self, address: Address, mailbox_capacity: int) -> AsyncIterator[Worker]:
         pid = next(self._pids)
         behavior = self._behavior(address, pid)
-        worker = SimulatedWorker(address, pid, behavior, mailbox_capacity, self._note)
+        worker = SimulatedWorker(
+            address=address, pid=pid, behavior=behavior, mailbox_capacity=mailbox_capacity, note=self._note
+        )
         self._note(f"{worker} is spawned: {behavior}")
         self._refused = address if behavior.refused else None
         self.living[address] = worker
@@ -58,11 +60,11 @@ class SimulatedSpawner:
         if self._refused in (producer, consumer):
             self._refused = None
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        ring = cast(SimulatedRing, SimulatedRing.create(capacity, generation=generation))
+        ring = Ring.create(capacity, generation=generation)
         self._rings.append(ring)
         return ring
 
-    def all_rings(self) -> Iterator[SimulatedRing]:
+    def all_rings(self) -> Iterator[Ring]:
         """Every mapping of a ring, the parent's and the workers'."""
         yield from self._rings
         for worker in self.workers:

@@ -18,7 +18,7 @@ import select
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TypeAlias, cast
+from typing import TypeAlias
 
 import trio
 
@@ -28,7 +28,6 @@ from omni_actors.protocol.mailbox import Envelope, MailboxFull
 from omni_actors.stages.base import Chunk, Pausable, StageContext, StageEngine, StageFailure, StageOutput, StageRequest
 from omni_actors.worker.engine_loop import AttachRing, EngineLoop
 from ringbuf import Ring
-from ringbuf._words import CONSUMER, PRODUCER
 
 Note: TypeAlias = Callable[[str], None]
 
@@ -59,23 +58,6 @@ class WorkerBehavior:
     refused: bool = False
 
 
-class SimulatedRing(Ring):
-    """A ring whose owner can die without being a process."""
-
-    def orphan(self) -> None:
-        """Release the ends that were claimed through this mapping, as the kernel does for a process that was killed."""
-        if self._closed:
-            return
-        if self._producer is not None:
-            self._segment.store_claim(PRODUCER, 0)
-        if self._consumer is not None:
-            self._segment.store_claim(CONSUMER, 0)
-
-    @property
-    def closed(self) -> bool:
-        return self._closed
-
-
 class SimulatedWorker:
     """A worker as the supervisor sees it, and its mailbox. ``run`` is its main task."""
 
@@ -95,7 +77,7 @@ class SimulatedWorker:
         self._bells = select.epoll()
         self._fds: set[int] = set()
         """Descriptors in messages that it has not received."""
-        self.rings: list[SimulatedRing] = []
+        self.rings: list[Ring] = []
         self._planned_death: tuple[int, BaseException] | None = None
         self.loop: EngineLoop | None = None
         self.engine: StageEngine | None = None
@@ -163,7 +145,8 @@ class SimulatedWorker:
         self._exit, self.died_at = WorkerExit(self.pid, signal, exit_code), trio.current_time()
         self._note(f"{self} {self._exit}")
         for ring in self.rings:
-            ring.orphan()
+            if not ring.closed:
+                ring.abandon()
         self._reports.close()
         self._scope.cancel()
         self._ending.set()
@@ -228,8 +211,8 @@ class SimulatedWorker:
                     loop.post(message)
                 case messages.Connect(producer, consumer, generation):
                     self._fds.difference_update(fds)
-                    ring = SimulatedRing.attach(fds, generation=generation)
-                    self.rings.append(cast(SimulatedRing, ring))
+                    ring = Ring.attach(fds, generation=generation)
+                    self.rings.append(ring)
                     loop.post(AttachRing(producer, consumer, ring))
                 case messages.Stop(grace_s):
                     loop.post(message)
@@ -249,7 +232,12 @@ class SimulatedWorker:
                 self.die(exit_code=1)
                 return
             context = StageContext(
-                configure.spec.address.stage, None, configure.spec.options, 1, "cpu", lambda note: None
+                stage=configure.spec.address.stage,
+                model=None,
+                options=configure.spec.options,
+                threads=1,
+                device="cpu",
+                report=lambda note: None,
             )
             self.engine = FaultInjectingEngine(pkgutil.resolve_name(configure.spec.factory)(context), self._fault_point)
             self._notify(messages.Ready(self.behavior.load_s))
