@@ -11,7 +11,7 @@ Rules
    ``unread_bytes`` in all), time (the deadline), and the chunks retained for a replay (``retain_bytes`` per stage and
    request, ``worker_retain_bytes`` per worker).
 
-``dispatch`` places and starts requests, ``recovery`` decides what a death means for them, ``suspects`` finds those that
+``dispatch`` places and starts requests, ``replay_execution`` carries out what a death means for them, ``suspects`` finds those that
 cause deaths, and ``readers`` accounts for what their clients have not read.
 """
 
@@ -32,7 +32,7 @@ from omni_actors.orchestrator.lifecycle import Event
 from omni_actors.orchestrator.pieces import Input, Piece
 from omni_actors.orchestrator.placement import Placement
 from omni_actors.orchestrator.readers import Readers
-from omni_actors.orchestrator.recovery import Recovery
+from omni_actors.orchestrator.replay_execution import ReplayExecution
 from omni_actors.orchestrator.replay_state import StageEvent
 from omni_actors.orchestrator.request import OnFailure, Request
 from omni_actors.orchestrator.retry_after import RetryAfterEstimator
@@ -72,7 +72,7 @@ class Orchestrator:
         self.readers = Readers(limits, replica=placement.replica, cut=self._cut, on_over=self._over)
         self._suspects = Suspects(self, placement, limits)
         self._dispatcher = Dispatcher(limits=limits, placement=placement, readers=self.readers, suspects=self._suspects)
-        self._recovery = Recovery(
+        self._replays = ReplayExecution(
             limits=limits,
             deterministic_stages=deterministic_stages,
             placement=placement,
@@ -152,7 +152,7 @@ class Orchestrator:
             raise errors.InvalidRequest(f"a request named {name!r} is in flight", param="request_id")
         for stage in route.stages:
             if stage in self.failed_stages:
-                raise self._recovery.unavailable(stage)
+                raise self._replays.unavailable(stage)
         if (congested := self._placement.congested(route.stages)) is not None:
             raise errors.Overloaded(self._limits.max_requests, self.retry_after_s, congested)
 
@@ -166,7 +166,7 @@ class Orchestrator:
     @property
     def failed_stages(self) -> Mapping[str, errors.StageFailed]:
         """Stages without a replica left, in the order in which they were given up."""
-        return self._recovery.failed_stages
+        return self._replays.failed_stages
 
     @property
     def in_flight(self) -> int:
@@ -250,7 +250,7 @@ class Orchestrator:
 
     def end_culprit(self, request: Request, reason: str) -> None:
         """End a request whose worker died, and which cannot be replayed for this reason."""
-        self._recovery.fail(request, reason, retryable=False)
+        self._replays.fail(request, reason, retryable=False)
 
     # Called by the supervisor (``Listener``)
 
@@ -258,7 +258,7 @@ class Orchestrator:
         return self._dispatcher.newest
 
     def on_worker_ready(self, address: messages.Address) -> None:
-        self._recovery.stage_recovered(address.stage)
+        self._replays.stage_recovered(address.stage)
         self._suspects.advance()  # before other requests are dispatched: a trial needs an unused replica
         self.dispatch_waiting()
 
@@ -266,10 +266,10 @@ class Orchestrator:
         return self._suspects.worker_died(address, exit, failed_request)
 
     def on_worker_lost(self, address: messages.Address, generation: int, exit: errors.WorkerExit) -> None:
-        self._recovery.worker_lost(address, generation, exit)
+        self._replays.worker_lost(address, generation, exit)
 
     def on_stage_failed(self, failure: errors.StageFailed) -> None:
-        self._recovery.stage_failed(failure)
+        self._replays.stage_failed(failure)
 
     def on_message(self, address: messages.Address, message: messages.RequestNotice) -> None:
         request = self._dispatcher.held_by(address, message.request)
@@ -284,16 +284,16 @@ class Orchestrator:
                 self._dispatcher.confirm_restart(request, address)
             case messages.InputComplete(source=source):
                 request.replay_state.input_complete(stage, source)
-                self._recovery.progressed(request)
+                self._replays.progressed(request)
             case messages.Finished(stats=stats):
                 request.replay_state.finished(stage)
                 request.stats[stage] = stats
                 self._suspects.stage_finished(request, stage)
-                self._recovery.progressed(request)
+                self._replays.progressed(request)
             case messages.Refused(_, text, param, code):
                 self._end(request, Event.FAIL, errors.InvalidRequest(text, param=param, code=code))
             case messages.Unreplayable(_, reason, needed):
-                self._recovery.unreplayable(request, stage, reason, needed=needed)
+                self._replays.unreplayable(request, stage, reason, needed=needed)
 
     def on_output(self, address: messages.Address, data: memoryview) -> None:
         """Copy a chunk for the client. Raises ringbuf.RingError if it cannot be decoded or is out of sequence."""
@@ -310,7 +310,7 @@ class Orchestrator:
         except chunks.ReplayDiverged as error:
             if request.crash is None:
                 raise
-            self._recovery.fail(request, str(error))
+            self._replays.fail(request, str(error))
             return
         request.replay_state.output_arrived(address.stage, last=header.last)
         request.lifecycle.advance(Event.OUTPUT)
@@ -328,7 +328,7 @@ class Orchestrator:
             ),
         )
         if header.last and not request.lifecycle.ended:
-            self._recovery.progressed(request)
+            self._replays.progressed(request)
 
     # The end of requests
 

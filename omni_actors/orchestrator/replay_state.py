@@ -1,7 +1,7 @@
 """What each stage of a route has done for one request, through deaths and replays, as a table.
 
 Rule 1: every transition is in ``TRANSITIONS`` and ``OUTPUT_TRANSITIONS``; no other file assigns a phase.
-Rule 2: no I/O, clock or trio here. ``replay`` reads this state to decide what a death means for the request.
+Rule 2: no I/O, clock or trio here. ``replay_rule`` reads this state to decide what a death means for the request.
 Rule 3: an event that a phase does not accept raises IllegalTransition and leaves the whole state as it was.
 
     QUEUED ──dispatch──► RUNNING ──finish──► FINISHED

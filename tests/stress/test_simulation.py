@@ -22,7 +22,7 @@ from click.testing import CliRunner
 from omni_actors.cli import main
 from omni_actors.orchestrator import recovery
 from omni_actors.orchestrator.orchestrator import Orchestrator
-from omni_actors.orchestrator.replay import Untouched
+from omni_actors.orchestrator.replay_rule import Untouched
 from omni_actors.orchestrator.stream import OutputStream
 from omni_actors.protocol import chunks
 from omni_actors.protocol.messages import Abort, Address, ControlMessage, Resume

@@ -1,7 +1,7 @@
 """Applies the replay rule: what happens to requests when workers die and when stages are given up.
 
 Rules
-1. ``replay.decide_replay`` alone decides what a death means for a request. It is asked again whenever the state of a
+1. ``replay_rule.decide_replay`` alone decides what a death means for a request. It is asked again whenever the state of a
    request that met a death changes.
 2. Suspects are replayed in their trial (see ``suspects``), all other requests as soon as replicas are ready.
 """
@@ -15,14 +15,14 @@ from omni_actors.errors import RequestError, StageCrashed, StageFailed, StageUna
 from omni_actors.orchestrator.dispatch import Dispatcher
 from omni_actors.orchestrator.lifecycle import Event
 from omni_actors.orchestrator.placement import Placement
-from omni_actors.orchestrator.replay import Fail, Replay, Unavailable, Untouched, decide_replay, idle_stages
+from omni_actors.orchestrator.replay_rule import Fail, Replay, Unavailable, Untouched, decide_replay, idle_stages
 from omni_actors.orchestrator.replay_state import Phase
 from omni_actors.orchestrator.request import Request
 from omni_actors.orchestrator.suspects import Suspects
 from omni_actors.protocol.messages import Address
 
 
-class Recovery:
+class ReplayExecution:
     """Decides about the dispatched requests of a pipeline after deaths.
 
     deterministic_stages: the stages that give the same output chunks for the same input chunks.

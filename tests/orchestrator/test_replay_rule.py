@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from omni_actors.orchestrator.replay import (
+from omni_actors.orchestrator.replay_rule import (
     Fail,
     Replay,
     Unavailable,
