@@ -1,8 +1,8 @@
 """Applies the replay rule: what happens to requests when workers die and when stages are given up.
 
 Rules
-1. ``replay_rule.decide_replay`` alone decides what a death means for a request. It is asked again whenever the state of a
-   request that met a death changes.
+1. ``replay_rule.decide_replay`` alone decides what a death means for a request. It is asked again whenever the state
+   of a request that met a death changes.
 2. Suspects are replayed in their trial (see ``suspects``), all other requests as soon as replicas are ready.
 """
 
