@@ -11,8 +11,8 @@ Rules
    ``unread_bytes`` in all), time (the deadline), and the chunks retained for a replay (``retain_bytes`` per stage and
    request, ``worker_retain_bytes`` per worker).
 
-``dispatch`` places and starts requests, ``replay_execution`` carries out what a death means for them, ``suspects`` finds
-those that cause deaths, and ``readers`` accounts for what their clients have not read.
+``dispatch`` places and starts requests, ``replay_execution`` carries out what a death means for them, ``suspects``
+finds those that cause deaths, and ``readers`` accounts for what their clients have not read.
 """
 
 from __future__ import annotations
