@@ -21,7 +21,10 @@ from typing import NamedTuple
 import pytest
 
 ROOT = Path(__file__).parent.parent
-LEAVES = {"omni_actors.errors", "omni_actors.protocol.messages", "omni_actors.metrics", "omni_actors.config"}
+LEAVES = {
+    *("omni_actors.errors", "omni_actors.protocol.messages", "omni_actors.metrics", "omni_actors.config"),
+    "omni_actors.validation",
+}
 WORKER = {
     *("omni_actors.errors", "omni_actors.metrics", "omni_actors.protocol.messages"),
     *("omni_actors.protocol", "omni_actors.platform", "omni_actors.stages.base", "ringbuf"),
@@ -36,6 +39,7 @@ LAYERS: dict[str, set[str]] = {
     "ringbuf": set(),
     "omni_actors.errors": set(),
     "omni_actors.transitions": set(),
+    "omni_actors.validation": set(),
     "omni_actors.metrics": {"omni_actors.errors"},
     "omni_actors.protocol.messages": {"omni_actors.errors"},
     "omni_actors.stages.base": {"omni_actors.errors", "omni_actors.protocol.messages", "ringbuf"},
@@ -45,10 +49,13 @@ LAYERS: dict[str, set[str]] = {
     "omni_actors.stages.registry": {"omni_actors.stages.base", OPTIONS},
     "omni_actors.stages.memory": {"omni_actors.stages.registry"},
     "omni_actors.stages": {
-        *("omni_actors.errors", "ringbuf", OPTIONS),
+        *("omni_actors.errors", "omni_actors.validation", "ringbuf", OPTIONS),
         *(f"omni_actors.stages.{name}" for name in ("base", "assets", "bounds")),
     },
-    "omni_actors.config": {"omni_actors.errors", "omni_actors.protocol.messages", "omni_actors.stages.registry"},
+    "omni_actors.config": {
+        *("omni_actors.errors", "omni_actors.validation", "omni_actors.protocol.messages"),
+        "omni_actors.stages.registry",
+    },
     "omni_actors.protocol": {
         "omni_actors.errors",
         "omni_actors.protocol.messages",

@@ -12,7 +12,7 @@ from omni_actors import OmniSystem
 
 MODULES = (
     "omni_actors.config",
-    "omni_actors.config.convert",
+    "omni_actors.validation",
     "omni_actors.config.schema",
     "omni_actors.generation",
     "omni_actors.system.omni_system",

@@ -1,4 +1,4 @@
-"""From the values of a document to typed sections. msgspec checks the types; its messages are put in plain words."""
+"""From the values of a document to typed sections. msgspec checks the types."""
 
 from __future__ import annotations
 
@@ -11,16 +11,7 @@ import msgspec
 from omni_actors.config.document import Document, one_of
 from omni_actors.config.schema import NAME_PATTERN, Pipeline, Sections, Stage
 from omni_actors.protocol.messages import CLIENT
-
-WORDS = {
-    "int": "an integer",
-    "float": "a number",
-    "str": "text",
-    "bool": "true or false",
-    "object": "a mapping",
-    "array": "a list",
-}
-"""The types of msgspec's messages."""
+from omni_actors.validation import split_place
 
 
 def pipeline_from(document: Document) -> Pipeline:
@@ -47,8 +38,7 @@ def convert(value: Any, schema: type[Any], place: str, document: Document) -> An
     try:
         return msgspec.convert(value, schema)
     except msgspec.ValidationError as error:
-        message, _, inner = str(error).partition(" - at `$")
-        inner = inner.rstrip("`").lstrip(".")
+        message, inner = split_place(error)
         where = ".".join(part for part in (place, inner) if part)
         found = _look_up(value, inner)
         if unknown := re.search(r"unknown field `(.*)`", message):
@@ -58,19 +48,7 @@ def convert(value: Any, schema: type[Any], place: str, document: Document) -> An
             message = one_of(found, get_args(_type_at(schema, inner)))
         elif missing := re.search(r"missing required field `(.*)`", message):
             found, message = None, f"a value for {missing[1]!r}"
-        raise document.error(where, found, plain(message)) from error
-
-
-def plain(message: str) -> str:
-    """Return what a message of msgspec accepts, in plain words.
-
-    >>> plain("Expected `int` >= 1")
-    'an integer >= 1'
-    >>> plain("Expected `str | null`, got `int`")
-    'text or null'
-    """
-    accepted = message.removeprefix("Expected ").partition(", got ")[0]
-    return re.sub(r"`([^`]*)`", lambda names: " or ".join(WORDS.get(n, n) for n in names[1].split(" | ")), accepted)
+        raise document.error(where, found, message.removeprefix("expected ").partition(", got ")[0]) from error
 
 
 def _look_up(value: Any, inner: str) -> Any:

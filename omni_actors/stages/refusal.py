@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from omni_actors.stages.base import InvalidRequest
+from omni_actors.validation import split_place
 
 __all__ = ["request_work", "validated"]
 
@@ -39,8 +40,8 @@ def validated(data: Mapping[str, Any], type: type[T]) -> T:
     try:
         return msgspec.convert(data, type)
     except (msgspec.ValidationError, UnicodeError) as error:  # UnicodeError: a lone surrogate
-        _, _, path = str(error).partition("$.")
-        raise InvalidRequest(str(error), param=path.rstrip("`") or None) from error
+        message, param = split_place(error)
+        raise InvalidRequest(f"{param}: {message}" if param else message, param=param or None) from error
 
 
 @contextmanager

@@ -10,6 +10,7 @@ import msgspec
 
 from omni_actors import errors
 from omni_actors.serve.http.errors import MAX_MESSAGE, HTTPError, bad_request, quote_value, truncate
+from omni_actors.validation import split_place
 
 NO_RETRY = {"x-should-retry": "false"}
 """OpenAI's clients obey this header. Other clients are stopped by the status 422."""
@@ -63,10 +64,8 @@ def from_validation(error: msgspec.ValidationError, accepted_at: Callable[[str],
 
     accepted_at: returns the values that a field can have, if its schema lists them. Its argument is the field's path.
     """
-    text = str(error)
-    # The last occurrence is msgspec's own: the client's value may contain the same words.
-    message, found, place = text.rpartition(" - at `$")
-    message, param = (truncate(message, MAX_MESSAGE), place.rstrip("`").lstrip(".")) if found else (text, "")
+    message, param = split_place(error)
+    message = truncate(message, MAX_MESSAGE)
     if message.startswith("Object missing required field"):
         param = f"{param}.{message.split('`')[1]}".lstrip(".")
         return bad_request(f"missing required parameter '{param}'", param, "missing_required_parameter")

@@ -48,10 +48,10 @@ BODIES: list[tuple[str, dict[str, Any], int, str | None, str]] = [
     # path, changes to a good body (None: removed), status, param, a part of the message
     (CHAT, {"model": None}, 400, "model", "missing"),
     (CHAT, {"model": "gpt-4o"}, 404, "model", "studio"),
-    (CHAT, {"model": 7}, 400, "model", "str"),
+    (CHAT, {"model": 7}, 400, "model", "text"),
     (CHAT, {"messages": None}, 400, "messages", "missing"),
     (CHAT, {"messages": []}, 400, "messages", ">= 1"),
-    (CHAT, {"messages": "hello"}, 400, "messages", "array"),
+    (CHAT, {"messages": "hello"}, 400, "messages", "a list"),
     (CHAT, {"messages": [{"role": "tool", "content": "x"}]}, 400, "messages[0].role", "'assistant'"),
     (CHAT, {"messages": [{"content": "x"}]}, 400, "messages[0].role", "missing"),
     (CHAT, {"messages": [{"role": "assistant", "audio": {"id": "audio_1"}}]}, 400, "messages[0].content", "transcript"),
@@ -62,7 +62,7 @@ BODIES: list[tuple[str, dict[str, Any], int, str | None, str]] = [
         conversation([{"type": "image_url", "image_url": "data:"}]),
         400,
         "messages[0].content[0].image_url",
-        "object",
+        "a mapping",
     ),
     (CHAT, with_media(detail="low"), 400, "messages[0].content[0].image_url.detail", "'auto', 'high'"),
     (CHAT, with_media(url=""), 400, "messages[0].content[0].image_url.url", ">= 1"),
@@ -82,7 +82,7 @@ BODIES: list[tuple[str, dict[str, Any], int, str | None, str]] = [
     (CHAT, {"modalities": []}, 400, "modalities", ">= 1"),
     (CHAT, {"audio": {"format": "aac"}}, 400, "audio.format", "'pcm16'"),
     (CHAT, {"stop": list("abcde")}, 400, "stop", "<= 4"),
-    (CHAT, {"stream": "yes"}, 400, "stream", "bool"),
+    (CHAT, {"stream": "yes"}, 400, "stream", "true or false"),
     (CHAT, {"n": 2}, 400, "n", "accepted: 1"),
     (CHAT, {"tools": [{"type": "function"}]}, 400, "tools", "accepted"),
     (CHAT, {"logprobs": True}, 400, "logprobs", "accepted: False"),
@@ -94,7 +94,13 @@ BODIES: list[tuple[str, dict[str, Any], int, str | None, str]] = [
     (CHAT, {"self": 1}, 400, "self", "unknown"),
     (CHAT, {"use_audio_in_video": True}, 400, "use_audio_in_video", "no stage"),
     (CHAT, {"mm_processor_kwargs": {"fps": 2}}, 400, "mm_processor_kwargs", "unknown field `fps`"),
-    (CHAT, {"mm_processor_kwargs": {"use_audio_in_video": 1}}, 400, "mm_processor_kwargs.use_audio_in_video", "bool"),
+    (
+        CHAT,
+        {"mm_processor_kwargs": {"use_audio_in_video": 1}},
+        400,
+        "mm_processor_kwargs.use_audio_in_video",
+        "true or false",
+    ),
     (CHAT, {"max_tokens": 0}, 400, "max_tokens", "'max_tokens'"),
     (CHAT, {"max_completion_tokens": 0}, 400, "max_completion_tokens", "'max_completion_tokens'"),
     (SPEECH, {"model": None}, 400, "model", "missing"),
@@ -139,11 +145,11 @@ def test_a_speech_of_openais_longest_input(studio: Any) -> None:
 
 
 def test_an_engines_name_for_a_field_becomes_the_clients() -> None:
-    error = InvalidRequest("max_tokens: Expected `int` >= 1; no engine takes 'max_tokens'", param="max_tokens")
+    error = InvalidRequest("max_tokens: expected an integer >= 1; no engine takes 'max_tokens'", param="max_tokens")
     with pytest.raises(HTTPError) as caught, renaming({"max_tokens": "max_completion_tokens"}):
         raise error
     assert caught.value.param == "max_completion_tokens"
-    words = "max_completion_tokens: Expected `int` >= 1; no engine takes 'max_completion_tokens'"
+    words = "max_completion_tokens: expected an integer >= 1; no engine takes 'max_completion_tokens'"
     assert caught.value.message == words
 
 

@@ -1,0 +1,41 @@
+"""msgspec's validation errors in plain words, for configuration files and for requests."""
+
+from __future__ import annotations
+
+import re
+
+WORDS = {
+    "int": "an integer",
+    "float": "a number",
+    "str": "text",
+    "bool": "true or false",
+    "object": "a mapping",
+    "array": "a list",
+}
+"""The types of msgspec's messages."""
+
+
+def split_place(error: Exception) -> tuple[str, str]:
+    """Return the message of a validation error in plain words, and the path of the wrong value ("" for the whole).
+
+    >>> split_place(ValueError("Expected `int`, got `str` - at `$.stages[0].size`"))
+    ('expected an integer, got text', 'stages[0].size')
+    """
+    text = str(error)
+    # The last occurrence is msgspec's own: the value may contain the same words.
+    message, found, place = text.rpartition(" - at `$")
+    return (plain(message), place.rstrip("`").lstrip(".")) if found else (plain(text), "")
+
+
+def plain(message: str) -> str:
+    """Return a message of msgspec with its types in plain words.
+
+    >>> plain("Expected `int` >= 1")
+    'expected an integer >= 1'
+    >>> plain("Expected `str | null`, got `int`")
+    'expected text or null, got an integer'
+    """
+    if not message.startswith("Expected "):
+        return message  # it may quote the value
+    words = re.sub(r"`([^`]*)`", lambda names: " or ".join(WORDS.get(n, n) for n in names[1].split(" | ")), message)
+    return f"e{words[1:]}"
