@@ -198,6 +198,11 @@ def test_the_table_has_no_cycle() -> None:
     assert not upward
 
 
+@pytest.mark.parametrize("row", LAYERS)
+def test_every_row_has_a_module(row: str) -> None:
+    assert row in {layer(module) for module in SOURCES}
+
+
 @pytest.mark.parametrize("module", SOURCES)
 def test_a_module_imports_only_what_its_layer_may(module: str) -> None:
     mine = layer(module)

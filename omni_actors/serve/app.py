@@ -77,17 +77,7 @@ def build(
         has_loaded: whether all stages have been ready once. Until then, requests for the pipeline are refused.
         origins, hosts: see ``OriginCheck``.
     """
-    max_requests = system.pipeline.limits.max_requests
-    admission = AdmissionControl(
-        lambda: system.in_flight,
-        lambda: system.retry_after_s,
-        max_requests=max_requests,
-        max_bytes=BODY_BUDGET_FACTOR * max_body_bytes,
-        max_request_bytes=max_body_bytes,
-        free_place=system.make_room,
-    )
-    arriving = Gauge("omni_http_arriving", "Requests that are being read or decoded", registry=system.metrics.registry)
-    arriving.set_function(lambda: len(admission))
+    admission = _admission(system, max_body_bytes)
 
     def admit(path: str) -> AdmissionTicket | None:
         if path not in MODEL_ROUTES:
@@ -110,6 +100,21 @@ def build(
         admit=admit,
     )
     return OriginCheck(gate, origins=origins, hosts=hosts, has_key=api_key is not None)
+
+
+def _admission(system: OmniSystem, max_body_bytes: int) -> AdmissionControl:
+    """Return the admission control of a system, and measure what it admits."""
+    admission = AdmissionControl(
+        lambda: system.in_flight,
+        lambda: system.retry_after_s,
+        max_requests=system.pipeline.limits.max_requests,
+        max_bytes=BODY_BUDGET_FACTOR * max_body_bytes,
+        max_request_bytes=max_body_bytes,
+        free_place=system.make_room,
+    )
+    arriving = Gauge("omni_http_arriving", "Requests that are being read or decoded", registry=system.metrics.registry)
+    arriving.set_function(lambda: len(admission))
+    return admission
 
 
 def _starlette() -> Starlette:
