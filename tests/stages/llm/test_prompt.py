@@ -1,0 +1,184 @@
+"""The prompt of the llm engine: its length, its conversation with transcripts, and what is refused."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from omni_actors.stages.base import CLIENT, Chunk, InvalidRequest, StageRequest
+from omni_actors.stages.llm.engine import LLMEngine
+from tests.stages.llm.tiny_engine import CONTEXT, Results, answer, assert_empty, decoded, opened, reference, user
+from tiny_models.llama import save_model
+
+pytestmark = pytest.mark.usefixtures("clear_choices")
+
+
+def test_max_tokens_is_limited_to_the_rest_of_the_context(tiny: Path, engine: LLMEngine) -> None:
+    text, end = answer(engine, "hello", max_tokens=1000)
+    assert end["prompt_tokens"] + end["completion_tokens"] == CONTEXT
+    assert end["finish_reason"] == "length"
+    _, after = reference(tiny, "hello", end["completion_tokens"])
+    assert text == decoded(tiny, after)
+
+
+def test_a_prompt_may_fill_the_context_except_for_one_token(tiny: Path) -> None:
+    size = len(reference(tiny, "hello", 1)[0])
+    with closing(opened(tiny, context=size + 1)) as engine:
+        assert answer(engine, "hello")[1]["completion_tokens"] == 1
+        engine.start(StageRequest(1, (CLIENT,), {}))
+        with pytest.raises(InvalidRequest) as refusal:
+            engine.feed(1, Chunk(CLIENT, 0, True, {}, user("hello!")))
+        assert refusal.value.param == "messages"
+        assert refusal.value.code == "context_length_exceeded"
+        assert f"prompt has {size + 1} tokens" in refusal.value.message
+        assert f"holds {size + 1}" in refusal.value.message
+        assert_empty(engine)
+
+
+def refused(engine: LLMEngine, messages: Sequence[Any]) -> str:
+    engine.start(StageRequest(1, (CLIENT,), {}))
+    with pytest.raises(InvalidRequest) as refusal:
+        engine.feed(1, Chunk(CLIENT, 0, True, {}, {"messages": messages}))
+    assert (refusal.value.param, refusal.value.code) == ("messages", "context_length_exceeded")
+    assert_empty(engine)
+    return refusal.value.message
+
+
+def test_a_prompt_that_cannot_fit_is_refused_before_it_is_tokenized(
+    engine: LLMEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    longest = len("<|im_start|>")
+    frame = len("<|im_start|>user\n<|im_end|>\n<|im_start|>assistant\n")
+    room = longest * (CONTEXT - 1) - frame
+    fits = {"role": "user", "content": "a" * room}
+    assert re.search(r"prompt has \d+ tokens and", refused(engine, [fits])), "it was tokenized"
+    monkeypatch.setattr(engine, "_tokenizer", AutoTokenizer.from_pretrained(engine._tokenizer.name_or_path))
+    monkeypatch.setattr(engine._tokenizer, "encode", lambda *_, **__: pytest.fail("it was tokenized"))
+    message = refused(engine, [{"role": "user", "content": "a" * (room + 1)}])
+    assert f"{longest * (CONTEXT - 1) + 1} characters, which are at least {CONTEXT} tokens" in message
+    assert f"holds {CONTEXT}" in message
+
+
+def test_the_longest_prompt_that_fits_is_not_refused(engine: LLMEngine) -> None:
+    """The prompt consists of the longest token, apart from the template."""
+    frame = len(engine._tokenizer.encode("<|im_start|>user\n<|im_end|>\n<|im_start|>assistant\n"))
+    prompt = "<|im_start|>" * (CONTEXT - 1 - frame)
+    assert answer(engine, prompt)[1]["prompt_tokens"] == CONTEXT - 1
+
+
+def test_more_messages_than_tokens_are_refused_before_they_are_rendered(
+    engine: LLMEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine, "_tokenizer", None)
+    message = refused(engine, [{"role": "user", "content": ""}] * CONTEXT)
+    assert f"prompt has {CONTEXT} messages" in message
+    assert f"holds {CONTEXT}" in message
+
+
+# the prompt
+
+
+def rendered_prompt(
+    engine: LLMEngine, content: Any, chunks: Sequence[dict[str, Any]], messages: Sequence[Any] = ()
+) -> str:
+    """Return the prompt's text for a conversation with audio and the chunks of its transcripts."""
+    engine.start(StageRequest(0, (CLIENT, "ear"), {"max_tokens": 1}))
+    data = {"messages": [*messages, {"role": "user", "content": content}]}
+    engine.feed(0, Chunk(CLIENT, 0, True, {}, data))
+    for number, chunk in enumerate(chunks):
+        assert not engine.busy
+        engine.feed(0, Chunk("ear", number, number == len(chunks) - 1, {}, chunk))
+    prompt = str(engine._tokenizer.decode(engine._scheduler._waiting[0].pending_prompt))
+    engine.abort(0)
+    return prompt
+
+
+def test_transcripts_replace_audio_parts(engine: LLMEngine) -> None:
+    content = [{"type": "audio", "index": 1}, {"type": "text", "text": "and"}, {"type": "audio", "index": 0}]
+    chunks = [{"text": " the", "index": 0}, {"text": " sea", "index": 1}, {"text": " fox ", "index": 0}, {}]
+    assert rendered_prompt(engine, content, chunks) == (
+        "<|im_start|>user\nsea\nand\nthe fox<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+def test_decoding_begins_when_every_source_has_ended_in_any_order(engine: LLMEngine) -> None:
+    engine.start(StageRequest(0, (CLIENT, "ear"), {"max_tokens": 5}))
+    engine.feed(0, Chunk("ear", 0, True, {}, {"text": "hello", "index": 0}))
+    assert not engine.busy
+    audio = {"messages": [{"role": "user", "content": [{"type": "audio", "index": 0}]}]}
+    engine.feed(0, Chunk(CLIENT, 0, True, {}, audio))
+    assert engine.busy
+    results = Results().run(engine)
+    assert (results.text(0), results.ends[0]) == answer(engine, "hello", max_tokens=5)
+
+
+def test_the_system_prompt_is_used_for_conversations_without_one(tiny: Path) -> None:
+    with closing(opened(tiny, system_prompt="be brief")) as engine:
+        text = rendered_prompt(engine, "hi", [{"text": ""}])
+        assert text == "<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+        text = rendered_prompt(engine, "hi", [{"text": ""}], [{"role": "system", "content": "rhyme"}])
+        assert text == "<|im_start|>system\nrhyme<|im_end|>\n<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+
+
+@pytest.mark.parametrize(
+    ("messages", "param"),
+    [
+        ([], "messages"),
+        ([{"role": "user", "content": " \n"}], "messages"),
+        ([{"role": "system", "content": "be brief"}, {"role": "user", "content": []}], "messages"),
+        ([{"role": "user", "content": [{"type": "audio", "index": 0}]}], "messages"),
+        ("hello", "messages"),
+        ([{"role": "ghost", "content": "hello"}], "messages[0].role"),
+        ([{"role": "user", "content": [{"type": "video", "index": 0}]}], "messages"),
+        ([{"role": "user", "content": [{"type": "smell"}]}], "messages[0].content[0].type"),
+        ([{"role": "user"}], "messages[0]"),
+    ],
+)
+def test_an_invalid_prompt_is_refused(engine: LLMEngine, messages: Any, param: str) -> None:
+    engine.start(StageRequest(0, (CLIENT,), {}))
+    with pytest.raises(InvalidRequest) as refusal:
+        engine.feed(0, Chunk(CLIENT, 0, True, {}, {"messages": messages}))
+    assert refusal.value.param == param
+    assert_empty(engine)
+
+
+def test_an_empty_transcript_is_an_empty_prompt(engine: LLMEngine) -> None:
+    with pytest.raises(InvalidRequest, match="the prompt is empty"):
+        rendered_prompt(engine, [{"type": "audio", "index": 0}], [{"text": " ", "index": 0}])
+
+
+def test_a_conversation_that_the_chat_template_refuses_is_refused(tmp_path: Path) -> None:
+    save_model(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text("{{ raise_exception('roles must alternate') }}")
+    with closing(opened(tmp_path)) as engine:
+        engine.start(StageRequest(0, (CLIENT,), {}))
+        with pytest.raises(InvalidRequest, match="roles must alternate") as refusal:
+            engine.feed(0, Chunk(CLIENT, 0, True, {}, user("hello")))
+        assert refusal.value.param == "messages"
+        assert_empty(engine)
+
+
+@pytest.mark.parametrize(
+    ("params", "param"),
+    [
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"temperature": 3}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"stop": ["a", ""]}, "stop[1]"),
+        ({"stop": "a"}, "stop"),
+        ({"stop": ["a", "b" * 257]}, "stop[1]"),
+        ({"stop": ["a"] * 17}, "stop"),
+        ({"voice": "low"}, None),
+    ],
+)
+def test_parameters_are_validated_in_start(engine: LLMEngine, params: dict[str, Any], param: str | None) -> None:
+    with pytest.raises(InvalidRequest) as refusal:
+        engine.start(StageRequest(0, (CLIENT,), params))
+    assert refusal.value.param == param
+    assert_empty(engine)
