@@ -86,15 +86,7 @@ def scenario(number: int) -> Workload:
         )
         for name, described in SHAPES[shape].items()
     }
-    limits = Limits(
-        max_requests=draw.choice((2, 4, 8)),
-        deadline_s=100_000.0,
-        output_bytes=draw.choice((20_000, 1_000_000)),
-        replays=draw.choice((0, 1, 2, 10)),
-        retain_bytes=draw.choice((3_000, 1_000_000, 1_000_000)),
-        window_bytes=draw.choice((2_000, 1_000_000)),
-    )
-    pipeline = Pipeline(name=f"{shape} {number}", stages=stages, limits=limits)
+    pipeline = Pipeline(name=f"{shape} {number}", stages=stages, limits=_limits(draw))
     templates, oracle = {}, {}
     for length, large, kinds, modalities in itertools.product(LENGTHS, (False, True), *_combinations(pipeline)):
         route = _route(pipeline, kinds, modalities)
@@ -111,6 +103,17 @@ def scenario(number: int) -> Workload:
         patience_s=PATIENCE_S,
         replayed=frozenset(stages),
         oracle=oracle,
+    )
+
+
+def _limits(draw: random.Random) -> Limits:
+    return Limits(
+        max_requests=draw.choice((2, 4, 8)),
+        deadline_s=100_000.0,
+        output_bytes=draw.choice((20_000, 1_000_000)),
+        replays=draw.choice((0, 1, 2, 10)),
+        retain_bytes=draw.choice((3_000, 1_000_000, 1_000_000)),
+        window_bytes=draw.choice((2_000, 1_000_000)),
     )
 
 
