@@ -20,7 +20,7 @@ import trio
 from click.testing import CliRunner
 
 from omni_actors.cli import main
-from omni_actors.orchestrator import recovery
+from omni_actors.orchestrator import replay_execution
 from omni_actors.orchestrator.orchestrator import Orchestrator
 from omni_actors.orchestrator.replay_rule import Untouched
 from omni_actors.orchestrator.stream import OutputStream
@@ -122,7 +122,7 @@ def test_a_chunk_that_is_taken_twice_is_found(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_rule_that_replays_nothing_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recovery, "decide_replay", lambda state, **terms: Untouched())
+    monkeypatch.setattr(replay_execution, "decide_replay", lambda state, **terms: Untouched())
     assert "hung" in kinds(first_violated())
 
 
