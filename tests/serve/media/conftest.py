@@ -6,7 +6,6 @@ from functools import partial
 
 import pytest
 import trio
-import trio.testing
 
 from tests.serve.media.local_site import Names, Site
 

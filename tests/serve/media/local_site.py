@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
 import pytest
 import trio
-import trio.testing
 
 from omni_actors.serve.media.fetch import Fetcher, MediaUnavailable
 
 HOST = "files.example.org"
 LOOPBACK = ip_address("127.0.0.1")
-Answer = Callable[[bytes], Sequence[bytes]]
 
 
 class Site:

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import trio
-import trio.testing
 
 from omni_actors.serve.media.fetch import CONNECT_S, MAX_REDIRECTS
 from tests.serve.media.local_site import HOST, PEM, Names, Site, TooMuch, fetch, fetcher, moved, ok, refusal
