@@ -15,13 +15,6 @@ pytestmark = pytest.mark.voice
 
 
 @pytest.fixture(scope="module")
-def voice() -> Any:
-    from hibari import Hibari
-
-    return Hibari(threads=1)
-
-
-@pytest.fixture(scope="module")
 def pronunciation(voice: Any) -> Pronunciation:
     return Pronunciation(voice)
 
