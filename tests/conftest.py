@@ -30,7 +30,7 @@ import pytest
 from hypothesis import settings
 from xdist.scheduler import LoadScopeScheduling
 
-pytest.register_assert_rewrite("tests.orchestrator", "tests.serve", "tests.stages", "tests.support")
+pytest.register_assert_rewrite("tests.orchestrator", "tests.replay", "tests.serve", "tests.stages", "tests.support")
 
 MARK = "OMNI_ACTORS_TEST_RUN"
 GRACE_S = 5.0

@@ -1,0 +1,152 @@
+"""A pipeline whose workers die on demand, requests to it, and checks of their outputs.
+
+The engine of these tests repeats its input and kills its own process where a chunk demands it, once for each marker
+file, so the moment of each death is exact. The payload of an output is a function of its request and position, so the
+tests notice outputs that are repeated, reordered or missing.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import trio
+
+from omni_actors.config import Limits, Pipeline, Restart, Stage
+from omni_actors.generation import Generation, Output
+from omni_actors.orchestrator.pieces import Input
+from omni_actors.orchestrator.request import Request
+from omni_actors.stages.echo.engine import payload
+from omni_actors.system import OmniSystem
+
+WATCHDOG_S = 60.0
+STAGES = ("first", "second", "third")
+PIECES, FAN_OUT, PAYLOAD_BYTES = 4, 2, 300
+OF_A_PIECE = {"first": FAN_OUT, "third": FAN_OUT**3}
+"""How many outputs for the client a stage makes of each piece of input."""
+LIMITS = Limits(replays=3, retain_bytes=2_000_000)
+NEVER_S = 3600.0
+
+ENGINES = """
+    import os, signal
+    from omni_actors.stages.base import StageOutput
+    from omni_actors.stages.echo.engine import EchoEngine
+
+    class Mortal(EchoEngine):
+        '''data["dies"]: (stage, where, marker); where: "feed", "before" or "after" an output, or at the "end".
+        data["fickle"]: the output contains the process id, so that a replay differs.'''
+
+        def feed(self, request_id, chunk):
+            self.die_if_due(chunk.data, "feed")
+            super().feed(request_id, chunk)
+
+        def step(self):
+            for output in super().step():
+                self.die_if_due(output.data, "before")
+                if "fickle" in output.data:
+                    data = {**output.data, "pid": os.getpid()}
+                    output = StageOutput(output.request_id, output.tensors, data, output.last)
+                yield output
+                self.die_if_due(output.data, "after")
+                if output.last:
+                    self.die_if_due(output.data, "end")
+
+        def die_if_due(self, data, where):
+            for stage, place, marker in data.get("dies", ()):
+                if (stage, place) == (self._stage, where) and not os.path.exists(marker):
+                    open(marker, "x").close()
+                    os.kill(os.getpid(), signal.SIGKILL)
+"""
+_numbers = itertools.count()
+
+
+def pipeline(**options: Any) -> Pipeline:
+    quick = Restart(intensity=1000, backoff_s=0.01, backoff_max_s=0.01)
+    options = {"fan_out": FAN_OUT, "payload_bytes": PAYLOAD_BYTES, **options}
+
+    def stage(**wiring: Any) -> Stage:
+        return Stage(engine="mortal_engines:Mortal", options=options, deterministic=True, restart=quick, **wiring)
+
+    return Pipeline(
+        name="mortal",
+        stages={
+            "first": stage(accepts=("script",), emits="text"),
+            "second": stage(inputs=("first",)),
+            "third": stage(inputs=("second",), emits="audio"),
+        },
+        limits=LIMITS,
+    )
+
+
+def dies(at: int, stage: str, where: str) -> tuple[int, str, str, str]:
+    """Describe a death of ``stage`` at piece number ``at``, to happen once."""
+    return at, stage, where, os.path.join(os.environ["MARKERS"], str(next(_numbers)))
+
+
+def ask(omni: OmniSystem, *deaths: tuple[int, str, str, str], size: int = 0, **arguments: Any) -> Generation:
+    """Submit a request. size: bytes of a tensor in each piece."""
+    pieces = [
+        Input({"n": n, "dies": [where for at, *where in deaths if at == n]}, {"x": np.zeros(size, np.uint8)})
+        for n in range(PIECES)
+    ]
+    return omni.submit({"script": pieces}, arguments.pop("modalities", ("text", "audio")), **arguments)
+
+
+async def read(generation: Generation) -> list[Output]:
+    with trio.fail_after(WATCHDOG_S):
+        return [output async for output in generation]
+
+
+async def read_and_kill(omni: OmniSystem, generation: Generation, *stages: str) -> list[Output]:
+    """Read all outputs, and kill the workers of these stages when the first output has arrived."""
+    victims, outputs = [pid_of(omni, stage) for stage in stages], []
+    with trio.fail_after(WATCHDOG_S):
+        async for output in generation:
+            outputs.append(output)
+            while victims:
+                os.kill(victims.pop(), signal.SIGKILL)
+    return outputs
+
+
+def record_of(generation: Generation) -> Request:
+    return generation._stream.request
+
+
+def check_exact(generation: Generation, outputs: list[Output], replays: int | None = None) -> None:
+    number = record_of(generation).number
+    assert number is not None
+    for stage, of_a_piece in OF_A_PIECE.items():
+        mine = [output for output in outputs if output.stage == stage]
+        assert [output.data["n"] for output in mine] == [seq // of_a_piece for seq in range(PIECES * of_a_piece)]
+        assert [output.finished for output in mine] == [False] * (len(mine) - 1) + [True]
+        for seq, output in enumerate(mine):
+            assert np.array_equal(output.tensors["payload"].numpy(), payload(number, seq, PAYLOAD_BYTES))
+    assert outputs[-1].metrics is not None
+    if replays is not None:
+        assert outputs[-1].metrics.replays == replays
+
+
+def pid_of(omni: OmniSystem, stage: str) -> int:
+    pid = omni.health().stages[stage][0].pid
+    assert pid is not None
+    return pid
+
+
+def generations(omni: OmniSystem) -> dict[str, int]:
+    return {stage: replicas[0].generation for stage, replicas in omni.health().stages.items()}
+
+
+async def all_ready(omni: OmniSystem) -> None:
+    with trio.fail_after(WATCHDOG_S):
+        while not omni.health().ready:
+            await omni.wait_changed()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    with trio.fail_after(WATCHDOG_S):
+        while not condition():  # noqa: ASYNC110 - no event announces the condition
+            await trio.sleep(0.002)
