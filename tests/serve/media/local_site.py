@@ -114,7 +114,7 @@ class Counter:
 
 
 async def refusal(fetcher: Fetcher, url: str) -> str:
-    """Why there is no file, as the client is reason, and under which code."""
+    """Return the code and the reason of the refusal, as the client receives them."""
     with pytest.raises(MediaUnavailable) as caught:
         await fetch(fetcher, url)
     return f"{caught.value.code}: {caught.value.reason}"

@@ -159,7 +159,7 @@ async def test_a_file_that_is_too_large_is_not_read_to_its_end(site: Site, names
         await fetch(fetcher(site), site.url())
 
 
-async def test_who_does_not_wait_for_a_slow_host_leaves_nothing_open(site: Site, names: Names) -> None:
+async def test_a_cancelled_fetch_leaves_no_connection_open(site: Site, names: Names) -> None:
     site.answers[b"/a.png"] = [b"HTTP/1.1 200 OK\r\nContent-Length: 10\r\n\r\nhalf", b""]
     async with trio.open_nursery() as nursery:
         nursery.start_soon(fetcher(site).fetch, site.url(), lambda size: nursery.cancel_scope.cancel())
