@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -157,3 +158,18 @@ async def test_overrides_are_taken_as_a_mapping_and_as_keywords() -> None:
 def test_the_package_lists_its_names() -> None:
     assert set(omni_actors.__all__) <= set(dir(omni_actors))
     assert all(getattr(omni_actors, name) is not None for name in omni_actors.__all__)
+
+
+async def test_map_raises_an_error_of_the_prompts_as_it_is() -> None:
+    def prompts() -> Iterator[str]:
+        yield "one"
+        raise ZeroDivisionError
+
+    async def answers_of(omni: OmniSystem) -> None:
+        async with omni.map(prompts(), modalities=("text",)) as answers:
+            async for _ in answers:
+                pass
+
+    async with OmniSystem.open("echo") as omni:
+        with pytest.raises(ZeroDivisionError):
+            await answers_of(omni)

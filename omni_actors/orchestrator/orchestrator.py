@@ -46,7 +46,7 @@ from omni_actors.supervisor.replica import Replica
 
 DROPPING_ERRORS = (errors.Aborted, errors.DeadlineExceeded, errors.SlowConsumer)
 """Errors after which unread output is dropped."""
-NOTICE_EVENTS = {
+_NOTICE_EVENTS = {
     messages.Started: StageEvent.STARTED,
     messages.InputComplete: StageEvent.INPUT_COMPLETE,
     messages.Finished: StageEvent.FINISH,
@@ -275,7 +275,7 @@ class Orchestrator:
         request = self._dispatcher.held_by(address, message.request)
         if request is None:
             return  # it has ended, or another replica holds it now
-        stage, event = address.stage, NOTICE_EVENTS.get(type(message))
+        stage, event = address.stage, _NOTICE_EVENTS.get(type(message))
         if event is not None and not request.replay_state.accepts(stage, event):
             phase = request.replay_state.stages[stage].phase
             raise ProtocolViolation(f"{type(message).__name__} about a request that is {phase.value}")

@@ -206,6 +206,7 @@ class ReplayState:
         return stage is not None and stage.address == address
 
     def accepts(self, stage: str, event: StageEvent) -> bool:
+        """Whether ``event`` is a legal transition of ``stage`` now."""
         return event in TRANSITIONS[self.stages[stage].phase]
 
     def is_complete(self, waived: Iterable[str] = ()) -> bool:

@@ -51,6 +51,7 @@ __all__ = [
     "StageFailure",
     "StageOutput",
     "StageRequest",
+    "Tensor",
     "TensorLike",
     "WarmsUp",
 ]

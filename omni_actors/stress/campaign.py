@@ -54,7 +54,7 @@ class Campaign:
         """
         if importlib.util.find_spec("hypothesis") is None:
             raise click.ClickException(
-                "Hypothesis generates the schedules, and is not installed: pip install hypothesis"
+                "Hypothesis generates the schedules, and is not installed: pip install hypothesis (the extra stress)"
             )
         from omni_actors.stress.state_machine import Search
 

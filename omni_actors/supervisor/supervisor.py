@@ -191,13 +191,14 @@ class Supervisor:
                     self._handle(replica, message)
                 if worker.mailbox.fault is not None:
                     replica.kill(worker.mailbox.fault)
-            exit = await worker.wait_ending()
+            exit, reason = await worker.wait_ending(), replica.incarnation.reason
             replica.incarnation.stop()
             replica.state = ReplicaState.RESTARTING
             for message in worker.mailbox.unread():  # sent before it died
                 self._handle(replica, message)
             if output is not None:
                 self._read_rest(replica, output)
+            replica.incarnation.reason = reason  # a torn message or chunk of a dead worker is not why it died
             self._report_death(replica, exit)
             nursery.cancel_scope.cancel()
 

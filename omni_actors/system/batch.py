@@ -24,12 +24,17 @@ async def answers(
     """
     numbered = enumerate(prompts)  # shared: a task that is done takes the next prompt
     send, receive = trio.open_memory_channel[Answer](0)
-    body_error: BaseException | None = None
+    failure: BaseException | None = None  # raised outside the nursery, so that no exception group wraps it
 
     async def work(own_end: trio.MemorySendChannel[Answer]) -> None:
-        async with own_end:
-            for index, prompt in numbered:
-                await own_end.send(await _answer(submit, prompt, index))
+        nonlocal failure
+        try:
+            async with own_end:
+                for index, prompt in numbered:
+                    await own_end.send(await _answer(submit, prompt, index))
+        except Exception as error:  # noqa: BLE001 - a wrong argument, or an iterator of prompts that raises
+            failure = failure or error
+            nursery.cancel_scope.cancel()
 
     async def received() -> AsyncIterator[Answer]:
         async for answer in receive:
@@ -44,10 +49,10 @@ async def answers(
         try:
             yield received()
         except BaseException as error:  # noqa: BLE001
-            body_error = error  # raised below, outside the nursery's exception group
+            failure = failure or error
         nursery.cancel_scope.cancel()
-    if body_error is not None:
-        raise body_error
+    if failure is not None:
+        raise failure
 
 
 async def _answer(submit: Callable[[Any], Generation], prompt: Any, index: int) -> Answer:

@@ -60,8 +60,8 @@ def worker_main(
     number: the worker's row in the page of ``cpu_sharing``.
     parent_pid: the process that spawned it.
     """
-    for stop_signal in STOP_SIGNALS:
-        signal.signal(stop_signal, signal.SIG_IGN)
+    for stop_signal in STOP_SIGNALS:  # with a handler, not SIG_IGN: programs that an engine starts do not inherit it
+        signal.signal(stop_signal, lambda *_: None)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     for fd in (1, 2):  # an engine's prints belong to the worker's log, not to the output of the parent's command
         os.dup2(stderr_fd, fd)

@@ -137,9 +137,9 @@ class WholeReply(Response):
         started = False
         start = {"type": "http.response.start", "status": response.status_code, "headers": response.raw_headers}
         try:
-            with generation.delivering():
+            with generation.delivering() as delivery:
                 await send(start)
-            started = True
+            started = not delivery.cancelled_caught
             for at in range(0, len(body), PIECE_BYTES):
                 piece = body[at : at + PIECE_BYTES]
                 with generation.delivering() as delivery:
