@@ -43,7 +43,7 @@ ENGINES = """
             "threads": {name: os.environ.get(name) for name in variables},
             "wait": os.environ.get("OMP_WAIT_POLICY"),
             "main": getattr(main, "__file__", None),
-            "sigint": signal.getsignal(signal.SIGINT) == signal.SIG_IGN,
+            "sigint_handled": signal.getsignal(signal.SIGINT) not in (signal.SIG_DFL, signal.default_int_handler),
             "interval": sys.getswitchinterval(),
             "torch": "torch" in sys.modules,
             "nice": [os.getpriority(os.PRIO_PROCESS, thread) for thread in (0, os.getpid())],
@@ -105,7 +105,7 @@ async def test_a_worker_loads_serves_and_stops() -> None:
             assert facts == {
                 "wait": "PASSIVE",
                 "main": None,
-                "sigint": True,
+                "sigint_handled": True,
                 "interval": SWITCH_INTERVAL_S,
                 "torch": False,
                 "nice": [os.getpriority(os.PRIO_PROCESS, 0) + 2, os.getpriority(os.PRIO_PROCESS, 0)],
