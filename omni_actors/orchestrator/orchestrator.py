@@ -95,8 +95,7 @@ class Orchestrator:
                 await trio.sleep_forever()
         finally:
             self._nursery = None
-            for request in self.running():
-                self._end(request, Event.ABORT, errors.Aborted())
+            self._abort_running()
 
     # Called for clients. A Ctrl-C is for the user's task, not for the middle of these calls.
 
@@ -208,8 +207,12 @@ class Orchestrator:
     @trio.lowlevel.enable_ki_protection
     def abort_all(self, reason: str) -> None:
         """End every request that has not ended with ``Aborted(reason)``."""
+        self._abort_running(reason)
+
+    def _abort_running(self, *reason: str) -> None:
         for request in self.running():
-            self._end(request, Event.ABORT, errors.Aborted(reason))
+            if not request.lifecycle.ended:  # the end of an equal request before it may have ended it
+                self._end(request, Event.ABORT, errors.Aborted(*reason))
 
     @trio.lowlevel.enable_ki_protection
     async def _attend(self, request: Request) -> None:

@@ -57,6 +57,7 @@ class Suspects:
         placement.reserved = self._trials.running
         self._quarantine = Quarantine(limits.quarantine_s)
         self._changed = trio.lowlevel.ParkingLot()
+        self._advancing = self._advance_again = False
 
     # New requests.
 
@@ -180,14 +181,25 @@ class Suspects:
             self.advance()
 
     def advance(self) -> None:
-        """End the trials that are over and begin those that can begin."""
-        if not self._trials:
+        """End the trials that are over and begin those that can begin.
+
+        This may end requests, each of whose ends calls this again. The inner call only asks the outer one for another
+        turn, so that a unit of many requests does not exhaust the stack.
+        """
+        self._advance_again = True
+        if self._advancing:
             return
-        if self._trials.clear_expired(self._last_pong_at):
-            self._requests.dispatch_waiting()
-        for stage in self._trials.stages():
-            self._try(stage)
-        self._changed.unpark_all()
+        self._advancing = True
+        try:
+            while self._advance_again and self._trials:
+                self._advance_again = False
+                if self._trials.clear_expired(self._last_pong_at):
+                    self._requests.dispatch_waiting()
+                for stage in self._trials.stages():
+                    self._try(stage)
+                self._changed.unpark_all()
+        finally:
+            self._advancing = False
 
     def _last_pong_at(self, address: Address) -> float:
         return self._placement.replicas[address].last_pong_at

@@ -104,9 +104,10 @@ async def run_traffic(
     replays: int = 2,
     pieces: int = 4,
     interval_s: float = 0.5,
+    clients_with_poison: int = 3,
     **how: Any,
 ) -> Traffic:
-    """Send innocent requests for 5 minutes without a pause, while three clients repeat one poison request."""
+    """Send innocent requests for 5 minutes without a pause, while some clients repeat one poison request."""
     quick = Restart(intensity=1, period_s=1000.0, backoff_s=0.01, backoff_max_s=0.01, retry_s=0)
     stage = Stage(
         engine=engine,
@@ -126,7 +127,7 @@ async def run_traffic(
         async with trio.open_nursery() as clients:
             clients.start_soon(traffic.send_innocents, interval_s)
             await trio.sleep(8.0)
-            for _ in range(3):
+            for _ in range(clients_with_poison):
                 clients.start_soon(lambda: traffic.send_poison(**how))
         nursery.cancel_scope.cancel()
     assert not replays or len(traffic.delays) == traffic.submitted, "no innocent request fails"
@@ -145,6 +146,11 @@ async def test_under_steady_load_innocents_share_one_death_with_poison(
     autojump_clock: trio.testing.MockClock, replicas: int
 ) -> None:
     check_bounds(await run_traffic({"raise": "feed"}, replicas=replicas))
+
+
+async def test_hundreds_of_equal_requests_end_together(autojump_clock: trio.testing.MockClock) -> None:
+    """Ending one ends the next; that must not nest."""
+    check_bounds(await run_traffic({"raise": "feed"}, clients_with_poison=400))
 
 
 async def test_clients_with_short_deadlines_cause_no_more_shared_deaths(autojump_clock: trio.testing.MockClock) -> None:

@@ -27,7 +27,7 @@ MAX_SPEECH_CHARACTERS = 4096
 """OpenAI's own limit."""
 MAX_SHORT = 1 << 16
 """The most characters of a field's name, and of a string that is not content: an error may quote all of it."""
-CONTENT = frozenset({"content", "text", "data", "url"})
+CONTENT = frozenset({"content", "text", "data", "prompt", "url"})
 """The fields that carry content."""
 
 Text = Annotated[str, Meta(min_length=1)]

@@ -91,7 +91,8 @@ class Sampler:
         if self._suppressed is not None:
             logits = logits.masked_fill(self._suppressed, float("-inf"))
         if self._chosen < self.sampling.min_tokens and self.end_tokens:
-            logits = logits.index_fill(0, torch.tensor(sorted(self.end_tokens)), float("-inf"))
+            known = [token for token in sorted(self.end_tokens) if token < logits.shape[-1]]
+            logits = logits.index_fill(0, torch.tensor(known, dtype=torch.long), float("-inf"))
         return logits
 
     def draw(self) -> float:

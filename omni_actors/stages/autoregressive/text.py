@@ -121,7 +121,7 @@ class Vocabulary:
 
     def __init__(self, tokenizer: Any, end_tokens: int | Sequence[int] | None) -> None:
         several = [end_tokens] if isinstance(end_tokens, int) else list(end_tokens or ())
-        self.end = frozenset([*several, tokenizer.eos_token_id])
+        self.end = frozenset(token for token in (*several, tokenizer.eos_token_id) if token is not None)
         self.silent = frozenset(token for token, added in tokenizer.added_tokens_decoder.items() if added.special)
         tokens = tokenizer.get_vocab()
         self.longest, self.size = max(map(len, tokens)), max(tokens.values()) + 1

@@ -12,6 +12,11 @@ def test_a_prompt_is_answered(client: openai.OpenAI) -> None:
     assert (answer.object, choice.text, choice.finish_reason) == ("text_completion", "one two" * 3, "stop")
 
 
+def test_a_prompt_may_be_long(client: openai.OpenAI) -> None:
+    [choice] = client.completions.create(model="studio", prompt="word " * 20_000).choices
+    assert choice.finish_reason == "stop"
+
+
 def test_a_stream_gives_the_same_text(client: openai.OpenAI) -> None:
     whole = client.completions.create(model="studio", prompt="one two").choices[0].text
     chunks = list(client.completions.create(model="studio", prompt="one two", stream=True))

@@ -104,3 +104,9 @@ def test_chosen_tokens_count_for_the_penalty() -> None:
     assert [Sampler(Sampling(0.0, repetition_penalty=2.0), generator(1))(logits) for _ in range(2)] == [1, 1]
     draw = Sampler(Sampling(0.0, repetition_penalty=2.0), generator(1))
     assert [draw(logits) for _ in range(3)] == [1, 0, 1], "1.5 / 2 is less than 1, and more than 1 / 2"
+
+
+def test_an_end_token_beyond_the_models_vocabulary_needs_no_suppression() -> None:
+    found = sampler(0, min_tokens=1)
+    found.end_tokens = frozenset({1, 9})
+    assert found.allowed(torch.tensor([0.0, 1.0, 0.5])).tolist() == [0.0, float("-inf"), 0.5]
