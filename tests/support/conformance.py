@@ -150,7 +150,7 @@ class EngineConformance:
 def reachable(engine: Any) -> Counter[str]:
     """How many objects of each type the engine holds, directly or not; code and modules aside.
 
-    A whole number counts as often as it is held: whether it is an object of its own depends on its value. What a reader
+    A number counts as often as it is held: whether it is an object of its own depends on its value. What a reader
     beside the steps is at comes to its end first: the abort of a request does not stop it.
     """
     if reader := getattr(engine, "_media_reader", None):
@@ -159,7 +159,7 @@ def reachable(engine: Any) -> Counter[str]:
     found = [engine]
     while found:
         thing = found.pop()
-        if isinstance(thing, int):
+        if isinstance(thing, (int, float)):
             numbers += 1
         elif id(thing) not in seen and not isinstance(thing, (type, ModuleType, FunctionType)):
             seen[id(thing)] = thing
