@@ -21,7 +21,10 @@ POST = b"POST /body HTTP/1.1\r\nHost: x\r\n"
 
 
 class App:
-    """/now answers at once, /body with its body, /wait when it may, /stream with an event and the rest when it may."""
+    """/now answers at once, /body with its body, /wait when it may, /stream with an event and the rest when it may.
+
+    /complete sends all bytes of its answer, and ends it when it may.
+    """
 
     def __init__(self) -> None:
         self.scopes: list[Scope] = []
@@ -46,6 +49,11 @@ class App:
             case "/half":
                 await send({"type": "http.response.start", "status": 200, "headers": []})
                 await send({"type": "http.response.body", "body": b"half", "more_body": True})
+            case "/complete":
+                await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"5")]})
+                await send({"type": "http.response.body", "body": b"hello", "more_body": True})
+                await self.may_end.wait()
+                await send({"type": "http.response.body", "body": b""})
             case "/wait" | "/stream" | "/sound":
                 await self._slowly(scope["path"], send)
             case _:

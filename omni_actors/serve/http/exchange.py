@@ -5,8 +5,8 @@ Rules
    in small pieces, so that no client can make h11 compute for more than a few milliseconds at a time.
 2. ``receive`` reads from the socket only what the application asks for, and sends "100 Continue" only then.
 3. A client that disconnects cancels the handler. There is no "http.disconnect" message.
-4. Once the request is complete, the exchange watches the client. Pipelined bytes are kept, up to ``PIPELINED_BYTES``;
-   a client that sends more counts as disconnected.
+4. Between the end of the request and the last byte of the response, the exchange watches the client. Pipelined bytes
+   are kept, up to ``PIPELINED_BYTES``; a client that sends more counts as disconnected.
 
 **Closed and half-closed connections** look the same at first: the client's data ends. They differ when the server
 sends: the client's kernel resets a closed connection, and accepts the data of a half-closed one. So after that end the
@@ -76,6 +76,8 @@ class Exchange:
         """Held by the handler and by the probes while they send."""
         self._response_head = b""
         """The response's head, until it is sent with the first piece."""
+        self._unsent: int | None = None
+        """How many bytes of the response's body are not sent yet; None if the response has no declared length."""
         self._is_sse = self._is_disconnected = False
         self.response_started = self.response_complete = False
 
@@ -195,8 +197,11 @@ class Exchange:
             pieces = self._take_head()
             if body:
                 pieces += self._h11.send_with_data_passthrough(h11.Data(data=body)) or []
+            if self._unsent is not None:
+                self._unsent -= len(body)
             if not more:
                 pieces.append(self._h11.send(h11.EndOfMessage()))
+            if not more or self._unsent == 0:  # the client then sends its next request, even if the handler still runs
                 self._watching.cancel()
             await self._send(*pieces)
             self.response_complete = not more
@@ -209,6 +214,10 @@ class Exchange:
         self._response_head = self._h11.send(h11.Response(status_code=status, headers=[*headers, *added]))
         self._is_sse = named.get(b"content-type", b"").startswith(b"text/event-stream")
         self._response_has_no_body |= status in (204, 304)
+        if self._response_has_no_body:
+            self._unsent = 0
+        elif b"content-length" in named:
+            self._unsent = int(named[b"content-length"])
         self.response_started = True
 
     def _take_head(self) -> list[bytes]:

@@ -10,6 +10,7 @@ from itertools import count
 
 import pytest
 import trio
+import trio.testing
 
 from omni_actors.serve.http import buffered_socket, exchange
 from tests.support.http_listener import POST, Server, listening, read_answer, read_until_cut
@@ -34,6 +35,22 @@ async def test_too_many_pipelined_bytes_end_the_connection(server: Server) -> No
         with contextlib.suppress(trio.BrokenResourceError):
             await stream.send_all(bytes(10_000_000))
         await server.app.cancelled.wait()
+
+
+@pytest.mark.parametrize("method", [b"GET", b"HEAD"])
+async def test_a_request_after_a_complete_answer_is_not_pipelined(server: Server, method: bytes) -> None:
+    """The client has all bytes of its answer before the handler has returned. So its next request may be large."""
+    body = bytes(1_000_000)
+    async with await server.connect() as stream, trio.open_nursery() as nursery:
+        await stream.send_all(method + b" /complete HTTP/1.1\r\nHost: x\r\n\r\n")
+        answer = b""
+        while not answer.endswith(b"hello" if method == b"GET" else b"\r\n\r\n"):
+            answer += await stream.receive_some()
+        nursery.start_soon(stream.send_all, POST + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+        await trio.testing.wait_all_tasks_blocked(0.01)
+        server.app.may_end.set()
+        status, _, echoed = await read_answer(stream)
+    assert (status, echoed) == (200, body)
 
 
 @pytest.mark.parametrize("path", [b"/wait", b"/stream"])
