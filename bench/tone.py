@@ -10,8 +10,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from omni_actors.stages.base import Chunk, RequestId, StageContext, StageOutput, StageRequest
-from omni_actors.stages.pausing import FlaggedPausing
+from omni_actors.stages.base import Chunk, StageContext, StageOutput, StageRequest
+from omni_actors.stages.engine import PausableEngine
 
 SAMPLE_RATE = 24_000
 WORD = 0.3 * np.sin(2 * np.pi * 440 * np.arange(SAMPLE_RATE // 10) / SAMPLE_RATE).astype(np.float32)
@@ -33,26 +33,18 @@ class _Request:
         return not self.paused and (bool(self.words) or self.complete)
 
 
-class ToneEngine(FlaggedPausing):
+class ToneEngine(PausableEngine[_Request]):
     """Emits the sound of one word per request in each step."""
 
     def __init__(self, context: StageContext) -> None:
-        self._requests: dict[RequestId, _Request] = {}
+        super().__init__()
 
-    @property
-    def busy(self) -> bool:
-        return any(request.ready for request in self._requests.values())
+    def _new_request(self, request: StageRequest) -> _Request:
+        return _Request()
 
-    def start(self, request: StageRequest) -> None:
-        self._requests[request.request_id] = _Request()
-
-    def feed(self, request_id: RequestId, chunk: Chunk) -> None:
-        request = self._requests[request_id]
+    def _take(self, request: _Request, chunk: Chunk) -> None:
         request.words += chunk.data.get("text", "").split()
         request.complete = chunk.last
-
-    def abort(self, request_id: RequestId) -> None:
-        self._requests.pop(request_id, None)
 
     def step(self) -> Iterator[StageOutput]:
         for request_id, request in list(self._requests.items()):
@@ -64,6 +56,3 @@ class ToneEngine(FlaggedPausing):
                 if last:
                     del self._requests[request_id]
                 yield StageOutput(request_id, {"audio": audio}, {"sample_rate": SAMPLE_RATE}, last)
-
-    def close(self) -> None:
-        self._requests.clear()

@@ -16,8 +16,8 @@ To add an engine:
 1. Make a package ``stages/<name>/``. Its ``__init__`` holds a docstring only.
 2. ``<name>/options.py`` declares the engine's options and request parameters as msgspec structs. It imports no model
    library. Give every number two bounds (see ``bounds``).
-3. ``<name>/engine.py`` implements ``base.StageEngine``, which shows a small example. Add the engine to the cases of
-   tests/stages/test_conformance.py.
+3. ``<name>/engine.py`` implements ``base.StageEngine``, which shows a small example. A base class
+   in ``engine`` can keep the records of its requests. Add the engine to the cases of tests/stages/test_conformance.py.
 4. Add one row to ``registry.ENGINES``.
 
 An engine outside this package needs no row: a configuration names it by import path ("package.module:factory").

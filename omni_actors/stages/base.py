@@ -91,6 +91,13 @@ class StageContext(msgspec.Struct, frozen=True):
     cores. Call it in a step as often as you can follow it. Only for engines whose results do not depend on the number
     of threads, to the bit. None: not supported here."""
 
+    @property
+    def model_directory(self) -> Path:
+        """``model``, for an engine that cannot do without. Raises ValueError: the stage has no model."""
+        if self.model is None:
+            raise ValueError(f"stage {self.stage!r}: this engine needs a model, a directory")
+        return self.model
+
 
 class StageRequest(msgspec.Struct, frozen=True):
     """One request as one stage sees it."""
@@ -275,7 +282,7 @@ class Pausable(Protocol):
     The parent pauses a request whose client does not keep up with reading. A paused request keeps its memory and still
     takes input; ``step`` computes nothing for it, and ``busy`` does not count it. Pausing changes no output: neither
     the values nor how they are cut into chunks. Implement this if outputs are large and requests hold nothing that
-    others wait for, such as a row of a batch. ``stages.pausing`` has an implementation.
+    others wait for, such as a row of a batch. ``stages.engine`` has an implementation.
     """
 
     def pause(self, request_id: RequestId) -> None:

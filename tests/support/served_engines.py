@@ -21,8 +21,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from omni_actors.stages.base import Chunk, InvalidRequest, RequestId, StageContext, StageOutput, StageRequest
-from omni_actors.stages.pausing import FlaggedPausing
+from omni_actors.stages.base import Chunk, InvalidRequest, StageContext, StageOutput, StageRequest
+from omni_actors.stages.engine import PausableEngine
 from omni_actors.stages.sources import OpenSources
 
 RATE = 16000
@@ -40,29 +40,17 @@ class _Work(msgspec.Struct):
         return not self.paused and bool(self.pieces or not self.open)
 
 
-class _Engine(FlaggedPausing):
+class _Engine(PausableEngine[_Work]):
     def __init__(self, context: StageContext) -> None:
+        super().__init__()
         self._step_s = context.options.get("step_s", 0.0)
-        self._requests: dict[RequestId, _Work] = {}
 
-    @property
-    def busy(self) -> bool:
-        return any(work.ready for work in self._requests.values())
+    def _new_request(self, request: StageRequest) -> _Work:
+        return _Work(OpenSources(request.sources))
 
-    def start(self, request: StageRequest) -> None:
-        self._requests[request.request_id] = _Work(OpenSources(request.sources))
-
-    def feed(self, request_id: RequestId, chunk: Chunk) -> None:
-        work = self._requests[request_id]
-        try:
-            work.pieces.extend(self._pieces(chunk))
-        except InvalidRequest:
-            del self._requests[request_id]
-            raise
-        work.open.update(chunk)
-
-    def abort(self, request_id: RequestId) -> None:
-        self._requests.pop(request_id, None)
+    def _take(self, request: _Work, chunk: Chunk) -> None:
+        request.pieces.extend(self._pieces(chunk))
+        request.open.update(chunk)
 
     def step(self) -> Iterator[StageOutput]:
         time.sleep(self._step_s)
@@ -73,9 +61,6 @@ class _Engine(FlaggedPausing):
                 if last:
                     del self._requests[request_id]
                 yield StageOutput(request_id, tensors, data, last)
-
-    def close(self) -> None:
-        self._requests.clear()
 
     def _pieces(self, chunk: Chunk) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
         raise NotImplementedError
@@ -103,9 +88,8 @@ class Ear(_Engine):
 
 
 class Eye(_Engine):
-    def start(self, request: StageRequest) -> None:
-        super().start(request)
-        self._requests[request.request_id].pieces.append(_line({"params": request.params}))
+    def _new_request(self, request: StageRequest) -> _Work:
+        return _Work(OpenSources(request.sources), deque([_line({"params": request.params})]))
 
     def _pieces(self, chunk: Chunk) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
         for name, tensor in chunk.tensors.items():

@@ -8,7 +8,8 @@ from typing import Any, ClassVar, Generic, Protocol, TypeVar
 import msgspec
 
 from omni_actors.stages.autoregressive.options import TextParams
-from omni_actors.stages.base import Chunk, InvalidRequest, RequestId, StageFailure, StageOutput, StageRequest
+from omni_actors.stages.base import Chunk, StageFailure, StageOutput, StageRequest
+from omni_actors.stages.engine import Engine
 from omni_actors.stages.refusal import request_work, validated
 
 __all__ = ["Collector", "PromptEngine", "PromptRequest"]
@@ -37,13 +38,10 @@ class PromptRequest(Generic[C]):
 R = TypeVar("R", bound=PromptRequest[Any])
 
 
-class PromptEngine(Generic[R]):
+class PromptEngine(Engine[R]):
     """The input side of a ``StageEngine``. A subclass has the batch: ``_admit``, ``busy``, ``step``."""
 
     PARAMS: ClassVar[type[msgspec.Struct]] = TextParams
-
-    def __init__(self) -> None:
-        self._requests: dict[RequestId, R] = {}
 
     def _open(self, request: StageRequest, params: Any) -> R:
         """Make the record of a new request. params: a ``PARAMS``. Raises ``InvalidRequest``."""
@@ -61,19 +59,14 @@ class PromptEngine(Generic[R]):
     def busy(self) -> bool:
         raise NotImplementedError
 
-    def start(self, request: StageRequest) -> None:
-        self._requests[request.request_id] = self._open(request, validated(request.params, self.PARAMS))
+    def _new_request(self, request: StageRequest) -> R:
+        return self._open(request, validated(request.params, self.PARAMS))
 
-    def feed(self, request_id: RequestId, chunk: Chunk) -> None:
-        request = self._requests[request_id]
-        try:
-            with request_work("messages"):
-                complete = request.collector.feed(chunk)
-            if complete:
-                self._complete(request)
-        except InvalidRequest:
-            self.abort(request_id)
-            raise
+    def _take(self, request: R, chunk: Chunk) -> None:
+        with request_work("messages"):
+            complete = request.collector.feed(chunk)
+        if complete:
+            self._complete(request)
 
     def _complete(self, request: R) -> None:
         """Handle the end of the request's input. Raises ``InvalidRequest``."""
@@ -81,11 +74,5 @@ class PromptEngine(Generic[R]):
             prompt = self._encode(request)
         self._admit(request, prompt)
 
-    def abort(self, request_id: RequestId) -> None:
-        self._requests.pop(request_id, None)
-
     def step(self) -> Iterator[StageOutput | StageFailure]:
         raise NotImplementedError
-
-    def close(self) -> None:
-        self._requests.clear()

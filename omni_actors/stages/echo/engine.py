@@ -39,7 +39,7 @@ from msgspec import Meta
 
 from omni_actors.stages import base
 from omni_actors.stages.echo.options import EchoOptions
-from omni_actors.stages.pausing import FlaggedPausing
+from omni_actors.stages.engine import PausableEngine
 from omni_actors.stages.refusal import request_work, validated
 from ringbuf import Tensor
 
@@ -125,44 +125,30 @@ class _Request:
         return not self.paused and (self.complete or self.head is not None)
 
 
-class EchoEngine(FlaggedPausing):
+class EchoEngine(PausableEngine[_Request]):
     """The ``echo`` engine: see the module. It has no model."""
 
     def __init__(self, context: base.StageContext) -> None:
+        super().__init__()
         self._stage = context.stage
         self._options = msgspec.convert(context.options, EchoOptions)
-        self._requests: dict[base.RequestId, _Request] = {}
         context.report("pretending to load")
         time.sleep(self._options.load_s)
 
-    @property
-    def busy(self) -> bool:
-        return any(request.ready for request in self._requests.values())
+    def _new_request(self, request: base.StageRequest) -> _Request:
+        return _Request(request.sources)
 
-    def start(self, request: base.StageRequest) -> None:
-        self._requests[request.request_id] = _Request(request.sources)
-
-    def feed(self, request_id: base.RequestId, chunk: base.Chunk) -> None:
-        try:
-            pending = self._copy(chunk)
-        except base.InvalidRequest:
-            del self._requests[request_id]
-            raise
+    def _take(self, request: _Request, chunk: base.Chunk) -> None:
+        pending = self._copy(chunk)
         if pending.failures.raises == "feed":
             raise RuntimeError("the chunk asked for a crash in feed")
-        self._requests[request_id].add(chunk, pending)
-
-    def abort(self, request_id: base.RequestId) -> None:
-        self._requests.pop(request_id, None)
+        request.add(chunk, pending)
 
     def step(self) -> Iterator[base.StageOutput | base.StageFailure]:
         ready = [request_id for request_id, request in self._requests.items() if request.ready]
         self._spend_step()
         for request_id in ready:
             yield self._output(request_id)
-
-    def close(self) -> None:
-        self._requests.clear()
 
     def _output(self, request_id: base.RequestId) -> base.StageOutput | base.StageFailure:
         request = self._requests[request_id]

@@ -32,10 +32,10 @@ import msgspec
 import numpy as np
 
 from omni_actors.stages import base
+from omni_actors.stages.engine import PausableEngine
 from omni_actors.stages.hibari.options import AcousticOptions, AcousticParams
 from omni_actors.stages.hibari.pronunciation import Pronunciation
 from omni_actors.stages.hibari.text import SentenceReader
-from omni_actors.stages.pausing import FlaggedPausing
 from omni_actors.stages.refusal import validated
 from omni_actors.stages.sources import OpenSources
 
@@ -86,18 +86,17 @@ class _Request:
         return None if candidate == self.speculated else candidate
 
 
-class AcousticEngine(FlaggedPausing):
+class AcousticEngine(PausableEngine[_Request]):
     """The ``hibari_acoustic`` engine: see the module. Its model is a directory with ``hibari.onnx``."""
 
     def __init__(self, context: base.StageContext) -> None:
-        if context.model is None:
-            raise ValueError("hibari_acoustic needs a model")
+        super().__init__()
+        model = context.model_directory / "hibari.onnx"
         context.report("loading the acoustic network")
         from hibari import Hibari
 
-        self._voice: Hibari = Hibari(model=str(context.model / "hibari.onnx"), threads=context.threads)
+        self._voice: Hibari = Hibari(model=str(model), threads=context.threads)
         self._chunk_frames = msgspec.convert(context.options, AcousticOptions).chunk_frames
-        self._requests: dict[base.RequestId, _Request] = {}
         context.report("reading the lexicon")
         self._pronunciation = Pronunciation(self._voice)
         self._features(self._pronunciation.phrases(_WARM_UP)[0], 1.0)
@@ -106,19 +105,16 @@ class AcousticEngine(FlaggedPausing):
     def busy(self) -> bool:
         return any(request.ready or request.candidate for request in self._requests.values())
 
-    def start(self, request: base.StageRequest) -> None:
-        self._requests[request.request_id] = _Request(request, SentenceReader(self._voice.split_sentences))
+    def _new_request(self, request: base.StageRequest) -> _Request:
+        return _Request(request, SentenceReader(self._voice.split_sentences))
 
-    def feed(self, request_id: base.RequestId, chunk: base.Chunk) -> None:
-        request = self._requests[request_id]
+    def _take(self, request: _Request, chunk: base.Chunk) -> None:
         text = chunk.data.get("text", "")
         if not isinstance(text, str):
-            del self._requests[request_id]
             raise base.InvalidRequest(f"text must be a string, not {type(text).__name__}", param="input")
         if chunk.source == base.CLIENT:
             request.script_length += len(text)
         if request.script_length > LONGEST_SCRIPT:
-            del self._requests[request_id]
             found = f"the text has at least {request.script_length} characters; the limit is {LONGEST_SCRIPT}"
             raise base.InvalidRequest(found, param="input", code="string_above_max_length")
         if sentences := request.reader.feed(text):
@@ -126,14 +122,10 @@ class AcousticEngine(FlaggedPausing):
             request.speculated = None
         request.is_blank_script = request.is_blank_script and not text.strip()
         if chunk.last and request.is_blank_script:
-            del self._requests[request_id]
             raise base.InvalidRequest("there is no text to speak", param="input", code="empty")
         request.open.update(chunk)
         if not request.open:
             request.sentences += request.reader.finish()
-
-    def abort(self, request_id: base.RequestId) -> None:
-        self._requests.pop(request_id, None)
 
     def step(self) -> Iterator[base.StageOutput | base.StageFailure]:
         """Compute a sentence of the request that has waited longest or, if no sentence is complete, a candidate."""
@@ -159,7 +151,7 @@ class AcousticEngine(FlaggedPausing):
             yield base.StageOutput(request_id, last=True)
 
     def close(self) -> None:
-        self._requests.clear()
+        super().close()
         del self._voice, self._pronunciation
 
     def _speculate(self, request: _Request) -> None:

@@ -19,10 +19,10 @@ from collections.abc import Iterator
 import msgspec
 import numpy as np
 
-from omni_actors.stages.base import Chunk, InvalidRequest, RequestId, StageContext, StageOutput, StageRequest
+from omni_actors.stages.base import Chunk, InvalidRequest, StageContext, StageOutput, StageRequest
+from omni_actors.stages.engine import PausableEngine
 from omni_actors.stages.hibari.options import VocoderParams
 from omni_actors.stages.hibari.synthesis import BINS, SAMPLE_RATE, Floats, SentenceSynthesis
-from omni_actors.stages.pausing import FlaggedPausing
 from omni_actors.stages.refusal import validated
 from omni_actors.stages.sources import OpenSources
 
@@ -119,31 +119,20 @@ def _refusal(message: str) -> InvalidRequest:
     return InvalidRequest(message, param="features")
 
 
-class VocoderEngine(FlaggedPausing):
+class VocoderEngine(PausableEngine[_Request]):
     """The ``hibari_vocoder`` engine: see the module. It has no model: it is signal processing."""
 
     def __init__(self, context: StageContext) -> None:
+        super().__init__()
         context.report("warming up")
         silence = np.full((BINS, 4), -20, np.float32)
         SentenceSynthesis(np.full(4, 100, np.float32), np.random.default_rng(0)).add(*[silence] * 5)
-        self._requests: dict[RequestId, _Request] = {}
 
-    @property
-    def busy(self) -> bool:
-        return any(request.ready for request in self._requests.values())
+    def _new_request(self, request: StageRequest) -> _Request:
+        return _Request(request)
 
-    def start(self, request: StageRequest) -> None:
-        self._requests[request.request_id] = _Request(request)
-
-    def feed(self, request_id: RequestId, chunk: Chunk) -> None:
-        try:
-            self._requests[request_id].take(chunk)
-        except InvalidRequest:
-            del self._requests[request_id]
-            raise
-
-    def abort(self, request_id: RequestId) -> None:
-        self._requests.pop(request_id, None)
+    def _take(self, request: _Request, chunk: Chunk) -> None:
+        request.take(chunk)
 
     def step(self) -> Iterator[StageOutput]:
         for request_id in [request_id for request_id, request in self._requests.items() if request.ready]:
@@ -155,6 +144,3 @@ class VocoderEngine(FlaggedPausing):
                 yield StageOutput(request_id, {"audio": audio}, data, last)
             elif last:
                 yield StageOutput(request_id, data={"sample_rate": SAMPLE_RATE}, last=True)
-
-    def close(self) -> None:
-        self._requests.clear()

@@ -68,7 +68,7 @@ class LLMEngine(LanguageEngine[_Request]):
 
     @torch.inference_mode()
     def _forward(self, rows: list[int], count: int) -> Tensor:
-        tokens = [self._take(self._scheduler.rows[row], count) for row in rows]
+        tokens = [self._next_tokens(self._scheduler.rows[row], count) for row in rows]
         positions, mask = self._cache.extend(rows, count)
         output = self._model(
             input_ids=torch.tensor(tokens, device=self._model.device),
@@ -81,7 +81,7 @@ class LLMEngine(LanguageEngine[_Request]):
         logits: Tensor = output.logits[:, -1]
         return logits
 
-    def _take(self, request: _Request, count: int) -> list[int]:
+    def _next_tokens(self, request: _Request, count: int) -> list[int]:
         if not request.prefill_left:
             return [request.token]
         taken, request.pending_prompt = request.pending_prompt[:count], request.pending_prompt[count:]
@@ -109,19 +109,18 @@ def open_engine(context: StageContext) -> LLMEngine:
     files cannot be read.
     """
     options = msgspec.convert(context.options, LLMOptions)
-    if context.model is None:
-        raise ValueError(f"stage {context.stage!r}: the llm engine needs a model, a checkpoint directory")
+    directory = context.model_directory
     torch.set_num_threads(context.threads)
     # Importing torch's compiler creates this directory. Without the variable it would be one in /tmp that stays.
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(assets.cache_dir() / "torchinductor"))
     context.report("reading the tokenizer")
-    tokenizer = AutoTokenizer.from_pretrained(context.model, local_files_only=True)
+    tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
     if tokenizer.chat_template is None:
-        raise ValueError(f"{context.model}: there is no chat template; the llm engine serves conversations only")
+        raise ValueError(f"{directory}: there is no chat template; the llm engine serves conversations only")
     context.report("reading the weights")
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # it would fill the end of stderr, which explains a crash
     model: Any = AutoModelForCausalLM.from_pretrained(
-        context.model, dtype=getattr(torch, options.dtype), attn_implementation="sdpa", local_files_only=True
+        directory, dtype=getattr(torch, options.dtype), attn_implementation="sdpa", local_files_only=True
     )
     _check(model.config, options)
     model = model.eval().to(torch.device(context.device))

@@ -15,7 +15,7 @@ may have ``rows``, (k, width) in the thinker's dtype: the next prompt rows, and 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ from omni_actors.stages.autoregressive.cache import SlottedCache
 from omni_actors.stages.autoregressive.sampling import choose, not_finite
 from omni_actors.stages.autoregressive.scheduler import Scheduler
 from omni_actors.stages.checkpoint import load_part, whole_config
+from omni_actors.stages.engine import Engine
 from omni_actors.stages.omni.options import TalkerOptions
 from omni_actors.stages.omni.talker_request import TalkerRequest
 from omni_actors.stages.refusal import request_work
@@ -34,7 +35,7 @@ from omni_actors.stages.tensors import to_torch
 R = TypeVar("R", bound=TalkerRequest)
 
 
-class OmniTalker(Generic[R]):
+class OmniTalker(Engine[R]):
     """A talker. ``context.model``: a checkpoint directory, of which it loads the ``talker`` weights."""
 
     MODEL: ClassVar[type[PreTrainedModel]]
@@ -43,14 +44,13 @@ class OmniTalker(Generic[R]):
 
     def __init__(self, context: base.StageContext, options: TalkerOptions) -> None:
         """Raises WrongCheckpoint, ValueError (options), OSError (the checkpoint's files)."""
-        self._options = options
-        if context.model is None:
-            raise ValueError(f"stage {context.stage!r}: a talker needs a model, a checkpoint directory")
+        super().__init__()
+        self._options, directory = options, context.model_directory
         torch.set_num_threads(context.threads)
         context.report("reading the weights of the talker")
         dtype: torch.dtype = getattr(torch, options.dtype)
-        model: Any = load_part(self.MODEL, context.model, "talker", dtype, context.device)
-        self._whole: Any = whole_config(context.model)
+        model: Any = load_part(self.MODEL, directory, "talker", dtype, context.device)
+        self._whole: Any = whole_config(directory)
         self._model, self._config, self._device = model, model.config, model.device
         self._width: int = self._whole.thinker_config.text_config.hidden_size
         """Width of the thinker's rows."""
@@ -59,15 +59,10 @@ class OmniTalker(Generic[R]):
             raise ValueError(f"context: found {options.context}; the talker has {positions} positions")
         self._cache = SlottedCache(options.max_batch, options.context, model.dtype, model.device)
         self._scheduler: Scheduler[R] = Scheduler(self._cache, options.max_batch, options.prefill_chunk)
-        self._requests: dict[base.RequestId, R] = {}
         self._without_speech: list[base.RequestId] = []
         """Requests of rule 4, which the next step ends."""
 
-    # for the families
-
-    def _open(self, request: base.StageRequest) -> R:
-        """Make the record of a new request. Raises ``InvalidRequest``."""
-        raise NotImplementedError
+    # for the families, besides ``_new_request``
 
     def _accept_header(self, request: R, tensors: dict[str, Tensor]) -> None:
         """Take the first chunk's tensors: set the request's fields from ``prompt_rows_left`` to ``text_pad``."""
@@ -100,24 +95,16 @@ class OmniTalker(Generic[R]):
     def busy(self) -> bool:
         return bool(self._without_speech) or self._scheduler.busy
 
-    def start(self, request: base.StageRequest) -> None:
-        self._requests[request.request_id] = self._open(request)
-
-    def feed(self, request_id: base.RequestId, chunk: base.Chunk) -> None:
-        request = self._requests[request_id]
-        try:
-            with request_work("rows"):
-                self._accept(request, {name: to_torch(tensor) for name, tensor in chunk.tensors.items()})
-        except base.InvalidRequest:
-            self.abort(request_id)
-            raise
+    def _take(self, request: R, chunk: base.Chunk) -> None:
+        with request_work("rows"):
+            self._accept(request, {name: to_torch(tensor) for name, tensor in chunk.tensors.items()})
         request.open.update(chunk)
         if chunk.last and not request.open:
             if request.has_answer:
                 request.text.append(request.text_eos)
             else:
                 self._scheduler.remove(request)
-                self._without_speech.append(request_id)
+                self._without_speech.append(request.id)
         request.advance()
 
     def abort(self, request_id: base.RequestId) -> None:
@@ -140,7 +127,7 @@ class OmniTalker(Generic[R]):
             yield from self._decode(rows)
 
     def close(self) -> None:
-        self._requests.clear()
+        super().close()
         del self._scheduler, self._cache, self._model
 
     @torch.inference_mode()

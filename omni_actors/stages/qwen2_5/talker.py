@@ -37,15 +37,14 @@ class TalkerEngine(OmniTalker[TalkerRequest]):
     def __init__(self, context: StageContext) -> None:
         options = msgspec.convert(context.options, Qwen25TalkerOptions)
         super().__init__(context, options)
-        assert context.model is not None
         self._trained = options.prompt == "trained"
-        self._speakers = load_speakers(context.model)
+        self._speakers = load_speakers(context.model_directory)
         config = self._config
         self._ends = {config.tts_codec_pad_token_id, config.tts_codec_end_token_id}
         """Padding ends the speech, too: the reference's default."""
         self._suppressed = torch.arange(config.vocab_size) == config.tts_codec_start_token_id
 
-    def _open(self, request: StageRequest) -> TalkerRequest:
+    def _new_request(self, request: StageRequest) -> TalkerRequest:
         params = validated(request.params, Qwen25TalkerParams)
         speaker_named(params.speaker, self._speakers)
         opened = TalkerRequest(request, params, self._suppressed)

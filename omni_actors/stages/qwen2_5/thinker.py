@@ -24,8 +24,7 @@ class ThinkerEngine(OmniThinker[ThinkerRequest]):
 
     def __init__(self, context: StageContext) -> None:
         super().__init__(context)
-        assert context.model is not None
-        self._tts = tts_tokens(self._config, context.model)
+        self._tts = tts_tokens(self._config, context.model_directory)
 
     def _open(self, request: StageRequest, params: ThinkerParams) -> ThinkerRequest:
         return ThinkerRequest(request, params, OmniPrompt(request.sources))

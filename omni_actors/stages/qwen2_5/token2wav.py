@@ -30,7 +30,7 @@ from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import Qwen2_5OmniTo
 
 from omni_actors.stages.base import Chunk, InvalidRequest, RequestId, StageContext, StageOutput, StageRequest
 from omni_actors.stages.checkpoint import load_part
-from omni_actors.stages.pausing import FlaggedPausing
+from omni_actors.stages.engine import PausableEngine
 from omni_actors.stages.qwen2_5.flow import GUIDANCE, SWAY, Flow, FlowStream
 from omni_actors.stages.qwen2_5.options import Token2WavOptions, Token2WavParams
 from omni_actors.stages.qwen2_5.speakers import Speaker, load_speakers, speaker_named
@@ -61,45 +61,37 @@ class _Request:
         return taken
 
 
-class Token2WavEngine(FlaggedPausing):
+class Token2WavEngine(PausableEngine[_Request]):
     """See the module. ``context.model``: a checkpoint directory of Qwen2.5-Omni; it loads the ``token2wav`` weights."""
 
     def __init__(self, context: StageContext) -> None:
         """Raises msgspec.ValidationError (options), WrongCheckpoint, OSError (the checkpoint's files)."""
+        super().__init__()
         self._options = msgspec.convert(context.options, Token2WavOptions)
-        if context.model is None:
-            raise ValueError(f"stage {context.stage!r}: qwen2_5_token2wav needs a model, a checkpoint directory")
+        directory = context.model_directory
         torch.set_num_threads(context.threads)
         context.report("reading the weights of token2wav")
         # The model's authors run it in float32, whatever the checkpoint's dtype is.
-        self._model: Any = load_part(
-            Qwen2_5OmniToken2WavModel, context.model, "token2wav", torch.float32, context.device
-        )
-        self._speakers = load_speakers(context.model)
+        self._model: Any = load_part(Qwen2_5OmniToken2WavModel, directory, "token2wav", torch.float32, context.device)
+        self._speakers = load_speakers(directory)
         self._flow = Flow(self._model.code2wav_dit_model, self._options.steps)
         self._vocoder = Vocoder(self._model.code2wav_bigvgan_model)
         self._chunk_codes = self._options.chunk_blocks * self._flow.block_codes
         self._chunk_frames = self._options.chunk_blocks * self._flow.block
-        self._requests: dict[RequestId, _Request] = {}
 
     @property
     def busy(self) -> bool:
         return any(self._next_chunk(request) for request in self._requests.values())
 
-    def start(self, request: StageRequest) -> None:
+    def _new_request(self, request: StageRequest) -> _Request:
         params = validated(request.params, Token2WavParams)
         speaker = speaker_named(params.speaker, self._speakers)
         seed = torch.seed() if params.seed is None else params.seed
-        self._requests[request.request_id] = _Request(request, speaker, seed & (2**64 - 1))
+        return _Request(request, speaker, seed & (2**64 - 1))
 
-    def feed(self, request_id: RequestId, chunk: Chunk) -> None:
-        request = self._requests[request_id]
+    def _take(self, request: _Request, chunk: Chunk) -> None:
         if chunk.tensors:
-            try:
-                codes = self._checked(chunk, request.codes)
-            except InvalidRequest:
-                del self._requests[request_id]
-                raise
+            codes = self._checked(chunk, request.codes)
             request.waiting = torch.cat([request.waiting, codes])
             request.codes += len(codes)
         request.open.update(chunk)
@@ -117,9 +109,6 @@ class Token2WavEngine(FlaggedPausing):
         if before + len(copied) > self._flow.longest:
             raise _refusal(f"{self._flow.longest} codes at most were expected, not {before + len(copied)}")
         return torch.from_numpy(copied)
-
-    def abort(self, request_id: RequestId) -> None:
-        self._requests.pop(request_id, None)
 
     def step(self) -> Iterator[StageOutput]:
         for request_id, request in list(self._requests.items()):

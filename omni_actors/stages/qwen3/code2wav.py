@@ -26,7 +26,7 @@ from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import Qwen3Omni
 
 from omni_actors.stages.base import Chunk, InvalidRequest, RequestId, StageContext, StageOutput, StageRequest
 from omni_actors.stages.checkpoint import load_part
-from omni_actors.stages.pausing import FlaggedPausing
+from omni_actors.stages.engine import PausableEngine
 from omni_actors.stages.qwen3.options import Code2WavOptions
 from omni_actors.stages.qwen3.streaming import DecoderState, StreamingDecoder
 from omni_actors.stages.sources import OpenSources
@@ -66,37 +66,30 @@ class _Request:
         return codes[:, :frames]
 
 
-class Code2WavEngine(FlaggedPausing):
+class Code2WavEngine(PausableEngine[_Request]):
     """See the module. ``context.model``: a checkpoint directory of Qwen3-Omni; it loads the ``code2wav`` weights."""
 
     def __init__(self, context: StageContext) -> None:
         """Raises msgspec.ValidationError (options), WrongCheckpoint, OSError (the checkpoint's files)."""
+        super().__init__()
         self._options = msgspec.convert(context.options, Code2WavOptions)
-        if context.model is None:
-            raise ValueError(f"stage {context.stage!r}: qwen3_code2wav needs a model, a checkpoint directory")
         torch.set_num_threads(context.threads)
         context.report("reading the weights of code2wav")
         dtype = getattr(torch, self._options.dtype)
-        model = load_part(Qwen3OmniMoeCode2Wav, context.model, "code2wav", dtype, context.device)
+        model = load_part(Qwen3OmniMoeCode2Wav, context.model_directory, "code2wav", dtype, context.device)
         self._device = torch.device(context.device)
         self._decoder = StreamingDecoder(model)
-        self._requests: dict[RequestId, _Request] = {}
 
     @property
     def busy(self) -> bool:
         return any(request.next_chunk(self._options) for request in self._requests.values())
 
-    def start(self, request: StageRequest) -> None:
-        self._requests[request.request_id] = _Request(request)
+    def _new_request(self, request: StageRequest) -> _Request:
+        return _Request(request)
 
-    def feed(self, request_id: RequestId, chunk: Chunk) -> None:
-        request = self._requests[request_id]
+    def _take(self, request: _Request, chunk: Chunk) -> None:
         if chunk.tensors:
-            try:
-                codes = self._checked(chunk)
-            except InvalidRequest:
-                del self._requests[request_id]
-                raise
+            codes = self._checked(chunk)
             request.pending.append(codes)
             request.frames += codes.shape[-1]
         request.open.update(chunk)
@@ -113,9 +106,6 @@ class Code2WavEngine(FlaggedPausing):
         if copied.min() < 0 or copied.max() >= size:
             raise _refusal(f"codes from 0 to {size - 1} were expected, not {copied.min()} to {copied.max()}")
         return torch.from_numpy(copied.T.copy())
-
-    def abort(self, request_id: RequestId) -> None:
-        self._requests.pop(request_id, None)
 
     def step(self) -> Iterator[StageOutput]:
         groups: dict[tuple[int, bool, bool], list[RequestId]] = {}
@@ -140,9 +130,6 @@ class Code2WavEngine(FlaggedPausing):
             if last:
                 del self._requests[member]
             yield StageOutput(member, {"audio": wave} if len(wave) else {}, {"sample_rate": SAMPLE_RATE}, last)
-
-    def close(self) -> None:
-        self._requests.clear()
 
 
 def _refusal(message: str) -> InvalidRequest:

@@ -56,7 +56,7 @@ class TalkerEngine(OmniTalker[_Request]):
         self._suppressed = torch.arange(vocabulary) >= vocabulary - SPECIAL
         self._suppressed[self._config.codec_eos_token_id] = False
 
-    def _open(self, request: StageRequest) -> _Request:
+    def _new_request(self, request: StageRequest) -> _Request:
         params = validated(request.params, TalkerParams)
         self._speaker(params.speaker)
         return _Request(request, params, self._suppressed)

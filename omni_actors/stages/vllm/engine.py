@@ -60,11 +60,10 @@ class VLLMEngine(PromptEngine[R]):
         """
         super().__init__()
         self._options = msgspec.convert(context.options, VLLMOptions)
-        if context.model is None:
-            raise ValueError(f"stage {context.stage!r}: vLLM needs a model, a checkpoint directory")
-        arguments = engine_args(context.stage, context.model, self._options.engine_args, fixed)
+        model = context.model_directory
+        arguments = engine_args(context.stage, model, self._options.engine_args, fixed)
         context.report(f"vLLM {vllm.__version__} is reading the weights")
-        config = json.loads((context.model / "config.json").read_text())
+        config = json.loads((model / "config.json").read_text())
         _internals.register_in_process(config.get("architectures") or ())
         self._llm = LLMEngine.from_engine_args(arguments)
         self._context: int = self._llm.model_config.max_model_len

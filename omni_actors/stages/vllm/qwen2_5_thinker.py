@@ -31,9 +31,8 @@ class Qwen25Thinker(Thinker[_Request]):
 
     def __init__(self, context: StageContext) -> None:
         """Raises as ``Thinker`` does, OSError."""
-        assert context.model is not None
-        config: Any = whole_config(context.model)
-        self._tts = tts_tokens(config, context.model)
+        config: Any = whole_config(context.model_directory)
+        self._tts = tts_tokens(config, context.model_directory)
         super().__init__(context, config, [0], ())
         with torch.device("meta"):  # a model without weights, which computes positions only
             self._position_model = Qwen2_5OmniThinkerForConditionalGeneration(config.thinker_config)

@@ -77,7 +77,6 @@ class Qwen3Talker(TalkerEngine):
         own_options = {name: value for name, value in context.options.items() if name != "engine_args"}
         device = context.device.partition(":")[0]  # the worker sees only its own of several devices
         super().__init__(msgspec.structs.replace(context, options=own_options, device=device))
-        assert context.model is not None
         rows, block = options.max_batch, options.engine_args.get("block_size", 32 if current_platform.is_cpu() else 16)
         fixed = {
             "worker_cls": "omni_actors.stages.vllm._internals.StageWorker",
@@ -98,7 +97,8 @@ class Qwen3Talker(TalkerEngine):
             "pipeline_parallel_size": 1,
         }
         context.report("vLLM is reading the weights of the talker's layers")
-        self._llm = LLMEngine.from_engine_args(engine_args(context.stage, context.model, options.engine_args, fixed))
+        arguments = engine_args(context.stage, context.model_directory, options.engine_args, fixed)
+        self._llm = LLMEngine.from_engine_args(arguments)
         [self._layers] = self._llm.apply_model(lambda model: model)
         self._vllm_sessions = _internals.Sessions(self._llm)
         self._sessions: dict[TalkerRequest, _Session] = {}

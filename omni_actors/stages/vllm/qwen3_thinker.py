@@ -23,12 +23,11 @@ class Qwen3Thinker(Thinker[ThinkerRequest]):
 
     def __init__(self, context: StageContext) -> None:
         """Raises as ``Thinker`` does, WrongCheckpoint, OSError."""
-        assert context.model is not None
-        config: Any = whole_config(context.model)
+        config: Any = whole_config(context.model_directory)
         layer = config.talker_config.accept_hidden_layer
         if layer <= len(config.thinker_config.vision_config.deepstack_visual_indexes):
             what = f"the talker reads layer {layer}, to which vLLM has added the pictures already"
-            raise WrongCheckpoint(context.model, "thinker", what)
+            raise WrongCheckpoint(context.model_directory, "thinker", what)
         super().__init__(context, config, [layer], [config.im_end_token_id])
         self._audio_in_video = bool(self._options.engine_args.get("disable_chunked_mm_input"))
 

@@ -22,8 +22,8 @@ import msgspec
 import numpy as np
 
 from omni_actors.stages import base
+from omni_actors.stages.engine import PausableEngine
 from omni_actors.stages.multimodal.audio import Floats, Recording, Recordings, audio_refusal
-from omni_actors.stages.pausing import FlaggedPausing
 from omni_actors.stages.refusal import request_work, validated
 from omni_actors.stages.sources import OpenSources
 from omni_actors.stages.whisper.options import WhisperOptions, WhisperParams
@@ -64,52 +64,40 @@ class _Request:
         self.complete += self.recordings.take_complete()
 
 
-class WhisperEngine(FlaggedPausing):
+class WhisperEngine(PausableEngine[_Request]):
     """The ``whisper`` engine: see the module. Its model is a directory in CTranslate2's format."""
 
     def __init__(self, context: base.StageContext) -> None:
-        if context.model is None:
-            raise ValueError("whisper needs a model")
+        super().__init__()
+        directory = context.model_directory
         options = msgspec.convert(context.options, WhisperOptions)
         # Without this file faster-whisper would try to download one.
-        if not (context.model / "tokenizer.json").is_file():
-            raise FileNotFoundError(f"{context.model} has no tokenizer.json")
+        if not (directory / "tokenizer.json").is_file():
+            raise FileNotFoundError(f"{directory} has no tokenizer.json")
         context.report("loading the speech recognizer")
         from faster_whisper import WhisperModel
 
         self._model = WhisperModel(
-            str(context.model),
+            str(directory),
             device="cpu",
             compute_type=options.compute_type,
             cpu_threads=context.threads,
             local_files_only=True,
         )
         self._beam_size = options.beam_size
-        self._requests: dict[base.RequestId, _Request] = {}
         context.report("warming up")
         list(self._segments(np.zeros(SAMPLE_RATE, np.float32), "en"))
 
-    @property
-    def busy(self) -> bool:
-        return any(request.ready for request in self._requests.values())
-
-    def start(self, request: base.StageRequest) -> None:
+    def _new_request(self, request: base.StageRequest) -> _Request:
         new = _Request(request)
         known = self._model.supported_languages
         if new.language is not None and new.language not in known:
             message = f"the model has no language {new.language!r}; accepted: {', '.join(known)}"
             raise base.InvalidRequest(message, param="language")
-        self._requests[request.request_id] = new
+        return new
 
-    def feed(self, request_id: base.RequestId, chunk: base.Chunk) -> None:
-        try:
-            self._requests[request_id].take(chunk)
-        except base.InvalidRequest:
-            del self._requests[request_id]
-            raise
-
-    def abort(self, request_id: base.RequestId) -> None:
-        self._requests.pop(request_id, None)
+    def _take(self, request: _Request, chunk: base.Chunk) -> None:
+        request.take(chunk)
 
     def step(self) -> Iterator[base.StageOutput | base.StageFailure]:
         """Transcribe the next segment of the request that has waited longest."""
@@ -134,7 +122,7 @@ class WhisperEngine(FlaggedPausing):
             yield base.StageOutput(request_id, data={"text": text, "index": request.index})
 
     def close(self) -> None:
-        self._requests.clear()
+        super().close()
         self._model.model.unload_model()
         del self._model
 

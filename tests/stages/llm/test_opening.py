@@ -44,7 +44,7 @@ def test_a_checkpoint_needs_a_chat_template(tmp_path: Path) -> None:
 
 
 def test_a_missing_model_is_refused() -> None:
-    with pytest.raises(ValueError, match="'thinker': the llm engine needs a model"):
+    with pytest.raises(ValueError, match="'thinker': this engine needs a model"):
         opened(None)
 
 

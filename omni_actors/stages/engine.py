@@ -1,0 +1,63 @@
+"""What engines share that keep a record of each request."""
+
+from __future__ import annotations
+
+from typing import Any, Generic, TypeVar
+
+from omni_actors.stages.base import Chunk, InvalidRequest, RequestId, StageRequest
+
+__all__ = ["Engine", "PausableEngine"]
+
+R = TypeVar("R")
+
+
+class Engine(Generic[R]):
+    """A ``StageEngine`` without ``busy`` and ``step``. ``_requests`` has the records of the requests that go on."""
+
+    def __init__(self) -> None:
+        self._requests: dict[RequestId, R] = {}
+
+    def _new_request(self, request: StageRequest) -> R:
+        """Make the record of a new request. Raises ``InvalidRequest``."""
+        raise NotImplementedError
+
+    def _take(self, request: R, chunk: Chunk) -> None:
+        """Take a chunk, as ``StageEngine.feed`` does. If it raises ``InvalidRequest``, the request is forgotten."""
+        raise NotImplementedError
+
+    def start(self, request: StageRequest) -> None:
+        self._requests[request.request_id] = self._new_request(request)
+
+    def feed(self, request_id: RequestId, chunk: Chunk) -> None:
+        try:
+            self._take(self._requests[request_id], chunk)
+        except InvalidRequest:
+            self.abort(request_id)
+            raise
+
+    def abort(self, request_id: RequestId) -> None:
+        self._requests.pop(request_id, None)
+
+    def close(self) -> None:
+        self._requests.clear()
+
+
+P = TypeVar("P", bound=Any)
+
+
+class PausableEngine(Engine[P]):
+    """An ``Engine`` that implements ``base.Pausable`` by a flag on each record.
+
+    A record has the attributes ``paused``, which this class sets, and ``ready``: whether a step would compute something
+    for the request. ``ready`` is false while ``paused`` is set. A step computes for ready requests only.
+    """
+
+    @property
+    def busy(self) -> bool:
+        return any(request.ready for request in self._requests.values())
+
+    def pause(self, request_id: RequestId) -> None:
+        self._requests[request_id].paused = True
+
+    def resume(self, request_id: RequestId) -> None:
+        self._requests[request_id].paused = False
