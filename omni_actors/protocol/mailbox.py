@@ -6,7 +6,7 @@ Rules
 2. ``post`` never waits, so that no caller hangs on a worker that has stopped reading. It raises ``MailboxFull``, and
    the owner kills the worker.
 3. Descriptors are duplicated when posted and closed when sent or dropped: the caller of ``post`` keeps its own.
-4. An undecodable packet ends reading, as the peer's end does; ``fault`` says why.
+4. An undecodable packet ends reading, as the peer's end does; ``fault`` has the reason.
 5. The connection outlives the cancellation of its block, so that the last messages of a cancelled owner are still sent.
 6. Messages that are posted in one turn of the event loop are sent as one packet if they fit, one turn later than they
    could be. By then the input of the same requests is in the ring. So requests that are submitted together are read
@@ -17,7 +17,6 @@ Rules
 
 from __future__ import annotations
 
-import array
 import os
 import socket
 from collections.abc import AsyncIterator, Generator, Iterable, Iterator, Sequence
@@ -64,8 +63,6 @@ class Mailbox:
         self._sock = sock
         self._capacity = capacity
         self._out_send, self._out_receive = trio.open_memory_channel[Encoded](capacity)
-        self._waiting = 0
-        """How many messages were posted and not yet taken by the writer."""
         self._in_send, self.incoming = trio.open_memory_channel[Envelope](capacity)
         self.delay_delivery = False
         """Whether to send ``DELIVERY_DELAY_S`` later, so that messages posted elsewhere are read first."""
@@ -80,7 +77,7 @@ class Mailbox:
     @property
     def congested(self) -> bool:
         """Whether half of the capacity is used: the peer has stopped reading, or reads too slowly."""
-        return 2 * self._waiting >= self._capacity
+        return 2 * self._out_send.statistics().current_buffer_used >= self._capacity
 
     def post(self, message: messages.ControlMessage, fds: Sequence[int] = ()) -> None:
         """Queue a message, in order. If the peer is gone, the message is dropped.
@@ -96,7 +93,6 @@ class Mailbox:
         except trio.WouldBlock:
             _close_all(owned)
             raise MailboxFull(self._capacity) from None
-        self._waiting += 1
 
     def available(self) -> Iterator[Envelope]:
         """Yield what can be received from ``incoming`` without waiting. Only for the task that receives from it."""
@@ -129,7 +125,6 @@ class Mailbox:
         """
         if not self._peer_gone:
             await self._out_send.send((messages.encode(message), ()))
-            self._waiting += 1
 
     async def drain(self) -> None:
         """Wait until everything queued has been handed to the socket. Nothing can be sent afterwards."""
@@ -150,24 +145,17 @@ class Mailbox:
             if self.delay_delivery:
                 with trio.CancelScope(shield=True):
                     await trio.sleep(DELIVERY_DELAY_S)  # rule 7
-            with closing(_packets(self._queued(first))) as packets:
+            with closing(_packets(chain([first], _available(self._out_receive)))) as packets:
                 for packet, fds in packets:
                     await self._write_packet(packet, fds)
         self._written.set()
 
-    def _queued(self, first: Encoded) -> Iterator[Encoded]:
-        """Yield what is queued now. Messages no longer count as waiting once they are taken from here."""
-        for posted in chain([first], _available(self._out_receive)):
-            self._waiting -= 1
-            yield posted
-
     async def _write_packet(self, packet: bytes, fds: tuple[int, ...]) -> None:
         """Write a packet to the socket, waiting for room. If the peer is gone, drop it."""
-        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
         try:
             while not self._peer_gone:
                 try:
-                    self._sock.sendmsg([packet], rights)
+                    socket.send_fds(self._sock, [packet], fds)
                     break
                 except BlockingIOError:
                     await trio.lowlevel.wait_writable(self._sock)
@@ -181,9 +169,7 @@ class Mailbox:
         async with self._in_send:
             while True:
                 try:
-                    packet, ancillary, _, _ = self._sock.recvmsg(
-                        messages.MAX_PACKET_BYTES, socket.CMSG_SPACE(MAX_FDS * array.array("i").itemsize)
-                    )
+                    packet, fds, _, _ = socket.recv_fds(self._sock, messages.MAX_PACKET_BYTES, MAX_FDS)
                 except BlockingIOError:
                     await trio.lowlevel.wait_readable(self._sock)
                     continue
@@ -191,10 +177,6 @@ class Mailbox:
                     continue  # raised once if the peer left messages unread; what it sent itself is still to be read
                 if not packet:
                     return
-                fds = array.array("i")
-                for level, kind, data in ancillary:
-                    if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-                        fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
                 owned = tuple(fds)
                 try:
                     self._unpacking = iter(self._unpacked(packet))
@@ -219,10 +201,6 @@ class Mailbox:
             error = undecodable
         self.fault = f"a control packet of {len(packet)} bytes is no message: {error}"
         return []
-
-    def _drop_queued(self) -> None:
-        for _, fds in chain(_available(self._out_receive), _available(self.incoming)):
-            _close_all(fds)
 
 
 def _packets(posted: Iterable[Encoded]) -> Generator[Encoded]:
@@ -293,5 +271,6 @@ async def open_mailbox(sock: socket.socket, capacity: int) -> AsyncIterator[Mail
             finally:
                 mailbox._open.cancel()
     finally:
-        mailbox._drop_queued()
-        mailbox._sock.close()
+        for _, fds in chain(_available(mailbox._out_receive), mailbox.available()):
+            _close_all(fds)
+        sock.close()

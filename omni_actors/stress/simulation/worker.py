@@ -199,28 +199,19 @@ class SimulatedWorker:
         """Do what the control thread of a worker does (``worker.main``), and end the process after ``Stop``."""
         while True:
             message, fds = await self._next()
-            match message:
-                case (
-                    messages.Start()
-                    | messages.Resend()
-                    | messages.Pause()
-                    | messages.Resume()
-                    | messages.Abort()
-                    | messages.Ping()
-                ):
-                    loop.post(message)
-                case messages.Connect(producer, consumer, generation):
-                    self._fds.difference_update(fds)
-                    ring = Ring.attach(fds, generation=generation)
-                    self.rings.append(ring)
-                    loop.post(AttachRing(producer, consumer, ring))
-                case messages.Stop(grace_s):
-                    loop.post(message)
-                    if self.ready_at is not None:
-                        await trio.sleep(grace_s)
-                    self.die(exit_code=0)
-                case _:
-                    raise TypeError(f"a worker does not take {type(message).__name__}")
+            if isinstance(message, messages.Connect):
+                self._fds.difference_update(fds)
+                ring = Ring.attach(fds, generation=message.generation)
+                self.rings.append(ring)
+                loop.post(AttachRing(message.producer, message.consumer, ring))
+            elif isinstance(message, messages.LoopCommand):
+                loop.post(message)
+            else:
+                raise TypeError(f"a worker does not accept {type(message).__name__}")
+            if isinstance(message, messages.Stop):
+                if self.ready_at is not None:
+                    await trio.sleep(message.grace_s)
+                self.die(exit_code=0)
 
     async def _run_engine(self, configure: messages.Configure, loop: EngineLoop) -> None:
         """Do what the engine thread of a worker does (``worker.main``)."""
