@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import AsyncIterator, Callable, Coroutine
-from typing import Any, TypeVar
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import suppress
 
 import click
 import trio
@@ -16,41 +16,38 @@ from omni_actors.errors import ConfigError, OmniError
 
 INTERRUPTED = 130
 
-T = TypeVar("T")
-
 notes = Console(stderr=True, highlight=False)
 """Reports the work of a command on standard error."""
 
 
-def run(work: Callable[[], Coroutine[Any, Any, T]], *, verbose: bool = False) -> T:
-    """Run ``work`` in trio and return its result.
+def run(work: Callable[[], Awaitable[None]], *, verbose: bool = False) -> None:
+    """Run ``work`` in trio.
 
     SIGINT and SIGTERM cancel it, and the command exits with code 130. A typed error becomes one sentence, followed with
     ``verbose`` by its notes: the last lines of a worker's stderr.
     """
 
-    async def until_interrupted() -> tuple[T] | None:
-        result: tuple[T] | None = None
+    finished = False
+    failure: Exception | None = None
+
+    async def until_interrupted() -> None:
+        nonlocal finished, failure
         with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(_cancel_on_signal, signals, nursery.cancel_scope)
                 try:
-                    result = (await work(),)
+                    await work()
+                    finished = True
                 except Exception as error:  # noqa: BLE001 - raised below, outside the nursery's exception group
-                    failures.append(error)
+                    failure = error
                 nursery.cancel_scope.cancel()
-        return result
 
-    failures: list[Exception] = []
-    try:
-        result = trio.run(until_interrupted)
-    except KeyboardInterrupt:  # a second Ctrl-C, while the workers are being stopped
-        result = None
-    for failure in failures:
+    with suppress(KeyboardInterrupt):  # a second Ctrl-C, while the workers are being stopped
+        trio.run(until_interrupted)
+    if failure is not None:
         raise click_error(failure, verbose=verbose) if isinstance(failure, OmniError) else failure
-    if result is None:
+    if not finished:
         sys.exit(INTERRUPTED)
-    return result[0]
 
 
 def click_error(error: OmniError, *, verbose: bool = False) -> click.ClickException:

@@ -63,6 +63,8 @@ class Mailbox:
         self._sock = sock
         self._capacity = capacity
         self._out_send, self._out_receive = trio.open_memory_channel[Encoded](capacity)
+        self._waiting = 0
+        """How many messages were posted and not yet taken by the writer."""
         self._in_send, self.incoming = trio.open_memory_channel[Envelope](capacity)
         self.delay_delivery = False
         """Whether to send ``DELIVERY_DELAY_S`` later, so that messages posted elsewhere are read first."""
@@ -77,7 +79,7 @@ class Mailbox:
     @property
     def congested(self) -> bool:
         """Whether half of the capacity is used: the peer has stopped reading, or reads too slowly."""
-        return 2 * self._out_send.statistics().current_buffer_used >= self._capacity
+        return 2 * self._waiting >= self._capacity
 
     def post(self, message: messages.ControlMessage, fds: Sequence[int] = ()) -> None:
         """Queue a message, in order. If the peer is gone, the message is dropped.
@@ -93,6 +95,7 @@ class Mailbox:
         except trio.WouldBlock:
             _close_all(owned)
             raise MailboxFull(self._capacity) from None
+        self._waiting += 1
 
     def available(self) -> Iterator[Envelope]:
         """Yield what can be received from ``incoming`` without waiting. Only for the task that receives from it."""
@@ -125,6 +128,7 @@ class Mailbox:
         """
         if not self._peer_gone:
             await self._out_send.send((messages.encode(message), ()))
+            self._waiting += 1
 
     async def drain(self) -> None:
         """Wait until everything queued has been handed to the socket. Nothing can be sent afterwards."""
@@ -145,10 +149,16 @@ class Mailbox:
             if self.delay_delivery:
                 with trio.CancelScope(shield=True):
                     await trio.sleep(DELIVERY_DELAY_S)  # rule 7
-            with closing(_packets(chain([first], _available(self._out_receive)))) as packets:
+            with closing(_packets(self._queued(first))) as packets:
                 for packet, fds in packets:
                     await self._write_packet(packet, fds)
         self._written.set()
+
+    def _queued(self, first: Encoded) -> Iterator[Encoded]:
+        """Yield what is queued now. Messages no longer count as waiting once they are taken from here."""
+        for posted in chain([first], _available(self._out_receive)):
+            self._waiting -= 1
+            yield posted
 
     async def _write_packet(self, packet: bytes, fds: tuple[int, ...]) -> None:
         """Write a packet to the socket, waiting for room. If the peer is gone, drop it."""
