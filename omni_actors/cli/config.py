@@ -12,8 +12,8 @@ import click
 import msgspec
 
 from omni_actors import config as configuration
-from omni_actors.cli.running import click_error, size
-from omni_actors.command_line import BadConfig, override_option
+from omni_actors.cli.running import size
+from omni_actors.command_line import BadConfig, click_error, override_option
 from omni_actors.config import Explained, Pipeline
 from omni_actors.errors import ConfigError
 from omni_actors.stages import assets, memory

@@ -7,12 +7,11 @@ import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
 
-import click
 import trio
 from rich.console import Console
 
-from omni_actors.command_line import BadConfig
-from omni_actors.errors import ConfigError, OmniError
+from omni_actors.command_line import click_error
+from omni_actors.errors import OmniError
 
 INTERRUPTED = 130
 
@@ -48,15 +47,6 @@ def run(work: Callable[[], Awaitable[None]], *, verbose: bool = False) -> None:
         raise click_error(failure, verbose=verbose) if isinstance(failure, OmniError) else failure
     if not finished:
         sys.exit(INTERRUPTED)
-
-
-def click_error(error: OmniError, *, verbose: bool = False) -> click.ClickException:
-    """Return the exception with which a command ends because of ``error``."""
-    details: list[str] = getattr(error, "__notes__", [])
-    shown = "\n".join([str(error), *details] if verbose else [str(error)])
-    if details and not verbose:
-        shown += "\n(--verbose shows what the worker wrote to stderr)"
-    return BadConfig(shown) if isinstance(error, ConfigError) else click.ClickException(shown)
 
 
 async def _cancel_on_signal(signals: AsyncIterator[int], scope: trio.CancelScope) -> None:
