@@ -9,6 +9,9 @@ import torch
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 
+from omni_actors.stages.base import StageContext
+from omni_actors.stages.bounds import Dtype
+
 Model = TypeVar("Model", bound=PreTrainedModel)
 
 
@@ -31,17 +34,20 @@ def whole_config(directory: Path) -> PreTrainedConfig:
     return AutoConfig.from_pretrained(directory, local_files_only=True)  # type: ignore[no-any-return]
 
 
-def load_part(model: type[Model], directory: Path, part: str, dtype: torch.dtype, device: str) -> Model:
+def load_part(model: type[Model], context: StageContext, part: str, dtype: Dtype) -> Model:
     """Load the weights whose names begin with ``part.`` into a new ``model``, in evaluation mode.
 
-    directory: the whole checkpoint; of other parts only the names are read. Nothing is downloaded.
-    device: where the weights are loaded to, without a copy in the host's memory.
-    Side effect: from now on cuDNN uses deterministic algorithms in this process, and with float32 no TF32, so that a
-    replay gives the same result.
-    Raises WrongCheckpoint, OSError.
+    context: of the stage. Its model is the whole checkpoint; of other parts only the names are read. Nothing is
+    downloaded. The weights are loaded to its device, without a copy in the host's memory.
+    Side effects: from now on torch computes with the stage's number of threads, and cuDNN uses deterministic algorithms
+    in this process, and with float32 no TF32, so that a replay gives the same result.
+    Raises ValueError (the stage has no model), WrongCheckpoint, OSError.
     """
+    directory = context.model_directory
+    torch.set_num_threads(context.threads)
+    context.report(f"reading the weights of the {part}")
     torch.backends.cudnn.deterministic = True
-    if dtype == torch.float32:
+    if dtype == "float32":
         torch.backends.cudnn.allow_tf32 = False  # 10 bits of mantissa
     whole = whole_config(directory)
     config = getattr(whole, f"{part}_config", None)
@@ -57,8 +63,8 @@ def load_part(model: type[Model], directory: Path, part: str, dtype: torch.dtype
         config=config,
         attn_implementation="sdpa",
         key_mapping={rf"^{part}\.": ""},
-        dtype=dtype,
-        device_map={"": device},  # a thinker's weights may not fit into the host's memory
+        dtype=getattr(torch, dtype),
+        device_map={"": context.device},  # a thinker's weights may not fit into the host's memory
         local_files_only=True,
         output_loading_info=True,
     )

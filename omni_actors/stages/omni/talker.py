@@ -45,12 +45,9 @@ class OmniTalker(Engine[R]):
     def __init__(self, context: base.StageContext, options: TalkerOptions) -> None:
         """Raises WrongCheckpoint, ValueError (options), OSError (the checkpoint's files)."""
         super().__init__()
-        self._options, directory = options, context.model_directory
-        torch.set_num_threads(context.threads)
-        context.report("reading the weights of the talker")
-        dtype: torch.dtype = getattr(torch, options.dtype)
-        model: Any = load_part(self.MODEL, directory, "talker", dtype, context.device)
-        self._whole: Any = whole_config(directory)
+        self._options = options
+        model: Any = load_part(self.MODEL, context, "talker", options.dtype)
+        self._whole: Any = whole_config(context.model_directory)
         self._model, self._config, self._device = model, model.config, model.device
         self._width: int = self._whole.thinker_config.text_config.hidden_size
         """Width of the thinker's rows."""
@@ -170,10 +167,6 @@ class OmniTalker(Engine[R]):
         request.has_header = True
         self._scheduler.add(request)
 
-    def _end(self, request: R) -> None:
-        del self._requests[request.id]
-        self._scheduler.remove(request)
-
     @torch.inference_mode()
     def _decode(self, rows: list[int]) -> Iterator[base.StageOutput | base.StageFailure]:
         requests = [self._scheduler.rows[row] for row in rows]
@@ -191,7 +184,7 @@ class OmniTalker(Engine[R]):
 
     def _failed(self, request: R) -> base.StageFailure:
         """End a request for which no code can be chosen; return its failure."""
-        self._end(request)
+        self.abort(request.id)
         return base.StageFailure(request.id, not_finite())
 
     @torch.inference_mode()

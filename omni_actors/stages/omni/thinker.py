@@ -12,13 +12,12 @@ Rules
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 import msgspec
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from omni_actors.stages.autoregressive.cache import SlottedCache
 from omni_actors.stages.autoregressive.language import LanguageEngine, Request, refuse_beyond_context
@@ -61,17 +60,13 @@ class OmniThinker(OmniPromptEngine[R], LanguageEngine[R]):
     def __init__(self, context: StageContext) -> None:
         """Raises msgspec.ValidationError (options), WrongCheckpoint, OSError (the checkpoint's files)."""
         options = msgspec.convert(context.options, ThinkerOptions)
-        directory = context.model_directory
-        torch.set_num_threads(context.threads)
         context.report("reading the processor")
-        self._open_processors(directory, options.context, options.system_prompt)
-        context.report("reading the weights of the thinker")
-        dtype: torch.dtype = getattr(torch, options.dtype)
-        model: Any = load_part(self.MODEL, directory, "thinker", dtype, context.device)
-        self._config = whole_config(directory)
+        self._open_processors(context.model_directory, options.context, options.system_prompt)
+        model: Any = load_part(self.MODEL, context, "thinker", options.dtype)
+        self._config = whole_config(context.model_directory)
         self._model, self._language, self._device = model, model.model.language_model, model.device
         self._cache = SlottedCache(options.max_batch, options.context, model.dtype, model.device)
-        vocabulary = Vocabulary(self._processor.tokenizer, _end_tokens(directory))
+        vocabulary = Vocabulary(self._processor.tokenizer, model.generation_config.eos_token_id)
         super().__init__(Scheduler(self._cache, options.max_batch, options.prefill_chunk), vocabulary, options.context)
 
     # for the families, besides ``_handoff_header`` and ``_talker_positions``
@@ -189,13 +184,3 @@ class OmniThinker(OmniPromptEngine[R], LanguageEngine[R]):
     def close(self) -> None:
         super().close()
         del self._model, self._language, self._cache
-
-
-def _end_tokens(directory: Path) -> int | list[int] | None:
-    """Return the end tokens of the checkpoint's generation config. (The tokenizer's own ends a turn.)"""
-    try:
-        config = GenerationConfig.from_pretrained(directory, local_files_only=True)
-    except OSError:
-        return None
-    end_tokens: int | list[int] | None = config.eos_token_id
-    return end_tokens

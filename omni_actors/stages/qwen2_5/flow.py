@@ -13,8 +13,8 @@ inputs whose look-ahead has not arrived (57 MB per request at the real sizes). E
 grows with the length, where the attention of the whole model grows with its square.
 
 The solver is the Runge-Kutta 3/8 rule (Kutta, 1901) between ``steps`` points in time, as in
-``RungeKutta4ODESolver`` of transformers. The noise that it starts from is drawn frame by frame from the request's seed:
-with torch's CPU generator, a longer noise begins with the shorter one.
+``RungeKutta4ODESolver`` of transformers. The noise that it starts from is drawn frame by frame from the request's
+generator: with torch's CPU generator, a longer noise begins with the shorter one.
 """
 
 from __future__ import annotations
@@ -54,7 +54,6 @@ class Flow:
         self.block: int = config.block_size
         if self.block % self.repeats:
             raise ValueError(f"a block of {self.block} frames is no whole number of codes of {self.repeats} frames")
-        self.block_codes = self.block // self.repeats
         self.mel: int = config.mel_dim
         times = torch.linspace(0, 1, steps)
         times += SWAY * (torch.cos(torch.pi / 2 * times) - 1 + times)
@@ -71,9 +70,8 @@ class FlowStream:
     """Solves one request's flow block by block."""
 
     @torch.inference_mode()
-    def __init__(self, flow: Flow, speaker: Speaker, seed: int) -> None:
-        self._flow = flow
-        self._generator = torch.Generator().manual_seed(seed & (2**64 - 1))
+    def __init__(self, flow: Flow, speaker: Speaker, random: torch.Generator) -> None:
+        self._flow, self._random = flow, random
         self._conditions = _Conditions(flow, speaker)
         self._intervals = [_Interval(flow, self._conditions, step, times) for step, times in flow.intervals]
 
@@ -85,7 +83,7 @@ class FlowStream:
         """
         flow = self._flow
         self._conditions.codes = torch.cat([self._conditions.codes, codes.to(flow.device)])
-        frames = torch.randn(len(codes) * flow.repeats, flow.mel, generator=self._generator).to(flow.device)
+        frames = torch.randn(len(codes) * flow.repeats, flow.mel, generator=self._random).to(flow.device)
         for interval in self._intervals:
             if not len(frames) and not last:
                 break

@@ -88,7 +88,7 @@ class TalkerEngine(OmniTalker[TalkerRequest]):
         for request, code, frame in zip(requests, codes, embedded[:, None], strict=True):
             ended, full = code in self._ends, request.codes == request.max_codes
             if ended or full:
-                self._end(request)
+                self.abort(request.id)
             else:
                 request.code_input = frame
                 request.advance()

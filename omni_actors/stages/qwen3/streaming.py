@@ -6,7 +6,7 @@ inputs of each convolution. With that state each frame is computed once, at any 
 rounding differs (other shapes, another order of additions).
 
 The reference, transformers' ``chunked_decode``, decodes 300 frames at a time with 25 earlier frames as context. That
-differs from its own full forward; ``decode_reference`` calls it, bit for bit.
+differs from its own full forward.
 
 A transposed convolution of kernel 2r and stride r makes r samples of each *pair* of neighbouring inputs, and none of
 its first input. So the full forward has 555 samples less than its frames' worth (at the real strides), and so has this
@@ -15,8 +15,8 @@ one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -26,9 +26,6 @@ from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import (
     Qwen3OmniMoeCausalTransConvNet,
     Qwen3OmniMoeCode2Wav,
 )
-
-REFERENCE_CHUNK, REFERENCE_CONTEXT = 300, 25
-"""Frames: the defaults of transformers' ``chunked_decode``."""
 
 
 class DecoderState:
@@ -45,59 +42,39 @@ class DecoderState:
 
 
 class _Batch:
-    """The states of the requests in the current forward; None outside of a forward."""
+    """The states of the requests in the current forward."""
 
-    def __init__(self) -> None:
-        self.states: Sequence[DecoderState] | None = None
+    states: Sequence[DecoderState]
 
     def past(self, place: int) -> Tensor | None:
         """Return a convolution's past inputs, (batch, channels, past inputs); None if the states are fresh."""
-        assert self.states is not None
         if place not in self.states[0].tails:
             return None
         return torch.stack([state.tails[place] for state in self.states])
 
     def keep(self, place: int, inputs: Tensor) -> None:
         """Keep a convolution's inputs, (batch, channels, past inputs), for the next chunk."""
-        assert self.states is not None
         for state, row in zip(self.states, inputs, strict=True):
             state.tails[place] = row.clone()  # a view would keep the whole chunk alive
 
 
-class _Convolution(nn.Module):
-    """A causal convolution of stride 1 that is padded with the past inputs in place of zeros."""
+class _Carrying(nn.Module):
+    """A convolution whose inputs follow its past inputs.
 
-    def __init__(self, whole: Qwen3OmniMoeCausalConvNet, batch: _Batch, place: int) -> None:
+    inner: the convolution. first: the zeros before its first input. kept: the past inputs that the next chunk needs.
+    """
+
+    def __init__(self, inner: nn.Module, batch: _Batch, place: int, *, first: int, kept: int) -> None:
         super().__init__()
-        assert whole.stride == 1
-        self.whole, self._batch, self._place = whole, batch, place
+        self.inner, self._batch, self._place, self._first, self._kept = inner, batch, place, first, kept
 
     def forward(self, x: Tensor) -> Tensor:
-        if self._batch.states is None:
-            return self.whole(x)  # type: ignore[no-any-return]
         past = self._batch.past(self._place)
         if past is None:
-            past = x.new_zeros(*x.shape[:2], self.whole.padding)
+            past = x.new_zeros(*x.shape[:2], self._first)
         x = torch.cat([past, x], -1)
-        self._batch.keep(self._place, x[..., x.shape[-1] - self.whole.padding :])
-        return self.whole.conv(x)  # type: ignore[no-any-return]
-
-
-class _Upsampling(nn.Module):
-    """A transposed convolution of kernel 2r and stride r that pairs its first input with the last past one."""
-
-    def __init__(self, whole: Qwen3OmniMoeCausalTransConvNet, batch: _Batch, place: int) -> None:
-        super().__init__()
-        assert whole.conv.kernel_size[0] == 2 * whole.conv.stride[0]
-        self.whole, self._batch, self._place = whole, batch, place
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self._batch.states is not None:
-            past = self._batch.past(self._place)
-            if past is not None:
-                x = torch.cat([past, x], -1)
-            self._batch.keep(self._place, x[..., -1:])
-        return self.whole(x)  # type: ignore[no-any-return]
+        self._batch.keep(self._place, x[..., x.shape[-1] - self._kept :])
+        return self.inner(x)  # type: ignore[no-any-return]
 
 
 class _Window:
@@ -146,17 +123,17 @@ class StreamingDecoder:
         self._model: Any = model
         self._batch = _Batch()
         self._window: int = model.config.sliding_window
-        self.groups: int = model.config.num_quantizers
-        self.codebook: int = model.config.codebook_size
         for place, (name, module) in enumerate(list(model.named_modules())):
-            carrying: nn.Module | None = None
             if isinstance(module, Qwen3OmniMoeCausalConvNet) and module.padding:
-                carrying = _Convolution(module, self._batch, place)
+                assert module.stride == 1
+                carrying = _Carrying(module.conv, self._batch, place, first=module.padding, kept=module.padding)
             elif isinstance(module, Qwen3OmniMoeCausalTransConvNet) and module.left_pad:
-                carrying = _Upsampling(module, self._batch, place)
-            if carrying is not None:
-                parent, _, child = name.rpartition(".")
-                setattr(model.get_submodule(parent), child, carrying)
+                assert module.conv.kernel_size[0] == 2 * module.conv.stride[0]
+                carrying = _Carrying(module, self._batch, place, first=0, kept=1)
+            else:
+                continue
+            parent, _, child = name.rpartition(".")
+            setattr(model.get_submodule(parent), child, carrying)
 
     @torch.inference_mode()
     def decode(self, codes: Tensor, states: Sequence[DecoderState]) -> Tensor:
@@ -177,30 +154,10 @@ class StreamingDecoder:
             position_ids=first + torch.arange(frames, device=codes.device),
             past_key_values=window,
         ).last_hidden_state
-        with self._carrying(states):
-            wave = self._convolve(hidden.permute(0, 2, 1))
+        self._batch.states = states
+        wave: Tensor = hidden.permute(0, 2, 1)
+        for block in chain(*model.upsample, model.decoder):
+            wave = block(wave)
         for state in states:
             state.frames += frames
-        return wave.squeeze(1)
-
-    @torch.inference_mode()
-    def decode_reference(self, codes: Tensor) -> Tensor:
-        """Decode all of ``codes``, int64 (batch, groups, frames), as the reference does: float (batch, samples)."""
-        wave: Tensor = self._model.chunked_decode(codes, REFERENCE_CHUNK, REFERENCE_CONTEXT)
-        return wave.squeeze(1)
-
-    def _convolve(self, hidden: Tensor) -> Tensor:
-        for blocks in self._model.upsample:
-            for block in blocks:
-                hidden = block(hidden)
-        for block in self._model.decoder:
-            hidden = block(hidden)
-        return hidden.clamp(min=-1, max=1)
-
-    @contextmanager
-    def _carrying(self, states: Sequence[DecoderState]) -> Iterator[None]:
-        self._batch.states = states
-        try:
-            yield
-        finally:
-            self._batch.states = None
+        return wave.clamp(min=-1, max=1).squeeze(1)

@@ -111,7 +111,7 @@ class TalkerEngine(OmniTalker[_Request]):
         going = []
         for at, (request, code) in enumerate(zip(requests, codes, strict=True)):
             if code == self._config.codec_eos_token_id or request.codes == request.max_codes:
-                self._end(request)
+                self.abort(request.id)
                 yield StageOutput(request.id, last=True)
             else:
                 going.append(at)

@@ -6,6 +6,7 @@ which needs no forward: the talker has it as soon as the token is chosen.
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Any
 
 import torch
@@ -45,13 +46,11 @@ class ThinkerEngine(OmniThinker[_Request]):
         return handoff_header(request, self._config, self._embed)
 
     def _media_encoded(self, request: _Request, visual: list[tuple[Tensor, Any]]) -> None:
-        request.visual = torch.zeros(len(request.ids), dtype=torch.bool)
-        for places, _ in visual:
-            request.visual |= places
-        request.deepstack = _merged(
-            request.visual,
-            [(places, [torch.cat(layer) for layer in encoded.deepstack_features]) for places, encoded in visual],
-        )
+        positions = torch.cat([torch.empty(0, dtype=torch.int64), *(places.nonzero()[:, 0] for places, _ in visual)])
+        request.visual = torch.zeros(len(request.ids), dtype=torch.bool).index_fill(0, positions, value=True)
+        layers = zip(*(encoded.deepstack_features for _, encoded in visual), strict=True)
+        # Images and videos may alternate in the prompt.
+        request.deepstack = [torch.cat([*chain(*layer)])[positions.argsort()] for layer in layers]
 
     def _extra_forward_kwargs(self, request: _Request, chunk: slice) -> dict[str, Any]:
         visual = request.visual[chunk]
@@ -93,19 +92,3 @@ class _LayerOutput:
 
     def _hold(self, module: object, inputs: object, output: Tensor) -> None:
         self.hidden = output
-
-
-def _merged(visual: Tensor, parts: list[tuple[Tensor, list[Tensor]]]) -> list[Tensor]:
-    """Merge the rows of images and of videos, layer by layer, in the order of their positions.
-
-    visual: the positions of both, bool (n,). parts: of each kind, its positions, bool (n,), and its rows by layer.
-    """
-    if len(parts) < 2:
-        return parts[0][1] if parts else []
-    merged = []
-    for layers in zip(*(rows for _, rows in parts), strict=True):
-        whole = layers[0].new_empty(int(visual.sum()), layers[0].shape[-1])
-        for (places, _), rows in zip(parts, layers, strict=True):
-            whole[places[visual].to(whole.device)] = rows
-        merged.append(whole)
-    return merged

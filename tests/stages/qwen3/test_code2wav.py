@@ -196,9 +196,9 @@ def test_a_request_without_frames_ends_without_sound(opened: Callable[..., Any],
 @pytest.mark.parametrize(
     ("codes", "message"),
     [
-        (np.zeros((2, tiny.GROUPS + 1), np.int16), r"\(frames, 4\)"),
-        (np.zeros((0, tiny.GROUPS), np.int16), r"\(frames, 4\)"),
-        (np.zeros(tiny.GROUPS, np.int16), r"\(frames, 4\)"),
+        (np.zeros((2, tiny.GROUPS + 1), np.int16), r"\(n, 4\)"),
+        (np.zeros((0, tiny.GROUPS), np.int16), r"\(n, 4\)"),
+        (np.zeros(tiny.GROUPS, np.int16), r"\(n, 4\)"),
         (np.full((1, tiny.GROUPS), tiny.CODEBOOK), "0 to 63 were expected, not 64"),
         (np.full((1, tiny.GROUPS), -1), "not -1"),
         (np.zeros((1, tiny.GROUPS), np.float32), "integers"),
