@@ -227,7 +227,13 @@ class Supervisor:
             case messages.Pong(number, gauges) if number == incarnation.ping:
                 incarnation.gauges, incarnation.last_pong_at = gauges, trio.current_time()
                 incarnation.pong.set()
-            case _ if isinstance(message, messages.RequestNotice):
+            case (
+                messages.Started()
+                | messages.InputComplete()
+                | messages.Finished()
+                | messages.Refused()
+                | messages.Unreplayable()
+            ):
                 try:
                     self._listener.on_message(replica.address, message)
                 except ProtocolViolation as error:

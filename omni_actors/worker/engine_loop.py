@@ -51,7 +51,16 @@ class AttachRing:
         self.producer, self.consumer, self.ring = producer, consumer, ring
 
 
-Command = messages.LoopCommand | AttachRing
+Command = (
+    messages.Start
+    | messages.Resend
+    | messages.Pause
+    | messages.Resume
+    | messages.Abort
+    | messages.Ping
+    | messages.Stop
+    | AttachRing
+)
 
 
 class EngineLoop:

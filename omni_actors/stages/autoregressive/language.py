@@ -10,6 +10,7 @@ token.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -19,7 +20,16 @@ from omni_actors.stages.autoregressive.prompt_engine import C, PromptEngine, Pro
 from omni_actors.stages.autoregressive.sampling import Sampler, Sampling, choose, generator, not_finite
 from omni_actors.stages.autoregressive.scheduler import Scheduler, Sequence
 from omni_actors.stages.autoregressive.text import Answer, Vocabulary
-from omni_actors.stages.base import InvalidRequest, RequestId, StageFailure, StageOutput, StageRequest, TensorLike
+from omni_actors.stages.base import (
+    CLIENT,
+    Chunk,
+    InvalidRequest,
+    RequestId,
+    StageFailure,
+    StageOutput,
+    StageRequest,
+    TensorLike,
+)
 from omni_actors.stages.refusal import request_work
 
 __all__ = ["LanguageEngine", "Request", "refuse_beyond_context"]
@@ -104,6 +114,16 @@ class LanguageEngine(PromptEngine[R]):
             yield from self._prefill(row, count)
         if rows := self._scheduler.decode_rows():
             yield from self._next([self._scheduler.rows[row] for row in rows], self._forward(rows, 1))
+
+    def warm_up(self) -> None:
+        """Answer a short question with two tokens: the first run of each kernel and of the chat template is slow."""
+        data = {"messages": [{"role": "user", "content": "Hello"}]}
+        self.start(StageRequest(0, (CLIENT,), {"max_tokens": 2}))
+        with suppress(InvalidRequest):  # the configured context may be too small for the question
+            self.feed(0, Chunk(source=CLIENT, seq=0, last=True, tensors={}, data=data))
+        while self.busy:
+            for _ in self.step():
+                pass
 
     def close(self) -> None:
         super().close()

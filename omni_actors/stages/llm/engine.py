@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -24,7 +23,7 @@ from omni_actors.stages.autoregressive.options import TextParams
 from omni_actors.stages.autoregressive.packed import pack_linears
 from omni_actors.stages.autoregressive.scheduler import Scheduler
 from omni_actors.stages.autoregressive.text import Vocabulary
-from omni_actors.stages.base import CLIENT, Chunk, InvalidRequest, StageContext, StageRequest
+from omni_actors.stages.base import StageContext, StageRequest
 from omni_actors.stages.llm.options import LLMOptions
 from omni_actors.stages.llm.prompt import Prompt
 
@@ -86,16 +85,6 @@ class LLMEngine(LanguageEngine[_Request]):
             return [request.token]
         taken, request.pending_prompt = request.pending_prompt[:count], request.pending_prompt[count:]
         return taken
-
-    def warm_up(self) -> None:
-        """Answer a short question with two tokens: the first run of each kernel and of the chat template is slow."""
-        data = {"messages": [{"role": "user", "content": "Hello"}]}
-        self.start(StageRequest(0, (CLIENT,), {"max_tokens": 2}))
-        with suppress(InvalidRequest):  # the configured context may be too small for the question
-            self.feed(0, Chunk(source=CLIENT, seq=0, last=True, tensors={}, data=data))
-        while self.busy:
-            for _ in self.step():
-                pass
 
     def close(self) -> None:
         super().close()

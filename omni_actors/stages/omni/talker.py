@@ -123,6 +123,20 @@ class OmniTalker(Engine[R]):
         if rows := self._scheduler.decode_rows():
             yield from self._decode(rows)
 
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        """Speak an answer of one token with two codes: the first run of each kernel is slow."""
+        request = self._requests[0] = self._new_request(base.StageRequest(0, (), {"talker_max_tokens": 2}))
+        row = self._embed_text(torch.zeros(1, self._width, dtype=self._model.dtype, device=self._device))
+        request.prompt_rows_left, request.positions, request.delta = 1, torch.arange(3).expand(3, -1), 0.0
+        request.prefix, request.text_pad = row.expand(2, -1), row
+        self._admit(request)
+        request.add_prompt(row)
+        request.add_answer(row)
+        while self.busy:
+            for _ in self.step():
+                pass
+
     def close(self) -> None:
         super().close()
         del self._scheduler, self._cache, self._model

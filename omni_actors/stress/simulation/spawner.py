@@ -7,6 +7,7 @@ import itertools
 import os
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
+from typing import cast
 
 import trio
 
@@ -46,7 +47,7 @@ class SimulatedSpawner:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(worker.run)
                 try:
-                    yield worker
+                    yield cast(Worker, worker)
                 finally:
                     worker.kill()
                     with trio.CancelScope(shield=True):
