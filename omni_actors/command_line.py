@@ -4,13 +4,31 @@ from __future__ import annotations
 
 import click
 
+from omni_actors.errors import ConfigError, OmniError
+
 override_option = click.option(
     "-s", "--set", "assignments", multiple=True, metavar="PATH=VALUE", help="Override a value: stages.llm.threads=2"
 )
 """The ``--set`` option of each command that reads a pipeline. ``config.parse_overrides`` parses its values."""
+verbose_option = click.option(
+    "-v", "--verbose", is_flag=True, help="After a failure, print what the worker wrote to stderr."
+)
+"""The ``--verbose`` option of each command that runs a pipeline. ``click_error`` obeys it."""
 
 
 class BadConfig(click.ClickException):
     """Ends a command with exit code 2 because the configuration cannot work."""
 
     exit_code = 2
+
+
+def click_error(error: OmniError, *, verbose: bool = False) -> click.ClickException:
+    """Return the exception with which a command ends because of ``error``: one sentence.
+
+    verbose: add the error's notes, the last lines of a worker's stderr.
+    """
+    details: list[str] = getattr(error, "__notes__", [])
+    shown = "\n".join([str(error), *details] if verbose else [str(error)])
+    if details and not verbose:
+        shown += "\n(--verbose shows what the worker wrote to stderr)"
+    return BadConfig(shown) if isinstance(error, ConfigError) else click.ClickException(shown)

@@ -217,20 +217,18 @@ class StageFailed(OmniError):
     Attributes:
         stage, replica: Which replica was given up last.
         reason: The load error's text, or what used up the restarts.
-        history: Its latest deaths, oldest first. The facts of the last one are also attributes of the error
-            (generation, pid, signal, exit_code, stderr_tail).
+        history: Its latest deaths, oldest first: at least one. The facts of the last one are also attributes of the
+            error (generation, pid, signal, exit_code, stderr_tail).
         exits: How the workers of ``history`` ended.
     """
 
     def __init__(self, stage: str, replica: int, reason: str, history: Sequence[Death]) -> None:
         self.stage, self.replica, self.reason, self.history = stage, replica, reason, tuple(history)
         self.exits = tuple(death.exit for death in self.history)
-        last = self.exits[-1] if self.exits else None
-        self.generation = self.history[-1].generation if self.history else 0
-        self.pid = last.pid if last else None
-        self.signal = last.signal if last else None
-        self.exit_code = last.exit_code if last else None
-        self.stderr_tail = last.stderr_tail if last else ()
+        last = self.history[-1]
+        self.generation = last.generation
+        self.pid, self.signal = last.exit.pid, last.exit.signal
+        self.exit_code, self.stderr_tail = last.exit.exit_code, last.exit.stderr_tail
         super().__init__(f"stage {stage!r} (replica {replica}) failed: {reason}")
         if self.stderr_tail:
             self.add_note("The last lines of the worker's stderr:\n" + "\n".join(self.stderr_tail))

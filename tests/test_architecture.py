@@ -82,7 +82,7 @@ LAYERS: dict[str, set[str]] = {
         *ENGINE_DATA,
     },
     "omni_actors": {"omni_actors.generation", "omni_actors.media", "omni_actors.system", *LEAVES},
-    "omni_actors.command_line": set(),
+    "omni_actors.command_line": {"omni_actors.errors"},
     "omni_actors.serve.http": set(),
     "omni_actors.serve": {
         "omni_actors",

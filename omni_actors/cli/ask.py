@@ -15,7 +15,7 @@ from rich.table import Table
 
 from omni_actors import config as configuration
 from omni_actors.cli.running import notes, run, seconds, size
-from omni_actors.command_line import override_option
+from omni_actors.command_line import override_option, verbose_option
 from omni_actors.generation import SOUND_SUFFIXES, AudioChunk, RequestMetrics, SoundWriter
 from omni_actors.system import OmniSystem
 
@@ -34,7 +34,7 @@ from omni_actors.system import OmniSystem
 @click.option("--temperature", type=click.FloatRange(0, 2), help="Temperature of sampling; 0 is greedy.")
 @click.option("--seed", type=int, help="Seed of sampling and of the voice's noise.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
-@click.option("-v", "--verbose", is_flag=True, help="After a failure, print what the worker wrote to stderr.")
+@verbose_option
 @override_option
 def ask(
     question: str | None,

@@ -12,8 +12,8 @@ import click
 import msgspec
 
 from omni_actors import config as configuration
-from omni_actors.cli.running import click_error, size
-from omni_actors.command_line import BadConfig, override_option
+from omni_actors.cli.running import size
+from omni_actors.command_line import BadConfig, click_error, override_option
 from omni_actors.config import Explained, Pipeline
 from omni_actors.errors import ConfigError
 from omni_actors.stages import assets, memory
@@ -112,13 +112,11 @@ def _engine_problems(pipeline: Pipeline) -> Iterator[ConfigError]:
         if not is_path:
             continue
         try:
-            found = getattr(importlib.import_module(module), factory, None)
+            if callable(getattr(importlib.import_module(module), factory, None)):
+                continue
+            reason = f"{factory!r} is not a callable of {module}"
         except Exception as error:  # noqa: BLE001 - the module is the user's own code
             reason = f"{type(error).__name__}: {error}"
-        else:
-            reason = f"{factory!r} is not a callable of {module}"
-            if callable(found):
-                continue
         yield ConfigError(pipeline.file, f"stages.{name}.engine", stage.engine, f"an engine factory ({reason})")
 
 

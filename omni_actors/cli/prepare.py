@@ -7,7 +7,8 @@ import time
 import click
 
 from omni_actors import config as configuration
-from omni_actors.cli.running import click_error, notes
+from omni_actors.cli.running import notes
+from omni_actors.command_line import click_error
 from omni_actors.errors import ConfigError
 from omni_actors.stages import assets
 from omni_actors.system import machine

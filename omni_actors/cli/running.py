@@ -4,62 +4,49 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import AsyncIterator, Callable, Coroutine
-from typing import Any, TypeVar
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import suppress
 
-import click
 import trio
 from rich.console import Console
 
-from omni_actors.command_line import BadConfig
-from omni_actors.errors import ConfigError, OmniError
+from omni_actors.command_line import click_error
+from omni_actors.errors import OmniError
 
 INTERRUPTED = 130
-
-T = TypeVar("T")
 
 notes = Console(stderr=True, highlight=False)
 """Reports the work of a command on standard error."""
 
 
-def run(work: Callable[[], Coroutine[Any, Any, T]], *, verbose: bool = False) -> T:
-    """Run ``work`` in trio and return its result.
+def run(work: Callable[[], Awaitable[None]], *, verbose: bool = False) -> None:
+    """Run ``work`` in trio.
 
     SIGINT and SIGTERM cancel it, and the command exits with code 130. A typed error becomes one sentence, followed with
     ``verbose`` by its notes: the last lines of a worker's stderr.
     """
 
-    async def until_interrupted() -> tuple[T] | None:
-        result: tuple[T] | None = None
+    finished = False
+    failure: Exception | None = None
+
+    async def until_interrupted() -> None:
+        nonlocal finished, failure
         with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(_cancel_on_signal, signals, nursery.cancel_scope)
                 try:
-                    result = (await work(),)
+                    await work()
+                    finished = True
                 except Exception as error:  # noqa: BLE001 - raised below, outside the nursery's exception group
-                    failures.append(error)
+                    failure = error
                 nursery.cancel_scope.cancel()
-        return result
 
-    failures: list[Exception] = []
-    try:
-        result = trio.run(until_interrupted)
-    except KeyboardInterrupt:  # a second Ctrl-C, while the workers are being stopped
-        result = None
-    for failure in failures:
+    with suppress(KeyboardInterrupt):  # a second Ctrl-C, while the workers are being stopped
+        trio.run(until_interrupted)
+    if failure is not None:
         raise click_error(failure, verbose=verbose) if isinstance(failure, OmniError) else failure
-    if result is None:
+    if not finished:
         sys.exit(INTERRUPTED)
-    return result[0]
-
-
-def click_error(error: OmniError, *, verbose: bool = False) -> click.ClickException:
-    """Return the exception with which a command ends because of ``error``."""
-    details: list[str] = getattr(error, "__notes__", [])
-    shown = "\n".join([str(error), *details] if verbose else [str(error)])
-    if details and not verbose:
-        shown += "\n(--verbose shows what the worker wrote to stderr)"
-    return BadConfig(shown) if isinstance(error, ConfigError) else click.ClickException(shown)
 
 
 async def _cancel_on_signal(signals: AsyncIterator[int], scope: trio.CancelScope) -> None:

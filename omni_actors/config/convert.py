@@ -24,13 +24,8 @@ def pipeline_from(document: Document) -> Pipeline:
         if not isinstance(name, str) or not re.match(NAME_PATTERN, name) or name == CLIENT:
             accepted = f"a stage name that matches {NAME_PATTERN} and is not {CLIENT!r}"
             raise document.error(f"stages.{name}", name, accepted)
-    return Pipeline(
-        name=sections.name,
-        description=sections.description,
-        stages={name: convert(stage, Stage, f"stages.{name}", document) for name, stage in stages.items()},
-        limits=sections.limits,
-        file=document.file,
-    )
+    typed = {name: convert(stage, Stage, f"stages.{name}", document) for name, stage in stages.items()}
+    return Pipeline(**{**msgspec.structs.asdict(sections), "stages": typed, "file": document.file})
 
 
 def convert(value: Any, schema: type[Any], place: str, document: Document) -> Any:

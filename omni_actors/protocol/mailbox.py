@@ -6,7 +6,7 @@ Rules
 2. ``post`` never waits, so that no caller hangs on a worker that has stopped reading. It raises ``MailboxFull``, and
    the owner kills the worker.
 3. Descriptors are duplicated when posted and closed when sent or dropped: the caller of ``post`` keeps its own.
-4. An undecodable packet ends reading, as the peer's end does; ``fault`` says why.
+4. An undecodable packet ends reading, as the peer's end does; ``fault`` has the reason.
 5. The connection outlives the cancellation of its block, so that the last messages of a cancelled owner are still sent.
 6. Messages that are posted in one turn of the event loop are sent as one packet if they fit, one turn later than they
    could be. By then the input of the same requests is in the ring. So requests that are submitted together are read
@@ -17,7 +17,6 @@ Rules
 
 from __future__ import annotations
 
-import array
 import os
 import socket
 from collections.abc import AsyncIterator, Generator, Iterable, Iterator, Sequence
@@ -163,11 +162,10 @@ class Mailbox:
 
     async def _write_packet(self, packet: bytes, fds: tuple[int, ...]) -> None:
         """Write a packet to the socket, waiting for room. If the peer is gone, drop it."""
-        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
         try:
             while not self._peer_gone:
                 try:
-                    self._sock.sendmsg([packet], rights)
+                    socket.send_fds(self._sock, [packet], fds)
                     break
                 except BlockingIOError:
                     await trio.lowlevel.wait_writable(self._sock)
@@ -181,9 +179,7 @@ class Mailbox:
         async with self._in_send:
             while True:
                 try:
-                    packet, ancillary, _, _ = self._sock.recvmsg(
-                        messages.MAX_PACKET_BYTES, socket.CMSG_SPACE(MAX_FDS * array.array("i").itemsize)
-                    )
+                    packet, fds, _, _ = socket.recv_fds(self._sock, messages.MAX_PACKET_BYTES, MAX_FDS)
                 except BlockingIOError:
                     await trio.lowlevel.wait_readable(self._sock)
                     continue
@@ -191,10 +187,6 @@ class Mailbox:
                     continue  # raised once if the peer left messages unread; what it sent itself is still to be read
                 if not packet:
                     return
-                fds = array.array("i")
-                for level, kind, data in ancillary:
-                    if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-                        fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
                 owned = tuple(fds)
                 try:
                     self._unpacking = iter(self._unpacked(packet))
@@ -219,10 +211,6 @@ class Mailbox:
             error = undecodable
         self.fault = f"a control packet of {len(packet)} bytes is no message: {error}"
         return []
-
-    def _drop_queued(self) -> None:
-        for _, fds in chain(_available(self._out_receive), _available(self.incoming)):
-            _close_all(fds)
 
 
 def _packets(posted: Iterable[Encoded]) -> Generator[Encoded]:
@@ -293,5 +281,6 @@ async def open_mailbox(sock: socket.socket, capacity: int) -> AsyncIterator[Mail
             finally:
                 mailbox._open.cancel()
     finally:
-        mailbox._drop_queued()
-        mailbox._sock.close()
+        for _, fds in chain(_available(mailbox._out_receive), mailbox.available()):
+            _close_all(fds)
+        sock.close()

@@ -206,7 +206,7 @@ class InputComplete(_Control, frozen=True):
 
 
 class Unreplayable(_Control, frozen=True):
-    """This stage cannot take part in a replay of the request; ``reason`` says why.
+    """This stage cannot take part in a replay of the request, for this ``reason``.
 
     needed: whether a replay that is in progress needed it; otherwise only later replays are impossible.
     """
@@ -225,10 +225,12 @@ class Refused(_Control, frozen=True):
     code: str
 
 
-ToWorker: TypeAlias = Configure | Connect | Start | Resend | Pause | Resume | Abort | Ping | Stop
+LoopCommand: TypeAlias = Start | Resend | Pause | Resume | Abort | Ping | Stop
+"""What a worker passes on to its engine loop."""
 RequestNotice: TypeAlias = Started | InputComplete | Finished | Refused | Unreplayable
-FromWorker: TypeAlias = Loading | Ready | Pong | LoadFailed | EngineFailed | RequestNotice
-ControlMessage: TypeAlias = ToWorker | FromWorker
+ControlMessage: TypeAlias = (
+    Configure | Connect | LoopCommand | Loading | Ready | Pong | LoadFailed | EngineFailed | RequestNotice
+)
 
 MAX_BYTES = 128 * 1024
 """Largest encoded message. It is below the default socket buffer, so the kernel never refuses a packet for its size."""

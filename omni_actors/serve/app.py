@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 
 from prometheus_client import Gauge
 from starlette.applications import Starlette
@@ -27,6 +27,7 @@ from omni_actors.serve.routes.completions import completions
 from omni_actors.serve.routes.speech import speech
 from omni_actors.serve.routes.status import health, metrics, model, models, ping, version
 from omni_actors.serve.routes.transcription import transcription
+from omni_actors.serve.settings import ServerSettings
 from omni_actors.system import OmniSystem
 
 LOADING_RETRY_S = 1
@@ -58,26 +59,17 @@ STATUS_ROUTES = {
 
 
 def build(
-    system: OmniSystem,
-    *,
-    api_key: str | None,
-    max_body_bytes: int,
-    media: MediaLoader,
-    has_loaded: Callable[[], bool],
-    origins: Collection[str] = (),
-    hosts: Collection[str] = (),
+    system: OmniSystem, settings: ServerSettings, *, media: MediaLoader, has_loaded: Callable[[], bool]
 ) -> ASGIApp:
     """Return the complete ASGI application.
 
     Args:
         system: the running pipeline.
-        api_key: the key that clients must send; None: no key.
-        max_body_bytes: the limit of a request's body and the files that it names.
+        settings: which requests to refuse.
         media: loads the files of requests.
         has_loaded: whether all stages have been ready once. Until then, requests for the pipeline are refused.
-        origins, hosts: see ``OriginCheck``.
     """
-    admission = _admission(system, max_body_bytes)
+    admission = _admission(system, settings.max_body_bytes)
 
     def admit(path: str) -> AdmissionTicket | None:
         if path not in MODEL_ROUTES:
@@ -89,17 +81,18 @@ def build(
 
     app = _starlette()
     app.state.system, app.state.media = system, media
-    app.state.created, app.state.api_key = int(time.time()), api_key
+    app.state.created, app.state.api_key = int(time.time()), settings.api_key
     gate = RequestGate(
         app,
         system.metrics.registry,
-        api_key=api_key,
-        max_body_bytes=max_body_bytes,
+        api_key=settings.api_key,
+        max_body_bytes=settings.max_body_bytes,
         public={"/health", "/ping"},
         routes={*MODEL_ROUTES, *STATUS_ROUTES},
         admit=admit,
     )
-    return OriginCheck(gate, origins=origins, hosts=hosts, has_key=api_key is not None)
+    has_key = settings.api_key is not None
+    return OriginCheck(gate, origins=settings.allow_origins, hosts=settings.allow_hosts, has_key=has_key)
 
 
 def _admission(system: OmniSystem, max_body_bytes: int) -> AdmissionControl:

@@ -9,6 +9,7 @@ Rules
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, closing, suppress
 from dataclasses import dataclass
@@ -113,16 +114,14 @@ class Edges:
         self._posts[address] = post
         output: Consumer | None = None
         for spec in self._specs:
-            if spec.producer == address.stage:
-                for peer in self._live(spec.consumer):
-                    ring = self._connect(address, peer, spec.ring_bytes)
-                    if peer == CLIENT_ADDRESS:
-                        output = ring.claim_consumer()
-            elif spec.consumer == address.stage:
-                for peer in self._live(spec.producer):
-                    ring = self._connect(peer, address, spec.ring_bytes)
-                    if peer == CLIENT_ADDRESS:
-                        self.inputs[address] = InputEdge(ring.claim_producer(), kill)
+            for producer, consumer in itertools.product(self._live(spec.producer), self._live(spec.consumer)):
+                if address not in (producer, consumer):
+                    continue
+                ring = self._connect(producer, consumer, spec.ring_bytes)
+                if consumer == CLIENT_ADDRESS:
+                    output = ring.claim_consumer()
+                elif producer == CLIENT_ADDRESS:
+                    self.inputs[address] = InputEdge(ring.claim_producer(), kill)
         return output
 
     def disconnect_worker(self, address: Address) -> None:

@@ -17,7 +17,8 @@ import logging
 import os
 import signal
 import socket
-from collections.abc import AsyncIterator, Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Iterator
 from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager, contextmanager, suppress
 from typing import Any, Protocol
 
@@ -41,24 +42,28 @@ class SpawnFailed(OmniError):
     """No process could be started, or there are no descriptors for one; ``__cause__`` is the system's error."""
 
 
-class Worker(Protocol):
+class Worker(ABC):
     """A running worker, wherever it runs."""
 
-    @property
-    def pid(self) -> int: ...
-    @property
-    def mailbox(self) -> Mailbox: ...
+    def __init__(self, pid: int, mailbox: Mailbox) -> None:
+        self.pid, self.mailbox = pid, mailbox
+        self._exit: WorkerExit | None = None
+        self._ending, self._dead = trio.Event(), trio.Event()
+
+    @abstractmethod
     def kill(self) -> None:
         """Send SIGKILL. Harmless if the worker is dead already."""
-        ...
 
     async def wait_ending(self) -> WorkerExit:
         """Wait until the worker sends no more and it is known how it ends. Any number of tasks may wait."""
-        ...
+        await self._ending.wait()
+        assert self._exit is not None
+        return self._exit
 
     async def wait_dead(self) -> WorkerExit:
         """Wait until nothing of the worker is left. Any number of tasks may wait."""
-        ...
+        await self._dead.wait()
+        return await self.wait_ending()
 
 
 class Spawner(Protocol):
@@ -124,34 +129,20 @@ def _stop_signals_blocked() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-class LocalWorker:
+class LocalWorker(Worker):
     """A worker process on this machine."""
 
     def __init__(self, process: Any, mailbox: Mailbox, *, pidfd: int, death_mutex: DeathMutex, stderr_fd: int) -> None:
-        self._process, self.mailbox, self._pidfd, self._death_mutex = process, mailbox, pidfd, death_mutex
-        self.pid: int = process.pid
+        super().__init__(process.pid, mailbox)
+        self._process, self._pidfd, self._death_mutex = process, pidfd, death_mutex
         self._stderr = _StderrTail(stderr_fd, f"omni_actors.worker.{process.name.split()[-1]}")
-        self._exit: WorkerExit | None = None
-        self._ending, self._dead = trio.Event(), trio.Event()
-
-    @property
-    def stderr_tail(self) -> Sequence[str]:
+        self.stderr_tail = self._stderr.lines
         """The last lines that the worker wrote to stderr."""
-        return self._stderr.lines
 
     def kill(self) -> None:
         if not self._dead.is_set():
             with suppress(ProcessLookupError):  # reaped already: multiprocess does so whenever it starts a process
                 signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
-
-    async def wait_ending(self) -> WorkerExit:
-        await self._ending.wait()
-        assert self._exit is not None
-        return self._exit
-
-    async def wait_dead(self) -> WorkerExit:
-        await self._dead.wait()
-        return await self.wait_ending()
 
     @trio.lowlevel.enable_ki_protection
     async def _watch(self) -> None:
@@ -172,15 +163,14 @@ class LocalWorker:
     async def _wait_death_mutex(self) -> None:
         self._death_mutex.watch()
         await self._death_mutex.wait_released()
-        code = exit_of_dying(self.pid)
-        if code is not None:
+        if (code := exit_of_dying(self.pid)) is not None:
             self._set_exit(code)
 
     def _set_exit(self, code: int) -> None:
         if self._exit is None:
             self._stderr.drain()
-            name, code_or_none = (_signal_name(-code), None) if code < 0 else (None, code)
-            self._exit = WorkerExit(self.pid, name, code_or_none, tuple(self.stderr_tail))
+            signal_name, exit_code = (_signal_name(-code), None) if code < 0 else (None, code)
+            self._exit = WorkerExit(self.pid, signal_name, exit_code, tuple(self.stderr_tail))
             self._ending.set()
 
 
@@ -194,13 +184,9 @@ class _StderrTail:
 
     @trio.lowlevel.enable_ki_protection
     async def follow(self) -> None:
-        """Read until cancelled."""
-        try:
-            while self._read():
-                await trio.lowlevel.wait_readable(self._fd)
-            await trio.sleep_forever()
-        finally:
-            os.close(self._fd)
+        """Read until every process has closed the other end."""
+        while self._read():
+            await trio.lowlevel.wait_readable(self._fd)
 
     def drain(self) -> None:
         """Read what is there now. A child of the worker may keep the pipe open and write later; that is not read."""
@@ -249,15 +235,22 @@ class LocalSpawner:
     @asynccontextmanager
     async def spawn(self, address: Address, mailbox_capacity: int) -> AsyncIterator[Worker]:
         """Start a worker process (see ``Spawner.spawn``). Called on trio's own thread (rule 3)."""
-        with ExitStack() as held:
+        with ExitStack() as held, ExitStack() as child_ends:
             try:
                 number = self._cores.join()
                 held.callback(self._leave, number)
                 trio.lowlevel.add_instrument(self._instrument)  # no effect if it is there already
-                ours, theirs, stderr_read, stderr_write, death_mutex = _channels()
+                ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+                held.callback(ours.close)
+                child_ends.callback(theirs.close)
+                stderr_read, stderr_write = os.pipe()
+                held.callback(os.close, stderr_read)
+                child_ends.callback(os.close, stderr_write)
+                death_mutex = DeathMutex()
+                held.callback(death_mutex.close)
             except OSError as error:
                 raise SpawnFailed(f"no channels for a worker of {address}: {error}") from error
-            held.callback(death_mutex.close)
+            ours.setblocking(False)
             inherited = [_InheritedFd(fd) for fd in (theirs.fileno(), stderr_write, death_mutex.fd, self._cores.fd)]
             process = _Process(
                 target=worker_main, args=(*inherited, number, os.getpid()), name=f"omni-actors {address}", daemon=True
@@ -266,18 +259,15 @@ class LocalSpawner:
                 with _stop_signals_blocked():
                     process.start()
                 pidfd = os.pidfd_open(process.pid)
+                held.callback(os.close, pidfd)
             except BaseException as error:
-                ours.close()
-                os.close(stderr_read)
                 if process.pid is not None:
                     process.kill()
                     process.join()
                 if isinstance(error, OSError):
                     raise SpawnFailed(f"no process for {address}: {error}") from error
                 raise
-            finally:
-                theirs.close()
-                os.close(stderr_write)
+            child_ends.close()
             async with open_mailbox(ours, mailbox_capacity) as mailbox, trio.open_nursery() as nursery:
                 worker = LocalWorker(process, mailbox, pidfd=pidfd, death_mutex=death_mutex, stderr_fd=stderr_read)
                 nursery.start_soon(worker._watch)
@@ -288,7 +278,6 @@ class LocalSpawner:
                     with trio.CancelScope(shield=True):
                         await worker.wait_dead()
                     process.close()
-                    os.close(pidfd)
 
     def _leave(self, number: int) -> None:
         self._cores.leave(number)
@@ -298,21 +287,6 @@ class LocalSpawner:
 
     def create_ring(self, producer: Address, consumer: Address, capacity: int, generation: int) -> Ring:
         return Ring.create(capacity, generation=generation)
-
-
-def _channels() -> tuple[socket.socket, socket.socket, int, int, DeathMutex]:
-    """Open both ends of a control connection, a pipe for stderr and a death mutex; or raise OSError and open none."""
-    with ExitStack() as undo:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        undo.callback(ours.close)
-        undo.callback(theirs.close)
-        ours.setblocking(False)
-        stderr = os.pipe()
-        for fd in stderr:
-            undo.callback(os.close, fd)
-        death_mutex = DeathMutex()
-        undo.pop_all()
-    return ours, theirs, *stderr, death_mutex
 
 
 def _signal_name(number: int) -> str:

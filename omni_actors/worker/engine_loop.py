@@ -51,16 +51,7 @@ class AttachRing:
         self.producer, self.consumer, self.ring = producer, consumer, ring
 
 
-Command = (
-    messages.Start
-    | messages.Resend
-    | messages.Pause
-    | messages.Resume
-    | messages.Abort
-    | messages.Ping
-    | messages.Stop
-    | AttachRing
-)
+Command = messages.LoopCommand | AttachRing
 
 
 class EngineLoop:

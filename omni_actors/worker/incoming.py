@@ -12,7 +12,7 @@ class Incoming:
         self.ring = ring
         self.consumer: Consumer = ring.claim_consumer()
         self.early: Frame | None = None
-        """A frame whose ``Start`` has not arrived yet. Nothing behind it is read until it has."""
+        """A frame whose ``Start`` has not arrived yet. No later frame is read until then."""
         self.ended = False
 
     def next_frame(self) -> Frame | None:

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import importlib
 import os
+import pkgutil
 import signal
 import socket
 import sys
@@ -120,21 +120,13 @@ async def _handle_commands(loop: EngineLoop, mailbox: Mailbox, worker_scope: tri
     async for first in mailbox.incoming:
         commands: list[Command] = []
         for message, fds in chain([first], mailbox.available()):
-            match message:
-                case (
-                    messages.Start()
-                    | messages.Resend()
-                    | messages.Pause()
-                    | messages.Resume()
-                    | messages.Abort()
-                    | messages.Ping()
-                    | messages.Stop()
-                ):
-                    commands.append(message)
-                case messages.Connect(producer, consumer, generation):
-                    commands.append(AttachRing(producer, consumer, Ring.attach(fds, generation=generation)))
-                case _:
-                    raise TypeError(f"a worker does not accept {type(message).__name__}")
+            if isinstance(message, messages.LoopCommand):
+                commands.append(message)
+            elif isinstance(message, messages.Connect):
+                ring = Ring.attach(fds, generation=message.generation)
+                commands.append(AttachRing(message.producer, message.consumer, ring))
+            else:
+                raise TypeError(f"a worker does not accept {type(message).__name__}")
         loop.post(*commands)
         if stop := next((command for command in commands if isinstance(command, messages.Stop)), None):
             if loop.running:
@@ -165,17 +157,16 @@ def _load(spec: messages.WorkerSpec, cores: CpuSharing, notify: Notify) -> Stage
     os.nice(spec.nice)  # on Linux: for this thread and those that it starts, not for the one that reads commands
     _prepare_libraries(spec.threads, spins=spec.spins)
     gc.disable()  # loading makes a million objects, none of them garbage, that each collection would traverse
-    engine = _import_factory(spec.factory)(
-        StageContext(
-            stage=spec.address.stage,
-            model=Path(spec.model) if spec.model else None,
-            options=spec.options,
-            threads=spec.threads,
-            thread_budget=cores.thread_budget,
-            device=spec.device,
-            report=lambda note: notify(messages.Loading(note[:LONGEST_NOTE])),
-        )
+    context = StageContext(
+        stage=spec.address.stage,
+        model=Path(spec.model) if spec.model else None,
+        options=spec.options,
+        threads=spec.threads,
+        thread_budget=cores.thread_budget,
+        device=spec.device,
+        report=lambda note: notify(messages.Loading(note[:LONGEST_NOTE])),
     )
+    engine: StageEngine = pkgutil.resolve_name(spec.factory)(context)
     if isinstance(engine, WarmsUp):
         notify(messages.Loading("warming up"))
         with cores:
@@ -200,9 +191,3 @@ def _prepare_libraries(threads: int, *, spins: bool) -> None:
     os.environ.setdefault("MKL_CBWR", "AUTO")
     if spins:
         os.environ["GOMP_SPINCOUNT"] = str(SPIN_COUNT)
-
-
-def _import_factory(path: str) -> Callable[[StageContext], StageEngine]:
-    module, _, name = path.partition(":")
-    factory: Callable[[StageContext], StageEngine] = getattr(importlib.import_module(module), name)
-    return factory

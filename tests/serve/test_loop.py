@@ -22,6 +22,7 @@ import trio
 from omni_actors.config import Pipeline, Stage
 from omni_actors.serve import app
 from omni_actors.serve.server import serve
+from omni_actors.serve.settings import ServerSettings
 
 MAX_STEP_S = 0.1
 WATCHDOG_S = 60.0
@@ -61,7 +62,7 @@ async def serving() -> AsyncIterator[str]:
             ready.set()
 
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(partial(serve, pipeline, port=0, announce=announce))
+        nursery.start_soon(partial(serve, pipeline, ServerSettings(port=0), announce=announce))
         await ready.wait()
         try:
             yield urls[0]

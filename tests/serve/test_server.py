@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import http.client
-import inspect
 import json
 import signal
 import socket
@@ -12,6 +11,7 @@ import subprocess
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from click.testing import CliRunner
 
 from omni_actors.serve.command import serve_command
 from omni_actors.serve.server import DUPLICATE_SIGNAL_S, serve
+from omni_actors.serve.settings import ServerSettings
 
 Start = Callable[..., AbstractContextManager[Any]]
 Command = Callable[..., "subprocess.Popen[bytes]"]
@@ -189,13 +190,13 @@ def test_an_empty_key_does_not_open_the_server(key: str, source: str) -> None:
     arguments, variables = (["--api-key", key], {}) if source == "option" else ([], {"OMNI_ACTORS_API_KEY": key})
     result = CliRunner().invoke(serve_command, ["echo", "--port", "0", *arguments], env=variables)
     assert (result.exit_code, result.stdout) == (2, "")
-    assert "the key is empty" in result.stderr
+    assert "key is empty" in result.stderr
     assert "OMNI_ACTORS_API_KEY" in result.stderr
 
 
 async def test_an_empty_key_in_a_program_is_an_error_too() -> None:
     with pytest.raises(ValueError, match="API key is empty"):
-        await serve("echo", api_key="")
+        await serve("echo", ServerSettings(api_key=""))
 
 
 def test_a_key_from_the_environment_equals_the_option(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,10 +209,9 @@ def test_a_key_from_the_environment_equals_the_option(monkeypatch: pytest.Monkey
 
 
 def test_the_command_and_the_function_have_the_same_defaults() -> None:
-    function = inspect.signature(serve).parameters
-    options = {option.name: option.default for option in serve_command.params if option.name in function}
-    shared = {"host", "port", "max_body_bytes", "drain_s", "max_connections", "max_connections_per_address"}
-    assert {name: options[name] for name in shared} == {name: function[name].default for name in shared}
+    arguments = serve_command.make_context("serve", ["echo"]).params
+    names = [field.name for field in fields(ServerSettings)]
+    assert ServerSettings(**{name: arguments[name] for name in names}) == ServerSettings()
 
 
 def test_an_address_in_use(command: Command, taken_port: int) -> None:
@@ -225,16 +225,22 @@ def test_an_invalid_address() -> None:
     assert result.stderr.startswith("Error: cannot listen on not a host:0: ")
 
 
-def test_a_stage_that_cannot_load_ends_the_server_with_its_error(command: Command, tmp_path: Path) -> None:
+@pytest.mark.parametrize("verbose", [False, True])
+def test_a_stage_that_cannot_load_ends_the_server_with_its_error(
+    command: Command, tmp_path: Path, verbose: bool
+) -> None:
+    """In one sentence; --verbose adds the worker's traceback."""
     pipeline = tmp_path / "broken.yaml"
     pipeline.write_text(
         'name: broken\nstages: {one: {engine: "tests.support.served_engines:broken", accepts: [script], emits: text}}\n'
     )
-    code, out, err = run(command, str(pipeline), "--port", "0")
+    code, out, err = run(command, str(pipeline), "--port", "0", *["--verbose"] * verbose)
     assert code == 1
     assert out.startswith("listening on ")
-    assert "stage 'one'" in err
-    assert "the weights of this model are not there" in err
+    assert err.startswith("Error: stage 'one'")
+    assert "the weights of this model are not there" in err.splitlines()[0]
+    assert ("Traceback (most recent call last)" in err) == verbose
+    assert ("--verbose shows" in err) != verbose
 
 
 def test_one_stage_that_dies_too_often_leaves_the_others_serving(start: Start) -> None:

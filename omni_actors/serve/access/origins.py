@@ -12,9 +12,7 @@ Rules
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection
-from ipaddress import ip_address
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
@@ -23,25 +21,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from omni_actors.serve.http.errors import HTTPError, quote_value
 
-_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^\s/?#@]+", re.ASCII)
-_HOST = re.compile(r"[a-z0-9_-]+(\.[a-z0-9_-]+)*", re.ASCII)
 _DEFAULT_PORTS = {"http": ":80", "https": ":443"}
-
-
-def normalize_origin(given: str) -> str:
-    """Return an origin as browsers write it. Raises ValueError if it is not one."""
-    origin = given.lower().rstrip("/")
-    if not _ORIGIN.fullmatch(origin):
-        raise ValueError(f"{given!r} is not an origin such as https://app.example.org or http://localhost:3000")
-    return origin
-
-
-def normalize_host(given: str) -> str:
-    """Return a host's name or address in lower case, without brackets. Raises ValueError if it is not one."""
-    host = given.lower().removeprefix("[").removesuffix("]")
-    if not _HOST.fullmatch(host) and not _is_address(host):
-        raise ValueError(f"{given!r} is not a host such as api.example.org or 127.0.0.1, without a port")
-    return host
 
 
 class OriginCheck:
@@ -49,8 +29,8 @@ class OriginCheck:
 
     Args:
         app: the wrapped application.
-        origins: the allowed origins, as ``normalize_origin`` returns them.
-        hosts: the allowed hosts, as ``normalize_host`` returns them; empty: all hosts.
+        origins: the allowed origins, as ``settings.normalize_origin`` returns them.
+        hosts: the allowed hosts, as ``settings.normalize_host`` returns them; empty: all.
         has_key: whether clients must send an API key.
     """
 
@@ -95,14 +75,6 @@ def _host_name(host: str) -> str | None:
         return urlsplit(f"//{host}").hostname
     except ValueError:
         return None
-
-
-def _is_address(host: str) -> bool:
-    try:
-        ip_address(host)
-    except ValueError:
-        return False
-    return True
 
 
 def _is_own(origin: str, host: str) -> bool:

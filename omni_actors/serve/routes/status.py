@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from omni_actors import __version__
-from omni_actors.serve.access.api_key import has_valid_key
+from omni_actors.serve.access.gate import has_valid_key
 from omni_actors.serve.api.replies import JSONReply
 from omni_actors.serve.api.schemas import require_model
 from omni_actors.system import OmniSystem

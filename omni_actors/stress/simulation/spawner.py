@@ -7,7 +7,6 @@ import itertools
 import os
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
-from typing import cast
 
 import trio
 
@@ -47,7 +46,7 @@ class SimulatedSpawner:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(worker.run)
                 try:
-                    yield cast(Worker, worker)
+                    yield worker
                 finally:
                     worker.kill()
                     with trio.CancelScope(shield=True):

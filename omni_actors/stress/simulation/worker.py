@@ -18,14 +18,15 @@ import select
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import TypeAlias, cast
 
 import trio
 
 from omni_actors.errors import WorkerExit
 from omni_actors.protocol import messages
-from omni_actors.protocol.mailbox import Envelope, MailboxFull
+from omni_actors.protocol.mailbox import Envelope, Mailbox, MailboxFull
 from omni_actors.stages.base import Chunk, Pausable, StageContext, StageEngine, StageFailure, StageOutput, StageRequest
+from omni_actors.supervisor.process import Worker
 from omni_actors.worker.engine_loop import AttachRing, EngineLoop
 from ringbuf import Ring
 
@@ -58,20 +59,18 @@ class WorkerBehavior:
     refused: bool = False
 
 
-class SimulatedWorker:
+class SimulatedWorker(Worker):
     """A worker as the supervisor sees it, and its mailbox. ``run`` is its main task."""
 
     def __init__(
         self, address: messages.Address, pid: int, behavior: WorkerBehavior, mailbox_capacity: int, note: Note
     ) -> None:
-        self.address, self.pid, self.behavior, self._note = address, pid, behavior, note
-        self.mailbox = self
+        super().__init__(pid, cast(Mailbox, self))
+        self.address, self.behavior, self._note = address, behavior, note
         self.fault = None
         self._inbox_send, self._inbox = trio.open_memory_channel[tuple[bytes, tuple[int, ...]]](mailbox_capacity)
         self._reports, self.incoming = trio.open_memory_channel[Envelope](math.inf)
         self._capacity = mailbox_capacity
-        self._exit: WorkerExit | None = None
-        self._ending, self._dead = trio.Event(), trio.Event()
         self._scope = trio.CancelScope(shield=True)
         self._continued = trio.lowlevel.ParkingLot()
         self._bells = select.epoll()
@@ -118,15 +117,6 @@ class SimulatedWorker:
 
     def kill(self) -> None:
         self.die(signal="SIGKILL")
-
-    async def wait_ending(self) -> WorkerExit:
-        await self._ending.wait()
-        assert self._exit is not None
-        return self._exit
-
-    async def wait_dead(self) -> WorkerExit:
-        await self._dead.wait()
-        return await self.wait_ending()
 
     # faults
 
@@ -199,28 +189,19 @@ class SimulatedWorker:
         """Do what the control thread of a worker does (``worker.main``), and end the process after ``Stop``."""
         while True:
             message, fds = await self._next()
-            match message:
-                case (
-                    messages.Start()
-                    | messages.Resend()
-                    | messages.Pause()
-                    | messages.Resume()
-                    | messages.Abort()
-                    | messages.Ping()
-                ):
-                    loop.post(message)
-                case messages.Connect(producer, consumer, generation):
-                    self._fds.difference_update(fds)
-                    ring = Ring.attach(fds, generation=generation)
-                    self.rings.append(ring)
-                    loop.post(AttachRing(producer, consumer, ring))
-                case messages.Stop(grace_s):
-                    loop.post(message)
-                    if self.ready_at is not None:
-                        await trio.sleep(grace_s)
-                    self.die(exit_code=0)
-                case _:
-                    raise TypeError(f"a worker does not take {type(message).__name__}")
+            if isinstance(message, messages.Connect):
+                self._fds.difference_update(fds)
+                ring = Ring.attach(fds, generation=message.generation)
+                self.rings.append(ring)
+                loop.post(AttachRing(message.producer, message.consumer, ring))
+            elif isinstance(message, messages.LoopCommand):
+                loop.post(message)
+            else:
+                raise TypeError(f"a worker does not accept {type(message).__name__}")
+            if isinstance(message, messages.Stop):
+                if self.ready_at is not None:
+                    await trio.sleep(message.grace_s)
+                self.die(exit_code=0)
 
     async def _run_engine(self, configure: messages.Configure, loop: EngineLoop) -> None:
         """Do what the engine thread of a worker does (``worker.main``)."""

@@ -7,7 +7,6 @@ import logging
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +15,9 @@ import pytest
 import trio
 from click.testing import CliRunner
 
-from omni_actors.serve.access.api_key import normalize_key
-from omni_actors.serve.access.origins import normalize_host, normalize_origin
 from omni_actors.serve.command import serve_command
 from omni_actors.serve.server import _warn_if_public, serve
+from omni_actors.serve.settings import ServerSettings, normalize_host, normalize_key, normalize_origin
 
 Start = Callable[..., AbstractContextManager[Any]]
 
@@ -55,7 +53,7 @@ def test_a_key_with_whitespace_around_it_is_the_key_without(guarded: Any) -> Non
 @pytest.mark.parametrize("key", ["se\nsame", "se\x00same", "sésame", "\x7f"])
 def test_a_key_that_no_header_can_carry_is_refused_at_start(key: str) -> None:
     with pytest.raises(ValueError, match="printable ASCII"):
-        trio.run(partial(serve, "echo", api_key=key))
+        trio.run(serve, "echo", ServerSettings(api_key=key))
     result = CliRunner().invoke(serve_command, ["echo", "--api-key", key])
     assert (result.exit_code, result.stdout) == (2, "")
     assert "printable ASCII" in result.stderr

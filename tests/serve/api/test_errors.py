@@ -18,6 +18,7 @@ import soundfile
 from omni_actors.errors import (
     Aborted,
     DeadlineExceeded,
+    Death,
     InvalidRequest,
     Overloaded,
     SlowConsumer,
@@ -156,8 +157,8 @@ def test_an_engines_name_for_a_field_becomes_the_clients() -> None:
 def test_every_error_of_a_request_has_a_status_and_a_code_of_its_own() -> None:
     unread = to_http_error(SlowConsumer("output_bytes", 1000))
     assert (unread.status, unread.type, unread.code) == (400, "invalid_request_error", "slow_consumer")
-    failed = StageFailed("mouth", 0, "its restarts ran out", [])
     died = WorkerExit(1, "SIGKILL", None)
+    failed = StageFailed("mouth", 0, "its restarts ran out", [Death(0, 0.0, died)])
     others = [
         *(Aborted(), Overloaded(1, 1.0), DeadlineExceeded(1.0)),
         *(StageUnavailable(failed), StageCrashed("mouth", 0, 0, died), InvalidRequest("no")),

@@ -17,10 +17,12 @@ import trio
 
 from omni_actors import config
 from omni_actors.serve.api.schemas import ChatRequest, parse
-from omni_actors.serve.defaults import MAX_BODY_BYTES
 from omni_actors.serve.media.loader import MediaLoader
 from omni_actors.serve.routes.chat import _parameters
 from omni_actors.serve.server import serve
+from omni_actors.serve.settings import ServerSettings
+
+MAX_BODY_BYTES = ServerSettings().max_body_bytes
 
 PICTURE, FILM = b"a picture", b"a film" * 1000
 
@@ -204,7 +206,9 @@ async def test_a_url_of_an_allowed_host(tmp_path: Path, nursery: trio.Nursery) -
         "name: gallery\nstages:\n  eye: {engine: echo, accepts: [image, messages], emits: text}\n"
     )
     send, receive = trio.open_memory_channel[str](9)
-    nursery.start_soon(partial(serve, tmp_path / "echo.yaml", port=0, media=media, announce=send.send_nowait))
+    nursery.start_soon(
+        partial(serve, tmp_path / "echo.yaml", ServerSettings(port=0), media=media, announce=send.send_nowait)
+    )
     with trio.fail_after(60):
         address = (await receive.receive()).split()[2].rstrip(";")
         await receive.receive()

@@ -1,0 +1,86 @@
+"""The settings of a server, and their checks. Imports nothing of the web stack, so that a command line starts fast."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+from dataclasses import dataclass
+from ipaddress import ip_address
+
+API_KEY_VARIABLE = "OMNI_ACTORS_API_KEY"
+"""The environment variable from which the command takes the API key."""
+
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^\s/?#@]+", re.ASCII)
+_HOST = re.compile(r"[a-z0-9_-]+(\.[a-z0-9_-]+)*", re.ASCII)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerSettings:
+    """How a server listens, which requests it refuses, and when it ends.
+
+    Args:
+        host, port: the address to listen on. Port 0: a free port.
+        api_key: the key that clients must send. None: no key.
+        max_body_bytes: the limit of a request's body and the files that its URLs name.
+        allow_origins: the origins whose web pages may use the server.
+        allow_hosts: the accepted values of the header Host, without a port. Empty: all.
+        drain_s: the time that requests in progress have to end after the first signal.
+        max_connections: the limit of connections, which is lower if the process may not open so many files.
+        max_connections_per_address: the limit of connections from one address.
+        exit_on_failed_stage: raise StageFailed when a stage is given up, instead of trying it again.
+
+    Raises ValueError for a bad key, origin or host. The attributes have the normalized ones.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8091
+    api_key: str | None = None
+    max_body_bytes: int = 32 * 1024 * 1024
+    allow_origins: Collection[str] = ()
+    allow_hosts: Collection[str] = ()
+    drain_s: float = 5.0
+    max_connections: int = 1024
+    max_connections_per_address: int = 512
+    exit_on_failed_stage: bool = False
+
+    def __post_init__(self) -> None:
+        normalized = {
+            "api_key": None if self.api_key is None else normalize_key(self.api_key),
+            "allow_origins": frozenset(map(normalize_origin, self.allow_origins)),
+            "allow_hosts": frozenset(map(normalize_host, self.allow_hosts)),
+        }
+        for name, value in normalized.items():
+            object.__setattr__(self, name, value)
+
+
+def normalize_key(given: str) -> str:
+    """Return the key without surrounding whitespace: the content of a file often ends with a newline.
+
+    Raises ValueError for a key that is empty or that no Authorization header can carry.
+    """
+    key = given.strip()
+    if not key:
+        raise ValueError(f"the API key is empty; to serve without a key, give none, and unset {API_KEY_VARIABLE}")
+    if not (key.isascii() and key.isprintable()):
+        raise ValueError("an API key may contain printable ASCII characters only")
+    return key
+
+
+def normalize_origin(given: str) -> str:
+    """Return an origin as browsers write it. Raises ValueError if it is not one."""
+    origin = given.lower().rstrip("/")
+    if not _ORIGIN.fullmatch(origin):
+        raise ValueError(f"{given!r} is not an origin such as https://app.example.org or http://localhost:3000")
+    return origin
+
+
+def normalize_host(given: str) -> str:
+    """Return a host's name or address in lower case, without brackets. Raises ValueError if it is not one."""
+    host = given.lower().removeprefix("[").removesuffix("]")
+    if not _HOST.fullmatch(host):
+        try:
+            ip_address(host)
+        except ValueError as error:
+            message = f"{given!r} is not a host such as api.example.org or 127.0.0.1, without a port"
+            raise ValueError(message) from error
+    return host
