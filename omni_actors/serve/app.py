@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
+import msgspec
 from prometheus_client import Gauge
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -17,6 +18,7 @@ from omni_actors.errors import RequestError
 from omni_actors.serve.access.admission import AdmissionControl, AdmissionTicket
 from omni_actors.serve.access.gate import RequestGate
 from omni_actors.serve.access.origins import OriginCheck
+from omni_actors.serve.api import schemas
 from omni_actors.serve.api.errors import to_http_error
 from omni_actors.serve.api.openapi import document
 from omni_actors.serve.api.replies import JSONReply
@@ -35,17 +37,20 @@ BODY_BUDGET_FACTOR = 4
 """The bytes of all arriving requests are limited to this many times ``max_body_bytes``."""
 
 
+_Handler = Callable[[Request], Awaitable[Response]]
+
+
 async def _openapi(request: Request) -> Response:
-    return JSONReply(document(MODEL_ROUTES, STATUS_ROUTES))
+    return JSONReply(document({path: schema for path, (_, schema) in MODEL_ROUTES.items()}, STATUS_ROUTES))
 
 
-MODEL_ROUTES = {
-    "/v1/chat/completions": chat,
-    "/v1/completions": completions,
-    "/v1/audio/speech": speech,
-    "/v1/audio/transcriptions": transcription,
+MODEL_ROUTES: dict[str, tuple[_Handler, type[msgspec.Struct]]] = {
+    "/v1/chat/completions": (chat, schemas.ChatRequest),
+    "/v1/completions": (completions, schemas.CompletionRequest),
+    "/v1/audio/speech": (speech, schemas.SpeechRequest),
+    "/v1/audio/transcriptions": (transcription, schemas.TranscriptionRequest),
 }
-"""The routes that need the pipeline's stages. They accept POST."""
+"""The routes that need the pipeline's stages, and the schemas of their bodies. They accept POST."""
 STATUS_ROUTES = {
     "/health": health,
     "/metrics": metrics,
@@ -76,7 +81,7 @@ def build(
             return None
         if not has_loaded():
             message = "the model is loading; see /health"
-            raise HTTPError(503, message, type="server_error", code="loading", retry_after_s=LOADING_RETRY_S)
+            raise HTTPError(503, message, code="loading", retry_after_s=LOADING_RETRY_S)
         return admission.admit()
 
     app = _starlette()
@@ -112,7 +117,7 @@ def _admission(system: OmniSystem, max_body_bytes: int) -> AdmissionControl:
 
 def _starlette() -> Starlette:
     """Return the application without its gate: the routes, and the response to each kind of exception."""
-    routes = [Route(path, handler, methods=["POST"]) for path, handler in MODEL_ROUTES.items()]
+    routes = [Route(path, handler, methods=["POST"]) for path, (handler, _) in MODEL_ROUTES.items()]
     routes += [Route(path, handler, methods=["GET"]) for path, handler in STATUS_ROUTES.items()]
     app = Starlette(
         routes=routes,

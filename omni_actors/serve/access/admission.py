@@ -57,24 +57,24 @@ class AdmissionControl:
         self._in_flight, self.retry_after_s, self._free_place = in_flight, retry_after_s, free_place
         self._max_requests = max_requests
         self.max_bytes, self.max_request_bytes = max_bytes, max_request_bytes
-        self._tickets: set[AdmissionTicket] = set()
-        self.bytes = self._places = 0
+        self.tickets: set[AdmissionTicket] = set()
+        self.bytes = self.places = 0
         """The bytes of all tickets, and how many of them hold a place. Kept as sums, because each piece of a body needs
         them."""
 
     def __len__(self) -> int:
-        return len(self._tickets)
+        return len(self.tickets)
 
     def admit(self) -> AdmissionTicket:
         """Return a ticket for a request whose head has arrived. Raises HTTPError 429."""
         self.check_place()
         ticket = AdmissionTicket(self)
-        self._tickets.add(ticket)
+        self.tickets.add(ticket)
         return ticket
 
     def check_place(self) -> None:
         """Raises HTTPError 429 if the system is full."""
-        if self._in_flight() + self._places >= self._max_requests and not self._free_place():
+        if self._in_flight() + self.places >= self._max_requests and not self._free_place():
             raise to_http_error(Overloaded(self._max_requests, self.retry_after_s()))
 
     def make_room(self, size: int) -> None:
@@ -82,33 +82,14 @@ class AdmissionControl:
         free = self.max_bytes - self.bytes
         while free < size:
             now = trio.current_time()
-            slow = [each for each in self._tickets if not each.has_place and now - each.since >= GRACE_S]
+            slow = [each for each in self.tickets if not each.has_place and now - each.since >= GRACE_S]
             if not slow:
                 retry_s = self.retry_after_s()
                 message = f"arriving requests use {self.max_bytes} bytes already; try again in {retry_s:.0f} s"
-                raise HTTPError(429, message, type="rate_limit_error", code="overloaded", retry_after_s=retry_s)
+                raise HTTPError(429, message, code="overloaded", retry_after_s=retry_s)
             slowest = min(slow, key=lambda each: each.bytes / (now - each.since))
             free += slowest.bytes
             slowest.end_upload()
-
-    def place(self, ticket: AdmissionTicket) -> None:
-        """Give a ticket a place. Raises HTTPError 429."""
-        self.check_place()
-        ticket.has_place = True
-        self._places += 1
-
-    def count(self, ticket: AdmissionTicket, size: int) -> None:
-        """Count ``size`` more bytes of a ticket."""
-        ticket.bytes += size
-        if ticket in self._tickets:
-            self.bytes += size
-
-    def remove(self, ticket: AdmissionTicket) -> None:
-        """Give back the place and the bytes of a ticket. Idempotent."""
-        if ticket in self._tickets:
-            self._tickets.remove(ticket)
-            self.bytes -= ticket.bytes
-            self._places -= ticket.has_place
 
 
 class AdmissionTicket:
@@ -138,11 +119,15 @@ class AdmissionTicket:
         if self.was_ended:
             return
         self._admission.make_room(size)
-        self._admission.count(self, size)
+        self.bytes += size
+        if self in self._admission.tickets:
+            self._admission.bytes += size
 
     def take_place(self) -> None:
         """Take a place, because the body is complete. Raises HTTPError 429."""
-        self._admission.place(self)
+        self._admission.check_place()
+        self.has_place = True
+        self._admission.places += 1
 
     def end_upload(self) -> None:
         """Cancel the upload to make room for other requests."""
@@ -152,4 +137,7 @@ class AdmissionTicket:
 
     def release(self) -> None:
         """Give back the place and the bytes: the system has the request, or the request has ended. Idempotent."""
-        self._admission.remove(self)
+        if self in self._admission.tickets:
+            self._admission.tickets.remove(self)
+            self._admission.bytes -= self.bytes
+            self._admission.places -= self.has_place

@@ -9,37 +9,33 @@ from typing import Any
 import msgspec
 
 from omni_actors import errors
-from omni_actors.serve.http.errors import MAX_MESSAGE, HTTPError, bad_request, quote_value, truncate
+from omni_actors.serve.http.errors import MAX_MESSAGE, HTTPError, bad_request, truncate
 from omni_actors.validation import split_place
 
+_STATUSES: dict[type[errors.OmniError], tuple[int, str]] = {
+    errors.Overloaded: (429, "overloaded"),
+    errors.SlowConsumer: (400, "slow_consumer"),
+    errors.StageUnavailable: (503, "stage_unavailable"),
+    errors.StageCrashed: (500, "stage_crashed"),
+    errors.Quarantined: (422, "quarantined"),
+    errors.DeadlineExceeded: (504, "deadline_exceeded"),
+    errors.Aborted: (503, "aborted"),
+}
+"""The status and the code of each error."""
 NO_RETRY = {"x-should-retry": "false"}
 """OpenAI's clients obey this header. Other clients are stopped by the status 422."""
 
 
 def to_http_error(error: errors.OmniError) -> HTTPError:
     """Return the error that the client receives for an error of the system."""
-    text = str(error)
-    match error:
-        case errors.InvalidRequest(param=param, code=code):
-            return bad_request(text, param, code)
-        case errors.Overloaded(retry_after_s=seconds):
-            return HTTPError(429, text, type="rate_limit_error", code="overloaded", retry_after_s=seconds)
-        case errors.SlowConsumer():
-            return bad_request(text, code="slow_consumer")
-        case errors.StageUnavailable(retry_after_s=seconds):
-            return HTTPError(503, text, type="server_error", code="stage_unavailable", retry_after_s=seconds)
-        case errors.StageCrashed(retryable=False):
-            return HTTPError(422, text, code="stage_crashed", headers=NO_RETRY)
-        case errors.Quarantined():
-            return HTTPError(422, text, code="quarantined", headers=NO_RETRY)
-        case errors.StageCrashed():
-            return HTTPError(500, text, type="server_error", code="stage_crashed")
-        case errors.DeadlineExceeded():
-            return HTTPError(504, text, type="server_error", code="deadline_exceeded")
-        case errors.Aborted():
-            return HTTPError(503, text, type="server_error", code="aborted")
-        case _:
-            return HTTPError(500, text, type="server_error", code="internal_error")
+    if isinstance(error, errors.InvalidRequest):
+        return bad_request(str(error), error.param, error.code)
+    status, code = _STATUSES.get(type(error), (500, "internal_error"))
+    if isinstance(error, errors.StageCrashed) and not error.retryable:
+        status = 422
+    retry_after_s = getattr(error, "retry_after_s", None)
+    headers = NO_RETRY if status == 422 else None
+    return HTTPError(status, str(error), code=code, retry_after_s=retry_after_s, headers=headers)
 
 
 @contextmanager
@@ -72,10 +68,3 @@ def from_validation(error: msgspec.ValidationError, accepted_at: Callable[[str],
     if accepted := accepted_at(param):
         message = f"{message.replace('enum value', 'value')}; accepted: {', '.join(map(repr, accepted))}"
     return bad_request(f"{param}: {message}" if param else message, param or None)
-
-
-def unsupported(param: str, value: Any, accepted: str) -> HTTPError:
-    """Return the error for a parameter of OpenAI's API that this server does not implement."""
-    return bad_request(
-        f"{param}: {quote_value(value)} is not supported; accepted: {accepted}", param, "unsupported_parameter"
-    )

@@ -36,8 +36,9 @@ async def read_form(request: Request, file_name: str) -> tuple[bytes | None, dic
         raise bad_request(message, file_name, "missing_required_parameter")
     body = await read_body(request)
     form = _Form(file_name)
+    callbacks: Any = {name: getattr(form, name) for name in dir(form) if name.startswith("on_")}
     try:
-        parser = MultipartParser(options[b"boundary"], form.callbacks())
+        parser = MultipartParser(options[b"boundary"], callbacks)
         for at in range(0, len(body), SLICE_BYTES):
             await trio.lowlevel.checkpoint()
             parser.write(body[at : at + SLICE_BYTES])
@@ -47,7 +48,7 @@ async def read_form(request: Request, file_name: str) -> tuple[bytes | None, dic
 
 
 class _Form:
-    """A form, filled in by the parser's callbacks."""
+    """A form, filled in by the parser's callbacks: the methods with the parser's names of its events."""
 
     def __init__(self, file_name: str) -> None:
         self.file: bytes | None = None
@@ -58,38 +59,26 @@ class _Form:
         self._parts = 0
         self._header, self._value, self._data = bytearray(), bytearray(), bytearray()
 
-    def callbacks(self) -> Any:
-        """Return the callbacks by the parser's names of its events."""
-        return {
-            "on_part_begin": self._begin_part,
-            "on_header_field": self._add_header,
-            "on_header_value": self._add_value,
-            "on_header_end": self._end_header,
-            "on_headers_finished": self._end_headers,
-            "on_part_data": self._add_data,
-            "on_part_end": self._end_part,
-        }
-
-    def _begin_part(self) -> None:
+    def on_part_begin(self) -> None:
         self._parts += 1
         if self._parts > MAX_PARTS:
             raise _broken(f"it has more than {MAX_PARTS} parts")
         self._name, self._is_file, self._data = "", False, bytearray()
 
-    def _add_header(self, data: bytes, begin: int, end: int) -> None:
+    def on_header_field(self, data: bytes, begin: int, end: int) -> None:
         self._header += data[begin:end]
 
-    def _add_value(self, data: bytes, begin: int, end: int) -> None:
+    def on_header_value(self, data: bytes, begin: int, end: int) -> None:
         self._value += data[begin:end]
 
-    def _end_header(self) -> None:
+    def on_header_end(self) -> None:
         if self._header.lower() == b"content-disposition":
             _, options = parse_options_header(bytes(self._value))
             self._name = _text(options.get(b"name", b""))
             self._is_file = b"filename" in options
         self._header, self._value = bytearray(), bytearray()
 
-    def _end_headers(self) -> None:
+    def on_headers_finished(self) -> None:
         if not self._name:
             raise _broken("a part has no name")
         if not self._is_file:
@@ -99,12 +88,12 @@ class _Form:
         if self.file is not None:
             raise _broken("it has more than one file")
 
-    def _add_data(self, data: bytes, begin: int, end: int) -> None:
+    def on_part_data(self, data: bytes, begin: int, end: int) -> None:
         self._data += data[begin:end]
         if not self._is_file and len(self._data) > MAX_FIELD_BYTES:
             raise _broken(f"the field {quote_value(self._name)} has more than {MAX_FIELD_BYTES} bytes")
 
-    def _end_part(self) -> None:
+    def on_part_end(self) -> None:
         if self._is_file:
             self.file = bytes(self._data)
         elif self._data:

@@ -22,7 +22,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from omni_actors.errors import RequestError
-from omni_actors.generation import Generation, Output
+from omni_actors.generation import Generation
 from omni_actors.serve.api.errors import to_http_error
 from omni_actors.serve.http.buffered_socket import PIECE_BYTES
 
@@ -40,14 +40,6 @@ def event(data: Any) -> bytes:
 def error_event(error: RequestError) -> bytes:
     """Return a server-sent event with OpenAI's error object."""
     return b"data: " + to_http_error(error).body() + b"\n\n"
-
-
-def usage_of(output: Output) -> dict[str, int] | None:
-    """Return OpenAI's usage object, if the output has the numbers of tokens."""
-    if "completion_tokens" not in output.data:
-        return None
-    prompt, completion = output.data["prompt_tokens"], output.data["completion_tokens"]
-    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
 
 class JSONReply(Response):

@@ -18,7 +18,7 @@ from msgspec import Meta, field
 from msgspec.inspect import ListType, LiteralType, StructType, Type, UnionType
 
 from omni_actors.config import Pipeline
-from omni_actors.serve.api.errors import from_validation, unsupported
+from omni_actors.serve.api.errors import from_validation
 from omni_actors.serve.http.errors import HTTPError, bad_request, quote_value
 from omni_actors.serve.media.audio import AudioFormat
 from omni_actors.system import OmniSystem
@@ -54,13 +54,15 @@ UNSUPPORTED_FIELDS: dict[str, tuple[Any, ...]] = {
     "function_call": ("none", "auto"),
     "prediction": (),
     "reasoning_effort": ("none",),
+    "add_special_tokens": (False,),
     "verbosity": ("medium",),
     "web_search_options": (),
     "moderation": (),
     "instructions": ("",),
     "prompt": ("",),
 }
-"""Fields that this server does not implement, and the values that are accepted because they have no effect."""
+"""Fields that this server does not implement, and the values that are accepted because they have no effect. The
+chat template of a model adds its special tokens, so ``add_special_tokens`` would repeat them."""
 
 
 class TextPart(msgspec.Struct, frozen=True, tag="text"):
@@ -208,7 +210,8 @@ def parse(fields: Mapping[str, Any], schema: type[Body], *, strict: bool = True)
             params[name] = value
         elif value not in UNSUPPORTED_FIELDS[name]:
             accepted = " or ".join(map(repr, UNSUPPORTED_FIELDS[name])) or "its absence"
-            raise unsupported(name, value, accepted)
+            message = f"{name}: {quote_value(value)} is not supported; accepted: {accepted}"
+            raise bad_request(message, name, "unsupported_parameter")
     return body, params
 
 

@@ -22,6 +22,8 @@ MAX_MESSAGE = 500
 MAX_QUOTE = 80
 """The most characters of a client's text in a message."""
 
+_TYPES = {429: "rate_limit_error", 500: "server_error", 503: "server_error", 504: "server_error"}
+
 _quoting = reprlib.Repr()
 _quoting.maxstring = _quoting.maxother = _quoting.maxlong = MAX_QUOTE
 
@@ -32,7 +34,7 @@ class HTTPError(Exception):
     Args:
         status: the HTTP status.
         message: truncated to ``MAX_MESSAGE`` characters.
-        type, param, code: see OpenAI's error object.
+        param, code: see OpenAI's error object. Its type follows from the status.
         retry_after_s: sent as the header Retry-After, in whole seconds.
         headers: more headers of the response.
     """
@@ -42,13 +44,13 @@ class HTTPError(Exception):
         status: int,
         message: str,
         *,
-        type: str = "invalid_request_error",
         param: str | None = None,
         code: str | None = None,
         retry_after_s: float | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        self.status, self.type, self.code = status, type, code
+        self.status, self.code = status, code
+        self.type = _TYPES.get(status, "invalid_request_error")
         self.message = truncate(message, MAX_MESSAGE)
         self.param = None if param is None else truncate(param, MAX_QUOTE)
         self.headers = dict(headers or {})
@@ -84,4 +86,4 @@ def bad_request(message: str, param: str | None = None, code: str | None = "inva
 
 def internal_error() -> HTTPError:
     """Return an error with status 500, which reveals nothing about its cause."""
-    return HTTPError(500, "internal error", type="server_error", code="internal_error")
+    return HTTPError(500, "internal error", code="internal_error")

@@ -32,7 +32,7 @@ ACCEPT_RETRY_S = 0.1
 
 log = logging.getLogger("omni_actors.serve")
 
-_FULL = HTTPError(503, "the server has too many connections", type="server_error", code="too_many_connections")
+_FULL = HTTPError(503, "the server has too many connections", code="too_many_connections")
 
 
 class Listener:

@@ -18,7 +18,7 @@ import soxr
 import trio
 
 from omni_actors.generation import AudioChunk
-from omni_actors.serve.http.errors import HTTPError, bad_request
+from omni_actors.serve.http.errors import bad_request
 
 Floats: TypeAlias = "np.ndarray[Any, np.dtype[np.float32]]"
 Int16s: TypeAlias = "np.ndarray[Any, np.dtype[np.int16]]"
@@ -72,7 +72,8 @@ def _decode(data: bytes, param: str, limit: int) -> AudioChunk:
             for block in file.blocks(max(1, _BLOCK // file.channels), dtype="float32", always_2d=True):
                 begin, total = total, total + len(block)
                 if total > limit:
-                    raise _too_long(param)
+                    message = f"{param}: too long; a request may have {MAX_AUDIO_S} s of audio"
+                    raise bad_request(message, param, "audio_too_long")
                 samples.resize(total, refcheck=False)  # in place: there is no other reference
                 block.mean(axis=1, dtype=np.float32, out=samples[begin:])
             rate = file.samplerate
@@ -82,11 +83,6 @@ def _decode(data: bytes, param: str, limit: int) -> AudioChunk:
     if not total:
         raise bad_request(f"{param}: the audio file is empty", param, "invalid_audio")
     return AudioChunk(samples, rate)
-
-
-def _too_long(param: str) -> HTTPError:
-    message = f"{param}: too long; a request may have {MAX_AUDIO_S} s of audio"
-    return bad_request(message, param, "audio_too_long")
 
 
 class AudioEncoder:

@@ -10,7 +10,6 @@ Rules
 
 from __future__ import annotations
 
-import time
 import uuid
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -29,47 +28,28 @@ from omni_actors.serve.http.errors import bad_request
 from omni_actors.serve.media.audio import AudioEncoder, decode
 from omni_actors.serve.media.base64_data import to_base64
 from omni_actors.serve.media.loader import MediaLoader, MediaReference
-from omni_actors.system import OmniSystem
+from omni_actors.serve.routes.common import Completion, open_body, stop_list
 
 
-class _ChatReply:
+class _ChatReply(Completion):
     """Turns a generation's outputs into the objects of the reply.
 
     names: the client's name of each parameter, by the engines' name.
     """
 
     def __init__(self, body: schemas.ChatRequest, names: Mapping[str, str]) -> None:
-        now = int(time.time())
-        self.id, self.created, self.model = f"chatcmpl-{uuid.uuid4().hex}", now, body.model
+        super().__init__("chatcmpl", "chat.completion.chunk" if body.stream else "chat.completion", body.model)
         self.audio_id = f"audio_{uuid.uuid4().hex}"
         self.has_audio = "audio" in body.modalities
         self.is_streamed, self.include_usage = body.stream, body.stream_options.include_usage
         self.names = names
         format = "pcm" if body.audio.format == "pcm16" else body.audio.format
         self.encoder = AudioEncoder(format, streamed=body.stream)
-        self.finish_reason = "stop"
-        self.usage: dict[str, int] | None = None
 
     async def convert(self, output: Output) -> tuple[str, bytes]:
         """Return the text and the encoded audio that an output adds."""
-        self.finish_reason = output.data.get("finish_reason", self.finish_reason)
-        self.usage = replies.usage_of(output) or self.usage
-        match output.modality, output.delta:
-            case "text", str(text):
-                return text, b""
-            case "audio", AudioChunk() as chunk:
-                return "", await self.encoder.push(chunk)
-        return "", b""
-
-    def envelope(self, kind: str, choices: list[Any], usage: Any) -> dict[str, Any]:
-        return {
-            "id": self.id,
-            "object": kind,
-            "created": self.created,
-            "model": self.model,
-            "choices": choices,
-            "usage": usage,
-        }
+        text = self.add(output)
+        return text, await self.encoder.push(output.delta) if isinstance(output.delta, AudioChunk) else b""
 
 
 async def chat(request: Request) -> Response:
@@ -83,11 +63,9 @@ async def chat(request: Request) -> Response:
 
 
 async def _start(request: Request) -> tuple[_ChatReply, Generation]:
-    system: OmniSystem = request.app.state.system
     media: MediaLoader = request.app.state.media
     ticket: AdmissionTicket = request.scope[SCOPE_KEY]
-    body, params = schemas.parse(await read_json(request), schemas.ChatRequest)
-    schemas.require_model(body.model, system.pipeline.name)
+    system, body, params = open_body(request, await read_json(request), schemas.ChatRequest)
     if body.stream and "audio" in body.modalities and body.audio.format == "flac":
         message = "audio.format: 'flac' cannot be streamed; accepted: 'wav', 'mp3', 'opus', 'pcm16'"
         raise bad_request(message, "audio.format", "unsupported_parameter")
@@ -119,7 +97,7 @@ def _parameters(
     given = [  # the engines' name, the client's name, the value; the last value counts
         ("max_tokens", "max_tokens", body.max_tokens),
         ("max_tokens", "max_completion_tokens", body.max_completion_tokens),
-        ("stop", "stop", [body.stop] if isinstance(body.stop, str) else body.stop),
+        ("stop", "stop", stop_list(body)),
         ("speaker", "audio.voice", voice),
         ("use_audio_in_video", "mm_processor_kwargs.use_audio_in_video", body.mm_processor_kwargs.use_audio_in_video),
         *((name, name, value) for name, value in others.items()),
@@ -191,14 +169,12 @@ async def _whole(reply: _ChatReply, generation: Generation) -> Response:
             "transcript": text,
             "expires_at": reply.created,
         }
-    choice = {"index": 0, "message": message, "finish_reason": reply.finish_reason, "logprobs": None}
-    return replies.JSONReply(reply.envelope("chat.completion", [choice], reply.usage))
+    return replies.JSONReply(reply.choice(reply.finish_reason, message=message) | {"usage": reply.usage})
 
 
 async def _events(reply: _ChatReply, generation: Generation) -> replies.Pieces:
     def chunk(delta: Mapping[str, Any], finish_reason: str | None = None) -> bytes:
-        choice = {"index": 0, "delta": delta, "finish_reason": finish_reason, "logprobs": None}
-        return replies.event(reply.envelope("chat.completion.chunk", [choice], None))
+        return replies.event(reply.choice(finish_reason, delta=delta))
 
     def audio_chunk(**fields: Any) -> bytes:
         return chunk({"audio": {"id": reply.audio_id, **fields}})
@@ -219,5 +195,5 @@ async def _events(reply: _ChatReply, generation: Generation) -> replies.Pieces:
         yield audio_chunk(expires_at=reply.created)
     yield chunk({}, reply.finish_reason)
     if reply.include_usage:
-        yield replies.event(reply.envelope("chat.completion.chunk", [], reply.usage))
+        yield replies.event(reply.usage_object())
     yield replies.DONE

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import time
-import uuid
-from typing import Any
-
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -14,52 +10,33 @@ from omni_actors.serve.access.admission import SCOPE_KEY
 from omni_actors.serve.api import replies
 from omni_actors.serve.api.errors import renaming
 from omni_actors.serve.api.json_body import read_json
-from omni_actors.serve.api.schemas import CompletionRequest, parse, require_model
-from omni_actors.system import OmniSystem
+from omni_actors.serve.api.schemas import CompletionRequest
+from omni_actors.serve.routes.common import Completion, open_body, stop_list
 
 
 async def completions(request: Request) -> Response:
     """Continue a prompt, as one JSON object or as server-sent events."""
-    system: OmniSystem = request.app.state.system
-    body, params = parse(await read_json(request), CompletionRequest)
-    require_model(body.model, system.pipeline.name)
-    given = {"max_tokens": body.max_tokens, "stop": [body.stop] if isinstance(body.stop, str) else body.stop}
+    system, body, params = open_body(request, await read_json(request), CompletionRequest)
+    given = {"max_tokens": body.max_tokens, "stop": stop_list(body)}
     params |= {name: value for name, value in given.items() if value is not None}
     request.scope[SCOPE_KEY].release()
+    reply = Completion("cmpl", "text_completion", body.model)
     with renaming({"input": "prompt", "messages": "prompt"}):
         generation = system.generate(body.prompt, modalities=("text",), **params)
         if body.stream:
-            return await replies.StreamedReply(generation, _events(body, generation)).start()
+            events = _events(reply, generation, include_usage=body.stream_options.include_usage)
+            return await replies.StreamedReply(generation, events).start()
         with replies.collecting(generation):
-            return replies.WholeReply(generation, replies.JSONReply(await _whole(body, generation)))
+            text = "".join([reply.add(output) async for output in generation])
+            whole = reply.choice(reply.finish_reason, text=text) | {"usage": reply.usage}
+            return replies.WholeReply(generation, replies.JSONReply(whole))
 
 
-def _envelope(body: CompletionRequest) -> dict[str, Any]:
-    now = int(time.time())
-    return {"id": f"cmpl-{uuid.uuid4().hex}", "object": "text_completion", "created": now, "model": body.model}
-
-
-def _choice(text: str, finish_reason: str | None) -> dict[str, Any]:
-    return {"index": 0, "text": text, "finish_reason": finish_reason, "logprobs": None}
-
-
-async def _whole(body: CompletionRequest, generation: Generation) -> dict[str, Any]:
-    text, finish_reason, usage = "", "stop", None
+async def _events(reply: Completion, generation: Generation, *, include_usage: bool) -> replies.Pieces:
     async for output in generation:
-        text += output.delta if isinstance(output.delta, str) else ""
-        finish_reason = output.data.get("finish_reason", finish_reason)
-        usage = replies.usage_of(output) or usage
-    return {**_envelope(body), "choices": [_choice(text, finish_reason)], "usage": usage}
-
-
-async def _events(body: CompletionRequest, generation: Generation) -> replies.Pieces:
-    envelope, finish_reason, usage = _envelope(body), "stop", None
-    async for output in generation:
-        finish_reason = output.data.get("finish_reason", finish_reason)
-        usage = replies.usage_of(output) or usage
-        if isinstance(output.delta, str) and output.delta:
-            yield replies.event({**envelope, "choices": [_choice(output.delta, None)], "usage": None})
-    yield replies.event({**envelope, "choices": [_choice("", finish_reason)], "usage": None})
-    if body.stream_options.include_usage:
-        yield replies.event({**envelope, "choices": [], "usage": usage})
+        if text := reply.add(output):
+            yield replies.event(reply.choice(None, text=text))
+    yield replies.event(reply.choice(reply.finish_reason, text=""))
+    if include_usage:
+        yield replies.event(reply.usage_object())
     yield replies.DONE

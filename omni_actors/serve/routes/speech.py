@@ -11,24 +11,21 @@ from omni_actors.serve.access.admission import SCOPE_KEY
 from omni_actors.serve.api.errors import renaming
 from omni_actors.serve.api.json_body import read_json
 from omni_actors.serve.api.replies import Pieces, StreamedReply, WholeReply, collecting
-from omni_actors.serve.api.schemas import SpeechRequest, has_speakers, parse, require_model
+from omni_actors.serve.api.schemas import SpeechRequest, has_speakers
 from omni_actors.serve.http.errors import bad_request
 from omni_actors.serve.media.audio import AudioEncoder
-from omni_actors.system import OmniSystem
+from omni_actors.serve.routes.common import open_body
 
 _MEDIA_TYPES = {"wav": "audio/wav", "mp3": "audio/mpeg", "flac": "audio/flac", "opus": "audio/ogg", "pcm": "audio/pcm"}
-_NAMES = {"script": "input", "text": "input"}
 
 
 async def speech(request: Request) -> Response:
     """Speak a text."""
-    system: OmniSystem = request.app.state.system
-    body, params = parse(await read_json(request), SpeechRequest)
-    require_model(body.model, system.pipeline.name)
+    system, body, params = open_body(request, await read_json(request), SpeechRequest)
     if not body.input.strip():
         raise bad_request("input: there is no text to speak", "input", "empty")
     request.scope[SCOPE_KEY].release()
-    names = dict(_NAMES)
+    names = {"script": "input", "text": "input"}
     if "speaker" not in params and has_speakers(system.pipeline):
         params["speaker"], names["speaker"] = body.voice, "voice"
     format, media_type = body.response_format, _MEDIA_TYPES[body.response_format]

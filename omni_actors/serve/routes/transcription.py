@@ -15,17 +15,15 @@ from omni_actors.serve.access.admission import SCOPE_KEY
 from omni_actors.serve.api import replies
 from omni_actors.serve.api.errors import renaming
 from omni_actors.serve.api.form_body import read_form
-from omni_actors.serve.api.schemas import TranscriptionRequest, parse, require_model
+from omni_actors.serve.api.schemas import TranscriptionRequest
 from omni_actors.serve.http.errors import bad_request
 from omni_actors.serve.media.audio import decode
-from omni_actors.system import OmniSystem
-
-_NAMES = {"audio": "file"}
+from omni_actors.serve.routes.common import open_body
 
 
 async def transcription(request: Request) -> Response:
     """Transcribe an audio file."""
-    with renaming(_NAMES):
+    with renaming({"audio": "file"}):
         body, seconds, generation = await _start(request)
         if body.stream:
             return await replies.StreamedReply(generation, _events(generation)).start()
@@ -35,10 +33,8 @@ async def transcription(request: Request) -> Response:
 
 async def _start(request: Request) -> tuple[TranscriptionRequest, float, Generation]:
     """Return the request's fields, the audio's duration in seconds, and the generation."""
-    system: OmniSystem = request.app.state.system
     data, fields = await read_form(request, "file")
-    body, params = parse(fields, TranscriptionRequest, strict=False)
-    require_model(body.model, system.pipeline.name)
+    system, body, params = open_body(request, fields, TranscriptionRequest, strict=False)
     if data is None:
         message = "missing required parameter 'file', an audio file in a multipart form"
         raise bad_request(message, "file", "missing_required_parameter")

@@ -87,6 +87,7 @@ BODIES: list[tuple[str, dict[str, Any], int, str | None, str]] = [
     (CHAT, {"n": 2}, 400, "n", "accepted: 1"),
     (CHAT, {"tools": [{"type": "function"}]}, 400, "tools", "accepted"),
     (CHAT, {"logprobs": True}, 400, "logprobs", "accepted: False"),
+    (CHAT, {"add_special_tokens": True}, 400, "add_special_tokens", "accepted: False"),
     (CHAT, {"presence_penalty": 0.5}, 400, "presence_penalty", "accepted: 0"),
     (CHAT, {"response_format": {"type": "json_object"}}, 400, "response_format", "text"),
     (CHAT, {"temprature": 1}, 400, "temprature", "temprature"),

@@ -102,13 +102,14 @@ def test_fields_without_effect_are_accepted(client: openai.OpenAI) -> None:
     answer = ask(
         client,
         n=1,
-        user="somebody",
+        user="anyone",
         metadata={"a": "b"},
         presence_penalty=0,
         frequency_penalty=0.0,
         logprobs=False,
         tools=[],
         response_format={"type": "text"},
+        extra_body={"add_special_tokens": False},
         seed=None,
         messages=[{"role": "developer", "content": "be brief"}, {"role": "user", "content": "hello"}],
     )
