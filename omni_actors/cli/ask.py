@@ -11,10 +11,11 @@ from typing import Any
 import click
 import msgspec
 import soundfile
+from rich import filesize
 from rich.table import Table
 
 from omni_actors import config as configuration
-from omni_actors.cli.running import notes, run, seconds, size
+from omni_actors.cli.running import notes, run, seconds
 from omni_actors.command_line import override_option, verbose_option
 from omni_actors.generation import SOUND_SUFFIXES, AudioChunk, RequestMetrics, SoundWriter
 from omni_actors.system import OmniSystem
@@ -145,4 +146,6 @@ def _print_metrics(metrics: RequestMetrics) -> None:
 
 
 def _sent(sent_bytes: Mapping[str, int]) -> str:
-    return "\n".join(f"{size(count)} → {consumer.partition('.')[0]}" for consumer, count in sent_bytes.items())
+    return "\n".join(
+        f"{filesize.decimal(count)} → {consumer.partition('.')[0]}" for consumer, count in sent_bytes.items()
+    )

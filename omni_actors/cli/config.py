@@ -10,9 +10,9 @@ from pathlib import Path
 
 import click
 import msgspec
+from rich import filesize
 
 from omni_actors import config as configuration
-from omni_actors.cli.running import size
 from omni_actors.command_line import BadConfig, click_error, override_option
 from omni_actors.config import Explained, Pipeline
 from omni_actors.errors import ConfigError
@@ -55,7 +55,9 @@ def explain(config: str, show_all: bool, as_json: bool, assignments: tuple[str, 
     else:
         shown = [row for row in rows if show_all or row.origin != "default"]
         lines = [(row.path, msgspec.json.encode(row.value).decode(), _relative(row.origin)) for row in shown]
-        lines += [(row.path, "unknown" if row.value is None else size(row.value), row.origin) for row in needs]
+        lines += [
+            (row.path, "unknown" if row.value is None else filesize.decimal(row.value), row.origin) for row in needs
+        ]
         width = max(len(path) for path, _, _ in lines)
         for path, value, origin in lines:
             click.echo(f"{path:{width}}  {value:32}  {origin}")

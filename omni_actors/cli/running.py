@@ -58,12 +58,3 @@ async def _cancel_on_signal(signals: AsyncIterator[int], scope: trio.CancelScope
 def seconds(value: float | None) -> str:
     """Return a time for people."""
     return "–" if value is None else f"{value:.3f} s"
-
-
-def size(count: float) -> str:
-    """Return a number of bytes for people."""
-    for unit in ("B", "kB", "MB"):
-        if count < 1000:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1000
-    return f"{count:.1f} GB"

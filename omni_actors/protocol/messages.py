@@ -236,8 +236,7 @@ MAX_BYTES = 128 * 1024
 """Largest encoded message. It is below the default socket buffer, so the kernel never refuses a packet for its size."""
 
 _encoder = msgspec.msgpack.Encoder()
-_decoder: msgspec.msgpack.Decoder[ControlMessage] = msgspec.msgpack.Decoder(ControlMessage)
-_unpacker: msgspec.msgpack.Decoder[list[ControlMessage]] = msgspec.msgpack.Decoder(list[ControlMessage])
+_decoder = msgspec.msgpack.Decoder(list[ControlMessage])
 _HEADER = struct.Struct(">BH")
 _ARRAY_16 = 0xDC
 MAX_PACKET_BYTES = _HEADER.size + MAX_BYTES
@@ -253,16 +252,11 @@ def encode(message: ControlMessage) -> bytes:
     return packet
 
 
-def decode(packet: bytes) -> ControlMessage:
-    """Decode one message. Raises msgspec.ValidationError or msgspec.DecodeError if it is not exactly one message."""
-    return _decoder.decode(packet)
-
-
 def pack(encoded: Sequence[bytes]) -> bytes:
     """Join encoded messages of at most ``MAX_BYTES`` in all to one packet: a msgpack array with a 16-bit count."""
     return _HEADER.pack(_ARRAY_16, len(encoded)) + b"".join(encoded)
 
 
 def unpack(packet: bytes) -> list[ControlMessage]:
-    """Decode all messages of a packet. Raises as ``decode``."""
-    return _unpacker.decode(packet)
+    """Decode all messages of a packet. Raises msgspec.DecodeError (msgspec.ValidationError) if it is none."""
+    return _decoder.decode(packet)

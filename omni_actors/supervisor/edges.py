@@ -10,8 +10,8 @@ Rules
 from __future__ import annotations
 
 import itertools
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager, closing, suppress
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -48,26 +48,19 @@ class InputEdge:
         Cancellation: the message is sent whole or not at all. A worker that has corrupted the ring is killed. Raises
         trio.ClosedResourceError when the worker dies.
         """
-        async with self._in_turn():
-            try:
-                with closing(self._producer.sending(*buffers)) as sending:
-                    for _ in sending:
-                        await trio.lowlevel.wait_readable(self._producer.fileno())
-            except RingClosed as error:
-                raise trio.ClosedResourceError from error
-            except RingCorrupted as error:
-                self._kill(f"RingCorrupted: {error}")
-                raise trio.ClosedResourceError from error
-
-    @asynccontextmanager
-    async def _in_turn(self) -> AsyncIterator[None]:
-        """Hold the lock. A free one is taken without a checkpoint, so that requests of one turn are sent together."""
         try:
-            self._turn.acquire_nowait()
+            self._turn.acquire_nowait()  # without a checkpoint, so that requests of one turn are sent together
         except trio.WouldBlock:
             await self._turn.acquire()
         try:
-            yield
+            with closing(self._producer.sending(*buffers)) as sending:
+                for _ in sending:
+                    await trio.lowlevel.wait_readable(self._producer.fileno())
+        except RingClosed as error:
+            raise trio.ClosedResourceError from error
+        except RingCorrupted as error:
+            self._kill(f"RingCorrupted: {error}")
+            raise trio.ClosedResourceError from error
         finally:
             self._turn.release()
 
@@ -117,7 +110,12 @@ class Edges:
             for producer, consumer in itertools.product(self._live(spec.producer), self._live(spec.consumer)):
                 if address not in (producer, consumer):
                     continue
-                ring = self._connect(producer, consumer, spec.ring_bytes)
+                self._generation += 1
+                ring = self._spawner.create_ring(producer, consumer, spec.ring_bytes, self._generation)
+                self._rings[producer, consumer] = ring
+                for end in (producer, consumer):
+                    if end != CLIENT_ADDRESS:
+                        self._posts[end](Connect(producer, consumer, self._generation), ring.fds)
                 if consumer == CLIENT_ADDRESS:
                     output = ring.claim_consumer()
                 elif producer == CLIENT_ADDRESS:
@@ -147,12 +145,3 @@ class Edges:
         if stage == CLIENT:
             return [CLIENT_ADDRESS]
         return [address for address in self._posts if address.stage == stage]
-
-    def _connect(self, producer: Address, consumer: Address, ring_bytes: int) -> Ring:
-        self._generation += 1
-        ring = self._spawner.create_ring(producer, consumer, ring_bytes, self._generation)
-        self._rings[producer, consumer] = ring
-        for end in (producer, consumer):
-            if end != CLIENT_ADDRESS:
-                self._posts[end](Connect(producer, consumer, self._generation), ring.fds)
-        return ring

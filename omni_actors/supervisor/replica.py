@@ -16,7 +16,6 @@ from omni_actors.protocol.mailbox import MailboxFull
 from omni_actors.protocol.messages import Address, ControlMessage, WorkerSpec
 from omni_actors.supervisor.incarnation import Incarnation, IncarnationState
 from omni_actors.supervisor.process import Worker
-from omni_actors.supervisor.restart import RecentRestarts
 
 HISTORY = 16
 """How many deaths of a replica are kept."""
@@ -51,11 +50,10 @@ class Replica:
     """When a replica that was given up is tried again, on trio's clock; None if it was not given up, or for good."""
     failed_tries: int = 0
     """Failed tries since it was given up."""
+    recent_restarts: tuple[float, ...] = ()
+    """When it was restarted, for the restarts that count against its intensity, on trio's clock."""
     history: collections.deque[Death] = field(default_factory=lambda: collections.deque(maxlen=HISTORY))
     incarnation: Incarnation = field(default_factory=lambda: Incarnation(IncarnationState.ENDED))
-
-    def __post_init__(self) -> None:
-        self.recent = RecentRestarts(self.policy.period_s)
 
     @property
     def address(self) -> Address:

@@ -15,7 +15,6 @@ Rules
 
 from __future__ import annotations
 
-import collections
 import random
 from collections.abc import Iterable, Mapping
 
@@ -39,23 +38,6 @@ def why_never_restarted(policy: Restart, exit: WorkerExit) -> str | None:
     if policy.type == "temporary" or (policy.type == "transient" and exit.exit_code == 0):
         return f"{exit}; it is {policy.type}"
     return None
-
-
-class RecentRestarts:
-    """The restarts of one replica that count against its intensity."""
-
-    def __init__(self, period_s: float) -> None:
-        self._period_s = period_s
-        self._times: collections.deque[float] = collections.deque()
-
-    def count(self, now: float, *, served: bool) -> int:
-        """Return how many restarts count now. served: whether the worker that has just died had been ready."""
-        while served and self._times and self._times[0] < now - self._period_s:
-            self._times.popleft()
-        return len(self._times)
-
-    def add(self, now: float) -> None:
-        self._times.append(now)
 
 
 def downstream_stages(stage: str, inputs: Mapping[str, Iterable[str]]) -> set[str]:

@@ -267,7 +267,10 @@ class Supervisor:
         counts = incarnation.stopped_with_another or self._listener.on_worker_died(
             replica.address, exit, incarnation.failed_request
         )
-        why = self._why_given_up(replica, exit, now, counts=counts)
+        if incarnation.ready.is_set():
+            since = now - replica.policy.period_s
+            replica.recent_restarts = tuple(at for at in replica.recent_restarts if at >= since)
+        why = self._why_given_up(replica, exit, counts=counts)
         replica.state = ReplicaState.RESTARTING if why is None else ReplicaState.FAILED
         replica.note = str(exit)
         if why is not None:
@@ -280,7 +283,7 @@ class Supervisor:
             replica.failure = StageFailed(replica.address.stage, replica.address.replica, why, replica.history)
             self._listener.on_stage_failed(replica.failure)
 
-    def _why_given_up(self, replica: Replica, exit: WorkerExit, now: float, *, counts: bool) -> str | None:
+    def _why_given_up(self, replica: Replica, exit: WorkerExit, *, counts: bool) -> str | None:
         policy, incarnation = replica.policy, replica.incarnation
         if incarnation.stopped_with_another:
             return f"{exit}; it is temporary" if policy.type == "temporary" else None
@@ -288,7 +291,7 @@ class Supervisor:
             return incarnation.load_error
         if never := restart.why_never_restarted(policy, exit):
             return never
-        recent = replica.recent.count(now, served=incarnation.ready.is_set())
+        recent = len(replica.recent_restarts)
         if recent < policy.intensity or not counts:
             return None
         limit = f"intensity {policy.intensity} within {policy.period_s:g} s"
@@ -297,10 +300,9 @@ class Supervisor:
     def _plan_restart(self, replica: Replica, now: float, *, counts: bool) -> None:
         """Set the delay of a restart, and stop giving work to the replicas that are restarted with this one."""
         incarnation = replica.incarnation
-        recent = replica.recent.count(now, served=incarnation.ready.is_set())
-        incarnation.delay_s = restart.restart_delay_s(replica.policy, recent)
+        incarnation.delay_s = restart.restart_delay_s(replica.policy, len(replica.recent_restarts))
         if counts:
-            replica.recent.add(now)
+            replica.recent_restarts += (now,)
         others = self._restarted_with(replica)
         incarnation.restarts_with = tuple(each.address for each in others)
         for each in others:  # before the death is reported: nothing is to be sent to them any more

@@ -314,9 +314,8 @@ class EngineLoop:
             self._notify(messages.Finished(output.request_id, active.stats(self._address.stage)))
 
     def _send(self, active: ActiveRequest, target: messages.Address, buffers: list[memoryview], size: int) -> None:
-        at_once = (
-            target.stage == messages.CLIENT or active.targets[0].stage != messages.CLIENT
-        )  # rule 6; a client is the first target
+        # Rule 6; a client is the first target.
+        at_once = target.stage == messages.CLIENT or active.targets[0].stage != messages.CLIENT
         self._outgoing[target].send(active.request, buffers, size, at_once=at_once)
         active.sent_bytes[str(target)] += size
 

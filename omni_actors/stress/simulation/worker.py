@@ -183,7 +183,8 @@ class SimulatedWorker(Worker):
         packet, fds = await self._inbox.receive()
         while self.frozen:
             await self._continued.park()
-        return messages.decode(packet), fds
+        (message,) = messages.unpack(messages.pack([packet]))
+        return message, fds
 
     async def _handle_commands(self, loop: EngineLoop) -> None:
         """Do what the control thread of a worker does (``worker.main``), and end the process after ``Stop``."""
