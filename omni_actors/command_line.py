@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import click
 
 from omni_actors.errors import ConfigError, OmniError
@@ -13,7 +16,7 @@ override_option = click.option(
 verbose_option = click.option(
     "-v", "--verbose", is_flag=True, help="After a failure, print what the worker wrote to stderr."
 )
-"""The ``--verbose`` option of each command that runs a pipeline. ``click_error`` obeys it."""
+"""The ``--verbose`` option of each command that runs a pipeline. ``click_errors`` obeys it."""
 
 
 class BadConfig(click.ClickException):
@@ -22,13 +25,17 @@ class BadConfig(click.ClickException):
     exit_code = 2
 
 
-def click_error(error: OmniError, *, verbose: bool = False) -> click.ClickException:
-    """Return the exception with which a command ends because of ``error``: one sentence.
+@contextmanager
+def click_errors(*, verbose: bool = False) -> Iterator[None]:
+    """End the command with one sentence if the block raises a typed error.
 
     verbose: add the error's notes, the last lines of a worker's stderr.
     """
-    details: list[str] = getattr(error, "__notes__", [])
-    shown = "\n".join([str(error), *details] if verbose else [str(error)])
-    if details and not verbose:
-        shown += "\n(--verbose shows what the worker wrote to stderr)"
-    return BadConfig(shown) if isinstance(error, ConfigError) else click.ClickException(shown)
+    try:
+        yield
+    except OmniError as error:
+        details: list[str] = getattr(error, "__notes__", [])
+        shown = "\n".join([str(error), *details] if verbose else [str(error)])
+        if details and not verbose:
+            shown += "\n(--verbose shows what the worker wrote to stderr)"
+        raise (BadConfig if isinstance(error, ConfigError) else click.ClickException)(shown) from error

@@ -13,7 +13,7 @@ import msgspec
 from rich import filesize
 
 from omni_actors import config as configuration
-from omni_actors.command_line import BadConfig, click_error, override_option
+from omni_actors.command_line import BadConfig, click_errors, override_option
 from omni_actors.config import Explained, Pipeline
 from omni_actors.errors import ConfigError
 from omni_actors.stages import assets, memory
@@ -43,12 +43,10 @@ def explain(config: str, show_all: bool, as_json: bool, assignments: tuple[str, 
     The memory is that of the weights and of the full key-value cache, as the checkpoint's files state it; bytes in
     JSON. What this machine lacks to run the pipeline is reported on standard error, with exit code 2.
     """
-    try:
+    with click_errors():
         overrides = configuration.parse_overrides(assignments)
         rows = configuration.explain(config, overrides)
         pipeline = configuration.load(config, overrides)
-    except ConfigError as error:
-        raise click_error(error) from error
     needs = _memory(pipeline)
     if as_json:
         click.echo(msgspec.json.encode(rows + needs).decode())

@@ -8,8 +8,7 @@ import click
 
 from omni_actors import config as configuration
 from omni_actors.cli.running import notes
-from omni_actors.command_line import click_error
-from omni_actors.errors import ConfigError
+from omni_actors.command_line import click_errors
 from omni_actors.stages import assets
 from omni_actors.system import machine
 
@@ -21,10 +20,8 @@ def prepare(names: tuple[str, ...]) -> None:
 
     If packages are missing, the command names all of them at once, with the command that installs them.
     """
-    try:
+    with click_errors():
         pipelines = [configuration.load(name) for name in names if not assets.names_a_model(name)]
-    except ConfigError as error:
-        raise click_error(error) from error
     if command := machine.remedy(*pipelines):
         again = f"omni-actors prepare {' '.join(names)}"
         raise click.ClickException(f"packages are missing. Install them with\n\n  {command}\n\nand repeat: {again}")

@@ -10,8 +10,7 @@ from contextlib import suppress
 import trio
 from rich.console import Console
 
-from omni_actors.command_line import click_error
-from omni_actors.errors import OmniError
+from omni_actors.command_line import click_errors
 
 INTERRUPTED = 130
 
@@ -25,7 +24,6 @@ def run(work: Callable[[], Awaitable[None]], *, verbose: bool = False) -> None:
     SIGINT and SIGTERM cancel it, and the command exits with code 130. A typed error becomes one sentence, followed with
     ``verbose`` by its notes: the last lines of a worker's stderr.
     """
-
     finished = False
     failure: Exception | None = None
 
@@ -44,7 +42,8 @@ def run(work: Callable[[], Awaitable[None]], *, verbose: bool = False) -> None:
     with suppress(KeyboardInterrupt):  # a second Ctrl-C, while the workers are being stopped
         trio.run(until_interrupted)
     if failure is not None:
-        raise click_error(failure, verbose=verbose) if isinstance(failure, OmniError) else failure
+        with click_errors(verbose=verbose):
+            raise failure
     if not finished:
         sys.exit(INTERRUPTED)
 

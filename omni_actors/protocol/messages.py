@@ -63,7 +63,6 @@ class Configure(_Control, frozen=True):
     """The first message to a worker: which replica it runs."""
 
     spec: WorkerSpec
-    generation: int
     fence: int
     """The newest request number: the worker drops chunks of requests up to this number that it did not start."""
 

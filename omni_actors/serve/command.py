@@ -16,8 +16,7 @@ import click
 import trio
 
 from omni_actors import config as configuration
-from omni_actors.command_line import click_error, override_option, verbose_option
-from omni_actors.errors import OmniError
+from omni_actors.command_line import click_errors, override_option, verbose_option
 from omni_actors.serve.settings import API_KEY_VARIABLE, ServerSettings
 
 DEFAULTS = ServerSettings()
@@ -86,8 +85,6 @@ def serve_command(
         media = MediaLoader(media_domains, media_folders)
     except ValueError as error:
         raise click.UsageError(str(error)) from error
-    try:
+    with click_errors(verbose=verbose):
         overrides = configuration.parse_overrides(assignments)
         trio.run(partial(serve, config, settings, overrides=overrides, media=media, announce=click.echo))
-    except OmniError as error:
-        raise click_error(error, verbose=verbose) from error

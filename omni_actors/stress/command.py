@@ -11,8 +11,7 @@ from pathlib import Path
 import click
 
 from omni_actors import config as configuration
-from omni_actors.command_line import BadConfig, override_option
-from omni_actors.errors import ConfigError, OmniError
+from omni_actors.command_line import click_errors, override_option
 
 
 @click.command()
@@ -73,7 +72,7 @@ def stress_command(
         if campaigns.simulate(simulate, seed, json_file):
             raise SystemExit(1)
         return
-    try:
+    with click_errors(verbose=True):
         campaign = campaigns.Campaign(config, configuration.parse_overrides(assignments), json_file)
         if soak:
             violations = campaign.soak(minutes)
@@ -81,9 +80,5 @@ def stress_command(
             violations = campaign.replay(replay, times)
         else:
             violations = campaign.search(minutes, faults, seed, operations, shrink_s)
-    except ConfigError as error:
-        raise BadConfig(str(error)) from error
-    except OmniError as error:
-        raise click.ClickException(str(error)) from error
     if violations:
         raise SystemExit(1)

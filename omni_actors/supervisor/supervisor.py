@@ -171,7 +171,7 @@ class Supervisor:
 
     async def _serve(self, replica: Replica, worker: Worker) -> None:
         """Configure and connect a worker, and deliver its messages and outputs until it dies."""
-        worker.mailbox.post(messages.Configure(replica.spec, replica.generation, self._listener.newest_request()))
+        worker.mailbox.post(messages.Configure(replica.spec, self._listener.newest_request()))
         try:
             output = self._edges.connect_worker(replica.address, replica.post, replica.kill)
         except OSError as error:
