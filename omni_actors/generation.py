@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -192,7 +191,8 @@ class Generation:
     """
 
     def __init__(self, stream: OutputStream, pipeline: Pipeline, on_final: Callable[[RequestMetrics], None]) -> None:
-        self._stream, self._pipeline, self._on_final = stream, pipeline, on_final
+        self.stream, self._pipeline, self._on_final = stream, pipeline, on_final
+        """stream: for a reader that passes the answer on to a connection (see ``OutputStream.hold``)."""
         self._audio_s = 0.0
         self._first: dict[str, float] = {}
         self._answer: Answer | None = None
@@ -200,14 +200,14 @@ class Generation:
     @property
     def request_id(self) -> str:
         """The request's identifier, as ``OmniSystem.abort`` takes it."""
-        return self._stream.request.name
+        return self.stream.request.name
 
     def abort(self) -> None:
         """End the request now, in every stage, and drop unread output; iteration then raises ``Aborted``.
 
         It has no effect on an answer that was read to its end.
         """
-        self._stream.abort()
+        self.stream.abort()
 
     async def collect(self) -> Answer:
         """Read the rest of the answer and return it. Later calls return the same answer.
@@ -260,31 +260,14 @@ class Generation:
         self._answer = Answer(text="".join(text), audio=_joined(sound), data=data, metrics=metrics)
         return self._answer
 
-    def hold(self, *, whole: bool) -> None:
-        """Announce, before reading, a reader that passes the answer on to a connection: see ``OutputStream.hold``."""
-        self._stream.hold(whole=whole)
-
-    @property
-    def held_bytes(self) -> int:
-        """Bytes of output that a reader has taken and its connection has not."""
-        return self._stream.held_bytes
-
-    def delivered(self, size: int) -> None:
-        """Report that the connection has taken ``size`` bytes of that output."""
-        self._stream.delivered(size)
-
-    def delivering(self) -> AbstractContextManager[trio.CancelScope]:
-        """Return the block for each wait for that connection: see ``OutputStream.delivering``."""
-        return self._stream.delivering()
-
     def __aiter__(self) -> AsyncIterator[Output]:
         return self
 
     async def __anext__(self) -> Output:
-        piece = await self._stream.__anext__()
+        piece = await self.stream.__anext__()
         while not (piece.data or piece.tensors or piece.last):  # the whole piece was for downstream stages
-            piece = await self._stream.__anext__()
-        request = self._stream.request
+            piece = await self.stream.__anext__()
+        request = self.stream.request
         delta = _delta(piece)
         if isinstance(delta, AudioChunk):
             self._audio_s += delta.duration_s

@@ -202,7 +202,7 @@ class Suspects:
             self._advancing = False
 
     def _last_pong_at(self, address: Address) -> float:
-        return self._placement.replicas[address].last_pong_at
+        return self._placement.replicas[address].incarnation.last_pong_at
 
     def _try(self, stage: str) -> None:
         """Begin the next trial of a stage, or the drain that it needs, or end a culprit that cannot be tried."""

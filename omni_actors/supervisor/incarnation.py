@@ -81,7 +81,7 @@ class Incarnation:
         """Number of the last ping; ``pong`` is set when it is answered."""
         self.pong = trio.Event()
         self.last_pong_at = 0.0
-        """When its engine loop last answered a ping, on trio's clock."""
+        """When its engine loop last answered a ping, on trio's clock; 0.0 before its first answer."""
         self.gauges: Mapping[str, float] = {}
         """The engine's measurements in its last answer."""
         self.load_error: str | None = None

@@ -78,11 +78,6 @@ class Replica:
         return None if self.incarnation.over else self.incarnation.worker
 
     @property
-    def last_pong_at(self) -> float:
-        """When the current worker last answered a ping, on trio's clock; 0.0 before its first answer."""
-        return self.incarnation.last_pong_at
-
-    @property
     def gauges(self) -> Mapping[str, float]:
         """The measurements of the current worker's engine in its last answer to a ping."""
         return {} if self.incarnation.over else self.incarnation.gauges

@@ -195,7 +195,7 @@ async def test_a_stalled_connection_is_cut(autojump_clock: MockClock) -> None:
         generation = system.ask()
         await anext(aiter(generation))
         began = trio.current_time()
-        with trio.fail_after(WATCHDOG_S), generation.delivering() as scope:
+        with trio.fail_after(WATCHDOG_S), generation.stream.delivering() as scope:
             await trio.sleep_forever()
         assert scope.cancelled_caught
         assert 10 <= trio.current_time() - began < 12
@@ -204,7 +204,7 @@ async def test_a_stalled_connection_is_cut(autojump_clock: MockClock) -> None:
             with pytest.raises(SlowConsumer) as caught:
                 await read(generation)
         assert (caught.value.limit, caught.value.bound) == ("read_bytes_s", 16384)
-        with pytest.raises(SlowConsumer), generation.delivering():
+        with pytest.raises(SlowConsumer), generation.stream.delivering():
             raise AssertionError("the request is over")
 
 
@@ -212,7 +212,7 @@ async def pass_on(generation: Generation, pace_s: float) -> int:
     """Read at one piece each ``pace_s``, as a connection does. Return the number of pieces."""
     sent = 0
     async for _ in generation:
-        with generation.delivering():
+        with generation.stream.delivering():
             await trio.sleep(pace_s)
         sent += 1
     return sent
@@ -249,6 +249,6 @@ async def test_a_slow_engine_does_not_make_a_connection_too_slow(autojump_clock:
         await trio.sleep(20)
         system.spawner.living[LAST].continue_process()
         async for _ in generation:
-            with generation.delivering():
+            with generation.stream.delivering():
                 await trio.sleep(0.1)
         assert system.ended("done") == 1

@@ -113,7 +113,7 @@ async def read_and_kill(omni: OmniSystem, generation: Generation, *stages: str) 
 
 
 def record_of(generation: Generation) -> Request:
-    return generation._stream.request
+    return generation.stream.request
 
 
 def check_exact(generation: Generation, outputs: list[Output], replays: int | None = None) -> None:

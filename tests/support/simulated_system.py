@@ -42,7 +42,7 @@ class SimulatedSystem(NamedTuple):
         inputs = {"script": [Input({"n": i}) for i in range(pieces)]}
         generation = self.omni.submit(inputs, ["audio"], **more)
         if whole is not None:
-            generation.hold(whole=whole)
+            generation.stream.hold(whole=whole)
         return generation
 
     def gauge(self, name: str) -> float:

@@ -71,7 +71,7 @@ class StreamedReply(Response):
         self.headers["cache-control"] = "no-cache"
         self.headers["x-accel-buffering"] = "no"  # for proxies: they must not collect the stream
         self._generation, self._pieces, self._on_late_error = generation, pieces, on_late_error
-        generation.hold(whole=False)
+        generation.stream.hold(whole=False)
         self._first = b""
 
     async def start(self) -> StreamedReply:
@@ -90,7 +90,7 @@ class StreamedReply(Response):
             await send({"type": "http.response.body", "body": piece, "more_body": more})
 
         async def deliver(piece: bytes) -> None:
-            with self._generation.delivering() as scope:
+            with self._generation.stream.delivering() as scope:
                 await send_piece(piece)
             if scope.cancelled_caught:
                 raise _DeliveryCancelled
@@ -125,20 +125,20 @@ class WholeReply(Response):
         Raises RequestError if the request was ended before the response began. If it ends later, the response is cut.
         """
         response, generation = self._response, self._generation
-        held, body = generation.held_bytes, memoryview(bytes(response.body))
+        held, body = generation.stream.held_bytes, memoryview(bytes(response.body))
         started = False
         start = {"type": "http.response.start", "status": response.status_code, "headers": response.raw_headers}
         try:
-            with generation.delivering() as delivery:
+            with generation.stream.delivering() as delivery:
                 await send(start)
             started = not delivery.cancelled_caught
             for at in range(0, len(body), PIECE_BYTES):
                 piece = body[at : at + PIECE_BYTES]
-                with generation.delivering() as delivery:
+                with generation.stream.delivering() as delivery:
                     await send({"type": "http.response.body", "body": bytes(piece), "more_body": True})
                 if delivery.cancelled_caught:
                     return
-                generation.delivered(held * len(piece) // len(body))
+                generation.stream.delivered(held * len(piece) // len(body))
         except RequestError:
             if started:
                 return
@@ -154,7 +154,7 @@ def collecting(generation: Generation) -> Iterator[None]:
 
     An exception in the block aborts the generation.
     """
-    generation.hold(whole=True)
+    generation.stream.hold(whole=True)
     try:
         yield
     except BaseException:

@@ -136,7 +136,7 @@ class SimulatedClient:
             self._end(request, "failed", error)
         else:
             if request.pace_s or len(self.requests) % 2:
-                generation.hold(whole=False)  # as an HTTP connection does, so that its stages may be paused
+                generation.stream.hold(whole=False)  # as an HTTP connection does, so that its stages may be paused
             self.open[request] = trio.CancelScope()
             self.nursery.start_soon(self._read, request, generation)
 
