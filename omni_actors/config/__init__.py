@@ -15,8 +15,7 @@ from typing import Any
 import msgspec
 import yaml
 
-from omni_actors.config.checks import check
-from omni_actors.config.convert import pipeline_from
+from omni_actors.config.checks import pipeline_from
 from omni_actors.config.document import DEFAULT, Assignments, Document, config_names, leaves, problem_of
 from omni_actors.config.schema import Limits, Pipeline, Restart, Stage
 from omni_actors.errors import ConfigError
@@ -100,6 +99,4 @@ def parse_overrides(assignments: Iterable[str]) -> Assignments:
 def _checked(config: str | Path | Pipeline, overrides: Mapping[str, Any] | None) -> tuple[Pipeline, Document]:
     document = Document.of_pipeline(config) if isinstance(config, Pipeline) else Document.read(str(config))
     document.override(overrides or {})
-    pipeline = pipeline_from(document)
-    check(pipeline, document)
-    return pipeline, document
+    return pipeline_from(document), document

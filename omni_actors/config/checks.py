@@ -1,27 +1,46 @@
-"""What the types of a pipeline do not express: the graph of its stages, and the options of each engine."""
+"""From the values of a document to a pipeline that can work.
+
+msgspec checks the types. What types do not express is checked here: the graph of the stages, and the options of each
+engine.
+"""
 
 from __future__ import annotations
 
 import graphlib
 import importlib.util
+import re
+from collections.abc import Mapping
+from typing import Any, get_args
 
 import msgspec
 
-from omni_actors.config.convert import convert
 from omni_actors.config.document import Document, one_of
-from omni_actors.config.schema import Pipeline
+from omni_actors.config.schema import NAME_PATTERN, Pipeline, Sections, Stage
+from omni_actors.protocol.messages import CLIENT
 from omni_actors.stages.registry import ENGINES
+from omni_actors.validation import split_place
 
 OPTIONS_BYTES = 64 * 1024
 """Most bytes of a stage's encoded options: they travel in one control message."""
 
 
-def check(pipeline: Pipeline, document: Document) -> None:
-    """Raise ConfigError for the first thing in ``pipeline`` that cannot work."""
+def pipeline_from(document: Document) -> Pipeline:
+    """Return the pipeline of ``document``. Raises ConfigError for the first thing in it that cannot work."""
+    stages = document.values.get("stages")
+    sections: Sections = _convert({**document.values, "stages": {}}, Sections, "", document)
+    if not isinstance(stages, dict) or not stages:
+        raise document.error("stages", stages, "a mapping from stage names to stages")
+    for name in stages:
+        if not isinstance(name, str) or not re.match(NAME_PATTERN, name) or name == CLIENT:
+            accepted = f"a stage name that matches {NAME_PATTERN} and is not {CLIENT!r}"
+            raise document.error(f"stages.{name}", name, accepted)
+    typed = {name: _convert(stage, Stage, f"stages.{name}", document) for name, stage in stages.items()}
+    pipeline = Pipeline(**{**msgspec.structs.asdict(sections), "stages": typed, "file": document.file})
     _check_sources(pipeline, document)
     _check_outputs(pipeline, document)
     for stage in pipeline.stages:
         _check_engine(pipeline, stage, document)
+    return pipeline
 
 
 def _check_sources(pipeline: Pipeline, document: Document) -> None:
@@ -68,6 +87,41 @@ def _check_engine(pipeline: Pipeline, name: str, document: Document) -> None:
     if spec.needs_model and stage.model is None:
         raise document.error(f"{place}.model", None, "a model, which this engine needs")
     if spec.options is not None:
-        convert(stage.options, spec.options, f"{place}.options", document)
+        _convert(stage.options, spec.options, f"{place}.options", document)
     if spec.params is not None:
-        convert(stage.defaults, spec.params, f"{place}.defaults", document)
+        _convert(stage.defaults, spec.params, f"{place}.defaults", document)
+
+
+def _convert(value: Any, schema: type[Any], place: str, document: Document) -> Any:
+    """Return ``value``, found at ``place``, as ``schema``. Raises ConfigError, with the place inside ``value``."""
+    try:
+        return msgspec.convert(value, schema)
+    except msgspec.ValidationError as error:
+        message, inner = split_place(error)
+        where = ".".join(part for part in (place, inner) if part)
+        found = _look_up(value, inner)
+        if unknown := re.search(r"unknown field `(.*)`", message):
+            known = sorted(field.encode_name for field in msgspec.structs.fields(_type_at(schema, inner)))
+            where, found, message = f"{where}.{unknown[1]}".lstrip("."), unknown[1], one_of(unknown[1], known)
+        elif message.startswith("Invalid enum value"):
+            message = one_of(found, get_args(_type_at(schema, inner)))
+        elif missing := re.search(r"missing required field `(.*)`", message):
+            found, message = None, f"a value for {missing[1]!r}"
+        raise document.error(where, found, message.removeprefix("expected ").partition(", got ")[0]) from error
+
+
+def _look_up(value: Any, inner: str) -> Any:
+    for key in re.findall(r"[^.\[\]]+", inner):
+        if isinstance(value, Mapping) and key in value:
+            value = value[key]
+        elif isinstance(value, list | tuple) and key.isdigit():
+            value = value[int(key)]
+        else:
+            return value
+    return value
+
+
+def _type_at(schema: Any, inner: str) -> Any:
+    for key in filter(None, inner.split(".")):
+        schema = next(field.type for field in msgspec.structs.fields(schema) if field.encode_name == key)
+    return schema
