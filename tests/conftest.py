@@ -7,7 +7,7 @@ Rules
    parent has exited. A fork without exec keeps the environment of this process; it is found as a child.
 3. In CI, Hypothesis draws the same examples each time, so that a failed run can be repeated.
 4. With pytest-xdist (`make test`), the tests of one file run in one process, and so do files that share a session
-   fixture which is expensive to make.
+   fixture which is expensive to make. The files that take longest begin first, so that no process idles at the end.
 """
 
 from __future__ import annotations
@@ -64,9 +64,31 @@ class ByFile(LoadScopeScheduling):
         tuple(f"tests/stages/test_{name}.py" for name in ("conformance", "hostile_requests", "pausing", "poison")),
     )
 
+    FIRST = (
+        "tests/test_voice.py",
+        "tests/stages/test_conformance.py",
+        "tests/test_omni.py",
+        *(f"tests/stages/{model}/test_parity.py" for model in ("qwen3", "qwen2_5")),
+        "tests/test_examples.py",
+        "tests/serve/test_with_models.py",
+        "tests/orchestrator/test_poison_under_load.py",
+        "tests/stages/qwen2_5/test_token2wav.py",
+        *(f"tests/test_{name}.py" for name in ("faults", "poison", "system")),
+        "tests/serve/test_server.py",
+    )
+
+    def __init__(self, config: pytest.Config, log: Any) -> None:
+        config.option.loadscopereorder = False  # xdist would begin with the files of most tests
+        super().__init__(config, log)
+
     def _split_scope(self, nodeid: str) -> str:
         file = nodeid.partition("::")[0]
         return next((files[0] for files in self.TOGETHER if file in files), file)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    place = {file: number for number, file in enumerate(ByFile.FIRST)}
+    items.sort(key=lambda item: place.get(item.nodeid.partition("::")[0], len(place)))  # stable
 
 
 @pytest.hookimpl(optionalhook=True)

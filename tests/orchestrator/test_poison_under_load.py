@@ -20,7 +20,7 @@ from omni_actors.stress.simulation.spawner import SimulatedSpawner
 from omni_actors.stress.simulation.worker import WorkerBehavior
 from omni_actors.system import OmniSystem
 
-LOAD_S, TURN_S, SECONDS = 5.0, 0.1, 300.0
+LOAD_S, TURN_S = 5.0, 0.1
 
 
 @dataclass
@@ -30,6 +30,7 @@ class Traffic:
     omni: OmniSystem
     pieces: int
     poison: dict[str, Any]
+    until_s: float
     submitted: int = 0
     delays: list[float] = field(default_factory=list)
     deaths: list[float] = field(default_factory=list)
@@ -64,14 +65,14 @@ class Traffic:
     async def send_innocents(self, interval_s: float) -> None:
         async with trio.open_nursery() as nursery:
             number = 0
-            while trio.current_time() < SECONDS:
+            while trio.current_time() < self.until_s:
                 nursery.start_soon(self.send_innocent, number)
                 number += 1
                 await trio.sleep(interval_s)
 
     async def send_poison(self, **how: Any) -> None:
         """Send the same request again as soon as it has failed, until it succeeds."""
-        while trio.current_time() < SECONDS:
+        while trio.current_time() < self.until_s:
             try:
                 await self._read(self.omni.submit({"script": [Input({"echo": self.poison})]}, ["text"], **how))
                 return
@@ -105,9 +106,10 @@ async def run_traffic(
     pieces: int = 4,
     interval_s: float = 0.5,
     clients_with_poison: int = 3,
+    seconds: float = 300.0,
     **how: Any,
 ) -> Traffic:
-    """Send innocent requests for 5 minutes without a pause, while some clients repeat one poison request."""
+    """Send innocent requests without a pause, while some clients repeat one poison request."""
     quick = Restart(intensity=1, period_s=1000.0, backoff_s=0.01, backoff_max_s=0.01, retry_s=0)
     stage = Stage(
         engine=engine,
@@ -122,7 +124,7 @@ async def run_traffic(
     spawner = SimulatedSpawner(lambda address, pid: WorkerBehavior(LOAD_S, TURN_S), lambda note: None)
     pipeline = Pipeline(name="loaded", stages={"only": stage}, limits=limits)
     async with OmniSystem.open(pipeline, spawner=spawner) as omni, trio.open_nursery() as nursery:
-        traffic = Traffic(omni, pieces, poison)
+        traffic = Traffic(omni, pieces, poison, trio.current_time() + seconds)
         nursery.start_soon(traffic.watch_deaths)
         async with trio.open_nursery() as clients:
             clients.start_soon(traffic.send_innocents, interval_s)
@@ -150,7 +152,7 @@ async def test_under_steady_load_innocents_share_one_death_with_poison(
 
 async def test_hundreds_of_equal_requests_end_together(autojump_clock: trio.testing.MockClock) -> None:
     """Ending one ends the next; that must not nest."""
-    check_bounds(await run_traffic({"raise": "feed"}, clients_with_poison=400))
+    check_bounds(await run_traffic({"raise": "feed"}, clients_with_poison=400, seconds=90.0))
 
 
 async def test_clients_with_short_deadlines_cause_no_more_shared_deaths(autojump_clock: trio.testing.MockClock) -> None:
