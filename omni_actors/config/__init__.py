@@ -65,8 +65,7 @@ def explain(config: str | Path | Pipeline, overrides: Mapping[str, Any] | None =
     Explained(path='stages.first.threads', value=2, origin='overrides')
     """
     pipeline, document = _checked(config, overrides)
-    values = msgspec.to_builtins(pipeline)
-    del values["file"]
+    values = Document.of_pipeline(pipeline).values
     for stage in pipeline.stages:
         values["stages"][stage]["options"] = pipeline.options(stage)
     return [Explained(path, value, document.origins.get(path, DEFAULT)) for path, value in leaves(values)]

@@ -87,9 +87,8 @@ class _Popen(popen_spawn_posix.Popen):  # type: ignore[misc]
 
     def _launch(self, process_obj: Any) -> None:
         preparation = spawn.get_preparation_data(process_obj.name)
-        preparation.pop("init_main_from_name", None)
-        preparation.pop("init_main_from_path", None)
-        preparation.pop("sys_argv", None)  # the parent's command line may hold an API key
+        for name in ("init_main_from_name", "init_main_from_path", "sys_argv"):  # sys.argv may contain an API key
+            preparation.pop(name, None)
         payload = io.BytesIO()
         context.set_spawning_popen(self)
         try:
@@ -215,22 +214,11 @@ class _StderrTail:
         self._log.info(text)
 
 
-class _CpuSharingInstrument(trio.abc.Instrument):
-    """Moves the event loop's thread off the cores on which engines run, whenever it wakes up."""
-
-    def __init__(self, cores: CpuSharingPage) -> None:
-        self._cores = cores
-
-    def after_io_wait(self, timeout: float) -> None:
-        self._cores.move_off_busy_core()
-
-
 class LocalSpawner:
     """Spawns workers as child processes, for one event loop at a time. The loop yields its core to their engines."""
 
     def __init__(self) -> None:
         self._cores = CpuSharingPage()
-        self._instrument = _CpuSharingInstrument(self._cores)
 
     @asynccontextmanager
     async def spawn(self, address: Address, mailbox_capacity: int) -> AsyncIterator[Worker]:
@@ -239,7 +227,7 @@ class LocalSpawner:
             try:
                 number = self._cores.join()
                 held.callback(self._leave, number)
-                trio.lowlevel.add_instrument(self._instrument)  # no effect if it is there already
+                trio.lowlevel.add_instrument(self._cores)  # no effect if it is there already
                 ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
                 held.callback(ours.close)
                 child_ends.callback(theirs.close)
@@ -283,7 +271,7 @@ class LocalSpawner:
         self._cores.leave(number)
         if self._cores.fd == -1:
             with suppress(KeyError):  # trio has dropped, and logged, an instrument that failed
-                trio.lowlevel.remove_instrument(self._instrument)
+                trio.lowlevel.remove_instrument(self._cores)
 
     def create_ring(self, producer: Address, consumer: Address, capacity: int, generation: int) -> Ring:
         return Ring.create(capacity, generation=generation)

@@ -85,8 +85,7 @@ class Replica:
     @property
     def congested(self) -> bool:
         """Whether the worker does not keep up with its control messages."""
-        worker = self.worker
-        return worker is not None and worker.mailbox.congested
+        return self.worker is not None and self.worker.mailbox.congested
 
     def post(self, message: ControlMessage, fds: Sequence[int] = ()) -> None:
         """Send a control message to the worker, if there is one.

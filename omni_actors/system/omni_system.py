@@ -24,7 +24,7 @@ from omni_actors.orchestrator.request import OnFailure, Request
 from omni_actors.orchestrator.routes import Node, plan, routes_of, topological
 from omni_actors.supervisor.edges import Edges
 from omni_actors.supervisor.process import LocalSpawner, Spawner
-from omni_actors.supervisor.replica import Replica, ReplicaState
+from omni_actors.supervisor.replica import ReplicaState
 from omni_actors.supervisor.supervisor import Supervisor
 from omni_actors.system import batch, workers
 from omni_actors.system.gauges import gauges
@@ -67,7 +67,7 @@ class OmniSystem:
             listener=self._orchestrator,
             mailbox_capacity=capacity,
         )
-        self.metrics = Metrics(lambda: gauges(self._orchestrator, self._replicas, self._edges))
+        self.metrics = Metrics(lambda: gauges(self._orchestrator, self._supervisor.replicas.values(), self._edges))
         self._running = False
 
     @classmethod
@@ -280,14 +280,10 @@ class OmniSystem:
         """Most file descriptors that this process holds for the system's workers and rings."""
         return workers.descriptors(self.pipeline)
 
-    @property
-    def _replicas(self) -> Sequence[Replica]:
-        return tuple(self._supervisor.replicas.values())
-
     def health(self) -> Health:
         """Return the current state of every replica."""
         stages: dict[str, list[ReplicaHealth]] = {name: [] for name in self._nodes}
-        for replica in self._replicas:
+        for replica in self._supervisor.replicas.values():
             stages[replica.address.stage].append(replica_health(replica))
         ready = self._running and all(
             any(r.state == ReplicaState.READY.value for r in stage) for stage in stages.values()
@@ -305,7 +301,8 @@ class OmniSystem:
     async def wait_ready(self) -> None:
         """Wait until every replica is ready or failed. Raises StageFailed if a stage has failed."""
         while self.dead_error is None and any(
-            r.state not in (ReplicaState.READY, ReplicaState.FAILED) for r in self._replicas
+            replica.state not in (ReplicaState.READY, ReplicaState.FAILED)
+            for replica in self._supervisor.replicas.values()
         ):
             await self.wait_changed()
         if self.dead_error is not None:
