@@ -141,7 +141,7 @@ def test_what_is_over_is_judged_and_let_go(baseline: Workload, mark: str) -> Non
 def test_a_soak_reads_memory_and_throughput(baseline: Workload, mark: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(soak, "EVERY_S", 0.1)
     monkeypatch.setattr(soak, "QUIET_S", 0.1)
-    soaked = soak.soak(baseline, 1.5, mark, lambda said: None)
+    soaked = soak.soak(baseline, 1.5, mark, lambda note: None)
     assert soaked.result.violations == []
     assert soaked.result.tally.faults >= 2
     assert soaked.spared == "first"

@@ -1,4 +1,4 @@
-"""The simulation: the system passes, a seed says all, and bugs that are planted in the runtime are found.
+"""The simulation: the system passes, a seed determines a whole run, and bugs that are planted in the runtime are found.
 
 Rules
 1. A bug is planted by a monkeypatch of the code that is shipped, never by a switch in it.
@@ -87,7 +87,7 @@ def test_the_same_seed_gives_the_same_log_whatever_ran_before() -> None:
 
 
 def test_the_same_seed_gives_the_same_log_in_another_process() -> None:
-    """Where sets of strings, for one, have another order."""
+    """A run in another process, where sets of strings have another order."""
     program = "from omni_actors.stress.simulation.simulation import simulate; print(*simulate(5).log, sep=chr(10))"
     there = subprocess.run(
         [sys.executable, "-c", program],
@@ -103,7 +103,7 @@ async def test_the_oracle_is_what_a_quiet_system_answers(autojump_clock: trio.te
     for number in range(0, SCENARIOS, SCENARIOS // 4):
         workload = scenario(number)
         async with OmniSystem.open(
-            workload.pipeline, spawner=SimulatedSpawner(lambda address, pid: WorkerBehavior(), lambda said: None)
+            workload.pipeline, spawner=SimulatedSpawner(lambda address, pid: WorkerBehavior(), lambda note: None)
         ) as omni:
             for template in workload.templates.values():
                 answer = Answer(workload.oracle[template.name])

@@ -22,7 +22,7 @@ from tests.support.vllm_options import ENGINE_ARGS
 from tiny_models import vllm as tiny
 
 LAYERS = [0, 1, 2, 3]
-"""Of four layers: transformers returns the last one after the final norm."""
+"""Layers of a model that has four: transformers returns the last one after the final norm."""
 TOKENS = 12
 FAMILIES: dict[str, tuple[Any, Any]] = {
     "qwen3": (functools.partial(tiny.qwen3, seed=1), reference3),
