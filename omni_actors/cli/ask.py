@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from rich.table import Table
 
 from omni_actors import config as configuration
 from omni_actors.cli.running import notes, run, seconds
-from omni_actors.command_line import override_option, verbose_option
+from omni_actors.command_line import click_errors, override_option, verbose_option
 from omni_actors.generation import SOUND_SUFFIXES, AudioChunk, RequestMetrics, SoundWriter
 from omni_actors.system import OmniSystem
 
@@ -56,11 +57,9 @@ def ask(
         raise click.BadParameter(f"{output}: accepted are {', '.join(SOUND_SUFFIXES)}", param_hint="--output")
     clip = _read_audio(audio) if audio else None
 
-    async def work() -> None:
+    with click_errors():
         pipeline = configuration.load(config, configuration.parse_overrides(assignments))
-        await _ask(pipeline, question, clip=clip, output=output, as_json=as_json, params=params)
-
-    run(work, verbose=verbose)
+    run(partial(_ask, pipeline, question, clip=clip, output=output, as_json=as_json, params=params), verbose=verbose)
 
 
 async def _ask(

@@ -7,7 +7,7 @@ Rules
 2. Workers are started in the order of the pipeline. None waits for another to be ready, so models load in parallel.
    Workers are stopped in reverse order, stage by stage: each gets its stage's ``shutdown_timeout_s``, then SIGKILL.
 3. A first start that fails with the engine's own exception, or for lack of memory or descriptors, is given up at once,
-   so that the caller who opens the system gets the reason.
+   so that the caller of ``OmniSystem.open`` gets the reason.
 4. A worker that is not ready in time, or whose engine loop makes no progress in time, is killed (``heartbeat``).
 5. Events are reported to one listener, in order, by plain calls. Reporting never waits for a worker.
 6. A replica that was given up for its intensity is tried again later (``restart``, rule 4). It stays FAILED until the
@@ -334,5 +334,5 @@ class Supervisor:
 
 
 def _cannot_load(replica: Replica) -> bool:
-    """Whether a replica's very first worker failed to load, which is reported to the caller who opens the system."""
+    """Whether a replica's very first worker failed to load, which the caller of ``OmniSystem.open`` gets to know."""
     return replica.incarnation.load_error is not None and replica.generation == 1

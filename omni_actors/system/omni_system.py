@@ -26,10 +26,9 @@ from omni_actors.supervisor.edges import Edges
 from omni_actors.supervisor.process import LocalSpawner, Spawner
 from omni_actors.supervisor.replica import ReplicaState
 from omni_actors.supervisor.supervisor import Supervisor
-from omni_actors.system import batch, workers
+from omni_actors.system import batch, machine, workers
 from omni_actors.system.gauges import gauges
 from omni_actors.system.health import Health, ReplicaHealth, replica_health
-from omni_actors.system.machine import resolve_models
 from omni_actors.system.parameters import Messages, Parameters
 
 
@@ -98,7 +97,7 @@ class OmniSystem:
         is freed. An exception of the block is raised as it is, not in an exception group.
         """
         pipeline = configuration.load(config, {**overrides, **more_overrides} if overrides else more_overrides)
-        system = cls(pipeline, resolve_models(pipeline), spawner or LocalSpawner())
+        system = cls(pipeline, machine.resolve_models(pipeline), spawner or LocalSpawner())
         body_error: BaseException | None = None
         async with trio.open_nursery() as nursery:
             await nursery.start(system._orchestrator.run, system._supervisor.replicas)
