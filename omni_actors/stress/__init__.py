@@ -3,10 +3,10 @@ faults.
 
 A run has four parts, each in a file of its own:
 
-``schedule``       what happens, as data: requests, aborts, faults, waits. Its text is JSON, so a command can repeat it.
-``state_machine``  generates schedules with Hypothesis's rule-based state machine, and shrinks a schedule that fails.
-``driver``         carries a schedule out on a system of its own, with ``faults``, and compares with ``oracle``.
-``judge``          the rules for requests, deaths and leftovers (``leaks``). Pure functions.
+``schedule``  what happens, as data: requests, aborts, faults, waits. Its text is JSON, so a command can repeat it.
+``search``    draws schedules with Hypothesis, and shrinks a schedule that fails.
+``driver``    carries a schedule out on a system of its own, with ``faults``, and compares with ``oracle``.
+``judge``     the rules for requests, deaths and leftovers (``leaks``). Pure functions.
 
 ``simulation`` does the same without processes: the same system on simulated workers, in virtual time and from a seed
 alone. It is fast, and every failure can be repeated.

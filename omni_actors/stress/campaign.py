@@ -19,13 +19,13 @@ from typing import Any
 import click
 import msgspec
 from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from omni_actors.stress import leaks
 from omni_actors.stress import schedule as schedules
 from omni_actors.stress.judge import Violation
 from omni_actors.stress.report import Tally
-from omni_actors.stress.run import Result, ask_oracle, run_schedule
+from omni_actors.stress.run import ask_oracle, run_schedule
+from omni_actors.stress.simulation.journal import Journal
 from omni_actors.stress.soak import soak
 from omni_actors.stress.workload import workload_of
 
@@ -56,28 +56,24 @@ class Campaign:
             raise click.ClickException(
                 "Hypothesis generates the schedules, and is not installed: pip install hypothesis (the extra stress)"
             )
-        from omni_actors.stress.state_machine import Search
+        from omni_actors.stress.search import Search
 
-        seed = random.SystemRandom().randrange(1 << 32) if seed is None else seed
+        seed = _seed(seed)
         limit_s = 60 * (MINUTES if minutes is None and faults is None else minutes or float("inf"))
         began = time.monotonic()
 
         def enough() -> bool:
             return time.monotonic() - began >= limit_s or (faults is not None and search.tally.faults >= faults)
 
-        with Progress(
-            SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), console=notes
-        ) as progress:
-            task = progress.add_task(f"seed {seed}")
+        def run(schedule: schedules.Schedule) -> Tally:
+            progress = _summary(search.tally)
+            if search.failing is not None:
+                progress = f"[red]violated[/]; shrinking: {len(search.failing.operations)} operations"
+            status.update(f"seed {seed}, {time.monotonic() - began:.0f} s: {progress}")
+            return run_schedule(self._workload, schedule, self._mark)
 
-            def run(schedule: schedules.Schedule) -> Result:
-                description = _summary(search.tally)
-                if search.failing is not None:
-                    description = f"[red]violated[/]; shrinking: {len(search.failing.operations)} operations"
-                progress.update(task, description=f"seed {seed}: {description}")
-                return run_schedule(self._workload, schedule, self._mark)
-
-            search = Search(self._workload, run, enough, shrink_s)
+        search = Search(self._workload, run, enough, shrink_s)
+        with notes.status(f"seed {seed}") as status:
             search.go(seed, operations)
         how = {"seed": seed, "operations": operations, "seconds": time.monotonic() - began}
         self._report(search.tally, how)
@@ -88,29 +84,23 @@ class Campaign:
     def replay(self, text: str, times: int) -> Sequence[Violation]:
         """Run one schedule ``times`` times. Raises click.BadParameter if it does not fit the pipeline."""
         schedule = self._read(text)
-        tally, violations = Tally(), []
+        tally = Tally()
         for number in range(times):
             with notes.status(f"run {number + 1} of {times}"):
-                result = run_schedule(self._workload, schedule, self._mark)
-            tally.add(result.tally)
-            violations += result.violations
+                tally.add(run_schedule(self._workload, schedule, self._mark))
         self._report(tally, {"replay": schedules.encode(schedule), "times": times})
-        self._print_violations(violations, schedule)
-        return violations
+        self._print_violations(tally.found, schedule)
+        return tally.found
 
     def soak(self, minutes: float | None) -> Sequence[Violation]:
         """Run the soak. minutes: None means ``SOAK_MINUTES``."""
         with notes.status("soaking") as status:
-            soaked = soak(
-                self._workload,
-                60 * (minutes or SOAK_MINUTES),
-                self._mark,
-                lambda summary: status.update(f"soaking: {summary}"),
-            )
+            seconds = 60 * (minutes or SOAK_MINUTES)
+            soaked = soak(self._workload, seconds, self._mark, lambda facts: status.update(f"soaking: {facts}"))
         click.echo(soaked.as_markdown())
         self._write(soaked.as_json())
-        self._print_violations(soaked.result.violations, None)
-        return soaked.result.violations
+        self._print_violations(soaked.tally.found, None)
+        return soaked.tally.found
 
     def _read(self, text: str) -> schedules.Schedule:
         try:
@@ -131,17 +121,13 @@ class Campaign:
         self._write({**how, **tally.as_json()})
 
     def _write(self, figures: Mapping[str, Any]) -> None:
-        if self._json_file is not None:
-            document = {"config": self._config, "overrides": self._overrides, **figures}
-            self._json_file.write_bytes(msgspec.json.format(msgspec.json.encode(document), indent=1))
+        _write_json(self._json_file, {"config": self._config, "overrides": self._overrides, **figures})
 
     def _print_violations(self, violations: Sequence[Violation], failing: schedules.Schedule | None) -> None:
-        for violation in violations:
-            click.echo(f"violated: {violation}", err=True)
+        _print_violations(violations)
         if violations and failing is not None:
-            overrides = [
-                f"--set={path}={msgspec.json.encode(value).decode()}" for path, value in self._overrides.items()
-            ]
+            values = {path: msgspec.json.encode(value).decode() for path, value in self._overrides.items()}
+            overrides = [f"--set={path}={value}" for path, value in values.items()]
             command = ["python", "-m", "omni_actors.stress", self._config, *overrides]
             again = shlex.join([*command, "--replay", schedules.encode(failing)])
             click.echo(f"repeat it with (processes race: add --times 20):\n{again}", err=True)
@@ -151,31 +137,40 @@ def simulate(schedules: int, seed: int | None, json_file: Path | None) -> Sequen
     """Simulate the schedules of the seeds from ``seed`` on. Returns the violations."""
     from omni_actors.stress.simulation import simulation
 
-    first = random.SystemRandom().randrange(1 << 32) if seed is None else seed
-    tally, violations = Tally(), list[Violation]()
-    failed: simulation.Result | None = None
+    first, tally = _seed(seed), Tally()
+    failed: Journal | None = None
     began = time.monotonic()
     with notes.status("simulating") as status:
         for number in range(schedules):
-            result = simulation.simulate(first + number)
-            tally.add(result.tally)
-            violations += result.violations
-            failed = failed or (result if result.violations else None)
+            journal = simulation.simulate(first + number)
+            tally.add(journal.tally)
+            failed = failed or (journal if journal.tally.found else None)
             if number % 100 == 0:
                 status.update(f"simulating: {_summary(tally)}")
     seconds = time.monotonic() - began
     click.echo(tally.as_markdown())
     notes.print(f"{_summary(tally)}, {60 * schedules / seconds:.0f} schedules a minute; times in the table are virtual")
-    if json_file is not None:
-        figures = {"simulated": schedules, "seed": first, "seconds": seconds, **tally.as_json()}
-        json_file.write_bytes(msgspec.json.format(msgspec.json.encode(figures), indent=1))
+    _write_json(json_file, {"simulated": schedules, "seed": first, "seconds": seconds, **tally.as_json()})
     if failed is not None:
         click.echo("\n".join(failed.log), err=True)
-        for violation in failed.violations:
-            click.echo(f"violated: {violation}", err=True)
+        _print_violations(failed.tally.found)
         click.echo(f"repeat it with:\npython -m omni_actors.stress --simulate 1 --seed {failed.seed}", err=True)
-    return violations
+    return tally.found
+
+
+def _seed(given: int | None) -> int:
+    return random.SystemRandom().randrange(1 << 32) if given is None else given
+
+
+def _write_json(file: Path | None, figures: Mapping[str, Any]) -> None:
+    if file is not None:
+        file.write_bytes(msgspec.json.format(msgspec.json.encode(figures), indent=1))
+
+
+def _print_violations(violations: Sequence[Violation]) -> None:
+    for violation in violations:
+        click.echo(f"violated: {violation}", err=True)
 
 
 def _summary(tally: Tally) -> str:
-    return f"{tally.runs} runs, {tally.faults} faults, {tally.violations} violations, {tally.requests.total()} requests"
+    return f"{tally.runs} runs, {tally.faults} faults, {len(tally.found)} violations, {tally.requests.total()} requests"

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import trio
 
@@ -25,134 +25,146 @@ from omni_actors.stress.schedule import OnFailure
 from omni_actors.stress.workload import Template, Workload
 from omni_actors.system import OmniSystem
 
-REFUSED_S = 0.01
+RETRY_DELAY_S = 0.01
+Tracked = TypeVar("Tracked", bound=judge.TrackedRequest)
 
 
-class Client:
-    """The client of one system. Its tasks run in ``nursery``."""
+class Client(Generic[Tracked]):
+    """Submits requests and reads them in tasks of ``nursery``. ``now`` is the clock of their times.
+
+    ``omni``, ``watch`` and ``nursery`` are set once the system is open.
+    """
+
+    omni: OmniSystem
+    watch: HealthWatch
+    nursery: trio.Nursery
+
+    def __init__(self, workload: Workload, tally: Tally, now: Callable[[], float]) -> None:
+        self._workload, self._tally, self._now = workload, tally, now
+        self.requests: list[Tracked] = []
+        """The requests on record."""
+        self.open: dict[Tracked, trio.CancelScope] = {}
+        self.outputs = 0
+        """Outputs read so far, of all requests."""
+
+    def abort(self, request: Tracked) -> None:
+        request.aborted = True
+        self.omni.abort(request.name)
+
+    def drop(self, request: Tracked) -> None:
+        """Stop reading a request. Does nothing after its end."""
+        if scope := self.open.get(request):
+            scope.cancel()
+
+    def _submit(self, request: Tracked) -> None:
+        self.requests.append(request)
+        template = request.template
+        try:
+            generation = self.omni.submit(
+                template.inputs if request.hooks is None else template.with_hooks(request.hooks),
+                template.modalities,
+                request_id=request.name,
+                deadline_s=request.deadline_s,
+                on_failure=request.on_failure,
+                **template.params,
+            )
+        except RequestError as error:
+            self._end(request, "failed", error)
+        else:
+            if request.held:
+                generation.stream.hold(whole=False)
+            self.open[request] = trio.CancelScope()
+            self.nursery.start_soon(self._read, request, generation)
+
+    async def _read(self, request: Tracked, generation: Generation) -> None:
+        with self.open[request]:
+            error: RequestError | None = None
+            try:
+                async for output in generation:
+                    request.answer.add(output)
+                    self.outputs += 1
+                    if request.pace_s:
+                        await trio.sleep(request.pace_s)
+            except RequestError as failure:
+                error = failure
+            request.second_outcome = await _second_outcome(generation, error)
+            self._end(request, "failed" if error else "completed", error)
+        if request.outcome == "open":
+            self._end(request, "dropped", None)
+
+    def _end(self, request: Tracked, outcome: judge.Outcome, error: RequestError | None) -> None:
+        request.outcome, request.error, request.ended = outcome, error, self._now()
+        self.open.pop(request, None)
+        self._tally.requests[request.ending] += 1
+        if error is not None:
+            error.with_traceback(None)  # its frames hold outputs
+
+
+class LoadClient(Client[judge.TrackedRequest]):
+    """The client of a system with real workers. Keeps requests in flight, and judges each one that has ended."""
 
     def __init__(
         self, omni: OmniSystem, workload: Workload, watch: HealthWatch, tally: Tally, nursery: trio.Nursery
     ) -> None:
-        self._omni, self._workload, self._watch, self._tally, self._nursery = omni, workload, watch, tally, nursery
-        self._names = itertools.count()
-        self._records: list[judge.TrackedRequest] = []
-        self._open: dict[judge.TrackedRequest, trio.CancelScope] = {}
-        self._stopping = False
+        super().__init__(workload, tally, time.monotonic)
+        self.omni, self.watch, self.nursery = omni, watch, nursery
+        self._numbers = itertools.count()
+        self.stopping = False
+        """Set it to let ``keep_submitting`` end."""
         self.violations: list[tuple[float, judge.Violation]] = []
         """The violations of checked requests, with the times at which these ended."""
-        self.outputs = 0
-        """Outputs read so far, of all requests."""
         self.ended = trio.lowlevel.ParkingLot()
         """Woken whenever a request ends."""
-
-    @property
-    def open(self) -> list[judge.TrackedRequest]:
-        return list(self._open)
 
     def submit(
         self, template: Template, on_failure: OnFailure, *, pace_s: float = 0.0, hooks: Mapping[str, Any] | None = None
     ) -> judge.TrackedRequest:
         """Submit a request, and read it in a task. pace_s: between outputs. hooks: failures asked of echo engines."""
-        answer = Answer(self._workload.oracle[template.name])
-        asked = judge.TrackedRequest(
-            name=f"stress-{next(self._names)}",
+        request = judge.TrackedRequest(
+            name=f"stress-{next(self._numbers)}",
             template=template,
-            answer=answer,
+            answer=Answer(self._workload.oracle[template.name]),
             on_failure=on_failure,
             submitted=time.monotonic(),
-            asks_for_failure=hooks is not None,
+            pace_s=pace_s,
+            hooks=hooks,
         )
-        self._records.append(asked)
-        inputs = template.inputs if hooks is None else template.with_hooks(hooks)
-        try:
-            generation = self._omni.submit(
-                inputs, template.modalities, request_id=asked.name, on_failure=on_failure, **template.params
-            )
-        except RequestError as error:
-            self._end(asked, "failed", error)
-        else:
-            self._open[asked] = trio.CancelScope()
-            self._nursery.start_soon(self._read, asked, generation, pace_s)
-        return asked
+        self._submit(request)
+        return request
 
-    def abort(self, asked: judge.TrackedRequest) -> None:
-        asked.aborted = True
-        self._omni.abort(asked.name)
-
-    def drop(self, asked: judge.TrackedRequest) -> None:
-        """Stop reading a request. Does nothing after its end."""
-        if scope := self._open.get(asked):
-            scope.cancel()
-
-    async def until_ended(self, asked: judge.TrackedRequest) -> None:
-        while asked in self._open:
+    async def until_ended(self, request: judge.TrackedRequest) -> None:
+        while request in self.open:
             await self.ended.park()
 
     async def keep_submitting(self, slot: int) -> None:
-        """Send one request after the other, through all of the workload, until ``stop``."""
+        """Send one request after the other, through all of the workload, until ``stopping``."""
         templates = list(self._workload.templates.values())
-        for number in itertools.count(slot):
-            if self._stopping:
-                return
-            asked = self.submit(templates[number % len(templates)], "fail" if number % 4 == 3 else "replay")
-            await self.until_ended(asked)
-            if asked.outcome != "completed":
-                await trio.sleep(REFUSED_S)  # it may have been refused at once
-
-    def stop(self) -> None:
-        """Let ``keep_submitting`` end."""
-        self._stopping = True
+        numbers = itertools.count(slot)
+        while not self.stopping:
+            number = next(numbers)
+            request = self.submit(templates[number % len(templates)], "fail" if number % 4 == 3 else "replay")
+            await self.until_ended(request)
+            if request.outcome != "completed":
+                await trio.sleep(RETRY_DELAY_S)  # it may have been refused at once
 
     def judge_ended(self) -> None:
         """Check the requests that did not complete. Every death so far must be known."""
-        for asked in self._records:
-            if asked not in self._open:
-                self._judge(asked)
-        self._records = [asked for asked in self._records if asked in self._open]
+        for request in self.requests:
+            if request not in self.open:
+                self._judge(request)
+        self.requests = list(self.open)
 
-    async def _read(self, asked: judge.TrackedRequest, generation: Generation, pace_s: float) -> None:
-        with self._open[asked]:
-            error = await read_to_the_end(asked, generation, pace_s, self._count)
-            self._end(asked, "failed" if error else "completed", error)
-        if asked.outcome == "open":
-            self._end(asked, "dropped", None)
-
-    def _count(self) -> None:
-        self.outputs += 1
-
-    def _end(self, asked: judge.TrackedRequest, outcome: judge.Outcome, error: RequestError | None) -> None:
-        asked.outcome, asked.error, asked.ended = outcome, error, time.monotonic()
-        self._open.pop(asked, None)
-        self._tally.requests[type(error).__name__ if error else outcome] += 1
+    def _end(self, request: judge.TrackedRequest, outcome: judge.Outcome, error: RequestError | None) -> None:
+        super()._end(request, outcome, error)
         if outcome == "completed":
-            self._judge(asked)
-            self._records.remove(asked)
-        if error is not None:
-            error.with_traceback(None)  # its frames hold outputs
+            self._judge(request)
+            self.requests.remove(request)
         self.ended.unpark_all()
 
-    def _judge(self, asked: judge.TrackedRequest) -> None:
+    def _judge(self, request: judge.TrackedRequest) -> None:
         rules = judge.Rules(self._workload.pipeline.limits.replays, self._workload.replayed)
-        if violation := judge.check_request(asked, self._watch.deaths, self._watch.given_up, rules):
-            self.violations.append((asked.ended or time.monotonic(), violation))
-
-
-async def read_to_the_end(
-    asked: judge.TrackedRequest, generation: Generation, pace_s: float, on_output: Callable[[], None] = lambda: None
-) -> RequestError | None:
-    """Record an answer to its end, and read once more (rule 2). Returns the error that ended it, if any."""
-    error: RequestError | None = None
-    try:
-        async for output in generation:
-            asked.answer.add(output)
-            on_output()
-            if pace_s:
-                await trio.sleep(pace_s)
-    except RequestError as failure:
-        error = failure
-    asked.second_outcome = await _second_outcome(generation, error)
-    return error
+        if violation := judge.check_request(request, self.watch.deaths, self.watch.given_up, rules):
+            self.violations.append((request.ended or time.monotonic(), violation))
 
 
 async def _second_outcome(generation: Generation, error: RequestError | None) -> str | None:

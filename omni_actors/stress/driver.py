@@ -11,11 +11,9 @@ Rules
 
 from __future__ import annotations
 
-import functools
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import assert_never
@@ -23,7 +21,7 @@ from typing import assert_never
 import trio
 
 from omni_actors.stress import judge, schedule
-from omni_actors.stress.client import Client
+from omni_actors.stress.client import LoadClient
 from omni_actors.stress.faults import KillHelper, RefusingSpawner, Victim, kill_parent
 from omni_actors.stress.health_watch import HealthWatch
 from omni_actors.stress.judge import ObservedDeath, TrackedRequest, Violation
@@ -32,21 +30,24 @@ from omni_actors.stress.workload import Workload
 from omni_actors.system import OmniSystem
 
 STARVED_S = 1.0
-HOOKS: dict[str, dict[str, object]] = {"raise": {"raise": "step"}, "exit": {"exit": 3}, "hang": {"hang": True}}
-CRASHES = {"raise": "exception in step", "exit": "exit in step", "hang": "endless step"}
+CRASHES: dict[str, tuple[str, dict[str, object]]] = {
+    "raise": ("exception in step", {"raise": "step"}),
+    "exit": ("exit in step", {"exit": 3}),
+    "hang": ("endless step", {"hang": True}),
+}
+"""The name of each crash in the table, and the hooks that cause it."""
 
 
 @dataclass(eq=False)
 class _Injection:
     fault: str
     stage: str
+    pid: int | None
+    """The worker that it hits. None: the one that serves the request that causes it."""
     at: float
-    """When it was injected. Times count from ``hit``: for signals, when the kill helper sent them."""
+    """When it was injected. Times of a signal count from when the kill helper sent it."""
     operation: int
     alone: bool
-    hit: float
-    order: int | None = None
-    """The kill helper's number for it."""
     timing: Timing = field(default_factory=Timing)
     overtaken: bool = False
 
@@ -64,21 +65,23 @@ class Driver:
         nursery: trio.Nursery,
     ) -> None:
         self._workload, self._load, self._nursery = workload, load, nursery
-        self._spawner, self._kill_helper = spawner, kill_helper
+        self.spawner, self._kill_helper = spawner, kill_helper
         self.tally = Tally()
         self.watch = HealthWatch(omni)
-        self.client = Client(omni=omni, workload=workload, watch=self.watch, tally=self.tally, nursery=nursery)
+        self.client = LoadClient(omni=omni, workload=workload, watch=self.watch, tally=self.tally, nursery=nursery)
         self.faults: list[tuple[float, str]] = []
         """The faults so far, with their times."""
         self.violations: list[tuple[float, Violation]] = []
         self.killed: set[int] = set()
         """pids."""
-        self.asked_for: Counter[str] = Counter()
+        self.requested_deaths: Counter[str] = Counter()
         """By stage: deaths that were caused without naming a pid."""
         self._submitted: list[TrackedRequest] = []
         self._following: list[_Injection] = []
         self._operation = 0
-        self._quiet = True
+        """The number of the operation that is carried out."""
+        self._undisturbed = True
+        """Whether every stage served and no fault was in force when the operation began."""
         self._unfollowed = 0
         """Pauses and memory limits that are still in force."""
         nursery.start_soon(self.watch.run)
@@ -87,17 +90,15 @@ class Driver:
 
     async def do(self, operation: schedule.Operation) -> None:
         self._operation += 1
-        self._quiet = self.watch.settled and not self._following and not self._unfollowed
+        self._undisturbed = not (self.watch.unsettled or self._following or self._unfollowed)
         match operation:
             case schedule.Submit(name, on_failure, pace):
                 template = self._workload.templates[name]
                 self._submitted.append(self.client.submit(template, on_failure, pace_s=pace / 1000))
-            case schedule.Abort(index):
-                for asked in self._submitted[index % max(1, len(self._submitted)) :][:1]:
-                    self.client.abort(asked)
-            case schedule.Disconnect(index):
-                for asked in self._submitted[index % max(1, len(self._submitted)) :][:1]:
-                    self.client.drop(asked)
+            case schedule.Abort(index) | schedule.Disconnect(index):
+                if self._submitted:
+                    end = self.client.abort if isinstance(operation, schedule.Abort) else self.client.drop
+                    end(self._submitted[index % len(self._submitted)])
             case schedule.Wait(ms):
                 await trio.sleep(ms / 1000)
             case schedule.Settle():
@@ -121,7 +122,7 @@ class Driver:
             case schedule.Starve(stage):
                 self._nursery.start_soon(self._starve, stage)
             case schedule.Full(stage, times):
-                self._spawner.refusals[stage] = times
+                self.spawner.refusals[stage] = times
                 self._kill("no memory for rings", stage)
             case schedule.Orphan(loading):
                 await self._orphan(loading=loading)
@@ -132,34 +133,35 @@ class Driver:
         """Check what has ended. Every death so far must be known. Keeps only what requests in flight need."""
         self.client.judge_ended()
         following = [injection.at for injection in self._following]
-        old = self.watch.forget(min([time.monotonic(), *following, *(asked.submitted for asked in self.client.open)]))
-        unexplained, self.asked_for = judge.check_deaths(old, self.killed, self.asked_for)
+        old = self.watch.forget(min([time.monotonic(), *following, *(each.submitted for each in self.client.open)]))
+        unexplained, self.requested_deaths = judge.check_deaths(old, self.killed, self.requested_deaths)
         self.violations += [(time.monotonic(), violation) for violation in unexplained]
         self.killed -= {death.pid for death in old}
 
-    @property
-    def refused(self) -> list[tuple[str, str]]:
-        """Producer and consumer of each ring that was refused."""
-        return self._spawner.refused
-
-    async def until_quiet(self) -> None:
+    async def until_settled(self) -> None:
         """Wait until every stage serves or is given up, and no fault is being followed."""
-        await self.watch.until(lambda: self.watch.settled)
+        await self.watch.until(lambda: not self.watch.unsettled)
         while self._following:
             await self.client.ended.park()
 
     async def _settle(self) -> None:
         with trio.move_on_after(self._workload.patience_s):
-            await self.until_quiet()
-            for asked in self._submitted:
-                await self.client.until_ended(asked)
+            await self.until_settled()
+            for request in self._submitted:
+                await self.client.until_ended(request)
 
     # faults
 
     def _worker(self, stage: str) -> int | None:
         """The pid of a worker of the stage that is not being killed yet."""
-        pids = (each.pid for each in self.watch.health.stages[stage] if each.state != "failed")
+        pids = (each.pid for name, each in self.watch.replicas if name == stage and each.state != "failed")
         return next((pid for pid in pids if pid and pid not in self.killed), None)
+
+    def _hold_worker(self, stage: str) -> Victim:
+        """Hold a worker of the stage that is not being killed yet. Raises ProcessLookupError if there is none."""
+        if pid := self._worker(stage):
+            return Victim(pid)
+        raise ProcessLookupError(f"stage {stage!r} has no worker")
 
     async def _next_worker(self, stage: str, after_s: float) -> str | None:
         """Wait for a worker that is not being killed, and ``after_s`` more. Returns its state, if it lives."""
@@ -170,12 +172,12 @@ class Driver:
         return self._state_of(self._worker(stage))
 
     def _state_of(self, pid: int | None) -> str | None:
-        replicas = (each for stage in self.watch.health.stages.values() for each in stage)
-        return next((each.state for each in replicas if pid and each.pid == pid), None)
+        return next((each.state for _, each in self.watch.replicas if pid and each.pid == pid), None)
 
-    def _inject(self, fault: str, stage: str) -> _Injection:
-        now = time.monotonic()
-        injection = _Injection(fault=fault, stage=stage, at=now, operation=self._operation, alone=self._quiet, hit=now)
+    def _inject(self, fault: str, stage: str, pid: int | None = None) -> _Injection:
+        injection = _Injection(
+            fault=fault, stage=stage, pid=pid, at=time.monotonic(), operation=self._operation, alone=self._undisturbed
+        )
         for other in self._following:
             other.overtaken |= other.stage == stage
             other.alone &= other.operation == self._operation
@@ -185,34 +187,29 @@ class Driver:
 
     def _kill(self, fault: str, *stages: str, number: signal.Signals = signal.SIGKILL) -> None:
         """Send the signal to one worker of each of these stages at once."""
-        hit: list[tuple[Victim, _Injection]] = []
+        victims: list[Victim] = []
+        injections: list[_Injection] = []
         with ExitStack() as held:
             for stage in stages:
                 with suppress(ProcessLookupError):
-                    if pid := self._worker(stage):
-                        victim = held.enter_context(Victim(pid))
-                        loading = fault in ("SIGKILL", "SIGSTOP") and self._state_of(pid) != "ready"
-                        self.killed.add(pid)
-                        hit.append((victim, self._inject(fault + " while loading" * loading, stage)))
-            if not hit:
-                return
-            order = self._kill_helper.send(number, [victim for victim, _ in hit])
-        for victim, injection in hit:
-            injection.order = order
-            self._follow_soon(injection, functools.partial(_is_of, victim.pid))
+                    victim = held.enter_context(self._hold_worker(stage))
+                    loading = fault in ("SIGKILL", "SIGSTOP") and self._state_of(victim.pid) != "ready"
+                    self.killed.add(victim.pid)
+                    victims.append(victim)
+                    injections.append(self._inject(fault + " while loading" * loading, stage, victim.pid))
+            order = self._kill_helper.send(number, victims) if victims else None
+        for injection in injections:
+            self._follow_soon(injection, order=order)
 
     async def _pause(self, stage: str, for_s: float) -> None:
-        pid = self._worker(stage)
-        if pid is None:
-            return
-        with suppress(ProcessLookupError), Victim(pid) as victim:
+        with suppress(ProcessLookupError), self._hold_worker(stage) as victim:
             self._inject("SIGSTOP, then SIGCONT", stage)
             victim.send(signal.SIGSTOP)
             self._unfollowed += 1
             try:
                 await trio.sleep(min(for_s, self._workload.pipeline.stages[stage].step_timeout_s / 2))
             finally:
-                if pid not in self.killed:  # it may have been stopped for good meanwhile
+                if victim.pid not in self.killed:  # it may have been stopped for good meanwhile
                     victim.send(signal.SIGCONT)
                 self._unfollowed -= 1
 
@@ -221,27 +218,23 @@ class Driver:
         if stage in self.watch.given_up:
             return
         deaths = judge.max_deaths_by_one_request(self._workload.pipeline.limits)
-        self.asked_for[stage] += 1 if crash.on_failure == "fail" else deaths
-        fault = CRASHES[crash.how] + (", replayed" if crash.on_failure == "replay" else "")
-        injection = self._inject(fault, stage)
-        hooks = {"stage": stage, **HOOKS[crash.how]}
-        asked = self.client.submit(self._workload.probe(stage), crash.on_failure, hooks=hooks)
-        self._follow_soon(injection, lambda death: death.stage == stage and death.pid not in self.killed, asked)
+        self.requested_deaths[stage] += 1 if crash.on_failure == "fail" else deaths
+        fault, hooks = CRASHES[crash.how]
+        injection = self._inject(fault + (", replayed" if crash.on_failure == "replay" else ""), stage)
+        template = self._workload.probe(stage)
+        self._follow_soon(injection, self.client.submit(template, crash.on_failure, hooks={"stage": stage, **hooks}))
 
     async def _starve(self, stage: str) -> None:
-        pid = self._worker(stage)
-        if pid is None:
-            return
-        with suppress(ProcessLookupError), Victim(pid) as victim:
-            self.asked_for[stage] += 1
-            injection = self._inject("out of memory", stage)
+        with suppress(ProcessLookupError), self._hold_worker(stage) as victim:
+            self.requested_deaths[stage] += 1
+            injection = self._inject("out of memory", stage, victim.pid)
             victim.limit_memory()
             largest = max(self._workload.templates.values(), key=lambda each: stage in each.stages and len(each.stages))
             self.client.submit(largest, "replay")
             self._unfollowed += 1
             with trio.move_on_after(STARVED_S):
-                await self.watch.until(lambda: any(death.pid == pid for death in self.watch.deaths))
-                self._follow_soon(injection, lambda death: death.pid == pid)
+                await self.watch.until(lambda: any(death.pid == victim.pid for death in self.watch.deaths))
+                self._follow_soon(injection)
             self._unfollowed -= 1
             victim.unlimit_memory()  # it may have needed no more
 
@@ -255,43 +248,44 @@ class Driver:
     # following faults
 
     def _follow_soon(
-        self, injection: _Injection, is_its: Callable[[ObservedDeath], bool], carrier: TrackedRequest | None = None
+        self, injection: _Injection, carrier: TrackedRequest | None = None, order: int | None = None
     ) -> None:
         """Follow a fault until a request that needs its stage is answered.
 
-        is_its: recognises the death that the fault causes. carrier: the request that causes it.
+        carrier: the request that causes it. order: the kill helper's number for it.
         """
         self._following.append(injection)
-        self._nursery.start_soon(self._follow, injection, is_its, carrier)
+        self._nursery.start_soon(self._follow, injection, carrier, order)
 
-    async def _follow(
-        self, injection: _Injection, is_its: Callable[[ObservedDeath], bool], carrier: TrackedRequest | None
-    ) -> None:
+    def _death_by(self, injection: _Injection) -> ObservedDeath | None:
+        """The death that the fault caused, once it is reported."""
+        for death in self.watch.deaths:
+            hit = death.stage == injection.stage and death.pid not in self.killed
+            if death.at >= injection.at and (hit if injection.pid is None else death.pid == injection.pid):
+                return death
+        return None
+
+    async def _follow(self, injection: _Injection, carrier: TrackedRequest | None, order: int | None) -> None:
         timing, stage, watch = injection.timing, injection.stage, self.watch
-
-        def death() -> ObservedDeath | None:
-            return next((death for death in watch.deaths if death.at >= injection.at and is_its(death)), None)
-
         with trio.move_on_after(self._workload.patience_s) as patience:
             if carrier is None:
-                await watch.until(lambda: death() is not None)
+                await watch.until(lambda: self._death_by(injection) is not None)
             else:
                 await self.client.until_ended(carrier)
-            lost = death()
-            if injection.order is not None:
-                injection.hit = await self._kill_helper.done_at(injection.order)
-            if lost is None or lost.at < injection.hit:  # the carrier was aborted, or another fault came first
+            lost = self._death_by(injection)
+            hit_at = injection.at if order is None else await self._kill_helper.done_at(order)
+            if lost is None or lost.at < hit_at:  # the carrier was aborted, or another fault came first
                 self._forget(injection)
                 return
-            timing.detected_s = lost.at - injection.hit
+            timing.detected_s = lost.at - hit_at
             probe = self.client.submit(self._workload.probe(stage), "replay")
             await watch.until(lambda: stage in watch.given_up or watch.serving_since(stage, lost.at) is not None)
             serving = watch.serving_since(stage, lost.at)
             if serving:
-                timing.ready_s, timing.load_s = serving.at - injection.hit, serving.load_s
+                timing.ready_s, timing.load_s = serving.at - hit_at, serving.load_s
             await self.client.until_ended(probe)
             if serving and probe.outcome == "completed":
-                timing.recovered_s = time.monotonic() - injection.hit
+                timing.recovered_s = time.monotonic() - hit_at
         self._forget(injection)
         if patience.cancelled_caught:
             missing = "detected" if timing.detected_s is None else "recovered"
@@ -304,7 +298,3 @@ class Driver:
     def _forget(self, injection: _Injection) -> None:
         self._following.remove(injection)
         self.client.ended.unpark_all()
-
-
-def _is_of(pid: int, death: ObservedDeath) -> bool:
-    return death.pid == pid

@@ -20,8 +20,9 @@ import subprocess
 import sys
 import time
 import uuid
+from collections import Counter
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 
 import msgspec
@@ -42,20 +43,20 @@ class RefusingSpawner(LocalSpawner):
 
     def __init__(self) -> None:
         super().__init__()
-        self.refusals: dict[str, int] = {}
-        self.refused: list[tuple[str, str]] = []
-        """Producer and consumer of each ring that was refused."""
+        self.refusals: Counter[str] = Counter()
+        self.refused: Counter[str] = Counter()
+        """By stage: how many of its rings were refused."""
 
     def create_ring(self, producer: Address, consumer: Address, capacity: int, generation: int) -> Ring:
         for stage in (producer.stage, consumer.stage):
-            if self.refusals.get(stage, 0) > 0:
+            if self.refusals[stage] > 0:
                 self.refusals[stage] -= 1
-                self.refused.append((producer.stage, consumer.stage))
+                self.refused.update({producer.stage, consumer.stage})
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return super().create_ring(producer, consumer, capacity, generation)
 
 
-class KillHelper:
+class KillHelper(AbstractContextManager["KillHelper"]):
     """Starts the process that sends signals (``kill_helper``). Leaving the block has reaped it.
 
     Its answers are read after a death was detected. Reading them at once would wake this process at the very moment
@@ -86,19 +87,13 @@ class KillHelper:
                 self._done += struct.unpack("d", self._sock.recv(8))
         return self._done[order]
 
-    def close(self) -> None:
+    def __exit__(self, *_: object) -> None:
         self._sock.close()
         self._process.wait()
 
-    def __enter__(self) -> KillHelper:
-        return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
-class Victim:
-    """A worker process, held by its pidfd so that its pid is not reused."""
+class Victim(AbstractContextManager["Victim"]):
+    """A worker process, held by its pidfd so that its pid is not reused. Leaving the block lets it go."""
 
     def __init__(self, pid: int) -> None:
         """Raises ProcessLookupError."""
@@ -127,14 +122,8 @@ class Victim:
         _, hard = resource.prlimit(self.pid, resource.RLIMIT_AS)
         resource.prlimit(self.pid, resource.RLIMIT_AS, (size if hard == resource.RLIM_INFINITY else hard, hard))
 
-    def close(self) -> None:
-        os.close(self._pidfd)
-
-    def __enter__(self) -> Victim:
-        return self
-
     def __exit__(self, *_: object) -> None:
-        self.close()
+        os.close(self._pidfd)
 
 
 async def kill_parent(workload: Workload, *, loading: bool) -> tuple[float, list[str]]:
@@ -162,19 +151,10 @@ async def kill_parent(workload: Workload, *, loading: bool) -> tuple[float, list
     remaining = [] if workers else ["a parent that had no workers"]
     with trio.move_on_after(ORPHANED_S):
         for pid in workers:
-            await _wait_ended(pid)
+            with suppress(ProcessLookupError), Victim(pid) as worker:
+                await trio.lowlevel.wait_readable(worker.fileno())
     took_s = time.monotonic() - at
     for pid in leaks.marked_processes(mark):
         remaining.append(f"process {pid}: {leaks.command_line(pid)}")
         os.kill(pid, signal.SIGKILL)
     return took_s, remaining
-
-
-async def _wait_ended(pid: int) -> None:
-    """Wait for the end of a process that need not be a child."""
-    with suppress(ProcessLookupError):
-        pidfd = os.pidfd_open(pid)
-        try:
-            await trio.lowlevel.wait_readable(pidfd)
-        finally:
-            os.close(pidfd)

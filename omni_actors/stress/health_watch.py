@@ -3,57 +3,75 @@
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import trio
 
+from omni_actors.errors import WorkerExit
 from omni_actors.stress.judge import ObservedDeath
-from omni_actors.system import Health, OmniSystem, ReplicaHealth
+from omni_actors.system import OmniSystem, ReplicaHealth
 
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """A worker became ready. at: CLOCK_MONOTONIC, in seconds. load_s: how long its engine loaded."""
+    """A worker became ready. at: when, by the clock of the watch. load_s: how long its engine loaded."""
 
     stage: str
-    pid: int
     at: float
     load_s: float
 
 
 class HealthWatch:
-    """Records what a system reports. ``run`` is a task; the other methods are plain calls."""
+    """Records what a system reports. ``run`` is a task; the other methods are plain calls.
 
-    def __init__(self, omni: OmniSystem) -> None:
-        self._omni = omni
+    now: the clock of the recorded times. on_death: called with each death.
+    """
+
+    def __init__(
+        self,
+        omni: OmniSystem,
+        now: Callable[[], float] = time.monotonic,
+        on_death: Callable[[ObservedDeath], None] = lambda death: None,
+    ) -> None:
+        self._omni, self._now, self._on_death = omni, now, on_death
         self.deaths: list[ObservedDeath] = []
         self.serving: list[Serving] = []
-        self._dead: dict[tuple[str, int], int] = {}
-        self._pids: dict[tuple[str, int], int | None] = {}
+        self.ever_given_up: set[str] = set()
+        self._newest_death: defaultdict[tuple[str, int], int] = defaultdict(int)
+        """The generation of the newest death seen, by stage and replica."""
+        self._newest_ready: dict[tuple[str, int], int] = {}
+        """The pid of the newest worker seen ready, by stage and replica."""
         self._changed = trio.lowlevel.ParkingLot()
-        self._record_all()
 
     async def run(self) -> None:
         """Observe until cancelled."""
         while True:
-            await self._omni.wait_changed()
-            self._record_all()
+            for stage, replica in self.replicas:
+                self._record(stage, replica)
+            self.ever_given_up |= self.given_up
             self._changed.unpark_all()
+            await self._omni.wait_changed()
 
     @property
-    def health(self) -> Health:
-        return self._omni.health()
+    def replicas(self) -> list[tuple[str, ReplicaHealth]]:
+        """The state of every replica, with the name of its stage."""
+        return [(stage, each) for stage, replicas in self._omni.health().stages.items() for each in replicas]
 
     @property
     def given_up(self) -> set[str]:
         """Stages without a replica left."""
-        return {name for name, stage in self.health.stages.items() if all(each.state == "failed" for each in stage)}
+        return {name for name, _ in self.replicas} - {name for name, each in self.replicas if each.state != "failed"}
 
     @property
-    def settled(self) -> bool:
-        """Whether every replica serves or is given up."""
-        return all(each.state in ("ready", "failed") for stage in self.health.stages.values() for each in stage)
+    def unsettled(self) -> list[str]:
+        """A description of every replica that neither serves nor is given up."""
+        return [
+            f"{stage}.{each.replica} is {each.state}: {each.note}"
+            for stage, each in self.replicas
+            if each.state not in ("ready", "failed")
+        ]
 
     def serving_since(self, stage: str, at: float) -> Serving | None:
         """The first worker of a stage that became ready at or after ``at``."""
@@ -71,17 +89,14 @@ class HealthWatch:
         while not condition():
             await self._changed.park()
 
-    def _record_all(self) -> None:
-        now = time.monotonic()
-        for stage, replicas in self.health.stages.items():
-            for replica in replicas:
-                self._record(stage, replica, now)
-
-    def _record(self, stage: str, replica: ReplicaHealth, now: float) -> None:
-        place = stage, replica.replica
-        if replica.history and replica.history[-1].generation != self._dead.get(place):
-            self._dead[place] = replica.history[-1].generation
-            self.deaths.append(ObservedDeath(*place, replica.history[-1].pid, replica.last_exit or "", now))
-        if replica.state == "ready" and replica.pid is not None and replica.pid != self._pids.get(place):
-            self._pids[place] = replica.pid
-            self.serving.append(Serving(stage, replica.pid, now, replica.load_s or 0.0))
+    def _record(self, stage: str, replica: ReplicaHealth) -> None:
+        place, now = (stage, replica.replica), self._now()
+        for past in replica.history:
+            if past.generation > self._newest_death[place]:
+                self._newest_death[place] = past.generation
+                how = WorkerExit(past.pid, past.signal, past.exit_code, reason=past.reason)
+                self.deaths.append(ObservedDeath(*place, past.pid, exit=str(how), at=now))
+                self._on_death(self.deaths[-1])
+        if replica.state == "ready" and replica.pid is not None and replica.pid != self._newest_ready.get(place):
+            self._newest_ready[place] = replica.pid
+            self.serving.append(Serving(stage, now, replica.load_s or 0.0))

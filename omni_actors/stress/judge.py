@@ -23,7 +23,7 @@ import math
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from omni_actors.config import Limits, Pipeline
 from omni_actors.errors import Aborted, Quarantined, RequestError, StageCrashed, StageUnavailable
@@ -51,7 +51,7 @@ class Violation:
 
 @dataclass(frozen=True, slots=True)
 class ObservedDeath:
-    """The death of a worker, as the system reported it. at: CLOCK_MONOTONIC, in seconds."""
+    """The death of a worker, as the system reported it. at: when, by the clock of the watch, in seconds."""
 
     stage: str
     replica: int
@@ -62,20 +62,30 @@ class ObservedDeath:
 
 @dataclass(eq=False)
 class TrackedRequest:
-    """A request of a run. Times are CLOCK_MONOTONIC, in seconds."""
+    """A request of a run. Times are of the clock of its client, in seconds."""
 
     name: str
     template: Template
     answer: Answer
     on_failure: OnFailure
     submitted: float
-    asks_for_failure: bool = False
-    """Whether it asks an engine to fail."""
+    hooks: Mapping[str, Any] | None = None
+    """The failures that it asks of echo engines."""
+    deadline_s: float | None = None
+    pace_s: float = 0.0
+    """The client waits this long after each output."""
+    held: bool = False
+    """Whether the client passes outputs on, as an HTTP connection does, so that its stages may be paused."""
     aborted: bool = False
     outcome: Outcome = "open"
     error: RequestError | None = None
     ended: float = 0.0
     second_outcome: str | None = None
+
+    @property
+    def ending(self) -> str:
+        """Its outcome, or the name of its error."""
+        return type(self.error).__name__ if self.error else self.outcome
 
 
 @dataclass(frozen=True)
@@ -92,47 +102,44 @@ def max_deaths_by_one_request(limits: Limits) -> int:
 
 
 def check_request(
-    asked: TrackedRequest, deaths: Sequence[ObservedDeath], given_up: Collection[str], rules: Rules
+    request: TrackedRequest, deaths: Sequence[ObservedDeath], given_up: Collection[str], rules: Rules
 ) -> Violation | None:
     """Return the violation in a request's outcome, if there is one."""
-    label = f"{asked.name} ({asked.template.name})"
-    if asked.outcome == "open":
+    label = f"{request.name} ({request.template.name})"
+    if request.outcome == "open":
         return Violation("hung", f"{label} has no outcome")
-    if asked.second_outcome is not None:
-        return Violation("duplicated", f"{label}: after its end, {asked.second_outcome}")
-    differs = asked.answer.damage() if asked.outcome == "completed" else asked.answer.damage_so_far()
-    if differs:
+    if request.second_outcome is not None:
+        return Violation("duplicated", f"{label}: after its end, {request.second_outcome}")
+    if differs := request.answer.damage(complete=request.outcome == "completed"):
         return Violation(differs[0], f"{label}: {differs[1]}")
-    if asked.outcome != "failed":
+    if request.outcome != "failed":
         return None
-    return _of_error(asked, label, deaths, given_up, rules)
+    return _check_error(request, label, deaths, given_up, rules)
 
 
-def _of_error(
-    asked: TrackedRequest, label: str, deaths: Sequence[ObservedDeath], given_up: Collection[str], rules: Rules
+def _check_error(
+    request: TrackedRequest, label: str, deaths: Sequence[ObservedDeath], given_up: Collection[str], rules: Rules
 ) -> Violation | None:
-    facts = f"{label}, {asked.on_failure}: {type(asked.error).__name__}: {asked.error}"
-    match asked.error:
+    facts = f"{label}, {request.on_failure}: {type(request.error).__name__}: {request.error}"
+    match request.error:
         case Aborted():
-            return None if asked.aborted else Violation("lost", f"{facts}, but the harness did not abort it")
+            return None if request.aborted else Violation("lost", f"{facts}, but the harness did not abort it")
         case StageUnavailable(stage=stage):
-            fair = stage in given_up and stage in asked.template.stages
+            fair = stage in given_up and stage in request.template.stages
             return None if fair else Violation("lost", f"{facts}, but the stage was not given up")
         case Quarantined(stage=stage):
-            fair = asked.asks_for_failure or sum(death.stage == stage for death in deaths) > 1
+            fair = request.hooks is not None or sum(death.stage == stage for death in deaths) > 1
             return None if fair else Violation("lost", f"{facts}, but it did not crash its engine")
         case StageCrashed():
-            touched = [death for death in deaths if _touches(death, asked)]
+            touched = [death for death in deaths if _touches(death, request)]
             if not touched:
                 return Violation("disturbed", f"{facts}, but no stage of its route died")
-            replayable = {death.stage for death in touched} <= rules.replayed
-            if asked.on_failure == "fail" or asked.asks_for_failure or not replayable or len(touched) > rules.replays:
+            may_fail = request.on_failure == "fail" or request.hooks is not None
+            replayable = len(touched) <= rules.replays and {death.stage for death in touched} <= rules.replayed
+            if may_fail or not replayable or _is_convicted(request.error, deaths, rules):
                 return None
-            if _is_convicted(asked.error, deaths, rules):
-                return None
-            return Violation(
-                "lost", f"{facts}, after {len(touched)} of the {rules.replays} deaths that it must survive"
-            )
+            survived = f"after {len(touched)} of the {rules.replays} deaths that it must survive"
+            return Violation("lost", f"{facts}, {survived}")
         case _:
             return Violation("lost", facts)
 
@@ -143,18 +150,18 @@ def _is_convicted(error: StageCrashed, deaths: Sequence[ObservedDeath], rules: R
     return not error.retryable and sum(death.stage == error.stage for death in deaths) > survived
 
 
-def _touches(death: ObservedDeath, asked: TrackedRequest) -> bool:
-    return death.stage in asked.template.stages and asked.submitted <= death.at <= asked.ended + NOTICED_S
+def _touches(death: ObservedDeath, request: TrackedRequest) -> bool:
+    return death.stage in request.template.stages and request.submitted <= death.at <= request.ended + NOTICED_S
 
 
 def check_deaths(
-    deaths: Sequence[ObservedDeath], killed: Collection[int], asked_for: Mapping[str, int]
+    deaths: Sequence[ObservedDeath], killed: Collection[int], requested_deaths: Mapping[str, int]
 ) -> tuple[list[Violation], Counter[str]]:
-    """Return the deaths without a cause, and what is left of ``asked_for``.
+    """Return the deaths without a cause, and what is left of ``requested_deaths``.
 
-    killed: pids that the harness killed. asked_for: by stage, how many deaths it caused without naming a pid.
+    killed: pids that the harness killed. requested_deaths: by stage, how many deaths it caused without naming a pid.
     """
-    left = Counter(asked_for)
+    left = Counter(requested_deaths)
     found = []
     for death in deaths:
         if death.pid in killed or "restarted with stage" in death.exit:

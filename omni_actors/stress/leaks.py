@@ -11,73 +11,57 @@ from __future__ import annotations
 import gc
 import os
 import threading
+from collections.abc import Callable, Mapping, Set
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 MARKER = "OMNI_ACTORS_STRESS"
 
 
-@dataclass(frozen=True)
-class Snapshot:
-    """What this process and its children hold."""
+def snapshot(mark: str, directory: Path) -> dict[str, set[str]]:
+    """What this process and its children hold, by kind.
 
-    processes: frozenset[int]
-    descriptors: frozenset[tuple[int, str]]
-    threads: frozenset[str]
-    segments: frozenset[str]
-    """This user's names in /dev/shm, and mappings of ring memory here."""
-    files: frozenset[str]
-
-
-def snapshot(mark: str, directory: Path) -> Snapshot:
+    Segments are this user's names in /dev/shm, and mappings of ring memory in this process.
+    """
     gc.collect()  # a cycle that was not collected yet is no leak
     named = {entry.name for entry in os.scandir("/dev/shm") if entry.stat(follow_symlinks=False).st_uid == os.getuid()}
-    return Snapshot(
-        processes=marked_processes(mark) | children(),
-        descriptors=descriptors("self"),
-        threads=frozenset(f"{thread.name} ({thread.ident})" for thread in threading.enumerate()),
-        segments=frozenset(named | ring_mappings("self")),
-        files=frozenset(str(path.relative_to(directory)) for path in directory.rglob("*")),
-    )
+    return {
+        "process": {str(pid) for pid in marked_processes(mark) | _children()},
+        "descriptor": {f"{fd} -> {target}" for fd, target in descriptors("self")},
+        "thread": {f"{thread.name} ({thread.ident})" for thread in threading.enumerate()},
+        "segment": named | ring_mappings("self"),
+        "file": {str(path.relative_to(directory)) for path in directory.rglob("*")},
+    }
 
 
-def left(before: Snapshot, after: Snapshot) -> list[str]:
+def left(before: Mapping[str, Set[str]], after: Mapping[str, Set[str]]) -> list[str]:
     """Describe each thing that is in ``after`` and not in ``before``."""
     return [
-        *(f"process {pid}: {command_line(pid)}" for pid in sorted(after.processes - before.processes)),
-        *(f"descriptor {fd} -> {target}" for fd, target in sorted(after.descriptors - before.descriptors)),
-        *(f"thread {name}" for name in sorted(after.threads - before.threads)),
-        *(f"segment {name}" for name in sorted(after.segments - before.segments)),
-        *(f"file {name}" for name in sorted(after.files - before.files)),
+        f"{kind} {each}" + (f": {command_line(int(each))}" if kind == "process" else "")
+        for kind, things in after.items()
+        for each in sorted(things - before[kind])
     ]
 
 
-def marked_processes(mark: str) -> frozenset[int]:
+def marked_processes(mark: str) -> set[int]:
     """The pids of the processes whose marker is ``mark``, without this process."""
     wanted = f"{MARKER}={mark}".encode()
-
-    def is_marked(pid: int) -> bool:
-        with suppress(OSError):  # another user's, or gone
-            return wanted in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-        return False
-
-    return frozenset(pid for pid in _processes() if is_marked(pid))
+    return _processes(lambda entry: wanted in (entry / "environ").read_bytes().split(b"\0"))
 
 
-def children() -> frozenset[int]:
+def _children() -> set[int]:
     """The pids of this process's children. Zombies count: an unreaped child is a leak."""
-
-    def is_child(pid: int) -> bool:
-        with suppress(OSError):
-            return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]) == os.getpid()
-        return False
-
-    return frozenset(pid for pid in _processes() if is_child(pid))
+    return _processes(lambda entry: int((entry / "stat").read_text().rpartition(")")[2].split()[1]) == os.getpid())
 
 
-def _processes() -> list[int]:
-    return [int(name) for name in os.listdir("/proc") if name.isdecimal() and int(name) != os.getpid()]
+def _processes(is_wanted: Callable[[Path], bool]) -> set[int]:
+    """The pids of other processes. is_wanted: takes the directory in /proc; OSError means no."""
+    found = set()
+    for pid in [int(name) for name in os.listdir("/proc") if name.isdecimal()]:
+        with suppress(OSError):  # another user's, or gone
+            if pid != os.getpid() and is_wanted(Path(f"/proc/{pid}")):
+                found.add(pid)
+    return found
 
 
 def descriptors(pid: int | str) -> frozenset[tuple[int, str]]:

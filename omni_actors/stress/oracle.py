@@ -12,12 +12,14 @@ Rules
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, get_args
 
 from omni_actors.generation import Output
 
-Damage: TypeAlias = Literal["lost", "duplicated", "corrupted"]
+Damage: TypeAlias = Literal["duplicated", "lost", "corrupted"]
+"""The first that applies to some stream."""
 Place: TypeAlias = tuple[str, str]
 """Stage and content."""
 
@@ -26,11 +28,11 @@ class Oracle:
     """The answer to one request without a fault."""
 
     def __init__(self) -> None:
-        self.streams: dict[Place, bytearray] = {}
+        self.streams: defaultdict[Place, bytearray] = defaultdict(bytearray)
 
     def add(self, output: Output) -> None:
         for place, data in _pieces(output):
-            self.streams.setdefault(place, bytearray()).extend(data)
+            self.streams[place] += data
 
 
 class Answer:
@@ -50,31 +52,17 @@ class Answer:
             if self._oracle.streams.get(place, b"")[received : received + len(data)] != data:
                 self._wrong.add(place)
 
-    def damage(self) -> tuple[Damage, str] | None:
-        """How and where a complete answer differs; None if it is equal."""
-        kind: Damage
-        for kind in ("duplicated", "lost", "corrupted"):
-            for place in sorted(self._received.keys() | self._oracle.streams.keys()):
-                received, expected = self._received.get(place, 0), self._expected(place)
-                if (received != expected or place in self._wrong) and self._kind(place) == kind:
-                    stage, content = place
-                    return kind, f"{content} of {stage!r}: {received} bytes, {expected} expected"
-        return None
-
-    def damage_so_far(self) -> tuple[Damage, str] | None:
-        """As ``damage``, for an answer that ended early and may be short."""
-        if not self._wrong:
-            return None
-        stage, content = place = min(self._wrong)
-        kind: Damage = "duplicated" if self._kind(place) == "duplicated" else "corrupted"
-        return kind, f"{content} of {stage!r} is not a prefix of the oracle's"
-
-    def _expected(self, place: Place) -> int:
-        return len(self._oracle.streams.get(place, b""))
-
-    def _kind(self, place: Place) -> Damage:
-        received, expected = self._received.get(place, 0), self._expected(place)
-        return "duplicated" if received > expected else "lost" if received < expected else "corrupted"
+    def damage(self, *, complete: bool) -> tuple[Damage, str] | None:
+        """How and where the answer differs; None if it does not. If it is not complete, it may be short."""
+        found: dict[Damage, str] = {}
+        for place in sorted(self._received.keys() | self._oracle.streams.keys()):
+            received, expected = self._received.get(place, 0), len(self._oracle.streams.get(place, b""))
+            if place in self._wrong or (complete and received != expected):
+                is_short = complete and received < expected
+                kind: Damage = "duplicated" if received > expected else "lost" if is_short else "corrupted"
+                wanted = f"{expected} expected" if complete else f"not a prefix of the {expected} expected"
+                found.setdefault(kind, f"{place[1]} of {place[0]!r}: {received} bytes, {wanted}")
+        return next(((kind, found[kind]) for kind in get_args(Damage) if kind in found), None)
 
 
 def _pieces(output: Output) -> Iterator[tuple[Place, bytes]]:

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
-from omni_actors.stress.judge import Kind
+from omni_actors.stress.judge import Kind, Violation
 
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
@@ -40,9 +40,27 @@ class Timing:
 
 @dataclass
 class Row:
+    """The faults of one kind at one load, and the violations after them."""
+
     faults: int = 0
     timings: list[Timing] = field(default_factory=list)
     violations: Counter[Kind] = field(default_factory=Counter)
+
+    @property
+    def bound(self) -> float | None:
+        """Rule 3."""
+        return 3 / self.faults if self.faults else None
+
+    def add(self, other: Row) -> None:
+        self.faults += other.faults
+        self.timings += other.timings
+        self.violations.update(other.violations)
+
+    def times(self) -> dict[str, list[float]]:
+        """The times that were observed, in seconds, by name."""
+        names = ("detected_s", "ready_s", "recovered_s", "recovered_less_load_s")
+        values = {name: [getattr(timing, name) for timing in self.timings] for name in names}
+        return {name: [value for value in some if value is not None] for name, some in values.items()}
 
 
 def percentile(values: Sequence[float], percent: float) -> float | None:
@@ -59,26 +77,35 @@ class Tally:
     runs: int = 0
     requests: Counter[str] = field(default_factory=Counter)
     """By outcome."""
+    found: list[Violation] = field(default_factory=list)
+    """All violations; the rows count them."""
+
+    @property
+    def total(self) -> Row:
+        """The sum of all rows."""
+        total = Row()
+        for row in self.rows.values():
+            total.add(row)
+        return total
 
     @property
     def faults(self) -> int:
-        return sum(row.faults for row in self.rows.values())
-
-    @property
-    def violations(self) -> int:
-        return sum(row.violations.total() for row in self.rows.values())
+        return self.total.faults
 
     def row(self, fault: str, load: str) -> Row:
         return self.rows.setdefault((fault, load), Row())
 
+    def violated(self, fault: str, load: str, violation: Violation) -> None:
+        """Count a violation at a fault."""
+        self.row(fault, load).violations[violation.kind] += 1
+        self.found.append(violation)
+
     def add(self, other: Tally) -> None:
         for (fault, load), row in other.rows.items():
-            mine = self.row(fault, load)
-            mine.faults += row.faults
-            mine.timings += row.timings
-            mine.violations.update(row.violations)
+            self.row(fault, load).add(row)
         self.runs += other.runs
         self.requests.update(other.requests)
+        self.found += other.found
 
     def as_json(self) -> dict[str, Any]:
         """The figures, with all times in seconds, from which a reader can compute other percentiles."""
@@ -86,59 +113,53 @@ class Tally:
             "runs": self.runs,
             "faults": self.faults,
             "requests": dict(self.requests),
-            "violations": self.violations,
-            "bound": 3 / self.faults if self.faults else None,
+            "violations": len(self.found),
+            "bound": self.total.bound,
             "rows": [
                 {
                     "fault": fault,
                     "load": load,
                     "faults": row.faults,
                     **{kind: row.violations[kind] for kind in KINDS},
-                    "bound": 3 / row.faults if row.faults else None,
-                    **{name: _quantiles(values) for name, values in _times(row).items()},
-                    "samples": _times(row),
+                    "bound": row.bound,
+                    **{name: _quantiles(values) for name, values in row.times().items()},
+                    "samples": row.times(),
                 }
                 for (fault, load), row in sorted(self.rows.items())
             ],
         }
 
     def as_markdown(self) -> str:
-        header = ["fault", "load", "N", *KINDS, "detected p50 / p99", "recovered p50 / p99", "… less model load", "3/N"]
-        lines = ["| " + " | ".join(header) + " |", "|" + "---|" * 2 + "---:|" * (len(header) - 2)]
-        everything = Row()
-        for (fault, load), row in sorted(self.rows.items()):
-            lines.append(_line(fault, load, row))
-            everything.faults += row.faults
-            everything.timings += row.timings
-            everything.violations.update(row.violations)
-        lines.append(_line("**all**", "", everything, timed=False))
-        return "\n".join(lines)
+        header = ("fault", "load", "N", *KINDS, "detected p50 / p99", "recovered p50 / p99", "… less model load", "3/N")
+        rows = [(fault, load, *_counts(row, row.times())) for (fault, load), row in sorted(self.rows.items())]
+        return markdown_table(header, [*rows, ("**all**", "", *_counts(self.total, None))], left=2)
 
 
-def _times(row: Row) -> dict[str, list[float]]:
-    names = ("detected_s", "ready_s", "recovered_s", "recovered_less_load_s")
-    return {name: [value for timing in row.timings if (value := getattr(timing, name)) is not None] for name in names}
+def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> str:
+    """Return a table. left: how many columns are aligned to the left; the others hold numbers."""
+    rule = "|" + "---|" * left + "---:|" * (len(header) - left)
+    first, *others = ("| " + " | ".join(cells) + " |" for cells in (header, *rows))
+    return "\n".join([first, rule, *others])
+
+
+def _counts(row: Row, times: Mapping[str, Sequence[float]] | None) -> list[str]:
+    """The cells of a row after its names. times: None leaves the cells of the times empty."""
+    columns = ("detected_s", "recovered_s", "recovered_less_load_s")
+    shown = [_pair(times[name]) if times else "" for name in columns]
+    violations = [str(row.violations[kind]) for kind in KINDS]
+    return [str(row.faults), *violations, *shown, "–" if row.bound is None else f"{row.bound:.2g}"]
 
 
 def _quantiles(values: Sequence[float]) -> dict[str, float | int | None]:
     return {"n": len(values), "p50": percentile(values, 50), "p99": percentile(values, 99)}
 
 
-def _line(fault: str, load: str, row: Row, *, timed: bool = True) -> str:
-    times = _times(row)
-    columns = ("detected_s", "recovered_s", "recovered_less_load_s")
-    shown = [_pair(times[name]) if timed else "" for name in columns]
-    counts = [str(row.violations[kind]) for kind in KINDS]
-    bound = f"{3 / row.faults:.2g}" if row.faults else "–"
-    return "| " + " | ".join([fault, load, str(row.faults), *counts, *shown, bound]) + " |"
-
-
 def _pair(values: Sequence[float]) -> str:
     p50, p99 = percentile(values, 50), percentile(values, 99)
-    return "–" if p50 is None or p99 is None else f"{duration(p50)} / {duration(p99)}"
+    return "–" if p50 is None or p99 is None else f"{_duration(p50)} / {_duration(p99)}"
 
 
-def duration(seconds: float) -> str:
+def _duration(seconds: float) -> str:
     if seconds >= 1:
         return f"{seconds:.2f} s"
     return f"{seconds * 1000:.{1 if seconds < 0.1 else 0}f} ms"

@@ -159,16 +159,8 @@ def decode(text: str) -> Schedule:
 
 def stages_of(schedule: Schedule) -> set[str]:
     """Every stage that a schedule names."""
-    named: set[str] = set()
-    for operation in schedule.operations:
-        match operation:
-            case Kill(stages):
-                named.update(stages)
-            case KillLoading() | Storm() | Freeze() | Pause() | Crash() | Starve() | Full():
-                named.add(operation.stage)
-            case _:
-                pass
-    return named
+    several = {stage for operation in schedule.operations if isinstance(operation, Kill) for stage in operation.stages}
+    return several | {operation.stage for operation in schedule.operations if hasattr(operation, "stage")}
 
 
 def requests_of(schedule: Schedule) -> set[str]:

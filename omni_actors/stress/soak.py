@@ -7,7 +7,7 @@ Rules
    its times. The slope is that of the least-squares line after the first fifth of the run, while caches fill. Its error
    is the standard error for as many independent samples as the residuals' autocorrelation leaves. The slope of the
    second half distinguishes steady growth from a heap that levels off.
-3. Throughput is counted before the first fault, and later in the quiet times: from when every stage serves again to the
+3. Throughput is counted before the first fault, and later in the times from when every stage serves again to the
    next fault. The ratio must be near one.
 """
 
@@ -29,17 +29,19 @@ from typing import Any
 import trio
 
 from omni_actors.stress.driver import Driver
-from omni_actors.stress.run import Result, run_with_faults
+from omni_actors.stress.report import Tally, markdown_table
+from omni_actors.stress.run import run_with_faults
 from omni_actors.stress.schedule import Crash, Freeze, Kill, Operation, Pause
 from omni_actors.stress.workload import Workload
 from omni_actors.system import OmniSystem
 
 EVERY_S = 2.0
-"""The time between faults. It is longer if a stage recovers slowly, so that a quiet time follows each fault."""
-QUIET_S = 0.4
-WARM_S, CALM_S = 10.0, 60.0
+"""The time between faults. It is longer if a stage recovers slowly, so that some time without a fault follows each."""
+BETWEEN_FAULTS_S = 0.4
+"""The shortest time of counting between two faults."""
+WARM_UP_S, FAULT_FREE_S = 10.0, 60.0
 """Before the first fault: warm-up, and fault-free count. At most a twentieth and a tenth of the run."""
-WARMING = 0.2
+WARM_UP_SHARE = 0.2
 PAUSED_S = 0.25
 """Longer than a pause, whose end no event reports."""
 
@@ -56,60 +58,6 @@ class Slope:
 
 
 @dataclass
-class Soak:
-    """The results of a soak. Throughputs are outputs per second."""
-
-    seconds: float
-    spared: str
-    result: Result
-    rss: dict[str, list[tuple[float, float]]]
-    """By process ("parent", and the workers of the spared stage): (seconds since the start, bytes)."""
-    calm_per_s: float
-    quiet_per_s: float
-    quiet_s: float
-
-    def as_json(self) -> dict[str, Any]:
-        return {
-            **self.result.tally.as_json(),
-            "seconds": self.seconds,
-            "spared": self.spared,
-            "rss": {
-                name: {
-                    "slope_per_minute": slope(samples).per_minute,
-                    "error": slope(samples).error,
-                    "second_half": asdict(slope(samples, 0.5)),
-                    "samples": samples,
-                }
-                for name, samples in self.rss.items()
-            },
-            "throughput": {
-                "fault_free_per_s": self.calm_per_s,
-                "between_faults_per_s": self.quiet_per_s,
-                "between_faults_s": self.quiet_s,
-            },
-        }
-
-    def as_markdown(self) -> str:
-        lines = [
-            "| process | RSS at the beginning | at the end | slope, per minute | in the second half |",
-            "|---|---:|---:|---:|---:|",
-        ]
-        for name, samples in self.rss.items():
-            sizes = [_megabytes(size) for _, size in (samples[0], samples[-1])]
-            lines.append("| " + " | ".join([name, *sizes, str(slope(samples)), str(slope(samples, 0.5))]) + " |")
-        ratio = self.quiet_per_s / self.calm_per_s if self.calm_per_s else 0.0
-        lines += [
-            "",
-            "| outputs a second | fault-free | between faults | ratio |",
-            "|---|---:|---:|---:|",
-            f"| | {self.calm_per_s:.1f} | {self.quiet_per_s:.1f} | {ratio:.2f} |",
-            "",
-            self.result.tally.as_markdown(),
-        ]
-        return "\n".join(lines)
-
-
-@dataclass
 class _Count:
     """Outputs that were read during a time."""
 
@@ -122,35 +70,78 @@ class _Count:
 
 
 @dataclass
-class _Record:
-    rss: dict[str, array[float]] = field(default_factory=dict)
-    """As in ``Soak``; seconds and bytes alternate."""
-    calm: _Count = field(default_factory=_Count)
-    quiet: _Count = field(default_factory=_Count)
+class Soak:
+    """The results of a soak."""
+
+    seconds: float
+    spared: str
+    sizes: dict[str, array[float]] = field(default_factory=dict)
+    """Resident memory by process ("parent", and the workers of the spared stage). Seconds since the start and bytes
+    alternate."""
+    fault_free: _Count = field(default_factory=_Count)
+    between_faults: _Count = field(default_factory=_Count)
+    tally: Tally = field(init=False)
+
+    @property
+    def rss(self) -> dict[str, list[tuple[float, float]]]:
+        """By process: (seconds since the start, bytes)."""
+        return {name: list(zip(both[::2], both[1::2], strict=True)) for name, both in self.sizes.items()}
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            **self.tally.as_json(),
+            "seconds": self.seconds,
+            "spared": self.spared,
+            "rss": {
+                name: {
+                    "slope_per_minute": slope(samples).per_minute,
+                    "error": slope(samples).error,
+                    "second_half": asdict(slope(samples, 0.5)),
+                    "samples": samples,
+                }
+                for name, samples in self.rss.items()
+            },
+            "throughput": {
+                "fault_free_per_s": self.fault_free.per_s,
+                "between_faults_per_s": self.between_faults.per_s,
+                "between_faults_s": self.between_faults.seconds,
+            },
+        }
+
+    def as_markdown(self) -> str:
+        before, between = self.fault_free.per_s, self.between_faults.per_s
+        throughput = ("", f"{before:.1f}", f"{between:.1f}", f"{between / before if before else 0.0:.2f}")
+        memory = [
+            (
+                name,
+                f"{samples[0][1] / 1e6:.1f} MB",
+                f"{samples[-1][1] / 1e6:.1f} MB",
+                str(slope(samples)),
+                str(slope(samples, 0.5)),
+            )
+            for name, samples in self.rss.items()
+        ]
+        processes = ("process", "RSS at the beginning", "at the end", "slope, per minute", "in the second half")
+        tables = (
+            markdown_table(processes, memory),
+            markdown_table(("outputs a second", "fault-free", "between faults", "ratio"), [throughput]),
+            self.tally.as_markdown(),
+        )
+        return "\n\n".join(tables)
 
 
 def soak(workload: Workload, seconds: float, mark: str, on_progress: Callable[[str], None]) -> Soak:
     """Run a soak of ``seconds``. mark: see ``run.run_with_faults``. on_progress: gets a summary at each fault."""
-    spared = spared_stage(workload)
-    record = _Record()
+    soaked = Soak(seconds, spared_stage(workload))
 
     async def work(omni: OmniSystem, driver: Driver) -> None:
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(_sample, omni, spared, record)
-            await _inject_faults(driver, workload, spared, seconds, record, on_progress)
+            nursery.start_soon(_sample, omni, soaked)
+            await _inject_faults(driver, workload, soaked, on_progress)
             nursery.cancel_scope.cancel()
 
-    result = run_with_faults(workload, "full", None, mark, work)
-    rss = {name: list(zip(both[::2], both[1::2], strict=True)) for name, both in record.rss.items()}
-    return Soak(
-        seconds=seconds,
-        spared=spared,
-        result=result,
-        rss=rss,
-        calm_per_s=record.calm.per_s,
-        quiet_per_s=record.quiet.per_s,
-        quiet_s=record.quiet.seconds,
-    )
+    soaked.tally = run_with_faults(workload, "full", None, mark, work)
+    return soaked
 
 
 def spared_stage(workload: Workload) -> str:
@@ -167,23 +158,21 @@ def _faults(workload: Workload, spared: str) -> Iterator[Operation]:
         yield Freeze(stage)
 
 
-async def _inject_faults(
-    driver: Driver, workload: Workload, spared: str, seconds: float, record: _Record, on_progress: Callable[[str], None]
-) -> None:
+async def _inject_faults(driver: Driver, workload: Workload, soaked: Soak, on_progress: Callable[[str], None]) -> None:
     """Count without faults, then inject faults and count between them, until the time is up."""
-    until = time.monotonic() + seconds
-    await trio.sleep(min(WARM_S, seconds / 20))
-    await _count(driver, record.calm, min(CALM_S, seconds / 10))
-    for fault in _faults(workload, spared):
+    until = time.monotonic() + soaked.seconds
+    await trio.sleep(min(WARM_UP_S, soaked.seconds / 20))
+    await _count(driver, soaked.fault_free, min(FAULT_FREE_S, soaked.seconds / 10))
+    for fault in _faults(workload, soaked.spared):
         if time.monotonic() > until:
             return
         injected_at = time.monotonic()
         await driver.do(fault)
         await trio.sleep(PAUSED_S)
         with trio.move_on_after(workload.patience_s):
-            await driver.until_quiet()
+            await driver.until_settled()
             driver.judge_ended()
-        await _count(driver, record.quiet, max(QUIET_S, injected_at + EVERY_S - time.monotonic()))
+        await _count(driver, soaked.between_faults, max(BETWEEN_FAULTS_S, injected_at + EVERY_S - time.monotonic()))
         on_progress(f"{driver.tally.faults} faults, {until - time.monotonic():.0f} s to go")
 
 
@@ -194,13 +183,13 @@ async def _count(driver: Driver, count: _Count, for_s: float) -> None:
     count.seconds += time.monotonic() - began
 
 
-async def _sample(omni: OmniSystem, spared: str, record: _Record) -> None:
+async def _sample(omni: OmniSystem, soaked: Soak) -> None:
     """Record the resident memory of this process and of the spared stage's workers once a second, until cancelled."""
-    began = time.monotonic()
+    began, spared = time.monotonic(), soaked.spared
     while True:
         workers = {f"{spared}.{each.replica}": each.pid for each in omni.health().stages[spared] if each.pid}
         for name, pid in {"parent": os.getpid(), **workers}.items():
-            record.rss.setdefault(name, array("d")).extend((time.monotonic() - began, resident(pid)))
+            soaked.sizes.setdefault(name, array("d")).extend((time.monotonic() - began, resident(pid)))
         await trio.sleep(1)
 
 
@@ -209,7 +198,7 @@ def resident(pid: int) -> int:
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * resource.getpagesize()
 
 
-def slope(samples: Sequence[tuple[float, float]], after: float = WARMING) -> Slope:
+def slope(samples: Sequence[tuple[float, float]], after: float = WARM_UP_SHARE) -> Slope:
     """Return the slope of rule 2. samples: (seconds, bytes), evenly spaced. after: the part of the time to skip.
 
     With fewer than three samples, the slope and its error are NaN.
@@ -227,7 +216,3 @@ def slope(samples: Sequence[tuple[float, float]], after: float = WARMING) -> Slo
     spread = math.fsum((at - statistics.fmean(minutes)) ** 2 for at in minutes)
     variance = squares / len(kept) * independent / (independent - 2)
     return Slope(line.slope, math.sqrt(variance / spread * len(kept) / independent))
-
-
-def _megabytes(size: float) -> str:
-    return f"{size / 1e6:.1f} MB"

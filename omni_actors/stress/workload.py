@@ -9,7 +9,8 @@ Rules
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +21,7 @@ from omni_actors import config as configuration
 from omni_actors.config import Pipeline
 from omni_actors.errors import ConfigError, InvalidRequest
 from omni_actors.orchestrator.pieces import Input
-from omni_actors.orchestrator.routes import Node, plan, topological
+from omni_actors.orchestrator.routes import Node, Route, plan, topological
 from omni_actors.stress.oracle import Oracle
 
 SEED = 7
@@ -59,10 +60,10 @@ class Workload:
 
     pipeline: Pipeline
     templates: dict[str, Template]
-    hooks: tuple[str, ...]
+    hooks: tuple[str, ...] = ()
     """Stages whose engine can be asked to fail."""
-    full: int
-    patience_s: float
+    full: int = 0
+    patience_s: float = math.inf
     replayed: frozenset[str] = frozenset()
     """Stages whose death a request survives."""
     oracle: dict[str, Oracle] = field(default_factory=dict)
@@ -70,7 +71,7 @@ class Workload:
     @property
     def stages(self) -> tuple[str, ...]:
         """Upstream first."""
-        return topological(nodes_of(self.pipeline))
+        return topological(_nodes(self.pipeline))
 
     def probe(self, stage: str) -> Template:
         """The cheapest request that needs ``stage``."""
@@ -80,8 +81,21 @@ class Workload:
         )
 
 
-def nodes_of(pipeline: Pipeline) -> dict[str, Node]:
+def _nodes(pipeline: Pipeline) -> dict[str, Node]:
     return {name: Node(stage.accepts, stage.inputs, stage.emits) for name, stage in pipeline.stages.items()}
+
+
+def route_of(pipeline: Pipeline, kinds: Collection[str], modalities: Collection[str]) -> Route | None:
+    """The route from these kinds of input to these modalities; None if the pipeline has none."""
+    try:
+        return plan(_nodes(pipeline), kinds, modalities)
+    except InvalidRequest:
+        return None
+
+
+def emitted(pipeline: Pipeline) -> tuple[str, ...]:
+    """The modalities of a pipeline's outputs."""
+    return tuple(stage.emits for stage in pipeline.stages.values() if stage.emits)
 
 
 def workload_of(config: str | Pipeline, overrides: Mapping[str, Any]) -> Workload:
@@ -96,9 +110,8 @@ def workload_of(config: str | Pipeline, overrides: Mapping[str, Any]) -> Workloa
         place = f"stages.{name}"
         defaults[f"{place}.restart.backoff_s"] = defaults[f"{place}.restart.backoff_max_s"] = 0.01
         defaults[f"{place}.restart.intensity"] = 1_000_000
-        defaults[f"{place}.load_timeout_s"], defaults[f"{place}.step_timeout_s"] = (
-            (3.0, 1.0) if is_echo else (60.0, 10.0)
-        )
+        defaults[f"{place}.load_timeout_s"] = 3.0 if is_echo else 60.0
+        defaults[f"{place}.step_timeout_s"] = 1.0 if is_echo else 10.0
         if stage.engine == "echo":
             defaults[f"{place}.options.step_s"] = 0.001
     pipeline = configuration.load(config, {**defaults, **overrides})
@@ -122,18 +135,13 @@ def _template(
     pipeline: Pipeline, name: str, inputs: Mapping[str, Sequence[Input]], modalities: tuple[str, ...], **params: Any
 ) -> Iterator[Template]:
     """Yield the template if the pipeline has a route for it, with the parameters that an engine on the route knows."""
-    try:
-        route = plan(nodes_of(pipeline), inputs, modalities)
-    except InvalidRequest:
+    route = route_of(pipeline, inputs, modalities)
+    if route is None:
         return
     schemas = [pipeline.spec(stage).params for stage in route.stages]
     known = {each.name for schema in schemas if schema is not None for each in msgspec.structs.fields(schema)}
     share = {key: value for key, value in {"seed": SEED, **params}.items() if key in known}
     yield Template(name=name, inputs=inputs, modalities=modalities, params=share, stages=route.stages)
-
-
-def _emitted(pipeline: Pipeline) -> tuple[str, ...]:
-    return tuple(stage.emits for stage in pipeline.stages.values() if stage.emits)
 
 
 def _echo_requests(pipeline: Pipeline) -> Iterator[Template]:
@@ -146,7 +154,7 @@ def _echo_requests(pipeline: Pipeline) -> Iterator[Template]:
 
     kinds = sorted({kind for stage in pipeline.stages.values() for kind in stage.accepts})
     short, long = ([piece(number) for number in range(count)] for count in (SHORT, LONG))
-    for modalities in (*((each,) for each in _emitted(pipeline)), _emitted(pipeline)):
+    for modalities in (*((each,) for each in emitted(pipeline)), emitted(pipeline)):
         for length, pieces in (("short", short), ("long", long)):
             label = " and ".join(modalities)
             for kind in kinds[:1] if len(kinds) == 1 else [each for each in kinds if each != "messages"]:
@@ -164,8 +172,7 @@ def _model_requests(pipeline: Pipeline) -> Iterator[Template]:
     about_it = question([{"type": "audio", "index": 0}, {"type": "text", "text": QUESTION}])
     takes_messages = {name for name, stage in pipeline.stages.items() if "messages" in stage.accepts}
 
-    emitted = _emitted(pipeline)
-    for modality in emitted:
+    for modality in emitted(pipeline):
         yield from _template(pipeline, f"{modality}, script", {"script": [Input({"text": SCRIPT})]}, (modality,))
         for template in _template(pipeline, f"{modality}, recording", recording, (modality,)):
             if takes_messages.isdisjoint(template.stages):
@@ -173,7 +180,7 @@ def _model_requests(pipeline: Pipeline) -> Iterator[Template]:
         yield from _template(pipeline, f"{modality}, with audio", recording | about_it, (modality,), max_tokens=4)
         yield from _template(pipeline, f"{modality}, short", question(QUESTION), (modality,), max_tokens=4)
     yield from _template(pipeline, "sampled, short", question(QUESTION), ("text",), max_tokens=8, temperature=0.8)
-    spoken_and_written = tuple(each for each in ("text", "audio") if each in emitted)
+    spoken_and_written = tuple(each for each in ("text", "audio") if each in emitted(pipeline))
     if len(spoken_and_written) > 1:
         yield from _template(
             pipeline, "text and audio, long", question(LONG_QUESTION), spoken_and_written, max_tokens=32

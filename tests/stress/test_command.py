@@ -31,7 +31,7 @@ def stress(monkeypatch: pytest.MonkeyPatch, mark: str, baseline: Workload) -> Ca
     return lambda *arguments: CliRunner().invoke(main, ["stress", *arguments])
 
 
-def test_a_hunt_ends_with_its_budget_and_writes_figures(stress: Callable[..., Result], tmp_path: Path) -> None:
+def test_a_search_ends_with_its_budget_and_writes_figures(stress: Callable[..., Result], tmp_path: Path) -> None:
     file = tmp_path / "figures.json"
     done = stress("echo", "--faults", "1", "--operations", "2", "--seed", "18", "--json", str(file))
     assert done.exit_code == 0, done.output
@@ -41,7 +41,7 @@ def test_a_hunt_ends_with_its_budget_and_writes_figures(stress: Callable[..., Re
     assert figures["faults"] >= 1
 
 
-def test_a_violation_is_exit_code_1_and_a_command_that_repeats_it(
+def test_a_violation_gives_exit_code_1_and_a_command_that_repeats_it(
     stress: Callable[..., Result], planted: Callable[[str], Workload]
 ) -> None:
     options = planted("Louder").pipeline.stages["second"].options
@@ -83,7 +83,9 @@ def test_without_hypothesis_the_error_names_the_command_that_installs_it(
         (("echo", "--set", "stages.first.step_timeout_s=0"), "step_timeout_s"),
     ],
 )
-def test_what_cannot_work_is_exit_code_2(stress: Callable[..., Result], arguments: tuple[str, ...], words: str) -> None:
+def test_invalid_arguments_give_exit_code_2(
+    stress: Callable[..., Result], arguments: tuple[str, ...], words: str
+) -> None:
     done = stress(*arguments)
     assert done.exit_code == 2, done.output
     assert words in done.stderr

@@ -52,19 +52,19 @@ def observed(*stages_and_times: tuple[str, float]) -> list[ObservedDeath]:
         ("hul", False, "lost", "corrupted"),
     ],
 )
-def test_how_an_answer_differs(text: str, finished: bool, whole: str | None, so_far: str | None) -> None:
+def test_damage_of_an_answer(text: str, finished: bool, whole: str | None, so_far: str | None) -> None:
     ours = answer(piece(text, finished=finished))
-    for found, expected in ((ours.damage(), whole), (ours.damage_so_far(), so_far)):
+    for found, expected in ((ours.damage(complete=True), whole), (ours.damage(complete=False), so_far)):
         assert (found and found[0]) == expected
 
 
-def test_how_text_was_cut_does_not_matter() -> None:
-    assert answer(piece("he"), piece(""), piece("llo", finished=True)).damage() is None
+def test_chunk_boundaries_do_not_matter() -> None:
+    assert answer(piece("he"), piece(""), piece("llo", finished=True)).damage(complete=True) is None
 
 
-def test_a_stream_that_the_oracle_does_not_have_is_too_much() -> None:
+def test_a_stream_that_the_oracle_lacks_counts_as_duplicated() -> None:
     stray = Output("r", "first", "text", None, False, {"text": "x"}, {})
-    found = answer(piece("hello", finished=True), stray).damage()
+    found = answer(piece("hello", finished=True), stray).damage(complete=True)
     assert found == ("duplicated", "text of 'first': 1 bytes, 0 expected")
 
 
@@ -85,7 +85,7 @@ def test_a_stream_that_the_oracle_does_not_have_is_too_much() -> None:
         (Aborted(), "replay", observed(), "lost"),
     ],
 )
-def test_a_request_may_fail_by_what_touched_it_only(
+def test_a_request_may_fail_only_for_a_death_on_its_route(
     error: RequestError, on_failure: OnFailure, deaths: list[ObservedDeath], expected: str | None
 ) -> None:
     rules = Rules(2, frozenset({"first", "second"}))
@@ -99,7 +99,7 @@ def test_a_request_may_fail_by_what_touched_it_only(
         assert unable is None, "a stage that cannot be replayed may fail its requests"
 
 
-def test_an_end_that_is_none_or_two() -> None:
+def test_requests_with_no_outcome_and_with_two() -> None:
     rules = Rules(2, frozenset())
     open_one = TrackedRequest("r", TEMPLATE, answer(), "fail", 1.0)
     whole = answer(piece("hello", finished=True))
@@ -111,7 +111,7 @@ def test_an_end_that_is_none_or_two() -> None:
     assert [each and each.kind for each in found] == ["hung", "duplicated", None]
 
 
-def test_deaths_are_explained_by_pid_or_by_count() -> None:
+def test_deaths_are_explained_by_pid_or_by_number() -> None:
     deaths = observed(("second", 1.0), ("second", 2.0), ("first", 3.0))
     found, left = judge.check_deaths(deaths, {0}, {"second": 1})
     assert [violation.kind for violation in found] == ["disturbed"]
@@ -120,7 +120,7 @@ def test_deaths_are_explained_by_pid_or_by_count() -> None:
     assert len(judge.check_deaths(deaths, set(), {})[0]) == 3
 
 
-def test_what_came_is_not_kept() -> None:
+def test_an_answer_does_not_keep_its_outputs() -> None:
     """The harness lives in the process whose memory it measures."""
     sound = Tensor("int32", (250_000,), bytes(1_000_000))
     oracle = Oracle()
@@ -134,5 +134,5 @@ def test_what_came_is_not_kept() -> None:
         kept, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert ours.damage() is None
+    assert ours.damage(complete=True) is None
     assert kept < 10_000

@@ -7,11 +7,12 @@ import random
 
 import pytest
 
+from omni_actors.stress.judge import Violation
 from omni_actors.stress.report import Row, Tally, Timing, percentile
 from omni_actors.stress.soak import Slope, slope
 
 
-def test_a_percentile_is_a_value_that_was_measured() -> None:
+def test_a_percentile_is_a_measured_value() -> None:
     hundred = [float(n) for n in range(100, 0, -1)]
     assert [percentile(hundred, p) for p in (1, 50, 99, 100)] == [1.0, 50.0, 99.0, 100.0]
     assert percentile([7.0], 99) == 7.0
@@ -19,7 +20,7 @@ def test_a_percentile_is_a_value_that_was_measured() -> None:
     assert percentile([], 50) is None
 
 
-def test_the_model_s_load_is_taken_off_the_recovery_only() -> None:
+def test_only_the_recovery_is_reduced_by_the_load_time() -> None:
     assert Timing(recovered_s=3.0, load_s=2.5).recovered_less_load_s == 0.5
     assert Timing(recovered_s=3.0).recovered_less_load_s == 3.0
     assert Timing(detected_s=1.0).recovered_less_load_s is None
@@ -30,10 +31,10 @@ def test_the_table_adds_up_and_bounds_its_zeros() -> None:
     one.rows["SIGKILL", "full"] = Row(2, [Timing(0.004, 0.3, 0.4, 0.1), Timing(0.006, None, None, None)])
     other.rows["SIGKILL", "full"] = Row(1)
     other.rows["SIGSTOP", "idle"] = Row(1)
-    other.row("SIGSTOP", "idle").violations["lost"] += 1
+    other.violated("SIGSTOP", "idle", Violation("lost", "an output"))
     one.requests["completed"] += 5
     one.add(other)
-    assert (one.runs, one.faults, one.violations, one.requests["completed"]) == (3, 4, 1, 5)
+    assert (one.runs, one.faults, len(one.found), one.requests["completed"]) == (3, 4, 1, 5)
     header, _, kill, stop, everything = one.as_markdown().splitlines()
     cells = dict(zip(_cells(header), _cells(kill), strict=True))
     assert cells["detected p50 / p99"] == "4.0 ms / 6.0 ms"
@@ -65,7 +66,7 @@ def test_a_slope_lies_within_a_few_of_its_errors_of_the_truth() -> None:
         assert 0 < found.error < 20_000
 
 
-def test_what_levels_off_has_no_slope_in_the_second_half() -> None:
+def test_a_heap_that_levels_off_has_no_slope_in_the_second_half() -> None:
     step = [(float(n), 1e6 * (n >= 40)) for n in range(100)]
     assert slope(step).per_minute > 0
     assert slope(step, 0.5) == Slope(0.0, 0.0)

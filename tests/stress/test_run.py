@@ -1,4 +1,4 @@
-"""The harness finds what it is there to find. Bugs are planted in engines and doubles, never by a switch."""
+"""The harness finds planted bugs. They are planted in engines and doubles, never by a switch in the code."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from omni_actors.system import OmniSystem
 from ringbuf import Ring
 
 WATCHDOG_S = 60.0
-HIT_IN_THE_MIDDLE = Schedule("idle", None, (Submit("audio, long"), Wait(30), Kill(("second",)), Settle()))
-HIT_BY_NOBODY = Schedule("idle", None, (Submit("audio, short"), Settle()))
+ONE_KILL = Schedule("idle", None, (Submit("audio, long"), Wait(30), Kill(("second",)), Settle()))
+NO_FAULT = Schedule("idle", None, (Submit("audio, short"), Settle()))
 
 
 def test_a_sound_system_passes_and_each_fault_is_counted_and_timed(baseline: Workload, mark: str) -> None:
@@ -35,8 +35,8 @@ def test_a_sound_system_passes_and_each_fault_is_counted_and_timed(baseline: Wor
         *(Full("second", 1), Settle(), Pause("first", 20), Starve("second"), Settle()),
     )
     result = run_schedule(baseline, Schedule("one", None, operations), mark)
-    assert result.violations == []
-    rows = result.tally.rows
+    assert result.found == []
+    rows = result.rows
     assert {fault: row.faults for (fault, _), row in rows.items()} == {
         "SIGKILL, several at once": 2,
         "exception in step": 1,
@@ -56,10 +56,10 @@ def test_a_sound_system_passes_and_each_fault_is_counted_and_timed(baseline: Wor
 @pytest.mark.parametrize(
     ("engine", "schedule", "kinds", "words"),
     [
-        ("Stutters", HIT_IN_THE_MIDDLE, {"lost", "duplicated"}, "3840 bytes, 2880 expected"),
-        ("Mute", HIT_IN_THE_MIDDLE, {"hung"}, "has no outcome"),
-        ("Faint", HIT_BY_NOBODY, {"disturbed"}, "the harness did not kill it"),
-        ("Daemon", HIT_IN_THE_MIDDLE, {"leaked"}, "sleep 300"),
+        ("Stutters", ONE_KILL, {"lost", "duplicated"}, "3840 bytes, 2880 expected"),
+        ("Mute", ONE_KILL, {"hung"}, "has no outcome"),
+        ("Faint", NO_FAULT, {"disturbed"}, "the harness did not kill it"),
+        ("Daemon", ONE_KILL, {"leaked"}, "sleep 300"),
     ],
 )
 def test_a_planted_bug_is_found(
@@ -70,28 +70,28 @@ def test_a_planted_bug_is_found(
     for pid in leaks.marked_processes(mark):
         os.kill(pid, signal.SIGKILL)
         psutil.wait_procs([psutil.Process(pid)])
-    assert {violation.kind for violation in result.violations} >= kinds - {"lost"}
-    assert {violation.kind for violation in result.violations} <= kinds
-    assert any(words in violation.what for violation in result.violations), result.violations
-    assert result.tally.violations == len(result.violations)
+    assert {violation.kind for violation in result.found} >= kinds - {"lost"}
+    assert {violation.kind for violation in result.found} <= kinds
+    assert any(words in violation.what for violation in result.found), result.found
+    assert sum(row.violations.total() for row in result.rows.values()) == len(result.found)
 
 
-async def test_the_hand_does_its_deeds_in_turn_and_each_time_is_kept_until_it_is_asked_for() -> None:
+async def test_the_kill_helper_carries_out_orders_in_turn_and_keeps_their_times() -> None:
     began = time.monotonic()
     with ExitStack() as open_ones:
         sleepers = [open_ones.enter_context(subprocess.Popen(["sleep", "300"])) for _ in range(3)]  # noqa: ASYNC220
         one, *others = [open_ones.enter_context(Victim(sleeper.pid)) for sleeper in sleepers]
-        hand = open_ones.enter_context(KillHelper())
-        first, second = hand.send(signal.SIGTERM, [one]), hand.send(signal.SIGKILL, others)
+        kill_helper = open_ones.enter_context(KillHelper())
+        first, second = kill_helper.send(signal.SIGTERM, [one]), kill_helper.send(signal.SIGKILL, others)
         with trio.fail_after(WATCHDOG_S):
             times: dict[int, float] = {}
 
-            async def ask(deed: int) -> None:
-                times[deed] = await hand.done_at(deed)
+            async def read_time(order: int) -> None:
+                times[order] = await kill_helper.done_at(order)
 
             async with trio.open_nursery() as nursery:
-                nursery.start_soon(ask, second)
-                nursery.start_soon(ask, first)
+                nursery.start_soon(read_time, second)
+                nursery.start_soon(read_time, first)
         assert [sleeper.wait() for sleeper in sleepers] == [-signal.SIGTERM, -signal.SIGKILL, -signal.SIGKILL]
     assert began < times[first] < times[second] < time.monotonic()
 
@@ -111,39 +111,39 @@ def test_a_descriptor_that_stays_open_here_is_found(
     result = run_schedule(baseline, Schedule("idle", None, ()), mark)
     for fd in kept:
         os.close(fd)
-    assert [violation.kind for violation in result.violations] == ["leaked"] * len(kept)
-    assert all("memfd:ringbuf" in violation.what for violation in result.violations)
-    assert result.tally.row("(none)", "idle").violations["leaked"] == len(kept)
+    assert [violation.kind for violation in result.found] == ["leaked"] * len(kept)
+    assert all("memfd:ringbuf" in violation.what for violation in result.found)
+    assert result.row("(none)", "idle").violations["leaked"] == len(kept)
 
 
-def test_what_is_over_is_judged_and_let_go(baseline: Workload, mark: str) -> None:
+def test_ended_requests_and_deaths_are_judged_and_forgotten(baseline: Workload, mark: str) -> None:
     """So that a soak's memory is its system's."""
     kept: list[object] = []
 
     async def work(omni: OmniSystem, driver: Driver) -> None:
         await driver.do(Kill(("first",)))
-        await driver.until_quiet()
+        await driver.until_settled()
         (foreign,) = omni.health().stages["second"]
         assert foreign.pid is not None
         os.kill(foreign.pid, signal.SIGKILL)
         await driver.watch.until(lambda: len(driver.watch.deaths) == 2)
-        await driver.until_quiet()
+        await driver.until_settled()
         driver.judge_ended()
         kept.extend([*driver.watch.deaths, *driver.watch.serving, *driver.killed])
 
     result = run_with_faults(baseline, "idle", None, mark, work)
     assert kept == []
-    (violation,) = result.violations
+    (violation,) = result.found
     assert violation.kind == "disturbed"
     assert "second.0: pid" in violation.what
 
 
 def test_a_soak_reads_memory_and_throughput(baseline: Workload, mark: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(soak, "EVERY_S", 0.1)
-    monkeypatch.setattr(soak, "QUIET_S", 0.1)
-    soaked = soak.soak(baseline, 1.5, mark, lambda note: None)
-    assert soaked.result.violations == []
-    assert soaked.result.tally.faults >= 2
+    monkeypatch.setattr(soak, "BETWEEN_FAULTS_S", 0.1)
+    soaked = soak.soak(baseline, 1.5, mark, lambda facts: None)
+    assert soaked.tally.found == []
+    assert soaked.tally.faults >= 2
     assert soaked.spared == "first"
     figures = soaked.as_json()
     for name in ("parent", "first.0"):

@@ -7,6 +7,7 @@ import random
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from unittest import mock
 
 from trio._core import _run as trio_run
 
@@ -24,26 +25,24 @@ def deterministic(draw: random.Random) -> Iterator[None]:
     Hypothesis, that makes the order follow from ``_r`` alone. A garbage collection would close dropped streams at an
     arbitrary time.
     """
-    before = trio_run._ALLOW_DETERMINISTIC_SCHEDULING, trio_run._r, random.getstate(), engine_loop.CONGESTED_BYTES
-    trio_run._ALLOW_DETERMINISTIC_SCHEDULING, trio_run._r = True, draw  # type: ignore[misc]
+    state = random.getstate()
     random.seed(draw.getrandbits(64))
-    engine_loop.CONGESTED_BYTES = CONGESTED_BYTES
     gc.disable()
     try:
-        yield
+        with (
+            mock.patch.multiple(trio_run, _ALLOW_DETERMINISTIC_SCHEDULING=True, _r=draw),
+            mock.patch.object(engine_loop, "CONGESTED_BYTES", CONGESTED_BYTES),
+        ):
+            yield
     finally:
         gc.enable()
-        trio_run._ALLOW_DETERMINISTIC_SCHEDULING, trio_run._r = before[:2]  # type: ignore[misc]
-        random.setstate(before[2])
-        engine_loop.CONGESTED_BYTES = before[3]
+        random.setstate(state)
 
 
 @contextmanager
 def report_unraisable(report: Callable[[str, BaseException], None]) -> Iterator[None]:
     """Report what Python would only print: an exception of a finalizer, a coroutine that was never awaited."""
-    hook = sys.unraisablehook
-    sys.unraisablehook = lambda args: report(str(args.err_msg), args.exc_value or args.exc_type())
-    try:
+    with mock.patch.object(
+        sys, "unraisablehook", lambda args: report(str(args.err_msg), args.exc_value or args.exc_type())
+    ):
         yield
-    finally:
-        sys.unraisablehook = hook

@@ -43,41 +43,42 @@ class FaultInjector:
         """Inject no more, and take back what is planned."""
         self.start_fault_rate = 0.0
         for worker in self.spawner.living.values():
-            worker.cancel_planned_death()
+            worker.planned_death = None
 
     def _victims(self, count: int) -> list[SimulatedWorker]:
         living = [worker for worker in self.spawner.living.values() if worker.alive]
         return self._draw.sample(living, min(count, len(living)))
 
+    def _injected(self, fault: str, worker: SimulatedWorker) -> None:
+        """Count a fault that explains the worker's death."""
+        self._journal.injected(fault)
+        self.explained.add(worker.pid)
+
     def kill(self) -> None:
         for worker in self._victims(1):
-            self._journal.injected("killed" if worker.ready_at is not None else "killed while loading")
-            self.explained.add(worker.pid)
+            self._injected("killed" if worker.ready_at is not None else "killed while loading", worker)
             worker.kill()
 
     def kill_two(self) -> None:
         for worker in self._victims(2):
-            self._journal.injected("killed, several at once")
-            self.explained.add(worker.pid)
+            self._injected("killed, several at once", worker)
             worker.kill()
 
     def kill_inside_turn(self) -> None:
-        for worker in self._victims(1):
-            self._journal.injected("killed inside a turn")
-            self.explained.add(worker.pid)
-            worker.die_inside_turn(self._draw.randrange(8), PlannedKill())
+        self._plan_death("killed inside a turn", PlannedKill())
 
     def raise_in_engine(self) -> None:
+        self._plan_death("exception in the engine", PlannedEngineError("the harness planned it"))
+
+    def _plan_death(self, fault: str, how: BaseException) -> None:
         for worker in self._victims(1):
-            self._journal.injected("exception in the engine")
-            self.explained.add(worker.pid)
-            worker.die_inside_turn(self._draw.randrange(8), PlannedEngineError("it was asked to"))
+            self._injected(fault, worker)
+            worker.planned_death = self._draw.randrange(8), how
 
     def hang(self) -> None:
         how = self._draw.choice(("stopped for good", "endless step", "heartbeat lost"))
         for worker in self._victims(1):
-            self._journal.injected(how)
-            self.explained.add(worker.pid)
+            self._injected(how, worker)
             self._journal.note(f"{worker}: {how}")
             self._hung.setdefault(worker, how)
             if how == "heartbeat lost":
@@ -88,7 +89,7 @@ class FaultInjector:
             if how == "stopped for good":
                 worker.stop_process()
             else:
-                worker.block_engine()
+                worker.blocked = True
 
     def stop_for_a_while(self) -> None:
         """SIGSTOP and SIGCONT within the timeout of a step: the supervisor must not kill the worker."""

@@ -13,11 +13,11 @@ LOAD = "simulated"
 
 
 class Journal:
-    """Collects log lines, injected faults and violations of one schedule."""
+    """Collects log lines, injected faults and violations of one schedule, that of ``seed``."""
 
-    def __init__(self) -> None:
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
         self.log: list[str] = []
-        self.violations: list[judge.Violation] = []
         self.tally = Tally(runs=1)
         self.steps = 0
         """Steps that trio's tasks have taken."""
@@ -34,8 +34,7 @@ class Journal:
         self.tally.row(fault, LOAD).faults += 1
 
     def violated(self, kind: judge.Kind, what: str) -> None:
-        self.violations.append(judge.Violation(kind, what))
-        self.tally.row(self._fault, LOAD).violations[kind] += 1
+        self.tally.violated(self._fault, LOAD, judge.Violation(kind, what))
         self.note(f"VIOLATED: {kind}: {what}")
 
     def unexpected(self, where: str, error: BaseException) -> None:

@@ -12,21 +12,17 @@ from __future__ import annotations
 import functools
 import itertools
 import random
-from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from omni_actors.config import Limits, Pipeline, Restart, Stage
-from omni_actors.errors import InvalidRequest
-from omni_actors.generation import Output
 from omni_actors.orchestrator.pieces import Input
-from omni_actors.orchestrator.routes import Route, plan
+from omni_actors.orchestrator.routes import Route
 from omni_actors.protocol.messages import CLIENT
 from omni_actors.stress.oracle import Oracle
-from omni_actors.stress.workload import Template, Workload, nodes_of
-from ringbuf import Tensor
+from omni_actors.stress.workload import Template, Workload, emitted, route_of
 
 SCENARIOS = 96
 LENGTHS = (1, 2, 5, 9)
@@ -88,22 +84,16 @@ def scenario(number: int) -> Workload:
     }
     pipeline = Pipeline(name=f"{shape} {number}", stages=stages, limits=_limits(draw))
     templates, oracle = {}, {}
-    for length, large, kinds, modalities in itertools.product(LENGTHS, (False, True), *_combinations(pipeline)):
-        route = _route(pipeline, kinds, modalities)
+    some_kinds = _one_or_two({kind for stage in pipeline.stages.values() for kind in stage.accepts})
+    some_modalities = _one_or_two(emitted(pipeline))
+    for length, large, kinds, modalities in itertools.product(LENGTHS, (False, True), some_kinds, some_modalities):
+        route = route_of(pipeline, kinds, modalities)
         if route is not None and not (large and length > 5):
             name = f"{' and '.join(modalities)} of {' and '.join(kinds)}, {length}{' large' if large else ''}"
             inputs = {kind: _pieces(kind, length, large=large) for kind in kinds}
             templates[name] = Template(name=name, inputs=inputs, modalities=modalities, params={}, stages=route.stages)
-            oracle[name] = expected(pipeline, route, inputs)
-    return Workload(
-        pipeline=pipeline,
-        templates=templates,
-        hooks=tuple(stages),
-        full=0,
-        patience_s=PATIENCE_S,
-        replayed=frozenset(stages),
-        oracle=oracle,
-    )
+            oracle[name] = expected(route, inputs)
+    return Workload(pipeline=pipeline, templates=templates, replayed=frozenset(stages), oracle=oracle)
 
 
 def _limits(draw: random.Random) -> Limits:
@@ -117,22 +107,9 @@ def _limits(draw: random.Random) -> Limits:
     )
 
 
-def _combinations(pipeline: Pipeline) -> tuple[list[tuple[str, ...]], list[tuple[str, ...]]]:
-    """The kinds of input and the modalities of output of a request: one or two of each."""
-    kinds = sorted({kind for stage in pipeline.stages.values() for kind in stage.accepts})
-    modalities = sorted(stage.emits for stage in pipeline.stages.values() if stage.emits)
-    return _one_or_two(kinds), _one_or_two(modalities)
-
-
-def _one_or_two(names: Sequence[str]) -> list[tuple[str, ...]]:
-    return [some for size in (1, 2) for some in itertools.combinations(names, size)]
-
-
-def _route(pipeline: Pipeline, kinds: Sequence[str], modalities: Sequence[str]) -> Route | None:
-    try:
-        return plan(nodes_of(pipeline), kinds, modalities)
-    except InvalidRequest:
-        return None
+def _one_or_two(names: Iterable[str]) -> list[tuple[str, ...]]:
+    ordered = sorted(names)
+    return [some for size in (1, 2) for some in itertools.combinations(ordered, size)]
 
 
 def _pieces(kind: str, length: int, *, large: bool) -> list[Input]:
@@ -142,7 +119,7 @@ def _pieces(kind: str, length: int, *, large: bool) -> list[Input]:
     ]
 
 
-def expected(pipeline: Pipeline, route: Route, inputs: Mapping[str, Sequence[Input]]) -> Oracle:
+def expected(route: Route, inputs: Mapping[str, Sequence[Input]]) -> Oracle:
     """The outputs of echo stages: each repeats its input, with several sources one chunk of each in turn."""
     outputs: dict[str, list[Input]] = {}
     oracle = Oracle()
@@ -151,32 +128,11 @@ def expected(pipeline: Pipeline, route: Route, inputs: Mapping[str, Sequence[Inp
             [piece for kind in route.entries[stage] for piece in inputs[kind]] if source == CLIENT else outputs[source]
             for source in route.sources[stage]
         ]
-        outputs[stage] = _in_turn(sources)
+        turns = itertools.zip_longest(*sources)
+        outputs[stage] = [piece for turn in turns for piece in turn if piece is not None]
         if CLIENT in route.targets[stage]:
-            for number, piece in enumerate(outputs[stage], 1):
-                tensors = {name: Tensor("int32", array.shape, array.tobytes()) for name, array in piece.tensors.items()}
-                last = number == len(outputs[stage])
-                modality = pipeline.stages[stage].emits or ""
-                oracle.add(
-                    Output(
-                        request_id="",
-                        stage=stage,
-                        modality=modality,
-                        delta=None,
-                        finished=last,
-                        data=piece.data,
-                        tensors=tensors,
-                    )
-                )
+            for piece in outputs[stage]:
+                oracle.streams[stage, "text"] += piece.data["text"].encode()
+                oracle.streams[stage, "codes"] += piece.tensors["codes"].tobytes()
+            oracle.streams[stage, "finished"] += b"."
     return oracle
-
-
-def _in_turn(sources: Sequence[Sequence[Input]]) -> list[Input]:
-    turns = deque(deque(source) for source in sources)
-    taken = []
-    while turns:
-        source = turns.popleft()
-        taken.append(source.popleft())
-        if source:
-            turns.append(source)
-    return taken

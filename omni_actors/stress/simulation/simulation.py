@@ -14,16 +14,14 @@ from __future__ import annotations
 
 import os
 import random
-from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import trio
 import trio.testing
 from trio._core import _run as trio_run
 
 from omni_actors.stress import judge
-from omni_actors.stress.report import Tally
+from omni_actors.stress.health_watch import HealthWatch
 from omni_actors.stress.simulation.determinism import deterministic, report_unraisable
 from omni_actors.stress.simulation.faults import DYING_S, FaultInjector
 from omni_actors.stress.simulation.journal import Journal
@@ -38,17 +36,9 @@ MAX_IDLE_WAITS = 1000
 TICK_S = 1.0
 
 
-@dataclass
-class Result:
-    seed: int
-    violations: list[judge.Violation]
-    tally: Tally
-    log: list[str]
-
-
-def simulate(seed: int) -> Result:
+def simulate(seed: int) -> Journal:
     """Run the schedule of this seed to its end."""
-    draw, journal = random.Random(seed), Journal()
+    draw, journal = random.Random(seed), Journal(seed)
     simulation = Simulation(draw, journal)
     with deterministic(draw), report_unraisable(journal.unexpected):
         before = set(os.listdir("/proc/self/fd"))
@@ -57,7 +47,7 @@ def simulate(seed: int) -> Result:
         except Exception as error:  # noqa: BLE001 - any exception is a finding
             journal.unexpected("the system", error)
         simulation.check_left(set(os.listdir("/proc/self/fd")) - before)
-    return Result(seed, journal.violations, journal.tally, journal.log)
+    return journal
 
 
 class Simulation(trio.abc.Instrument):
@@ -72,10 +62,6 @@ class Simulation(trio.abc.Instrument):
         self._faults = FaultInjector(draw, journal)
         self._ends_early = draw.random() < 0.1
         self._client = SimulatedClient(draw, self._workload, self._faults.spawner, journal)
-        self._deaths: list[judge.ObservedDeath] = []
-        self._newest_death: Counter[tuple[str, int]] = Counter()
-        """The generation of the newest death seen, by stage and replica."""
-        self._given_up: set[str] = set()
         self._all_injected = trio.Event()
         self._scope = trio.CancelScope()
         self._omni: OmniSystem
@@ -150,14 +136,15 @@ class Simulation(trio.abc.Instrument):
                 nursery.cancel_scope.cancel()
         if self._scope.cancelled_caught:
             self._journal.violated("hung", f"no end after {self._journal.steps} steps, at {trio.current_time():g} s")
-        self._client.check_outcomes(self._deaths, self._given_up)
+        self._client.check_outcomes()
 
     async def _run_system(self) -> float:
         """Run the system through the schedule. Returns the seconds that closing it took."""
         opening = OmniSystem.open(self._workload.pipeline, wait_ready=False, spawner=self._faults.spawner)
         async with opening as self._omni, trio.open_nursery() as watching:
             self._client.omni = self._omni
-            watching.start_soon(self._watch_deaths)
+            self._client.watch = self._watch = HealthWatch(self._omni, trio.current_time, self._note_death)
+            watching.start_soon(self._watch.run)
             self._next_act = self._journal.steps + 1
             while not self._all_injected.is_set():  # noqa: ASYNC110 - so that there are steps when all tasks wait
                 await trio.sleep(TICK_S)
@@ -170,28 +157,15 @@ class Simulation(trio.abc.Instrument):
             closing = trio.current_time()
         return trio.current_time() - closing
 
-    async def _watch_deaths(self) -> None:
-        """Record every death that the system reports."""
-        while True:
-            for stage, replicas in self._omni.health().stages.items():
-                if all(each.state == "failed" for each in replicas):
-                    self._given_up.add(stage)
-                for each in replicas:
-                    for past in each.history:
-                        if past.generation > self._newest_death[stage, each.replica]:
-                            self._newest_death[stage, each.replica] = past.generation
-                            how = f"{past.signal or past.exit_code}, {past.reason}"
-                            death = judge.ObservedDeath(stage, each.replica, past.pid, how, at=trio.current_time())
-                            self._deaths.append(death)
-                            self._journal.note(f"{stage}.{each.replica}#{past.pid} died: {how}; now {each.state}")
-            await self._omni.wait_changed()
+    def _note_death(self, death: judge.ObservedDeath) -> None:
+        self._journal.note(f"{death.stage}.{death.replica}: {death.exit}")
 
     async def _recover(self) -> None:
-        """Wait until the system is quiet, send each stage a request, and wait again."""
+        """Wait until the system has settled, send each stage a request, and wait again."""
         with trio.move_on_after(PATIENCE_S) as patience:
-            await self._wait_quiet()
+            await self._wait_settled()
             self._client.submit_probes()
-            await self._wait_quiet()
+            await self._wait_settled()
             await trio.sleep(1.0)  # the last control messages arrive
         if patience.cancelled_caught:
             for worker in self._faults.spawner.living.values():
@@ -200,13 +174,12 @@ class Simulation(trio.abc.Instrument):
             for request in self._client.open:
                 self._journal.violated("hung", f"{request.name} ({request.template.name}) has no outcome")
 
-    async def _wait_quiet(self) -> None:
+    async def _wait_settled(self) -> None:
         while self._client.open or not self._settled():  # noqa: ASYNC110 - the time is virtual
             await trio.sleep(TICK_S)
 
     def _settled(self) -> bool:
-        stages = self._omni.health().stages.values()
-        return all(each.state in ("ready", "failed") for stage in stages for each in stage) and not any(
+        return not self._watch.unsettled and not any(
             worker.hung or worker.loses_pong or worker.frozen or not worker.alive
             for worker in self._faults.spawner.living.values()
         )
@@ -216,20 +189,19 @@ class Simulation(trio.abc.Instrument):
     def _check_system(self) -> None:
         """Check the open system. A schedule that ends early is not asked for what needs more time."""
         faults, pipeline = self._faults, self._workload.pipeline
-        found, _ = judge.check_deaths(self._deaths, faults.explained, self._client.requested_deaths)
+        deaths = self._watch.deaths
+        found, _ = judge.check_deaths(deaths, faults.explained, self._client.requested_deaths)
         temporary = {name for name, each in pipeline.stages.items() if each.restart.type == "temporary"}
-        given_up = self._given_up - faults.failed_at_start - temporary
-        for violation in [*found, *judge.check_restarts(self._deaths, given_up, pipeline)]:
+        given_up = self._watch.ever_given_up - faults.failed_at_start - temporary
+        for violation in [*found, *judge.check_restarts(deaths, given_up, pipeline)]:
             self._journal.violated(violation.kind, violation.what)
         faults.check_hangs()
         if self._ends_early:
             return
         if self._omni.in_flight:
             self._journal.violated("leaked", f"{self._omni.in_flight} requests are still in flight")
-        for stage, replicas in self._omni.health().stages.items():
-            for each in replicas:
-                if each.state not in ("ready", "failed"):
-                    self._journal.violated("hung", f"{stage}.{each.replica} is {each.state}: {each.note}")
+        for fact in self._watch.unsettled:
+            self._journal.violated("hung", fact)
         for worker in faults.spawner.living.values():
             if worker.loop is not None and (held := worker.loop.requests):
                 self._journal.violated("leaked", f"{worker} still holds requests {sorted(held)}")

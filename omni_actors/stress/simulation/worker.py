@@ -11,6 +11,7 @@ Rules
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import pkgutil
@@ -25,7 +26,7 @@ import trio
 from omni_actors.errors import WorkerExit
 from omni_actors.protocol import messages
 from omni_actors.protocol.mailbox import Envelope, Mailbox, MailboxFull
-from omni_actors.stages.base import Chunk, Pausable, StageContext, StageEngine, StageFailure, StageOutput, StageRequest
+from omni_actors.stages.base import StageContext, StageEngine, StageFailure, StageOutput
 from omni_actors.supervisor.process import Worker
 from omni_actors.worker.engine_loop import AttachRing, EngineLoop
 from ringbuf import Ring
@@ -77,13 +78,16 @@ class SimulatedWorker(Worker):
         self._fds: set[int] = set()
         """Descriptors in messages that it has not received."""
         self.rings: list[Ring] = []
-        self._planned_death: tuple[int, BaseException] | None = None
+        self.planned_death: tuple[int, BaseException] | None = None
+        """After how many more fault points (see rule 2) it dies inside a turn, and of what."""
         self.loop: EngineLoop | None = None
         self.engine: StageEngine | None = None
         self.born = trio.current_time()
         self.ready_at: float | None = None
         self.died_at: float | None = None
-        self.frozen = self.blocked = False
+        self.frozen = False
+        self.blocked = False
+        """Whether its engine thread is blocked for good. The control thread continues."""
         self.loses_pong = False
         self.rested_at = -math.inf
         """When it was last continued after a stop."""
@@ -141,14 +145,6 @@ class SimulatedWorker(Worker):
         self._scope.cancel()
         self._ending.set()
 
-    def die_inside_turn(self, fault_points: int, how: BaseException) -> None:
-        """Die inside a turn, after ``fault_points`` more fault points (see rule 2)."""
-        self._planned_death = fault_points, how
-
-    def cancel_planned_death(self) -> None:
-        """Take ``die_inside_turn`` back."""
-        self._planned_death = None
-
     def stop_process(self) -> None:
         """SIGSTOP."""
         self.frozen = True
@@ -157,10 +153,6 @@ class SimulatedWorker(Worker):
         """SIGCONT."""
         self.frozen = False
         self._continued.unpark_all()
-
-    def block_engine(self) -> None:
-        """Block the engine thread for good. The control thread continues."""
-        self.blocked = True
 
     def __str__(self) -> str:
         return f"{self.address}#{self.pid}"
@@ -221,14 +213,16 @@ class SimulatedWorker(Worker):
                 device="cpu",
                 report=lambda note: None,
             )
-            self.engine = FaultInjectingEngine(pkgutil.resolve_name(configure.spec.factory)(context), self._fault_point)
+            engine: StageEngine = pkgutil.resolve_name(configure.spec.factory)(context)
+            _add_fault_points(engine, self._fault_point)
+            self.engine = engine
             self._notify(messages.Ready(self.behavior.load_s))
             self.ready_at = trio.current_time()
             while self.alive and not loop.stopping:
-                moved, receiving = loop.turn(self.engine)
+                moved, receiving = loop.turn(engine)
                 await self._pause(loop, moved=moved, receiving=receiving)
             if self.alive:
-                self.engine.close()
+                engine.close()
         except PlannedKill:
             self.kill()
         except Exception as error:  # noqa: BLE001 - it ends the worker
@@ -272,11 +266,11 @@ class SimulatedWorker(Worker):
         self._fault_point()
 
     def _fault_point(self) -> None:
-        if self._planned_death is not None:
-            fault_points, how = self._planned_death
+        if self.planned_death is not None:
+            fault_points, how = self.planned_death
             if not fault_points:
                 raise how
-            self._planned_death = fault_points - 1, how
+            self.planned_death = fault_points - 1, how
 
     def free(self) -> None:
         """Do what the kernel does when a process is gone. The supervisor has closed its edges by then."""
@@ -289,43 +283,21 @@ class SimulatedWorker(Worker):
         self._bells.close()
 
 
-class FaultInjectingEngine:
-    """Calls an engine, with a fault point at each call and each output."""
+def _add_fault_points(engine: StageEngine, fault_point: Callable[[], None]) -> None:
+    """Make an engine call ``fault_point`` at each of its calls and outputs."""
+    step = engine.step
 
-    def __init__(self, engine: StageEngine, fault_point: Callable[[], None]) -> None:
-        self._engine, self._fault_point = engine, fault_point
+    def with_fault_point(method: Callable[..., None], *arguments: object) -> None:
+        fault_point()
+        method(*arguments)
 
-    @property
-    def busy(self) -> bool:
-        return self._engine.busy
-
-    def start(self, request: StageRequest) -> None:
-        self._fault_point()
-        self._engine.start(request)
-
-    def feed(self, request_id: int, chunk: Chunk) -> None:
-        self._fault_point()
-        self._engine.feed(request_id, chunk)
-
-    def abort(self, request_id: int) -> None:
-        self._fault_point()
-        self._engine.abort(request_id)
-
-    def pause(self, request_id: int) -> None:
-        self._fault_point()
-        if isinstance(self._engine, Pausable):
-            self._engine.pause(request_id)
-
-    def resume(self, request_id: int) -> None:
-        self._fault_point()
-        if isinstance(self._engine, Pausable):
-            self._engine.resume(request_id)
-
-    def step(self) -> Iterator[StageOutput | StageFailure]:
-        for output in self._engine.step():
-            self._fault_point()
+    def step_with_fault_points() -> Iterator[StageOutput | StageFailure]:
+        for output in step():
+            fault_point()
             yield output
-        self._fault_point()
+        fault_point()
 
-    def close(self) -> None:
-        self._engine.close()
+    for name in ("start", "feed", "abort", "pause", "resume"):
+        if method := getattr(engine, name, None):
+            setattr(engine, name, functools.partial(with_fault_point, method))
+    setattr(engine, "step", step_with_fault_points)  # noqa: B010 - mypy forbids to assign to a method

@@ -8,9 +8,8 @@ import pytest
 from omni_actors.stress import schedule as schedules
 from omni_actors.stress.judge import Violation
 from omni_actors.stress.report import Tally
-from omni_actors.stress.run import Result
 from omni_actors.stress.schedule import Freeze, Kill, Operation, Schedule, Settle, Submit
-from omni_actors.stress.state_machine import Search
+from omni_actors.stress.search import Search
 from omni_actors.stress.workload import workload_of
 
 RUNS = 40
@@ -20,15 +19,15 @@ def drawn(seed: int) -> list[Schedule]:
     """What a search would run."""
     run: list[Schedule] = []
 
-    def note(schedule: Schedule) -> Result:
+    def note(schedule: Schedule) -> Tally:
         run.append(schedule)
-        return Result(Tally(), [])
+        return Tally()
 
     Search(workload_of("echo", {}), note, lambda: len(run) >= RUNS, 10.0).go(seed, 20)
     return run
 
 
-def test_a_seed_gives_the_same_schedules_and_they_have_every_operation() -> None:
+def test_a_seed_draws_the_same_schedules_and_they_contain_every_operation() -> None:
     first, second = drawn(1), drawn(2)
     assert len(first) == RUNS
     assert first == drawn(1)
@@ -51,11 +50,12 @@ def _holds_both(schedule: Schedule) -> bool:
     return False
 
 
-def test_a_failing_schedule_is_shrunk_to_what_it_takes() -> None:
-    def run(schedule: Schedule) -> Result:
+def test_a_failing_schedule_is_shrunk_to_the_operations_that_fail() -> None:
+    def run(schedule: Schedule) -> Tally:
         tally = Tally(runs=1)
         tally.row("SIGSTOP", schedule.load).faults += 1
-        return Result(tally, [Violation("lost", "something")] if _holds_both(schedule) else [])
+        tally.found += [Violation("lost", "something")] if _holds_both(schedule) else []
+        return tally
 
     search = Search(workload_of("echo", {}), run, lambda: search.tally.runs > 3000, shrink_s=60.0)
     search.go(3, 20)
@@ -66,19 +66,19 @@ def test_a_failing_schedule_is_shrunk_to_what_it_takes() -> None:
     assert [violation.what for violation in search.violations] == ["something"]
 
 
-def test_what_fails_once_only_is_kept() -> None:
+def test_a_schedule_that_fails_only_once_is_reported() -> None:
     runs: list[Schedule] = []
 
-    def run(schedule: Schedule) -> Result:
+    def run(schedule: Schedule) -> Tally:
         runs.append(schedule)
-        return Result(Tally(), [Violation("hung", "once")] if len(runs) == 5 else [])
+        return Tally(found=[Violation("hung", "once")] if len(runs) == 5 else [])
 
     search = Search(workload_of("echo", {}), run, lambda: len(runs) > 50, 60.0)
     search.go(1, 20)
     assert search.failing == runs[4]
 
 
-def test_a_text_that_is_no_schedule_is_refused() -> None:
+def test_an_invalid_schedule_text_is_refused() -> None:
     text = schedules.encode(Schedule("full", 2, (Kill(("first", "second")), Settle())))
     assert text == '["full",2,[["kill",["first","second"]],["settle"]]]'
     for wrong in ("", "[]", '["busy",null,[]]', '["idle",null,[["explode","first"]]]', '["idle",null,[["wait",-1]]]'):
