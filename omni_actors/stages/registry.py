@@ -8,23 +8,18 @@ its options and parameters on unchecked, and the engine validates them in the wo
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import msgspec
 
-from omni_actors.stages.autoregressive.options import TextParams
+from omni_actors.stages.autoregressive.options import TextOptions, TextParams
 from omni_actors.stages.base import NoOptions, NoParams
 from omni_actors.stages.echo.options import EchoOptions
-from omni_actors.stages.hibari.options import AcousticOptions, AcousticParams, VocoderParams
-from omni_actors.stages.llm.options import LLMOptions
-from omni_actors.stages.omni.options import TalkerOptions, TalkerParams, ThinkerOptions, ThinkerParams
-from omni_actors.stages.qwen2_5.options import (
-    Qwen25TalkerOptions,
-    Qwen25TalkerParams,
-    Token2WavOptions,
-    Token2WavParams,
-)
-from omni_actors.stages.qwen3.options import Code2WavOptions
-from omni_actors.stages.vllm.options import VLLMOptions, VLLMParams, VLLMTalkerOptions, VLLMThinkerParams
+from omni_actors.stages.hibari import options as hibari
+from omni_actors.stages.omni import options as omni
+from omni_actors.stages.qwen2_5 import options as qwen2_5
+from omni_actors.stages.qwen3 import options as qwen3
+from omni_actors.stages.vllm import options as vllm
 from omni_actors.stages.whisper.options import WhisperOptions, WhisperParams
 
 __all__ = ["ENGINES", "EngineSpec"]
@@ -33,7 +28,7 @@ __all__ = ["ENGINES", "EngineSpec"]
 class EngineSpec(msgspec.Struct, frozen=True):
     """What the parent must know of an engine.
 
-    Who validates what: the parent converts options and parameters to these structs, so that a wrong configuration
+    The parent converts options and parameters to these structs, so that a wrong configuration
     stops the start and a wrong request is refused before it reaches a worker. The engine converts them once more, to
     get typed values; for an engine without structs (None) that is the only check.
     """
@@ -59,64 +54,45 @@ class EngineSpec(msgspec.Struct, frozen=True):
     None: not known, so ``memory`` cannot count them."""
 
 
-_omni = partial(EngineSpec, deterministic=True, libraries=("torch", "transformers"), extra="omni")
-_vllm = partial(EngineSpec, deterministic=True, libraries=("vllm",), extra="vllm")
+def _shipped(
+    factory: str, options: type[msgspec.Struct] = NoOptions, params: type[msgspec.Struct] = NoParams, **more: Any
+) -> EngineSpec:
+    """Return the row of an engine of this package. factory: its path below ``omni_actors.stages``."""
+    return EngineSpec(f"omni_actors.stages.{factory}", options, params, deterministic=True, **more)
+
+
+_torch = partial(_shipped, libraries=("torch", "transformers"))
+_thinker = partial(_torch, extra="omni", checkpoint_part="thinker")
+_talker = partial(_torch, extra="omni", checkpoint_part="talker")
+_vllm = partial(_shipped, libraries=("vllm",), extra="vllm")
 
 ENGINES: dict[str, EngineSpec] = {
-    "echo": EngineSpec("omni_actors.stages.echo.engine:EchoEngine", EchoOptions, needs_model=False, deterministic=True),
-    "llm": EngineSpec(
-        "omni_actors.stages.llm.engine:open_engine",
-        LLMOptions,
-        TextParams,
-        deterministic=True,
-        libraries=("torch", "transformers"),
-        checkpoint_part="",
-    ),
-    "whisper": EngineSpec(
-        "omni_actors.stages.whisper.engine:WhisperEngine",
-        WhisperOptions,
-        WhisperParams,
-        deterministic=True,
-        libraries=("faster_whisper",),
-    ),
-    "hibari_acoustic": EngineSpec(
-        "omni_actors.stages.hibari.acoustic:AcousticEngine",
-        AcousticOptions,
-        AcousticParams,
-        deterministic=True,
+    "echo": _shipped("echo.engine:EchoEngine", EchoOptions, needs_model=False),
+    "llm": _torch("llm.engine:open_engine", TextOptions, TextParams, checkpoint_part=""),
+    "whisper": _shipped("whisper.engine:WhisperEngine", WhisperOptions, WhisperParams, libraries=("faster_whisper",)),
+    "hibari_acoustic": _shipped(
+        "hibari.acoustic:AcousticEngine",
+        hibari.AcousticOptions,
+        hibari.AcousticParams,
         libraries=("hibari", "onnxruntime"),
     ),
-    "hibari_vocoder": EngineSpec(
-        "omni_actors.stages.hibari.vocoder:VocoderEngine", params=VocoderParams, needs_model=False, deterministic=True
+    "hibari_vocoder": _shipped("hibari.vocoder:VocoderEngine", params=hibari.VocoderParams, needs_model=False),
+    "qwen3_thinker": _thinker("qwen3.thinker:ThinkerEngine", omni.ThinkerOptions, omni.ThinkerParams),
+    "qwen3_talker": _talker("qwen3.talker:TalkerEngine", omni.TalkerOptions, omni.TalkerParams),
+    "qwen3_code2wav": _torch(
+        "qwen3.code2wav:Code2WavEngine", qwen3.Code2WavOptions, extra="omni", checkpoint_part="code2wav"
     ),
-    "qwen3_thinker": _omni(
-        "omni_actors.stages.qwen3.thinker:ThinkerEngine", ThinkerOptions, ThinkerParams, checkpoint_part="thinker"
-    ),
-    "qwen3_talker": _omni(
-        "omni_actors.stages.qwen3.talker:TalkerEngine", TalkerOptions, TalkerParams, checkpoint_part="talker"
-    ),
-    "qwen3_code2wav": _omni(
-        "omni_actors.stages.qwen3.code2wav:Code2WavEngine", Code2WavOptions, checkpoint_part="code2wav"
-    ),
-    "qwen2_5_thinker": _omni(
-        "omni_actors.stages.qwen2_5.thinker:ThinkerEngine", ThinkerOptions, ThinkerParams, checkpoint_part="thinker"
-    ),
-    "qwen2_5_talker": _omni(
-        "omni_actors.stages.qwen2_5.talker:TalkerEngine",
-        Qwen25TalkerOptions,
-        Qwen25TalkerParams,
-        checkpoint_part="talker",
-    ),
-    "qwen2_5_token2wav": _omni(
-        "omni_actors.stages.qwen2_5.token2wav:Token2WavEngine",
-        Token2WavOptions,
-        Token2WavParams,
+    "qwen2_5_thinker": _thinker("qwen2_5.thinker:ThinkerEngine", omni.ThinkerOptions, omni.ThinkerParams),
+    "qwen2_5_talker": _talker("qwen2_5.talker:TalkerEngine", qwen2_5.Qwen25TalkerOptions, qwen2_5.Qwen25TalkerParams),
+    "qwen2_5_token2wav": _torch(
+        "qwen2_5.token2wav:Token2WavEngine",
+        qwen2_5.Token2WavOptions,
+        qwen2_5.Token2WavParams,
+        extra="omni",
         checkpoint_part="token2wav",
     ),
-    "vllm": _vllm("omni_actors.stages.vllm.factories:open_text", VLLMOptions, VLLMParams),
-    "vllm_qwen3_thinker": _vllm("omni_actors.stages.vllm.factories:open_qwen3_thinker", VLLMOptions, VLLMThinkerParams),
-    "vllm_qwen3_talker": _vllm("omni_actors.stages.vllm.factories:open_qwen3_talker", VLLMTalkerOptions, TalkerParams),
-    "vllm_qwen2_5_thinker": _vllm(
-        "omni_actors.stages.vllm.factories:open_qwen2_5_thinker", VLLMOptions, VLLMThinkerParams
-    ),
+    "vllm": _vllm("vllm.factories:open_text", vllm.VLLMOptions, vllm.VLLMParams),
+    "vllm_qwen3_thinker": _vllm("vllm.factories:open_qwen3_thinker", vllm.VLLMOptions, vllm.VLLMThinkerParams),
+    "vllm_qwen3_talker": _vllm("vllm.factories:open_qwen3_talker", vllm.VLLMTalkerOptions, omni.TalkerParams),
+    "vllm_qwen2_5_thinker": _vllm("vllm.factories:open_qwen2_5_thinker", vllm.VLLMOptions, vllm.VLLMThinkerParams),
 }

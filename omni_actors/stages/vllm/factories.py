@@ -9,6 +9,8 @@ Rules
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from importlib import import_module
 
 from omni_actors.stages import assets
 from omni_actors.stages.base import StageContext, StageEngine
@@ -39,33 +41,16 @@ def prepare_environment(context: StageContext) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = visible.split(",")[int(index)] if visible else index
 
 
-def open_text(context: StageContext) -> StageEngine:
-    """Open a text model. ``context.model``: a checkpoint directory. Raises as ``VLLMEngine`` does."""
-    prepare_environment(context)
-    from omni_actors.stages.vllm.text import TextEngine
+def _factory(module: str, engine: str) -> Callable[[StageContext], StageEngine]:
+    def open_engine(context: StageContext) -> StageEngine:
+        prepare_environment(context)
+        opened: StageEngine = getattr(import_module(f"omni_actors.stages.vllm.{module}"), engine)(context)
+        return opened
 
-    return TextEngine(context)
-
-
-def open_qwen3_thinker(context: StageContext) -> StageEngine:
-    """Open Qwen3-Omni's thinker. ``context.model``: the directory of the whole model's checkpoint."""
-    prepare_environment(context)
-    from omni_actors.stages.vllm.qwen3_thinker import Qwen3Thinker
-
-    return Qwen3Thinker(context)
+    return open_engine
 
 
-def open_qwen3_talker(context: StageContext) -> StageEngine:
-    """Open Qwen3-Omni's talker. ``context.model``: the directory of the whole model's checkpoint."""
-    prepare_environment(context)
-    from omni_actors.stages.vllm.qwen3_talker import Qwen3Talker
-
-    return Qwen3Talker(context)
-
-
-def open_qwen2_5_thinker(context: StageContext) -> StageEngine:
-    """Open Qwen2.5-Omni's thinker. ``context.model``: the directory of the whole model's checkpoint."""
-    prepare_environment(context)
-    from omni_actors.stages.vllm.qwen2_5_thinker import Qwen25Thinker
-
-    return Qwen25Thinker(context)
+open_text = _factory("text", "TextEngine")
+open_qwen3_thinker = _factory("qwen3_thinker", "Qwen3Thinker")
+open_qwen3_talker = _factory("qwen3_talker", "Qwen3Talker")
+open_qwen2_5_thinker = _factory("qwen2_5_thinker", "Qwen25Thinker")
