@@ -83,7 +83,7 @@ def test_logits_that_are_not_finite_fail_their_request_only(
         driver.feed(POISON, {"messages": [{"role": "user", "content": "\N{SKULL}"}]}, last=True)
 
     with closing(open_stage("llm")) as engine:
-        [token, *_] = engine._tokenizer.encode("\N{SKULL}", add_special_tokens=False)
+        [token, *_] = engine._vocabulary.tokenizer.encode("\N{SKULL}", add_special_tokens=False)
         with torch.inference_mode():
             engine._model.get_input_embeddings().weight[token] = torch.nan
         [failure] = beside_five(cases.llm, poison, engine)

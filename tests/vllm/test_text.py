@@ -171,7 +171,7 @@ def test_requests_of_a_lower_priority_value_come_first(driver: Any, sign: int) -
 def embeds_of(engine: Any, smollm2: Path, question: str) -> np.ndarray[Any, np.dtype[np.float32]]:
     """Return the model's embeddings of this prompt's tokens, float32 (n, hidden)."""
     messages = [{"role": "user", "content": question}]
-    ids = engine._tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    ids = engine._vocabulary.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     with safe_open(smollm2 / "model.safetensors", "pt") as weights:
         rows: np.ndarray[Any, Any] = weights.get_tensor("model.embed_tokens.weight")[ids].float().numpy()
     return rows

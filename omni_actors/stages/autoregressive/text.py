@@ -125,7 +125,7 @@ class Vocabulary:
         self.silent = frozenset(token for token, added in tokenizer.added_tokens_decoder.items() if added.special)
         tokens = tokenizer.get_vocab()
         self.longest, self.size = max(map(len, tokens)), max(tokens.values()) + 1
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
 
     def end_tokens(self, params: TextParams) -> frozenset[int]:
         """Return the tokens that end the answer to a request."""
@@ -133,7 +133,7 @@ class Vocabulary:
 
     def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of these tokens."""
-        text: str = self._tokenizer.decode(tokens, skip_special_tokens=skip_special_tokens)
+        text: str = self.tokenizer.decode(tokens, skip_special_tokens=skip_special_tokens)
         return text
 
 

@@ -5,7 +5,6 @@ A prompt is a conversation, and a position is a token. ``autoregressive`` has th
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable
 from typing import Any
@@ -18,19 +17,18 @@ from transformers.utils import logging
 
 from omni_actors.stages import assets
 from omni_actors.stages.autoregressive.cache import SlottedCache
-from omni_actors.stages.autoregressive.language import LanguageEngine, Request, refuse_beyond_context
-from omni_actors.stages.autoregressive.options import TextParams
+from omni_actors.stages.autoregressive.language import LanguageEngine, TextRequest, refuse_beyond_context
+from omni_actors.stages.autoregressive.options import TextOptions, TextParams
 from omni_actors.stages.autoregressive.packed import pack_linears
 from omni_actors.stages.autoregressive.scheduler import Scheduler
 from omni_actors.stages.autoregressive.text import Vocabulary
 from omni_actors.stages.base import StageContext, StageRequest
-from omni_actors.stages.llm.options import LLMOptions
 from omni_actors.stages.llm.prompt import Prompt
 
 __all__ = ["LLMEngine", "open_engine"]
 
 
-class _Request(Request[Prompt]):
+class _Request(TextRequest[Prompt]):
     pending_prompt: list[int]
     """Tokens of the prompt that are not prefilled yet."""
 
@@ -41,8 +39,8 @@ class LLMEngine(LanguageEngine[_Request]):
     model: a causal language model of transformers, in evaluation mode. tokenizer: its tokenizer, with a chat template.
     """
 
-    def __init__(self, model: Any, tokenizer: Any, options: LLMOptions) -> None:
-        self._model, self._tokenizer, self._options = model, tokenizer, options
+    def __init__(self, model: Any, tokenizer: Any, options: TextOptions) -> None:
+        self._model, self._system_prompt = model, options.system_prompt
         self._cache = SlottedCache(options.max_batch, options.context, model.dtype, model.device)
         batch = Scheduler[_Request](self._cache, options.max_batch, options.prefill_chunk)
         super().__init__(batch, Vocabulary(tokenizer, model.generation_config.eos_token_id), options.context)
@@ -51,19 +49,10 @@ class LLMEngine(LanguageEngine[_Request]):
         return _Request(request, params, Prompt(request.sources))
 
     def _encode(self, request: _Request) -> list[int]:
-        """Return the prompt's tokens. Raises InvalidRequest: they do not fit into the context.
-
-        A prompt that cannot fit is refused as early as possible: rendering and tokenizing take time in proportion to
-        its length, and all other requests wait meanwhile. A message has at least one token in any chat template.
-        """
-        prompt, context = request.collector, self._context
-        refuse_beyond_context(prompt.messages, f"{prompt.messages} messages of at least 1 token", context)
-        text = prompt.render(self._tokenizer, self._options.system_prompt)
-        least = math.ceil(len(text) / self._vocabulary.longest)
-        refuse_beyond_context(least, f"{len(text)} characters, which are at least {least} tokens,", context)
-        request.pending_prompt = self._tokenizer.encode(text, add_special_tokens=False)
-        refuse_beyond_context(len(request.pending_prompt), f"{len(request.pending_prompt)} tokens", context)
-        return request.pending_prompt
+        tokens = request.collector.encode(self._vocabulary, self._system_prompt, self._context)
+        refuse_beyond_context(len(tokens), f"{len(tokens)} tokens", self._context)
+        request.pending_prompt = tokens
+        return tokens
 
     @torch.inference_mode()
     def _forward(self, rows: list[int], count: int) -> Tensor:
@@ -92,12 +81,12 @@ class LLMEngine(LanguageEngine[_Request]):
 
 
 def open_engine(context: StageContext) -> LLMEngine:
-    """Load the checkpoint directory ``context.model``, with the options ``LLMOptions``. Nothing is downloaded.
+    """Load the checkpoint directory ``context.model``, with the options ``TextOptions``. Nothing is downloaded.
 
     Raises msgspec.ValidationError: the options are wrong. ValueError: this engine cannot serve the model. OSError: its
     files cannot be read.
     """
-    options = msgspec.convert(context.options, LLMOptions)
+    options = msgspec.convert(context.options, TextOptions)
     directory = context.model_directory
     torch.set_num_threads(context.threads)
     # Importing torch's compiler creates this directory. Without the variable it would be one in /tmp that stays.
@@ -133,7 +122,7 @@ def _adjust_threads_per_layer(thread_budget: Callable[[], int], model: Any) -> N
         module.register_forward_pre_hook(adjust)
 
 
-def _check(config: Any, options: LLMOptions) -> None:
+def _check(config: Any, options: TextOptions) -> None:
     """Raise ValueError if the context exceeds the model's positions, or layers do not attend to the whole context."""
     positions = getattr(config, "max_position_embeddings", options.context)
     if options.context > positions:

@@ -9,6 +9,7 @@ Rules
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
@@ -16,16 +17,11 @@ from typing import Any
 import jinja2
 import msgspec
 
+from omni_actors.stages.autoregressive.language import refuse_beyond_context
+from omni_actors.stages.autoregressive.text import Vocabulary
 from omni_actors.stages.base import CLIENT, Chunk, InvalidRequest
-from omni_actors.stages.multimodal.conversation import (
-    AudioPart,
-    ConversationData,
-    Index,
-    MediaPart,
-    Message,
-    TextPart,
-    with_system_prompt,
-)
+from omni_actors.stages.multimodal import conversation
+from omni_actors.stages.multimodal.conversation import AudioPart, MediaPart, Message, TextPart
 from omni_actors.stages.refusal import validated
 from omni_actors.stages.sources import OpenSources
 
@@ -36,7 +32,7 @@ class TranscriptData(msgspec.Struct, frozen=True):
     """The ``data`` of a chunk with a piece of a transcript."""
 
     text: str = ""
-    index: Index = 0
+    index: conversation.Index = 0
 
 
 class Prompt:
@@ -45,23 +41,34 @@ class Prompt:
     def __init__(self, sources: Sequence[str]) -> None:
         self._open = OpenSources(sources)
         self._has_transcripts = set(sources) != {CLIENT}
-        self._messages: list[Message] = []
+        self.messages: list[Message] = []
+        """The messages that the client has sent."""
         self._transcripts: defaultdict[int, str] = defaultdict(str)
 
     def feed(self, chunk: Chunk) -> bool:
         """Take a chunk. Return whether the input is complete. Raises InvalidRequest."""
         if chunk.source == CLIENT:
-            self._messages += validated(chunk.data, ConversationData).messages
+            self.messages += validated(chunk.data, conversation.ConversationData).messages
         else:
             piece = validated(chunk.data, TranscriptData)
             self._transcripts[piece.index] += piece.text
         self._open.update(chunk)
         return not self._open
 
-    @property
-    def messages(self) -> int:
-        """Number of messages that the client has sent."""
-        return len(self._messages)
+    def encode(self, vocabulary: Vocabulary, system_prompt: str, context: int) -> list[int]:
+        """Return the prompt's tokens, which may still be too many for the context.
+
+        A prompt that cannot fit is refused as early as possible: rendering and tokenizing take time in proportion to
+        its length, and all other requests wait meanwhile. A message has at least one token in any chat template.
+        Raises InvalidRequest: as ``render``, or the prompt cannot fit into the context.
+        """
+        count = len(self.messages)
+        refuse_beyond_context(count, f"{count} messages of at least 1 token", context)
+        text = self.render(vocabulary.tokenizer, system_prompt)
+        least = math.ceil(len(text) / vocabulary.longest)
+        refuse_beyond_context(least, f"{len(text)} characters, which are at least {least} tokens,", context)
+        tokens: list[int] = vocabulary.tokenizer.encode(text, add_special_tokens=False)
+        return tokens
 
     def render(self, tokenizer: Any, system_prompt: str) -> str:
         """Return the prompt's text, special tokens included, up to where the model's answer begins.
@@ -69,10 +76,10 @@ class Prompt:
         tokenizer: a transformers tokenizer with a chat template. system_prompt: for a conversation without one.
         Raises InvalidRequest: there is nothing to answer, or the chat template refuses the conversation.
         """
-        conversation = self._messages or [Message("user", [AudioPart(index) for index in sorted(self._transcripts)])]
+        sent = self.messages or [Message("user", [AudioPart(index) for index in sorted(self._transcripts)])]
         messages = [
             {"role": message.role, "content": self._text(message)}
-            for message in with_system_prompt(conversation, system_prompt)
+            for message in conversation.with_system_prompt(sent, system_prompt)
         ]
         if not any(message["content"].strip() for message in messages if message["role"] != "system"):
             raise InvalidRequest("the prompt is empty: no user message has text", param="messages")

@@ -11,7 +11,6 @@ incomplete character at the end of an answer.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -19,12 +18,12 @@ import torch
 from torch import Tensor
 from vllm.inputs.engine import embeds_input, tokens_input
 
-from omni_actors.stages.autoregressive.language import refuse_beyond_context
+from omni_actors.stages.autoregressive.text import Vocabulary
 from omni_actors.stages.base import Chunk, InvalidRequest, StageContext, StageOutput, StageRequest
 from omni_actors.stages.llm.prompt import Prompt
 from omni_actors.stages.refusal import request_work
 from omni_actors.stages.tensors import to_torch
-from omni_actors.stages.vllm.engine import Request, VLLMEngine, logprobs_of
+from omni_actors.stages.vllm.engine import VLLMEngine, VLLMRequest, logprobs_of
 from omni_actors.stages.vllm.options import VLLMParams
 
 __all__ = ["TextEngine"]
@@ -50,24 +49,23 @@ class _Prompt(Prompt):
         return super().feed(chunk)
 
 
-class TextEngine(VLLMEngine[Request[_Prompt]]):
+class TextEngine(VLLMEngine[VLLMRequest[_Prompt]]):
     """See the module."""
 
     def __init__(self, context: StageContext) -> None:
         """Raises as ``VLLMEngine`` does, and ValueError if the checkpoint has no chat template."""
         super().__init__(context, worker_cls="omni_actors.stages.vllm._internals.StageWorker")
-        self._tokenizer: Any = self._llm.get_tokenizer()
-        if self._tokenizer.chat_template is None:
+        tokenizer: Any = self._llm.get_tokenizer()
+        if tokenizer.chat_template is None:
             raise ValueError(f"{context.model}: no chat template; this engine serves conversations only")
-        self._longest = max(map(len, self._tokenizer.get_vocab()))
-        """Characters of the longest token."""
+        self._vocabulary = Vocabulary(tokenizer, None)
 
-    def _open(self, request: StageRequest, params: VLLMParams) -> Request[_Prompt]:
-        return Request(request, params, _Prompt(request.sources))
+    def _open(self, request: StageRequest, params: VLLMParams) -> VLLMRequest[_Prompt]:
+        return VLLMRequest(request, params, _Prompt(request.sources))
 
-    def _encode(self, request: Request[_Prompt]) -> Any:
+    def _encode(self, request: VLLMRequest[_Prompt]) -> Any:
         if not request.collector.embeds:
-            ids = self._ids(request.collector)
+            ids = request.collector.encode(self._vocabulary, self._options.system_prompt, self._context)
             request.prompt_tokens = len(ids)
             return tokens_input(ids)
         if request.sampling.repetition_penalty != 1.0:  # vLLM would count ids that an earlier request left in the row
@@ -77,14 +75,6 @@ class TextEngine(VLLMEngine[Request[_Prompt]]):
             embeds = self._embeds(request.collector)
         request.prompt_tokens = len(embeds)
         return embeds_input(embeds)
-
-    def _ids(self, prompt: _Prompt) -> list[int]:
-        text = prompt.render(self._tokenizer, self._options.system_prompt)
-        # Refused before tokenizing, whose time grows with the text while all other requests wait.
-        least = math.ceil(len(text) / self._longest)
-        refuse_beyond_context(least, f"{len(text)} characters, which are {least} tokens at least,", self._context)
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
-        return ids
 
     def _embeds(self, prompt: _Prompt) -> Tensor:
         """Check the embeddings, (n, hidden). vLLM does not check them: wrong ones would end the worker."""
@@ -99,7 +89,7 @@ class TextEngine(VLLMEngine[Request[_Prompt]]):
             raise InvalidRequest(f"embeds: rows of {found[0]} numbers; the model takes {hidden}", param="embeds")
         return torch.cat(prompt.embeds).to(model.dtype)
 
-    def _outputs(self, request: Request[_Prompt], output: Any) -> Iterator[StageOutput]:
+    def _outputs(self, request: VLLMRequest[_Prompt], output: Any) -> Iterator[StageOutput]:
         several = request.sampling.n > 1
         if output.finished:
             del self._requests[request.id]

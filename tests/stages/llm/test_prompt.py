@@ -58,8 +58,9 @@ def test_a_prompt_that_cannot_fit_is_refused_before_it_is_tokenized(
     room = longest * (CONTEXT - 1) - frame
     fits = {"role": "user", "content": "a" * room}
     assert re.search(r"prompt has \d+ tokens and", refused(engine, [fits])), "it was tokenized"
-    monkeypatch.setattr(engine, "_tokenizer", AutoTokenizer.from_pretrained(engine._tokenizer.name_or_path))
-    monkeypatch.setattr(engine._tokenizer, "encode", lambda *_, **__: pytest.fail("it was tokenized"))
+    tokenizer = AutoTokenizer.from_pretrained(engine._vocabulary.tokenizer.name_or_path)
+    monkeypatch.setattr(tokenizer, "encode", lambda *_, **__: pytest.fail("it was tokenized"))
+    monkeypatch.setattr(engine._vocabulary, "tokenizer", tokenizer)
     message = refused(engine, [{"role": "user", "content": "a" * (room + 1)}])
     assert f"{longest * (CONTEXT - 1) + 1} characters, which are at least {CONTEXT} tokens" in message
     assert f"holds {CONTEXT}" in message
@@ -67,7 +68,7 @@ def test_a_prompt_that_cannot_fit_is_refused_before_it_is_tokenized(
 
 def test_the_longest_prompt_that_fits_is_not_refused(engine: LLMEngine) -> None:
     """The prompt consists of the longest token, apart from the template."""
-    frame = len(engine._tokenizer.encode("<|im_start|>user\n<|im_end|>\n<|im_start|>assistant\n"))
+    frame = len(engine._vocabulary.tokenizer.encode("<|im_start|>user\n<|im_end|>\n<|im_start|>assistant\n"))
     prompt = "<|im_start|>" * (CONTEXT - 1 - frame)
     assert answer(engine, prompt)[1]["prompt_tokens"] == CONTEXT - 1
 
@@ -75,7 +76,7 @@ def test_the_longest_prompt_that_fits_is_not_refused(engine: LLMEngine) -> None:
 def test_more_messages_than_tokens_are_refused_before_they_are_rendered(
     engine: LLMEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine, "_tokenizer", None)
+    monkeypatch.setattr(engine._vocabulary, "tokenizer", None)
     message = refused(engine, [{"role": "user", "content": ""}] * CONTEXT)
     assert f"prompt has {CONTEXT} messages" in message
     assert f"holds {CONTEXT}" in message
@@ -94,7 +95,7 @@ def rendered_prompt(
     for number, chunk in enumerate(chunks):
         assert not engine.busy
         engine.feed(0, Chunk("ear", number, number == len(chunks) - 1, {}, chunk))
-    prompt = str(engine._tokenizer.decode(engine._scheduler._waiting[0].pending_prompt))
+    prompt = str(engine._vocabulary.tokenizer.decode(engine._scheduler._waiting[0].pending_prompt))
     engine.abort(0)
     return prompt
 
