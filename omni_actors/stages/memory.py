@@ -15,13 +15,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
 from omni_actors.stages.registry import ENGINES
 
 __all__ = ["Memory", "Uncounted", "count"]
+
+T = TypeVar("T")
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 HEADER_BYTES = 100_000_000
@@ -105,10 +107,10 @@ def _tensors(directory: Path, prefix: str) -> Iterator[_Tensor]:
     if not shards[0].exists():  # transformers looks for the two files in this order
         if not (directory / INDEX).exists():
             raise Uncounted(directory, f"there is neither {SINGLE} nor {INDEX}")
-        placed: dict[str, str] = _read(directory / INDEX, _Index).weight_map
+        placed = _read(directory / INDEX, _Index).weight_map
         shards = [directory / name for name in sorted({placed[tensor] for tensor in _tensor_names(placed, prefix)})]
     for shard in shards:
-        header: dict[str, Any] = _read(shard, dict[str, Any], header=True)
+        header = _read(shard, dict[str, Any], header=True)
         yield from (_convert(shard, header[name], _Tensor) for name in _tensor_names(header, prefix))
 
 
@@ -118,14 +120,13 @@ def _tensor_names(names: Iterable[str], prefix: str) -> Iterator[str]:
 
 def _decoder(directory: Path, part: str) -> _Decoder:
     file = directory / "config.json"
-    section: dict[str, Any] = _read(file, dict[str, Any])
+    section = _read(file, dict[str, Any])
     if part:
         section = _convert(file, section.get(f"{part}_config"), dict[str, Any])
-    decoder: _Decoder = _convert(file, section.get("text_config", section), _Decoder)
-    return decoder
+    return _convert(file, section.get("text_config", section), _Decoder)
 
 
-def _read(file: Path, schema: Any, *, header: bool = False) -> Any:
+def _read(file: Path, schema: type[T], *, header: bool = False) -> T:
     """Decode a JSON file, or with ``header`` the header of a safetensors file."""
     try:
         with file.open("rb") as opened:
@@ -139,7 +140,7 @@ def _read(file: Path, schema: Any, *, header: bool = False) -> Any:
         raise Uncounted(file.parent, f"{file.name}: {error}") from error
 
 
-def _convert(file: Path, value: Any, schema: Any) -> Any:
+def _convert(file: Path, value: Any, schema: type[T]) -> T:
     try:
         return msgspec.convert(value, schema)
     except msgspec.ValidationError as error:

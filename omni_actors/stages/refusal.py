@@ -56,14 +56,10 @@ def request_work(param: str | None = None) -> Iterator[None]:
     except InvalidRequest:
         raise
     except Exception as error:
-        if _ends_worker(error):
+        if isinstance(error, MemoryError) or type(error).__name__ in _FATAL or _NO_MEMORY in str(error):
             raise
         traceback.print_exception(error)
         traceback.clear_frames(error.__traceback__)  # local variables may be views of a chunk, which must be released
         cause = f"{type(error).__name__}: {error}"[:_LONGEST_REASON]
         message = f"this input could not be processed: {cause}"
         raise InvalidRequest(message, param=param, code="unprocessable_input") from error
-
-
-def _ends_worker(error: Exception) -> bool:
-    return isinstance(error, MemoryError) or type(error).__name__ in _FATAL or _NO_MEMORY in str(error)

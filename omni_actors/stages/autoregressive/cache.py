@@ -46,7 +46,7 @@ class SlottedCache(Cache):
 
     @torch.inference_mode()
     def add_row(self) -> int:
-        """Add an empty row behind the others and return its number. Raises ValueError if all rows are in use."""
+        """Add an empty row after the others and return its number. Raises ValueError if all rows are in use."""
         if len(self.lengths) == self._max_rows:
             raise ValueError(f"all {self._max_rows} rows are in use")
         self.lengths.append(0)
@@ -116,11 +116,9 @@ class SlottedCache(Cache):
             return
         if length > self._max_length:
             raise ValueError(f"a row of {length} tokens; the cache holds {self._max_length}")
-        new_rows, new_length = max(old_rows, 1), max(old_length, min(_FIRST_LENGTH, self._max_length))
-        while new_rows < rows:
-            new_rows = min(2 * new_rows, self._max_rows)
-        while new_length < length:
-            new_length = min(2 * new_length, self._max_length)
+        new_rows = old_rows if rows <= old_rows else min(max(rows, 2 * old_rows), self._max_rows)
+        new_length = old_length if length <= old_length else max(length, 2 * old_length, _FIRST_LENGTH)
+        new_length = min(new_length, self._max_length)
         self._capacity = (new_rows, new_length)
         for stores in (self._keys, self._values):
             for layer, old in enumerate(stores):

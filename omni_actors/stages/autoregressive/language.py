@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import Any, TypeVar
 
+import msgspec
 from torch import Tensor
 
 from omni_actors.stages.autoregressive.options import TextParams
@@ -32,28 +33,21 @@ from omni_actors.stages.base import (
 )
 from omni_actors.stages.refusal import request_work
 
-__all__ = ["LanguageEngine", "Request", "refuse_beyond_context"]
+__all__ = ["LanguageEngine", "TextRequest", "refuse_beyond_context"]
 
 
-class Request(PromptRequest[C], Sequence):
+class TextRequest(PromptRequest[C], Sequence):
     """One request. ``token`` is the last generated token, which the model has not computed yet."""
 
     def __init__(self, request: StageRequest, params: TextParams, collector: C) -> None:
         super().__init__(request, params, collector)
-        sampling = Sampling(
-            temperature=params.temperature,
-            top_k=params.top_k,
-            top_p=params.top_p,
-            repetition_penalty=params.repetition_penalty,
-            min_p=params.min_p,
-            min_tokens=params.min_tokens,
-        )
+        sampling = msgspec.convert(params, Sampling, from_attributes=True)
         self.sampler = None if sampling.is_greedy else Sampler(sampling, generator(params.seed))
         self.token = -1
         self.answer: Answer
 
 
-R = TypeVar("R", bound=Request[Any])
+R = TypeVar("R", bound=TextRequest[Any])
 
 
 class LanguageEngine(PromptEngine[R]):
@@ -143,26 +137,21 @@ class LanguageEngine(PromptEngine[R]):
         """Choose each request's next token from logits (requests, vocabulary); remove the requests that end."""
         for request, token in zip(requests, choose(logits, [request.sampler for request in requests]), strict=True):
             try:
-                data = self._append(request, token)
+                with request_work():
+                    if token is None:
+                        raise not_finite()
+                    data = request.answer.push(token)
             except InvalidRequest as error:
                 self.abort(request.id)
                 yield StageFailure(request.id, error)
                 continue
+            request.token, request.ready = token, 1
             last = request.answer.finish_reason is not None
             downstream = self._downstream(request, generated=not last)
             if last:
                 self.abort(request.id)
             if data or downstream:
                 yield StageOutput(request.id, data=data, downstream=downstream, last=last)
-
-    def _append(self, request: R, token: int | None) -> dict[str, Any]:
-        """Append a token to the answer and return the output's data. Raises ``InvalidRequest``."""
-        if token is None:
-            raise not_finite()
-        with request_work():
-            data = request.answer.push(token)
-        request.token, request.ready = token, 1
-        return data
 
 
 def refuse_beyond_context(tokens: int, found: str, context: int) -> None:

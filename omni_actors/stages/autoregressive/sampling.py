@@ -14,6 +14,7 @@ Rules
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Iterable, Sequence
 
 import msgspec
@@ -30,7 +31,7 @@ _LOWEST_TEMPERATURE = 1e-4
 
 
 class Sampling(msgspec.Struct, frozen=True):
-    """How to choose one sequence's tokens. The default is greedy."""
+    """How to choose one sequence's tokens, by fields of ``TextParams``. The default is greedy."""
 
     temperature: float = 0.0
     top_k: int = 0
@@ -49,12 +50,8 @@ class Sampling(msgspec.Struct, frozen=True):
 
 def generator(seed: int | None) -> torch.Generator:
     """Return a request's random number generator. None: a seed from the operating system."""
-    made = torch.Generator()
-    if seed is None:
-        made.seed()
-    else:
-        made.manual_seed(seed & (2**64 - 1))
-    return made
+    number = secrets.randbits(64) if seed is None else seed
+    return torch.Generator().manual_seed(number & (2**64 - 1))
 
 
 class Sampler:

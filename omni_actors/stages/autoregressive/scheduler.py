@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from itertools import chain, islice
+from itertools import chain, count, islice
 from typing import Generic, TypeVar
 
 from omni_actors.stages.autoregressive.cache import SlottedCache
@@ -49,7 +49,7 @@ class Scheduler(Generic[S]):
         self.rows: list[S] = []
         self._waiting: deque[S] = deque()
         self._cache, self._max_rows, self._prefill = cache, max_rows, prefill
-        self._added = 0
+        self._arrivals = count()
 
     @property
     def busy(self) -> bool:
@@ -59,8 +59,7 @@ class Scheduler(Generic[S]):
 
     def add(self, sequence: S) -> None:
         """Queue a sequence for a row."""
-        self._added += 1
-        sequence.arrival_order = self._added
+        sequence.arrival_order = next(self._arrivals)
         self._waiting.append(sequence)
 
     def remove(self, sequence: S) -> None:
@@ -91,14 +90,10 @@ class Scheduler(Generic[S]):
         while self._waiting and len(self.rows) < self._max_rows:
             self.rows.append(self._waiting.popleft())
             self._cache.add_row()
-        candidates = [
-            (sequence.arrival_order, row)
-            for row, sequence in enumerate(self.rows)
-            if sequence.prefill_left and self._computable(sequence)
-        ]
-        if not candidates:
+        ready = [row for row, sequence in enumerate(self.rows) if sequence.prefill_left and self._computable(sequence)]
+        if not ready:
             return None
-        _, row = min(candidates)
+        row = min(ready, key=lambda row: self.rows[row].arrival_order)
         return row, self._computable(self.rows[row])
 
     def decode_rows(self) -> list[int]:

@@ -171,18 +171,15 @@ class EchoEngine(PausableEngine[_Request]):
 
     def _copy(self, chunk: base.Chunk) -> _Pending:
         """Copy a chunk. Raises InvalidRequest."""
-        failures = self._failures_here(chunk.data)
+        failures = validated(chunk.data.get("echo") or {}, _Failures)
+        if failures.stage not in (None, self._stage):
+            failures = _Failures()
         if failures.invalid == "feed":
             raise base.InvalidRequest("the chunk asked to be refused", param="echo")
         with request_work("messages"):
             data = _with_answer(chunk.data)
         tensors = {name: Tensor(t.dtype, t.shape, bytes(t.data)) for name, t in chunk.tensors.items()}
         return _Pending(data, tensors, failures, self._options.fan_out)
-
-    def _failures_here(self, data: Mapping[str, Any]) -> _Failures:
-        """Return the failures that a chunk causes at this stage. Raises InvalidRequest."""
-        failures = validated(data.get("echo") or {}, _Failures)
-        return failures if failures.stage in (None, self._stage) else _Failures()
 
     def _inject(self, failures: _Failures) -> base.InvalidRequest | None:
         """Cause the failures of ``step``. Return the error of a refusal."""

@@ -100,13 +100,13 @@ class OmniTalker(Engine[R]):
             if request.has_answer:
                 request.text.append(request.text_eos)
             else:
-                self._scheduler.remove(request)
+                self._leave_batch(request)
                 self._without_speech.append(request.id)
         request.advance()
 
     def abort(self, request_id: base.RequestId) -> None:
         if request := self._requests.pop(request_id, None):
-            self._scheduler.remove(request)
+            self._leave_batch(request)
         if request_id in self._without_speech:
             self._without_speech.remove(request_id)
 
@@ -180,6 +180,10 @@ class OmniTalker(Engine[R]):
         request.prefill_left = size - 1
         request.has_header = True
         self._scheduler.add(request)
+
+    def _leave_batch(self, request: R) -> None:
+        """Free what the batch holds of a request that ends, waits for a row, or has no header yet."""
+        self._scheduler.remove(request)
 
     @torch.inference_mode()
     def _decode(self, rows: list[int]) -> Iterator[base.StageOutput | base.StageFailure]:

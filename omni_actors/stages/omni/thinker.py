@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from omni_actors.stages.autoregressive.cache import SlottedCache
-from omni_actors.stages.autoregressive.language import LanguageEngine, Request, refuse_beyond_context
+from omni_actors.stages.autoregressive.language import LanguageEngine, TextRequest, refuse_beyond_context
 from omni_actors.stages.autoregressive.scheduler import Scheduler
 from omni_actors.stages.autoregressive.text import Vocabulary
 from omni_actors.stages.base import InvalidRequest, StageContext, StageFailure, StageOutput, TensorLike
@@ -33,7 +33,7 @@ from omni_actors.stages.omni.prompt_engine import OmniPromptEngine, OmniRequest
 from omni_actors.stages.refusal import request_work
 
 
-class ThinkerRequest(OmniRequest, Request[OmniPrompt]):
+class ThinkerRequest(OmniRequest, TextRequest[OmniPrompt]):
     """One request, with a prompt of n positions once it is read."""
 
     inputs: OmniInputs

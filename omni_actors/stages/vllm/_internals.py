@@ -14,7 +14,7 @@ import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
@@ -22,22 +22,6 @@ import vllm
 from torch import Tensor
 from vllm import ModelRegistry, PoolingParams
 from vllm.platforms import current_platform
-
-__all__ = [
-    "VERSIONS",
-    "HiddenStateWorker",
-    "HiddenStates",
-    "MultiModalKwargsItems",
-    "PlaceholderRange",
-    "Sessions",
-    "StageWorker",
-    "UnsupportedVLLMVersion",
-    "check",
-    "close",
-    "engine_metrics",
-    "omni_fields",
-    "register_in_process",
-]
 
 VERSIONS = ("0.32.0",)
 NAMES = (
@@ -94,24 +78,16 @@ def check() -> None:
 
 
 def _exists(name: str) -> bool:
-    name, _, parameter = name.removesuffix(")").partition("(")
-    module, _, path = name.partition(":")
+    path, _, parameter = name.removesuffix(")").partition("(")
+    end = max(path.rfind("."), path.rfind(":"))
+    attribute = path[end + 1 :]
     try:
-        found: Any = import_module(module)
-    except ModuleNotFoundError:
+        owner: Any = resolve_name(path[:end])
+    except (ImportError, AttributeError):
         return False
-    for part in path.split("."):
-        if part in getattr(found, "__annotations__", {}) or part in getattr(found, "__dataclass_fields__", {}):
-            return True
-        if not hasattr(found, part):
-            return False
-        found = getattr(found, part)
-    return not parameter or parameter in inspect.signature(found).parameters
-
-
-def _lookup(name: str) -> Any:
-    module, _, attribute = name.partition(":")
-    return getattr(import_module(module), attribute)
+    if not hasattr(owner, attribute):
+        return attribute in getattr(owner, "__annotations__", {})
+    return not parameter or parameter in inspect.signature(getattr(owner, attribute)).parameters
 
 
 def register_in_process(architectures: Sequence[str]) -> None:
@@ -168,14 +144,16 @@ class HiddenStates:
 
 check()  # before the lookups below, whose errors would not list all missing names
 
-omni_fields: Any = _lookup("vllm.model_executor.models.qwen2_5_omni_thinker:create_qwen2_5_omni_thinker_field_factory")
+omni_fields: Any = resolve_name(
+    "vllm.model_executor.models.qwen2_5_omni_thinker:create_qwen2_5_omni_thinker_field_factory"
+)
 """spatial_merge_size -> features -> how vLLM cuts each of them into items."""
-MultiModalKwargsItems: Any = _lookup("vllm.multimodal.inputs:MultiModalKwargsItems")
-PlaceholderRange: Any = _lookup("vllm.multimodal.inputs:PlaceholderRange")
-_EngineCoreRequest: Any = _lookup("vllm.v1.engine:EngineCoreRequest")
-_Counter: Any = _lookup("vllm.v1.metrics.reader:Counter")
-_Gauge: Any = _lookup("vllm.v1.metrics.reader:Gauge")
-_Base: Any = _lookup(
+MultiModalKwargsItems: Any = resolve_name("vllm.multimodal.inputs:MultiModalKwargsItems")
+PlaceholderRange: Any = resolve_name("vllm.multimodal.inputs:PlaceholderRange")
+_EngineCoreRequest: Any = resolve_name("vllm.v1.engine:EngineCoreRequest")
+_Counter: Any = resolve_name("vllm.v1.metrics.reader:Counter")
+_Gauge: Any = resolve_name("vllm.v1.metrics.reader:Gauge")
+_Base: Any = resolve_name(
     "vllm.v1.worker.cpu_worker:CPUWorker" if current_platform.is_cpu() else "vllm.v1.worker.gpu_worker:Worker"
 )
 

@@ -27,10 +27,10 @@ from omni_actors.stages.vllm import _internals
 from omni_actors.stages.vllm.arguments import CLIENT_ERRORS, engine_args, refusal, sampling_params
 from omni_actors.stages.vllm.options import VLLMOptions, VLLMParams, VLLMSampling
 
-__all__ = ["Request", "VLLMEngine", "logprobs_of"]
+__all__ = ["VLLMEngine", "VLLMRequest", "logprobs_of"]
 
 
-class Request(PromptRequest[C]):
+class VLLMRequest(PromptRequest[C]):
     """One request."""
 
     internal_id = ""
@@ -44,7 +44,7 @@ class Request(PromptRequest[C]):
         self.sampling: SamplingParams = sampling_params(params)
 
 
-R = TypeVar("R", bound=Request[Any])
+R = TypeVar("R", bound=VLLMRequest[Any])
 
 
 class VLLMEngine(PromptEngine[R]):

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,20 +49,6 @@ class _Session:
     name: str
     first_id: int
     """The id of its first position. The ids of later positions follow."""
-    sent: int = 0
-    """Positions that vLLM has."""
-
-
-class _Scheduler(Scheduler[Any]):
-    """Calls ``ended`` with each sequence that is removed, whether it had a row or not."""
-
-    def __init__(self, *args: Any, ended: Callable[[Any], None]) -> None:
-        super().__init__(*args)
-        self._ended = ended
-
-    def remove(self, sequence: Any) -> None:
-        super().remove(sequence)
-        self._ended(sequence)
 
 
 class Qwen3Talker(TalkerEngine):
@@ -106,7 +91,7 @@ class Qwen3Talker(TalkerEngine):
         self._free_ids = [row * options.context for row in range(rows)]
         # The keys and values are in vLLM's cache. This one only counts positions.
         self._cache = SlottedCache(rows, options.context, self._model.dtype, self._device)
-        self._scheduler = _Scheduler(self._cache, rows, options.prefill_chunk, ended=self._end_session)
+        self._scheduler = Scheduler(self._cache, rows, options.prefill_chunk)
 
     @torch.inference_mode()
     def _forward(self, rows: list[int], inputs: Tensor, axes: Tensor | None = None) -> Tensor:
@@ -121,9 +106,8 @@ class Qwen3Talker(TalkerEngine):
         first = torch.tensor([session.first_id for session in sessions], device=positions.device)
         self._layers.write(first[:, None] + positions, inputs, cos, sin)
         for request, session in zip(requests, sessions, strict=True):
-            begin = session.first_id + session.sent
+            begin = session.first_id + request.cached
             self._vllm_sessions.send(session.name, list(range(begin, begin + count)))
-            session.sent += count
             request.cached += count
         hidden: dict[str, Tensor] = {}
         for _ in range(len(sessions) * count):  # each step computes at least one position
@@ -140,7 +124,8 @@ class Qwen3Talker(TalkerEngine):
             self._sessions[request] = _Session(next(self._names), self._free_ids.pop())
         return self._sessions[request]
 
-    def _end_session(self, request: TalkerRequest) -> None:
+    def _leave_batch(self, request: Any) -> None:
+        super()._leave_batch(request)
         if session := self._sessions.pop(request, None):
             self._vllm_sessions.end(session.name)
             self._free_ids.append(session.first_id)

@@ -28,7 +28,7 @@ from omni_actors.stages.multimodal.prompt import OmniPrompt
 from omni_actors.stages.omni.handoff import TalkerHandoff
 from omni_actors.stages.omni.prompt_engine import OmniPromptEngine, OmniRequest
 from omni_actors.stages.vllm._internals import HiddenStates
-from omni_actors.stages.vllm.engine import Request, VLLMEngine, logprobs_of
+from omni_actors.stages.vllm.engine import VLLMEngine, VLLMRequest, logprobs_of
 from omni_actors.stages.vllm.media import to_prompt
 from omni_actors.stages.vllm.options import VLLMThinkerParams
 
@@ -37,7 +37,7 @@ __all__ = ["Thinker", "ThinkerRequest"]
 CHUNK = 256
 
 
-class ThinkerRequest(OmniRequest, Request[OmniPrompt]):
+class ThinkerRequest(OmniRequest, VLLMRequest[OmniPrompt]):
     """One request. ``computed``: positions whose hidden states were taken."""
 
     params: VLLMThinkerParams

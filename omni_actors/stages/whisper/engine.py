@@ -52,17 +52,6 @@ class _Request:
     def ready(self) -> bool:
         return not self.paused and (bool(self.segments or self.complete) or not self.open)
 
-    def take(self, chunk: base.Chunk) -> None:
-        """Validate a chunk and keep a copy of its audio. Raises InvalidRequest."""
-        if "audio" in chunk.tensors:
-            self.recordings.feed(chunk.tensors["audio"], chunk.data)
-        self.open.update(chunk)
-        if not self.open:
-            self.recordings.end_recording()
-            if not self.recordings.duration_s:
-                raise audio_refusal("there is no audio")
-        self.complete += self.recordings.take_complete()
-
 
 class WhisperEngine(PausableEngine[_Request]):
     """The ``whisper`` engine: see the module. Its model is a directory in CTranslate2's format."""
@@ -97,7 +86,14 @@ class WhisperEngine(PausableEngine[_Request]):
         return new
 
     def _take(self, request: _Request, chunk: base.Chunk) -> None:
-        request.take(chunk)
+        if "audio" in chunk.tensors:
+            request.recordings.feed(chunk.tensors["audio"], chunk.data)
+        request.open.update(chunk)
+        if not request.open:
+            request.recordings.end_recording()
+            if not request.recordings.duration_s:
+                raise audio_refusal("there is no audio")
+        request.complete += request.recordings.take_complete()
 
     def step(self) -> Iterator[base.StageOutput | base.StageFailure]:
         """Transcribe the next segment of the request that has waited longest."""
@@ -129,13 +125,10 @@ class WhisperEngine(PausableEngine[_Request]):
     def _next_segment(self, request: _Request) -> Segment | None:
         """Return the next segment, or None at the end of a recording."""
         if request.segments is None and request.complete:
-            self._open_recording(request)
+            recording = request.complete.popleft()
+            request.index, request.at_recording_start = recording.index, True
+            request.segments = self._segments(recording.resampled(SAMPLE_RATE), request.language)
         return next(request.segments, None) if request.segments else None
-
-    def _open_recording(self, request: _Request) -> None:
-        recording = request.complete.popleft()
-        request.index, request.at_recording_start = recording.index, True
-        request.segments = self._segments(recording.resampled(SAMPLE_RATE), request.language)
 
     def _segments(self, audio: Floats, language: str | None) -> Iterator[Segment]:
         """Transcribe audio at 16 kHz, lazily: reading a segment decodes it. language None: the model detects it."""
