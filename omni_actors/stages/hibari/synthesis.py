@@ -64,7 +64,7 @@ class SentenceSynthesis:
     def add(self, lh: Floats, theta: Floats, ln: Floats, lr: Floats, phi: Floats) -> Floats:
         """Add the next f frames, each argument float32 (601, f). Return the samples that are final: float32 (n,).
 
-        The sum of n over the sentence is frames * 300; output lags 600 samples behind until the last frame.
+        The sum of n over the sentence is frames * 300; output is 600 samples late until the last frame.
         """
         start, end = self.done, self.done + lh.shape[1]
         spectrum = self._source(start, end)
@@ -90,13 +90,8 @@ class SentenceSynthesis:
         """Return the spectrum of the pulse train at frames [start, end): complex64 (601, end - start)."""
         self._make_pulses(min(end + _REACH // HOP, self.frames))
         total = len(self._pulses)
-        at = np.arange(start * HOP - _REACH, (end - 1) * HOP + _REACH)
-        if at[0] < 0 or at[-1] >= total:  # mirror at the first and the last sample
-            at = np.abs(at) % max(2 * (total - 1), 1)
-            at = np.where(at < total, at, 2 * (total - 1) - at)
-            wave = self._pulses[at]
-        else:
-            wave = self._pulses[at[0] : at[-1] + 1]
+        at = np.abs(np.arange(start * HOP - _REACH, (end - 1) * HOP + _REACH)) % max(2 * (total - 1), 1)
+        wave = self._pulses[np.where(at < total, at, 2 * (total - 1) - at)]  # mirrored at both ends of the sentence
         windows = np.lib.stride_tricks.sliding_window_view(wave, WINDOW)[::HOP] * _ANALYSIS
         return np.ascontiguousarray(fft.rfft(windows, axis=1).T)
 

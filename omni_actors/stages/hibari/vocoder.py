@@ -16,7 +16,6 @@ import math
 from collections import deque
 from collections.abc import Iterator
 
-import msgspec
 import numpy as np
 
 from omni_actors.stages.base import Chunk, InvalidRequest, StageContext, StageOutput, StageRequest
@@ -33,21 +32,13 @@ _MOST_FRAMES = 1 << 15
 """The longest sentence: 7 minutes. Its noise is drawn at once and takes 4.8 kB a frame."""
 
 
-class _Features(msgspec.Struct):
-    sentence: int
-    spectral: list[Floats]
-    """lh, theta, ln, lr, phi: float32 (601, f) each. Empty: the chunk only ends the input."""
-    f0: Floats | None
-    """float32 (F,), in the first chunk of a sentence."""
-    last: bool
-
-
 class _Request:
     def __init__(self, request: StageRequest) -> None:
         seed = validated(request.params, VocoderParams).seed
         self.seed = seed % 2**64  # numpy accepts no negative seed
         self.open = OpenSources(request.sources)
-        self.chunks: deque[_Features] = deque()
+        self.chunks: deque[tuple[int, list[Floats], bool]] = deque()
+        """Sentence, features (see ``names``; [] if the chunk only ends the input), and whether it is the last."""
         self.sentence = 0
         """The sentence that the next chunk must belong to."""
         self.frame = 0
@@ -61,41 +52,41 @@ class _Request:
     def ready(self) -> bool:
         return bool(self.chunks) and not self.paused
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The features of the next chunk, float32 (601, f) each. A sentence's first chunk also has f0, (frames,)."""
+        return _SPECTRAL if self.frames else (*_SPECTRAL, "f0")
+
     def take(self, chunk: Chunk) -> None:
         """Validate a chunk and keep a copy. Raises InvalidRequest."""
-        features = _Features(self.sentence, [], None, False)
+        sentence, features = self.sentence, list[Floats]()
         if chunk.tensors:
             self._check(chunk)
-            features.spectral = [chunk.tensors[name].numpy().copy() for name in _SPECTRAL]
-            if not self.frames:
-                features.f0 = chunk.tensors["f0"].numpy().copy()
-                self.frames = len(features.f0)
-            arrays = [*features.spectral, *([] if features.f0 is None else [features.f0])]
-            if not all(np.isfinite(array).all() for array in arrays):
-                raise _refusal(f"some features of sentence {self.sentence} are not finite")
-            self.frame += features.spectral[0].shape[1]
+            features = [chunk.tensors[name].numpy().copy() for name in self.names]
+            if not all(np.isfinite(feature).all() for feature in features):
+                raise _refusal(f"some features of sentence {sentence} are not finite")
+            self.frames = self.frames or len(features[-1])
+            self.frame += features[0].shape[1]
             if self.frame == self.frames:
-                self.sentence, self.frame, self.frames = self.sentence + 1, 0, 0
+                self.sentence, self.frame, self.frames = sentence + 1, 0, 0
         self.open.update(chunk)
         if not self.open and self.frames:
             raise _refusal(f"the features end in the middle of sentence {self.sentence}")
-        features.last = not self.open
-        if chunk.tensors or features.last:
-            self.chunks.append(features)
+        if features or not self.open:
+            self.chunks.append((sentence, features, not self.open))
 
     def _check(self, chunk: Chunk) -> None:
         # This looks at names and shapes only: an exception would keep an array, a view of the chunk, alive.
-        names = _SPECTRAL if self.frames else (*_SPECTRAL, "f0")
-        if missing := [name for name in names if name not in chunk.tensors]:
+        if missing := [name for name in self.names if name not in chunk.tensors]:
             raise _refusal(f"the chunk lacks {', '.join(missing)}")
         place = (chunk.data.get("sentence"), chunk.data.get("start"))
         if place != (self.sentence, self.frame):
             raise _refusal(f"found frame {place[1]} of sentence {place[0]}, expected {self.frame} of {self.sentence}")
-        shapes = {name: chunk.tensors[name].shape for name in names}
+        shapes = {name: chunk.tensors[name].shape for name in self.names}
         frames = self.frames or math.prod(shapes["f0"])
         f = shapes["lh"][-1] if shapes["lh"] else 0
-        expected = {name: (frames,) if name == "f0" else (BINS, f) for name in names}
-        floats = all(chunk.tensors[name].dtype == "float32" for name in names)
+        expected = {name: (frames,) if name == "f0" else (BINS, f) for name in self.names}
+        floats = all(chunk.tensors[name].dtype == "float32" for name in self.names)
         if not floats or shapes != expected or not 1 <= f <= frames - self.frame:
             raise _refusal(f"features of shapes {shapes} do not fit the sentence")
         if frames > _MOST_FRAMES:
@@ -103,16 +94,16 @@ class _Request:
 
     def synthesize(self) -> tuple[Floats | None, int, bool]:
         """Return the samples of the next chunk (None if none is final), its sentence, and whether it is the last."""
-        features = self.chunks.popleft()
-        if not features.spectral:
-            return None, features.sentence, features.last
-        if features.f0 is not None:
-            self.synthesis = SentenceSynthesis(features.f0, np.random.default_rng([self.seed, features.sentence]))
+        sentence, features, last = self.chunks.popleft()
+        if not features:
+            return None, sentence, last
+        if len(features) > len(_SPECTRAL):
+            self.synthesis = SentenceSynthesis(features.pop(), np.random.default_rng([self.seed, sentence]))
         assert self.synthesis is not None
-        audio = self.synthesis.add(*features.spectral)
+        audio = self.synthesis.add(*features)
         if self.synthesis.done == self.synthesis.frames:
             self.synthesis = None
-        return audio if len(audio) else None, features.sentence, features.last
+        return audio if len(audio) else None, sentence, last
 
 
 def _refusal(message: str) -> InvalidRequest:

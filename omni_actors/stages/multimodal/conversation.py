@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Literal, TypeAlias
 
 import msgspec
@@ -48,18 +48,19 @@ class Message(msgspec.Struct, frozen=True):
     content: str | list[TextPart | AudioPart | ImagePart | VideoPart]
 
     @property
-    def texts(self) -> Iterator[str]:
-        """The texts of the message, in order."""
-        if isinstance(self.content, str):
-            yield self.content
-        else:
-            yield from (part.text for part in self.content if isinstance(part, TextPart))
+    def parts(self) -> list[TextPart | AudioPart | ImagePart | VideoPart]:
+        """The parts of the message, in order."""
+        return [TextPart(self.content)] if isinstance(self.content, str) else self.content
 
     @property
-    def media(self) -> Iterator[MediaPart]:
+    def texts(self) -> list[str]:
+        """The texts of the message, in order."""
+        return [part.text for part in self.parts if isinstance(part, TextPart)]
+
+    @property
+    def media(self) -> list[MediaPart]:
         """The places for media in the message, in order."""
-        if not isinstance(self.content, str):
-            yield from (part for part in self.content if not isinstance(part, TextPart))
+        return [part for part in self.parts if not isinstance(part, TextPart)]
 
 
 class ConversationData(msgspec.Struct, frozen=True):

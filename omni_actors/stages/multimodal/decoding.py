@@ -38,24 +38,18 @@ class Decoded(msgspec.Struct):
         return any(video is not None for video in self.video_of_sound)
 
 
-class Decoder:
+class Decoder(msgspec.Struct, frozen=True):
     """Decodes for the processors of one model, within the limits of a request."""
 
-    def __init__(
-        self,
-        images: Qwen2VLImageProcessorPil,
-        frames: FrameProcessor,
-        *,
-        frame_size: Mapping[str, int],
-        sample_rate: int,
-        longest_s: float,
-        limits: MediaLimits,
-    ) -> None:
-        """images, frames: the model's processors. frame_size: "shortest_edge" and "longest_edge", the fewest and the
-        most pixels of a frame. sample_rate: of sounds, in Hz. longest_s: the longest recording that the model accepts.
-        """
-        self.images, self.frames, self.frame_size = images, frames, frame_size
-        self.sample_rate, self.longest_s, self.limits = sample_rate, longest_s, limits
+    images: Qwen2VLImageProcessorPil
+    frames: FrameProcessor
+    frame_size: Mapping[str, int]
+    """"shortest_edge" and "longest_edge": the fewest and the most pixels of a frame."""
+    sample_rate: int
+    """Of sounds, in Hz."""
+    longest_s: float
+    """The longest recording that the model accepts, in seconds."""
+    limits: MediaLimits
 
     def decode(self, places: Sequence[tuple[str, int]], media: Media, use_audio_in_video: bool) -> Decoded:
         """Decode the media of one conversation.
@@ -64,9 +58,14 @@ class Decoder:
         videos bring their sound.
         Raises InvalidRequest: a file cannot be decoded, a limit is exceeded, or only some videos have sound.
         """
-        task = _Decoding(self, media, use_audio_in_video)
+        task = _Decoding(self, use_audio_in_video)
         for kind, index in places:
-            task.add(kind, index)
+            if kind == "audio":
+                task.add_sound(media.audio[index], None)
+            elif kind == "image":
+                task.add_image(index, media.image[index])
+            else:
+                task.add_video(index, media.video[index])
         decoded = task.decoded
         if decoded.has_video_sound and len(set(decoded.video_of_sound) - {None}) < len(decoded.videos):
             message = "some videos have sound and some have none; the model takes the sound of all videos or of none"
@@ -77,23 +76,14 @@ class Decoder:
 class _Decoding:
     """The decoding of one request, which counts what it uses of the limits."""
 
-    def __init__(self, decoder: Decoder, media: Media, use_audio_in_video: bool) -> None:
-        self._decoder, self._limits, self._media = decoder, decoder.limits, media
+    def __init__(self, decoder: Decoder, use_audio_in_video: bool) -> None:
+        self._decoder, self._limits = decoder, decoder.limits
         self._use_audio_in_video = use_audio_in_video
         self._tokens = 0
         self._seconds = 0.0
         self.decoded = Decoded()
 
-    def add(self, kind: str, index: int) -> None:
-        match kind:
-            case "audio":
-                self._add_sound(self._media.audio[index], None)
-            case "image":
-                self._add_image(index, self._media.image[index])
-            case _:
-                self._add_video(index, self._media.video[index])
-
-    def _add_image(self, index: int, image: Pixels | bytes) -> None:
+    def add_image(self, index: int, image: Pixels | bytes) -> None:
         if isinstance(image, bytes):
             pixels = decode_image(image, index, self._limits.image_pixels)
         else:
@@ -101,18 +91,18 @@ class _Decoding:
             pixels = image
         processor = self._decoder.images
         factor = processor.patch_size * processor.merge_size
-        height, width = self._fitted("image", index, pixels.shape, factor, processor.size)
+        height, width = _fitted("image", index, pixels.shape, factor, processor.size)
         self._count("image", height * width // factor**2)
         if height * width < pixels.shape[0] * pixels.shape[1]:  # the processor's first step, one image at a time
             pixels = np.asarray(Image.fromarray(pixels).resize((width, height), processor.resample))
         self.decoded.images.append(pixels)
 
-    def _add_video(self, index: int, video: VideoInput) -> None:
+    def add_video(self, index: int, video: VideoInput) -> None:
         processor = self._decoder.frames
         factor = processor.patch_size * processor.merge_size
 
         def fit(height: int, width: int) -> Size:
-            fitted = self._fitted("video", index, (height, width), factor, self._decoder.frame_size)
+            fitted = _fitted("video", index, (height, width), factor, self._decoder.frame_size)
             steps = (self._limits.tokens - self._tokens) // (fitted[0] * fitted[1] // factor**2)
             return Size(*fitted, steps * processor.temporal_patch_size)
 
@@ -128,10 +118,10 @@ class _Decoding:
             if isinstance(video.content, bytes):
                 sound = decode_sound(video.content, index, self._decoder.longest_s)
             if sound is not None:
-                self._add_sound(sound, len(self.decoded.videos))
+                self.add_sound(sound, len(self.decoded.videos))
         self.decoded.videos.append(frames)
 
-    def _add_sound(self, recording: Recording, video: int | None) -> None:
+    def add_sound(self, recording: Recording, video: int | None) -> None:
         self._seconds += recording.duration_s
         for seconds, limit in ((recording.duration_s, self._decoder.longest_s), (self._seconds, self._limits.audio_s)):
             if seconds > limit:
@@ -140,20 +130,18 @@ class _Decoding:
         self.decoded.sounds.append(recording.resampled(self._decoder.sample_rate))
         self.decoded.video_of_sound.append(video)
 
-    def _fitted(
-        self, kind: str, index: int, shape: Sequence[int], factor: int, size: Mapping[str, int]
-    ) -> tuple[int, int]:
-        try:
-            fitted: tuple[int, int] = smart_resize(
-                shape[0], shape[1], factor, size["shortest_edge"], size["longest_edge"]
-            )
-        except ValueError as error:
-            message = f"{kind} {index}: found {shape[1]} × {shape[0]} pixels; the limit is a ratio of 200"
-            raise InvalidRequest(message, param=kind) from error
-        return fitted
-
     def _count(self, kind: str, tokens: int) -> None:
         self._tokens += tokens
         if self._tokens > self._limits.tokens:
             message = f"the media take at least {self._tokens} tokens; the limit is {self._limits.tokens}"
             raise InvalidRequest(message, param=kind, code="context_length_exceeded")
+
+
+def _fitted(kind: str, index: int, shape: Sequence[int], factor: int, size: Mapping[str, int]) -> tuple[int, int]:
+    """Return the height and width that an image or a frame of this shape is resized to. Raises InvalidRequest."""
+    try:
+        height, width = smart_resize(shape[0], shape[1], factor, size["shortest_edge"], size["longest_edge"])
+    except ValueError as error:
+        message = f"{kind} {index}: found {shape[1]} × {shape[0]} pixels; the limit is a ratio of 200"
+        raise InvalidRequest(message, param=kind) from error
+    return height, width

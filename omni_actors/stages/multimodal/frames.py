@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from torch import Tensor
 from transformers import BatchFeature
-from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
 BICUBIC = 3
 
@@ -38,31 +37,20 @@ class FrameProcessor:
         self._mean = torch.tensor(config.get("image_mean") or (0.48145466, 0.4578275, 0.40821073)) * scale
         self._std = torch.tensor(config.get("image_std") or (0.26862954, 0.26130258, 0.27577711)) * scale
 
-    def target(self, height: int, width: int, size: Mapping[str, int]) -> tuple[int, int]:
-        """Return the height and width that frames are resized to.
-
-        size: "shortest_edge" and "longest_edge", the fewest and the most pixels.
-        Raises ValueError: one side is more than 200 times the other.
-        """
-        factor = self.patch_size * self.merge_size
-        target: tuple[int, int] = smart_resize(height, width, factor, size["shortest_edge"], size["longest_edge"])
-        return target
-
     def grid(self, frames: int, height: int, width: int) -> tuple[int, int, int]:
         """Return the numbers of patches in time, height and width, for frames of their target size."""
         return -(-frames // self.temporal_patch_size), height // self.patch_size, width // self.patch_size
 
-    def __call__(self, videos: Sequence[Tensor], *, size: Mapping[str, int], **_: Any) -> BatchFeature:
-        """Convert videos, uint8 (frames, height, width, 3) each, of target size or not.
+    def __call__(self, videos: Sequence[Tensor], **_: Any) -> BatchFeature:
+        """Convert videos, uint8 (frames, height, width, 3) each, which ``decoding`` has resized.
 
-        size: see ``target``. Returns ``pixel_values_videos`` and ``video_grid_thw``.
+        Returns ``pixel_values_videos`` and ``video_grid_thw``.
         """
-        patches, grids = zip(*(self._patches(video, size) for video in videos), strict=True)
+        patches, grids = zip(*map(self._patches, videos), strict=True)
         return BatchFeature({"pixel_values_videos": torch.cat(patches), "video_grid_thw": np.array(grids)})
 
-    def _patches(self, video: Tensor, size: Mapping[str, int]) -> tuple[Tensor, tuple[int, int, int]]:
+    def _patches(self, video: Tensor) -> tuple[Tensor, tuple[int, int, int]]:
         """Return float32 (patches, channels × temporal patch × patch²), in the order of merging, and the grid."""
-        video = resize(video, *self.target(video.shape[1], video.shape[2], size))
         channels_first = video.permute(0, 3, 1, 2).to(torch.float32)
         pixels = (channels_first - self._mean[:, None, None]) / self._std[:, None, None]
         if missing := -len(pixels) % self.temporal_patch_size:

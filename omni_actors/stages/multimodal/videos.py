@@ -15,7 +15,6 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -67,7 +66,7 @@ def sample_frames(content: Pixels, fps: float, index: int, limits: MediaLimits, 
     sampler = _FrameSampler(index, limits, fit, own_fps=fps, duration=count / fps)
     sampler.check(height, width, count / fps)
     for number, frame in enumerate(content, 1):
-        sampler.keep_until(number / fps, partial(_unchanged, frame))
+        sampler.keep_until(number / fps, frame)
     return sampler.frames()
 
 
@@ -94,12 +93,12 @@ def decode_video(data: bytes, index: int, limits: MediaLimits, fit: Fit) -> Fram
             first_time = stamp if first_time is None else first_time
             at = max(at or 0.0, stamp - first_time)
             if visible is not None:
-                sampler.keep_until(at, partial(_upright, visible))
+                sampler.keep_until(at, visible)
             visible = frame
             sampler.check(frame.height, frame.width, at)
         if visible is None or at is None:
             raise _refusal(index, "it has no frames", "invalid_video")
-        sampler.keep_until(at + 1 / own_fps, partial(_upright, visible))
+        sampler.keep_until(at + 1 / own_fps, visible)
         return sampler.frames()
 
 
@@ -152,10 +151,10 @@ class _FrameSampler:
             slow = f"decoding takes more than {self._limits.decode_s:g} s"
             raise _refusal(self._index, slow, "video_too_slow")
 
-    def keep_until(self, end: float, visible: Callable[[], Pixels]) -> None:
+    def keep_until(self, end: float, visible: Pixels | av.VideoFrame) -> None:
         """Keep the frame that is visible until ``end`` seconds, once for each sample that is due by then."""
         while len(self._kept) / self._fps < end - self._slack:
-            self._keep(visible())
+            self._keep(_pixels(visible))
 
     def _keep(self, frame: Pixels) -> None:
         # The first frame determines the size of all, even if the file changes its size later.
@@ -185,12 +184,10 @@ def _duration(container: Any, stream: Any) -> float | None:
     return container.duration / av.time_base if container.duration else None
 
 
-def _unchanged(pixels: Pixels) -> Pixels:
-    return pixels
-
-
-def _upright(frame: av.VideoFrame) -> Pixels:
-    """Return a frame's pixels, uint8 (height, width, 3), rotated by the file's display matrix."""
+def _pixels(frame: Pixels | av.VideoFrame) -> Pixels:
+    """Return a frame's pixels, uint8 (height, width, 3), upright: rotated by the file's display matrix."""
+    if isinstance(frame, np.ndarray):
+        return frame
     pixels = frame.to_ndarray(format="rgb24")
     return np.rot90(pixels, math.floor(frame.rotation / 90 + 0.5) % 4)
 

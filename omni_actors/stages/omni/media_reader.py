@@ -10,31 +10,29 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from typing import Generic, TypeVar
+from typing import Any
 
 from omni_actors.stages.base import RequestId
 
 __all__ = ["MediaReader"]
 
-WAIT_S = 0.01
-"""How long ``wait`` waits at most, in seconds. The engine takes in no chunks meanwhile."""
-
-T = TypeVar("T")
+LONGEST_WAIT_S = 0.01
+"""Seconds. The engine takes in no chunks meanwhile."""
 
 
-class MediaReader(ThreadPoolExecutor, Generic[T]):
+class MediaReader(ThreadPoolExecutor):
     """Runs one piece of work per request in a thread of its own. The engine's thread calls all methods."""
 
     def __init__(self) -> None:
         super().__init__(1, "reader")
-        self._futures: dict[RequestId, Future[T]] = {}
+        self._futures: dict[RequestId, Future[Any]] = {}
 
     @property
     def pending(self) -> bool:
         """Whether a result waits to be taken or is still being computed."""
         return bool(self._futures)
 
-    def read(self, request_id: RequestId, work: Callable[[], T]) -> None:
+    def read(self, request_id: RequestId, work: Callable[[], Any]) -> None:
         """Run ``work`` in the thread, after the work of earlier requests."""
         self._futures[request_id] = self.submit(work)
 
@@ -43,7 +41,7 @@ class MediaReader(ThreadPoolExecutor, Generic[T]):
         if future := self._futures.pop(request_id, None):
             future.cancel()
 
-    def take(self) -> Iterator[tuple[RequestId, Future[T]]]:
+    def take(self) -> Iterator[tuple[RequestId, Future[Any]]]:
         """Yield the requests whose work has ended since the last call, each with its result or exception."""
         for request_id, future in list(self._futures.items()):
             if future.done():
@@ -51,8 +49,8 @@ class MediaReader(ThreadPoolExecutor, Generic[T]):
                 yield request_id, future
 
     def wait(self) -> None:
-        """Wait until a result is there, ``WAIT_S`` at most. For a step that has nothing else to do."""
-        wait(self._futures.values(), WAIT_S, FIRST_COMPLETED)
+        """Wait until a result is there, ``LONGEST_WAIT_S`` at most. For a step that has nothing else to do."""
+        wait(self._futures.values(), LONGEST_WAIT_S, FIRST_COMPLETED)
 
     def close(self) -> None:
         """Drop all work that has not begun. Does not wait for the thread."""

@@ -55,7 +55,7 @@ class OmniPromptEngine(PromptEngine[R]):
         limits = MediaLimits(tokens=context - 1)
         self._processor = OmniProcessor(model, limits=limits)
         self._media_processor = OmniProcessor(model, limits=limits)  # a tokenizer must not be used in two threads
-        self._media_reader = MediaReader[Any]()
+        self._media_reader = MediaReader()
         self._system_prompt = system_prompt
 
     # for subclasses

@@ -4,12 +4,12 @@ Rules
 1. Prompt rows are prefilled as they arrive, while the thinker is prefilling or writing.
 2. The position of the answer's first token is the first one to be decoded: once its row has arrived, one step is left
    to the first code.
-3. The step behind code k needs the row of the answer's token k + 1, or the end of the answer. A request whose row is
+3. The step after code k needs the row of the answer's token k + 1, or the end of the answer. A request whose row is
    missing waits, and delays no other.
 4. A request whose answer has no row ends without a code.
 
 Wire: the first chunk of a request has tensors ``ids``, int64 (n,): the tokens of all prompt rows to come. Each chunk
-may have ``rows``, (k, width) in the thinker's dtype: the next prompt rows, and behind them the answer's.
+may have ``rows``, (k, width) in the thinker's dtype: the next prompt rows, and after them the answer's.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ class OmniTalker(Engine[R]):
         if rows is None:
             return
         if not request.has_header or rows.dim() != 2 or rows.shape[1] != self._width:
-            message = f"rows (n, {self._width}) behind a first chunk were expected, not {tuple(rows.shape)}"
+            message = f"rows (n, {self._width}) after a first chunk were expected, not {tuple(rows.shape)}"
             raise base.InvalidRequest(message, param="rows")
         require_finite("rows", rows, tuple(rows.shape))
         rows = rows.to(self._device, self._model.dtype)
@@ -209,7 +209,7 @@ class OmniTalker(Engine[R]):
     def _forward(self, rows: list[int], inputs: Tensor, axes: Tensor | None = None) -> Tensor:
         """Compute the next positions of some rows; return the hidden states of the last ones, (rows, hidden).
 
-        inputs: (rows, count, width). axes: rotary positions, (3, rows, count); None: those behind the prompt.
+        inputs: (rows, count, width). axes: rotary positions, (3, rows, count); None: those after the prompt.
         """
         count = inputs.shape[1]
         positions, mask = self._cache.extend(rows, count)

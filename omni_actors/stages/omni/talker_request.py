@@ -31,11 +31,11 @@ class TalkerRequest(Sequence):
     positions: Tensor
     """Rotary positions of the prompt, (3, n)."""
     delta: float
-    """Rotary position minus index, of positions behind the prompt."""
+    """Rotary position minus index, of positions after the prompt."""
     prefix: Tensor
     """The inputs between the prompt and the answer's first token. The last one is added to that token's input."""
     text_eos: Tensor
-    """(1, width): the text input behind the answer's last token."""
+    """(1, width): the text input after the answer's last token."""
     text_pad: Tensor
     """(1, width): the text input of each code after that."""
     max_codes: int

@@ -41,7 +41,7 @@ class ThinkerRequest(OmniRequest, TextRequest[OmniPrompt]):
     positions: Tensor
     """Rotary positions of the prompt, (3, n)."""
     delta: float
-    """Rotary position minus index, of positions behind the prompt."""
+    """Rotary position minus index, of positions after the prompt."""
     embeds: Tensor
     """The model's inputs of the prompt, (n, hidden), while it is prefilled."""
     cached = 0

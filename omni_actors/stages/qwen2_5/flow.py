@@ -6,7 +6,7 @@ The model, a diffusion transformer (DiT), is not causal, but its look-ahead is b
 of ``block_size`` frames; the layers in ``look_backward_layers`` attend to the block before, too, and those in
 ``look_ahead_layers`` to the next one. All else is computed frame by frame. So one evaluation of a block needs as many
 blocks ahead as there are layers that look ahead (1 at the real sizes). The solver's 36 evaluations, each of which
-starts from the one before, need 36: 8.64 s of speech. A block that far behind the newest code is final.
+starts from the one before, need 36: 8.64 s of speech. A block so much older than the newest code is final.
 
 A stream therefore carries, for each layer of each evaluation, the keys and values that later frames attend to, and the
 inputs whose look-ahead has not arrived (57 MB per request at the real sizes). Each frame is computed once. The work
@@ -34,6 +34,9 @@ GUIDANCE, SWAY = 0.5, -1.0
 
 Both are the defaults of transformers' ``Qwen2_5OmniToken2WavModel.forward``.
 """
+
+TABLEAU = (1 / 3,), (-1 / 3, 1.0), (1.0, -1.0, 1.0), (1 / 8, 3 / 8, 3 / 8, 1 / 8)
+"""The solver: for each evaluation, the weights of the slopes so far in the point that follows; at last, the end."""
 
 
 class Flow:
@@ -128,26 +131,16 @@ class _Interval:
         """Add frames of the state at the interval's start; return the frames that reach its end."""
         self._start = torch.cat([self._start, start])
         point = start
-        for number, evaluation in enumerate(self._evaluations):
+        for number, (evaluation, weights) in enumerate(zip(self._evaluations, TABLEAU, strict=True)):
             done = len(self._slopes[number])
             self._slopes[number] = torch.cat([self._slopes[number], evaluation.push(point, last=last)])
             new = slice(done, len(self._slopes[number]))
-            point = self._point(number, self._start[new], [slopes[new] for slopes in self._slopes])
+            parts = [slopes[new] * weight for slopes, weight in zip(self._slopes, weights, strict=False)]
+            point = self._start[new] + self._step * torch.stack(parts).sum(0)
         passed = len(self._slopes[-1])
         self._start = self._start[passed:].clone()
         self._slopes = [slopes[passed:].clone() for slopes in self._slopes]
         return point
-
-    def _point(self, number: int, y: Tensor, slopes: list[Tensor]) -> Tensor:
-        """Return the point to evaluate after slope ``number``; after the last one, the interval's end."""
-        h, (k1, k2, k3, k4) = self._step, slopes
-        if number == 0:
-            return y + h * k1 / 3
-        if number == 1:
-            return y + h * (k2 - k1 / 3)
-        if number == 2:
-            return y + h * (k1 - k2 + k3)
-        return y + (k1 + 3 * (k2 + k3) + k4) * h / 8
 
 
 class _Evaluation:

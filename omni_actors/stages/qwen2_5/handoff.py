@@ -1,7 +1,7 @@
 """What Qwen2.5-Omni's thinker hands to its talker.
 
 A row is the sum of the language model's input and its output at a position; at a media position it is the output
-alone. So the row of a generated token comes out of the forward behind it, and the last token has none. The talker takes
+alone. So the row of a generated token comes out of the next forward, and the last token has none. The talker takes
 all positions of the prompt.
 
 Wire, besides what every talker takes (``omni.talker``). The first chunk of a request has:

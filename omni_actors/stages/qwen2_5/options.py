@@ -32,7 +32,7 @@ class Token2WavOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The options of ``qwen2_5_token2wav``."""
 
     decode: Literal["exact", "reference"] = "exact"
-    """exact: streams, 9.1 s of speech behind the codes, with the samples of all codes decoded together. reference:
+    """exact: streams, 9.1 s of speech later than the codes, with the samples of all codes decoded together. reference:
     decodes all codes together once they are there, bit for bit as the reference implementation."""
     chunk_blocks: Positive = 2
     """Blocks in each output chunk; a block is 0.24 s of speech."""

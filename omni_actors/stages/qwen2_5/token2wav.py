@@ -28,7 +28,7 @@ from omni_actors.stages.autoregressive.sampling import generator
 from omni_actors.stages.base import StageContext, StageOutput, StageRequest
 from omni_actors.stages.checkpoint import load_part
 from omni_actors.stages.omni.codec_decoder import WHOLE_INPUT, CodecDecoder, CodecRequest
-from omni_actors.stages.qwen2_5.flow import GUIDANCE, SWAY, Flow, FlowStream
+from omni_actors.stages.qwen2_5.flow import Flow, FlowStream
 from omni_actors.stages.qwen2_5.options import Token2WavOptions, Token2WavParams
 from omni_actors.stages.qwen2_5.speakers import Speaker, load_speakers, speaker_named
 from omni_actors.stages.qwen2_5.vocoder import Vocoder, VocoderStream
@@ -96,7 +96,5 @@ class Token2WavEngine(CodecDecoder[_Request]):
             conditioning=request.speaker.cond.to(self._flow.device),
             reference_mel=request.speaker.ref_mel.to(self._flow.device),
             num_steps=self._options.steps,
-            guidance_scale=GUIDANCE,
-            sway_coefficient=SWAY,
         )
         return wave.reshape(-1)

@@ -34,46 +34,31 @@ class DecoderState:
     def __init__(self) -> None:
         self.frames = 0
         """Frames decoded so far."""
-        self.keys: list[Tensor] = []
-        """Per layer, (heads, at most sliding_window - 1, head_dim), with rotary positions applied."""
-        self.values: list[Tensor] = []
+        self.past: list[Tensor] = []
+        """Per layer, its keys and values: (2, heads, at most sliding_window - 1, head_dim), with rotary positions."""
         self.tails: dict[int, Tensor] = {}
         """Per convolution, by its index: (channels, past inputs)."""
-
-
-class _Batch:
-    """The states of the requests in the current forward."""
-
-    states: Sequence[DecoderState]
-
-    def past(self, place: int) -> Tensor | None:
-        """Return a convolution's past inputs, (batch, channels, past inputs); None if the states are fresh."""
-        if place not in self.states[0].tails:
-            return None
-        return torch.stack([state.tails[place] for state in self.states])
-
-    def keep(self, place: int, inputs: Tensor) -> None:
-        """Keep a convolution's inputs, (batch, channels, past inputs), for the next chunk."""
-        for state, row in zip(self.states, inputs, strict=True):
-            state.tails[place] = row.clone()  # a view would keep the whole chunk alive
 
 
 class _Carrying(nn.Module):
     """A convolution whose inputs follow its past inputs.
 
-    inner: the convolution. first: the zeros before its first input. kept: the past inputs that the next chunk needs.
+    inner: the convolution. states: of the requests in the current forward. place: the convolution's index. first: the
+    zeros before its first input. kept: the past inputs that the next chunk needs.
     """
 
-    def __init__(self, inner: nn.Module, batch: _Batch, place: int, *, first: int, kept: int) -> None:
+    def __init__(self, inner: nn.Module, states: list[DecoderState], place: int, *, first: int, kept: int) -> None:
         super().__init__()
-        self.inner, self._batch, self._place, self._first, self._kept = inner, batch, place, first, kept
+        self.inner, self._states, self._place, self._first, self._kept = inner, states, place, first, kept
 
     def forward(self, x: Tensor) -> Tensor:
-        past = self._batch.past(self._place)
-        if past is None:
+        if self._place in self._states[0].tails:
+            past = torch.stack([state.tails[self._place] for state in self._states])
+        else:
             past = x.new_zeros(*x.shape[:2], self._first)
         x = torch.cat([past, x], -1)
-        self._batch.keep(self._place, x[..., x.shape[-1] - self._kept :])
+        for state, inputs in zip(self._states, x[..., x.shape[-1] - self._kept :], strict=True):
+            state.tails[self._place] = inputs.clone()  # a view would keep the whole chunk alive
         return self.inner(x)  # type: ignore[no-any-return]
 
 
@@ -82,7 +67,7 @@ class _Window:
 
     def __init__(self, states: Sequence[DecoderState], window: int) -> None:
         self._states, self._window = states, window
-        self.lengths = [state.keys[0].shape[-2] if state.keys else 0 for state in states]
+        self.lengths = [state.past[0].shape[-2] if state.past else 0 for state in states]
         self.longest = max(self.lengths)
 
     def update(self, keys: Tensor, values: Tensor, layer: int) -> tuple[Tensor, Tensor]:
@@ -90,22 +75,16 @@ class _Window:
 
         They are (batch, heads, longest + new, head_dim) each.
         """
-        kept = []
-        for name, new in (("keys", keys), ("values", values)):
-            whole = torch.cat([self._past(name, new, layer), new], -2)
-            for state, row, length in zip(self._states, whole, self.lengths, strict=True):
-                own = row[:, self.longest - length :]
-                by_layer: list[Tensor] = getattr(state, name)
-                by_layer[layer : layer + 1] = [own[:, max(0, own.shape[1] - self._window + 1) :].clone()]
-            kept.append(whole)
-        return kept[0], kept[1]
-
-    def _past(self, name: str, new: Tensor, layer: int) -> Tensor:
-        past = new.new_zeros(new.shape[0], new.shape[1], self.longest, new.shape[3])
+        new = torch.stack([keys, values], 1)
+        past = new.new_zeros(*new.shape[:3], self.longest, new.shape[4])
         for row, state, length in zip(past, self._states, self.lengths, strict=True):
             if length:
-                row[:, self.longest - length :] = getattr(state, name)[layer]
-        return past
+                row[:, :, self.longest - length :] = state.past[layer]
+        whole = torch.cat([past, new], -2)
+        for row, state, length in zip(whole, self._states, self.lengths, strict=True):
+            own = row[:, :, self.longest - length :]
+            state.past[layer : layer + 1] = [own[:, :, max(0, own.shape[2] - self._window + 1) :].clone()]
+        return whole[:, 0], whole[:, 1]
 
     def mask(self, new: int, device: torch.device) -> Tensor:
         """Return which past and new positions each new one attends to: bool (batch, 1, new, longest + new)."""
@@ -121,15 +100,15 @@ class StreamingDecoder:
 
     def __init__(self, model: Qwen3OmniMoeCode2Wav) -> None:
         self._model: Any = model
-        self._batch = _Batch()
+        self._states: list[DecoderState] = []
         self._window: int = model.config.sliding_window
         for place, (name, module) in enumerate(list(model.named_modules())):
             if isinstance(module, Qwen3OmniMoeCausalConvNet) and module.padding:
                 assert module.stride == 1
-                carrying = _Carrying(module.conv, self._batch, place, first=module.padding, kept=module.padding)
+                carrying = _Carrying(module.conv, self._states, place, first=module.padding, kept=module.padding)
             elif isinstance(module, Qwen3OmniMoeCausalTransConvNet) and module.left_pad:
                 assert module.conv.kernel_size[0] == 2 * module.conv.stride[0]
-                carrying = _Carrying(module, self._batch, place, first=0, kept=1)
+                carrying = _Carrying(module, self._states, place, first=0, kept=1)
             else:
                 continue
             parent, _, child = name.rpartition(".")
@@ -154,10 +133,11 @@ class StreamingDecoder:
             position_ids=first + torch.arange(frames, device=codes.device),
             past_key_values=window,
         ).last_hidden_state
-        self._batch.states = states
+        self._states[:] = states
         wave: Tensor = hidden.permute(0, 2, 1)
         for block in chain(*model.upsample, model.decoder):
             wave = block(wave)
+        self._states.clear()
         for state in states:
             state.frames += frames
         return wave.clamp(min=-1, max=1).squeeze(1)

@@ -32,9 +32,19 @@ class ThinkerEngine(OmniThinker[_Request]):
 
     MODEL = Qwen3OmniMoeThinkerForConditionalGeneration
 
+    _accepted: Tensor
+    """The last forward's output, (rows, count, hidden), of the layer that the talker reads."""
+
     def __init__(self, context: StageContext) -> None:
         super().__init__(context)
-        self._accepted = _LayerOutput(self._language, self._config.talker_config.accept_hidden_layer)
+        layers, accepted = self._language.layers, self._config.talker_config.accept_hidden_layer
+        if not 0 < accepted <= len(layers):
+            raise ValueError(f"accept_hidden_layer: found {accepted}; the thinker has layers 1 to {len(layers)}")
+        source = self._language.norm if accepted == len(layers) else layers[accepted - 1]
+        source.register_forward_hook(self._keep_output)
+
+    def _keep_output(self, module: object, inputs: object, output: Tensor) -> None:
+        self._accepted = output
 
     def _open(self, request: StageRequest, params: ThinkerParams) -> _Request:
         return _Request(request, params, OmniPrompt(request.sources))
@@ -70,25 +80,9 @@ class ThinkerEngine(OmniThinker[_Request]):
         chunk = slice(request.cached, request.cached + len(text))
         if request.handoff is not None:
             media = request.is_media[chunk].to(self._device)
-            request.handoff.add_prompt(torch.where(media[:, None], self._accepted.hidden[0], text))
+            request.handoff.add_prompt(torch.where(media[:, None], self._accepted[0], text))
         if chunk.stop == len(request.ids):
             del request.deepstack, request.visual
 
     def _token_row(self, request: _Request) -> Tensor:
         return self._embed([request.token])
-
-
-class _LayerOutput:
-    """Holds the output, (rows, count, hidden), of one layer in the last forward; layers count as in transformers."""
-
-    hidden: Tensor
-
-    def __init__(self, language: Any, layer: int) -> None:
-        layers = language.layers
-        if not 0 < layer <= len(layers):
-            raise ValueError(f"accept_hidden_layer: found {layer}; the thinker has layers 1 to {len(layers)}")
-        source = language.norm if layer == len(layers) else layers[layer - 1]
-        source.register_forward_hook(self._hold)
-
-    def _hold(self, module: object, inputs: object, output: Tensor) -> None:
-        self.hidden = output

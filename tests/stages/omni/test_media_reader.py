@@ -15,19 +15,19 @@ from omni_actors.stages.omni.media_reader import MediaReader
 
 
 @pytest.fixture
-def reader() -> Iterator[MediaReader[str]]:
-    with closing(MediaReader[str]()) as reader:
+def reader() -> Iterator[MediaReader]:
+    with closing(MediaReader()) as reader:
         yield reader
 
 
-def next_results(reader: MediaReader[str]) -> list[tuple[RequestId, Future[str]]]:
+def next_results(reader: MediaReader) -> list[tuple[RequestId, Future[str]]]:
     """Wait until there are results; take them."""
     while not (found := list(reader.take())):
         reader.wait()
     return found
 
 
-def test_a_result_is_taken_once(reader: MediaReader[str]) -> None:
+def test_a_result_is_taken_once(reader: MediaReader) -> None:
     assert not reader.pending
     reader.read(7, lambda: threading.current_thread().name)
     assert reader.pending
@@ -38,7 +38,7 @@ def test_a_result_is_taken_once(reader: MediaReader[str]) -> None:
     assert list(reader.take()) == []
 
 
-def test_an_exception_belongs_to_its_own_request(reader: MediaReader[str]) -> None:
+def test_an_exception_belongs_to_its_own_request(reader: MediaReader) -> None:
     def unreadable() -> str:
         raise InvalidRequest("no picture")
 
@@ -51,7 +51,7 @@ def test_an_exception_belongs_to_its_own_request(reader: MediaReader[str]) -> No
     assert found[2].result() == "read"
 
 
-def test_the_result_of_a_forgotten_request_is_dropped(reader: MediaReader[str]) -> None:
+def test_the_result_of_a_forgotten_request_is_dropped(reader: MediaReader) -> None:
     begun, may_end, ran_second = threading.Event(), threading.Event(), threading.Event()
 
     def slow() -> str:

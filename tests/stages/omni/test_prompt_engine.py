@@ -58,7 +58,7 @@ class Engine(OmniPromptEngine[OmniRequest], Batch):
     def __init__(self) -> None:
         super().__init__()
         self.may_read, self.reading = threading.Event(), threading.Event()
-        self._media_reader, self._system_prompt = MediaReader[Any](), ""
+        self._media_reader, self._system_prompt = MediaReader(), ""
         self._config = SimpleNamespace(
             thinker_config=SimpleNamespace(audio_token_id=97, image_token_id=98, video_token_id=99)
         )

@@ -103,7 +103,7 @@ def test_an_answer_ends_at_the_end_of_the_context(engine: Any, drive: Any) -> No
 @pytest.mark.parametrize(
     ("tensors", "param", "code", "message"),
     [
-        ({"rows": rows(1)}, "rows", "invalid_value", "behind a first chunk"),
+        ({"rows": rows(1)}, "rows", "invalid_value", "after a first chunk"),
         ({**once(), "rows": rows(2)[:, 1:]}, "rows", "invalid_value", r"\(n, 64\) .* not \(2, 63\)"),
         ({**once(), "rows": rows(2)[0]}, "rows", "invalid_value", r"not \(64,\)"),
         (once(58), "messages", "context_length_exceeded", "takes 60 positions of the talker's context, which has 60"),
