@@ -11,13 +11,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import trio
+
 from omni_actors.config import Limits
 from omni_actors.orchestrator.lifecycle import Event
 from omni_actors.orchestrator.placement import Placement
 from omni_actors.orchestrator.readers import Readers
 from omni_actors.orchestrator.replay_state import Phase
 from omni_actors.orchestrator.request import Request
-from omni_actors.orchestrator.suspects import Suspects
+from omni_actors.orchestrator.trials import Trials
 from omni_actors.protocol.chunks import ChunkSequence
 from omni_actors.protocol.messages import CLIENT, CLIENT_ADDRESS, Abort, Address, Resend, Start
 
@@ -25,9 +27,9 @@ from omni_actors.protocol.messages import CLIENT, CLIENT_ADDRESS, Abort, Address
 class Dispatcher:
     """The requests of a pipeline that have not ended: those that were dispatched, and those that were not yet."""
 
-    def __init__(self, *, limits: Limits, placement: Placement, readers: Readers, suspects: Suspects) -> None:
-        self._limits, self._placement = limits, placement
-        self._readers, self._suspects = readers, suspects
+    def __init__(self, limits: Limits, *, placement: Placement, readers: Readers, trials: Trials) -> None:
+        self._limits, self._readers = limits, readers
+        self.placement, self.trials = placement, trials
         self.queued: list[Request] = []
         """Requests that were never dispatched, in the order of their admission."""
         self.dispatched: dict[int, Request] = {}
@@ -35,14 +37,14 @@ class Dispatcher:
         self.newest = 0
         """The highest request number given out so far."""
 
-    def requests(self) -> list[Request]:
+    def running(self) -> list[Request]:
         """Return the requests that have not ended."""
         return [*self.queued, *self.dispatched.values()]
 
     @property
     def waiting(self) -> int:
         """The number of requests that wait for a ready replica, to be dispatched or replayed."""
-        return len(self.queued) + sum(bool(request.waiting_stages) for request in self.dispatched.values())
+        return len(self.queued) + sum(bool(request.replay_state.waiting) for request in self.dispatched.values())
 
     def load(self, address: Address) -> int:
         """Return the number of requests placed on a replica."""
@@ -60,8 +62,8 @@ class Dispatcher:
 
     def try_dispatch(self, request: Request) -> None:
         """Dispatch a request if it waits, is no suspect, and all stages that it waits for have ready replicas."""
-        stages = request.waiting_stages
-        if stages and not self._suspects.includes(request) and (placement := self._placement.place(stages)) is not None:
+        stages = request.replay_state.waiting
+        if stages and request not in self.trials.group_of and (placement := self.placement.place(stages)) is not None:
             self.dispatch(request, placement)
 
     def dispatch(self, request: Request, placement: Mapping[str, Address]) -> None:
@@ -85,7 +87,7 @@ class Dispatcher:
         request.send_inputs(*request.route.entries)
 
     def _restart(self, request: Request, placement: Mapping[str, Address]) -> None:
-        stages = request.waiting_stages
+        stages = request.replay_state.waiting
         request.replays += 1
         request.charged_replays += request.charged
         request.charged = False
@@ -97,12 +99,12 @@ class Dispatcher:
     def _post_start(self, request: Request, stage: str) -> None:
         """Post ``Start`` to a stage. It sends to a target that restarts too only after a ``Resend``."""
         assert request.number is not None, "it is dispatched"
-        self._suspects.note_use(stage, request)
+        self.trials.note_use(stage, request, trio.current_time())
         stages = request.replay_state.stages
         restarting = {name for name in stages if stages[name].phase is Phase.RESTARTING}
         placed = {CLIENT: CLIENT_ADDRESS, **request.placement}
         targets = [placed[name] for name in request.route.targets[stage] if name in placed and name not in restarting]
-        self._placement.replicas[placed[stage]].post(
+        self.placement.replicas[placed[stage]].post(
             Start(
                 request=request.number,
                 sources=request.route.sources[stage],
@@ -127,7 +129,7 @@ class Dispatcher:
                 request.send_inputs(address.stage)
             elif (source_address := request.replay_state.stages[source].address) is not None:
                 assert request.number is not None, "it is dispatched"
-                self._placement.replicas[source_address].post(Resend(request.number, address))
+                self.placement.replicas[source_address].post(Resend(request.number, address))
 
     def remove(self, request: Request) -> None:
         """Forget a request that has ended, and abort it in every stage that still has work or chunks of it."""
@@ -138,7 +140,7 @@ class Dispatcher:
         for name, stage in request.replay_state.stages.items():
             has_chunks = stage.phase is not Phase.FINISHED or self._retains(request, name)
             if stage.address is not None and has_chunks:
-                self._placement.replicas[stage.address].post(Abort(request.number))
+                self.placement.replicas[stage.address].post(Abort(request.number))
 
     def _retains(self, request: Request, stage: str) -> bool:
         """Whether a stage retains its chunks. Chunks for the client alone are never sent again."""

@@ -38,20 +38,16 @@ class Event(enum.Enum):
     ABORT = "abort"
 
 
+_DISPATCHED = {
+    Event.OUTPUT: State.STREAMING,
+    Event.COMPLETE: State.DONE,
+    Event.FAIL: State.FAILED,
+    Event.ABORT: State.ABORTED,
+}
 TRANSITIONS: dict[State, dict[Event, State]] = {
     State.QUEUED: {Event.DISPATCH: State.RUNNING, Event.FAIL: State.FAILED, Event.ABORT: State.ABORTED},
-    State.RUNNING: {
-        Event.OUTPUT: State.STREAMING,
-        Event.COMPLETE: State.DONE,
-        Event.FAIL: State.FAILED,
-        Event.ABORT: State.ABORTED,
-    },
-    State.STREAMING: {
-        Event.OUTPUT: State.STREAMING,
-        Event.COMPLETE: State.DONE,
-        Event.FAIL: State.FAILED,
-        Event.ABORT: State.ABORTED,
-    },
+    State.RUNNING: _DISPATCHED,
+    State.STREAMING: _DISPATCHED,
     State.DONE: {},
     State.FAILED: {},
     State.ABORTED: {},

@@ -39,6 +39,7 @@ from omni_actors.orchestrator.retry_after import RetryAfterEstimator
 from omni_actors.orchestrator.routes import Route
 from omni_actors.orchestrator.stream import OutputStream
 from omni_actors.orchestrator.suspects import Suspects
+from omni_actors.orchestrator.trials import Trials
 from omni_actors.protocol import chunks, messages
 from omni_actors.supervisor.edges import Edges
 from omni_actors.supervisor.listener import ProtocolViolation
@@ -67,18 +68,13 @@ class Orchestrator:
         self, edges: Edges, *, limits: Limits, deterministic_stages: Set[str], on_end: Callable[[Request], None]
     ) -> None:
         self._edges, self._limits, self._on_end = edges, limits, on_end
-        placement = Placement(self.load)
-        self._placement = placement
-        self.readers = Readers(limits, replica=placement.replica, cut=self._cut, on_over=self._over)
-        self._suspects = Suspects(self, placement, limits)
-        self._dispatcher = Dispatcher(limits=limits, placement=placement, readers=self.readers, suspects=self._suspects)
+        trials = Trials()
+        placement = self._placement = Placement(self.load, reserved=trials.running.keys())
+        self.readers = Readers(limits, replicas=placement.replicas, cut=self._cut, on_close=self._closed)
+        dispatcher = self._dispatcher = Dispatcher(limits, placement=placement, readers=self.readers, trials=trials)
+        self._suspects = Suspects(limits, dispatcher, self._end)
         self._replays = ReplayExecution(
-            limits=limits,
-            deterministic_stages=deterministic_stages,
-            placement=placement,
-            dispatcher=self._dispatcher,
-            suspects=self._suspects,
-            end=self._end,
+            limits, dispatcher, suspects=self._suspects, end=self._end, deterministic=deterministic_stages
         )
         self._names = itertools.count(1)
         self._retry_after = RetryAfterEstimator()
@@ -95,7 +91,7 @@ class Orchestrator:
                 await trio.sleep_forever()
         finally:
             self._nursery = None
-            self._abort_running()
+            self.abort_all()
 
     # Called for clients. A Ctrl-C is for the user's task, not for the middle of these calls.
 
@@ -155,12 +151,8 @@ class Orchestrator:
         if (congested := self._placement.congested(route.stages)) is not None:
             raise errors.Overloaded(self._limits.max_requests, self.retry_after_s, congested)
 
-    def running(self) -> list[Request]:
-        """Return the requests that have not ended."""
-        return self._dispatcher.requests()
-
     def _in_flight(self) -> list[Request]:
-        return [*self.running(), *self.readers.complete_requests()]
+        return [*self._dispatcher.running(), *self.readers.ended_requests()]
 
     @property
     def failed_stages(self) -> Mapping[str, errors.StageFailed]:
@@ -170,7 +162,7 @@ class Orchestrator:
     @property
     def in_flight(self) -> int:
         """The number of places taken: requests that have not ended, and ended ones with much unread output."""
-        return len(self.running()) + self.readers.places
+        return len(self._dispatcher.running()) + self.readers.places
 
     @property
     def queued(self) -> int:
@@ -205,14 +197,11 @@ class Orchestrator:
             self.readers.close(request)
 
     @trio.lowlevel.enable_ki_protection
-    def abort_all(self, reason: str) -> None:
+    def abort_all(self, reason: str | None = None) -> None:
         """End every request that has not ended with ``Aborted(reason)``."""
-        self._abort_running(reason)
-
-    def _abort_running(self, *reason: str) -> None:
-        for request in self.running():
+        for request in self._dispatcher.running():
             if not request.lifecycle.ended:  # the end of an equal request before it may have ended it
-                self._end(request, Event.ABORT, errors.Aborted(*reason))
+                self._end(request, Event.ABORT, errors.Aborted(reason))
 
     @trio.lowlevel.enable_ki_protection
     async def _attend(self, request: Request) -> None:
@@ -221,9 +210,11 @@ class Orchestrator:
             with request.input_scope:
                 await self._send_inputs(request)
             await trio.sleep_forever()
-        if not request.over:
-            late = trio.current_time() >= request.expires
-            self._cut(request, errors.DeadlineExceeded(request.deadline_s) if late else self.readers.too_slow(request))
+        if not request.closed:
+            if trio.current_time() >= request.expires:
+                self._cut(request, errors.DeadlineExceeded(request.deadline_s))
+            else:
+                self._cut(request, self.readers.slow_consumer(request, "read_bytes_s"))
 
     async def _send_inputs(self, request: Request) -> None:
         while True:
@@ -237,33 +228,15 @@ class Orchestrator:
             if request.on_failure == "fail" and not request.pending_inputs:
                 request.inputs = {}
 
-    # Called by ``suspects``
-
-    def dispatch(self, request: Request, placement: Mapping[str, messages.Address]) -> None:
-        """Start a waiting request in all its waiting stages."""
-        self._dispatcher.dispatch(request, placement)
-
-    def dispatch_waiting(self) -> None:
-        """Dispatch the waiting requests whose stages have ready replicas, suspects aside."""
-        self._dispatcher.dispatch_waiting()
-
-    def end_quarantined(self, request: Request, error: errors.Quarantined) -> None:
-        """End a request with the fingerprint of one that was quarantined."""
-        self._end(request, Event.FAIL, error)
-
-    def end_culprit(self, request: Request, reason: str) -> None:
-        """End a request whose worker died, and which cannot be replayed for this reason."""
-        self._replays.fail(request, reason, retryable=False)
-
     # Called by the supervisor (``Listener``)
 
     def newest_request(self) -> int:
         return self._dispatcher.newest
 
     def on_worker_ready(self, address: messages.Address) -> None:
-        self._replays.stage_recovered(address.stage)
+        self._replays.failed_stages.pop(address.stage, None)
         self._suspects.advance()  # before other requests are dispatched: a trial needs an unused replica
-        self.dispatch_waiting()
+        self._dispatcher.dispatch_waiting()
 
     def on_worker_died(self, address: messages.Address, exit: errors.WorkerExit, failed_request: int | None) -> bool:
         return self._suspects.worker_died(address, exit, failed_request)
@@ -313,7 +286,7 @@ class Orchestrator:
         except chunks.ReplayDiverged as error:
             if request.crash is None:
                 raise
-            self._replays.fail(request, str(error))
+            self._end(request, Event.FAIL, request.crash_error(str(error)))
             return
         request.replay_state.output_arrived(address.stage, last=header.last)
         request.lifecycle.advance(Event.OUTPUT)
@@ -348,8 +321,8 @@ class Orchestrator:
         if isinstance(error, DROPPING_ERRORS):
             self.readers.drop(request)
         else:
-            self.readers.complete(request)
-        self._suspects.request_ended(request, complete=event is Event.COMPLETE)
+            self.readers.end(request)
+        self._suspects.request_ended(request, done=event is Event.COMPLETE)
 
     def _cut(self, request: Request, error: errors.RequestError) -> None:
         """End a request if it has not ended, and drop the output that its client does not have."""
@@ -360,7 +333,7 @@ class Orchestrator:
             request.output_wakeup.unpark_all()
             self.readers.drop(request)
 
-    def _over(self, request: Request) -> None:
+    def _closed(self, request: Request) -> None:
         """The request has ended and its client has everything, or was cut off."""
         request.lifetime.cancel()
         self._on_end(request)

@@ -8,7 +8,8 @@ Rules
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import collections
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 import trio
 
@@ -17,31 +18,29 @@ from omni_actors.supervisor.replica import Replica, ReplicaState
 
 
 class Placement:
-    """The replicas of a pipeline. load: returns the number of requests placed on a replica."""
+    """The replicas of a pipeline.
 
-    def __init__(self, load: Callable[[Address], int]) -> None:
-        self._load = load
-        self.replicas: Mapping[Address, Replica] = {}
-        self._of_stage: dict[str, list[Replica]] = {}
-        self.reserved: Mapping[Address, object] = {}
-        """Replicas that run a trial of suspects."""
+    load: returns the number of requests placed on a replica.
+    reserved: the replicas that are reserved for trials of suspects.
+    """
+
+    def __init__(self, load: Callable[[Address], int], reserved: Collection[Address]) -> None:
+        self._load, self._reserved = load, reserved
+        self.replicas: dict[Address, Replica] = {}
+        self._of_stage = collections.defaultdict[str, list[Replica]](list)
 
     def use(self, replicas: Mapping[Address, Replica]) -> None:
-        """Place requests on these replicas from now on."""
-        self.replicas = replicas
-        self._of_stage = {}
+        """Place requests on these replicas from now on. Called once, when the pipeline starts."""
+        self.replicas.update(replicas)
         for address, replica in replicas.items():
-            self._of_stage.setdefault(address.stage, []).append(replica)
-
-    def replica(self, address: Address) -> Replica:
-        return self.replicas[address]
+            self._of_stage[address.stage].append(replica)
 
     def serving(self, stage: str) -> list[Replica]:
         """Return the ready replicas of a stage, reserved ones included."""
         return [each for each in self._of_stage[stage] if each.accepts_work]
 
     def _free(self, stage: str) -> list[Replica]:
-        return [each for each in self.serving(stage) if each.address not in self.reserved]
+        return [each for each in self.serving(stage) if each.address not in self._reserved]
 
     def congested(self, stages: Iterable[str]) -> str | None:
         """Return a stage whose free replicas are all congested, or None.

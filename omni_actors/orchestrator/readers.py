@@ -12,7 +12,7 @@ Rules
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import trio
 
@@ -26,28 +26,28 @@ from omni_actors.supervisor.replica import Replica
 
 
 class Readers:
-    """The readers of all requests that are not over.
+    """The readers of all requests that are not closed.
 
     A request holds at most ``limits.output_bytes`` of output that its client does not have, and all requests together
     at most ``limits.unread_bytes``. A request that exceeds a bound is cut with ``SlowConsumer``.
 
     Args:
         limits: The bounds.
-        replica: Returns the replica at an address.
+        replicas: The replicas by address, once the pipeline has started.
         cut: Ends a request because of its reader, and drops its unread output.
-        on_over: Called when the client has all output of a request that has ended.
+        on_close: Called when a request has ended and its client has all output or was cut off.
     """
 
     def __init__(
         self,
         limits: Limits,
         *,
-        replica: Callable[[Address], Replica],
+        replicas: Mapping[Address, Replica],
         cut: Callable[[Request, RequestError], None],
-        on_over: Callable[[Request], None],
+        on_close: Callable[[Request], None],
     ) -> None:
         self._limits, self._unread = limits, Unread(limits)
-        self._replica, self._cut, self._on_over = replica, cut, on_over
+        self._replicas, self._cut, self._on_close = replicas, cut, on_close
         self._requests: dict[Account, Request] = {}
 
     # Called by the orchestrator.
@@ -63,22 +63,22 @@ class Readers:
         self._apply(request, self._unread.arrive(request.account, piece.nbytes, trio.current_time()))
         request.output_wakeup.unpark_all()
         if request.account.charged > self._limits.output_bytes:
-            self._cut(request, self._slow(request, "output_bytes"))
+            self._cut(request, self.slow_consumer(request, "output_bytes"))
         while self._unread.exceeded:
             victim = self._requests[self._unread.victim(trio.current_time())]
-            self._cut(victim, self._slow(victim, "unread_bytes"))
+            self._cut(victim, self.slow_consumer(victim, "unread_bytes"))
 
     def started(self, request: Request, stage: str) -> None:
         """Handle that ``Start`` was posted to a stage: there the request is not paused, whatever was posted before."""
         request.paused_stages.discard(stage)
         self._pace_stages(request)
 
-    def complete(self, request: Request) -> None:
-        """Record that a request has ended. It is over when its client has everything."""
-        self._apply(request, self._unread.complete(request.account, trio.current_time()))
+    def end(self, request: Request) -> None:
+        """Record that a request has ended. It is closed when its client has everything."""
+        self._apply(request, self._unread.end(request.account, trio.current_time()))
 
     def drop(self, request: Request) -> None:
-        """Free the output that the client does not have. A request that has ended is then over.
+        """Free the output that the client does not have. A request that has ended is then closed.
 
         A wait for the connection is cancelled, unless the request was aborted: then the connection may still take the
         piece that is being sent, and the reason.
@@ -92,12 +92,8 @@ class Readers:
         """End the request with the slowest reader to make room for another one. Return whether there was one."""
         account = self._unread.slowest(trio.current_time())
         if account is not None:
-            self._cut(self._requests[account], self._slow(self._requests[account], "max_requests"))
+            self._cut(self._requests[account], self.slow_consumer(self._requests[account], "max_requests"))
         return account is not None
-
-    def too_slow(self, request: Request) -> SlowConsumer:
-        """Return the error for a request whose connection did not reach the minimum rate."""
-        return self._slow(request, "read_bytes_s")
 
     # Called by the reader.
 
@@ -135,7 +131,7 @@ class Readers:
 
     @trio.lowlevel.enable_ki_protection
     def close(self, request: Request) -> None:
-        """Record that the reader of a complete request has everything that it wants."""
+        """Record that the reader of an ended request has everything that it wants."""
         self._apply(request, self._unread.release(request.account, trio.current_time()))
 
     # Queries.
@@ -150,14 +146,14 @@ class Readers:
         """The number of requests whose stages are paused."""
         return self._unread.paused
 
-    def complete_requests(self) -> Iterator[Request]:
+    def ended_requests(self) -> Iterator[Request]:
         """Yield the requests that have ended and whose clients do not have everything."""
         return (request for request in self._requests.values() if request.lifecycle.ended)
 
     @property
     def places(self) -> int:
         """The number of requests that have ended and still count against admission."""
-        return sum(self._unread.takes_place(request.account) for request in self.complete_requests())
+        return sum(self._unread.takes_place(request.account) for request in self.ended_requests())
 
     # Internal.
 
@@ -167,17 +163,17 @@ class Readers:
         if request.account.paused:
             self._pace_stages(request)  # a congested worker may have caught up
         self._watch_rate(request)
-        if request.over and request.account in self._requests:
+        if request.closed and request.account in self._requests:
             del self._requests[request.account]
             self._unread.close(request.account, trio.current_time())
-            self._on_over(request)
+            self._on_close(request)
 
     def _pace_stages(self, request: Request) -> None:
         """Post ``Pause`` or ``Resume`` to the stages of a request that need it (rule 3)."""
         if request.number is None or request.lifecycle.ended:
             return
         for stage, address in request.placement.items():
-            replica = self._replica(address)
+            replica = self._replicas[address]
             is_paused = stage in request.paused_stages
             if request.account.paused and not is_paused and stage not in request.stats and not replica.congested:
                 replica.post(Pause(request.number))
@@ -189,7 +185,8 @@ class Readers:
     def _watch_rate(self, request: Request) -> None:
         request.lifetime.deadline = min(request.expires, self._unread.too_slow_at(request.account))
 
-    def _slow(self, request: Request, limit: str) -> SlowConsumer:
+    def slow_consumer(self, request: Request, limit: str) -> SlowConsumer:
+        """Return the error for a request whose reader exceeds this limit."""
         account, now = request.account, trio.current_time()
         rate = 0.0 if account.waiting_since is None else account.rate(now)
         return SlowConsumer(

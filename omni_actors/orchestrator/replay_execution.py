@@ -8,16 +8,15 @@ Rules
 
 from __future__ import annotations
 
-from collections.abc import Callable, Set
+from collections.abc import Set
 
 from omni_actors.config import Limits
-from omni_actors.errors import RequestError, StageCrashed, StageFailed, StageUnavailable, WorkerExit
+from omni_actors.errors import StageCrashed, StageFailed, StageUnavailable, WorkerExit
 from omni_actors.orchestrator.dispatch import Dispatcher
 from omni_actors.orchestrator.lifecycle import Event
-from omni_actors.orchestrator.placement import Placement
 from omni_actors.orchestrator.replay_rule import Fail, Replay, Unavailable, Untouched, decide_replay, idle_stages
 from omni_actors.orchestrator.replay_state import Phase
-from omni_actors.orchestrator.request import Request
+from omni_actors.orchestrator.request import EndRequest, Request
 from omni_actors.orchestrator.suspects import Suspects
 from omni_actors.protocol.messages import Address
 
@@ -25,28 +24,21 @@ from omni_actors.protocol.messages import Address
 class ReplayExecution:
     """Decides about the dispatched requests of a pipeline after deaths.
 
-    deterministic_stages: the stages that give the same output chunks for the same input chunks.
-    end: ends a request with an event of its lifecycle and, unless it completes, an error.
+    deterministic: the stages that give the same output chunks for the same input chunks.
     """
 
     def __init__(
-        self,
-        *,
-        limits: Limits,
-        deterministic_stages: Set[str],
-        placement: Placement,
-        dispatcher: Dispatcher,
-        suspects: Suspects,
-        end: Callable[[Request, Event, RequestError | None], None],
+        self, limits: Limits, dispatcher: Dispatcher, *, suspects: Suspects, end: EndRequest, deterministic: Set[str]
     ) -> None:
-        self._limits, self._deterministic_stages, self._placement = limits, deterministic_stages, placement
-        self._dispatcher, self._suspects, self._end = dispatcher, suspects, end
+        self._limits, self._dispatcher, self._deterministic = limits, dispatcher, deterministic
+        self._placement, self._trials = dispatcher.placement, dispatcher.trials
+        self._suspects, self._end = suspects, end
         self.failed_stages: dict[str, StageFailed] = {}
         """Stages without a replica left, in the order in which they were given up."""
 
     def worker_lost(self, address: Address, generation: int, exit: WorkerExit) -> None:
         """Decide about every request that the dead worker held."""
-        self._suspects.interrupt(address)
+        self._trials.interrupt(address)
         for request in list(self._dispatcher.dispatched.values()):
             if request.replay_state.is_held_by(address):
                 request.replay_state.lost(address.stage)
@@ -54,7 +46,7 @@ class ReplayExecution:
                 self._decide(request)
                 is_done = request.replay_state.stages[address.stage].phase is Phase.LOST
                 if is_done and not request.lifecycle.ended:
-                    self._suspects.clear(request)  # the worker had finished its part
+                    self._trials.clear(request)  # the worker had finished its part
         self._suspects.advance()
 
     def stage_failed(self, failure: StageFailed) -> None:
@@ -66,12 +58,8 @@ class ReplayExecution:
             if failure.stage in request.route.stages:
                 self._end(request, Event.FAIL, self.unavailable(failure.stage))
         for request in list(self._dispatcher.dispatched.values()):
-            if request.waiting_stages:
+            if request.replay_state.waiting:
                 self._decide(request)
-
-    def stage_recovered(self, stage: str) -> None:
-        """A replica of the stage is ready."""
-        self.failed_stages.pop(stage, None)
 
     def unavailable(self, stage: str) -> StageUnavailable:
         """Return the error of a request that needs a failed stage."""
@@ -91,20 +79,6 @@ class ReplayExecution:
         if failed:
             self._decide(request)
 
-    def fail(self, request: Request, reason: str | None, *, retryable: bool = True) -> None:
-        """End a request with its latest crash. reason: why it is not replayed."""
-        crash = request.crash
-        assert crash is not None, "a worker died"
-        error = StageCrashed(
-            stage=crash.stage,
-            replica=crash.replica,
-            generation=crash.generation,
-            exit=crash.exit,
-            not_replayed=reason,
-            retryable=retryable,
-        )
-        self._end(request, Event.FAIL, error)
-
     def _decide(self, request: Request) -> None:
         if request.lifecycle.ended:
             return  # the verdict on another request, with the same fingerprint, ended this one
@@ -112,7 +86,7 @@ class ReplayExecution:
         verdict = decide_replay(
             state,
             on_failure=request.on_failure,
-            deterministic=self._deterministic_stages,
+            deterministic=self._deterministic,
             failed=self.failed_stages.keys(),
             charged=request.charged,
             replays=request.charged_replays,
@@ -127,6 +101,7 @@ class ReplayExecution:
                 self._dispatcher.try_dispatch(request)
             case Fail(reason, used_up):
                 is_convicted = request.charged and self._suspects.convict(request)
-                self.fail(request, reason, retryable=not (used_up or is_convicted))
+                error = request.crash_error(reason, retryable=not (used_up or is_convicted))
+                self._end(request, Event.FAIL, error)
             case Unavailable(stage):
                 self._end(request, Event.FAIL, self.unavailable(stage))

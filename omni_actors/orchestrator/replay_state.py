@@ -1,13 +1,13 @@
 """What each stage of a route has done for one request, through deaths and replays, as a table.
 
-Rule 1: every transition is in ``TRANSITIONS`` and ``OUTPUT_TRANSITIONS``; no other file assigns a phase.
+Rule 1: every transition is in ``TRANSITIONS``; no other file assigns a phase.
 Rule 2: no I/O, clock or trio here. ``replay_rule`` reads this state to decide what a death means for the request.
 Rule 3: an event that a phase does not accept raises IllegalTransition and leaves the whole state as it was.
 
     QUEUED ──dispatch──► RUNNING ──finish──► FINISHED
-    LOST ──need──► WAITING ──restart──► RESTARTING ──started──► RERUNNING ──finish──► FINISHED
+    LOST ──need──► WAITING ──restart──► RESTARTING ──started──► RUNNING
     WAITING ──forgo──► LOST
-    RUNNING, FINISHED, RESTARTING, RERUNNING ──lose──► LOST
+    RUNNING, FINISHED, RESTARTING ──lose──► LOST
 """
 
 from __future__ import annotations
@@ -35,8 +35,6 @@ class Phase(enum.Enum):
     """The worker died, and the stage waits for a ready replica to start again."""
     RESTARTING = "restarting"
     """A replica was sent a new ``Start`` and has not confirmed it: no input is sent to it yet."""
-    RERUNNING = "rerunning"
-    """The stage runs again, from its first chunk."""
 
 
 class StageEvent(enum.Enum):
@@ -62,18 +60,8 @@ TRANSITIONS: dict[Phase, dict[StageEvent, Phase]] = {
     Phase.FINISHED: {StageEvent.UNREPLAYABLE: Phase.FINISHED, StageEvent.LOSE: Phase.LOST},
     Phase.LOST: {StageEvent.NEED: Phase.WAITING},
     Phase.WAITING: {StageEvent.FORGO: Phase.LOST, StageEvent.RESTART: Phase.RESTARTING},
-    Phase.RESTARTING: {StageEvent.STARTED: Phase.RERUNNING, StageEvent.LOSE: Phase.LOST},
-    Phase.RERUNNING: {
-        StageEvent.INPUT_COMPLETE: Phase.RERUNNING,
-        StageEvent.UNREPLAYABLE: Phase.RERUNNING,
-        StageEvent.FINISH: Phase.FINISHED,
-        StageEvent.LOSE: Phase.LOST,
-    },
+    Phase.RESTARTING: {StageEvent.STARTED: Phase.RUNNING, StageEvent.LOSE: Phase.LOST},
 }
-
-HELD = frozenset(phase for phase, accepted in TRANSITIONS.items() if StageEvent.LOSE in accepted)
-"""A living worker holds the request."""
-RESTARTED = frozenset({Phase.RESTARTING, Phase.RERUNNING})
 
 
 class ClientOutput(enum.Enum):
@@ -85,19 +73,6 @@ class ClientOutput(enum.Enum):
     ALL = "all"
 
 
-class OutputEvent(enum.Enum):
-    CHUNK = "chunk"
-    LAST_CHUNK = "last chunk"
-
-
-OUTPUT_TRANSITIONS: dict[ClientOutput, dict[OutputEvent, ClientOutput]] = {
-    ClientOutput.NOT_WANTED: {},
-    ClientOutput.NONE: {OutputEvent.CHUNK: ClientOutput.SOME, OutputEvent.LAST_CHUNK: ClientOutput.ALL},
-    ClientOutput.SOME: {OutputEvent.CHUNK: ClientOutput.SOME, OutputEvent.LAST_CHUNK: ClientOutput.ALL},
-    ClientOutput.ALL: {},
-}
-
-
 @dataclass
 class StageState:
     """One stage's part in a request. All but ``phase`` and ``output`` belong to the incarnation that holds it."""
@@ -105,7 +80,9 @@ class StageState:
     phase: Phase = Phase.QUEUED
     output: ClientOutput = ClientOutput.NOT_WANTED
     address: Address | None = None
-    """The replica that holds the request; None unless ``held``."""
+    """The replica that holds the request, if a living one does."""
+    restarted: bool = False
+    """Whether the incarnation repeats the stage's work, from its first chunk."""
     inputs_complete: frozenset[str] = frozenset()
     """The upstream stages of which the incarnation has all chunks."""
     evicted: str | None = None
@@ -115,11 +92,7 @@ class StageState:
 
     @property
     def held(self) -> bool:
-        return self.phase in HELD
-
-    @property
-    def restarted(self) -> bool:
-        return self.phase in RESTARTED
+        return self.address is not None
 
     @property
     def output_open(self) -> bool:
@@ -137,15 +110,15 @@ class ReplayState:
             for stage in route.stages
         }
 
-    # Transitions. Each raises IllegalTransition and then changes nothing.
+    # Transitions. Each raises AssertionError (IllegalTransition for a phase) and then changes nothing.
 
     def dispatched(self, placement: Mapping[str, Address]) -> None:
         """Every stage was sent its first ``Start``, at these replicas."""
-        self._place(StageEvent.DISPATCH, placement)
+        self._place(StageEvent.DISPATCH, placement, restarted=False)
 
     def restarted(self, placement: Mapping[str, Address]) -> None:
         """These waiting stages are sent a ``Start`` again, at these replicas."""
-        self._place(StageEvent.RESTART, placement)
+        self._place(StageEvent.RESTART, placement, restarted=True)
 
     def started(self, stage: str) -> None:
         """The replica has confirmed the repeated ``Start``."""
@@ -181,8 +154,8 @@ class ReplayState:
 
     def output_arrived(self, stage: str, *, last: bool) -> None:
         """The client's side has received a new chunk of the stage."""
-        event = OutputEvent.LAST_CHUNK if last else OutputEvent.CHUNK
-        self.stages[stage].output = next_state(OUTPUT_TRANSITIONS, self.stages[stage].output, event)
+        assert self.stages[stage].output_open, "the client waits for no output of the stage"
+        self.stages[stage].output = ClientOutput.ALL if last else ClientOutput.SOME
 
     # Reading
 
@@ -218,10 +191,10 @@ class ReplayState:
 
     # Inside
 
-    def _place(self, event: StageEvent, placement: Mapping[str, Address]) -> None:
+    def _place(self, event: StageEvent, placement: Mapping[str, Address], *, restarted: bool) -> None:
         self._advance(event, placement)
-        for stage, address in placement.items():
-            self.stages[stage].address = address
+        for name, address in placement.items():
+            self.stages[name].address, self.stages[name].restarted = address, restarted
 
     def _advance(self, event: StageEvent, stages: Iterable[str]) -> None:
         """Apply an event to all of ``stages`` or, if one of them does not accept it, to none."""

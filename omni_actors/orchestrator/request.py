@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
@@ -14,7 +14,7 @@ import trio
 
 from omni_actors.errors import RequestError, StageCrashed
 from omni_actors.orchestrator.fingerprint import fingerprint
-from omni_actors.orchestrator.lifecycle import Lifecycle
+from omni_actors.orchestrator.lifecycle import Event, Lifecycle
 from omni_actors.orchestrator.pieces import Input, Piece
 from omni_actors.orchestrator.replay_state import ReplayState
 from omni_actors.orchestrator.routes import Route
@@ -110,18 +110,21 @@ class Request:
         """The replica that holds the request, for each stage that a living worker holds."""
         return self.replay_state.placement
 
-    @property
-    def waiting_stages(self) -> tuple[str, ...]:
-        """The stages that wait for a ready replica."""
-        return self.replay_state.waiting
-
     def send_inputs(self, *stages: str) -> None:
         """Let the request's task send these stages their part of the input, from its first piece on."""
         self.pending_inputs.extend(stages)
         self.input_wakeup.unpark_all()
 
+    def crash_error(self, reason: str | None, *, retryable: bool = True) -> StageCrashed:
+        """Return the error of a request that ends because of its latest crash. reason: why it is not replayed."""
+        crash = self.crash
+        assert crash is not None, "a worker died"
+        return StageCrashed(
+            crash.stage, crash.replica, crash.generation, crash.exit, not_replayed=reason, retryable=retryable
+        )
+
     @property
-    def over(self) -> bool:
+    def closed(self) -> bool:
         """Whether the request has ended and its client has everything, or was cut off."""
         return self.lifecycle.ended and not self.account.charged
 
@@ -130,3 +133,7 @@ class Request:
         """Whether a piece can be read now. The final piece waits for the end, when the statistics are complete."""
         more_follows = len(self.pieces) > 1 or self.replay_state.open_outputs
         return bool(self.pieces) and bool(more_follows or self.lifecycle.ended)
+
+
+EndRequest: TypeAlias = Callable[[Request, Event, RequestError | None], None]
+"""Ends a request with an event of its lifecycle and, unless it completes, an error."""

@@ -59,7 +59,7 @@ class OutputStream:
             RequestError: The request was cut before.
         """
         request = self.request
-        if request.over and request.error is not None:
+        if request.closed and request.error is not None:
             raise request.error
         with trio.CancelScope() as request.delivery:
             self._readers.send(request, sending=True)
@@ -78,6 +78,6 @@ class OutputStream:
 
     def __del__(self) -> None:
         """Abort the request on the event loop, since the garbage collector may run in any thread."""
-        if not self.request.over:
+        if not self.request.closed:
             with suppress(trio.RunFinishedError):
                 self._trio.run_sync_soon(self._abort, self.request)

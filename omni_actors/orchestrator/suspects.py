@@ -10,51 +10,28 @@ Rules
 from __future__ import annotations
 
 import collections
-from collections.abc import Mapping
-from typing import Protocol
 
 import trio
 
 from omni_actors.config import Limits
 from omni_actors.errors import Quarantined, WorkerExit
-from omni_actors.orchestrator.placement import Placement
+from omni_actors.orchestrator.dispatch import Dispatcher
+from omni_actors.orchestrator.lifecycle import Event
 from omni_actors.orchestrator.quarantine import Culprit, Quarantine
-from omni_actors.orchestrator.request import Request
-from omni_actors.orchestrator.trials import Group, Trials, died_by_itself
+from omni_actors.orchestrator.request import EndRequest, Request
+from omni_actors.orchestrator.trials import Group, died_by_itself
 from omni_actors.protocol.messages import Address
 
 
-class Requests(Protocol):
-    """The part of the orchestrator that the trials need."""
-
-    def running(self) -> list[Request]:
-        """Return the requests that have not ended."""
-        ...
-
-    def dispatch(self, request: Request, placement: Mapping[str, Address]) -> None:
-        """Start a waiting request."""
-        ...
-
-    def dispatch_waiting(self) -> None:
-        """Start the waiting requests that are not suspects and whose stages have a free replica."""
-        ...
-
-    def end_quarantined(self, request: Request, error: Quarantined) -> None:
-        """End a request whose fingerprint was quarantined."""
-        ...
-
-    def end_culprit(self, request: Request, reason: str) -> None:
-        """End a request whose worker died. reason: why it is not replayed."""
-        ...
-
-
 class Suspects:
-    """The trials and the quarantine of one pipeline."""
+    """The trials and the quarantine of one pipeline.
 
-    def __init__(self, requests: Requests, placement: Placement, limits: Limits) -> None:
-        self._requests, self._placement, self._limits = requests, placement, limits
-        self._trials = Trials()
-        placement.reserved = self._trials.running
+    dispatcher: starts the requests on trial; its ``trials`` are managed here.
+    """
+
+    def __init__(self, limits: Limits, dispatcher: Dispatcher, end: EndRequest) -> None:
+        self._limits, self._dispatcher, self._end = limits, dispatcher, end
+        self._placement, self._trials = dispatcher.placement, dispatcher.trials
         self._quarantine = Quarantine(limits.quarantine_s)
         self._changed = trio.lowlevel.ParkingLot()
         self._advancing = self._advance_again = False
@@ -63,7 +40,7 @@ class Suspects:
 
     def require_admissible(self, request: Request) -> None:
         """Raise Quarantined if the fingerprint of a new request is quarantined."""
-        # A request that is not replayed frees its input early; its fingerprint is computed before.
+        # A request that is not replayed frees its input early; the fingerprint for its quarantine is computed before.
         if self._quarantine or request.on_failure == "fail":
             self._quarantine.check(request.fingerprint, trio.current_time())
 
@@ -77,68 +54,45 @@ class Suspects:
         self.advance()
         return True
 
-    def includes(self, request: Request) -> bool:
-        """Return whether a request is a suspect."""
-        return request in self._trials.group_of
-
     # Events.
-
-    def note_use(self, stage: str, request: Request) -> None:
-        """Record that a stage starts or has finished a request."""
-        self._trials.note_use(stage, request, trio.current_time())
 
     def stage_finished(self, request: Request, stage: str) -> None:
         """Handle that a stage has finished a request: its unit is cleared."""
-        self.note_use(stage, request)
+        self._trials.note_use(stage, request, trio.current_time())
         group = self._trials.group_of.get(request)
         if group is not None and group.stage == stage:
-            self.clear(request)
-            self._requests.dispatch_waiting()
+            self._trials.clear(request)
+            self._dispatcher.dispatch_waiting()
         self.advance()
 
-    def clear(self, request: Request) -> None:
-        """Clear a request and the others of its unit."""
-        self._trials.clear(request)
-
-    def request_ended(self, request: Request, *, complete: bool) -> None:
-        """Handle the end of a request. complete: whether it ended with all of its output."""
+    def request_ended(self, request: Request, *, done: bool) -> None:
+        """Handle the end of a request. done: whether it ended with all of its output."""
         if (group := self._trials.group_of.get(request)) is None:
             return
-        if complete:
+        if done:
             self._trials.clear(request)
         else:
             if group.is_culprit and not self._trials.alike(request):
                 now = trio.current_time()
                 self._quarantine.add(request.fingerprint, Culprit(group.stage, group.deaths), now)
             self._trials.drop(request)
-        self._requests.dispatch_waiting()
+        self._dispatcher.dispatch_waiting()
         self.advance()
 
     def worker_died(self, address: Address, exit: WorkerExit, failed_request: int | None) -> bool:
         """Find the suspects of a death. Return whether the death counts against the restart intensity."""
-        stage = address.stage
-        held = [
-            each
-            for each in self._requests.running()
-            if each.placement.get(stage) == address and stage not in each.stats
-        ]
+        stage, running = address.stage, self._dispatcher.running()
+        held = [each for each in running if each.replay_state.is_held_by(address) and stage not in each.stats]
         if not died_by_itself(exit):
             for request in held:
                 request.charged = True
             return True
         failed = next((each for each in held if each.number == failed_request), None)
         counts = self._trials.worker_died(address, held, failed, trio.current_time())
-        for request in self._requests.running():
-            if not self.includes(request) and stage in request.waiting_stages:
+        for request in running:
+            if request not in self._trials.group_of and stage in request.replay_state.waiting:
                 self._trials.join(request)
         return counts
-
-    def interrupt(self, address: Address) -> None:
-        """End the trial at a replica whose worker is gone.
-
-        A worker that the supervisor restarted with another stage proves nothing, so its suspects wait again.
-        """
-        self._trials.interrupt(address)
 
     def convict(self, request: Request) -> bool:
         """Quarantine a request that ends because of its deaths, and end the others of its unit.
@@ -154,20 +108,18 @@ class Suspects:
         return is_convicted
 
     def _end_quarantined(self, request: Request, stage: str) -> None:
-        self._requests.end_quarantined(request, Quarantined(stage, self._limits.quarantine_s))
+        self._end(request, Event.FAIL, Quarantined(stage, self._limits.quarantine_s))
 
     def _end_exhausted(self, group: Group) -> None:
         """Quarantine and end a culprit that cannot be tried apart from other requests."""
         for fingerprint in group.units:
             self._quarantine.add(fingerprint, Culprit(group.stage), trio.current_time())
         for each in list(group.requests):
-            if self._trials.group_of.get(each) is not group:
-                continue  # the end of a request before it in the list ended it
             if each.crash is None:
                 self._end_quarantined(each, group.stage)
             else:
                 reason = f"its workers died {each.suspected} times, and it could not be tried apart from other requests"
-                self._requests.end_culprit(each, reason)
+                self._end(each, Event.FAIL, each.crash_error(reason, retryable=False))
 
     # Trials.
 
@@ -194,8 +146,8 @@ class Suspects:
             while self._advance_again and self._trials:
                 self._advance_again = False
                 if self._trials.clear_expired(self._last_pong_at):
-                    self._requests.dispatch_waiting()
-                for stage in self._trials.stages():
+                    self._dispatcher.dispatch_waiting()
+                for stage in {group.stage for group in self._trials.groups()}:
                     self._try(stage)
                 self._changed.unpark_all()
         finally:
@@ -209,33 +161,36 @@ class Suspects:
         now, serving = trio.current_time(), [each.address for each in self._placement.serving(stage)]
         if not serving:
             return
-        running = self._requests.running()
+        running = self._dispatcher.running()
         loads = collections.Counter(each.placement.get(stage) for each in running if stage not in each.stats)
-        idle = [address for address in serving if not loads[address]]
+        unused = [address for address in serving if not loads[address]]
         if (group := self._trials.draining(stage)) is not None:
-            if group.address in idle:
+            if group.address in unused:
                 self._begin(group, group.address, alone=True)
             elif now >= group.ends_at:
                 self._trials.end_drain(group, now)
-                self._requests.dispatch_waiting()
+                self._dispatcher.dispatch_waiting()
             return
-        wanted = any(not self.includes(each) and stage in each.waiting_stages for each in running)
-        group = self._trials.next(stage, now, idle=bool(idle), wanted=wanted)
+        wanted = any(each not in self._trials.group_of and stage in each.replay_state.waiting for each in running)
+        group = self._trials.next(stage, now, is_unused=bool(unused), wanted=wanted)
         if group is None:
             for culprit in self._trials.exhausted(stage, now):
                 self._end_exhausted(culprit)
-        elif group.is_culprit and not idle:
+        elif group.is_culprit and not unused:
             self._trials.drain(group, min(serving, key=lambda address: loads[address]), now)
         else:
-            self._begin(group, (idle or serving)[0], alone=bool(idle))
+            self._begin(group, (unused or serving)[0], alone=bool(unused))
 
     def _begin(self, group: Group, address: Address, *, alone: bool) -> None:
-        waiting = [each for each in group.candidates if group.stage in each.waiting_stages]
-        placements = [self._placement.place(each.waiting_stages, address) for each in waiting]
-        if not waiting or None in placements:
+        placements = {
+            each: self._placement.place(each.replay_state.waiting, address)
+            for each in group.candidates
+            if group.stage in each.replay_state.waiting
+        }
+        if not placements or None in placements.values():
             self._trials.put_back(group)
             return
         self._trials.begin(group, address, trio.current_time(), alone=alone)
-        for request, placement in zip(waiting, placements, strict=True):
+        for request, placement in placements.items():
             assert placement is not None, "all have a place"
-            self._requests.dispatch(request, placement)
+            self._dispatcher.dispatch(request, placement)

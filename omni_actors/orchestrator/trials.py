@@ -14,10 +14,11 @@ Rules
 5. If the group was alone on its replica, a death on trial belongs to that group. A death that only one unit can have
    caused is charged to that unit, the culprit: each death in which it was a suspect uses up a replay of its requests.
    Other requests lose no replay.
-6. A culprit runs alone. It waits until no other request has used the stage for ``QUIET_S``. If that takes longer than
-   ``CULPRIT_PATIENCE_S``, a culprit with one death gets a replica that is drained for it, and one with more deaths
-   ends. If the drain takes longer than ``DRAIN_S``, the culprit waits again, with twice the patience. Any other group
-   waits ``PATIENCE_S`` for an idle replica, then runs beside other requests.
+6. A culprit runs alone. It waits until no other request has used the stage for ``STAGE_QUIET_S``. If that takes longer
+   than ``CULPRIT_PATIENCE_S``, a culprit with one death gets a replica that is drained for it, and one with more deaths
+   ends. If the drain takes longer than
+   ``REPLICA_DRAIN_S``, the culprit waits again, with twice the patience. Any other group waits ``GROUP_PATIENCE_S`` for
+   an unused replica, then runs beside other requests.
 7. With each death, the probation of a group doubles, up to ``LONGEST_PROBATION_S``. So a request that crashes its
    worker late is found too, if it does so within that time.
 8. This module does no I/O and has no clock: time is an argument, in seconds.
@@ -42,11 +43,13 @@ from omni_actors.protocol.messages import Address
 PROBATION_S = 1.0
 """The probation of a group after one death."""
 LONGEST_PROBATION_S = 30.0
-QUIET_S = 1.0
+STAGE_QUIET_S = 1.0
 """A stage is quiet when no request but the culprit has used it for this long."""
-PATIENCE_S = 1.0
+GROUP_PATIENCE_S = 1.0
+"""How long a group that is no culprit waits for an unused replica."""
 CULPRIT_PATIENCE_S = 30.0
-DRAIN_S = 10.0
+"""How long a culprit waits for a quiet stage, at first."""
+REPLICA_DRAIN_S = 10.0
 """How long a replica that is drained for a culprit takes no new requests, at most."""
 PONG_CHECK_S = 0.25
 """The interval at which a group whose probation is over is checked for an answered ping."""
@@ -100,6 +103,11 @@ class Group:
         """The number of deaths that its requests may have caused."""
         return max(each.suspected for each in self.requests)
 
+    def acquit_other_half(self) -> None:
+        """The half that this group was split off from is not known to hold a culprit any more."""
+        if self.other_half is not None:
+            self.other_half.holds_culprit, self.other_half = False, None
+
     def halve(self, now: float) -> Group:
         """Split off the less suspicious half and return it."""
         ranked = sorted(self.units, key=lambda name: _suspicion(self.units[name]))
@@ -150,10 +158,9 @@ class Trials:
             Whether the death is the first one of at least one suspect. Later ones do not count against the restart
             intensity.
         """
-        group, is_proof = self.running.get(address), False
-        if group is not None:
-            is_proof = group.is_alone
-            self.interrupt(address)
+        group = self.running.get(address)
+        is_proof = group is not None and group.is_alone
+        self.interrupt(address)
         suspects = [each for each in held if is_proof and self.group_of.get(each) is group] or list(held)
         if failed is not None:
             suspects = [each for each in held if each.fingerprint == failed.fingerprint]
@@ -163,8 +170,7 @@ class Trials:
         for each in suspects:
             each.suspected += 1
         group.holds_culprit, group.since = True, now
-        if group.other_half is not None:
-            group.other_half.holds_culprit, group.other_half = False, None
+        group.acquit_other_half()
         if len(group.units) == 1:
             deaths = group.deaths
             for each in group.requests:
@@ -175,7 +181,10 @@ class Trials:
         return not known
 
     def interrupt(self, address: Address | None) -> None:
-        """End the trial or the drain at a replica, if there is one: the group waits again."""
+        """End the trial or the drain at a replica, if there is one: the group waits again.
+
+        This is no proof against the group: the supervisor may have restarted the worker with another stage.
+        """
         if address is not None and (group := self.running.pop(address, None)) is not None:
             group.address, group.ends_at, group.on_trial, group.is_alone = None, math.inf, (), False
             self.waiting.append(group)
@@ -183,7 +192,7 @@ class Trials:
     def _group_for(self, stage: str, suspects: Sequence[Request], now: float) -> Group:
         """Return the known culprit's group if all suspects have its fingerprint, else a new one."""
         fingerprints = {each.fingerprint for each in suspects}
-        groups = (each for each in self._groups() if each.stage == stage and each.is_culprit)
+        groups = (each for each in self.groups() if each.stage == stage and each.is_culprit)
         group = next((each for each in groups if each.units.keys() == fingerprints), None)
         if group is None:
             group = Group(stage, {}, holds_culprit=True, since=now)
@@ -201,12 +210,9 @@ class Trials:
         unit.append(request)
         self.group_of[request] = group
 
-    def stages(self) -> set[str]:
-        """Return the stages that have suspects."""
-        return {group.stage for group in self._groups()}
-
-    def _groups(self) -> Iterator[Group]:
-        return iter((*self.waiting, *self.running.values()))
+    def groups(self) -> list[Group]:
+        """Return the groups of all stages."""
+        return [*self.waiting, *self.running.values()]
 
     def accuse(self, request: Request, stage: str, deaths: int, now: float) -> None:
         """Treat a new request as a known culprit, because of the deaths that requests with its fingerprint caused."""
@@ -215,7 +221,7 @@ class Trials:
 
     def join(self, request: Request) -> bool:
         """Add a waiting request to the unit of its fingerprint. Return whether there is one."""
-        for group in self._groups():
+        for group in self.groups():
             if request.fingerprint in group.units:
                 self._add(request, group)
                 return True
@@ -235,8 +241,7 @@ class Trials:
                 self.interrupt(group.address)
             return
         group.holds_culprit = False
-        if group.other_half is not None:
-            group.other_half.holds_culprit, group.other_half = False, None
+        group.acquit_other_half()
 
     def clear(self, request: Request) -> None:
         """Remove a request that its stage has finished, and the others of its unit."""
@@ -266,13 +271,13 @@ class Trials:
                 self.waiting.remove(group)
         return True
 
-    def next(self, stage: str, now: float, *, idle: bool, wanted: bool) -> Group | None:
+    def next(self, stage: str, now: float, *, is_unused: bool, wanted: bool) -> Group | None:
         """Take the group off the waiting list that a stage tries next, or a culprit that needs a drained replica.
 
         Args:
             stage: The stage, which has a ready replica.
             now: The current time.
-            idle: Whether a replica of the stage works on no request.
+            is_unused: Whether a replica of the stage works on no request.
             wanted: Whether a request that is not a suspect waits for the stage.
         """
         waiting = [group for group in self.waiting if group.stage == stage]
@@ -281,10 +286,10 @@ class Trials:
         group = min(waiting, key=lambda each: (each.holds_culprit, each.is_culprit, each.since))
         out_of_patience = now >= self._patient_until(group)
         if group.is_culprit:
-            is_quiet = idle and not wanted and now >= self._quiet_at(group)
+            is_quiet = is_unused and not wanted and now >= self._quiet_at(group)
             if not is_quiet and not (out_of_patience and group.deaths == 1):
                 return None
-        elif not idle and not out_of_patience:
+        elif not is_unused and not out_of_patience:
             return None
         if group.holds_culprit and not group.is_culprit:
             half = group.halve(now)
@@ -303,7 +308,7 @@ class Trials:
 
     def drain(self, group: Group, address: Address, now: float) -> None:
         """Reserve a replica for a culprit, so that its running requests finish and no new ones start."""
-        group.address, group.ends_at = address, now + DRAIN_S
+        group.address, group.ends_at = address, now + REPLICA_DRAIN_S
         self.running[address] = group
 
     def draining(self, stage: str) -> Group | None:
@@ -331,15 +336,15 @@ class Trials:
 
         last_pong_at: when the worker at an address answered a ping the last time.
         """
-        over = [
+        expired = [
             group
             for address, group in self.running.items()
             if group.on_trial and last_pong_at(address) >= group.ends_at
         ]
-        for group in over:
+        for group in expired:
             for request in list(group.requests):
                 self._remove(request)
-        return bool(over)
+        return bool(expired)
 
     def next_time(self, now: float) -> float:
         """Return the earliest time at which a trial may begin or end without another event."""
@@ -353,7 +358,9 @@ class Trials:
     def _quiet_at(self, group: Group) -> float:
         """Return when the stage of a culprit is quiet, if no other request uses it before."""
         time, request = self.last_use.get(group.stage, (-math.inf, None))
-        return -math.inf if request in list(group.requests) else time + QUIET_S
+        return -math.inf if request in list(group.requests) else time + STAGE_QUIET_S
 
     def _patient_until(self, group: Group) -> float:
-        return group.since + (CULPRIT_PATIENCE_S * 2.0**group.failed_drains if group.is_culprit else PATIENCE_S)
+        if not group.is_culprit:
+            return group.since + GROUP_PATIENCE_S
+        return group.since + CULPRIT_PATIENCE_S * 2.0**group.failed_drains

@@ -8,12 +8,12 @@ Rules
    half of that. A whole answer has no window, since its reader frees nothing before the end. A caller of the library
    has none either: it may read several answers in any order, at any rate.
 3. Pressure: it begins at half of ``unread_bytes`` in total and lasts until a quarter. During pressure, each forwarded
-   request with more than ``SMALL_BYTES`` is paused, except the oldest incomplete whole answer of that size. So whole
+   request with more than ``SMALL_BYTES`` is paused, except the oldest unfinished whole answer of that size. So whole
    answers complete one after the other and never wait for each other's memory.
-4. A request waits for its reader while it is paused (unless it is a whole answer), and while it is complete and unread.
-   The reader's rate is measured from the beginning of that wait. A connection that reads less than ``read_bytes_s`` on
-   average, after ``GRACE_S``, is too slow. The piece that a streaming reader holds counts as read; of a whole answer,
-   only the part that was sent does.
+4. A request waits for its reader while it is paused (unless it is a whole answer), and while it has ended and is
+   unread. The reader's rate is measured from the beginning of that wait. A connection that reads less than
+   ``read_bytes_s`` on average, after ``RATE_GRACE_S``, is too slow. The piece that a streaming reader holds counts as
+   read; of a whole answer, only the part that was sent does.
 5. This module does no I/O and has no clock: ``now`` is an argument, in seconds of one clock.
 """
 
@@ -25,8 +25,8 @@ from dataclasses import dataclass
 from omni_actors.config import Limits
 
 SMALL_BYTES = 64 * 1024
-"""A complete request with no more than this takes no place, and is not ended to make room."""
-GRACE_S = 10.0
+"""A request that has ended with no more than this takes no place, and is not ended to make room."""
+RATE_GRACE_S = 10.0
 """The time for which the rate of a connection is measured before it may be too slow."""
 ROOM_GRACE_S = 2.0
 """The time that a request waits for its reader before it may be ended to make room for another request."""
@@ -46,11 +46,11 @@ class Account:
     forwards: bool = False
     """Whether the reader passes pieces on to a connection."""
     whole: bool = False
-    """Whether the reader collects the whole answer before it sends anything."""
+    """Whether a reader that ``forwards`` collects the whole answer before it sends anything."""
     sending: bool = False
     """Whether the reader is waiting for its connection."""
     paused: bool = False
-    complete: bool = False
+    ended: bool = False
     """Whether no more output will arrive."""
     waiting_since: float | None = None
     """When the request began to wait for its reader."""
@@ -123,9 +123,7 @@ class Unread:
 
     def release(self, account: Account, now: float) -> list[Account]:
         """Record that the client has everything that the reader held."""
-        held, account.held = account.held, 0
-        self._record_delivery(account, held)
-        return self._review(account, now)
+        return self.deliver(account, account.held, now)
 
     def deliver(self, account: Account, size: int, now: float) -> list[Account]:
         """Record that the client has ``size`` bytes of what the reader holds."""
@@ -134,9 +132,9 @@ class Unread:
         self._record_delivery(account, size)
         return self._review(account, now)
 
-    def complete(self, account: Account, now: float) -> list[Account]:
+    def end(self, account: Account, now: float) -> list[Account]:
         """Record that no more output will arrive."""
-        account.complete = True
+        account.ended = True
         return self._review(account, now)
 
     # Queries.
@@ -144,7 +142,7 @@ class Unread:
     @property
     def paused(self) -> int:
         """The number of paused requests."""
-        return sum(account.paused and not account.complete for account in self._accounts)
+        return sum(account.paused and not account.ended for account in self._accounts)
 
     @property
     def exceeded(self) -> bool:
@@ -152,7 +150,7 @@ class Unread:
         return self.total > self._limit_bytes
 
     def takes_place(self, account: Account) -> bool:
-        """Return whether a complete request still counts against admission."""
+        """Return whether a request that has ended still counts against admission."""
         return account.charged > SMALL_BYTES
 
     def too_slow_at(self, account: Account) -> float:
@@ -160,7 +158,7 @@ class Unread:
         if account.waiting_since is None or not account.sending:
             return math.inf
         taken = account.delivered + (0 if account.whole else account.held)
-        return account.waiting_since + max(GRACE_S, taken / self._read_bytes_s)
+        return account.waiting_since + max(RATE_GRACE_S, taken / self._read_bytes_s)
 
     def slowest(self, now: float, grace_s: float = ROOM_GRACE_S) -> Account | None:
         """Return the account with the slowest reader among those that have waited for at least ``grace_s``."""
@@ -193,7 +191,7 @@ class Unread:
             if paused != each.paused:
                 each.paused = paused
                 changed.append(each)
-            waits = each.charged > 0 and (each.complete or (paused and not each.whole))
+            waits = each.charged > 0 and (each.ended or (paused and not each.whole))
             if not waits:
                 each.waiting_since = None
             elif each.waiting_since is None:
@@ -202,15 +200,13 @@ class Unread:
 
     def _unpausable_answer(self) -> Account | None:
         """Return the whole answer that runs during pressure."""
-        incomplete = (each for each in self._accounts if each.whole and not each.complete)
-        return next((each for each in incomplete if each.charged > SMALL_BYTES), None)
+        unfinished = (each for each in self._accounts if each.whole and not each.ended)
+        return next((each for each in unfinished if each.charged > SMALL_BYTES), None)
 
     def _should_pause(self, account: Account, running: Account | None) -> bool:
-        if not (account.forwards or account.whole):
+        if not account.forwards:
             return False
         if account.whole:
             return self._under_pressure and account is not running and account.charged > SMALL_BYTES
-        limit = self._window_bytes if account.forwards else math.inf
-        if self._under_pressure:
-            limit = min(limit, SMALL_BYTES)
+        limit = min(self._window_bytes, SMALL_BYTES) if self._under_pressure else self._window_bytes
         return account.charged > (limit // 2 if account.paused else limit)

@@ -13,7 +13,7 @@ from omni_actors.config import Limits, Pipeline, Restart, Stage
 from omni_actors.errors import DeadlineExceeded, Quarantined, StageCrashed
 from omni_actors.generation import Generation
 from omni_actors.orchestrator.pieces import Input
-from omni_actors.orchestrator.trials import DRAIN_S, PROBATION_S
+from omni_actors.orchestrator.trials import PROBATION_S, REPLICA_DRAIN_S
 from omni_actors.stages.base import Chunk
 from omni_actors.stages.echo.engine import EchoEngine
 from omni_actors.stress.simulation.spawner import SimulatedSpawner
@@ -38,6 +38,8 @@ class Traffic:
     """Times of the deaths of workers that innocent requests were running on."""
     errors: list[Exception] = field(default_factory=list)
     """The errors of the poison requests."""
+    completed: list[float] = field(default_factory=list)
+    """When poison requests completed."""
 
     async def watch_deaths(self) -> None:
         known = 0
@@ -75,6 +77,7 @@ class Traffic:
         while trio.current_time() < self.until_s:
             try:
                 await self._read(self.omni.submit({"script": [Input({"echo": self.poison})]}, ["text"], **how))
+                self.completed.append(trio.current_time())
                 return
             except (StageCrashed, Quarantined, DeadlineExceeded) as error:
                 self.errors.append(error)
@@ -107,6 +110,7 @@ async def run_traffic(
     interval_s: float = 0.5,
     clients_with_poison: int = 3,
     seconds: float = 300.0,
+    load_s: float = LOAD_S,
     **how: Any,
 ) -> Traffic:
     """Send innocent requests without a pause, while some clients repeat one poison request."""
@@ -121,7 +125,7 @@ async def run_traffic(
         restart=quick,
     )
     limits = Limits(max_requests=1000, replays=replays)
-    spawner = SimulatedSpawner(lambda address, pid: WorkerBehavior(LOAD_S, TURN_S), lambda note: None)
+    spawner = SimulatedSpawner(lambda address, pid: WorkerBehavior(load_s, TURN_S), lambda note: None)
     pipeline = Pipeline(name="loaded", stages={"only": stage}, limits=limits)
     async with OmniSystem.open(pipeline, spawner=spawner) as omni, trio.open_nursery() as nursery:
         traffic = Traffic(omni, pieces, poison, trio.current_time() + seconds)
@@ -139,7 +143,7 @@ async def run_traffic(
 def check_bounds(traffic: Traffic) -> None:
     assert len(traffic.shared_deaths) <= 1
     assert len(traffic.deaths) <= 2
-    assert max(traffic.delays) < 1.0 + DRAIN_S + PROBATION_S + LOAD_S, "no request waits for two worker loads"
+    assert max(traffic.delays) < 1.0 + REPLICA_DRAIN_S + PROBATION_S + LOAD_S, "no request waits for two worker loads"
     assert any(isinstance(error, Quarantined) for error in traffic.errors)
 
 
@@ -172,7 +176,9 @@ async def test_poison_ends_by_its_deadline_when_no_replica_can_be_drained(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
     """The innocent requests take longer than a drain may."""
-    traffic = await run_traffic({"raise": "feed"}, pieces=int(3 * DRAIN_S / TURN_S), interval_s=10.0, deadline_s=100.0)
+    traffic = await run_traffic(
+        {"raise": "feed"}, pieces=int(3 * REPLICA_DRAIN_S / TURN_S), interval_s=10.0, deadline_s=100.0
+    )
     assert len(traffic.deaths) == 1
     assert {type(error) for error in traffic.errors} == {DeadlineExceeded}
 

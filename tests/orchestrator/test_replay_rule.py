@@ -60,14 +60,15 @@ def state_of(
     output: Mapping[str, ClientOutput] | None = None,
     evicted: Collection[str] = (),
     failed: Collection[str] = (),
+    restarted: Collection[str] = (),
 ) -> ReplayState:
     """Make a state. phases: of the stages that are not running. complete: (stage, source) pairs of complete inputs."""
     state = ReplayState(route)
     for name, stage in state.stages.items():
         stage.phase = phases.get(name, Phase.RUNNING)
         stage.output = (output or {}).get(name, stage.output)
-        if stage.held:
-            stage.address = Address(name, 0)
+        if stage.phase in (Phase.RUNNING, Phase.FINISHED, Phase.RESTARTING):
+            stage.address, stage.restarted = Address(name, 0), name in restarted
             stage.inputs_complete = frozenset(source for other, source in complete if other == name)
             stage.evicted = "too large" if name in evicted or name in failed else None
             stage.replay_failure = "too large" if name in failed else None
@@ -172,7 +173,7 @@ def test_a_restarted_stage_that_is_not_needed_is_idle(all_states: list[ReplaySta
         assert idle_stages(state) <= unneeded & unfinished(state)
         all_restarted = deepcopy(state)
         for stage in unfinished(state):
-            all_restarted.stages[stage].phase = Phase.RERUNNING
+            all_restarted.stages[stage].restarted = True
         assert idle_stages(all_restarted) == unneeded & unfinished(state)
 
 
@@ -245,10 +246,9 @@ def test_a_stage_that_is_not_deterministic_restarts_if_its_output_is_not_in_use(
 def test_a_failed_part_of_a_replay_ends_the_request_if_the_part_is_needed() -> None:
     """Also if it was not needed when it failed: a cannot send to b again, whose output c has, until c dies."""
     route, complete = ROUTES["three"], {("c", "b")}
-    b_again = {"b": Phase.RERUNNING}
-    assert decide(state_of(route, b_again, complete=complete, failed="a")) == Untouched()
-    assert decide(state_of(route, {**b_again, "c": LOST}, failed="a")) == Fail("stage 'a': too large")
-    assert decide(state_of(route, b_again, failed="a")) == Fail("stage 'a': too large")
+    assert decide(state_of(route, {}, complete=complete, failed="a", restarted="b")) == Untouched()
+    assert decide(state_of(route, {"c": LOST}, failed="a", restarted="b")) == Fail("stage 'a': too large")
+    assert decide(state_of(route, {}, failed="a", restarted="b")) == Fail("stage 'a': too large")
 
 
 def test_the_death_of_a_stage_whose_output_was_received_whole_costs_nothing() -> None:
@@ -260,4 +260,4 @@ def test_the_death_of_a_stage_whose_output_was_received_whole_costs_nothing() ->
 
 def test_a_restarted_stage_needs_its_source_though_the_client_has_all_of_its_output() -> None:
     """The client has all of b's output; b runs again for c, and then a, which feeds it, dies."""
-    assert decide(state_of(THREE, {"a": LOST, "b": Phase.RERUNNING}, output={"b": ALL})) == Replay(("a",))
+    assert decide(state_of(THREE, {"a": LOST}, output={"b": ALL}, restarted="b")) == Replay(("a",))

@@ -10,11 +10,8 @@ from typing import Any
 import pytest
 
 from omni_actors.orchestrator.replay_state import (
-    HELD,
-    OUTPUT_TRANSITIONS,
     TRANSITIONS,
     ClientOutput,
-    OutputEvent,
     Phase,
     ReplayState,
     StageEvent,
@@ -26,6 +23,8 @@ from omni_actors.transitions import IllegalTransition
 
 ROUTE = plan({"a": Node(("x",)), "b": Node((), ("a",), "m")}, ["x"], ["m"])
 HERE, THERE = Address("a", 0), Address("a", 1)
+HELD = {Phase.RUNNING, Phase.FINISHED, Phase.RESTARTING}
+"""The phases in which a living worker holds the request."""
 
 LEGAL = {
     (Phase.QUEUED, StageEvent.DISPATCH): Phase.RUNNING,
@@ -38,12 +37,8 @@ LEGAL = {
     (Phase.LOST, StageEvent.NEED): Phase.WAITING,
     (Phase.WAITING, StageEvent.FORGO): Phase.LOST,
     (Phase.WAITING, StageEvent.RESTART): Phase.RESTARTING,
-    (Phase.RESTARTING, StageEvent.STARTED): Phase.RERUNNING,
+    (Phase.RESTARTING, StageEvent.STARTED): Phase.RUNNING,
     (Phase.RESTARTING, StageEvent.LOSE): Phase.LOST,
-    (Phase.RERUNNING, StageEvent.INPUT_COMPLETE): Phase.RERUNNING,
-    (Phase.RERUNNING, StageEvent.UNREPLAYABLE): Phase.RERUNNING,
-    (Phase.RERUNNING, StageEvent.FINISH): Phase.FINISHED,
-    (Phase.RERUNNING, StageEvent.LOSE): Phase.LOST,
 }
 
 EVENTS: dict[StageEvent, Callable[[ReplayState], None]] = {
@@ -94,27 +89,27 @@ def test_each_event_in_each_phase_is_applied_or_changes_nothing(phase: Phase, ev
 def test_the_table_has_no_other_transition() -> None:
     assert {(phase, event): to for phase, row in TRANSITIONS.items() for event, to in row.items()} == LEGAL
     assert set(TRANSITIONS) == set(Phase)
-    assert set(OUTPUT_TRANSITIONS) == set(ClientOutput)
 
 
 OUTPUTS = {
-    (ClientOutput.NONE, OutputEvent.CHUNK): ClientOutput.SOME,
-    (ClientOutput.SOME, OutputEvent.CHUNK): ClientOutput.SOME,
-    (ClientOutput.NONE, OutputEvent.LAST_CHUNK): ClientOutput.ALL,
-    (ClientOutput.SOME, OutputEvent.LAST_CHUNK): ClientOutput.ALL,
+    (ClientOutput.NONE, False): ClientOutput.SOME,
+    (ClientOutput.SOME, False): ClientOutput.SOME,
+    (ClientOutput.NONE, True): ClientOutput.ALL,
+    (ClientOutput.SOME, True): ClientOutput.ALL,
 }
+"""For each state of a stage's output and each chunk (whether it is the last one), the state that follows."""
 
 
-@pytest.mark.parametrize(("output", "event"), list(product(ClientOutput, OutputEvent)))
-def test_each_output_event_in_each_state(output: ClientOutput, event: OutputEvent) -> None:
+@pytest.mark.parametrize(("output", "last"), list(product(ClientOutput, (False, True))))
+def test_each_chunk_in_each_state_of_the_output(output: ClientOutput, last: bool) -> None:
     state = ReplayState(ROUTE)
     state.stages["b"].output = output
-    if (output, event) in OUTPUTS:
-        state.output_arrived("b", last=event is OutputEvent.LAST_CHUNK)
-        assert state.stages["b"].output is OUTPUTS[output, event]
+    if (output, last) in OUTPUTS:
+        state.output_arrived("b", last=last)
+        assert state.stages["b"].output is OUTPUTS[output, last]
     else:
-        with pytest.raises(IllegalTransition):
-            state.output_arrived("b", last=event is OutputEvent.LAST_CHUNK)
+        with pytest.raises(AssertionError):
+            state.output_arrived("b", last=last)
         assert state.stages["b"].output is output
 
 
@@ -146,6 +141,7 @@ def test_the_waiting_stages_are_those_of_the_latest_decision() -> None:
     state.restarted({"b": Address("b", 1)})
     assert state.waiting == ()
     assert state.placement == {"b": Address("b", 1)}
+    assert state.stages["b"].restarted
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,7 @@ from omni_actors.orchestrator.readers import Readers
 from omni_actors.orchestrator.request import Request
 from omni_actors.orchestrator.routes import Route
 from omni_actors.orchestrator.stream import OutputStream
-from omni_actors.protocol.messages import CLIENT, Address
-from omni_actors.supervisor.replica import Replica
+from omni_actors.protocol.messages import CLIENT
 
 
 class Client:
@@ -28,7 +27,7 @@ class Client:
         self.request.lifecycle.advance(Event.DISPATCH)
         self.aborted: list[Request] = []
         self.ended: list[Request] = []
-        self.readers = Readers(Limits(), replica=dict[Address, Replica]().__getitem__, cut=self.cut, on_over=self.over)
+        self.readers = Readers(Limits(), replicas={}, cut=self.cut, on_close=self.close)
         self.readers.admit(self.request)
         self.stream = OutputStream(self.request, self.readers, self.aborted.append)
         self._seq = 0
@@ -43,12 +42,12 @@ class Client:
         self.request.lifecycle.advance(event)
         self.request.error = error
         self.request.output_wakeup.unpark_all()
-        self.readers.complete(self.request)
+        self.readers.end(self.request)
 
     def cut(self, request: Request, error: RequestError) -> None:
         raise AssertionError(f"{request.name} was cut: {error}")
 
-    def over(self, request: Request) -> None:
+    def close(self, request: Request) -> None:
         self.ended.append(request)
 
     async def read(self) -> int:

@@ -14,7 +14,14 @@ from omni_actors.errors import WorkerExit
 from omni_actors.orchestrator.pieces import Input
 from omni_actors.orchestrator.request import Request
 from omni_actors.orchestrator.routes import Route
-from omni_actors.orchestrator.trials import CULPRIT_PATIENCE_S, DRAIN_S, PROBATION_S, QUIET_S, Trials, died_by_itself
+from omni_actors.orchestrator.trials import (
+    CULPRIT_PATIENCE_S,
+    PROBATION_S,
+    REPLICA_DRAIN_S,
+    STAGE_QUIET_S,
+    Trials,
+    died_by_itself,
+)
 from omni_actors.protocol.messages import CLIENT, Address
 
 STAGE = "s"
@@ -52,7 +59,7 @@ class Stage:
     def run(self) -> None:
         """Try group after group until no suspect is left."""
         while self.trials:
-            group = self.trials.next(STAGE, self.now, idle=True, wanted=False)
+            group = self.trials.next(STAGE, self.now, is_unused=True, wanted=False)
             if group is None:
                 self.now = self.trials.next_time(self.now)
                 assert self.now < math.inf, "suspects wait and no time is set at which they are tried"
@@ -95,7 +102,7 @@ def test_requests_with_one_fingerprint_are_tried_once() -> None:
     others = [request(number) for number in range(50, 58)]
     stage = Stage(set(poison))
     stage.die([*poison, *others])
-    first = stage.trials.next(STAGE, 0.0, idle=True, wanted=False)
+    first = stage.trials.next(STAGE, 0.0, is_unused=True, wanted=False)
     assert first is not None
     assert set(first.requests) == set(others)
     stage.trials.put_back(first)
@@ -132,27 +139,27 @@ def test_a_culprit_waits_for_a_quiet_stage() -> None:
     trials = stage.trials
     stage.die([culprit], failed=culprit)
     trials.note_use(STAGE, other, 10.0)
-    assert trials.next(STAGE, 10.5, idle=True, wanted=False) is None
-    assert trials.next_time(10.5) == 10.0 + QUIET_S
-    assert trials.next(STAGE, 12.0, idle=True, wanted=True) is None
-    assert trials.next(STAGE, 12.0, idle=False, wanted=False) is None
-    assert trials.next(STAGE, CULPRIT_PATIENCE_S, idle=False, wanted=True) is stage.trials.group_of[culprit]
+    assert trials.next(STAGE, 10.5, is_unused=True, wanted=False) is None
+    assert trials.next_time(10.5) == 10.0 + STAGE_QUIET_S
+    assert trials.next(STAGE, 12.0, is_unused=True, wanted=True) is None
+    assert trials.next(STAGE, 12.0, is_unused=False, wanted=False) is None
+    assert trials.next(STAGE, CULPRIT_PATIENCE_S, is_unused=False, wanted=True) is stage.trials.group_of[culprit]
 
 
 def test_a_culprit_that_finds_no_quiet_moment_gets_a_drained_replica() -> None:
     culprit, other = request(1), request(2)
     trials = Stage({culprit}).trials
     trials.worker_died(WORKER, [culprit, other], culprit, 0.0)
-    group = trials.next(STAGE, CULPRIT_PATIENCE_S, idle=False, wanted=True)
+    group = trials.next(STAGE, CULPRIT_PATIENCE_S, is_unused=False, wanted=True)
     assert group is not None
     trials.drain(group, WORKER, CULPRIT_PATIENCE_S)
     assert trials.draining(STAGE) is trials.running[WORKER] is group
-    assert trials.next_time(CULPRIT_PATIENCE_S) == CULPRIT_PATIENCE_S + DRAIN_S
-    trials.end_drain(group, CULPRIT_PATIENCE_S + DRAIN_S)
+    assert trials.next_time(CULPRIT_PATIENCE_S) == CULPRIT_PATIENCE_S + REPLICA_DRAIN_S
+    trials.end_drain(group, CULPRIT_PATIENCE_S + REPLICA_DRAIN_S)
     assert (trials.running, trials.draining(STAGE)) == ({}, None)
-    later = 2 * CULPRIT_PATIENCE_S + DRAIN_S
-    assert trials.next(STAGE, later, idle=False, wanted=True) is None, "its patience has doubled"
-    assert trials.next(STAGE, later + CULPRIT_PATIENCE_S, idle=False, wanted=True) is group
+    later = 2 * CULPRIT_PATIENCE_S + REPLICA_DRAIN_S
+    assert trials.next(STAGE, later, is_unused=False, wanted=True) is None, "its patience has doubled"
+    assert trials.next(STAGE, later + CULPRIT_PATIENCE_S, is_unused=False, wanted=True) is group
 
 
 def test_a_culprit_with_two_deaths_gets_no_drained_replica() -> None:
@@ -161,7 +168,7 @@ def test_a_culprit_with_two_deaths_gets_no_drained_replica() -> None:
     for _ in range(2):
         trials.worker_died(WORKER, [culprit, other], culprit, 0.0)
     assert trials.exhausted(STAGE, CULPRIT_PATIENCE_S - 1.0) == []
-    assert trials.next(STAGE, CULPRIT_PATIENCE_S, idle=False, wanted=True) is None
+    assert trials.next(STAGE, CULPRIT_PATIENCE_S, is_unused=False, wanted=True) is None
     assert trials.exhausted(STAGE, CULPRIT_PATIENCE_S) == trials.waiting
 
 
@@ -180,7 +187,7 @@ def test_a_culprit_without_other_requests_is_tried_at_once() -> None:
     stage = Stage({culprit})
     stage.trials.note_use(STAGE, culprit, 0.0)
     stage.die([culprit])
-    assert stage.trials.next(STAGE, 0.0, idle=True, wanted=False) is stage.trials.group_of[culprit]
+    assert stage.trials.next(STAGE, 0.0, is_unused=True, wanted=False) is stage.trials.group_of[culprit]
 
 
 def test_the_probation_doubles_with_each_death() -> None:
@@ -188,7 +195,7 @@ def test_the_probation_doubles_with_each_death() -> None:
     trials = Trials()
     for often in range(3):
         trials.worker_died(WORKER, late, None, 0.0)
-        group = trials.next(STAGE, 0.0, idle=True, wanted=False)
+        group = trials.next(STAGE, 0.0, is_unused=True, wanted=False)
         assert group is not None
         trials.begin(group, WORKER, 0.0)
         assert not trials.clear_expired(lambda _, often=often: PROBATION_S * 2.0**often - 0.1)
@@ -215,12 +222,12 @@ def test_when_the_tried_request_leaves_another_one_of_its_unit_is_tried() -> Non
     first, second = request(1, "alike"), request(2, "alike")
     trials = Trials()
     trials.worker_died(WORKER, [first, second], None, 0.0)
-    group = trials.next(STAGE, 0.0, idle=True, wanted=False)
+    group = trials.next(STAGE, 0.0, is_unused=True, wanted=False)
     assert group is not None
     trials.begin(group, WORKER, 0.0)
     trials.drop(group.candidates[0])
     assert trials.running == {}
-    assert trials.next(STAGE, 100.0, idle=True, wanted=False) is group
+    assert trials.next(STAGE, 100.0, is_unused=True, wanted=False) is group
 
 
 def test_a_new_request_joins_the_unit_of_its_fingerprint() -> None:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from omni_actors.config import Limits
-from omni_actors.orchestrator.unread import GRACE_S, ROOM_GRACE_S, SMALL_BYTES, Account, Unread
+from omni_actors.orchestrator.unread import RATE_GRACE_S, ROOM_GRACE_S, SMALL_BYTES, Account, Unread
 
 KIB = 1024
 LIMITS = Limits(window_bytes=256 * KIB, unread_bytes=4096 * KIB, read_bytes_s=4096.0)
@@ -88,7 +88,7 @@ def test_under_pressure_all_but_the_oldest_whole_answer_are_paused(unread: Unrea
     unread.arrive(answers[0], SMALL_BYTES, 0.0)
     unread.arrive(answers[1], 100 * KIB, 0.0)
     assert unread.arrive(answers[2], 2048 * KIB, 0.0) == [streams[0], answers[2]]
-    unread.complete(answers[1], 0.0)
+    unread.end(answers[1], 0.0)
     unread.close(answers[1], 0.0)
     assert unread.total > 1024 * KIB, "the pressure lasts"
     assert not answers[2].paused, "the next one runs"
@@ -109,7 +109,7 @@ def test_pressure_ends_at_a_quarter_of_the_limit(unread: Unread) -> None:
     unread.arrive(second, 1100 * KIB, 0.0)
     assert second.paused
     assert unread.arrive(first, 100 * KIB, 0.0) == []
-    unread.complete(first, 0.0)
+    unread.end(first, 0.0)
     assert not second.paused, "a complete answer lets the next one run"
     unread.close(first, 0.0)
     [third] = opened(unread, 1, forwards=True)
@@ -137,7 +137,7 @@ def test_a_connection_below_the_minimum_rate_is_too_slow(unread: Unread) -> None
     unread.arrive(account, 300 * KIB, 5.0)
     assert unread.too_slow_at(account) == math.inf, "the reader does not wait for its connection"
     account.sending = True
-    assert unread.too_slow_at(account) == 5.0 + GRACE_S
+    assert unread.too_slow_at(account) == 5.0 + RATE_GRACE_S
     unread.read(account, 80 * KIB, 6.0)
     assert unread.too_slow_at(account) == 5.0 + 20.0, "the piece that it holds may be on its way"
     unread.ask(account, 7.0)
@@ -148,7 +148,7 @@ def test_the_slowest_reader_is_found_among_long_waits_for_large_output(unread: U
     slow, slower, fresh, small, running = opened(unread, 5, forwards=True)
     for account, size in ((slow, 300), (slower, 300), (small, 60), (running, 200)):
         unread.arrive(account, size * KIB, 0.0)
-    unread.complete(small, 0.0)
+    unread.end(small, 0.0)
     unread.arrive(fresh, 300 * KIB, 2.0)
     for account, size in ((slow, 2 * KIB), (slower, 1 * KIB)):
         unread.read(account, size, 1.0)
@@ -164,7 +164,7 @@ def test_the_slowest_reader_is_found_among_long_waits_for_large_output(unread: U
 def test_a_complete_answer_waits_for_its_reader_without_a_full_window(unread: Unread) -> None:
     [account] = opened(unread, 1)
     unread.arrive(account, 100 * KIB, 0.0)
-    unread.complete(account, 1.0)
+    unread.end(account, 1.0)
     assert account.waiting_since == 1.0
     assert unread.slowest(1.0 + ROOM_GRACE_S) is account
 
@@ -191,25 +191,25 @@ def test_closing_an_account_twice_frees_its_charge_once(unread: Unread) -> None:
 
 @given(st.data())
 def test_the_total_is_the_sum_and_one_whole_answer_always_runs(data: st.DataObject) -> None:
-    """In any order of events, at least one of the incomplete whole answers is not paused."""
+    """In any order of events, at least one of the unfinished whole answers is not paused."""
     unread = Unread(Limits(window_bytes=128 * KIB, unread_bytes=1024 * KIB))
     accounts = opened(unread, 3) + opened(unread, 2, forwards=True) + opened(unread, 3, whole=True)
     for now in range(data.draw(st.integers(0, 40))):
         account = data.draw(st.sampled_from(accounts))
-        match data.draw(st.sampled_from(("arrive", "read", "ask", "complete", "close"))):
-            case "arrive" if not account.complete:
+        match data.draw(st.sampled_from(("arrive", "read", "ask", "end", "close"))):
+            case "arrive" if not account.ended:
                 unread.arrive(account, data.draw(st.integers(1, 300 * KIB)), now)
             case "read" if account.unread:
                 unread.read(account, data.draw(st.integers(1, account.unread)), now)
             case "ask":
                 unread.ask(account, now)
-            case "complete":
-                unread.complete(account, now)
+            case "end":
+                unread.end(account, now)
             case "close":
                 unread.close(account, now)
                 accounts.remove(account)
         assert unread.total == sum(account.charged for account in accounts)
-        running = [account for account in accounts if account.whole and not account.complete]
+        running = [account for account in accounts if account.whole and not account.ended]
         assert not running or not all(account.paused for account in running)
         assert all(account.charged > 0 for account in accounts if account.paused)
         if not accounts:
