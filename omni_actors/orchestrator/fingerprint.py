@@ -35,9 +35,8 @@ def fingerprint(route: Route, inputs: Mapping[str, Sequence[Input]], params: Map
     for kind in sorted(inputs):
         for piece in inputs[kind]:
             try:
-                buffers = chunks.encode(
-                    chunks.ChunkHeader(request=0, source=kind, seq=0, last=False, data=dict(piece.data)), piece.tensors
-                )
+                header = chunks.ChunkHeader(request=0, source=kind, seq=0, last=False, data=dict(piece.data))
+                buffers = chunks.encode(header, piece.tensors)
             except Exception:  # noqa: BLE001 - whatever the error is, the request ends with it when its input is sent
                 return None
             for buffer in buffers:

@@ -273,36 +273,27 @@ class Orchestrator:
 
     def on_output(self, address: messages.Address, data: memoryview) -> None:
         """Copy a chunk for the client. Raises ringbuf.RingError if it cannot be decoded or is out of sequence."""
-        payload = memoryview(bytearray(data))
+        payload, stage = memoryview(bytearray(data)), address.stage
         header, tensors = chunks.decode(payload)
-        if header.source != address.stage:
+        if header.source != stage:
             raise chunks.ChunkCorrupted(f"a chunk of {address} names the stage {header.source!r}")
         request = self._dispatcher.dispatched.get(header.request)
-        if request is None or address.stage not in request.replay_state.open_outputs:
+        if request is None or stage not in request.replay_state.open_outputs:
             return
         try:
-            if not request.chunk_sequences[address.stage].accept(header.seq, payload, last=header.last):
+            if not request.chunk_sequences[stage].accept(header.seq, payload, last=header.last):
                 return
         except chunks.ReplayDiverged as error:
             if request.crash is None:
                 raise
             self._end(request, Event.FAIL, request.crash_error(str(error)))
             return
-        request.replay_state.output_arrived(address.stage, last=header.last)
+        request.replay_state.output_arrived(stage, last=header.last)
         request.lifecycle.advance(Event.OUTPUT)
-        now = time.monotonic()
-        request.first_arrived.setdefault(address.stage, now)
-        self.readers.arrive(
-            request,
-            Piece(
-                stage=address.stage,
-                data=header.data,
-                tensors=tensors,
-                last=header.last,
-                arrived=now,
-                nbytes=payload.nbytes,
-            ),
-        )
+        now, size = time.monotonic(), payload.nbytes
+        request.first_arrived.setdefault(stage, now)
+        piece = Piece(stage=stage, data=header.data, tensors=tensors, last=header.last, arrived=now, nbytes=size)
+        self.readers.arrive(request, piece)
         if header.last and not request.lifecycle.ended:
             self._replays.progressed(request)
 

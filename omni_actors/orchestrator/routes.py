@@ -78,17 +78,10 @@ def plan(nodes: Mapping[str, Node], kinds: Iterable[str], modalities: Iterable[s
         raise InvalidRequest(
             f"no route from input {_words(unused or kinds)} to output {_words(unmet or modalities)}", param="modalities"
         )
-    return Route(
-        stages,
-        {name: _ends(name in entries, nodes[name].inputs, stages) for name in stages},
-        {
-            name: _ends(
-                nodes[name].emits in modalities, [target for target in stages if name in nodes[target].inputs], stages
-            )
-            for name in stages
-        },
-        entries,
-    )
+    downstream = {name: [target for target in stages if name in nodes[target].inputs] for name in stages}
+    sources = {name: _ends(name in entries, nodes[name].inputs, stages) for name in stages}
+    targets = {name: _ends(nodes[name].emits in modalities, downstream[name], stages) for name in stages}
+    return Route(stages, sources, targets, entries)
 
 
 def routes_of(nodes: Mapping[str, Node]) -> Iterator[Route]:
