@@ -235,7 +235,7 @@ class Orchestrator:
 
     def on_worker_ready(self, address: messages.Address) -> None:
         self._replays.failed_stages.pop(address.stage, None)
-        self._suspects.advance()  # before other requests are dispatched: a trial needs an unused replica
+        self._suspects.worker_ready(address)  # before other requests are dispatched: a trial needs an unused replica
         self._dispatcher.dispatch_waiting()
 
     def on_worker_died(self, address: messages.Address, exit: errors.WorkerExit, failed_request: int | None) -> bool:

@@ -5,6 +5,7 @@ Rules
 2. A culprit that ends because of its deaths is quarantined, after two deaths or more. The requests of its unit end too.
 3. A culprit that ends in another way is remembered: a new request with its fingerprint is treated as a culprit.
 4. A signal that another process sent makes no suspects. That death is charged to all requests that the worker held.
+   Without replays and without a quarantine there are no suspects either.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class Suspects:
     def require_admissible(self, request: Request) -> None:
         """Raise Quarantined if the fingerprint of a new request is quarantined."""
         # A request that is not replayed frees its input early; the fingerprint for its quarantine is computed before.
-        if self._quarantine or request.on_failure == "fail":
+        if self._quarantine or (request.on_failure == "fail" and self._limits.quarantine_s):
             self._quarantine.check(request.fingerprint, trio.current_time())
 
     def join(self, request: Request) -> bool:
@@ -55,6 +56,12 @@ class Suspects:
         return True
 
     # Events.
+
+    def worker_ready(self, address: Address) -> None:
+        """Handle that a worker is ready. The time in which its stage had no ready worker uses up no patience."""
+        if len(self._placement.serving(address.stage)) == 1:
+            self._trials.serving_since[address.stage] = trio.current_time()
+        self.advance()
 
     def stage_finished(self, request: Request, stage: str) -> None:
         """Handle that a stage has finished a request: its unit is cleared."""
@@ -83,7 +90,7 @@ class Suspects:
         """Find the suspects of a death. Return whether the death counts against the restart intensity."""
         stage, running = address.stage, self._dispatcher.running()
         held = [each for each in running if each.replay_state.is_held_by(address) and stage not in each.stats]
-        if not died_by_itself(exit):
+        if not died_by_itself(exit) or not (self._limits.replays or self._limits.quarantine_s):
             for request in held:
                 request.charged = True
             return True

@@ -16,7 +16,7 @@ Rules
    Other requests lose no replay.
 6. A culprit runs alone. It waits until no other request has used the stage for ``STAGE_QUIET_S``. If that takes longer
    than ``CULPRIT_PATIENCE_S``, a culprit with one death gets a replica that is drained for it, and one with more deaths
-   ends. If the drain takes longer than
+   ends. The time before the stage last began to serve does not count. If the drain takes longer than
    ``REPLICA_DRAIN_S``, the culprit waits again, with twice the patience. Any other group waits ``GROUP_PATIENCE_S`` for
    an unused replica, then runs beside other requests.
 7. With each death, the probation of a group doubles, up to ``LONGEST_PROBATION_S``. So a request that crashes its
@@ -136,6 +136,8 @@ class Trials:
     """The group of each suspect."""
     last_use: dict[str, tuple[float, Request]] = field(default_factory=dict)
     """For each stage, when a request that is not a suspect last used it, and which request."""
+    serving_since: dict[str, float] = field(default_factory=dict)
+    """For each stage, when it last became able to serve after it had no ready worker."""
 
     def __bool__(self) -> bool:
         return bool(self.waiting or self.running)
@@ -363,4 +365,5 @@ class Trials:
     def _patient_until(self, group: Group) -> float:
         if not group.is_culprit:
             return group.since + GROUP_PATIENCE_S
-        return group.since + CULPRIT_PATIENCE_S * 2.0**group.failed_drains
+        began = max(group.since, self.serving_since.get(group.stage, group.since))
+        return began + CULPRIT_PATIENCE_S * 2.0**group.failed_drains

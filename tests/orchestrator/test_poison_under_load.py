@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import trio
@@ -12,15 +12,16 @@ import trio.testing
 from omni_actors.config import Limits, Pipeline, Restart, Stage
 from omni_actors.errors import DeadlineExceeded, Quarantined, StageCrashed
 from omni_actors.generation import Generation
+from omni_actors.orchestrator import request
 from omni_actors.orchestrator.pieces import Input
-from omni_actors.orchestrator.trials import PROBATION_S, REPLICA_DRAIN_S
+from omni_actors.orchestrator.trials import CULPRIT_PATIENCE_S, PROBATION_S, REPLICA_DRAIN_S
 from omni_actors.stages.base import Chunk
 from omni_actors.stages.echo.engine import EchoEngine
 from omni_actors.stress.simulation.spawner import SimulatedSpawner
 from omni_actors.stress.simulation.worker import WorkerBehavior
 from omni_actors.system import OmniSystem
 
-LOAD_S, TURN_S = 5.0, 0.1
+LOAD_S, TURN_S, POISON_AFTER_S = 5.0, 0.1, 8.0
 
 
 @dataclass
@@ -132,7 +133,7 @@ async def run_traffic(
         nursery.start_soon(traffic.watch_deaths)
         async with trio.open_nursery() as clients:
             clients.start_soon(traffic.send_innocents, interval_s)
-            await trio.sleep(8.0)
+            await trio.sleep(POISON_AFTER_S)
             for _ in range(clients_with_poison):
                 clients.start_soon(lambda: traffic.send_poison(**how))
         nursery.cancel_scope.cancel()
@@ -190,3 +191,34 @@ async def test_a_request_blamed_by_chance_completes_on_a_drained_replica(
     traffic = await run_traffic({"stderr": "blamed"}, engine=f"{__name__}:FailsOnce")
     assert len(traffic.deaths) == 1
     assert traffic.errors == []
+
+
+async def test_a_long_reload_uses_up_no_patience(
+    autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After the reload, the culprit waits for a quiet stage as long as after a short one."""
+    monkeypatch.setattr(FailsOnce, "has_failed", False)
+    load_s = 2 * CULPRIT_PATIENCE_S
+    traffic = await run_traffic({"stderr": "blamed"}, engine=f"{__name__}:FailsOnce", load_s=load_s)
+    patient_until = load_s + POISON_AFTER_S + load_s + CULPRIT_PATIENCE_S
+    assert patient_until <= min(traffic.completed) < patient_until + REPLICA_DRAIN_S + PROBATION_S
+
+
+@pytest.mark.parametrize(("replays", "on_failure"), [(0, "replay"), (2, "fail")])
+async def test_a_request_that_is_neither_replayed_nor_quarantined_has_no_fingerprint(
+    autojump_clock: trio.testing.MockClock,
+    monkeypatch: pytest.MonkeyPatch,
+    replays: int,
+    on_failure: Literal["replay", "fail"],
+) -> None:
+    def computed(*_: object) -> None:
+        raise AssertionError("a fingerprint that nothing uses was computed")
+
+    monkeypatch.setattr(request, "fingerprint", computed)
+    stage = Stage(engine="echo", accepts=("script",), emits="text", options={"spin": True})
+    pipeline = Pipeline(name="one", stages={"only": stage}, limits=Limits(replays=replays, quarantine_s=0))
+    spawner = SimulatedSpawner(lambda address, pid: WorkerBehavior(LOAD_S, TURN_S), lambda note: None)
+    async with OmniSystem.open(pipeline, spawner=spawner) as omni:
+        poison = {"script": [Input({"echo": {"raise": "feed"}}), Input({})]}
+        with pytest.raises(StageCrashed):
+            await omni.submit(poison, ["text"], on_failure=on_failure).collect()
