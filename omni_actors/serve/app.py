@@ -24,11 +24,7 @@ from omni_actors.serve.api.openapi import document
 from omni_actors.serve.api.replies import JSONReply
 from omni_actors.serve.http.errors import HTTPError, internal_error
 from omni_actors.serve.media.loader import MediaLoader
-from omni_actors.serve.routes.chat import chat
-from omni_actors.serve.routes.completions import completions
-from omni_actors.serve.routes.speech import speech
-from omni_actors.serve.routes.status import health, metrics, model, models, ping, version
-from omni_actors.serve.routes.transcription import transcription
+from omni_actors.serve.routes import chat, completions, speech, status, transcription
 from omni_actors.serve.settings import ServerSettings
 from omni_actors.system import OmniSystem
 
@@ -45,20 +41,20 @@ async def _openapi(request: Request) -> Response:
 
 
 MODEL_ROUTES: dict[str, tuple[_Handler, type[msgspec.Struct]]] = {
-    "/v1/chat/completions": (chat, schemas.ChatRequest),
-    "/v1/completions": (completions, schemas.CompletionRequest),
-    "/v1/audio/speech": (speech, schemas.SpeechRequest),
-    "/v1/audio/transcriptions": (transcription, schemas.TranscriptionRequest),
+    "/v1/chat/completions": (chat.chat, schemas.ChatRequest),
+    "/v1/completions": (completions.completions, schemas.CompletionRequest),
+    "/v1/audio/speech": (speech.speech, schemas.SpeechRequest),
+    "/v1/audio/transcriptions": (transcription.transcription, schemas.TranscriptionRequest),
 }
 """The routes that need the pipeline's stages, and the schemas of their bodies. They accept POST."""
 STATUS_ROUTES = {
-    "/health": health,
-    "/metrics": metrics,
+    "/health": status.health,
+    "/metrics": status.metrics,
     "/openapi.json": _openapi,
-    "/ping": ping,
-    "/v1/models": models,
-    "/v1/models/{model}": model,
-    "/version": version,
+    "/ping": status.ping,
+    "/v1/models": status.models,
+    "/v1/models/{model}": status.model,
+    "/version": status.version,
 }
 """The routes that describe the server. They accept GET."""
 
@@ -74,7 +70,10 @@ def build(
         media: loads the files of requests.
         has_loaded: whether all stages have been ready once. Until then, requests for the pipeline are refused.
     """
-    admission = _admission(system, settings.max_body_bytes)
+    max_bytes = BODY_BUDGET_FACTOR * settings.max_body_bytes
+    admission = AdmissionControl(system, max_bytes=max_bytes, max_request_bytes=settings.max_body_bytes)
+    arriving = Gauge("omni_http_arriving", "Requests that are being read or decoded", registry=system.metrics.registry)
+    arriving.set_function(lambda: len(admission.tickets))
 
     def admit(path: str) -> AdmissionTicket | None:
         if path not in MODEL_ROUTES:
@@ -98,21 +97,6 @@ def build(
     )
     has_key = settings.api_key is not None
     return OriginCheck(gate, origins=settings.allow_origins, hosts=settings.allow_hosts, has_key=has_key)
-
-
-def _admission(system: OmniSystem, max_body_bytes: int) -> AdmissionControl:
-    """Return the admission control of a system, and measure what it admits."""
-    admission = AdmissionControl(
-        lambda: system.in_flight,
-        lambda: system.retry_after_s,
-        max_requests=system.pipeline.limits.max_requests,
-        max_bytes=BODY_BUDGET_FACTOR * max_body_bytes,
-        max_request_bytes=max_body_bytes,
-        free_place=system.make_room,
-    )
-    arriving = Gauge("omni_http_arriving", "Requests that are being read or decoded", registry=system.metrics.registry)
-    arriving.set_function(lambda: len(admission))
-    return admission
 
 
 def _starlette() -> Starlette:

@@ -17,9 +17,8 @@ import trio
 
 from omni_actors import config as configuration
 from omni_actors.command_line import click_errors, override_option, verbose_option
-from omni_actors.serve.settings import API_KEY_VARIABLE, ServerSettings
+from omni_actors.serve.settings import API_KEY_VARIABLE, DEFAULTS, ServerSettings
 
-DEFAULTS = ServerSettings()
 AT_LEAST_1 = click.IntRange(min=1)
 
 _Option: TypeAlias = Callable[[Callable[..., Any]], Any]

@@ -37,10 +37,9 @@ from omni_actors.serve.http.buffered_socket import SEND_TIMEOUT_S
 from omni_actors.serve.http.descriptors import DescriptorBudget
 from omni_actors.serve.http.listener import Listener
 from omni_actors.serve.media.loader import MediaLoader
-from omni_actors.serve.settings import API_KEY_VARIABLE, ServerSettings
+from omni_actors.serve.settings import API_KEY_VARIABLE, DEFAULTS, ServerSettings
 from omni_actors.system import Health, OmniSystem
 
-DEFAULTS = ServerSettings()
 DUPLICATE_SIGNAL_S = 0.25
 SEND_BUFFER_BYTES = 128 * 1024
 """The kernel doubles it. This much of a response can wait for a client without being counted in any limit."""

@@ -84,3 +84,6 @@ def normalize_host(given: str) -> str:
             message = f"{given!r} is not a host such as api.example.org or 127.0.0.1, without a port"
             raise ValueError(message) from error
     return host
+
+
+DEFAULTS = ServerSettings()

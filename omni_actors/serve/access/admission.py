@@ -10,25 +10,24 @@ Rules
    its files are fetched and its audio is decoded. It passes to the system without a checkpoint in between, so that no
    other request takes the place.
 3. The bytes of all arriving requests (bodies, and the files that they name) share one budget, and count as they arrive:
-   a declared size costs nothing. If the budget is used up, the slowest upload that is older than ``GRACE_S`` is ended.
-   If there is none, the request that needs memory is refused.
-4. A ticket releases its place and its bytes together, once: when the system takes the request over, or when the request
-   ends before that.
+   a declared size costs nothing. If the budget is used up, the slowest upload that is older than ``UPLOAD_GRACE_S`` is
+   ended. If there is none, the request that needs memory is refused.
+4. A ticket releases its place and its bytes together, once: when the system takes the request over, or when the
+   request ends before that.
 """
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 import trio
 
 from omni_actors.errors import Overloaded
 from omni_actors.serve.api.errors import to_http_error
 from omni_actors.serve.http.errors import HTTPError
+from omni_actors.system import OmniSystem
 
 SCOPE_KEY = "omni_actors.ticket"
 """The key of a request's ticket in its ASGI scope."""
-GRACE_S = 5.0
+UPLOAD_GRACE_S = 5.0
 """The age from which an upload's rate is judged."""
 
 
@@ -36,34 +35,18 @@ class AdmissionControl:
     """Limits the number and the bytes of arriving requests.
 
     Args:
-        in_flight: returns how many requests the system has.
-        retry_after_s: returns in how many seconds a place is likely to be free.
-        max_requests: the limit of places.
+        system: has the places, and may end a request that its client reads slowly.
         max_bytes: the budget of all arriving requests.
         max_request_bytes: the limit of one request.
-        free_place: ends a request of the system that its client reads slowly, and returns whether there was one.
     """
 
-    def __init__(
-        self,
-        in_flight: Callable[[], int],
-        retry_after_s: Callable[[], float],
-        *,
-        max_requests: int,
-        max_bytes: int,
-        max_request_bytes: int,
-        free_place: Callable[[], bool] = lambda: False,
-    ) -> None:
-        self._in_flight, self.retry_after_s, self._free_place = in_flight, retry_after_s, free_place
-        self._max_requests = max_requests
+    def __init__(self, system: OmniSystem, *, max_bytes: int, max_request_bytes: int) -> None:
+        self._system = system
         self.max_bytes, self.max_request_bytes = max_bytes, max_request_bytes
         self.tickets: set[AdmissionTicket] = set()
         self.bytes = self.places = 0
         """The bytes of all tickets, and how many of them hold a place. Kept as sums, because each piece of a body needs
         them."""
-
-    def __len__(self) -> int:
-        return len(self.tickets)
 
     def admit(self) -> AdmissionTicket:
         """Return a ticket for a request whose head has arrived. Raises HTTPError 429."""
@@ -74,17 +57,18 @@ class AdmissionControl:
 
     def check_place(self) -> None:
         """Raises HTTPError 429 if the system is full."""
-        if self._in_flight() + self.places >= self._max_requests and not self._free_place():
-            raise to_http_error(Overloaded(self._max_requests, self.retry_after_s()))
+        max_requests = self._system.pipeline.limits.max_requests
+        if self._system.in_flight + self.places >= max_requests and not self._system.make_room():
+            raise to_http_error(Overloaded(max_requests, self._system.retry_after_s))
 
     def make_room(self, size: int) -> None:
         """End slow uploads until ``size`` more bytes fit into the budget. Raises HTTPError 429."""
         free = self.max_bytes - self.bytes
         while free < size:
             now = trio.current_time()
-            slow = [each for each in self.tickets if not each.has_place and now - each.since >= GRACE_S]
+            slow = [each for each in self.tickets if not each.has_place and now - each.since >= UPLOAD_GRACE_S]
             if not slow:
-                retry_s = self.retry_after_s()
+                retry_s = self._system.retry_after_s
                 message = f"arriving requests use {self.max_bytes} bytes already; try again in {retry_s:.0f} s"
                 raise HTTPError(429, message, code="overloaded", retry_after_s=retry_s)
             slowest = min(slow, key=lambda each: each.bytes / (now - each.since))

@@ -56,6 +56,13 @@ class RequestGate:
         path = scope["path"]
         label = path if path in self._routes else "other"
         ticket: AdmissionTicket | None = None
+        unread: list[bytes] = []  # the body, until the application receives it
+
+        async def receive_body() -> Message:
+            await trio.lowlevel.checkpoint()
+            if not unread:
+                await trio.sleep_forever()
+            return {"type": "http.request", "body": unread.pop(), "more_body": False}
 
         async def counting_send(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -67,10 +74,10 @@ class RequestGate:
         try:
             self._check_key(scope)
             ticket = scope[SCOPE_KEY] = self._admit(path)
-            body = _Body(await self._read(scope, receive, ticket))
+            unread.append(await self._read(scope, receive, ticket))
             if ticket is not None:
                 ticket.take_place()
-            await self._app(scope, body.receive, counting_send)
+            await self._app(scope, receive_body, counting_send)
         except HTTPError as error:
             await error.response()(scope, receive, counting_send)
         finally:
@@ -108,19 +115,6 @@ class RequestGate:
         if ticket is not None and ticket.was_ended:
             reason = "fast enough, and other requests need its memory"
         raise HTTPError(408, f"the body did not arrive {reason}", code="body_too_slow")
-
-
-class _Body:
-    """A complete body as an ASGI application receives it. The body is kept until then."""
-
-    def __init__(self, body: bytes) -> None:
-        self._unread = [body]
-
-    async def receive(self) -> Message:
-        await trio.lowlevel.checkpoint()
-        if not self._unread:
-            await trio.sleep_forever()
-        return {"type": "http.request", "body": self._unread.pop(), "more_body": False}
 
 
 def has_valid_key(headers: Iterable[tuple[bytes, bytes]], key: str | None) -> bool:

@@ -1,7 +1,7 @@
 """Convert audio between files and samples.
 
 Rules
-1. Inside the pipeline, audio is float32, mono, full scale ±1. Outside, samples are int16, little-endian.
+1. Inside the pipeline, audio is float32, mono, full scale ±1. Outside, it is int16, little-endian, clipped.
 2. WAV and FLAC keep the pipeline's sample rate. PCM, MP3 and Opus are at ``PCM_RATE``, as in OpenAI's API.
 3. The size of a file does not limit its audio (a FLAC of silence), and its header may be wrong. So decoding counts
    samples, appends to one array, and stops at the limit. Few files are decoded at the same time.
@@ -21,7 +21,6 @@ from omni_actors.generation import AudioChunk
 from omni_actors.serve.http.errors import bad_request
 
 Floats: TypeAlias = "np.ndarray[Any, np.dtype[np.float32]]"
-Int16s: TypeAlias = "np.ndarray[Any, np.dtype[np.int16]]"
 AudioFormat = Literal["wav", "mp3", "flac", "opus", "pcm"]
 
 PCM_RATE = 24000
@@ -140,9 +139,10 @@ class AudioEncoder:
     async def _encode(self, samples: Floats) -> None:
         for begin in range(0, len(samples), _ENCODED_SAMPLES):
             await trio.lowlevel.checkpoint()
-            data = pcm16(samples[begin : begin + _ENCODED_SAMPLES])
+            clipped = np.clip(samples[begin : begin + _ENCODED_SAMPLES], -1.0, 1.0)
+            data = (clipped * 32767.0).round().astype("<i2")
             if self._file is None:
-                self._sink.write(data.astype("<i2").tobytes())
+                self._sink.write(data.tobytes())
             else:
                 self._file.write(data)
 
@@ -177,8 +177,3 @@ class _Sink:
         self.taken += len(data)
         self._data.clear()
         return data
-
-
-def pcm16(samples: Floats) -> Int16s:
-    """Convert samples to int16, clipped at full scale."""
-    return (np.clip(samples, -1.0, 1.0) * 32767.0).round().astype(np.int16)

@@ -114,10 +114,9 @@ class Fetcher:
         target = self._target(url)
         try:
             for _ in range(MAX_REDIRECTS + 1):
-                async with (
-                    self._connection(target) as connection,
-                    connection.stream("GET", target, headers=_HEADERS) as response,
-                ):
+                tls = self._tls if target.scheme == b"https" else None
+                connection = httpcore2.AsyncHTTPConnection(target.origin, tls, network_backend=self._network)
+                async with connection, connection.stream("GET", target, headers=_HEADERS) as response:
                     if response.status not in _REDIRECTS:
                         return await _body(response, add_bytes)
                     url, target = self._redirect(url, target, _header(response, b"location"))
@@ -135,10 +134,6 @@ class Fetcher:
             raise _refused("this server does not fetch from this host and port; a data: URL is always accepted")
         path = quote(parts.path or "/", _KEPT) + (f"?{quote(parts.query, _KEPT)}" if parts.query else "")
         return httpcore2.URL(scheme=parts.scheme, host=host, port=port, target=path)
-
-    def _connection(self, target: httpcore2.URL) -> httpcore2.AsyncHTTPConnection:
-        tls = self._tls if target.scheme == b"https" else None
-        return httpcore2.AsyncHTTPConnection(target.origin, tls, network_backend=self._network)
 
     def _redirect(self, url: str, source: httpcore2.URL, location: bytes) -> tuple[str, httpcore2.URL]:
         """Check rule 3, and return the new URL. Raises MediaUnavailable."""

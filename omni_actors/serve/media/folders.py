@@ -50,24 +50,21 @@ class AllowedFolders:
     def _read(self, path: str, add_bytes: Callable[[int], None]) -> bytes:
         try:
             if not _is_below(Path(os.path.normpath(path)), self._prefixes):
-                raise _not_found()
+                raise PermissionError("the path is not in an allowed folder")
             pinned = os.open(path, os.O_PATH | os.O_CLOEXEC)
             try:
                 itself = f"/proc/self/fd/{pinned}"
                 found = os.fstat(pinned)
                 if not stat.S_ISREG(found.st_mode) or not _is_below(Path(os.readlink(itself)), self._real):
-                    raise _not_found()
+                    raise PermissionError("no regular file in an allowed folder")
                 add_bytes(found.st_size)
                 with open(itself, "rb") as file:
                     return file.read(found.st_size)
             finally:
                 os.close(pinned)
         except (OSError, ValueError) as error:  # ValueError: a path that no file can have
-            raise _not_found() from error
-
-
-def _not_found() -> MediaUnavailable:
-    return MediaUnavailable("the file does not exist, or this server may not read it", "{}_file_not_found")
+            reason = "the file does not exist, or this server may not read it"
+            raise MediaUnavailable(reason, "{}_file_not_found") from error
 
 
 def _is_below(path: Path, folders: Iterable[Path]) -> bool:

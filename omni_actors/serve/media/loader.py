@@ -75,12 +75,17 @@ class MediaLoader:
 
         async def load_one(index: int) -> None:
             nonlocal failure
+            reference = references[index]
             try:
                 async with at_a_time:
-                    files[index] = await self._load_one(references[index], ticket)
+                    files[index] = await self._read(reference, ticket)
+                return
             except HTTPError as error:
                 failure = failure or error  # raised below, outside the nursery's exception group
-                nursery.cancel_scope.cancel()
+            except MediaUnavailable as error:
+                message, code = f"{reference.param}: {error.reason}", error.code.format(reference.kind)
+                failure = failure or bad_request(message, reference.param, code)
+            nursery.cancel_scope.cancel()
 
         with trio.move_on_after(LOAD_TIMEOUT_S) as loading:
             async with trio.open_nursery() as nursery:
@@ -92,14 +97,6 @@ class MediaLoader:
             message = f"messages: their files did not arrive within {LOAD_TIMEOUT_S:g} s"
             raise bad_request(message, "messages", "files_too_slow")
         return files
-
-    async def _load_one(self, reference: MediaReference, ticket: AdmissionTicket) -> bytes:
-        """Raises HTTPError."""
-        try:
-            return await self._read(reference, ticket)
-        except MediaUnavailable as error:
-            code = error.code.format(reference.kind)
-            raise bad_request(f"{reference.param}: {error.reason}", reference.param, code) from error
 
     async def _read(self, reference: MediaReference, ticket: AdmissionTicket) -> bytes:
         """Raises MediaUnavailable, HTTPError."""

@@ -48,8 +48,8 @@ class _ChatReply(Completion):
 
     async def convert(self, output: Output) -> tuple[str, bytes]:
         """Return the text and the encoded audio that an output adds."""
-        text = self.add(output)
-        return text, await self.encoder.push(output.delta) if isinstance(output.delta, AudioChunk) else b""
+        audio = await self.encoder.push(output.delta) if isinstance(output.delta, AudioChunk) else b""
+        return self.add(output), audio
 
 
 async def chat(request: Request) -> Response:

@@ -17,10 +17,11 @@ from prometheus_client import CollectorRegistry
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from omni_actors.generation import AudioChunk
-from omni_actors.serve.access.admission import GRACE_S, SCOPE_KEY, AdmissionControl
+from omni_actors.serve.access.admission import SCOPE_KEY, UPLOAD_GRACE_S, AdmissionControl
 from omni_actors.serve.access.gate import BODY_TIMEOUT_S, RequestGate
 from omni_actors.serve.http.errors import HTTPError
 from omni_actors.serve.media import audio
+from tests.support.admission import StubSystem
 
 
 class Handler:
@@ -44,10 +45,9 @@ class GateFixture:
     """A request gate with its handler: three places, 100 bytes for all bodies, 60 for one body."""
 
     def __init__(self, app: ASGIApp | None = None) -> None:
-        self.handler, self.in_flight = Handler(), 0
-        self.admission = AdmissionControl(
-            lambda: self.in_flight, lambda: 6.2, max_requests=3, max_bytes=100, max_request_bytes=60
-        )
+        self.handler, self.system = Handler(), StubSystem(max_requests=3)
+        system: Any = self.system
+        self.admission = AdmissionControl(system, max_bytes=100, max_request_bytes=60)
         self.app = RequestGate(
             app or self.handler,
             CollectorRegistry(),
@@ -144,7 +144,7 @@ async def test_an_upload_holds_bytes_and_a_complete_request_also_a_place(nursery
 @pytest.mark.parametrize("in_flight", [0, 2, 3])
 async def test_whole_requests_and_those_in_flight_share_the_places(nursery: trio.Nursery, in_flight: int) -> None:
     gate = GateFixture()
-    gate.in_flight = in_flight
+    gate.system.in_flight = in_flight
     clients = [TestClient(gate, nursery) for _ in range(4)]
     for client in clients:
         await client.send(b"x")
@@ -155,7 +155,7 @@ async def test_whole_requests_and_those_in_flight_share_the_places(nursery: trio
 
 async def test_a_full_system_refuses_a_request_on_its_head(nursery: trio.Nursery) -> None:
     gate = GateFixture()
-    gate.in_flight = 3
+    gate.system.in_flight = 3
     client = TestClient(gate, nursery)
     await trio.testing.wait_all_tasks_blocked()
     assert client.status == 429
@@ -189,7 +189,7 @@ async def test_the_slowest_upload_makes_room_for_others(
     await whole.send(bytes(10))
     await quick.send(bytes(50), more=True)
     await slow.send(bytes(40), more=True)
-    await trio.sleep(GRACE_S)
+    await trio.sleep(UPLOAD_GRACE_S)
     newcomer = TestClient(gate, nursery)
     await newcomer.send(bytes(30), more=True)
     assert slow.status == 408
@@ -206,7 +206,7 @@ async def test_an_upload_that_is_itself_the_slowest_ends(
     quick, slow = (TestClient(gate, nursery) for _ in range(2))
     await quick.send(bytes(60), more=True)
     await slow.send(bytes(40), more=True)
-    await trio.sleep(GRACE_S)
+    await trio.sleep(UPLOAD_GRACE_S)
     await slow.send(b"x")
     assert slow.status == 408
     assert gate.state() == (3, 60)

@@ -5,17 +5,18 @@ from __future__ import annotations
 import pytest
 import trio
 
-from omni_actors.serve.access.admission import AdmissionControl, AdmissionTicket
+from omni_actors.serve.access.admission import AdmissionTicket
 from omni_actors.serve.http.errors import HTTPError
 from omni_actors.serve.media.base64_data import to_base64
 from omni_actors.serve.media.loader import MediaLoader, MediaReference
+from tests.support.admission import admission_control
 
 PIXELS = bytes(range(200))
 PLACE = "messages[0].content[1].image_url.url"
 
 
 def ticket(max_bytes: int = 1000, of_all: int = 4000) -> AdmissionTicket:
-    return AdmissionControl(lambda: 0, lambda: 1, max_requests=9, max_bytes=of_all, max_request_bytes=max_bytes).admit()
+    return admission_control(max_bytes=of_all, max_request_bytes=max_bytes).admit()
 
 
 def image(url: str) -> MediaReference:

@@ -12,11 +12,11 @@ import pytest
 import trio
 import trio.testing
 
-from omni_actors.serve.access.admission import AdmissionControl
 from omni_actors.serve.http.errors import HTTPError
 from omni_actors.serve.media.folders import AllowedFolders
 from omni_actors.serve.media.loader import LOAD_TIMEOUT_S, MediaLoader
 from tests.serve.media.loading import PIXELS, PLACE, bring, image, refusal, ticket
+from tests.support.admission import admission_control
 
 
 @pytest.fixture
@@ -166,7 +166,7 @@ async def test_a_file_counts_as_the_body_does(shelf: Path) -> None:
 
 
 async def test_files_share_the_budget_of_all_that_arrive(shelf: Path) -> None:
-    admission = AdmissionControl(lambda: 0, lambda: 6.2, max_requests=9, max_bytes=1000, max_request_bytes=900)
+    admission = admission_control(max_bytes=1000, max_request_bytes=900)
     other, into = admission.admit(), admission.admit()
     other.add_bytes(850)
     with pytest.raises(HTTPError) as caught:
