@@ -19,12 +19,9 @@ __version__ = "0.1.0"
 __all__ = ["Answer", "AudioChunk", "Generation", "OmniError", "OmniSystem", "Output", "Pipeline", "VideoClip"]
 
 _HOME = {
-    "Answer": "omni_actors.generation",
-    "AudioChunk": "omni_actors.generation",
-    "Generation": "omni_actors.generation",
+    **dict.fromkeys(("Answer", "AudioChunk", "Generation", "Output"), "omni_actors.generation"),
     "OmniError": "omni_actors.errors",
     "OmniSystem": "omni_actors.system",
-    "Output": "omni_actors.generation",
     "Pipeline": "omni_actors.config",
     "VideoClip": "omni_actors.media",
 }

@@ -196,8 +196,6 @@ class Segment:
 class Bell:
     """An eventfd that one end rings and the other sleeps at."""
 
-    __slots__ = ("fd",)
-
     def __init__(self, fd: int) -> None:
         self.fd = fd
 
@@ -217,25 +215,6 @@ class Bell:
 
 class End:
     """One claimed end: publishes its position, watches and wakes its peer. Both directions are the same protocol."""
-
-    __slots__ = (
-        "_acquire",
-        "_bell",
-        "_capacity",
-        "_checksums",
-        "_mine",
-        "_peer",
-        "_peer_bell",
-        "_peer_closed",
-        "_peer_position",
-        "_peer_waits",
-        "_position",
-        "_release",
-        "_rung",
-        "_segment",
-        "_words",
-        "parked",
-    )
 
     def __init__(self, segment: Segment, mine: Column, peer: Column, bell: Bell, peer_bell: Bell) -> None:
         self._segment, self._words, self._capacity = segment, segment.words, segment.capacity
@@ -302,8 +281,6 @@ class End:
 class ProducerEnd(End):
     """Writes records."""
 
-    __slots__ = ("_head", "_messages", "_payload_bytes", "_tail", "wanted")
-
     wanted: int
     """The head that the last ``allocate`` had no room without."""
 
@@ -363,8 +340,6 @@ class ProducerEnd(End):
 
 class ConsumerEnd(End):
     """Reads records."""
-
-    __slots__ = ()
 
     def __init__(self, segment: Segment, bell: Bell, peer_bell: Bell) -> None:
         super().__init__(segment, CONSUMER, PRODUCER, bell, peer_bell)

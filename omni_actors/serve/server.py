@@ -35,7 +35,7 @@ from omni_actors.errors import OmniError, StageFailed
 from omni_actors.serve.app import build
 from omni_actors.serve.http.buffered_socket import SEND_TIMEOUT_S
 from omni_actors.serve.http.descriptors import DescriptorBudget
-from omni_actors.serve.http.listener import Listener
+from omni_actors.serve.http.listener import HTTPListener
 from omni_actors.serve.media.loader import MediaLoader
 from omni_actors.serve.settings import API_KEY_VARIABLE, DEFAULTS, ServerSettings
 from omni_actors.system import Health, OmniSystem
@@ -125,7 +125,7 @@ class _Server:
         url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._watch_stages, url)
-            listener = Listener(
+            listener = HTTPListener(
                 sock,
                 build(self._system, self._settings, media=media, has_loaded=lambda: self._has_loaded),
                 self._system.metrics.registry,

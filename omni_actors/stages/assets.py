@@ -31,8 +31,6 @@ from typing import Any
 
 import msgspec
 
-__all__ = ["NAMES", "ModelNotFound", "Package", "cache_dir", "is_ready", "names_a_model", "prepare", "resolve"]
-
 Report = Callable[[str], None]
 
 

@@ -6,8 +6,6 @@ from typing import Any, Generic, TypeVar
 
 from omni_actors.stages.base import Chunk, InvalidRequest, RequestId, StageRequest
 
-__all__ = ["Engine", "PausableEngine"]
-
 R = TypeVar("R")
 
 

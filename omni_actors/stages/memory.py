@@ -21,8 +21,6 @@ import msgspec
 
 from omni_actors.stages.registry import ENGINES
 
-__all__ = ["Memory", "Uncounted", "count"]
-
 T = TypeVar("T")
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"

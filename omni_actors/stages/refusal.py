@@ -20,8 +20,6 @@ import msgspec
 from omni_actors.stages.base import InvalidRequest
 from omni_actors.validation import split_place
 
-__all__ = ["request_work", "validated"]
-
 T = TypeVar("T")
 
 _FATAL = frozenset({"OutOfMemoryError", "AcceleratorError"})
@@ -42,6 +40,11 @@ def validated(data: Mapping[str, Any], type: type[T]) -> T:
     except (msgspec.ValidationError, UnicodeError) as error:  # UnicodeError: a lone surrogate
         message, param = split_place(error)
         raise InvalidRequest(f"{param}: {message}" if param else message, param=param or None) from error
+
+
+def beyond_context(message: str, param: str = "messages") -> InvalidRequest:
+    """Return the error for input that exceeds a model's context."""
+    return InvalidRequest(message, param=param, code="context_length_exceeded")
 
 
 @contextmanager

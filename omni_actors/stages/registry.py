@@ -22,8 +22,6 @@ from omni_actors.stages.qwen3 import options as qwen3
 from omni_actors.stages.vllm import options as vllm
 from omni_actors.stages.whisper.options import WhisperOptions, WhisperParams
 
-__all__ = ["ENGINES", "EngineSpec"]
-
 
 class EngineSpec(msgspec.Struct, frozen=True):
     """What the parent must know of an engine.
@@ -77,12 +75,12 @@ ENGINES: dict[str, EngineSpec] = {
         libraries=("hibari", "onnxruntime"),
     ),
     "hibari_vocoder": _shipped("hibari.vocoder:VocoderEngine", params=hibari.VocoderParams, needs_model=False),
-    "qwen3_thinker": _thinker("qwen3.thinker:ThinkerEngine", omni.ThinkerOptions, omni.ThinkerParams),
+    "qwen3_thinker": _thinker("qwen3.thinker:ThinkerEngine", TextOptions, omni.ThinkerParams),
     "qwen3_talker": _talker("qwen3.talker:TalkerEngine", omni.TalkerOptions, omni.TalkerParams),
     "qwen3_code2wav": _torch(
         "qwen3.code2wav:Code2WavEngine", qwen3.Code2WavOptions, extra="omni", checkpoint_part="code2wav"
     ),
-    "qwen2_5_thinker": _thinker("qwen2_5.thinker:ThinkerEngine", omni.ThinkerOptions, omni.ThinkerParams),
+    "qwen2_5_thinker": _thinker("qwen2_5.thinker:ThinkerEngine", TextOptions, omni.ThinkerParams),
     "qwen2_5_talker": _talker("qwen2_5.talker:TalkerEngine", qwen2_5.Qwen25TalkerOptions, qwen2_5.Qwen25TalkerParams),
     "qwen2_5_token2wav": _torch(
         "qwen2_5.token2wav:Token2WavEngine",

@@ -6,8 +6,6 @@ from collections.abc import Iterable
 
 from omni_actors.stages.base import Chunk
 
-__all__ = ["OpenSources"]
-
 
 class OpenSources:
     """The sources of one request that have not sent their last chunk yet; true while there is one.

@@ -6,8 +6,6 @@ import torch
 
 import ringbuf
 
-__all__ = ["to_torch", "to_wire"]
-
 
 def to_wire(tensor: torch.Tensor) -> ringbuf.Tensor:
     """Return the tensor's bytes, contiguous and on the host: its own memory if it is both already, else a copy."""

@@ -13,30 +13,22 @@ import click
 from omni_actors import config as configuration
 from omni_actors.command_line import click_errors, override_option
 
+AT_LEAST_1 = click.IntRange(min=1)
+
 
 @click.command()
 @click.argument("config", default="echo")
 @click.option(
     "--minutes", type=click.FloatRange(min=0, min_open=True), help="Run for this long. [default: 1; with --soak 30]"
 )
-@click.option("--faults", type=click.IntRange(min=1), help="Stop after this many faults.")
+@click.option("--faults", type=AT_LEAST_1, help="Stop after this many faults.")
 @click.option("--seed", type=click.IntRange(min=0), help="Seed of the schedules. [default: random]")
-@click.option(
-    "--operations", default=20, show_default=True, type=click.IntRange(min=1), help="Most operations in a schedule."
-)
+@click.option("--operations", default=20, show_default=True, type=AT_LEAST_1, help="Most operations in a schedule.")
 @click.option("--shrink-s", default=120.0, show_default=True, type=float, help="Time for shrinking a failing schedule.")
 @click.option("--replay", metavar="SCHEDULE", help="Run this schedule only.")
-@click.option(
-    "--times",
-    default=1,
-    show_default=True,
-    type=click.IntRange(min=1),
-    help="How often to run the schedule of --replay.",
-)
+@click.option("--times", default=1, show_default=True, type=AT_LEAST_1, help="How often to run that schedule.")
 @click.option("--soak", is_flag=True, help="One system at full load, a fault every 2 s: memory and throughput.")
-@click.option(
-    "--simulate", type=click.IntRange(min=1), help="Run this many schedules on simulated workers, in virtual time."
-)
+@click.option("--simulate", type=AT_LEAST_1, help="Run this many schedules on simulated workers, in virtual time.")
 @click.option(
     "--json",
     "json_file",

@@ -58,6 +58,9 @@ class Settle(_Operation, frozen=True):
     """Wait until every stage serves again and every request submitted here has ended."""
 
 
+ClientAction: TypeAlias = Submit | Abort | Disconnect | Wait | Settle
+
+
 # faults
 
 
@@ -121,22 +124,8 @@ class Orphan(_Operation, frozen=True):
     loading: bool = False
 
 
-Operation: TypeAlias = (
-    Submit
-    | Abort
-    | Disconnect
-    | Wait
-    | Settle
-    | Kill
-    | KillLoading
-    | Storm
-    | Freeze
-    | Pause
-    | Crash
-    | Starve
-    | Full
-    | Orphan
-)
+Fault: TypeAlias = Kill | KillLoading | Storm | Freeze | Pause | Crash | Starve | Full | Orphan
+Operation: TypeAlias = ClientAction | Fault
 
 
 class Schedule(msgspec.Struct, frozen=True, array_like=True):

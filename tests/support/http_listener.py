@@ -13,7 +13,7 @@ import trio
 from prometheus_client import CollectorRegistry
 from starlette.types import Message, Receive, Scope, Send
 
-from omni_actors.serve.http.listener import Listener
+from omni_actors.serve.http.listener import HTTPListener
 
 MAX_BODY_BYTES = 1 << 30
 GET = b"GET /now HTTP/1.1\r\nHost: x\r\n\r\n"
@@ -127,7 +127,7 @@ async def listening() -> AsyncIterator[Server]:
             with socket.create_server(("127.0.0.1", 0)) as sock:
                 running = Server(App(), sock.getsockname(), trio.Event())
                 limits = {"max_connections": 4, "max_per_address": 3, "max_body_bytes": MAX_BODY_BYTES}
-                listener = Listener(sock, running.app, running.registry, **limits)
+                listener = HTTPListener(sock, running.app, running.registry, **limits)
                 nursery.start_soon(listener.run, running.stop, 0.1, running.requests_were_ended.set)
                 yield running
                 running.stop.set()

@@ -89,20 +89,16 @@ class StreamedReply(Response):
         async def send_piece(piece: bytes, *, more: bool = True) -> None:
             await send({"type": "http.response.body", "body": piece, "more_body": more})
 
-        async def deliver(piece: bytes) -> None:
-            with self._generation.stream.delivering() as scope:
-                await send_piece(piece)
-            if scope.cancelled_caught:
-                raise _DeliveryCancelled
-
+        piece: bytes | None = self._first
         try:
             async with aclosing(self._pieces):
                 await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-                await deliver(self._first)
-                async for piece in self._pieces:
-                    await deliver(piece)
-        except _DeliveryCancelled:
-            return
+                while piece is not None:
+                    with self._generation.stream.delivering() as delivery:
+                        await send_piece(piece)
+                    if delivery.cancelled_caught:
+                        return
+                    piece = await anext(self._pieces, None)
         except RequestError as error:
             if self._on_late_error is None:
                 return
@@ -160,7 +156,3 @@ def collecting(generation: Generation) -> Iterator[None]:
     except BaseException:
         generation.abort()
         raise
-
-
-class _DeliveryCancelled(Exception):
-    """The request ended while its connection accepted no data."""

@@ -122,30 +122,30 @@ class ProcessorKwargs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     use_audio_in_video: bool | None = None
 
 
-class ChatRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """The body of /v1/chat/completions."""
+class TextBody(msgspec.Struct, frozen=True, kw_only=True):
+    """The fields that the bodies of the chat and the completion API share."""
 
     model: str
+    stream: bool = False
+    stream_options: StreamOptions = StreamOptions()
+    max_tokens: int | None = None
+    stop: str | Annotated[list[str], Meta(max_length=4)] | None = None
+
+
+class ChatRequest(TextBody, frozen=True, kw_only=True):
+    """The body of /v1/chat/completions."""
+
     messages: Annotated[list[ChatMessage], Meta(min_length=1)]
     modalities: Annotated[list[Literal["text", "audio"]], Meta(min_length=1)] = field(default_factory=lambda: ["text"])
     audio: AudioParams = AudioParams()
-    stream: bool = False
-    stream_options: StreamOptions = StreamOptions()
-    max_tokens: int | None = None
     max_completion_tokens: int | None = None
-    stop: str | Annotated[list[str], Meta(max_length=4)] | None = None
     mm_processor_kwargs: ProcessorKwargs = ProcessorKwargs()
 
 
-class CompletionRequest(msgspec.Struct, frozen=True, kw_only=True):
+class CompletionRequest(TextBody, frozen=True, kw_only=True):
     """The body of /v1/completions. One prompt, as text."""
 
-    model: str
     prompt: Text
-    stream: bool = False
-    stream_options: StreamOptions = StreamOptions()
-    max_tokens: int | None = None
-    stop: str | Annotated[list[str], Meta(max_length=4)] | None = None
 
 
 class SpeechRequest(msgspec.Struct, frozen=True, kw_only=True):

@@ -35,7 +35,7 @@ log = logging.getLogger("omni_actors.serve")
 _FULL = HTTPError(503, "the server has too many connections", code="too_many_connections")
 
 
-class Listener:
+class HTTPListener:
     """Serves an ASGI application on the connections of a listening socket.
 
     Args:

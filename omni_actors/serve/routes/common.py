@@ -27,7 +27,7 @@ def open_body(
     return system, body, params
 
 
-def stop_list(body: schemas.ChatRequest | schemas.CompletionRequest) -> list[str] | None:
+def stop_list(body: schemas.TextBody) -> list[str] | None:
     """Return the stop texts of a request, of which a client may give one as a string."""
     return [body.stop] if isinstance(body.stop, str) else body.stop
 

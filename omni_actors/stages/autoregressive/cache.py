@@ -19,8 +19,6 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
-__all__ = ["SlottedCache"]
-
 _FIRST_LENGTH = 256
 
 

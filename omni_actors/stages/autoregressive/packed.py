@@ -20,8 +20,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-__all__ = ["pack_linears"]
-
 
 class _PackedLinear(nn.Module):
     """A linear layer on packed weights."""

@@ -12,8 +12,6 @@ from omni_actors.stages.base import Chunk, StageFailure, StageOutput, StageReque
 from omni_actors.stages.engine import Engine
 from omni_actors.stages.refusal import request_work, validated
 
-__all__ = ["Collector", "PromptEngine", "PromptRequest"]
-
 
 class Collector(Protocol):
     """Collects the input chunks of one request."""

@@ -23,8 +23,6 @@ from torch import Tensor
 
 from omni_actors.stages.base import InvalidRequest
 
-__all__ = ["Sampler", "Sampling", "choose", "generator", "not_finite", "weights"]
-
 _LARGEST = torch.finfo(torch.float32).max
 _LOWEST_TEMPERATURE = 1e-4
 """Dividing by less would overflow, and only the most likely token remains at this value already."""

@@ -21,8 +21,6 @@ from typing import Generic, TypeVar
 
 from omni_actors.stages.autoregressive.cache import SlottedCache
 
-__all__ = ["Scheduler", "Sequence"]
-
 
 class Sequence:
     """What the scheduler needs to know of one sequence. The engine keeps ``prefill_left`` and ``ready`` up to date."""

@@ -14,8 +14,6 @@ from typing import Any
 
 from omni_actors.stages.autoregressive.options import TextParams
 
-__all__ = ["Answer", "Detokenizer", "StopFilter", "Vocabulary"]
-
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 _CHARACTER = 4
 """The most bytes, and so the most tokens, of a UTF-8 character."""

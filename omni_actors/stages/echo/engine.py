@@ -43,8 +43,6 @@ from omni_actors.stages.engine import PausableEngine
 from omni_actors.stages.refusal import request_work, validated
 from ringbuf import Tensor
 
-__all__ = ["EchoEngine", "payload"]
-
 _OFFSETS = 4093
 
 

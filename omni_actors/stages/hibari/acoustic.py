@@ -44,8 +44,6 @@ if TYPE_CHECKING:
 
 _Floats: TypeAlias = "np.ndarray[Any, np.dtype[np.float32]]"
 
-__all__ = ["LONGEST_SCRIPT", "AcousticEngine"]
-
 LONGEST_SCRIPT = 16_384
 """Characters; about 18 minutes of speech."""
 

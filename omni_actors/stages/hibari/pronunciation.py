@@ -22,8 +22,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from hibari import Hibari
 
-__all__ = ["LONGEST_PHRASE", "LONGEST_WORD", "Pronunciation"]
-
 LONGEST_PHRASE = 400
 """Phonemes; about 30 s of speech. hibari itself splits longer phrases at clause marks only."""
 LONGEST_WORD = 48

@@ -21,8 +21,6 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy import fft
 
-__all__ = ["BINS", "HOP", "SAMPLE_RATE", "SentenceSynthesis"]
-
 Floats: TypeAlias = "np.ndarray[Any, np.dtype[np.float32]]"
 Spectrum: TypeAlias = "np.ndarray[Any, np.dtype[np.complex64]]"
 

@@ -16,8 +16,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable
 
-__all__ = ["LONGEST", "SentenceReader"]
-
 LONGEST = 300
 """Characters; about 20 seconds of speech."""
 

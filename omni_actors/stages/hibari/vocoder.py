@@ -25,8 +25,6 @@ from omni_actors.stages.hibari.synthesis import BINS, SAMPLE_RATE, Floats, Sente
 from omni_actors.stages.refusal import validated
 from omni_actors.stages.sources import OpenSources
 
-__all__ = ["VocoderEngine"]
-
 _SPECTRAL = ("lh", "theta", "ln", "lr", "phi")
 _MOST_FRAMES = 1 << 15
 """The longest sentence: 7 minutes. Its noise is drawn at once and takes 4.8 kB a frame."""

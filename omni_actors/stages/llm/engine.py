@@ -25,8 +25,6 @@ from omni_actors.stages.autoregressive.text import Vocabulary
 from omni_actors.stages.base import StageContext, StageRequest
 from omni_actors.stages.llm.prompt import Prompt
 
-__all__ = ["LLMEngine", "open_engine"]
-
 
 class _Request(TextRequest[Prompt]):
     pending_prompt: list[int]

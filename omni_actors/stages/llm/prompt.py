@@ -25,8 +25,6 @@ from omni_actors.stages.multimodal.conversation import AudioPart, MediaPart, Mes
 from omni_actors.stages.refusal import validated
 from omni_actors.stages.sources import OpenSources
 
-__all__ = ["Prompt"]
-
 
 class TranscriptData(msgspec.Struct, frozen=True):
     """The ``data`` of a chunk with a piece of a transcript."""

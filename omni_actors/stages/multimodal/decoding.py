@@ -19,6 +19,7 @@ from omni_actors.stages.multimodal.images import check_pixels, decode_image
 from omni_actors.stages.multimodal.limits import MediaLimits
 from omni_actors.stages.multimodal.prompt import Media, Pixels, VideoInput
 from omni_actors.stages.multimodal.videos import Frames, Size, decode_sound, decode_video, sample_frames
+from omni_actors.stages.refusal import beyond_context
 
 
 class Decoded(msgspec.Struct):
@@ -134,7 +135,7 @@ class _Decoding:
         self._tokens += tokens
         if self._tokens > self._limits.tokens:
             message = f"the media take at least {self._tokens} tokens; the limit is {self._limits.tokens}"
-            raise InvalidRequest(message, param=kind, code="context_length_exceeded")
+            raise beyond_context(message, kind)
 
 
 def _fitted(kind: str, index: int, shape: Sequence[int], factor: int, size: Mapping[str, int]) -> tuple[int, int]:

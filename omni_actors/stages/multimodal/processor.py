@@ -30,8 +30,7 @@ from omni_actors.stages.multimodal.decoding import Decoded, Decoder
 from omni_actors.stages.multimodal.frames import FrameProcessor
 from omni_actors.stages.multimodal.limits import MediaLimits
 from omni_actors.stages.multimodal.prompt import Media, OmniPrompt
-
-__all__ = ["OmniInputs", "OmniProcessor"]
+from omni_actors.stages.refusal import beyond_context
 
 
 class OmniInputs(msgspec.Struct, frozen=True):
@@ -169,9 +168,7 @@ class OmniProcessor:
             )
         except jinja2.TemplateError as error:
             # Some templates refuse conversations such as two user messages in a row.
-            raise InvalidRequest(
-                f"the model's chat template refuses the conversation: {error}", param="messages"
-            ) from error
+            raise _refusal(f"the model's chat template refuses the conversation: {error}") from error
         return ids
 
     def _expanded(
@@ -180,16 +177,17 @@ class OmniProcessor:
         """Replace each placeholder in ``ids`` by the ids of its place. Raises InvalidRequest."""
         found = [self._placeholder_ids[id_] for id_ in ids if id_ in self._placeholder_ids]
         if found != [kind for kind, _ in places]:
-            raise InvalidRequest(
-                "the model's chat template leaves out some of the conversation's media", param="messages"
-            )
+            raise _refusal("the model's chat template leaves out some of the conversation's media")
         rest = iter(expansions)
         return [each for id_ in ids for each in (next(rest) if id_ in self._placeholder_ids else (id_,))]
 
     def _check_length(self, tokens: int) -> None:
         if tokens > self._limits.tokens:
-            message = f"the prompt has at least {tokens} tokens; the limit is {self._limits.tokens}"
-            raise InvalidRequest(message, param="messages", code="context_length_exceeded")
+            raise beyond_context(f"the prompt has at least {tokens} tokens; the limit is {self._limits.tokens}")
+
+
+def _refusal(message: str) -> InvalidRequest:
+    return InvalidRequest(message, param="messages")
 
 
 def _places(conversation: Sequence[Message], media: Media) -> list[tuple[str, int]]:
@@ -201,18 +199,15 @@ def _places(conversation: Sequence[Message], media: Media) -> list[tuple[str, in
     for message in conversation:
         if message.role != "user" and any(message.media):
             # A talker gets the user's turns only, and would look for all media in those.
-            reason = f"a message of the role {message.role!r} has media; only user messages may have media"
-            raise InvalidRequest(reason, param="messages")
+            raise _refusal(f"a message of the role {message.role!r} has media; only user messages may have media")
     for kind, index in places:
         if index not in media.of(kind):
-            raise InvalidRequest(f"the messages refer to {kind} {index}, which was not sent", param="messages")
+            raise _refusal(f"the messages refer to {kind} {index}, which was not sent")
     unplaced = sorted({(kind, index) for kind in ("audio", "image", "video") for index in media.of(kind)} - set(places))
     if unplaced:
-        raise InvalidRequest(
-            f"no message refers to {unplaced[0][0]} {unplaced[0][1]}, which was sent", param="messages"
-        )
+        raise _refusal(f"no message refers to {unplaced[0][0]} {unplaced[0][1]}, which was sent")
     if not places and not any(text.strip() for m in conversation if m.role != "system" for text in m.texts):
-        raise InvalidRequest("the prompt is empty: no user message has text or media", param="messages")
+        raise _refusal("the prompt is empty: no user message has text or media")
     return places
 
 

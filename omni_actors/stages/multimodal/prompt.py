@@ -30,8 +30,6 @@ from omni_actors.stages.refusal import validated
 from omni_actors.stages.sources import OpenSources
 from ringbuf import Tensor
 
-__all__ = ["Media", "OmniPrompt", "Pixels", "VideoInput"]
-
 Pixels: TypeAlias = "np.ndarray[Any, np.dtype[np.uint8]]"
 
 

@@ -20,8 +20,6 @@ from omni_actors.stages.base import Chunk, InvalidRequest, StageOutput, StageReq
 from omni_actors.stages.engine import PausableEngine
 from omni_actors.stages.sources import OpenSources
 
-__all__ = ["WHOLE_INPUT", "CodecDecoder", "CodecRequest"]
-
 SAMPLE_RATE = 24_000
 WHOLE_INPUT = (sys.maxsize,)
 """The chunk sizes of a request whose codes are decoded together, once all have arrived."""

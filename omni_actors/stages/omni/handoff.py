@@ -19,8 +19,6 @@ from torch import Tensor
 from omni_actors.stages.base import TensorLike
 from omni_actors.stages.tensors import to_wire
 
-__all__ = ["TalkerHandoff"]
-
 
 class TalkerHandoff:
     """The rows of one request that its thinker has computed and not sent yet.

@@ -14,8 +14,6 @@ from typing import Any
 
 from omni_actors.stages.base import RequestId
 
-__all__ = ["MediaReader"]
-
 LONGEST_WAIT_S = 0.01
 """Seconds. The engine takes in no chunks meanwhile."""
 

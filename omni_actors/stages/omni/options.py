@@ -1,15 +1,14 @@
-"""The options and request parameters that thinkers and talkers of omni models share."""
+"""The options and request parameters that thinkers and talkers of omni models share.
+
+A thinker is the part of an omni model that reads all input and writes text; its options are ``TextOptions``.
+"""
 
 from __future__ import annotations
 
 import msgspec
 
-from omni_actors.stages.autoregressive.options import TextOptions, TextParams
+from omni_actors.stages.autoregressive.options import TextParams
 from omni_actors.stages.bounds import Dtype, Name, Penalty, Positive, Seed, Temperature, Tokens, TopK, TopP
-
-
-class ThinkerOptions(TextOptions, frozen=True, forbid_unknown_fields=True):
-    """The options of a thinker: the part of an omni model that reads all input and writes text."""
 
 
 class ThinkerParams(TextParams, frozen=True, forbid_unknown_fields=True):

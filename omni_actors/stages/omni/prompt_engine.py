@@ -25,8 +25,6 @@ from omni_actors.stages.omni.media_reader import MediaReader
 from omni_actors.stages.omni.positions import is_media, position_grids
 from omni_actors.stages.refusal import request_work
 
-__all__ = ["OmniPromptEngine", "OmniRequest"]
-
 
 class OmniRequest(PromptRequest[OmniPrompt]):
     """One request, with a prompt of n positions once it is read."""

@@ -29,7 +29,7 @@ from omni_actors.stages.checkpoint import load_part, whole_config
 from omni_actors.stages.engine import Engine
 from omni_actors.stages.omni.options import TalkerOptions
 from omni_actors.stages.omni.talker_request import TalkerRequest
-from omni_actors.stages.refusal import request_work
+from omni_actors.stages.refusal import beyond_context, request_work
 from omni_actors.stages.tensors import to_torch
 
 R = TypeVar("R", bound=TalkerRequest)
@@ -172,11 +172,8 @@ class OmniTalker(Engine[R]):
         size = request.positions.shape[1]
         request.max_codes = min(request.params.talker_max_tokens, self._options.context - size)
         if request.max_codes < 1:
-            raise base.InvalidRequest(
-                f"the prompt takes {size} positions of the talker's context, which has {self._options.context}",
-                param="messages",
-                code="context_length_exceeded",
-            )
+            found = f"the prompt takes {size} positions of the talker's context, which has {self._options.context}"
+            raise beyond_context(found)
         request.prefill_left = size - 1
         request.has_header = True
         self._scheduler.add(request)

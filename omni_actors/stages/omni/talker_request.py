@@ -17,8 +17,6 @@ from omni_actors.stages.base import StageRequest
 from omni_actors.stages.omni.options import TalkerParams
 from omni_actors.stages.sources import OpenSources
 
-__all__ = ["TalkerRequest"]
-
 
 class TalkerRequest(Sequence):
     """One request. Its inputs are (k, width), of one width, in the talker's dtype.

@@ -21,13 +21,14 @@ from transformers import PreTrainedModel
 
 from omni_actors.stages.autoregressive.cache import SlottedCache
 from omni_actors.stages.autoregressive.language import LanguageEngine, TextRequest, refuse_beyond_context
+from omni_actors.stages.autoregressive.options import TextOptions
 from omni_actors.stages.autoregressive.scheduler import Scheduler
 from omni_actors.stages.autoregressive.text import Vocabulary
 from omni_actors.stages.base import InvalidRequest, StageContext, StageFailure, StageOutput, TensorLike
 from omni_actors.stages.checkpoint import load_part, whole_config
 from omni_actors.stages.multimodal.processor import OmniInputs
 from omni_actors.stages.multimodal.prompt import OmniPrompt
-from omni_actors.stages.omni.options import ThinkerOptions, ThinkerParams
+from omni_actors.stages.omni.options import ThinkerParams
 from omni_actors.stages.omni.positions import rotary_positions
 from omni_actors.stages.omni.prompt_engine import OmniPromptEngine, OmniRequest
 from omni_actors.stages.refusal import request_work
@@ -59,7 +60,7 @@ class OmniThinker(OmniPromptEngine[R], LanguageEngine[R]):
 
     def __init__(self, context: StageContext) -> None:
         """Raises msgspec.ValidationError (options), WrongCheckpoint, OSError (the checkpoint's files)."""
-        options = msgspec.convert(context.options, ThinkerOptions)
+        options = msgspec.convert(context.options, TextOptions)
         context.report("reading the processor")
         self._open_processors(context.model_directory, options.context, options.system_prompt)
         model: Any = load_part(self.MODEL, context, "thinker", options.dtype)

@@ -1,4 +1,4 @@
-"""The options of Qwen3-Omni's codec decoder. Its thinker and talker take those of ``omni.options``."""
+"""The options of Qwen3-Omni's codec decoder. The talker's are those of ``omni.options``, the thinker's ``TextOptions``."""
 
 from __future__ import annotations
 

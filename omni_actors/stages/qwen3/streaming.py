@@ -21,11 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import (
-    Qwen3OmniMoeCausalConvNet,
-    Qwen3OmniMoeCausalTransConvNet,
-    Qwen3OmniMoeCode2Wav,
-)
+from transformers.models.qwen3_omni_moe import modeling_qwen3_omni_moe as modeling
 
 
 class DecoderState:
@@ -98,15 +94,15 @@ class _Window:
 class StreamingDecoder:
     """Decodes with a code2wav module, which it changes: the convolutions carry state inside ``decode``."""
 
-    def __init__(self, model: Qwen3OmniMoeCode2Wav) -> None:
+    def __init__(self, model: modeling.Qwen3OmniMoeCode2Wav) -> None:
         self._model: Any = model
         self._states: list[DecoderState] = []
         self._window: int = model.config.sliding_window
         for place, (name, module) in enumerate(list(model.named_modules())):
-            if isinstance(module, Qwen3OmniMoeCausalConvNet) and module.padding:
+            if isinstance(module, modeling.Qwen3OmniMoeCausalConvNet) and module.padding:
                 assert module.stride == 1
                 carrying = _Carrying(module.conv, self._states, place, first=module.padding, kept=module.padding)
-            elif isinstance(module, Qwen3OmniMoeCausalTransConvNet) and module.left_pad:
+            elif isinstance(module, modeling.Qwen3OmniMoeCausalTransConvNet) and module.left_pad:
                 assert module.conv.kernel_size[0] == 2 * module.conv.stride[0]
                 carrying = _Carrying(module, self._states, place, first=0, kept=1)
             else:

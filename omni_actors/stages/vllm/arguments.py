@@ -15,8 +15,6 @@ from vllm.sampling_params import RepetitionDetectionParams, RequestOutputKind, S
 from omni_actors.stages.base import InvalidRequest
 from omni_actors.stages.vllm.options import VLLMSampling
 
-__all__ = ["CLIENT_ERRORS", "WrongEngineArgument", "engine_args", "refusal", "sampling_params"]
-
 RESERVED: Mapping[str, str] = {
     "model": "the stage's `model`",
     "worker_cls": "the engine itself",

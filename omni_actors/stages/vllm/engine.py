@@ -22,12 +22,11 @@ import vllm
 from vllm import LLMEngine, SamplingParams
 
 from omni_actors.stages.autoregressive.prompt_engine import C, PromptEngine, PromptRequest
-from omni_actors.stages.base import InvalidRequest, RequestId, StageContext, StageFailure, StageOutput, StageRequest
+from omni_actors.stages.base import RequestId, StageContext, StageFailure, StageOutput, StageRequest
+from omni_actors.stages.refusal import beyond_context
 from omni_actors.stages.vllm import _internals
 from omni_actors.stages.vllm.arguments import CLIENT_ERRORS, engine_args, refusal, sampling_params
 from omni_actors.stages.vllm.options import VLLMOptions, VLLMParams, VLLMSampling
-
-__all__ = ["VLLMEngine", "VLLMRequest", "logprobs_of"]
 
 
 class VLLMRequest(PromptRequest[C]):
@@ -93,7 +92,7 @@ class VLLMEngine(PromptEngine[R]):
             )
         except CLIENT_ERRORS as error:
             if request.prompt_tokens >= self._context:
-                raise InvalidRequest(str(error), param="messages", code="context_length_exceeded") from error
+                raise beyond_context(str(error)) from error
             raise refusal(error) from error
 
     def abort(self, request_id: RequestId) -> None:

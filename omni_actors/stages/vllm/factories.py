@@ -15,8 +15,6 @@ from importlib import import_module
 from omni_actors.stages import assets
 from omni_actors.stages.base import StageContext, StageEngine
 
-__all__ = ["open_qwen2_5_thinker", "open_qwen3_talker", "open_qwen3_thinker", "open_text", "prepare_environment"]
-
 REQUIRED = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_USE_V2_MODEL_RUNNER": "0",  # the hidden states are captured from version 1

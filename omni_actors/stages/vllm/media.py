@@ -18,8 +18,6 @@ from vllm.inputs.engine import MultiModalInput, TokensInput, mm_input, tokens_in
 from omni_actors.stages.multimodal.processor import OmniInputs
 from omni_actors.stages.vllm._internals import MultiModalKwargsItems, PlaceholderRange, omni_fields
 
-__all__ = ["to_prompt"]
-
 _item_numbers = count()
 """Number the items of all requests: vLLM caches encoded items by name, so no two items may share one."""
 

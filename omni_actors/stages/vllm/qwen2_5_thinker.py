@@ -18,8 +18,6 @@ from omni_actors.stages.vllm._internals import HiddenStates
 from omni_actors.stages.vllm.options import VLLMThinkerParams
 from omni_actors.stages.vllm.thinker import Thinker, ThinkerRequest
 
-__all__ = ["Qwen25Thinker"]
-
 
 class _Request(ThinkerRequest):
     positions: Tensor

@@ -33,8 +33,6 @@ from omni_actors.stages.vllm.arguments import engine_args
 from omni_actors.stages.vllm.options import VLLMTalkerOptions
 from omni_actors.stages.vllm.qwen3_talker_model import register
 
-__all__ = ["Qwen3Talker"]
-
 
 class _TalkerWithoutLayers(Qwen3OmniMoeTalkerForConditionalGeneration):  # type: ignore[no-untyped-call]
     def __init__(self, config: Any) -> None:

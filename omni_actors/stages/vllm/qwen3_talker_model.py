@@ -22,8 +22,6 @@ from vllm.model_executor.models.qwen3_moe import Qwen3MoeModel
 
 from omni_actors.stages.vllm._internals import UnsupportedVLLMVersion
 
-__all__ = ["TalkerLayers", "register"]
-
 ARCHITECTURE = "OmniActorsQwen3TalkerLayers"
 PREFIX = "talker.model."
 

@@ -15,8 +15,6 @@ from omni_actors.stages.vllm._internals import HiddenStates
 from omni_actors.stages.vllm.options import VLLMThinkerParams
 from omni_actors.stages.vllm.thinker import Thinker, ThinkerRequest
 
-__all__ = ["Qwen3Thinker"]
-
 
 class Qwen3Thinker(Thinker[ThinkerRequest]):
     """See the module. ``context.model``: a checkpoint directory of Qwen3-Omni."""

@@ -26,8 +26,6 @@ from omni_actors.stages.tensors import to_torch
 from omni_actors.stages.vllm.engine import VLLMEngine, VLLMRequest, logprobs_of
 from omni_actors.stages.vllm.options import VLLMParams
 
-__all__ = ["TextEngine"]
-
 
 class _Prompt(Prompt):
     """A conversation, or embeddings."""

@@ -32,8 +32,6 @@ from omni_actors.stages.vllm.engine import VLLMEngine, VLLMRequest, logprobs_of
 from omni_actors.stages.vllm.media import to_prompt
 from omni_actors.stages.vllm.options import VLLMThinkerParams
 
-__all__ = ["Thinker", "ThinkerRequest"]
-
 CHUNK = 256
 
 

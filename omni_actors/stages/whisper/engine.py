@@ -31,8 +31,6 @@ from omni_actors.stages.whisper.options import WhisperOptions, WhisperParams
 if TYPE_CHECKING:
     from faster_whisper.transcribe import Segment
 
-__all__ = ["WhisperEngine"]
-
 SAMPLE_RATE = 16000
 
 
