@@ -221,9 +221,8 @@ class Consumer:
                 self._partial = None
                 raise RingClosed("producer")
         if not following < tail <= following + self._capacity:
-            raise RingCorrupted(
-                8 * PRODUCER.position, (tail,), f"the tail left [{following}, {following + self._capacity}]"
-            )
+            why = f"the tail left [{following}, {following + self._capacity}]"
+            raise RingCorrupted(8 * PRODUCER.position, (tail,), why)
         self._tail = tail
         return True
 

@@ -33,28 +33,10 @@ from typing import Any, Protocol, TypeAlias, runtime_checkable
 import msgspec
 import numpy as np
 
-from omni_actors.errors import InvalidRequest
-from omni_actors.protocol.messages import CLIENT
-from ringbuf import Tensor
-
-__all__ = [
-    "CLIENT",
-    "Chunk",
-    "InvalidRequest",
-    "Measured",
-    "NoOptions",
-    "NoParams",
-    "Pausable",
-    "RequestId",
-    "StageContext",
-    "StageEngine",
-    "StageFailure",
-    "StageOutput",
-    "StageRequest",
-    "Tensor",
-    "TensorLike",
-    "WarmsUp",
-]
+# ``as`` makes these names part of this module (rule 7).
+from omni_actors.errors import InvalidRequest as InvalidRequest
+from omni_actors.protocol.messages import CLIENT as CLIENT
+from ringbuf import Tensor as Tensor
 
 RequestId: TypeAlias = int
 """A request's number: unique within a system, and increasing in the order of admission."""

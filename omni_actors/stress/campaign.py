@@ -53,9 +53,10 @@ class Campaign:
         shrink_s: time for shrinking a failing schedule. Raises click.ClickException if Hypothesis is missing.
         """
         if importlib.util.find_spec("hypothesis") is None:
-            raise click.ClickException(
+            message = (
                 "Hypothesis generates the schedules, and is not installed: pip install hypothesis (the extra stress)"
             )
+            raise click.ClickException(message)
         from omni_actors.stress.search import Search
 
         seed = _seed(seed)

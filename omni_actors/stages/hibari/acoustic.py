@@ -142,9 +142,8 @@ class AcousticEngine(PausableEngine[_Request]):
         if phrase:
             yield from self._chunks(request_id, request, *phrase, last)
         elif last and request.is_script and not request.sentences_out:
-            yield base.StageFailure(
-                request_id, base.InvalidRequest(_UNSPEAKABLE, param="input", code="nothing_to_speak")
-            )
+            error = base.InvalidRequest(_UNSPEAKABLE, param="input", code="nothing_to_speak")
+            yield base.StageFailure(request_id, error)
         elif last:
             yield base.StageOutput(request_id, last=True)
 

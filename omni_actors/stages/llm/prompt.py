@@ -85,9 +85,8 @@ class Prompt:
             text: str = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
         except jinja2.TemplateError as error:
             # Some templates refuse conversations such as two user messages in a row.
-            raise InvalidRequest(
-                f"the model's chat template refuses the conversation: {error}", param="messages"
-            ) from error
+            message = f"the model's chat template refuses the conversation: {error}"
+            raise InvalidRequest(message, param="messages") from error
         return text
 
     def _text(self, message: Message) -> str:

@@ -161,15 +161,11 @@ class _FrameSampler:
         if self._size is None:
             self._size = self._fit(*frame.shape[:2])
         if len(self._kept) == self._size.frames:
-            message = (
-                f"it has more than {self._size.frames} frames of its size, which is the limit of the prompt's tokens"
-            )
-            raise _refusal(self._index, message, "context_length_exceeded")
+            many = f"it has more than {self._size.frames} frames of its size, which is the limit of the prompt's tokens"
+            raise _refusal(self._index, many, "context_length_exceeded")
         if len(self._kept) == self._limits.video_frames:
-            message = (
-                f"it has too many frames at {self._fps:g} frames a second; the limit is {self._limits.video_frames}"
-            )
-            raise _refusal(self._index, message, "video_too_long")
+            many = f"it has too many frames at {self._fps:g} frames a second; the limit is {self._limits.video_frames}"
+            raise _refusal(self._index, many, "video_too_long")
         pixels = torch.from_numpy(np.ascontiguousarray(frame))[None]
         self._kept.append(resize(pixels, self._size.height, self._size.width))
 

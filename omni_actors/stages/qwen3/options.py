@@ -1,4 +1,4 @@
-"""The options of Qwen3-Omni's codec decoder. The talker's are those of ``omni.options``, the thinker's ``TextOptions``."""
+"""The options of Qwen3-Omni's codec decoder. ``omni.options`` has the talker's, ``TextOptions`` are the thinker's."""
 
 from __future__ import annotations
 

@@ -39,10 +39,8 @@ class _Prompt(Prompt):
         if (sent := chunk.tensors.get("embeds")) is not None:
             embeds = to_torch(sent)
             if not embeds.is_floating_point() or embeds.ndim != 2 or not len(embeds) or not embeds.isfinite().all():
-                found = f"{sent.dtype} {sent.shape}"
-                raise InvalidRequest(
-                    f"embeds: finite floating point (n, hidden) was expected, not {found}", param="embeds"
-                )
+                message = f"embeds: finite floating point (n, hidden) was expected, not {sent.dtype} {sent.shape}"
+                raise InvalidRequest(message, param="embeds")
             self.embeds.append(embeds)
         return super().feed(chunk)
 
