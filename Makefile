@@ -1,6 +1,6 @@
 # make demo    hear it: sets everything up, asks a question, writes the spoken answer to answer.wav
 # make test    set up and run the tests
-# make test-perf   the tests that measure time or run long, one after the other
+# make test-perf   the tests that measure time or are expensive, one after the other
 # make test-portable   the numeric tests, with rounding noise as other machines have it
 # make serve   set up and serve the "voice" pipeline on port 8091 (OpenAI-compatible HTTP)
 # make lint    what CI asks of every file
@@ -69,7 +69,7 @@ test-portable: setup
 	@for run in $(PORTABLE_RUNS); do \
 		echo "==> Rounding noise, seed $${run%,*}, engines on $${run#*,} threads"; \
 		PYTHONPATH="$(CURDIR)/tests/support/process_hooks:$$PYTHONPATH" OMNI_ACTORS_TEST_NOISE=$${run%,*} \
-			OMNI_ACTORS_TEST_THREADS=$${run#*,} $(BIN)/python -m pytest -n 2 -m "not perf and not slow" $(NUMERIC_TESTS) \
+			OMNI_ACTORS_TEST_THREADS=$${run#*,} $(BIN)/python -m pytest -n 2 -m "not perf" $(NUMERIC_TESTS) \
 			$(PYTEST_ARGS) || exit 1; \
 	done
 

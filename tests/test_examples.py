@@ -123,6 +123,7 @@ def assert_same_sound(file: Path, samples: Samples) -> None:
     np.testing.assert_allclose(wav(file), samples, atol=1e-4)  # 16 bits
 
 
+@pytest.mark.slow
 def test_mixed_modalities_takes_all_kinds_of_files(run: Example, here: Path, shared_system: SharedSystem) -> None:
     asked = ("--use-audio-in-video", "--prompt", "what is it ?", "--seed", "3")
     ran = run("mixed_modalities.py", *EVERYTHING, *asked, shared_system=shared_system)
@@ -143,6 +144,7 @@ def test_mixed_modalities_takes_all_kinds_of_files(run: Example, here: Path, sha
     )
 
 
+@pytest.mark.slow
 def test_text_to_speech_writes_speech_and_times(run: Example, here: Path, shared_system: SharedSystem) -> None:
     ran = run(
         "text_to_speech.py",
@@ -174,6 +176,7 @@ def test_text_to_speech_writes_speech_and_times(run: Example, here: Path, shared
     assert float(rows[2][2]) > 4 * SPEECH / 1000, "bytes of float32, and what goes with them"
 
 
+@pytest.mark.slow
 def test_offline_batch_answers_a_file_of_prompts(
     run: Example, here: Path, shared_system: SharedSystem, monkeypatch: pytest.MonkeyPatch
 ) -> None:

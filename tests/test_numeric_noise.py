@@ -51,6 +51,7 @@ def computed(seed: str) -> dict[str, list[list[float]]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.voice
 def test_every_kernel_is_noisy_by_a_few_units_in_the_last_place() -> None:
     import numpy as np

@@ -89,6 +89,7 @@ async def test_an_image_and_a_recording_change_the_text_and_the_speech(omni: Omn
     assert not np.array_equal(sound_of(both), sound_of(blind))
 
 
+@pytest.mark.slow
 @with_shared_system
 async def test_eight_concurrent_requests_get_the_answers_of_each_alone(omni: OmniSystem) -> None:
     asked = [(STORY[: 12 + 4 * n], {**SPOKEN, "talker_max_tokens": 20 + 5 * n, "seed": n}) for n in range(8)]
@@ -108,7 +109,8 @@ async def test_eight_concurrent_requests_get_the_answers_of_each_alone(omni: Omn
         assert_same_sound(sound_of(together[n]), sound_of(outputs))
 
 
-@pytest.mark.parametrize("killed", [("code2wav",), pytest.param(("thinker", "talker"), marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("killed", [("code2wav",), ("thinker", "talker")])
 def test_a_killed_stage_changes_nothing_for_the_client(shared_system: SharedSystem, killed: tuple[str, ...]) -> None:
     params = {**SPOKEN, "max_tokens": 400, "temperature": 1.0, "talker_temperature": 0.9, "seed": 7}
 

@@ -74,7 +74,9 @@ def check_innocent(number: int, outputs: list[Output] | OmniError) -> Output:
     return outputs[-1]
 
 
-@pytest.mark.parametrize("how", [{"raise": "feed"}, {"raise": "step"}, {"exit": 3}])
+@pytest.mark.parametrize(
+    "how", [pytest.param({"raise": "feed"}, marks=pytest.mark.slow), {"raise": "step"}, {"exit": 3}]
+)
 def test_poison_fails_and_the_five_requests_beside_it_complete(
     shared_system: SharedSystem, how: dict[str, Any]
 ) -> None:
@@ -158,6 +160,7 @@ async def kill_thrice(omni: OmniSystem) -> None:
             await omni.wait_changed()
 
 
+@pytest.mark.slow
 async def test_two_equal_requests_that_crash_their_worker_late_end_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """Both pass their probation, run beside each other, and use up their replays in the same death."""
     monkeypatch.setattr(trials, "PROBATION_S", 0.05)
@@ -171,6 +174,7 @@ async def test_two_equal_requests_that_crash_their_worker_late_end_together(monk
         check_innocent(3, await read(innocent(omni, 3)))
 
 
+@pytest.mark.slow
 async def test_a_hanging_request_is_not_cleared_by_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trials, "PROBATION_S", 0.05)
     async with OmniSystem.open(pipeline(1000), **{"stages.second.step_timeout_s": 1.0}) as omni:
@@ -182,6 +186,7 @@ async def test_a_hanging_request_is_not_cleared_by_time(monkeypatch: pytest.Monk
         assert len(omni.health().stages["second"][0].history) <= 4
 
 
+@pytest.mark.slow
 async def test_under_steady_load_poison_is_tried_once_more_on_a_drained_replica(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -24,7 +24,7 @@ from tests.support.readme import PROGRAM, ROOT
 from tests.support.shared_system import SharedSystem, open_shared_system, use_shared_system, with_shared_system
 from tests.support.spoken_answers import sound_of, text_of
 
-pytestmark = pytest.mark.voice
+pytestmark = [pytest.mark.voice, pytest.mark.slow]  # a part of it stays in make test: serve/test_with_models.py
 
 QUESTIONS = (
     "What is the capital of France?",

@@ -110,7 +110,7 @@ async def run_traffic(
     pieces: int = 4,
     interval_s: float = 0.5,
     clients_with_poison: int = 3,
-    seconds: float = 300.0,
+    seconds: float = 120.0,
     load_s: float = LOAD_S,
     **how: Any,
 ) -> Traffic:
@@ -155,6 +155,7 @@ async def test_under_steady_load_innocents_share_one_death_with_poison(
     check_bounds(await run_traffic({"raise": "feed"}, replicas=replicas))
 
 
+@pytest.mark.slow
 async def test_hundreds_of_equal_requests_end_together(autojump_clock: trio.testing.MockClock) -> None:
     """Ending one ends the next; that must not nest."""
     check_bounds(await run_traffic({"raise": "feed"}, clients_with_poison=400, seconds=90.0))
@@ -178,7 +179,7 @@ async def test_poison_ends_by_its_deadline_when_no_replica_can_be_drained(
 ) -> None:
     """The innocent requests take longer than a drain may."""
     traffic = await run_traffic(
-        {"raise": "feed"}, pieces=int(3 * REPLICA_DRAIN_S / TURN_S), interval_s=10.0, deadline_s=100.0
+        {"raise": "feed"}, pieces=int(3 * REPLICA_DRAIN_S / TURN_S), interval_s=10.0, deadline_s=60.0
     )
     assert len(traffic.deaths) == 1
     assert {type(error) for error in traffic.errors} == {DeadlineExceeded}
@@ -199,7 +200,7 @@ async def test_a_long_reload_uses_up_no_patience(
     """After the reload, the culprit waits for a quiet stage as long as after a short one."""
     monkeypatch.setattr(FailsOnce, "has_failed", False)
     load_s = 2 * CULPRIT_PATIENCE_S
-    traffic = await run_traffic({"stderr": "blamed"}, engine=f"{__name__}:FailsOnce", load_s=load_s)
+    traffic = await run_traffic({"stderr": "blamed"}, engine=f"{__name__}:FailsOnce", load_s=load_s, seconds=200.0)
     patient_until = load_s + POISON_AFTER_S + load_s + CULPRIT_PATIENCE_S
     assert patient_until <= min(traffic.completed) < patient_until + REPLICA_DRAIN_S + PROBATION_S
 

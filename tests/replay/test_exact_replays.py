@@ -98,6 +98,7 @@ async def test_a_stage_with_all_its_input_does_not_wait_for_dead_sources() -> No
         check_exact(generation, await read(generation), 0)
 
 
+@pytest.mark.slow
 async def test_a_request_completes_without_a_restarted_stage_that_is_not_needed() -> None:
     """The second stage dies while all its output lies in the ring of the stopped third stage, and starts again. Then
     the third stage continues, and the first, which would feed the second once more, stays stopped."""
@@ -132,6 +133,7 @@ async def test_another_replica_takes_over_and_without_one_the_request_waits_unti
         assert omni.in_flight == 0
 
 
+@pytest.mark.slow
 async def test_a_join_is_replayed_after_the_death_of_any_of_its_sources() -> None:
     """script -> left -> join -> audio; words -> right -> join; words -> join."""
 

@@ -151,7 +151,12 @@ BUGS = {
 }
 
 
-@pytest.mark.parametrize("scenario", SCENARIOS)
+EXPENSIVE = ("unsent", "wrap")
+
+
+@pytest.mark.parametrize(
+    "scenario", [pytest.param(name, marks=pytest.mark.slow if name in EXPENSIVE else ()) for name in SCENARIOS]
+)
 def test_no_interleaving_breaks_the_protocol(scenario: str) -> None:
     assert explore(SCENARIOS[scenario]).ends
 

@@ -19,6 +19,7 @@ class TestConformance(EngineConformance):
     pass
 
 
+@pytest.mark.slow
 def test_close_ends_the_engines_threads(case: Case, driver: Any, open_stage: Callable[..., Any], drive: Any) -> None:
     case.alone(driver, 1, 0)  # threads that a library starts once, for good, are running now
     before = _tasks()

@@ -179,14 +179,16 @@ def hostile_parameters(draw: Callable[..., Any], case: Case) -> dict[str, Any]:
 
 @pytest.mark.usefixtures("lenient_choices")
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # large numbers overflow
+@pytest.mark.parametrize("share", [pytest.param(4, id="few"), pytest.param(1, id="many", marks=pytest.mark.slow)])
 def test_a_hostile_request_ends_once_and_changes_no_other(
-    case: Case, driver: Any, capfd: pytest.CaptureFixture[str]
+    case: Case, driver: Any, capfd: pytest.CaptureFixture[str], share: int
 ) -> None:
+    """share: one in so many of the examples is run."""
     case.check(driver, _beside(case, driver, {**case.params}, case.inputs[0]), 1)
     before = reachable(driver.engine)
 
     @settings(
-        max_examples=EXAMPLES.get(case.name, 15) * FUZZ,
+        max_examples=math.ceil(EXAMPLES.get(case.name, 15) * FUZZ / share),
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base_example],
     )
     @given(params=hostile_parameters(case), chunks=hostile_chunks(case))

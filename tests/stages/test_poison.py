@@ -46,7 +46,7 @@ def beside_five(request: pytest.FixtureRequest, drive: Callable[..., Any]) -> Ca
     return run
 
 
-@pytest.mark.parametrize("source", [CLIENT, "thinker"])
+@pytest.mark.parametrize("source", [CLIENT, pytest.param("thinker", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("text", NUMBERS)
 def test_a_number_beyond_the_number_words_is_spoken(beside_five: Callable[..., Any], text: str, source: str) -> None:
     def poison(driver: Any) -> None:

@@ -70,12 +70,16 @@ ASKS = [
 EVERYWHERE = [(name, ask) for name in ("wordy", "brief") for ask in ASKS]
 
 
-@pytest.mark.parametrize(("checkpoint", "ask"), EVERYWHERE)
+@pytest.mark.parametrize(
+    ("checkpoint", "ask"),
+    [pytest.param(*case, marks=() if case[0] == "wordy" else pytest.mark.slow) for case in EVERYWHERE],
+)
 def test_an_answer_equals_the_references(pipeline: Callable[..., Qwen25Chain], checkpoint: str, ask: Ask) -> None:
     ours = pipeline(checkpoint)
     ours.check(ask, *ours.answers([ask]))
 
 
+@pytest.mark.slow
 def test_the_cases_cover_every_kind_of_ending(pipeline: Callable[..., Qwen25Chain]) -> None:
     answers = [(ask, pipeline(checkpoint).expected(ask)) for checkpoint, ask in EVERYWHERE]
     for media in (True, False):
@@ -98,7 +102,7 @@ def test_the_cases_cover_every_kind_of_ending(pipeline: Callable[..., Qwen25Chai
     [
         ("wordy", Ask("more", speaker="Ethan"), "thinker"),
         ("wordy", Ask("go", SYSTEM, speaker="Chelsie"), "talker"),
-        ("brief", Ask("hi", speaker="Chelsie"), "talker"),
+        pytest.param("brief", Ask("hi", speaker="Chelsie"), "talker", marks=pytest.mark.slow),
         ("wordy", Ask(STORY, max_tokens=1, speaker="Ethan"), "thinker"),
         ("wordy", Ask("what is it ?", image=((64, 64),), max_tokens=1, speaker="Ethan"), "thinker"),
     ],
@@ -123,7 +127,7 @@ def test_with_the_trained_prompt_answers_equal_the_references_for_a_padded_promp
     assert result.codes.tolist() != ours.expected(ask).codes.tolist(), "the prompt makes a difference"
 
 
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("seed", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_sixteen_concurrent_requests_are_answered_as_each_alone(
     pipeline: Callable[..., Qwen25Chain], seed: int
 ) -> None:

@@ -76,9 +76,9 @@ def sound(outputs: list[Any]) -> Wave:
 @pytest.mark.parametrize(
     ("count", "options"),
     [
-        (200, {"steps": 4, "chunk_blocks": 1}),
+        pytest.param(200, {"steps": 4, "chunk_blocks": 1}, marks=pytest.mark.slow),
         (110, {"steps": 2, "chunk_blocks": 2}),
-        (168, {"steps": 2, "chunk_blocks": 7}),  # whole blocks and whole chunks
+        pytest.param(168, {"steps": 2, "chunk_blocks": 7}, marks=pytest.mark.slow),  # whole blocks and whole chunks
         (90, {"steps": 2, "chunk_blocks": 1}),
         (30, {}),  # less than the look-ahead
         (5, {}),  # less than a block
@@ -155,6 +155,7 @@ def test_decode_reference_gives_the_references_samples(
         assert_same_sound(sound(outputs), reference.token2wav(codes(55), speaker, seed, 4))
 
 
+@pytest.mark.slow
 @given(seed=st.integers(0, 2**32))
 @settings(max_examples=3, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_requests_that_join_and_leave_get_the_samples_of_each_alone(

@@ -74,12 +74,16 @@ EVERYWHERE = [(name, ask) for name in ("wordy", "brief") for ask in ASKS] + [
 ]
 
 
-@pytest.mark.parametrize(("checkpoint", "ask"), EVERYWHERE)
+@pytest.mark.parametrize(
+    ("checkpoint", "ask"),
+    [pytest.param(*case, marks=() if case[0] == "wordy" else pytest.mark.slow) for case in EVERYWHERE],
+)
 def test_an_answer_equals_the_references(pipeline: Callable[[str], Qwen3Chain], checkpoint: str, ask: Ask) -> None:
     ours = pipeline(checkpoint)
     ours.check(ask, *ours.answers([ask]))
 
 
+@pytest.mark.slow
 def test_the_cases_cover_every_kind_of_ending(pipeline: Callable[[str], Qwen3Chain]) -> None:
     answers = [(ask, pipeline(checkpoint).expected(ask)) for checkpoint, ask in EVERYWHERE]
     for media in (True, False):
@@ -100,10 +104,10 @@ def test_the_cases_cover_every_kind_of_ending(pipeline: Callable[[str], Qwen3Cha
 @pytest.mark.parametrize(
     ("checkpoint", "ask", "crash"),
     [
-        ("brief", Ask("hello how are you today ?", SYSTEM), "thinker"),
-        ("brief", Ask("tell me"), "thinker"),
-        ("brief", Ask("more"), "talker"),
-        ("brief", Ask("zip", SYSTEM, speaker="chelsie"), "talker"),
+        pytest.param("brief", Ask("hello how are you today ?", SYSTEM), "thinker", marks=pytest.mark.slow),
+        pytest.param("brief", Ask("tell me"), "thinker", marks=pytest.mark.slow),
+        pytest.param("brief", Ask("more"), "talker", marks=pytest.mark.slow),
+        pytest.param("brief", Ask("zip", SYSTEM, speaker="chelsie"), "talker", marks=pytest.mark.slow),
         ("wordy", Ask(STORY, max_tokens=1), "thinker"),
         ("wordy", Ask(STORY, max_frames=1), "talker"),
         ("wordy", Ask("what is it ?", image=((64, 64),), max_tokens=1), "thinker"),
@@ -119,7 +123,7 @@ def test_if_the_reference_crashes_the_text_is_right_and_there_is_no_sound(
     assert result.wave.shape == (0,)
 
 
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("seed", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_sixteen_concurrent_requests_are_answered_as_each_alone(
     pipeline: Callable[[str], Qwen3Chain], seed: int
 ) -> None:
