@@ -1,4 +1,4 @@
-"""What the commands of the command line share."""
+"""Options and error handling that all commands share."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ override_option = click.option(
 verbose_option = click.option(
     "-v", "--verbose", is_flag=True, help="After a failure, print what the worker wrote to stderr."
 )
-"""The ``--verbose`` option of each command that runs a pipeline. ``click_errors`` obeys it."""
+"""The ``--verbose`` option of each command that runs a pipeline. Pass its value to ``click_errors``."""
 
 
 class BadConfig(click.ClickException):

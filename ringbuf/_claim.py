@@ -1,4 +1,4 @@
-"""Who owns an end, whether that process lives, and how a thread waits for what it does.
+"""Ownership of the two ends: claims, detecting an owner's death, and waiting for the peer.
 
 Rule 1: a claim word is start time << 22 | pid. No two processes of a boot share one, so a recycled pid is not mistaken
 for the owner. A zombie is dead.
@@ -63,7 +63,7 @@ def _claim_word(pid: int) -> int | None:
 
 
 def _open_pidfd(pid: int) -> int | None:
-    """None: there is no such process. A number of a thread, or 0, is none either."""
+    """Return a pidfd; None if no process has this pid, or the number is 0 or a thread's."""
     try:
         return os.pidfd_open(pid)
     except OSError as error:

@@ -95,7 +95,7 @@ class Producer:
         self._end.publish_record(self._start, WHOLE, n, 0)
 
     def abandon(self) -> None:
-        """Give a reservation up: nothing was sent. Without one, nothing happens."""
+        """Discard the open reservation; nothing is sent. Does nothing without a reservation."""
         if self._reserved is not None:
             self._drop(self._reserved)
 

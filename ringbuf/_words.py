@@ -179,7 +179,7 @@ class Segment:
         return ctypes.addressof(ctypes.c_char.from_buffer(self._map)), len(self._map)
 
     def fence(self) -> threading.Lock:
-        """One end's own: to release it is a full fence."""
+        """Return a lock of this end's own; releasing it is a full memory fence."""
         return threading.Lock()
 
     def close(self) -> None:
@@ -235,7 +235,7 @@ class End:
         return self._words[self._peer_position]  # SYNC DATA: pairs with publish
 
     def peer_closed(self) -> bool:
-        """Once this is true the peer's position is its last: load it again."""
+        """Return whether the peer has closed. Its position is then final: load it once more."""
         return self._words[self._peer_closed] != 0
 
     def publish(self, position: int) -> None:
@@ -267,7 +267,7 @@ class End:
         self._bell.clear()
 
     def wake(self) -> None:
-        """Wake a sleeping peer though no position moved: it has something else to see."""
+        """Wake a sleeping peer although no position has changed: an end was closed or claimed."""
         self._acquire(False)
         self._release()  # SYNC BELL: pairs with park
         if self._words[self._peer_waits]:

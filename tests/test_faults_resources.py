@@ -178,7 +178,7 @@ async def test_a_worker_that_sends_undecodable_packets_is_killed(
     )
     monkeypatch.syspath_prepend(tmp_path)
     async with OmniSystem.open(one_stage("corrupting_engine:Corrupting")) as omni:
-        with pytest.raises(StageCrashed, match="is no message"):
+        with pytest.raises(StageCrashed, match="cannot be decoded"):
             await read(ask(omni))
         await wait_restarted(omni, "only", 2)
 

@@ -33,7 +33,7 @@ class Dispatcher:
         self.queued: list[Request] = []
         """Requests that were never dispatched, in the order of their admission."""
         self.dispatched: dict[int, Request] = {}
-        """By number."""
+        """The dispatched requests that have not ended, by number."""
         self.newest = 0
         """The highest request number given out so far."""
 

@@ -205,7 +205,7 @@ class Orchestrator:
 
     @trio.lowlevel.enable_ki_protection
     async def _attend(self, request: Request) -> None:
-        """Run as the request's own task: send its input, and enforce its deadline and its connection's least rate."""
+        """Run as the request's own task: send its input, and enforce its deadline and its connection's minimum rate."""
         with request.lifetime:
             with request.input_scope:
                 await self._send_inputs(request)

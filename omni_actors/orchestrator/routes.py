@@ -81,7 +81,7 @@ def plan(nodes: Mapping[str, Node], kinds: Iterable[str], modalities: Iterable[s
     downstream = {name: [target for target in stages if name in nodes[target].inputs] for name in stages}
     sources = {name: _ends(name in entries, nodes[name].inputs, stages) for name in stages}
     targets = {name: _ends(nodes[name].emits in modalities, downstream[name], stages) for name in stages}
-    return Route(stages, sources, targets, entries)
+    return Route(stages=stages, sources=sources, targets=targets, entries=entries)
 
 
 def routes_of(nodes: Mapping[str, Node]) -> Iterator[Route]:

@@ -1,16 +1,15 @@
 """How the workers of one machine share its cores: which ones compute, with how many threads, where and how urgently.
 
-A language model with a thread on every core and a voice beside it slow each other down: one of the model's threads
-spins while it waits for the other, which the voice keeps from its core. So a worker with several threads computes with
-the cores that the others leave, but with one thread at least. A worker that begins to compute moves off the cores on
-which other engines run: the kernel likes to wake a receiver on its sender's core, and the sender has more to do. The
-parent does the same whenever it wakes up: otherwise it received the first text of 32 a millisecond late, when all were
-sent.
+If a language model has a thread on every core while a voice engine runs, one of its threads is preempted and the others
+spin while they wait for it. So a worker with several threads uses only the cores that other workers leave free, and at
+least one. A worker that begins to compute moves off the cores on which other engines run, because the kernel tends to
+wake a receiver on its sender's core. The parent does so at each wake-up. Without that, it received the first of 32
+concurrent texts a millisecond late.
 
-First outputs go first. A prompt that is read beside a voice is read 5 to 8% later although each has a core, because
-they share cache and memory. So a worker with a higher ``nice`` yields its next step while a worker with a lower one
-computes the first output that a client waits for. It yields for ``YIELD_MAX_S`` at a time, and again after as much time
-without anything to do, or after ``YIELD_MAX_S / YIELD_SHARE`` of computing. It completes a step in progress.
+First outputs have priority. A prompt is prefilled 5 to 8% more slowly beside a voice engine, even with a core for each,
+because they share cache and memory bandwidth. So a worker with a higher ``nice`` yields its next step while a worker
+with a lower one computes the first output that a client waits for. It yields for at most ``YIELD_MAX_S`` at a time, and
+again only after as much idle time, or ``YIELD_MAX_S / YIELD_SHARE`` of computing. It completes a step in progress.
 
 Rules
 1. One page of shared memory has three bytes per worker: its threads (0 while it does not compute), its engine's core,

@@ -1,4 +1,4 @@
-"""The kernel's first sign that a worker dies: a mutex that the worker's main thread holds for life.
+"""Early detection of a worker's death: a robust mutex that the worker's main thread holds until it exits.
 
 A process is seen to be dead (by its pidfd, by its sockets) only when the kernel has taken down its memory and closed
 its devices. That takes milliseconds for a small process, and much longer for one with gigabytes or a GPU. A robust
@@ -10,15 +10,14 @@ Rules
    released, all messages of the worker lie in the parent's buffers.
 2. One thread of the parent per worker waits for the mutex. It ends with the worker; ``close`` is called after the
    worker's death.
-3. The mutex shows when to look, not what happened: from then on, /proc/PID/stat shows how the process ends.
+3. The release of the mutex carries no exit status. From then on, /proc/PID/stat has it.
 4. Nothing depends on it: the death of a worker without such a thread, or whose page is damaged, is seen by its pidfd.
    (A damaged page costs a thread that never ends.)
 5. The waiting thread must be scheduled before the dying process's teardown. The kernel lets a running process use up
    its time slice, for up to a tick of 4 ms, unless the woken thread has a shorter slice. So workers ask for a longer
    one.
-6. The waiting thread wakes trio's thread by a write in which it then blocks. If the write returned, both threads would
-   want the interpreter's lock; the one that sleeps for it has used its turn, as the kernel sees it, and waits until the
-   teardown is over.
+6. The waiting thread wakes trio's thread by a write that stays blocked. If the write returned, both threads would
+   compete for the interpreter's lock, and the kernel could schedule the loser only after the teardown.
 """
 
 from __future__ import annotations
@@ -141,7 +140,7 @@ class DeathMutex:
             self._thread = thread
 
     async def wait_released(self) -> None:
-        """Wait until the worker begins to die. Cancellation has no effect on the death_mutex."""
+        """Wait until the worker begins to exit. After a cancellation, it can be called again."""
         await trio.lowlevel.wait_readable(self._wake_read)
 
     def close(self) -> None:
@@ -157,7 +156,7 @@ class DeathMutex:
 
 
 def exit_of_dying(pid: int) -> int | None:
-    """Return the exit code of a dying child, or minus its signal; None while the kernel shows 0 or nothing for it."""
+    """Return a dying child's exit code, or its negative signal number; None if the kernel reports 0 or no status."""
     try:
         with open(f"/proc/{pid}/stat", "rb", buffering=0) as file:
             stat = file.read()

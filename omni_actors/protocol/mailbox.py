@@ -8,11 +8,10 @@ Rules
 3. Descriptors are duplicated when posted and closed when sent or dropped: the caller of ``post`` keeps its own.
 4. An undecodable packet ends reading, as the peer's end does; ``fault`` has the reason.
 5. The connection outlives the cancellation of its block, so that the last messages of a cancelled owner are still sent.
-6. Messages that are posted in one turn of the event loop are sent as one packet if they fit, one turn later than they
-   could be. By then the input of the same requests is in the ring. So requests that are submitted together are read
-   together, and not one by one.
-7. A mailbox with ``delay_delivery`` sends a moment later still: a worker that has nothing to compute yet does not take
-   a core from one that has.
+6. Messages that are posted in one turn of the event loop are sent in the next turn, as one packet if they fit. By then
+   the input of the same requests is in the rings, so their first steps are batched.
+7. A mailbox with ``delay_delivery`` sends ``DELIVERY_DELAY_S`` later: a worker that has no input yet is not scheduled
+   before one that has.
 """
 
 from __future__ import annotations
@@ -209,7 +208,7 @@ class Mailbox:
             error: Exception = ValueError("it is empty")
         except (msgspec.DecodeError, UnicodeDecodeError) as undecodable:
             error = undecodable
-        self.fault = f"a control packet of {len(packet)} bytes is no message: {error}"
+        self.fault = f"a control packet of {len(packet)} bytes cannot be decoded: {error}"
         return []
 
 

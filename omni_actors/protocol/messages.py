@@ -46,7 +46,7 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     threads: int = 1
     """The most native threads that the engine may compute with."""
     nice: int = 0
-    """How much the engine's threads yield to those of other workers, as ``nice(1)`` counts."""
+    """Priority of the engine's threads, from 0 (highest) to 19, as in ``nice(1)``."""
     device: str = "cpu"
     spins: bool = False
     """Whether idle native threads may wait by spinning for a moment (see ``Pipeline.spins``)."""
@@ -257,5 +257,5 @@ def pack(encoded: Sequence[bytes]) -> bytes:
 
 
 def unpack(packet: bytes) -> list[ControlMessage]:
-    """Decode all messages of a packet. Raises msgspec.DecodeError (msgspec.ValidationError) if it is none."""
+    """Decode all messages of a packet. Raises msgspec.DecodeError (or its subclass ValidationError)."""
     return _decoder.decode(packet)

@@ -70,8 +70,8 @@ class StageContext(msgspec.Struct, frozen=True):
     """Call with a few words while loading ("reading weights"); they appear in the health report and in the terminal."""
     thread_budget: Callable[[], int] | None = None
     """Returns how many native threads to compute with from now on, at most ``threads``, because other workers share the
-    cores. Call it in a step as often as you can follow it. Only for engines whose results do not depend on the number
-    of threads, to the bit. None: not supported here."""
+    cores. Call it in a step as often as you can follow it. Only for engines whose results depend on the
+    number of threads by no more than rounding. None: not supported here."""
 
     @property
     def model_directory(self) -> Path:
@@ -216,7 +216,7 @@ class StageEngine(Protocol):
         ...
 
     def abort(self, request_id: RequestId) -> None:
-        """Forget a started request that has not ended, and free its memory. Nothing may be put out for it any more."""
+        """Forget a started request that has not ended, and free its memory. The engine yields no more output for it."""
         ...
 
     def step(self) -> Iterable[StageOutput | StageFailure]:
@@ -250,7 +250,7 @@ class WarmsUp(Protocol):
     """An engine may also have costs that only its first request would pay, such as kernels that are built when used."""
 
     def warm_up(self) -> None:
-        """Pay them, in some seconds at most. Called once, after loading and before any other method.
+        """Run such first computations now, in a few seconds. Called once, after loading and before any other method.
 
         Afterwards the engine holds no request and is not ``busy``. Raises any exception to fail loading.
         """

@@ -10,7 +10,7 @@ from omni_actors.stages.base import Chunk
 class OpenSources:
     """The sources of one request that have not sent their last chunk yet; true while there is one.
 
-    sources: ``StageRequest.sources``. An engine keeps one of these per request and shows it each chunk.
+    sources: ``StageRequest.sources``. An engine keeps one of these per request and calls ``update`` with each chunk.
     """
 
     def __init__(self, sources: Iterable[str]) -> None:

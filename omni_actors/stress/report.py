@@ -48,7 +48,7 @@ class Row:
 
     @property
     def bound(self) -> float | None:
-        """Rule 3."""
+        """Upper bound of the true rate where no violation was found: 3 / faults; None without faults."""
         return 3 / self.faults if self.faults else None
 
     def add(self, other: Row) -> None:

@@ -82,7 +82,7 @@ class Workload:
 
 
 def _nodes(pipeline: Pipeline) -> dict[str, Node]:
-    return {name: Node(stage.accepts, stage.inputs, stage.emits) for name, stage in pipeline.stages.items()}
+    return {name: Node(accepts=s.accepts, inputs=s.inputs, emits=s.emits) for name, s in pipeline.stages.items()}
 
 
 def route_of(pipeline: Pipeline, kinds: Collection[str], modalities: Collection[str]) -> Route | None:

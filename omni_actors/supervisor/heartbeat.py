@@ -15,8 +15,8 @@ PARTS = 20
 async def watch_progress(replica: Replica) -> None:
     """Kill a worker that is not ready in ``load_timeout_s``, or whose engine loop takes no turn in ``step_timeout_s``.
 
-    One ping is in progress at a time. A loop that sleeps answers at once, so a hang is found when the ping that follows
-    it has waited for ``step_timeout_s``. Returns once it has killed the worker; otherwise runs until cancelled.
+    At most one ping is unanswered at a time, and a sleeping loop answers at once. So a hang is detected when the next
+    ping has waited for ``step_timeout_s``. Returns once it has killed the worker; otherwise runs until cancelled.
     """
     stage, incarnation = replica.stage, replica.incarnation
     if not await set_within(stage.load_timeout_s, incarnation.ready):

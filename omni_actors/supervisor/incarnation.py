@@ -88,7 +88,7 @@ class Incarnation:
         self.failed_request: int | None = None
         """The request for which the engine's call raised, if the worker could report it."""
         self.reason: str | None = None
-        """Why the supervisor ends it, if it does."""
+        """Why the supervisor stops or kills the worker; None if it does not."""
         self.stopped_with_another = False
         """Whether it is stopped because another replica died."""
         self.delay_s = 0.0

@@ -239,10 +239,15 @@ class LocalSpawner:
             except OSError as error:
                 raise SpawnFailed(f"no channels for a worker of {address}: {error}") from error
             ours.setblocking(False)
-            inherited = [_InheritedFd(fd) for fd in (theirs.fileno(), stderr_write, death_mutex.fd, self._cores.fd)]
-            process = _Process(
-                target=worker_main, args=(*inherited, number, os.getpid()), name=f"omni-actors {address}", daemon=True
-            )
+            arguments = {
+                "control_fd": _InheritedFd(theirs.fileno()),
+                "stderr_fd": _InheritedFd(stderr_write),
+                "death_mutex_fd": _InheritedFd(death_mutex.fd),
+                "cores_fd": _InheritedFd(self._cores.fd),
+                "number": number,
+                "parent_pid": os.getpid(),
+            }
+            process = _Process(target=worker_main, kwargs=arguments, name=f"omni-actors {address}", daemon=True)
             try:
                 with _stop_signals_blocked():
                     process.start()

@@ -334,5 +334,5 @@ class Supervisor:
 
 
 def _cannot_load(replica: Replica) -> bool:
-    """Whether a replica's very first worker failed to load, which the caller of ``OmniSystem.open`` gets to know."""
+    """Whether a replica's first worker failed to load. ``OmniSystem.open`` then raises the error."""
     return replica.incarnation.load_error is not None and replica.generation == 1

@@ -45,7 +45,9 @@ class OmniSystem:
 
     def __init__(self, pipeline: Pipeline, models: Mapping[str, Path], spawner: Spawner) -> None:
         self.pipeline = pipeline
-        self._nodes = {name: Node(s.accepts, s.inputs, s.emits) for name, s in pipeline.stages.items()}
+        self._nodes = {
+            name: Node(accepts=s.accepts, inputs=s.inputs, emits=s.emits) for name, s in pipeline.stages.items()
+        }
         self._route = functools.cache(functools.partial(plan, self._nodes))
         self._parameters = Parameters(pipeline)
         self._edges = Edges(workers.edge_specs(pipeline), spawner)
@@ -231,7 +233,9 @@ class OmniSystem:
             raise InvalidRequest(f"deadline_s: expected seconds from 0 on, found {deadline_s}", param="deadline_s")
         if on_failure not in get_args(OnFailure):
             raise InvalidRequest(f'on_failure: found {on_failure!r}; accepted: "replay", "fail"', param="on_failure")
-        stream = self._orchestrator.submit(inputs, route, by_stage, deadline_s, request_id, on_failure)
+        stream = self._orchestrator.submit(
+            inputs=inputs, route=route, params=by_stage, deadline_s=deadline_s, name=request_id, on_failure=on_failure
+        )
         return Generation(stream, self.pipeline, self._observe)
 
     def abort(self, request_id: str) -> None:

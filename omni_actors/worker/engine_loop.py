@@ -3,7 +3,7 @@
 Rules
 1. A chunk is fed to the engine in place, and an output is copied once, into a ring. No other thread touches either.
 2. The loop sleeps in one poll() over its command bell, the doorbells of its incoming rings and, where output waits for
-   room, of its outgoing rings. Nothing else wakes it, except as in rule 7.
+   room, of its outgoing rings. Only rule 7 adds a timeout.
 3. Commands are handled before chunks. Still, a chunk may arrive before its ``Start``, since they travel separately.
    Request numbers grow with every ``Start``: a chunk with a number above the newest started request waits, and a chunk
    with a lower number whose request is not active is stale.

@@ -184,10 +184,9 @@ def _prepare_libraries(threads: int, *, spins: bool) -> None:
     os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")  # it would also leave a file in the temporary directory
     for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         os.environ[variable] = str(threads)
-    os.environ["OMP_WAIT_POLICY"] = "PASSIVE"  # two processes with two spinning threads each make two cores crawl
-    # Intel's "conditional numerical reproducibility": the same bits wherever a matrix lies in memory. Without it the
-    # bits of attention depend on the number of threads; with it they did not, which Intel does not promise, so a test
-    # checks it. It costs no time that could be measured.
+    os.environ["OMP_WAIT_POLICY"] = "PASSIVE"  # spinning threads take cores from other processes
+    # MKL's conditional numerical reproducibility: results do not depend on the alignment of operands. As measured, the
+    # results of attention then do not depend on the number of threads either, which MKL does not guarantee.
     os.environ.setdefault("MKL_CBWR", "AUTO")
     if spins:
         os.environ["GOMP_SPINCOUNT"] = str(SPIN_COUNT)

@@ -155,7 +155,7 @@ async def test_an_empty_packet_ends_reading() -> None:
         async with open_mailbox(ours, 2) as mailbox:
             theirs.send(messages.pack([]))
             assert [message async for message in mailbox.incoming] == []
-            assert mailbox.fault == "a control packet of 3 bytes is no message: it is empty"
+            assert mailbox.fault == "a control packet of 3 bytes cannot be decoded: it is empty"
 
 
 async def test_a_cancelled_owner_still_sends_its_last_messages() -> None:

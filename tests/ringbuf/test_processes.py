@@ -147,14 +147,14 @@ producer.send(b"the last words")
         consumer.recv(WATCHDOG_S)
 
 
-def test_consumer_asleep_when_the_producer_dies_is_told(ring: Ring, peer: Peer) -> None:
+def test_a_sleeping_consumer_gets_peer_died(ring: Ring, peer: Peer) -> None:
     child = peer("ring.claim_producer(); wait_until_asleep(CONSUMER); os.kill(os.getpid(), signal.SIGKILL)", ring)
     with pytest.raises(PeerDied) as caught:
         ring.claim_consumer().recv(WATCHDOG_S)
     assert (caught.value.end, caught.value.pid) == ("producer", child.pid)
 
 
-def test_producer_asleep_when_the_consumer_dies_is_told(ring: Ring, peer: Peer) -> None:
+def test_a_sleeping_producer_gets_peer_died(ring: Ring, peer: Peer) -> None:
     child = peer(
         """
 consumer = ring.claim_consumer()

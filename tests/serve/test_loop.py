@@ -126,6 +126,7 @@ def ask(url: str, method: str, path: str, body: bytes = b"", content_type: str =
         connection.close()
 
 
+@pytest.mark.perf
 async def test_no_body_blocks_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     """Hostile bodies are refused, six at a time. Meanwhile the server answers other requests."""
     monkeypatch.setattr(app, "BODY_BUDGET_FACTOR", AT_A_TIME)
@@ -155,6 +156,7 @@ async def test_no_body_blocks_the_event_loop(monkeypatch: pytest.MonkeyPatch) ->
     assert 0 < meter.longest_s < MAX_STEP_S, meter.by
 
 
+@pytest.mark.perf
 async def test_a_file_as_large_as_a_body_does_not_block_the_event_loop() -> None:
     meter = Meter()
     data = base64.b64encode(bytes(SIZE * 3 // 4 - 1000)).decode()

@@ -76,7 +76,7 @@ def test_the_system_passes_and_every_fault_was_injected() -> None:
 
 @pytest.mark.parametrize("seed", [69466])
 def test_a_schedule_that_once_was_violated(seed: int) -> None:
-    """69466: a stage that ran again for the one below was thought to have given all, as the client had all of it."""
+    """Seed 69466: a restarted stage counted as done because the client had its output, but a later stage needed it."""
     assert simulate(seed).tally.found == []
 
 
@@ -183,9 +183,8 @@ def test_a_supervisor_that_waits_for_ever_for_a_start_is_found(monkeypatch: pyte
 def test_a_deadline_that_comes_late_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     submit = Orchestrator.submit
 
-    def late(self: Orchestrator, *arguments: Any) -> OutputStream:
-        inputs, route, params, deadline_s, *more = arguments
-        return submit(self, inputs, route, params, deadline_s + 1.0, *more)
+    def late(self: Orchestrator, *, deadline_s: float, **arguments: Any) -> OutputStream:
+        return submit(self, deadline_s=deadline_s + 1.0, **arguments)
 
     monkeypatch.setattr(Orchestrator, "submit", late)
     assert "hung" in kinds(first_violated())

@@ -150,8 +150,8 @@ class EngineConformance:
 def reachable(engine: Any) -> Counter[str]:
     """How many objects of each type the engine holds, directly or not; code and modules aside.
 
-    A number counts as often as it is held: whether it is an object of its own depends on its value. What a reader
-    beside the steps is at comes to its end first: the abort of a request does not stop it.
+    Numbers are counted per reference, because equal ones may share an object. The media reader's pending work is
+    completed first, because aborting a request does not stop it.
     """
     if reader := getattr(engine, "_media_reader", None):
         reader.submit(int).result()

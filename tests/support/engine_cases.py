@@ -19,9 +19,8 @@ FeedArgs = tuple[dict[str, Any], dict[str, Any]]
 class Case:
     """How to use one engine.
 
-    inputs: two requests, of two chunks at least. refused: a chunk that no request may bring. normalise: turns outputs
-    into
-    what two runs have in common, however they were cut into chunks; it also checks what is in them.
+    inputs: two requests, of two chunks at least. refused: a chunk that no request may bring.
+    normalise: checks outputs, and joins them into a value that does not depend on how they were cut into chunks.
     """
 
     def __init__(

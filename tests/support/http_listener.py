@@ -21,9 +21,10 @@ POST = b"POST /body HTTP/1.1\r\nHost: x\r\n"
 
 
 class App:
-    """/now answers at once, /body with its body, /wait when it may, /stream with an event and the rest when it may.
+    """/now answers at once, /body with its body, /wait once ``may_end`` is set.
 
-    /complete sends all bytes of its answer, and ends it when it may.
+    /stream sends an event at once, and the rest once ``may_end`` is set. /complete sends all bytes of its answer, and
+    ends it once ``may_end`` is set.
     """
 
     def __init__(self) -> None:

@@ -23,7 +23,7 @@ _STATUSES: dict[type[errors.OmniError], tuple[int, str]] = {
 }
 """The status and the code of each error."""
 NO_RETRY = {"x-should-retry": "false"}
-"""OpenAI's clients obey this header. Other clients are stopped by the status 422."""
+"""OpenAI's clients do not retry a response with this header. Other clients do not retry the status 422."""
 
 
 def to_http_error(error: errors.OmniError) -> HTTPError:

@@ -95,7 +95,7 @@ class Sampler:
         return float(torch.rand((), dtype=torch.float64, generator=self._generator))
 
     def __call__(self, logits: Tensor) -> int | None:
-        """Choose a token id from one sequence's logits (vocabulary,). None: rule 5."""
+        """Choose a token id from one sequence's logits (vocabulary,); None if the largest logit is not finite."""
         return choose(logits[None], [self])[0]
 
 
@@ -131,7 +131,7 @@ def _floors(ordered: Tensor, top_p: float) -> Tensor:
 def choose(logits: Tensor, samplers: Sequence[Sampler | None]) -> list[int | None]:
     """Choose a token id for each row of the logits (rows, vocabulary). A row without a sampler is greedy.
 
-    None in place of a token: rule 5.
+    A row whose largest logit is not finite gives None.
     """
     tokens: list[int | None] = [None] * len(samplers)
     finite = _finite(logits)

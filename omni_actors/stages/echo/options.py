@@ -11,10 +11,10 @@ from omni_actors.stages.bounds import Positive, Seconds
 
 
 class EchoOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What the engine costs and gives."""
+    """The simulated cost and the outputs of ``echo``."""
 
     step_s: Seconds = 0.0
-    """Duration of each step."""
+    """Simulated duration of each step, in seconds."""
     spin: bool = False
     """Spend ``step_s`` computing, as a model on the CPU does, instead of sleeping, as one on an accelerator does."""
     fan_out: Positive = 1

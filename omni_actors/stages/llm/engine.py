@@ -109,8 +109,9 @@ def open_engine(context: StageContext) -> LLMEngine:
 def _adjust_threads_per_layer(thread_budget: Callable[[], int], model: Any) -> None:
     """Set the number of threads before each layer, because a whole step takes 40 ms and more.
 
-    The results are the same bits with any number (tests/platform/test_cpu_sharing.py): linear layers are packed, and
-    workers set MKL_CBWR. If the model's layers are not found under "layers", the output layer alone adjusts it.
+    The number changes the logits by no more than rounding (tests/platform/test_cpu_sharing_in_workers.py), because
+    linear layers are packed and workers set MKL_CBWR. If the decoder has no ``layers``, only the output layer adjusts
+    the number.
     """
 
     def adjust(*_: object) -> None:

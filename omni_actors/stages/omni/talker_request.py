@@ -52,7 +52,10 @@ class TalkerRequest(Sequence):
         self.code_input: Tensor | None = None
         """(1, width): the last code's input, which waits for its text input."""
         sampling = Sampling(
-            params.talker_temperature, params.talker_top_k, params.talker_top_p, params.talker_repetition_penalty
+            temperature=params.talker_temperature,
+            top_k=params.talker_top_k,
+            top_p=params.talker_top_p,
+            repetition_penalty=params.talker_repetition_penalty,
         )
         self.random = generator(params.seed)
         self.sampler = Sampler(sampling, self.random, suppressed)
