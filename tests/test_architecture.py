@@ -23,7 +23,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 LEAVES = {
     *("omni_actors.errors", "omni_actors.protocol.messages", "omni_actors.metrics", "omni_actors.config"),
-    "omni_actors.validation",
+    *("omni_actors.validation", "omni_actors.log_events"),
 }
 WORKER = {
     *("omni_actors.errors", "omni_actors.metrics", "omni_actors.protocol.messages"),
@@ -39,6 +39,7 @@ LAYERS: dict[str, set[str]] = {
     "ringbuf": set(),
     "omni_actors.errors": set(),
     "omni_actors.transitions": set(),
+    "omni_actors.log_events": {"omni_actors.errors"},
     "omni_actors.validation": set(),
     "omni_actors.metrics": {"omni_actors.errors"},
     "omni_actors.protocol.messages": {"omni_actors.errors"},
@@ -64,7 +65,10 @@ LAYERS: dict[str, set[str]] = {
     },
     "omni_actors.platform": {"omni_actors.errors", "ringbuf"},
     "omni_actors.worker": WORKER,
-    "omni_actors.supervisor": {*WORKER, "omni_actors.worker", "omni_actors.config", "omni_actors.transitions"},
+    "omni_actors.supervisor": {
+        *WORKER,
+        *("omni_actors.worker", "omni_actors.config", "omni_actors.transitions", "omni_actors.log_events"),
+    },
     "omni_actors.orchestrator": {
         *("omni_actors.supervisor", "omni_actors.protocol", "omni_actors.stages.base", "omni_actors.transitions"),
         *LEAVES,
@@ -126,6 +130,7 @@ FORBIDDEN_LIBRARIES: dict[str, set[str]] = {
     "omni_actors": HEAVY,
     "omni_actors.cli": HEAVY - {"torch"},  # "config explain" counts the machine's devices
     "omni_actors.errors": HEAVY | {"numpy", "trio"},
+    "omni_actors.log_events": HEAVY | {"numpy", "trio"},
     "omni_actors.protocol.messages": HEAVY | {"numpy", "trio"},
     "omni_actors.metrics": HEAVY | {"numpy", "trio"},
     "omni_actors.config": HEAVY | {"numpy", "trio"},

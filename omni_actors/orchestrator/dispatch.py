@@ -17,6 +17,7 @@ from omni_actors.config import Limits
 from omni_actors.orchestrator.lifecycle import Event
 from omni_actors.orchestrator.placement import Placement
 from omni_actors.orchestrator.readers import Readers
+from omni_actors.orchestrator.replay_log import ReplayLog
 from omni_actors.orchestrator.replay_state import Phase
 from omni_actors.orchestrator.request import Request
 from omni_actors.orchestrator.trials import Trials
@@ -34,6 +35,7 @@ class Dispatcher:
         """Requests that were never dispatched, in the order of their admission."""
         self.dispatched: dict[int, Request] = {}
         """The dispatched requests that have not ended, by number."""
+        self.replay_log = ReplayLog()
         self.newest = 0
         """The highest request number given out so far."""
 
@@ -88,6 +90,8 @@ class Dispatcher:
 
     def _restart(self, request: Request, placement: Mapping[str, Address]) -> None:
         stages = request.replay_state.waiting
+        assert request.crash is not None, "a worker died"
+        self.replay_log.add(request.crash, trio.current_time() - request.crashed_at)
         request.replays += 1
         request.charged_replays += request.charged
         request.charged = False

@@ -87,6 +87,7 @@ class Orchestrator:
         try:
             async with trio.open_nursery() as self._nursery:
                 self._nursery.start_soon(self._suspects.run)
+                self._nursery.start_soon(self._dispatcher.replay_log.run)
                 task_status.started()
                 await trio.sleep_forever()
         finally:
@@ -241,8 +242,10 @@ class Orchestrator:
     def on_worker_died(self, address: messages.Address, exit: errors.WorkerExit, failed_request: int | None) -> bool:
         return self._suspects.worker_died(address, exit, failed_request)
 
-    def on_worker_lost(self, address: messages.Address, generation: int, exit: errors.WorkerExit) -> None:
+    def on_worker_lost(self, address: messages.Address, generation: int, exit: errors.WorkerExit) -> int:
+        held = self.load(address)
         self._replays.worker_lost(address, generation, exit)
+        return held
 
     def on_stage_failed(self, failure: errors.StageFailed) -> None:
         self._replays.stage_failed(failure)

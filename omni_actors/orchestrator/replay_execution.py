@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Set
 
+import trio
+
 from omni_actors.config import Limits
 from omni_actors.errors import StageCrashed, StageFailed, StageUnavailable, WorkerExit
 from omni_actors.orchestrator.dispatch import Dispatcher
@@ -43,6 +45,7 @@ class ReplayExecution:
             if request.replay_state.is_held_by(address):
                 request.replay_state.lost(address.stage)
                 request.crash = StageCrashed(address.stage, address.replica, generation, exit)
+                request.crashed_at = trio.current_time()
                 self._decide(request)
                 is_done = request.replay_state.stages[address.stage].phase is Phase.LOST
                 if is_done and not request.lifecycle.ended:

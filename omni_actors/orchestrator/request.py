@@ -91,6 +91,8 @@ class Request:
     """What each stage has done for the request."""
     crash: StageCrashed | None = None
     """The latest death of a worker that held the request."""
+    crashed_at: float = 0.0
+    """When it was, on trio's clock."""
     charged: bool = False
     """Whether the replay after the latest death counts against ``limits.replays`` (see ``trials``)."""
     charged_replays: int = 0

@@ -31,8 +31,11 @@ class Listener(Protocol):
         """
         ...
 
-    def on_worker_lost(self, address: Address, generation: int, exit: WorkerExit) -> None:
-        """A worker has died, and all its messages and outputs have been delivered. Its rings are still open."""
+    def on_worker_lost(self, address: Address, generation: int, exit: WorkerExit) -> int:
+        """A worker has died, and all its messages and outputs have been delivered. Its rings are still open.
+
+        Returns how many requests it held.
+        """
         ...
 
     def on_stage_failed(self, failure: StageFailed) -> None:

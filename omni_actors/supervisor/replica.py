@@ -48,6 +48,8 @@ class Replica:
     failure: StageFailed | None = None
     retry_at: float | None = None
     """When a replica that was given up is tried again, on trio's clock; None if it was not given up, or for good."""
+    died_at: float | None = None
+    """When the death was that it has not recovered from, on trio's clock; None if there is none."""
     failed_tries: int = 0
     """Failed tries since it was given up."""
     recent_restarts: tuple[float, ...] = ()

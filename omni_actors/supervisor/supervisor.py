@@ -22,11 +22,13 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
+from typing import Any
 
 import trio
 
 from omni_actors.config import Stage
 from omni_actors.errors import Death, StageFailed, WorkerExit
+from omni_actors.log_events import ReplicaGivenUp, WorkerDied, WorkerRecovered, WorkerRestarted, record
 from omni_actors.protocol import messages
 from omni_actors.supervisor import restart
 from omni_actors.supervisor.edges import Edges, receive_frames
@@ -141,6 +143,8 @@ class Supervisor:
         try:
             async with self._spawner.spawn(replica.address, self._mailbox_capacity) as worker:
                 incarnation.worker = worker
+                if (lost_s := _lost_s(replica)) is not None:
+                    record(WorkerRestarted(**_identity(replica), pid=worker.pid, since_death_s=lost_s))
                 try:
                     await self._serve(replica, worker)
                 finally:
@@ -217,7 +221,9 @@ class Supervisor:
                 incarnation.advance(IncarnationEvent.READY)
                 incarnation.ready_at = trio.current_time()
                 replica.state, replica.load_s, replica.note = ReplicaState.READY, load_s, "ready"
-                replica.failure = replica.retry_at = None
+                if (lost_s := _lost_s(replica)) is not None and (worker := replica.worker) is not None:
+                    record(WorkerRecovered(**_identity(replica), pid=worker.pid, lost_s=lost_s))
+                replica.failure = replica.retry_at = replica.died_at = None
                 self._listener.on_worker_ready(replica.address)
                 self.changes.unpark_all()
             case messages.LoadFailed(error):
@@ -262,6 +268,7 @@ class Supervisor:
         """Record the death of an incarnation, decide what follows, and report both to the listener."""
         incarnation, now = replica.incarnation, trio.current_time()
         exit = replace(exit, reason=incarnation.reason)
+        replica.died_at = now if replica.died_at is None else replica.died_at
         replica.history.append(Death(replica.generation, time.time(), exit))
         incarnation.advance(IncarnationEvent.DIE)
         counts = incarnation.stopped_with_another or self._listener.on_worker_died(
@@ -278,10 +285,23 @@ class Supervisor:
         elif not incarnation.stopped_with_another:
             self._plan_restart(replica, now, counts=counts)
         self.changes.unpark_all()
-        self._listener.on_worker_lost(replica.address, replica.generation, exit)
+        held = self._listener.on_worker_lost(replica.address, replica.generation, exit)
+        self._log_death(replica, exit, held, why)
         if why is not None:
             replica.failure = StageFailed(replica.address.stage, replica.address.replica, why, replica.history)
             self._listener.on_stage_failed(replica.failure)
+
+    def _log_death(self, replica: Replica, exit: WorkerExit, held: int, why: str | None) -> None:
+        """Log a death and, with the reason ``why``, that the replica is given up."""
+        stage = [each for each in self.replicas.values() if each.address.stage == replica.address.stage]
+        if all(each.state is ReplicaState.FAILED and each.load_s is None for each in stage):
+            return  # the stage never loaded: the caller of ``OmniSystem.open`` reports it
+        facts = {**_identity(replica), "pid": exit.pid or None, "signal": exit.signal, "exit_code": exit.exit_code}
+        reason = exit.reason if exit.pid else replica.incarnation.load_error
+        record(WorkerDied(**facts, reason=reason, requests=held))
+        if why is not None:
+            retry_in_s = None if replica.retry_at is None else round(replica.retry_at - trio.current_time(), 3)
+            record(ReplicaGivenUp(**facts, reason=why, retry_in_s=retry_in_s))
 
     def _why_given_up(self, replica: Replica, exit: WorkerExit, *, counts: bool) -> str | None:
         policy, incarnation = replica.policy, replica.incarnation
@@ -331,6 +351,16 @@ class Supervisor:
         delay_s = restart.retry_delay_s(policy, replica.failed_tries)
         replica.retry_at = None if delay_s is None else now + delay_s
         replica.failed_tries += 1
+
+
+def _identity(replica: Replica) -> dict[str, Any]:
+    """Return the fields of a log event that name a replica's current worker."""
+    return {"stage": replica.address.stage, "replica": replica.address.replica, "generation": replica.generation}
+
+
+def _lost_s(replica: Replica) -> float | None:
+    """Return for how many seconds a replica has not been ready since its death; None if it has not died."""
+    return None if replica.died_at is None else round(trio.current_time() - replica.died_at, 3)
 
 
 def _cannot_load(replica: Replica) -> bool:

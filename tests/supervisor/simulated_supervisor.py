@@ -183,9 +183,10 @@ class SimulatedSystem:
         self.failed_requests.append(failed_request)
         return self.counts
 
-    def on_worker_lost(self, address: Address, generation: int, exit: WorkerExit) -> None:
+    def on_worker_lost(self, address: Address, generation: int, exit: WorkerExit) -> int:
         self._note("lost", address)
         self.exits.append(exit)
+        return 0
 
     def on_stage_failed(self, failure: StageFailed) -> None:
         self.failures.append(failure)

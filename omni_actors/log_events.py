@@ -1,0 +1,194 @@
+"""The failures and recoveries that are logged, one record each, with their facts as typed fields.
+
+Rules
+1. An event is logged by ``record`` alone, under the logger ``omni_actors.log_events``. Its text is the record's
+   message, and the event itself is the record's attribute ``event``: ``msgspec.to_builtins`` gives its name and facts.
+2. A library prints nothing by itself, so that logger has a ``NullHandler``: an event is shown once a program configures
+   logging (``serve.logs`` does for the server).
+3. Times are seconds. ``signal`` is a name such as "SIGKILL", and None if the worker exited; ``exit_code`` is None if a
+   signal ended it. A worker that could not be started has no pid.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from typing import ClassVar
+
+import msgspec
+
+from omni_actors.errors import WorkerExit
+
+log = logging.getLogger(__name__)
+log.addHandler(logging.NullHandler())
+
+
+def _name(class_name: str) -> str:
+    """Return the name of an event as it is logged: "worker_died" for WorkerDied."""
+    return re.sub(r"(?<!^)(?=[A-Z])", "_", class_name).lower()
+
+
+class LogEvent(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag=_name):
+    """One event. ``str`` gives its sentence."""
+
+    level: ClassVar[int] = logging.INFO
+
+
+def record(event: LogEvent) -> None:
+    """Log an event."""
+    log.log(event.level, "%s", event, extra={"event": event})
+
+
+class WorkerEvent(LogEvent, frozen=True, kw_only=True):
+    """An event in the life of one worker.
+
+    Attributes:
+        stage, replica, generation, pid: which worker.
+    """
+
+    stage: str
+    replica: int
+    generation: int
+    pid: int | None
+
+    @property
+    def worker(self) -> str:
+        return f"stage {self.stage!r} (replica {self.replica}, generation {self.generation})"
+
+
+class WorkerEnd(WorkerEvent, frozen=True, kw_only=True):
+    """An event after the end of a worker.
+
+    Attributes:
+        signal, exit_code: how the worker ended.
+    """
+
+    signal: str | None
+    exit_code: int | None
+
+
+class WorkerDied(WorkerEnd, frozen=True, kw_only=True):
+    """A worker has died, or the supervisor ended it.
+
+    Attributes:
+        reason: why the supervisor ended it, or why it could not be started; None if it died by itself.
+        requests: how many requests it held.
+    """
+
+    level: ClassVar[int] = logging.WARNING
+    reason: str | None
+    requests: int
+
+    def __str__(self) -> str:
+        if self.pid is None:
+            return f"{self.worker} could not be started: {self.reason}"
+        exit = WorkerExit(self.pid, self.signal, self.exit_code, reason=self.reason)
+        return f"{self.worker} died: {exit}; it held {_requests(self.requests)}"
+
+
+class WorkerRestarted(WorkerEvent, frozen=True, kw_only=True):
+    """A new worker of a replica was started after a death, and loads its engine.
+
+    Attributes:
+        since_death_s: the time since the replica's first death after it was last ready.
+    """
+
+    since_death_s: float
+
+    def __str__(self) -> str:
+        return f"{self.worker} was restarted as pid {self.pid}, {self.since_death_s:.2f} s after the death"
+
+
+class WorkerRecovered(WorkerEvent, frozen=True, kw_only=True):
+    """A replica is ready again.
+
+    Attributes:
+        lost_s: the time from the death until now, failed restarts included.
+    """
+
+    lost_s: float
+
+    def __str__(self) -> str:
+        return f"{self.worker} is ready again as pid {self.pid}; {self.lost_s:.2f} s were lost"
+
+
+class RequestsReplayed(WorkerEnd, frozen=True, kw_only=True):
+    """Requests are replayed after the death of the worker that the event names.
+
+    Attributes:
+        requests: how many.
+        lost_s: the time from the death until the last of them was dispatched again.
+    """
+
+    requests: int
+    lost_s: float
+
+    def __str__(self) -> str:
+        were = "was" if self.requests == 1 else "were"
+        return f"{_requests(self.requests)} {were} replayed {self.lost_s:.2f} s after the death of {self.worker}"
+
+
+class ReplicaGivenUp(WorkerEnd, frozen=True, kw_only=True):
+    """A replica is not restarted any more. The event names its last worker.
+
+    Attributes:
+        reason: why.
+        retry_in_s: when it is tried again; None if it is not.
+    """
+
+    level: ClassVar[int] = logging.ERROR
+    reason: str
+    retry_in_s: float | None
+
+    def __str__(self) -> str:
+        retry = "not tried again" if self.retry_in_s is None else f"tried again in {self.retry_in_s:g} s"
+        return f"{self.worker} was given up: {self.reason}; it is {retry}"
+
+
+class ServerListening(LogEvent, frozen=True, kw_only=True):
+    """The server accepts connections, and its stages load."""
+
+    url: str
+    pipeline: str
+
+    def __str__(self) -> str:
+        return f"listening on {self.url}; {self.pipeline!r} is loading"
+
+
+class ServerReady(LogEvent, frozen=True, kw_only=True):
+    """All stages have loaded."""
+
+    url: str
+    pipeline: str
+
+    def __str__(self) -> str:
+        return f"ready: {self.url}/v1 serves {self.pipeline!r}"
+
+
+class ServerFailed(LogEvent, frozen=True, kw_only=True, omit_defaults=True):
+    """The server ends because it cannot serve.
+
+    Attributes:
+        error: the class of the error, such as "StageFailed".
+        reason: the error's sentence.
+        code: the server's exit code.
+        stage, replica, generation, pid, signal, exit_code: the worker whose death is the reason; absent if none is.
+    """
+
+    level: ClassVar[int] = logging.CRITICAL
+    error: str
+    reason: str
+    code: int
+    stage: str | None = None
+    replica: int | None = None
+    generation: int | None = None
+    pid: int | None = None
+    signal: str | None = None
+    exit_code: int | None = None
+
+    def __str__(self) -> str:
+        return self.reason
+
+
+def _requests(count: int) -> str:
+    return f"{count} request" if count == 1 else f"{count} requests"

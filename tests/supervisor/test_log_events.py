@@ -1,0 +1,124 @@
+"""The events that the supervisor logs when workers die, are restarted, recover and are given up."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import trio.testing
+from msgspec.structs import replace
+
+from omni_actors.log_events import (
+    LogEvent,
+    ReplicaGivenUp,
+    WorkerDied,
+    WorkerEvent,
+    WorkerRecovered,
+    WorkerRestarted,
+    log,
+)
+from omni_actors.supervisor.replica import ReplicaState
+from tests.supervisor.simulated_supervisor import POLICY, SimulatedSystem
+
+ONE = {"one": ()}
+LINE = {"one": (), "two": ("one",)}
+
+
+@pytest.fixture(autouse=True)
+def _all_events(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, log.name)
+
+
+def events(caplog: pytest.LogCaptureFixture) -> list[LogEvent]:
+    return [record.event for record in caplog.records if record.name == log.name]
+
+
+def summary(caplog: pytest.LogCaptureFixture) -> list[tuple[type, str, int]]:
+    return [(type(e), e.stage, e.generation) for e in events(caplog) if isinstance(e, WorkerEvent)]
+
+
+async def test_a_first_start_and_a_stop_log_nothing(
+    autojump_clock: trio.testing.MockClock, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with SimulatedSystem(LINE).running():
+        pass
+    assert events(caplog) == []
+
+
+async def test_the_lost_time_spans_restarts_that_fail(
+    autojump_clock: trio.testing.MockClock, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with SimulatedSystem(ONE).running() as system:
+        system.unspawnable.add("one")
+        began = trio.current_time()
+        system.worker("one").die(exit_code=3)
+        while len(system.exits) < 2:
+            await system.supervisor.changes.park()
+        system.unspawnable.clear()
+        await system.settle()
+        lost_s = trio.current_time() - began
+        system.worker("one").die(exit_code=4)
+        await trio.testing.wait_all_tasks_blocked()
+        await system.settle()
+    assert summary(caplog) == [
+        (WorkerDied, "one", 1),
+        (WorkerDied, "one", 2),
+        (WorkerRestarted, "one", 3),
+        (WorkerRecovered, "one", 3),
+        (WorkerDied, "one", 3),
+        (WorkerRestarted, "one", 4),
+        (WorkerRecovered, "one", 4),
+    ]
+    _, unspawned, restarted, recovered, _, _, last = events(caplog)
+    assert isinstance(unspawned, WorkerDied)
+    assert (unspawned.pid, unspawned.reason) == (None, "no process for one.0")
+    assert "could not be started: no process for one.0" in str(unspawned)
+    assert isinstance(restarted, WorkerRestarted)
+    assert isinstance(recovered, WorkerRecovered)
+    assert isinstance(last, WorkerRecovered)
+    assert restarted.since_death_s == recovered.lost_s == pytest.approx(lost_s, abs=0.001)
+    assert last.lost_s > 0
+    assert last.lost_s != recovered.lost_s, "it is counted from the last death"
+
+
+async def test_replicas_that_are_restarted_with_a_dead_one_are_logged_too(
+    autojump_clock: trio.testing.MockClock, caplog: pytest.LogCaptureFixture
+) -> None:
+    policy = replace(POLICY, strategy="rest_for_one")
+    async with SimulatedSystem(LINE, one={"restart": policy}).running() as system:
+        system.worker("one").die(signal="SIGSEGV")
+        await trio.testing.wait_all_tasks_blocked()
+        await system.settle()
+    assert summary(caplog)[:2] == [(WorkerDied, "one", 1), (WorkerDied, "two", 1)]
+    assert sorted(each[1:] for each in summary(caplog) if each[0] is WorkerRecovered) == [("one", 2), ("two", 2)]
+    died = events(caplog)[1]
+    assert isinstance(died, WorkerDied)
+    assert died.reason == "restarted with stage 'one' (rest_for_one)"
+
+
+async def test_a_replica_is_given_up_with_its_reason_and_its_retry(
+    autojump_clock: trio.testing.MockClock, caplog: pytest.LogCaptureFixture
+) -> None:
+    policy = replace(POLICY, intensity=0, retry_s=7.0)
+    async with SimulatedSystem(ONE, one={"restart": policy}).running() as system:
+        system.worker("one").die(signal="SIGKILL")
+        await trio.testing.wait_all_tasks_blocked()
+    died, given_up = events(caplog)
+    assert isinstance(died, WorkerDied)
+    assert isinstance(given_up, ReplicaGivenUp)
+    assert (given_up.signal, given_up.retry_in_s) == ("SIGKILL", 7.0)
+    assert "0 restarts were tried" in given_up.reason
+
+
+@pytest.mark.parametrize(("replicas", "logged"), [(1, []), (2, [WorkerDied, ReplicaGivenUp])])
+async def test_a_stage_that_cannot_load_is_left_to_the_caller_of_open(
+    autojump_clock: trio.testing.MockClock,
+    caplog: pytest.LogCaptureFixture,
+    replicas: int,
+    logged: list[type[LogEvent]],
+) -> None:
+    system = SimulatedSystem(ONE, replicas=replicas)
+    system.unspawnable.add("one")
+    async with system.running():
+        assert all(each.state is ReplicaState.FAILED for each in system.supervisor.replicas.values())
+    assert [type(event) for event in events(caplog)] == logged, "not the failure of the last replica"
