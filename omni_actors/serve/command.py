@@ -1,7 +1,7 @@
 """The command line of the server: ``omni-actors serve`` and ``python -m omni_actors.serve``.
 
-Exit codes: 0 stopped by a signal; 1 the server cannot continue (an address in use, a stage that does not load); 2 a bad
-configuration, API key, origin or host.
+Exit codes: 0 stopped by a signal; 1 the server cannot start or continue (an address in use, a lost socket, a stage that
+does not load, an internal error); 2 a bad configuration, API key, origin or host.
 """
 
 from __future__ import annotations
@@ -10,13 +10,15 @@ import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, get_args
 
 import click
 import trio
 
 from omni_actors import config as configuration
 from omni_actors.command_line import click_errors, override_option, verbose_option
+from omni_actors.serve import logs
+from omni_actors.serve.logs import LogFormat
 from omni_actors.serve.settings import API_KEY_VARIABLE, DEFAULTS, ServerSettings
 
 AT_LEAST_1 = click.IntRange(min=1)
@@ -64,6 +66,13 @@ def _allow(flag: str, name: str, help: str, **options: Any) -> _Option:
 @_setting("--max-connections", AT_LEAST_1, "Limit of connections. It is lower if the process may open few files.")
 @_setting("--max-connections-per-address", AT_LEAST_1, "Limit for one address. Raise it behind a proxy.")
 @click.option("--exit-on-failed-stage", is_flag=True, help="Exit with code 1 when a stage is given up.")
+@click.option(
+    "--log-format",
+    type=click.Choice(get_args(LogFormat)),
+    default="plain",
+    show_default=True,
+    help="How to write the log to stderr; with json, all output is one JSON object a line.",
+)
 @verbose_option
 @override_option
 def serve_command(
@@ -71,6 +80,7 @@ def serve_command(
     media_domains: tuple[str, ...],
     media_folders: tuple[Path, ...],
     assignments: tuple[str, ...],
+    log_format: LogFormat,
     verbose: bool,
     **options: Any,
 ) -> None:
@@ -84,6 +94,9 @@ def serve_command(
         media = MediaLoader(media_domains, media_folders)
     except ValueError as error:
         raise click.UsageError(str(error)) from error
-    with click_errors(verbose=verbose):
+    logs.configure(log_format)
+    as_json = log_format == "json"
+    with logs.logged_errors(verbose=verbose) if as_json else click_errors(verbose=verbose):
         overrides = configuration.parse_overrides(assignments)
-        trio.run(partial(serve, config, settings, overrides=overrides, media=media, announce=click.echo))
+        announce = None if as_json else click.echo
+        trio.run(partial(serve, config, settings, overrides=overrides, media=media, announce=announce))

@@ -4,7 +4,8 @@ Rules
 1. A bad configuration (ConfigError) or address (CannotListen) is reported before anything starts.
 2. The socket listens while the stages load. Until all have loaded, requests for the pipeline are refused, and /health
    shows the progress. A stage that cannot load ends the server with StageFailed. A stage that fails later does so only
-   with ``exit_on_failed_stage``. Otherwise requests that do not need the stage are served, and it is tried again.
+   with ``exit_on_failed_stage``. Otherwise requests that do not need the stage are served, and it is tried again. A
+   server whose socket is lost drains, and ends with CannotListen. What fails after a signal changes nothing.
 3. The first SIGINT or SIGTERM starts the drain: no new connections, ``drain_s`` for requests in progress, then every
    request ends with an error (``http.listener``). The second signal kills the process, and the kernel then kills the
    workers. A signal within ``DUPLICATE_SIGNAL_S`` of the first is the same one: process managers that signal a process
@@ -31,14 +32,15 @@ import trio
 
 from omni_actors import config as configuration
 from omni_actors.config import Pipeline
-from omni_actors.errors import OmniError, StageFailed
+from omni_actors.errors import OmniError
+from omni_actors.log_events import LogEvent, ServerListening, ServerReady, record
 from omni_actors.serve.app import build
 from omni_actors.serve.http.buffered_socket import SEND_TIMEOUT_S
 from omni_actors.serve.http.descriptors import DescriptorBudget
-from omni_actors.serve.http.listener import HTTPListener
+from omni_actors.serve.http.listener import HTTPListener, SocketLost
 from omni_actors.serve.media.loader import MediaLoader
 from omni_actors.serve.settings import API_KEY_VARIABLE, DEFAULTS, ServerSettings
-from omni_actors.system import Health, OmniSystem
+from omni_actors.system import OmniSystem
 
 DUPLICATE_SIGNAL_S = 0.25
 SEND_BUFFER_BYTES = 128 * 1024
@@ -49,7 +51,7 @@ log = logging.getLogger("omni_actors.serve")
 
 
 class CannotListen(OmniError):
-    """The server cannot listen on its address."""
+    """The server cannot listen on its address, or cannot any more."""
 
     def __init__(self, host: str, port: int, reason: str) -> None:
         self.host, self.port = host, port
@@ -62,7 +64,7 @@ async def serve(
     *,
     overrides: Mapping[str, Any] | None = None,
     media: MediaLoader | None = None,
-    announce: Callable[[str], None] = print,
+    announce: Callable[[str], None] | None = print,
 ) -> None:
     """Serve a pipeline until SIGINT or SIGTERM. Every worker has ended when this returns.
 
@@ -71,9 +73,10 @@ async def serve(
         settings: how the server listens, which requests it refuses, and when it ends.
         overrides: values that replace those of ``config``, by their path.
         media: loads files at URLs. None: only files in the body are allowed.
-        announce: called with one line when the server listens, and with one when it is ready.
+        announce: called with one line when the server listens, and with one when it is ready. None: they are logged.
 
-    Raises ConfigError, CannotListen, StageFailed (a stage that cannot load, or see ``exit_on_failed_stage``).
+    Raises ConfigError, CannotListen (also if the socket is lost), StageFailed (a stage that cannot load, or see
+    ``exit_on_failed_stage``).
     Cancellation ends all requests at once, and stops the workers.
     """
     pipeline = configuration.load(config, overrides)
@@ -113,14 +116,15 @@ class _Server:
     """A listening server with its running pipeline."""
 
     def __init__(
-        self, system: OmniSystem, settings: ServerSettings, stop: trio.Event, announce: Callable[[str], None]
+        self, system: OmniSystem, settings: ServerSettings, stop: trio.Event, announce: Callable[[str], None] | None
     ) -> None:
         self._system, self._settings, self._stop, self._announce = system, settings, stop, announce
         self._has_loaded = False
-        self._failure: StageFailed | None = None
+        self._failure: OmniError | None = None
+        """Why the server cannot serve any more."""
 
     async def run(self, sock: socket.socket, media: MediaLoader, *, max_connections: int) -> None:
-        """Serve on a listening socket until stopped. Raises StageFailed."""
+        """Serve on a listening socket until stopped. Raises CannotListen, StageFailed."""
         host, port, *_ = sock.getsockname()
         url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         async with trio.open_nursery() as nursery:
@@ -133,37 +137,34 @@ class _Server:
                 max_per_address=self._settings.max_connections_per_address,
                 max_body_bytes=self._settings.max_body_bytes,
             )
-            self._announce(f"listening on {url}; {self._system.pipeline.name!r} is loading")
+            self._report(ServerListening(url=url, pipeline=self._system.pipeline.name))
             end_requests = partial(self._system.abort_all, "the server is shutting down")
-            await listener.run(self._stop, self._settings.drain_s, end_requests)
+            try:
+                await listener.run(self._stop, self._settings.drain_s, end_requests)
+            except SocketLost as error:
+                self._failure = CannotListen(host, port, f"its socket was lost: {error}")
             nursery.cancel_scope.cancel()
         if self._failure is not None:
             raise self._failure
 
     async def _watch_stages(self, url: str) -> None:
-        """Announce when all stages have loaded, and log each death."""
-        exits: dict[tuple[str, int], str | None] = {}
-        while True:
-            health = self._system.health()
+        """Announce when all stages have loaded, and stop the server if it cannot serve."""
+        while not self._stop.is_set():
             if self._system.dead_error is not None and (self._settings.exit_on_failed_stage or not self._has_loaded):
                 self._failure = self._system.dead_error
                 self._stop.set()
                 return
-            if not self._has_loaded and health.ready:
+            if not self._has_loaded and self._system.health().ready:
                 self._has_loaded = True
                 gc.freeze()  # a full garbage collection would visit every imported object, which delays all requests
-                self._announce(f"ready: {url}/v1 serves {self._system.pipeline.name!r}")
-            _log_exits(health, exits)
+                self._report(ServerReady(url=url, pipeline=self._system.pipeline.name))
             await self._system.wait_changed()
 
-
-def _log_exits(health: Health, known: dict[tuple[str, int], str | None]) -> None:
-    for stage, replicas in health.stages.items():
-        for replica in replicas:
-            place = (stage, replica.replica)
-            if replica.last_exit != known.get(place):
-                known[place] = replica.last_exit
-                log.warning("stage %r (replica %d): %s; %s", stage, replica.replica, replica.last_exit, replica.state)
+    def _report(self, event: LogEvent) -> None:
+        if self._announce is None:
+            record(event)
+        else:
+            self._announce(str(event))
 
 
 @contextmanager

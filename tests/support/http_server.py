@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
@@ -131,3 +132,20 @@ def until(condition: Callable[[], bool], what: str) -> None:
 
 
 Start = Callable[..., AbstractContextManager[Server]]
+
+
+def process_with_a_bug(*arguments: str) -> subprocess.Popen[bytes]:
+    """Start a server that ends by an exception as soon as it listens. arguments: more ones of its command."""
+    program = """if True:
+        import sys
+        from omni_actors.serve import server
+        from omni_actors.serve.command import serve_command
+
+        async def run(self, *arguments):
+            raise ZeroDivisionError("a bug")
+
+        server.HTTPListener.run = run
+        serve_command(["echo", "--port", "0", *sys.argv[1:]])
+    """
+    command = [sys.executable, "-c", program, *arguments]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)

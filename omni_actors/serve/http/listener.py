@@ -5,7 +5,7 @@ Rules
 2. At the limit of all connections, the listener closes the connection that has been idle longest to make room for the
    new one; at the limit of one address, the longest idle one of that address. If none is idle, the listener answers
    the new connection with 503 and closes it without reading. A lack of descriptors is logged once, and the listener
-   accepts again after a pause.
+   accepts again after a pause. If the listening socket itself is lost, the listener drains and raises SocketLost.
 3. Shutdown is a deadline: the listener stops accepting and closes idle connections at once. Requests in progress have
    ``drain_s`` to end. Then ``end_requests`` ends them, they have ``ERROR_RESPONSE_S`` to send their errors, and all
    connections are closed.
@@ -13,6 +13,7 @@ Rules
 
 from __future__ import annotations
 
+import errno
 import logging
 import socket
 from collections import Counter
@@ -29,10 +30,16 @@ from omni_actors.serve.http.errors import HTTPError
 ERROR_RESPONSE_S = 0.5
 ACCEPT_RETRY_S = 0.1
 """The pause after an error of ``accept``."""
+LOST = {errno.EBADF, errno.EINVAL, errno.ENOTSOCK, errno.EOPNOTSUPP}
+"""Errors of ``accept`` after which the socket never accepts again."""
 
 log = logging.getLogger("omni_actors.serve")
 
 _FULL = HTTPError(503, "the server has too many connections", code="too_many_connections")
+
+
+class SocketLost(Exception):
+    """The listening socket was shut down or closed from outside; ``__cause__`` is the system's error."""
 
 
 class HTTPListener:
@@ -73,11 +80,14 @@ class HTTPListener:
     async def run(self, stop: trio.Event, drain_s: float, end_requests: Callable[[], None]) -> None:
         """Serve until ``stop`` is set, then drain. Return once every connection is closed.
 
+        Raises SocketLost, after a drain.
+
         Args:
             stop: starts the shutdown.
             drain_s: the time that requests in progress have to end.
             end_requests: called when that time is over; it must end every request.
         """
+        lost: OSError | None = None
         async with trio.open_nursery() as draining:
             async with trio.open_nursery() as connections:
                 accepting = trio.CancelScope()
@@ -95,10 +105,14 @@ class HTTPListener:
 
                 draining.start_soon(drain)
                 with accepting:
-                    await self._accept(connections)
+                    lost = await self._accept(connections)
+                    stop.set()
             draining.cancel_scope.cancel()
+        if lost is not None:
+            raise SocketLost(lost.strerror) from lost
 
-    async def _accept(self, nursery: trio.Nursery) -> None:
+    async def _accept(self, nursery: trio.Nursery) -> OSError:
+        """Accept connections until cancelled. Returns the error by which the socket was lost."""
         while True:
             await trio.lowlevel.wait_readable(self._socket)
             try:
@@ -106,6 +120,8 @@ class HTTPListener:
             except BlockingIOError:
                 continue
             except OSError as error:  # too many descriptors, too little memory, or the client has left already
+                if error.errno in LOST:
+                    return error
                 if not self._lacks_descriptors:
                     log.warning("cannot accept a connection: %s", error)
                 self._lacks_descriptors = True
