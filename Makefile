@@ -7,6 +7,7 @@
 # make bench   measure the figures of docs/benchmarks.md: the voice pipeline
 # make bench-omni   and what streaming between the stages of an omni model is worth
 # make bench-ring   and of the ring beside its peers, which this installs first
+# make bench-pipeline   and of a whole request beside bare queues, ZMQ and Ray actors
 # make setup-vllm   vLLM's CPU build, in an environment of its own (.venv-vllm), for the vllm engines
 # make test-vllm    set that up and run their tests
 # make clean   remove all that these made here (converted models stay in the user's cache)
@@ -26,7 +27,7 @@ export PIP_NO_INPUT := 1
 # $(call phase,what,command): says what goes on and how long it took. Fails as the command does.
 phase = @echo "==> $(1)"; begin=$$(date +%s); $(2) && echo "    done in $$(( $$(date +%s) - begin )) s"
 
-.PHONY: help setup demo serve test test-perf test-portable lint bench bench-omni bench-ring setup-vllm test-vllm clean
+.PHONY: help setup demo serve test test-perf test-portable lint bench bench-omni bench-ring bench-pipeline setup-vllm test-vllm clean
 .DELETE_ON_ERROR:
 
 help:
@@ -86,6 +87,9 @@ bench-omni: setup
 
 bench-ring: .venv/bench
 	$(BIN)/python -m bench.ring $(BENCH_ARGS)
+
+bench-pipeline: .venv/bench
+	$(BIN)/python -m bench.pipeline $(BENCH_ARGS)
 
 .venv/bench: .venv/installed requirements/bench.txt
 	$(call phase,Installing what the ring is compared with,$(BIN)/python -m pip install -qq -c requirements/constraints.txt -e '.[$(BENCH_EXTRAS)]')

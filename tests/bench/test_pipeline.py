@@ -1,0 +1,74 @@
+"""The benchmark of whole requests runs, names peers that are not installed, and traces a request."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from bench.pipeline.load import Cell, Failure, Meter, Plan, Sample, measure
+from bench.pipeline.report import Figures, bounds
+
+ROOT = Path(__file__).parents[2]
+
+
+def command(*arguments: str) -> str:
+    """Run the benchmark and return what it printed."""
+    environment = {**os.environ, "COLUMNS": "150"}
+    program = [sys.executable, "-m", "bench.pipeline", "--quick", *arguments]
+    return subprocess.run(program, cwd=ROOT, env=environment, check=True, capture_output=True, text=True).stdout
+
+
+def test_a_quick_run_measures_ours_and_the_bare_queues(tmp_path: Path) -> None:
+    written = tmp_path / "figures.json"
+    command("--only", "ours", "--only", "Queue", "--json", str(written))
+    samples = json.loads(written.read_text())["samples"]
+    assert {(each["name"], each["in_flight"], each["size"]) for each in samples} == {
+        (name, in_flight, 1024) for name in ("ours", "multiprocessing.Queue") for in_flight in (1, 16)
+    }
+    for each in samples:
+        (sample,) = each["samples"]
+        assert 0 < sample["p50_s"] <= sample["p99_s"]
+        assert sample["per_s"] > 0
+        assert sample["cpu_s"] >= sample["parent_cpu_s"]
+
+
+def test_the_trace_shows_every_point_of_all_stages() -> None:
+    printed = command("--trace")
+    for stage in ("first", "second", "third"):
+        for point in ("Start posted", "Start written", "Start handled", "chunk received", "output made", "finished"):
+            assert f"{stage}: {point}" in printed
+    assert "the client has the output" in printed
+
+
+class Broken:
+    name = "broken"
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def run(self, meter: Meter) -> None:
+        raise self._error
+
+
+def test_a_contender_that_cannot_run_is_named_with_the_reason() -> None:
+    for error, reason in (
+        (ImportError("no", name="absent"), "not installed: absent"),
+        (ValueError("odd"), "ValueError: odd"),
+    ):
+        assert measure(Broken(error), Cell(1, 8), Plan()) == Failure(reason)
+
+
+def test_the_bounds_are_judged_by_the_medians() -> None:
+    figures = Figures()
+    for p50_s in (0.001, 0.0011, 5.0):
+        figures.add("ours", Cell(1, 1024), Sample(p50_s, 1.0, 900.0, 0.0, 0.0, 0.0))
+    figures.add("queue", Cell(1, 1024), Sample(0.0003, 1.0, 3000.0, 0.0, 0.0, 0.0))
+    figures.add("ours", Cell(64, 1024), Sample(0.1, 1.0, 5000.0, 0.0, 0.0, 0.0))
+    figures.add("ours", Cell(10_000, 1024), Sample(0.1, 1.0, 2500.0, 0.0, 0.0, 0.0))
+    found = {
+        bound.name: bound.held for bound in bounds(figures, [1024], [1, 64, 10_000], ours="ours", reference="queue")
+    }
+    assert list(found.values()) == [True, False, True, False]
