@@ -9,6 +9,7 @@ Rules
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Mapping
 
 import trio
@@ -31,13 +32,15 @@ class Dispatcher:
     def __init__(self, limits: Limits, *, placement: Placement, readers: Readers, trials: Trials) -> None:
         self._limits, self._readers = limits, readers
         self.placement, self.trials = placement, trials
-        self.queued: list[Request] = []
+        self.queued: dict[Request, None] = {}
         """Requests that were never dispatched, in the order of their admission."""
         self.dispatched: dict[int, Request] = {}
         """The dispatched requests that have not ended, by number."""
         self.replay_log = ReplayLog()
         self.newest = 0
         """The highest request number given out so far."""
+        self._loads = collections.Counter[Address]()
+        """How many requests of ``dispatched`` each replica holds."""
 
     def running(self) -> list[Request]:
         """Return the requests that have not ended."""
@@ -50,7 +53,7 @@ class Dispatcher:
 
     def load(self, address: Address) -> int:
         """Return the number of requests placed on a replica."""
-        return sum(request.replay_state.is_held_by(address) for request in self.dispatched.values())
+        return self._loads[address]
 
     def held_by(self, address: Address, number: int) -> Request | None:
         """Return the request of this number, if it has not ended and the replica holds it."""
@@ -76,12 +79,13 @@ class Dispatcher:
             self._restart(request, placement)
 
     def _start(self, request: Request, placement: Mapping[str, Address]) -> None:
-        self.queued.remove(request)
+        del self.queued[request]
         self.newest += 1
         request.number = self.newest
         self.dispatched[request.number] = request
         request.lifecycle.advance(Event.DISPATCH)
         request.replay_state.dispatched(placement)
+        self._loads.update(placement.values())
         for stage in reversed(request.route.stages):
             if CLIENT in request.route.targets[stage]:
                 request.chunk_sequences[stage] = ChunkSequence(request.number, stage)
@@ -96,6 +100,7 @@ class Dispatcher:
         request.charged_replays += request.charged
         request.charged = False
         request.replay_state.restarted(placement)
+        self._loads.update(placement.values())
         for stage in reversed(stages):
             request.stats.pop(stage, None)
             self._post_start(request, stage)
@@ -135,12 +140,18 @@ class Dispatcher:
                 assert request.number is not None, "it is dispatched"
                 self.placement.replicas[source_address].post(Resend(request.number, address))
 
+    def lose(self, request: Request, address: Address) -> None:
+        """Record that the worker that held a request died."""
+        request.replay_state.lost(address.stage)
+        self._loads[address] -= 1
+
     def remove(self, request: Request) -> None:
         """Forget a request that has ended, and abort it in every stage that still has work or chunks of it."""
         if request.number is None:
-            self.queued.remove(request)
+            del self.queued[request]
             return
         del self.dispatched[request.number]
+        self._loads.subtract(request.placement.values())
         for name, stage in request.replay_state.stages.items():
             has_chunks = stage.phase is not Phase.FINISHED or self._retains(request, name)
             if stage.address is not None and has_chunks:

@@ -76,7 +76,9 @@ class Orchestrator:
         self._replays = ReplayExecution(
             limits, dispatcher, suspects=self._suspects, end=self._end, deterministic=deterministic_stages
         )
-        self._names = itertools.count(1)
+        self._names = map("req-{}".format, itertools.count(1))
+        self._open: dict[str, Request] = {}
+        """The requests that are not closed, by name; the oldest first."""
         self._retry_after = RetryAfterEstimator()
         self._nursery: trio.Nursery | None = None
 
@@ -123,7 +125,7 @@ class Orchestrator:
         encoded_params = encode_params(params)
         self._require_admissible(route, name)
         request = Request(
-            name=name or f"req-{next(self._names)}",
+            name=name or next(each for each in self._names if each not in self._open),
             route=route,
             inputs=inputs,
             params=encoded_params,
@@ -136,24 +138,22 @@ class Orchestrator:
         if self.in_flight >= self._limits.max_requests and not self.readers.make_room():
             raise errors.Overloaded(self._limits.max_requests, self.retry_after_s)
         request.lifetime.deadline = request.expires
+        self._open[request.name] = request
         self.readers.admit(request)
         self._nursery.start_soon(self._attend, request)
-        self._dispatcher.queued.append(request)
+        self._dispatcher.queued[request] = None
         if not self._suspects.join(request):
             self._dispatcher.try_dispatch(request)
         return OutputStream(request, self.readers, self.abort)
 
     def _require_admissible(self, route: Route, name: str | None) -> None:
-        if name is not None and any(request.name == name for request in self._in_flight()):
+        if name in self._open:
             raise errors.InvalidRequest(f"a request named {name!r} is in flight", param="request_id")
         for stage in route.stages:
             if stage in self.failed_stages:
                 raise self._replays.unavailable(stage)
         if (congested := self._placement.congested(route.stages)) is not None:
             raise errors.Overloaded(self._limits.max_requests, self.retry_after_s, congested)
-
-    def _in_flight(self) -> list[Request]:
-        return [*self._dispatcher.running(), *self.readers.ended_requests()]
 
     @property
     def failed_stages(self) -> Mapping[str, errors.StageFailed]:
@@ -163,7 +163,7 @@ class Orchestrator:
     @property
     def in_flight(self) -> int:
         """The number of places taken: requests that have not ended, and ended ones with much unread output."""
-        return len(self._dispatcher.running()) + self.readers.places
+        return len(self._dispatcher.queued) + len(self._dispatcher.dispatched) + self.readers.places
 
     @property
     def queued(self) -> int:
@@ -173,9 +173,9 @@ class Orchestrator:
     @property
     def retry_after_s(self) -> float:
         """An estimate of the seconds until a place is free."""
-        now, in_flight = time.monotonic(), self._in_flight()
-        oldest_s = max((now - request.submitted for request in in_flight), default=0.0)
-        return self._retry_after.retry_after_s(len(in_flight), oldest_s)
+        oldest = next(iter(self._open.values()), None)
+        oldest_s = 0.0 if oldest is None else time.monotonic() - oldest.submitted
+        return self._retry_after.retry_after_s(len(self._open), oldest_s)
 
     def load(self, address: messages.Address) -> int:
         """Return the number of requests placed on a replica."""
@@ -183,9 +183,8 @@ class Orchestrator:
 
     def abort_named(self, name: str) -> None:
         """Abort the request of this name, if one is in flight."""
-        for request in self._in_flight():
-            if request.name == name:
-                self.abort(request)
+        if (request := self._open.get(name)) is not None:
+            self.abort(request)
 
     @trio.lowlevel.enable_ki_protection
     def abort(self, request: Request) -> None:
@@ -329,5 +328,6 @@ class Orchestrator:
 
     def _closed(self, request: Request) -> None:
         """The request has ended and its client has everything, or was cut off."""
+        del self._open[request.name]
         request.lifetime.cancel()
         self._on_end(request)

@@ -67,9 +67,7 @@ class Placement:
             free = self._free(stage)
             if not free:
                 return None
-            if len(free) > 1:  # counting the load of a single replica would be wasted
-                free.sort(key=lambda each: (each.congested, self._load(each.address)))
-            placement[stage] = free[0].address
+            placement[stage] = min(free, key=lambda each: (each.congested, self._load(each.address))).address
         return placement
 
     def has_failed(self, stage: str) -> bool:

@@ -12,7 +12,7 @@ Rules
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 
 import trio
 
@@ -146,14 +146,10 @@ class Readers:
         """The number of requests whose stages are paused."""
         return self._unread.paused
 
-    def ended_requests(self) -> Iterator[Request]:
-        """Yield the requests that have ended and whose clients do not have everything."""
-        return (request for request in self._requests.values() if request.lifecycle.ended)
-
     @property
     def places(self) -> int:
         """The number of requests that have ended and still count against admission."""
-        return sum(self._unread.takes_place(request.account) for request in self.ended_requests())
+        return self._unread.places
 
     # Internal.
 

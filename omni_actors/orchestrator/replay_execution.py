@@ -43,7 +43,7 @@ class ReplayExecution:
         self._trials.interrupt(address)
         for request in list(self._dispatcher.dispatched.values()):
             if request.replay_state.is_held_by(address):
-                request.replay_state.lost(address.stage)
+                self._dispatcher.lose(request, address)
                 request.crash = StageCrashed(address.stage, address.replica, generation, exit)
                 request.crashed_at = trio.current_time()
                 self._decide(request)

@@ -82,6 +82,10 @@ class Unread:
         self._window_bytes, self._limit_bytes = limits.window_bytes, limits.unread_bytes
         self._read_bytes_s = limits.read_bytes_s
         self._accounts: dict[Account, None] = {}
+        self._waiting: dict[Account, None] = {}
+        """Those with more than ``SMALL_BYTES`` that wait for their reader."""
+        self._places: dict[Account, None] = {}
+        """Those with more than ``SMALL_BYTES`` that have ended."""
         self._under_pressure = False
         self.total = 0
         """Bytes that are charged to all accounts."""
@@ -96,6 +100,7 @@ class Unread:
         self.total -= account.charged
         account.unread = account.held = 0
         account.paused, account.waiting_since = False, None
+        self._file(account)
         return self._review(account, now)
 
     # Changes of an account.
@@ -149,9 +154,10 @@ class Unread:
         """Whether the total exceeds ``unread_bytes``, so that ``victim`` has to end."""
         return self.total > self._limit_bytes
 
-    def takes_place(self, account: Account) -> bool:
-        """Return whether a request that has ended still counts against admission."""
-        return account.charged > SMALL_BYTES
+    @property
+    def places(self) -> int:
+        """The number of requests that have ended and still count against admission."""
+        return len(self._places)
 
     def too_slow_at(self, account: Account) -> float:
         """Return when the connection becomes too slow if it reads nothing more; infinity while no send waits for it."""
@@ -162,11 +168,7 @@ class Unread:
 
     def slowest(self, now: float, grace_s: float = ROOM_GRACE_S) -> Account | None:
         """Return the account with the slowest reader among those that have waited for at least ``grace_s``."""
-        waiting = [
-            account
-            for account in self._accounts
-            if account.charged > SMALL_BYTES and account.waiting_since is not None and account.waited_s(now) >= grace_s
-        ]
+        waiting = [account for account in self._waiting if account.waited_s(now) >= grace_s]
         return min(waiting, key=lambda account: (account.rate(now), -account.charged), default=None)
 
     def victim(self, now: float) -> Account:
@@ -196,7 +198,20 @@ class Unread:
                 each.waiting_since = None
             elif each.waiting_since is None:
                 each.waiting_since, each.delivered = now, 0
+            self._file(each)
         return changed
+
+    def _file(self, account: Account) -> None:
+        """Keep ``_waiting`` and ``_places`` true after a change of an account."""
+        is_large = account.charged > SMALL_BYTES
+        for belongs, accounts in (
+            (is_large and account.waiting_since is not None, self._waiting),
+            (is_large and account.ended, self._places),
+        ):
+            if belongs:
+                accounts[account] = None
+            else:
+                accounts.pop(account, None)
 
     def _unpausable_answer(self) -> Account | None:
         """Return the whole answer that runs during pressure."""

@@ -190,7 +190,7 @@ def test_closing_an_account_twice_frees_its_charge_once(unread: Unread) -> None:
 
 
 @given(st.data())
-def test_the_total_is_the_sum_and_one_whole_answer_always_runs(data: st.DataObject) -> None:
+def test_counts_equal_a_recount_and_one_whole_answer_always_runs(data: st.DataObject) -> None:
     """In any order of events, at least one of the unfinished whole answers is not paused."""
     unread = Unread(Limits(window_bytes=128 * KIB, unread_bytes=1024 * KIB))
     accounts = opened(unread, 3) + opened(unread, 2, forwards=True) + opened(unread, 3, whole=True)
@@ -209,6 +209,11 @@ def test_the_total_is_the_sum_and_one_whole_answer_always_runs(data: st.DataObje
                 unread.close(account, now)
                 accounts.remove(account)
         assert unread.total == sum(account.charged for account in accounts)
+        large = [account for account in accounts if account.charged > SMALL_BYTES]
+        assert unread.places == sum(account.ended for account in large)
+        waiting = [account for account in large if account.waiting_since is not None]
+        assert (slowest := unread.slowest(now + ROOM_GRACE_S)) in (waiting or [None])
+        assert slowest is None or slowest.rate(now) == min(account.rate(now) for account in waiting)
         running = [account for account in accounts if account.whole and not account.ended]
         assert not running or not all(account.paused for account in running)
         assert all(account.charged > 0 for account in accounts if account.paused)
