@@ -61,7 +61,7 @@ def payload(request_id: base.RequestId, seq: int, size: int) -> np.ndarray[Any, 
 
 
 class _Failures(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename={"raises": "raise"}):
-    """The failures that a chunk causes: ``data["echo"]``, see the module."""
+    """The failures that a chunk causes, from its ``data["echo"]``; the module's docstring lists them."""
 
     stage: str | None = None
     raises: Literal["feed", "step"] | None = None
@@ -124,7 +124,7 @@ class _Request:
 
 
 class EchoEngine(PausableEngine[_Request]):
-    """The ``echo`` engine: see the module. It has no model."""
+    """Repeats its input at a configurable cost, and fails when a chunk demands it. It has no model."""
 
     def __init__(self, context: base.StageContext) -> None:
         super().__init__()

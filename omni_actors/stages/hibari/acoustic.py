@@ -85,7 +85,7 @@ class _Request:
 
 
 class AcousticEngine(PausableEngine[_Request]):
-    """The ``hibari_acoustic`` engine: see the module. Its model is a directory with ``hibari.onnx``."""
+    """Computes spectral features, a sentence at a time. ``context.model``: a directory with ``hibari.onnx``."""
 
     def __init__(self, context: base.StageContext) -> None:
         super().__init__()

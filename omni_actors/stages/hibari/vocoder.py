@@ -109,7 +109,7 @@ def _refusal(message: str) -> InvalidRequest:
 
 
 class VocoderEngine(PausableEngine[_Request]):
-    """The ``hibari_vocoder`` engine: see the module. It has no model: it is signal processing."""
+    """Synthesizes audio from spectral features, by signal processing: it has no model."""
 
     def __init__(self, context: StageContext) -> None:
         super().__init__()

@@ -1,9 +1,11 @@
-"""What the codec decoders of omni models share: codes of speech to sound, while the codes arrive.
+"""What the codec decoders of omni models share: frames of codes to sound, while the frames arrive.
 
-Input: tensors ``codes``, an integer array (n, groups), n at least 1. A chunk without tensors only ends the input.
+A frame is what a talker makes in one step: one number (a code) of each group.
+
+Input: tensors ``codes``, an integer array (n, groups): n frames, n > 0. A chunk without tensors only ends the input.
 
 Output: tensors ``audio``, float32 (n,); data ``sample_rate`` (24000 Hz). The end of the input causes the request's last
-output, which may have no audio. The cuts between outputs depend on the number of codes alone, not on when they arrived.
+output, which may have no audio. The cuts between outputs depend on the number of frames alone, not on their timing.
 """
 
 from __future__ import annotations
@@ -22,35 +24,32 @@ from omni_actors.stages.sources import OpenSources
 
 SAMPLE_RATE = 24_000
 WHOLE_INPUT = (sys.maxsize,)
-"""The chunk sizes of a request whose codes are decoded together, once all have arrived."""
+"""The chunk sizes of a request whose frames are decoded together, once all have arrived."""
 
 
 class CodecRequest:
-    """One request. chunk_sizes: codes in the first chunk, in the second, and so on; the last number holds for all more.
-
-    A code is here what the talker makes in one step: one number of each group.
-    """
+    """One request. chunk_sizes: frames in the first chunk, in the second, and so on; the last is for all more."""
 
     def __init__(self, request: StageRequest, chunk_sizes: Sequence[int]) -> None:
         self.id = request.request_id
         self.open = OpenSources(request.sources)
         self.received = self.chunks = 0
-        """Codes that have arrived, and chunks taken."""
+        """Frames that have arrived, and chunks taken."""
         self.paused = False
         self._chunk_sizes = chunk_sizes
         self._waiting: list[Tensor] = []
         self._size = 0
-        """Codes in all of ``_waiting``."""
+        """Frames in all of ``_waiting``."""
 
     def add(self, codes: Tensor) -> None:
-        """Add codes, int64 (groups, n)."""
+        """Add the codes of n frames, int64 (groups, n)."""
         self._waiting.append(codes)
         self._size += codes.shape[1]
         self.received += codes.shape[1]
 
     @property
     def next_chunk(self) -> tuple[int, bool] | None:
-        """The codes of the next chunk, and whether it is the last. None: there is none to decode now."""
+        """The number of frames of the next chunk, and whether it is the last. None: there is none to decode now."""
         if self.paused:
             return None
         due = self._chunk_sizes[min(self.chunks, len(self._chunk_sizes) - 1)]
@@ -63,7 +62,7 @@ class CodecRequest:
         return self.next_chunk is not None
 
     def take(self, size: int) -> Tensor:
-        """Take the next codes, int64 (groups, size)."""
+        """Take the codes of the next ``size`` frames, int64 (groups, size)."""
         codes = torch.cat(self._waiting, -1)
         self._waiting = [codes[:, size:]]
         self._size -= size
@@ -77,7 +76,7 @@ C = TypeVar("C", bound=CodecRequest)
 class CodecDecoder(PausableEngine[C]):
     """The input and output sides of a codec decoder. A subclass has ``_new_request`` and ``step``.
 
-    groups: numbers in one code. codebook: each is less than this. longest: the most codes of a request.
+    groups: codes in one frame. codebook: each is less than this. longest: the most frames of a request.
     """
 
     def __init__(self, groups: int, codebook: int, longest: int = sys.maxsize) -> None:
@@ -90,7 +89,7 @@ class CodecDecoder(PausableEngine[C]):
         request.open.update(chunk)
 
     def _checked(self, chunk: Chunk, before: int) -> Tensor:
-        """Return a copy of the codes, int64 (groups, n). before: codes that arrived earlier. Raises InvalidRequest."""
+        """Return a copy of the codes, int64 (groups, n). before: frames that arrived earlier. Raises InvalidRequest."""
         codes = chunk.tensors.get("codes")
         if codes is None or not codes.dtype.startswith(("int", "uint")):
             raise _refusal(f"codes, integers, were expected, not {sorted(chunk.tensors)}")

@@ -29,7 +29,7 @@ from omni_actors.stages.refusal import validated
 
 
 class TalkerEngine(OmniTalker[TalkerRequest]):
-    """See the module. ``context.model``: a checkpoint directory of Qwen2.5-Omni."""
+    """Chooses codec codes for a thinker's rows. ``context.model``: a checkpoint directory of Qwen2.5-Omni."""
 
     MODEL = Qwen2_5OmniTalkerForConditionalGeneration
     HANDOFF_HEADER = frozenset({"positions", "tts"})

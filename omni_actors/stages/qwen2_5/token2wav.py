@@ -44,7 +44,7 @@ class _Request(CodecRequest):
 
 
 class Token2WavEngine(CodecDecoder[_Request]):
-    """See the module. ``context.model``: a checkpoint directory of Qwen2.5-Omni; it loads the ``token2wav`` weights."""
+    """Decodes codes to 24 kHz audio, with the ``token2wav`` weights of ``context.model``, a Qwen2.5-Omni checkpoint."""
 
     def __init__(self, context: StageContext) -> None:
         """Raises msgspec.ValidationError (options), WrongCheckpoint, OSError (the checkpoint's files)."""

@@ -1,6 +1,6 @@
 """Qwen3-Omni's code2wav on transformers: codec frames to a waveform, while the frames arrive.
 
-``omni.codec_decoder`` has the input and the output. A code is a frame, with the groups in the talker's order.
+``omni.codec_decoder`` has the input and the output. The groups of a frame are in the talker's order.
 - ``decode`` "exact": the samples are those of the model's forward over all frames (to 1e-4 in float32). They come in
   chunks of ``chunk_frames``, the first ones small, so that speech starts early.
 - ``decode`` "reference": the samples are those of transformers' ``chunked_decode`` once all frames have arrived, equal
@@ -32,7 +32,7 @@ class _Request(CodecRequest):
 
 
 class Code2WavEngine(CodecDecoder[_Request]):
-    """See the module. ``context.model``: a checkpoint directory of Qwen3-Omni; it loads the ``code2wav`` weights."""
+    """Decodes frames to 24 kHz audio, with the ``code2wav`` weights of ``context.model``, a Qwen3-Omni checkpoint."""
 
     def __init__(self, context: StageContext) -> None:
         """Raises msgspec.ValidationError (options), WrongCheckpoint, OSError (the checkpoint's files)."""

@@ -42,7 +42,7 @@ class _Request(TalkerRequest):
 
 
 class TalkerEngine(OmniTalker[_Request]):
-    """See the module. ``context.model``: a checkpoint directory of Qwen3-Omni."""
+    """Chooses frames of codes for a thinker's rows. ``context.model``: a checkpoint directory of Qwen3-Omni."""
 
     MODEL = Qwen3OmniMoeTalkerForConditionalGeneration
     HANDOFF_HEADER = frozenset({"is_media", "tts"})

@@ -50,7 +50,7 @@ class _Session:
 
 
 class Qwen3Talker(TalkerEngine):
-    """See the module. ``context.model``: a checkpoint directory of Qwen3-Omni."""
+    """Chooses frames of codes for a thinker's rows. ``context.model``: a checkpoint directory of Qwen3-Omni."""
 
     MODEL = _TalkerWithoutLayers
 

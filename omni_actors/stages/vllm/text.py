@@ -46,7 +46,7 @@ class _Prompt(Prompt):
 
 
 class TextEngine(VLLMEngine[VLLMRequest[_Prompt]]):
-    """See the module."""
+    """Answers a conversation, or continues a prompt of embeddings, with text."""
 
     def __init__(self, context: StageContext) -> None:
         """Raises as ``VLLMEngine`` does, and ValueError if the checkpoint has no chat template."""

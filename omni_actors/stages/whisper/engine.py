@@ -52,7 +52,7 @@ class _Request:
 
 
 class WhisperEngine(PausableEngine[_Request]):
-    """The ``whisper`` engine: see the module. Its model is a directory in CTranslate2's format."""
+    """Transcribes recordings. ``context.model``: a directory of a Whisper model in CTranslate2's format."""
 
     def __init__(self, context: base.StageContext) -> None:
         super().__init__()
