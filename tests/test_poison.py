@@ -190,7 +190,7 @@ async def test_a_hanging_request_is_not_cleared_by_time(monkeypatch: pytest.Monk
 async def test_under_steady_load_poison_is_tried_once_more_on_a_drained_replica(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(trials, "CULPRIT_PATIENCE_S", 0.2)
+    monkeypatch.setattr(trials, "CULPRIT_WAIT_S", 0.2)
     replays: list[int] = []
 
     async def ask_until(ended: trio.Event) -> None:

@@ -40,7 +40,7 @@ class ReplayExecution:
 
     def worker_lost(self, address: Address, generation: int, exit: WorkerExit) -> None:
         """Decide about every request that the dead worker held."""
-        self._trials.interrupt(address)
+        self._trials.return_replica(address)
         for request in list(self._dispatcher.dispatched.values()):
             if request.replay_state.is_held_by(address):
                 self._dispatcher.lose(request, address)

@@ -51,14 +51,14 @@ class Suspects:
             return True
         if not self._quarantine or (known := self._quarantine.pop(request.fingerprint)) is None:
             return False
-        self._trials.accuse(request, known.stage, known.deaths or 0, trio.current_time())
+        self._trials.add_known_culprit(request, known.stage, known.deaths or 0, trio.current_time())
         self.advance()
         return True
 
     # Events.
 
     def worker_ready(self, address: Address) -> None:
-        """Handle that a worker is ready. The time in which its stage had no ready worker uses up no patience."""
+        """Handle that a worker is ready. The time in which its stage had no ready worker is not counted as waiting."""
         if len(self._placement.serving(address.stage)) == 1:
             self._trials.serving_since[address.stage] = trio.current_time()
         self.advance()
@@ -79,7 +79,7 @@ class Suspects:
         if done:
             self._trials.clear(request)
         else:
-            if group.is_culprit and not self._trials.alike(request):
+            if group.is_culprit and not self._trials.requests_of_unit(request):
                 now = trio.current_time()
                 self._quarantine.add(request.fingerprint, Culprit(group.stage, group.deaths), now)
             self._trials.drop(request)
@@ -110,7 +110,7 @@ class Suspects:
         is_convicted = group is not None and group.is_culprit and request.suspected > max(1, self._limits.replays)
         if group is not None and is_convicted:
             self._quarantine.add(request.fingerprint, Culprit(group.stage), trio.current_time())
-            for each in self._trials.alike(request):
+            for each in self._trials.requests_of_unit(request):
                 self._end_quarantined(each, group.stage)
         return is_convicted
 
@@ -178,8 +178,8 @@ class Suspects:
                 self._trials.end_drain(group, now)
                 self._dispatcher.dispatch_waiting()
             return
-        wanted = any(each not in self._trials.group_of and stage in each.replay_state.waiting for each in running)
-        group = self._trials.next(stage, now, is_unused=bool(unused), wanted=wanted)
+        others_wait = any(each not in self._trials.group_of and stage in each.replay_state.waiting for each in running)
+        group = self._trials.next(stage, now, is_unused=bool(unused), others_wait=others_wait)
         if group is None:
             for culprit in self._trials.exhausted(stage, now):
                 self._end_exhausted(culprit)

@@ -15,9 +15,9 @@ Rules
    caused is charged to that unit, the culprit: each death in which it was a suspect uses up a replay of its requests.
    Other requests lose no replay.
 6. A culprit runs alone. It waits until no other request has used the stage for ``STAGE_QUIET_S``. If that takes longer
-   than ``CULPRIT_PATIENCE_S``, a culprit with one death gets a replica that is drained for it, and one with more deaths
+   than ``CULPRIT_WAIT_S``, a culprit with one death gets a replica that is drained for it, and one with more deaths
    ends. The time before the stage last began to serve does not count. If the drain takes longer than
-   ``REPLICA_DRAIN_S``, the culprit waits again, with twice the patience. Any other group waits ``GROUP_PATIENCE_S`` for
+   ``REPLICA_DRAIN_S``, the culprit waits again, for twice as long. Any other group waits ``GROUP_WAIT_S`` for
    an unused replica, then runs beside other requests.
 7. With each death, the probation of a group doubles, up to ``LONGEST_PROBATION_S``. So a request that crashes its
    worker late is found too, if it does so within that time.
@@ -45,9 +45,9 @@ PROBATION_S = 1.0
 LONGEST_PROBATION_S = 30.0
 STAGE_QUIET_S = 1.0
 """A stage is quiet when no request but the culprit has used it for this long."""
-GROUP_PATIENCE_S = 1.0
+GROUP_WAIT_S = 1.0
 """How long a group that is no culprit waits for an unused replica."""
-CULPRIT_PATIENCE_S = 30.0
+CULPRIT_WAIT_S = 30.0
 """How long a culprit waits for a quiet stage, at first."""
 REPLICA_DRAIN_S = 10.0
 """How long a replica that is drained for a culprit takes no new requests, at most."""
@@ -103,7 +103,7 @@ class Group:
         """The number of deaths that its requests may have caused."""
         return max(each.suspected for each in self.requests)
 
-    def acquit_other_half(self) -> None:
+    def clear_other_half(self) -> None:
         """The half that this group was split off from is not known to hold a culprit any more."""
         if self.other_half is not None:
             self.other_half.holds_culprit, self.other_half = False, None
@@ -161,9 +161,9 @@ class Trials:
             intensity.
         """
         group = self.running.get(address)
-        is_proof = group is not None and group.is_alone
-        self.interrupt(address)
-        suspects = [each for each in held if is_proof and self.group_of.get(each) is group] or list(held)
+        is_certain = group is not None and group.is_alone
+        self.return_replica(address)
+        suspects = [each for each in held if is_certain and self.group_of.get(each) is group] or list(held)
         if failed is not None:
             suspects = [each for each in held if each.fingerprint == failed.fingerprint]
         if group is None or any(self.group_of.get(each) is not group for each in suspects):
@@ -172,7 +172,7 @@ class Trials:
         for each in suspects:
             each.suspected += 1
         group.holds_culprit, group.since = True, now
-        group.acquit_other_half()
+        group.clear_other_half()
         if len(group.units) == 1:
             deaths = group.deaths
             for each in group.requests:
@@ -182,7 +182,7 @@ class Trials:
                 each.charged_replays = max(each.charged_replays, deaths - 1)
         return not known
 
-    def interrupt(self, address: Address | None) -> None:
+    def return_replica(self, address: Address | None) -> None:
         """End the trial or the drain at a replica, if there is one: the group waits again.
 
         This is no proof against the group: the supervisor may have restarted the worker with another stage.
@@ -216,7 +216,7 @@ class Trials:
         """Return the groups of all stages."""
         return [*self.waiting, *self.running.values()]
 
-    def accuse(self, request: Request, stage: str, deaths: int, now: float) -> None:
+    def add_known_culprit(self, request: Request, stage: str, deaths: int, now: float) -> None:
         """Treat a new request as a known culprit, because of the deaths that requests with its fingerprint caused."""
         request.suspected = deaths
         self._group_for(stage, [request], now)
@@ -240,17 +240,17 @@ class Trials:
         was_tried = request in group.on_trial
         if not self._remove(request):  # its unit has more requests
             if was_tried:
-                self.interrupt(group.address)
+                self.return_replica(group.address)
             return
         group.holds_culprit = False
-        group.acquit_other_half()
+        group.clear_other_half()
 
     def clear(self, request: Request) -> None:
         """Remove a request that its stage has finished, and the others of its unit."""
-        for each in (*self.alike(request), request):
+        for each in (*self.requests_of_unit(request), request):
             self._remove(each)
 
-    def alike(self, request: Request) -> list[Request]:
+    def requests_of_unit(self, request: Request) -> list[Request]:
         """Return the other requests of a suspect's unit."""
         group = self.group_of.get(request)
         unit = group.units.get(request.fingerprint, []) if group else []
@@ -273,25 +273,25 @@ class Trials:
                 self.waiting.remove(group)
         return True
 
-    def next(self, stage: str, now: float, *, is_unused: bool, wanted: bool) -> Group | None:
+    def next(self, stage: str, now: float, *, is_unused: bool, others_wait: bool) -> Group | None:
         """Take the group off the waiting list that a stage tries next, or a culprit that needs a drained replica.
 
         Args:
             stage: The stage, which has a ready replica.
             now: The current time.
             is_unused: Whether a replica of the stage works on no request.
-            wanted: Whether a request that is not a suspect waits for the stage.
+            others_wait: Whether a request that is not a suspect waits for the stage.
         """
         waiting = [group for group in self.waiting if group.stage == stage]
         if not waiting or any(group.stage == stage for group in self.running.values()):
             return None
         group = min(waiting, key=lambda each: (each.holds_culprit, each.is_culprit, each.since))
-        out_of_patience = now >= self._patient_until(group)
+        wait_is_over = now >= self._waits_until(group)
         if group.is_culprit:
-            is_quiet = is_unused and not wanted and now >= self._quiet_at(group)
-            if not is_quiet and not (out_of_patience and group.deaths == 1):
+            stage_is_free = is_unused and not others_wait and now >= self._quiet_at(group)
+            if not stage_is_free and not (wait_is_over and group.deaths == 1):
                 return None
-        elif not is_unused and not out_of_patience:
+        elif not is_unused and not wait_is_over:
             return None
         if group.holds_culprit and not group.is_culprit:
             half = group.halve(now)
@@ -305,7 +305,7 @@ class Trials:
         return [
             group
             for group in self.waiting
-            if group.stage == stage and group.is_culprit and group.deaths > 1 and now >= self._patient_until(group)
+            if group.stage == stage and group.is_culprit and group.deaths > 1 and now >= self._waits_until(group)
         ]
 
     def drain(self, group: Group, address: Address, now: float) -> None:
@@ -318,9 +318,9 @@ class Trials:
         return next((each for each in self.running.values() if each.stage == stage and not each.on_trial), None)
 
     def end_drain(self, group: Group, now: float) -> None:
-        """Give a drained replica back to other requests: the culprit waits again, with twice the patience."""
+        """Give a drained replica back to other requests: the culprit waits again, for twice as long."""
         group.since, group.failed_drains = now, group.failed_drains + 1
-        self.interrupt(group.address)
+        self.return_replica(group.address)
 
     def begin(self, group: Group, address: Address, now: float, *, alone: bool = True) -> None:
         """Put a group on trial at a replica. alone: whether the replica works on no other request."""
@@ -352,7 +352,7 @@ class Trials:
         """Return the earliest time at which a trial may begin or end without another event."""
         times = [group.ends_at if group.ends_at > now else now + PONG_CHECK_S for group in self.running.values()]
         for group in self.waiting:
-            times.append(self._patient_until(group))
+            times.append(self._waits_until(group))
             if group.is_culprit:
                 times.append(self._quiet_at(group))
         return min((time for time in times if time > now), default=math.inf)
@@ -362,8 +362,8 @@ class Trials:
         time, request = self.last_use.get(group.stage, (-math.inf, None))
         return -math.inf if request in list(group.requests) else time + STAGE_QUIET_S
 
-    def _patient_until(self, group: Group) -> float:
+    def _waits_until(self, group: Group) -> float:
         if not group.is_culprit:
-            return group.since + GROUP_PATIENCE_S
+            return group.since + GROUP_WAIT_S
         began = max(group.since, self.serving_since.get(group.stage, group.since))
-        return began + CULPRIT_PATIENCE_S * 2.0**group.failed_drains
+        return began + CULPRIT_WAIT_S * 2.0**group.failed_drains

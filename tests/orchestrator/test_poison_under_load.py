@@ -14,7 +14,7 @@ from omni_actors.errors import DeadlineExceeded, Quarantined, StageCrashed
 from omni_actors.generation import Generation
 from omni_actors.orchestrator import request
 from omni_actors.orchestrator.pieces import Input
-from omni_actors.orchestrator.trials import CULPRIT_PATIENCE_S, PROBATION_S, REPLICA_DRAIN_S
+from omni_actors.orchestrator.trials import CULPRIT_WAIT_S, PROBATION_S, REPLICA_DRAIN_S
 from omni_actors.stages.base import Chunk
 from omni_actors.stages.echo.engine import EchoEngine
 from omni_actors.stress.simulation.spawner import SimulatedSpawner
@@ -194,15 +194,15 @@ async def test_a_request_blamed_by_chance_completes_on_a_drained_replica(
     assert traffic.errors == []
 
 
-async def test_a_long_reload_uses_up_no_patience(
+async def test_a_long_reload_does_not_count_as_waiting(
     autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After the reload, the culprit waits for a quiet stage as long as after a short one."""
     monkeypatch.setattr(FailsOnce, "has_failed", False)
-    load_s = 2 * CULPRIT_PATIENCE_S
+    load_s = 2 * CULPRIT_WAIT_S
     traffic = await run_traffic({"stderr": "blamed"}, engine=f"{__name__}:FailsOnce", load_s=load_s, seconds=200.0)
-    patient_until = load_s + POISON_AFTER_S + load_s + CULPRIT_PATIENCE_S
-    assert patient_until <= min(traffic.completed) < patient_until + REPLICA_DRAIN_S + PROBATION_S
+    waits_until = load_s + POISON_AFTER_S + load_s + CULPRIT_WAIT_S
+    assert waits_until <= min(traffic.completed) < waits_until + REPLICA_DRAIN_S + PROBATION_S
 
 
 @pytest.mark.parametrize(("replays", "on_failure"), [(0, "replay"), (2, "fail")])

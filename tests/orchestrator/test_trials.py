@@ -15,7 +15,7 @@ from omni_actors.orchestrator.pieces import Input
 from omni_actors.orchestrator.request import Request
 from omni_actors.orchestrator.routes import Route
 from omni_actors.orchestrator.trials import (
-    CULPRIT_PATIENCE_S,
+    CULPRIT_WAIT_S,
     PROBATION_S,
     REPLICA_DRAIN_S,
     STAGE_QUIET_S,
@@ -48,8 +48,8 @@ class Stage:
         counts = self.trials.worker_died(WORKER, held, failed, self.now)
         for each in held:
             if each.charged and each.charged_replays >= self.limit:
-                self.ended += [each, *self.trials.alike(each)]
-                for other in self.trials.alike(each):
+                self.ended += [each, *self.trials.requests_of_unit(each)]
+                for other in self.trials.requests_of_unit(each):
                     self.trials.drop(other)
                 self.trials.drop(each)
             each.charged_replays += each.charged
@@ -59,7 +59,7 @@ class Stage:
     def run(self) -> None:
         """Try group after group until no suspect is left."""
         while self.trials:
-            group = self.trials.next(STAGE, self.now, is_unused=True, wanted=False)
+            group = self.trials.next(STAGE, self.now, is_unused=True, others_wait=False)
             if group is None:
                 self.now = self.trials.next_time(self.now)
                 assert self.now < math.inf, "suspects wait and no time is set at which they are tried"
@@ -70,7 +70,7 @@ class Stage:
                 self.die(tried)
             else:
                 for each in tried:
-                    self.done += [each, *self.trials.alike(each)]
+                    self.done += [each, *self.trials.requests_of_unit(each)]
                     self.trials.clear(each)
 
 
@@ -102,7 +102,7 @@ def test_requests_with_one_fingerprint_are_tried_once() -> None:
     others = [request(number) for number in range(50, 58)]
     stage = Stage(set(poison))
     stage.die([*poison, *others])
-    first = stage.trials.next(STAGE, 0.0, is_unused=True, wanted=False)
+    first = stage.trials.next(STAGE, 0.0, is_unused=True, others_wait=False)
     assert first is not None
     assert set(first.requests) == set(others)
     stage.trials.put_back(first)
@@ -139,27 +139,27 @@ def test_a_culprit_waits_for_a_quiet_stage() -> None:
     trials = stage.trials
     stage.die([culprit], failed=culprit)
     trials.note_use(STAGE, other, 10.0)
-    assert trials.next(STAGE, 10.5, is_unused=True, wanted=False) is None
+    assert trials.next(STAGE, 10.5, is_unused=True, others_wait=False) is None
     assert trials.next_time(10.5) == 10.0 + STAGE_QUIET_S
-    assert trials.next(STAGE, 12.0, is_unused=True, wanted=True) is None
-    assert trials.next(STAGE, 12.0, is_unused=False, wanted=False) is None
-    assert trials.next(STAGE, CULPRIT_PATIENCE_S, is_unused=False, wanted=True) is stage.trials.group_of[culprit]
+    assert trials.next(STAGE, 12.0, is_unused=True, others_wait=True) is None
+    assert trials.next(STAGE, 12.0, is_unused=False, others_wait=False) is None
+    assert trials.next(STAGE, CULPRIT_WAIT_S, is_unused=False, others_wait=True) is stage.trials.group_of[culprit]
 
 
 def test_a_culprit_that_finds_no_quiet_moment_gets_a_drained_replica() -> None:
     culprit, other = request(1), request(2)
     trials = Stage({culprit}).trials
     trials.worker_died(WORKER, [culprit, other], culprit, 0.0)
-    group = trials.next(STAGE, CULPRIT_PATIENCE_S, is_unused=False, wanted=True)
+    group = trials.next(STAGE, CULPRIT_WAIT_S, is_unused=False, others_wait=True)
     assert group is not None
-    trials.drain(group, WORKER, CULPRIT_PATIENCE_S)
+    trials.drain(group, WORKER, CULPRIT_WAIT_S)
     assert trials.draining(STAGE) is trials.running[WORKER] is group
-    assert trials.next_time(CULPRIT_PATIENCE_S) == CULPRIT_PATIENCE_S + REPLICA_DRAIN_S
-    trials.end_drain(group, CULPRIT_PATIENCE_S + REPLICA_DRAIN_S)
+    assert trials.next_time(CULPRIT_WAIT_S) == CULPRIT_WAIT_S + REPLICA_DRAIN_S
+    trials.end_drain(group, CULPRIT_WAIT_S + REPLICA_DRAIN_S)
     assert (trials.running, trials.draining(STAGE)) == ({}, None)
-    later = 2 * CULPRIT_PATIENCE_S + REPLICA_DRAIN_S
-    assert trials.next(STAGE, later, is_unused=False, wanted=True) is None, "its patience has doubled"
-    assert trials.next(STAGE, later + CULPRIT_PATIENCE_S, is_unused=False, wanted=True) is group
+    later = 2 * CULPRIT_WAIT_S + REPLICA_DRAIN_S
+    assert trials.next(STAGE, later, is_unused=False, others_wait=True) is None, "it waits twice as long"
+    assert trials.next(STAGE, later + CULPRIT_WAIT_S, is_unused=False, others_wait=True) is group
 
 
 def test_a_culprit_with_two_deaths_gets_no_drained_replica() -> None:
@@ -167,9 +167,9 @@ def test_a_culprit_with_two_deaths_gets_no_drained_replica() -> None:
     trials = Stage({culprit}).trials
     for _ in range(2):
         trials.worker_died(WORKER, [culprit, other], culprit, 0.0)
-    assert trials.exhausted(STAGE, CULPRIT_PATIENCE_S - 1.0) == []
-    assert trials.next(STAGE, CULPRIT_PATIENCE_S, is_unused=False, wanted=True) is None
-    assert trials.exhausted(STAGE, CULPRIT_PATIENCE_S) == trials.waiting
+    assert trials.exhausted(STAGE, CULPRIT_WAIT_S - 1.0) == []
+    assert trials.next(STAGE, CULPRIT_WAIT_S, is_unused=False, others_wait=True) is None
+    assert trials.exhausted(STAGE, CULPRIT_WAIT_S) == trials.waiting
 
 
 def test_requests_with_the_fingerprint_of_the_blamed_one_share_its_deaths() -> None:
@@ -187,7 +187,7 @@ def test_a_culprit_without_other_requests_is_tried_at_once() -> None:
     stage = Stage({culprit})
     stage.trials.note_use(STAGE, culprit, 0.0)
     stage.die([culprit])
-    assert stage.trials.next(STAGE, 0.0, is_unused=True, wanted=False) is stage.trials.group_of[culprit]
+    assert stage.trials.next(STAGE, 0.0, is_unused=True, others_wait=False) is stage.trials.group_of[culprit]
 
 
 def test_the_probation_doubles_with_each_death() -> None:
@@ -195,7 +195,7 @@ def test_the_probation_doubles_with_each_death() -> None:
     trials = Trials()
     for often in range(3):
         trials.worker_died(WORKER, late, None, 0.0)
-        group = trials.next(STAGE, 0.0, is_unused=True, wanted=False)
+        group = trials.next(STAGE, 0.0, is_unused=True, others_wait=False)
         assert group is not None
         trials.begin(group, WORKER, 0.0)
         assert not trials.clear_expired(lambda _, often=often: PROBATION_S * 2.0**often - 0.1)
@@ -222,12 +222,12 @@ def test_when_the_tried_request_leaves_another_one_of_its_unit_is_tried() -> Non
     first, second = request(1, "alike"), request(2, "alike")
     trials = Trials()
     trials.worker_died(WORKER, [first, second], None, 0.0)
-    group = trials.next(STAGE, 0.0, is_unused=True, wanted=False)
+    group = trials.next(STAGE, 0.0, is_unused=True, others_wait=False)
     assert group is not None
     trials.begin(group, WORKER, 0.0)
     trials.drop(group.candidates[0])
     assert trials.running == {}
-    assert trials.next(STAGE, 100.0, is_unused=True, wanted=False) is group
+    assert trials.next(STAGE, 100.0, is_unused=True, others_wait=False) is group
 
 
 def test_a_new_request_joins_the_unit_of_its_fingerprint() -> None:
@@ -236,7 +236,7 @@ def test_a_new_request_joins_the_unit_of_its_fingerprint() -> None:
     trials.worker_died(WORKER, [suspect], None, 0.0)
     assert trials.join(alike)
     assert not trials.join(other)
-    assert trials.alike(suspect) == [alike]
+    assert trials.requests_of_unit(suspect) == [alike]
 
 
 @pytest.mark.parametrize(
