@@ -18,7 +18,7 @@ from omni_actors.stages.qwen2_5.handoff import handoff_rows, tts_tokens
 
 
 class ThinkerEngine(OmniThinker[ThinkerRequest]):
-    """Writes an answer's text, and the rows that the talker reads. ``context.model``: a checkpoint directory of Qwen2.5-Omni."""
+    """Writes an answer's text and its talker's rows. ``context.model``: a checkpoint directory of Qwen2.5-Omni."""
 
     MODEL = Qwen2_5OmniThinkerForConditionalGeneration
 

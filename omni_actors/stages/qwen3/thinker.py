@@ -28,7 +28,7 @@ class _Request(ThinkerRequest):
 
 
 class ThinkerEngine(OmniThinker[_Request]):
-    """Writes an answer's text, and the rows that the talker reads. ``context.model``: a checkpoint directory of Qwen3-Omni."""
+    """Writes an answer's text and its talker's rows. ``context.model``: a checkpoint directory of Qwen3-Omni."""
 
     MODEL = Qwen3OmniMoeThinkerForConditionalGeneration
 

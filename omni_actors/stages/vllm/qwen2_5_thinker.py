@@ -25,7 +25,7 @@ class _Request(ThinkerRequest):
 
 
 class Qwen25Thinker(Thinker[_Request]):
-    """Writes an answer's text, and the rows that the talker reads. ``context.model``: a checkpoint directory of Qwen2.5-Omni."""
+    """Writes an answer's text and its talker's rows. ``context.model``: a checkpoint directory of Qwen2.5-Omni."""
 
     def __init__(self, context: StageContext) -> None:
         """Raises as ``Thinker`` does, OSError."""

@@ -17,7 +17,7 @@ from omni_actors.stages.vllm.thinker import Thinker, ThinkerRequest
 
 
 class Qwen3Thinker(Thinker[ThinkerRequest]):
-    """Writes an answer's text, and the rows that the talker reads. ``context.model``: a checkpoint directory of Qwen3-Omni."""
+    """Writes an answer's text and its talker's rows. ``context.model``: a checkpoint directory of Qwen3-Omni."""
 
     def __init__(self, context: StageContext) -> None:
         """Raises as ``Thinker`` does, WrongCheckpoint, OSError."""
