@@ -10,8 +10,6 @@ Rules
 5. The connection outlives the cancellation of its block, so that the last messages of a cancelled owner are still sent.
 6. Messages that are posted in one turn of the event loop are sent in the next turn, as one packet if they fit. By then
    the input of the same requests is in the rings, so their first steps are batched.
-7. A mailbox with ``delay_delivery`` sends ``DELIVERY_DELAY_S`` later: a worker that has no input yet is not scheduled
-   before one that has.
 """
 
 from __future__ import annotations
@@ -37,8 +35,6 @@ Encoded: TypeAlias = tuple[bytes, tuple[int, ...]]
 MAX_FDS = 8
 PACKED, PACKED_BYTES = 64, 16 * 1024
 """The most messages and bytes in one packet; a larger message is sent by itself."""
-DELIVERY_DELAY_S = 0.001
-"""Delay of ``delay_delivery``: about the time in which a worker reads some dozens of requests that arrive together."""
 
 T = TypeVar("T")
 
@@ -65,8 +61,6 @@ class Mailbox:
         self._waiting = 0
         """How many messages were posted and not yet taken by the writer."""
         self._in_send, self.incoming = trio.open_memory_channel[Envelope](capacity)
-        self.delay_delivery = False
-        """Whether to send ``DELIVERY_DELAY_S`` later, so that messages posted elsewhere are read first."""
         self.fault: str | None = None
         """Why reading has ended although the peer may be alive."""
         self._unpacking: Iterator[messages.ControlMessage] = iter(())
@@ -145,9 +139,6 @@ class Mailbox:
     async def _write(self) -> None:
         async for first in self._out_receive:
             await trio.lowlevel.cancel_shielded_checkpoint()  # rule 6
-            if self.delay_delivery:
-                with trio.CancelScope(shield=True):
-                    await trio.sleep(DELIVERY_DELAY_S)  # rule 7
             with closing(_packets(self._queued(first))) as packets:
                 for packet, fds in packets:
                     await self._write_packet(packet, fds)

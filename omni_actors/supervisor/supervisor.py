@@ -183,8 +183,6 @@ class Supervisor:
             worker.kill()
             self._report_death(replica, await worker.wait_dead())
             return
-        # A stage without client input can wait for its messages: nothing arrives until its upstream stages produce.
-        worker.mailbox.delay_delivery = replica.address not in self._edges.inputs
         async with trio.open_nursery() as nursery:
             reading = trio.CancelScope()
             nursery.start_soon(self._cancel_at_death, worker, reading)

@@ -13,7 +13,6 @@ import trio.testing
 
 from omni_actors.protocol import messages
 from omni_actors.protocol.mailbox import (
-    DELIVERY_DELAY_S,
     MAX_FDS,
     PACKED,
     PACKED_BYTES,
@@ -214,20 +213,7 @@ async def test_messages_that_are_posted_together_are_one_packet_if_they_fit() ->
     os.close(write_end)
 
 
-async def test_a_mailbox_with_delayed_delivery_sends_later(autojump_clock: trio.testing.MockClock) -> None:
-    async with pair() as (parent, worker), pair() as (prompt, other):
-        parent.delay_delivery = True
-        began = trio.current_time()
-        parent.post(Abort(1))
-        prompt.post(Abort(2))
-        assert (await other.incoming.receive())[0] == Abort(2)
-        assert trio.current_time() == began
-        parent.post(Abort(3))
-        assert [(await worker.incoming.receive())[0] for _ in range(2)] == [Abort(1), Abort(3)]
-        assert trio.current_time() - began == pytest.approx(DELIVERY_DELAY_S)
-
-
-async def test_a_mailbox_with_delayed_delivery_loses_nothing_when_its_block_is_left() -> None:
+async def test_a_mailbox_loses_nothing_when_its_block_is_left_before_it_is_sent() -> None:
     before = count_fds()
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     for end in (ours, theirs):
@@ -235,7 +221,6 @@ async def test_a_mailbox_with_delayed_delivery_loses_nothing_when_its_block_is_l
     read_end, write_end = os.pipe()
     with theirs:
         async with open_mailbox(ours, 8) as mailbox:
-            mailbox.delay_delivery = True
             mailbox.post(CONNECT, (read_end, write_end))
             while mailbox._out_send.statistics().current_buffer_used:  # until the writer has taken it
                 await trio.lowlevel.checkpoint()
