@@ -80,9 +80,9 @@ def _memory(pipeline: Pipeline) -> list[Explained]:
             rows.append(Explained(f"stages.{name}.memory.weights", need.weights, stage.model))
             if need.cache is not None:
                 rows.append(Explained(f"stages.{name}.memory.cache", need.cache, "at full use"))
-            used = stage.replicas * (need.weights + (need.cache or 0))
+            used = stage.workers * (need.weights + (need.cache or 0))
             totals[stage.device] = totals.get(stage.device, 0) + used
-    origin = "total of all replicas" + (f", without {', '.join(uncounted)}" if uncounted else "")
+    origin = "total of all workers" + (f", without {', '.join(uncounted)}" if uncounted else "")
     return rows + [Explained(f"memory.{device}", total, origin) for device, total in totals.items()]
 
 

@@ -86,6 +86,9 @@ class Stage(Section, frozen=True, kw_only=True):
     """The modality of the stage's output to the client. Without it the client receives nothing of this stage."""
     replicas: Positive = 1
     """Workers that run this stage."""
+    standby: Annotated[int, Meta(ge=0)] = 0
+    """Further workers that are loaded and get no request while all replicas serve. When one of those dies, a standby
+    takes over its requests at once, and the restarted worker becomes the standby."""
     threads: Annotated[int, Meta(ge=0)] = 0
     """Native threads of each worker; 0 means the machine's cores divided by all workers, at least 1."""
     nice: Annotated[int, Meta(ge=0, le=19)] = 0
@@ -100,6 +103,9 @@ class Stage(Section, frozen=True, kw_only=True):
     deterministic: bool | None = None
     """Whether the engine gives the same output chunks again for the same parameters and input chunks, so that a request
     can be replayed. Null means what the engine's registry entry states."""
+    resumable: bool | None = None
+    """Whether the engine names its decisions and goes on from them after the death of a worker. If so, it need not be
+    deterministic. Null means what the engine's registry entry states."""
     ring_bytes: Positive = 2 * 1024 * 1024
     """Capacity of each ring that carries the stage's output, in bytes. A larger chunk passes through it in pieces."""
     load_timeout_s: PositiveFloat = 600.0
@@ -110,6 +116,11 @@ class Stage(Section, frozen=True, kw_only=True):
     shutdown_timeout_s: PositiveFloat = 2.0
     """Seconds that a worker has for its shutdown, before SIGKILL."""
     restart: Restart = Restart()
+
+    @property
+    def workers(self) -> int:
+        """The number of workers of this stage, standbys included."""
+        return self.replicas + self.standby
 
 
 class Sections(Section, frozen=True, kw_only=True):
@@ -141,7 +152,7 @@ class Pipeline(Sections, frozen=True, kw_only=True):
     def threads(self, stage: str) -> int:
         """Return the number of native threads of one worker of ``stage``."""
         workers = sum(each.replicas for each in self.stages.values())
-        return self.stages[stage].threads or max(1, _cores() // workers)
+        return self.stages[stage].threads or max(1, _cores() // workers)  # a standby computes in place of a replica
 
     @property
     def spins(self) -> bool:
@@ -162,6 +173,11 @@ class Pipeline(Sections, frozen=True, kw_only=True):
         """Return whether ``stage`` gives the same output chunks again for the same input."""
         configured = self.stages[stage].deterministic
         return self.spec(stage).deterministic if configured is None else configured
+
+    def resumable(self, stage: str) -> bool:
+        """Return whether ``stage`` goes on from its decisions after the death of a worker."""
+        configured = self.stages[stage].resumable
+        return self.spec(stage).resumable if configured is None else configured
 
     def options(self, stage: str) -> dict[str, Any]:
         """Return the effective options of ``stage``: the configured ones over its engine's defaults."""

@@ -5,12 +5,14 @@ Rules
 2. ``Start`` is posted to every stage of a route, the last stage first, before any input is sent.
 3. A stage that starts again receives nothing until it has confirmed with ``Started``; then its sources send from their
    first chunk.
+4. A resumable stage that starts again gets its journal before ``Start`` (see ``resumption``), and sends each consumer
+   only what that consumer lacks.
 """
 
 from __future__ import annotations
 
 import collections
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Set
 
 import trio
 
@@ -23,14 +25,16 @@ from omni_actors.orchestrator.replay_state import Phase
 from omni_actors.orchestrator.request import Request
 from omni_actors.orchestrator.trials import Trials
 from omni_actors.protocol.chunks import ChunkSequence
-from omni_actors.protocol.messages import CLIENT, CLIENT_ADDRESS, Abort, Address, Resend, Start
+from omni_actors.protocol.messages import CLIENT, CLIENT_ADDRESS, Abort, Address, JournalPart, Resend, Start, Switch
 
 
 class Dispatcher:
     """The requests of a pipeline that have not ended: those that were dispatched, and those that were not yet."""
 
-    def __init__(self, limits: Limits, *, placement: Placement, readers: Readers, trials: Trials) -> None:
-        self._limits, self._readers = limits, readers
+    def __init__(
+        self, limits: Limits, *, placement: Placement, readers: Readers, trials: Trials, resumable: Set[str]
+    ) -> None:
+        self._limits, self._readers, self._resumable = limits, readers, resumable
         self.placement, self.trials = placement, trials
         self.queued: dict[Request, None] = {}
         """Requests that were never dispatched, in the order of their admission."""
@@ -101,9 +105,39 @@ class Dispatcher:
         request.charged = False
         request.replay_state.restarted(placement)
         self._loads.update(placement.values())
-        for stage in reversed(stages):
+        request.resumption.stages.update(stages)
+        for stage in stages:
             request.stats.pop(stage, None)
-            self._post_start(request, stage)
+        self._ask_downstream(request)
+
+    def _ask_downstream(self, request: Request) -> None:
+        """Ask the living stages downstream of those that start again what they know of them (see ``resumption``)."""
+        assert request.number is not None, "it is dispatched"
+        placement, asked = request.placement, dict[str, Address]()
+        if self._resumes(request):
+            for stage in request.route.downstream_of(request.resumption.stages):
+                state = request.replay_state.stages[stage]
+                if state.address is not None and state.phase in (Phase.RUNNING, Phase.FINISHED):
+                    asked[stage] = state.address
+        question = request.resumption.ask(asked)
+        for stage, address in asked.items():
+            producers = {source: placement.get(source) for source in request.route.sources[stage] if source != CLIENT}
+            switch = Switch(request.number, question, producers, request.resumption.known)
+            self.placement.replicas[address].post(switch)
+        self.start_again(request)
+
+    def start_again(self, request: Request) -> None:
+        """Post ``Start`` to the stages that start again, the last one first, if every answer is there."""
+        if not request.resumption.complete:
+            return
+        assert request.number is not None, "it is dispatched"
+        for stage in reversed(request.route.stages):
+            if stage in request.resumption.stages:
+                address = request.placement[stage]
+                for decided in request.resumption.entries(stage):
+                    self.placement.replicas[address].post(JournalPart(request.number, decided))
+                self._post_start(request, stage)
+        request.resumption.stages.clear()
 
     def _post_start(self, request: Request, stage: str) -> None:
         """Post ``Start`` to a stage. It sends to a target that restarts too only after a ``Resend``."""
@@ -123,9 +157,19 @@ class Dispatcher:
                 retain_bytes=self._limits.retain_bytes if self._retains(request, stage) else 0,
                 replayed=stage in restarting,
                 worker_retain_bytes=self._limits.worker_retain_bytes,
+                needed_from=self._needed_from(request, stage, targets) if stage in self._resumable else (),
             )
         )
         self._readers.started(request, stage)
+
+    def _needed_from(self, request: Request, stage: str, targets: Iterable[Address]) -> tuple[int, ...]:
+        """For each target, the number of the first chunk that it lacks."""
+        return tuple(
+            request.chunk_sequences[stage].received
+            if target == CLIENT_ADDRESS
+            else request.resumption.received(stage, target.stage)
+            for target in targets
+        )
 
     def confirm_restart(self, request: Request, address: Address) -> None:
         """A replica has confirmed a repeated ``Start``: every living source sends it all chunks from the first one.
@@ -136,14 +180,19 @@ class Dispatcher:
         for source in request.route.sources[address.stage]:
             if source == CLIENT:
                 request.send_inputs(address.stage)
+            elif source in request.resumption.stages:
+                continue  # its ``Start`` is yet to be posted, with this replica among the targets
             elif (source_address := request.replay_state.stages[source].address) is not None:
                 assert request.number is not None, "it is dispatched"
                 self.placement.replicas[source_address].post(Resend(request.number, address))
 
     def lose(self, request: Request, address: Address) -> None:
-        """Record that the worker that held a request died."""
+        """Record that the worker that held a request died. What it sent may contradict the answers so far."""
         request.replay_state.lost(address.stage)
         self._loads[address] -= 1
+        request.resumption.forget(address.stage)
+        if request.resumption.stages:
+            self._ask_downstream(request)
 
     def remove(self, request: Request) -> None:
         """Forget a request that has ended, and abort it in every stage that still has work or chunks of it."""
@@ -154,8 +203,12 @@ class Dispatcher:
         self._loads.subtract(request.placement.values())
         for name, stage in request.replay_state.stages.items():
             has_chunks = stage.phase is not Phase.FINISHED or self._retains(request, name)
-            if stage.address is not None and has_chunks:
+            if stage.address is not None and (has_chunks or self._resumes(request)):
                 self.placement.replicas[stage.address].post(Abort(request.number))
+
+    def _resumes(self, request: Request) -> bool:
+        """Whether workers know decisions of this request, even when they have finished it."""
+        return not self._resumable.isdisjoint(request.route.stages)
 
     def _retains(self, request: Request, stage: str) -> bool:
         """Whether a stage retains its chunks. Chunks for the client alone are never sent again."""

@@ -41,6 +41,7 @@ from omni_actors.orchestrator.stream import OutputStream
 from omni_actors.orchestrator.suspects import Suspects
 from omni_actors.orchestrator.trials import Trials
 from omni_actors.protocol import chunks, messages
+from omni_actors.protocol.journal import JournalCorrupted
 from omni_actors.supervisor.edges import Edges
 from omni_actors.supervisor.listener import ProtocolViolation
 from omni_actors.supervisor.replica import Replica
@@ -61,20 +62,33 @@ class Orchestrator:
     edges: the rings between the parent and the workers.
     limits: the pipeline's limits.
     deterministic_stages: the stages that give the same output chunks for the same input chunks.
+    resumable_stages: the stages that go on from their decisions.
     on_end: called once for each request, when it has ended and its client has everything or was cut off.
     """
 
     def __init__(
-        self, edges: Edges, *, limits: Limits, deterministic_stages: Set[str], on_end: Callable[[Request], None]
+        self,
+        edges: Edges,
+        *,
+        limits: Limits,
+        deterministic_stages: Set[str],
+        resumable_stages: Set[str] = frozenset(),
+        on_end: Callable[[Request], None],
     ) -> None:
         self._edges, self._limits, self._on_end = edges, limits, on_end
         trials = Trials()
         placement = self._placement = Placement(self.load, reserved=trials.running.keys())
         self.readers = Readers(limits, replicas=placement.replicas, cut=self._cut, on_close=self._closed)
-        dispatcher = self._dispatcher = Dispatcher(limits, placement=placement, readers=self.readers, trials=trials)
+        dispatcher = self._dispatcher = Dispatcher(
+            limits, placement=placement, readers=self.readers, trials=trials, resumable=resumable_stages
+        )
         self._suspects = Suspects(limits, dispatcher, self._end)
         self._replays = ReplayExecution(
-            limits, dispatcher, suspects=self._suspects, end=self._end, deterministic=deterministic_stages
+            limits,
+            dispatcher,
+            suspects=self._suspects,
+            end=self._end,
+            recoverable=deterministic_stages | resumable_stages,
         )
         self._names = map("req-{}".format, itertools.count(1))
         self._open: dict[str, Request] = {}
@@ -177,6 +191,10 @@ class Orchestrator:
         oldest_s = 0.0 if oldest is None else time.monotonic() - oldest.submitted
         return self._retry_after.retry_after_s(len(self._open), oldest_s)
 
+    def is_standby(self, replica: Replica) -> bool:
+        """Return whether a replica is ready and gets no requests because others serve its stage."""
+        return self._placement.is_standby(replica)
+
     def load(self, address: messages.Address) -> int:
         """Return the number of requests placed on a replica."""
         return self._dispatcher.load(address)
@@ -260,6 +278,14 @@ class Orchestrator:
         match message:
             case messages.Started():
                 self._dispatcher.confirm_restart(request, address)
+            case messages.JournalPart(decided=decided):
+                request.resumption.part_arrived(stage, decided)
+            case messages.Switched(question=question, received=received):
+                try:
+                    request.resumption.answered(stage, question, received)
+                except JournalCorrupted as error:
+                    raise ProtocolViolation(str(error)) from error
+                self._dispatcher.start_again(request)
             case messages.InputComplete(source=source):
                 request.replay_state.input_complete(stage, source)
                 self._replays.progressed(request)
@@ -282,8 +308,11 @@ class Orchestrator:
         request = self._dispatcher.dispatched.get(header.request)
         if request is None or stage not in request.replay_state.open_outputs:
             return
+        if header.decisions is not None and not request.replay_state.is_held_by(address):
+            return  # another incarnation goes on from what arrived before
+        request.resumption.learn(header.all_decided)
         try:
-            if not request.chunk_sequences[stage].accept(header.seq, payload, last=header.last):
+            if not request.chunk_sequences[stage].accept(header, tensors):
                 return
         except chunks.ReplayDiverged as error:
             if request.crash is None:

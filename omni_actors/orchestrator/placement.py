@@ -1,8 +1,10 @@
 """Chooses the replica of each stage that a request is placed on.
 
 Rules
-1. A replica is given requests while it is ready, unless it is reserved for a trial of suspects.
-2. Of several replicas the least loaded one is chosen; congested ones, which do not keep up with their control
+1. A replica is given requests while it is ready, unless it is reserved for a trial of suspects or is a standby.
+2. Standbys are the ready replicas beyond the stage's ``replicas``: those that became ready last. So when a replica dies
+   or is reserved, a standby takes over in the same turn of the event loop, and the restarted one becomes a standby.
+3. Of several replicas the least loaded one is chosen; congested ones, which do not keep up with their control
    messages, come last.
 """
 
@@ -36,11 +38,19 @@ class Placement:
             self._of_stage[address.stage].append(replica)
 
     def serving(self, stage: str) -> list[Replica]:
-        """Return the ready replicas of a stage, reserved ones included."""
+        """Return the ready replicas of a stage, reserved ones and standbys included."""
         return [each for each in self._of_stage[stage] if each.accepts_work]
 
     def _free(self, stage: str) -> list[Replica]:
-        return [each for each in self.serving(stage) if each.address not in self._reserved]
+        free = [each for each in self.serving(stage) if each.address not in self._reserved]
+        if len(free) > 1:
+            free.sort(key=lambda each: each.incarnation.ready_at)
+        return free[: free[0].stage.replicas] if free else []
+
+    def is_standby(self, replica: Replica) -> bool:
+        """Return whether a replica is ready and gets no requests because others serve its stage."""
+        stage, address = replica.address.stage, replica.address
+        return replica.accepts_work and address not in self._reserved and replica not in self._free(stage)
 
     def congested(self, stages: Iterable[str]) -> str | None:
         """Return a stage whose free replicas are all congested, or None.

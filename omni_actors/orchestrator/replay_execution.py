@@ -26,13 +26,13 @@ from omni_actors.protocol.messages import Address
 class ReplayExecution:
     """Decides about the dispatched requests of a pipeline after deaths.
 
-    deterministic: the stages that give the same output chunks for the same input chunks.
+    recoverable: the stages that are deterministic or resumable.
     """
 
     def __init__(
-        self, limits: Limits, dispatcher: Dispatcher, *, suspects: Suspects, end: EndRequest, deterministic: Set[str]
+        self, limits: Limits, dispatcher: Dispatcher, *, suspects: Suspects, end: EndRequest, recoverable: Set[str]
     ) -> None:
-        self._limits, self._dispatcher, self._deterministic = limits, dispatcher, deterministic
+        self._limits, self._dispatcher, self._recoverable = limits, dispatcher, recoverable
         self._placement, self._trials = dispatcher.placement, dispatcher.trials
         self._suspects, self._end = suspects, end
         self.failed_stages: dict[str, StageFailed] = {}
@@ -89,7 +89,7 @@ class ReplayExecution:
         verdict = decide_replay(
             state,
             on_failure=request.on_failure,
-            deterministic=self._deterministic,
+            recoverable=self._recoverable,
             failed=self.failed_stages.keys(),
             charged=request.charged,
             replays=request.charged_replays,

@@ -21,12 +21,14 @@ A living stage is *idle* if it has not finished, its output is not needed, and i
 stage that is dead or idle. A request completes without its idle stages.
 
 If a living stage whose output is needed failed at its part of an earlier replay, the verdict is Fail with its reason.
+A resumable stage starts again from its journal: it puts out again what a consumer lacks, and goes on from there.
+
 Otherwise, if any stage starts again, the first row that holds decides:
 
     the request was submitted with on_failure="fail"                                       Fail
     one of these stages has no replica left                                                Unavailable
     the latest death is charged to the request, which has used up its ``limit`` replays    Fail, with that reason
-    one of these stages is not deterministic, and its earlier output is in use             Fail, with that reason
+    one of these stages is not recoverable, and its earlier output is in use               Fail, with that reason
     a living stage that feeds one of them has evicted its retained chunks                  Fail, with that reason
     otherwise                                                                              Replay
 """
@@ -79,7 +81,7 @@ def decide_replay(
     state: ReplayState,
     *,
     on_failure: str,
-    deterministic: Set[str],
+    recoverable: Set[str],
     failed: Set[str],
     charged: bool,
     replays: int,
@@ -89,7 +91,7 @@ def decide_replay(
 
     state: the state of a dispatched request.
     on_failure: "replay" or "fail".
-    deterministic: the stages whose outputs depend on their input alone (``EngineSpec.deterministic``).
+    recoverable: the stages that are deterministic or resumable (``stages.registry.EngineSpec``).
     failed: the stages without a replica left.
     charged: whether the latest death is charged to the request (see ``trials``).
     replays: how many replays were charged to it before.
@@ -110,8 +112,8 @@ def decide_replay(
     if charged and replays >= limit:
         return Fail(f"it was replayed {replays} times already (limits.replays)", used_up=True)
     for name in restarts:
-        if name in survey.in_use and name not in deterministic:
-            return Fail(f"stage {name!r} is not deterministic, and its earlier output is in use")
+        if name in survey.in_use and name not in recoverable:
+            return Fail(f"stage {name!r} is neither deterministic nor resumable, and its earlier output is in use")
         for source in state.route.sources[name]:
             if source != CLIENT and (reason := state.stages[source].evicted) is not None:
                 return Fail(f"stage {source!r}: {reason}")

@@ -17,6 +17,7 @@ from omni_actors.orchestrator.fingerprint import fingerprint
 from omni_actors.orchestrator.lifecycle import Event, Lifecycle
 from omni_actors.orchestrator.pieces import Input, Piece
 from omni_actors.orchestrator.replay_state import ReplayState
+from omni_actors.orchestrator.resumption import Resumption
 from omni_actors.orchestrator.routes import Route
 from omni_actors.orchestrator.unread import Account
 from omni_actors.protocol.chunks import ChunkSequence
@@ -89,6 +90,8 @@ class Request:
 
     replay_state: ReplayState = field(init=False)
     """What each stage has done for the request."""
+    resumption: Resumption = field(default_factory=Resumption)
+    """What is known of the decisions of resumable stages, and which stages wait for more."""
     crash: StageCrashed | None = None
     """The latest death of a worker that held the request."""
     crashed_at: float = 0.0

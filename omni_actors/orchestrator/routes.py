@@ -41,6 +41,15 @@ class Route:
     entries: Mapping[str, tuple[str, ...]]
     """For each stage that the client feeds, the kinds of input that it gets."""
 
+    def downstream_of(self, stages: Iterable[str]) -> tuple[str, ...]:
+        """Return the stages that one of ``stages`` feeds, directly or through others, in topological order."""
+        feeding, found = set(stages), []
+        for stage in self.stages:
+            if not feeding.isdisjoint(self.sources[stage]):
+                feeding.add(stage)
+                found.append(stage)
+        return tuple(found)
+
 
 def topological(nodes: Mapping[str, Node]) -> tuple[str, ...]:
     """Return the names of the stages, upstream first. Raises graphlib.CycleError."""

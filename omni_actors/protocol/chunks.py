@@ -1,7 +1,10 @@
 """How a chunk lies in a ring: one bundle, whose meta is the chunk's header and small data.
 
 A chunk is identified by request, source and sequence number. Whichever incarnation of the source sends it, and however
-often, its content is the same. So a receiver drops the chunks that it has, and a replay may begin again at 0.
+often, it means the same. So a receiver drops the chunks that it has, and a replay may begin again at 0.
+
+A chunk of a deterministic stage has the same content each time, which the receiver checks; what it passes on from
+stages upstream (``upstream``) may differ. A chunk of a resumable stage carries the decisions behind it (``journal``).
 """
 
 from __future__ import annotations
@@ -15,18 +18,21 @@ import msgspec
 import numpy as np
 
 import ringbuf
+from omni_actors.protocol.messages import Decided, Decisions
 from ringbuf import Tensor
 
 DIGEST_BYTES = 4096
-"""How many bytes of each end of a chunk (header and small data are there), and about as many in between, its digest
-covers. A digest of all bytes of a large chunk would take as long as a dozen copies of it."""
+"""How many bytes of each end of a tensor, and about as many in between, the digest of a chunk covers. A digest of all
+bytes of a large chunk would take as long as a dozen copies of it."""
 
 
 class ChunkHeader(msgspec.Struct, frozen=True, array_like=True):
     """The header of a chunk.
 
     request: number of the request. source: the producing stage. seq: 0, 1, 2 … on this edge for this request. last:
-    whether it is the source's last chunk for this request. data: small values, such as text.
+    whether it is the source's last chunk for this request. data: small values, such as text. decisions: of a resumable
+    source, what it decided for this chunk; else None. upstream: what resumable stages upstream decided, as far as the
+    source had received it and not passed it on before.
     """
 
     request: int
@@ -34,6 +40,15 @@ class ChunkHeader(msgspec.Struct, frozen=True, array_like=True):
     seq: int
     last: bool
     data: dict[str, Any]
+    decisions: Decisions | None = None
+    upstream: tuple[Decided, ...] = ()
+
+    @property
+    def all_decided(self) -> tuple[Decided, ...]:
+        """What the chunk carries of the journals of its source and of the stages upstream."""
+        if self.decisions is None:
+            return self.upstream
+        return (*self.upstream, Decided(self.source, self.seq, (self.decisions,)))
 
 
 class ChunkCorrupted(ringbuf.RingError):
@@ -64,39 +79,44 @@ class ChunkSequence:
     def __init__(self, request: int, source: str) -> None:
         self._request, self._source = request, source
         self._digests = array("I")
+        """Of each accepted chunk; 0 if the source is resumable."""
         self._complete = False
 
     @property
-    def started(self) -> bool:
-        """Whether a chunk was accepted."""
-        return bool(self._digests)
+    def received(self) -> int:
+        """The number of chunks that were accepted."""
+        return len(self._digests)
 
-    def accept(self, seq: int, frame: memoryview, *, last: bool) -> bool:
+    def accept(self, header: ChunkHeader, tensors: Mapping[str, Tensor]) -> bool:
         """Return whether this chunk is the next one; False if it was accepted before, or comes after the last one.
 
-        frame: the chunk as it lies in the ring. Raises ChunkCorrupted if a chunk is missing before it or the number is
-        negative, ReplayDiverged if it was accepted before with other content.
+        Raises ChunkCorrupted if a chunk is missing before it or the number is negative, ReplayDiverged if a
+        deterministic source sent it before with other content.
         """
         if self._complete:
             return False
-        due = len(self._digests)
+        seq, due = header.seq, self.received
         if not 0 <= seq <= due:
             raise ChunkCorrupted(
                 f"request {self._request} from {self._source}: received chunk {seq}, expected chunk {due}"
             )
-        digest = _digest(frame)
+        digest = _digest(header, tensors) if header.decisions is None else 0
         if seq == due:
             self._digests.append(digest)
-            self._complete = last
+            self._complete = header.last
             return True
         if digest != self._digests[seq]:
             raise ReplayDiverged(f"chunk {seq} of stage {self._source!r} differs between the original and the replay")
         return False
 
 
-def _digest(frame: memoryview) -> int:
-    digest = zlib.crc32(frame[-DIGEST_BYTES:], zlib.crc32(frame[:DIGEST_BYTES]))
-    if len(frame) > 2 * DIGEST_BYTES:
-        step = len(frame) // DIGEST_BYTES | 1  # an odd step covers every byte position of the items
-        digest = zlib.crc32(np.frombuffer(frame, np.uint8)[::step].tobytes(), digest)
+def _digest(header: ChunkHeader, tensors: Mapping[str, Tensor]) -> int:
+    shapes = [(name, tensor.dtype, tensor.shape) for name, tensor in tensors.items()]
+    digest = zlib.crc32(msgspec.msgpack.encode((header.last, header.data, shapes)))
+    for tensor in tensors.values():
+        data = tensor.data
+        digest = zlib.crc32(data[-DIGEST_BYTES:], zlib.crc32(data[:DIGEST_BYTES], digest))
+        if len(data) > 2 * DIGEST_BYTES:
+            step = len(data) // DIGEST_BYTES | 1  # an odd step covers every byte position of the items
+            digest = zlib.crc32(np.frombuffer(data, np.uint8)[::step].tobytes(), digest)
     return digest

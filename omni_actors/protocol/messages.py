@@ -29,6 +29,17 @@ class Address(msgspec.Struct, frozen=True):
 
 CLIENT_ADDRESS = Address(CLIENT, 0)
 
+Decisions: TypeAlias = tuple[int, ...]
+"""What a resumable engine decided for one output: sampled tokens, codes, places in its input. 64-bit integers."""
+
+
+class Decided(msgspec.Struct, frozen=True, array_like=True):
+    """Entries of the journal of ``stage`` for one request, from number ``first`` on (see ``protocol.journal``)."""
+
+    stage: str
+    first: int
+    entries: tuple[Decisions, ...]
+
 
 class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Everything that a worker process needs to know to run one replica of a stage.
@@ -48,6 +59,8 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     nice: int = 0
     """Priority of the engine's threads, from 0 (highest) to 19, as in ``nice(1)``."""
     device: str = "cpu"
+    resumable: bool = False
+    """Whether the engine names its decisions, which then travel with its chunks (``stages.base``, rule 6)."""
     spins: bool = False
     """Whether idle native threads may wait by spinning for a moment (see ``Pipeline.spins``)."""
 
@@ -92,6 +105,33 @@ class Start(_Control, frozen=True, kw_only=True):
     """Whether this is a replay. The worker answers ``Started``, and the request's sources send nothing before that."""
     worker_retain_bytes: int = 0
     """How many bytes of outputs the worker retains for all its requests together."""
+    needed_from: tuple[int, ...] = ()
+    """For each target, the number of the first chunk that it lacks; empty: 0 for all. Its journal comes before."""
+
+
+class JournalPart(_Control, frozen=True):
+    """Decisions of a resumable stage for a request (see ``protocol.journal``).
+
+    To a worker: those of its own stage, for the ``Start`` that follows. From a worker: a part of the answer to
+    ``Switch``.
+    """
+
+    request: int
+    decided: Decided
+
+
+class Switch(_Control, frozen=True):
+    """From now on, take a request's chunks only from the replicas that hold the request now; answer what is known.
+
+    The answer is the journals of all stages upstream, as ``JournalPart``, and then ``Switched``. question: a number
+    that the answer repeats. producers: by source; None: no replica holds the request. known: how many entries the
+    parent has of each stage's journal. The answer has the others.
+    """
+
+    request: int
+    question: int
+    producers: dict[str, Address | None]
+    known: dict[str, int]
 
 
 class Resend(_Control, frozen=True):
@@ -197,6 +237,14 @@ class Started(_Control, frozen=True):
     request: int
 
 
+class Switched(_Control, frozen=True):
+    """The answer to ``Switch`` is complete. received: how many chunks of each source this stage has."""
+
+    request: int
+    question: int
+    received: dict[str, int]
+
+
 class InputComplete(_Control, frozen=True):
     """This stage has the last chunk of the upstream stage ``source``, and no longer needs that stage."""
 
@@ -224,9 +272,9 @@ class Refused(_Control, frozen=True):
     code: str
 
 
-LoopCommand: TypeAlias = Start | Resend | Pause | Resume | Abort | Ping | Stop
+LoopCommand: TypeAlias = Start | JournalPart | Switch | Resend | Pause | Resume | Abort | Ping | Stop
 """What a worker passes on to its engine loop."""
-RequestNotice: TypeAlias = Started | InputComplete | Finished | Refused | Unreplayable
+RequestNotice: TypeAlias = Started | JournalPart | Switched | InputComplete | Finished | Refused | Unreplayable
 ControlMessage: TypeAlias = (
     Configure | Connect | LoopCommand | Loading | Ready | Pong | LoadFailed | EngineFailed | RequestNotice
 )

@@ -19,8 +19,10 @@ Rules
 5. Cancellation: an engine is never interrupted. ``abort``, pausing and new requests are handled between two calls, so a
    step should take well under a second. A call that lasts longer than the stage's step timeout counts as a hang: the
    supervisor kills the worker.
-6. Replay: if the engine's outputs depend on parameters and input chunks alone, its requests can survive the death of a
-   worker (see ``registry.EngineSpec.deterministic``).
+6. Recovery: a request can survive the death of a worker if its engine is one of these (see ``registry.EngineSpec``).
+   *Deterministic*: its outputs depend on parameters and input chunks alone. A new incarnation computes them again.
+   *Resumable*: it names, in each output, what it decided for it (``StageOutput.decisions``). A new incarnation gets the
+   input and these decisions (``StageRequest.journal``), puts out the same outputs again, and decides on from there.
 7. Imports: this module is all that an engine must know of omni_actors. Heavy libraries are imported in workers only.
 """
 
@@ -36,6 +38,7 @@ import numpy as np
 # ``as`` makes these names part of this module (rule 7).
 from omni_actors.errors import InvalidRequest as InvalidRequest
 from omni_actors.protocol.messages import CLIENT as CLIENT
+from omni_actors.protocol.messages import Decisions as Decisions
 from ringbuf import Tensor as Tensor
 
 RequestId: TypeAlias = int
@@ -92,6 +95,13 @@ class StageRequest(msgspec.Struct, frozen=True):
     registry knows the engine; the engine converts them with ``refusal.validated(request.params, Params)``."""
     downstream: bool = True
     """Whether downstream stages take part in the request. If not, ``StageOutput.downstream`` is dropped."""
+    journal: tuple[Decisions, ...] = ()
+    """The decisions of the outputs that an earlier incarnation put out for this request. A resumable engine puts these
+    outputs out again: as many, each with the same decisions, data, and tensors of the same shapes. Floating-point
+    values may differ. The output behind them is the first one that it decides itself."""
+    needed_from: int = 0
+    """The number of the first output that is needed, at most ``len(journal)``. Earlier outputs are dropped, so a
+    resumable engine need not compute them: it may put out empty ones."""
 
 
 class Chunk(msgspec.Struct, frozen=True):
@@ -120,6 +130,9 @@ class StageOutput(msgspec.Struct, frozen=True):
     """For a client, ``text`` (str) is text."""
     last: bool = False
     """Whether this output ends the request in this stage."""
+    decisions: Decisions = ()
+    """What a resumable engine decided since its previous output for the request: all that a new incarnation needs, with
+    the request's input, to go on behind this output. A few bytes: they travel with the chunk."""
     downstream: Mapping[str, TensorLike] = {}
     """More tensors, such as hidden states, for downstream stages only. They arrive in ``Chunk.tensors`` together with
     ``tensors``, so no name may be in both."""

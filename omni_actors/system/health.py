@@ -34,6 +34,7 @@ class ReplicaHealth(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         replica: Number of the replica within its stage.
         state: "loading", "ready", "restarting" or "failed".
+        standby: Whether it is loaded and gets no requests while others serve its stage.
         note: What its worker is doing, in words.
         generation: Generation number of the current worker.
         restarts: Restarts so far.
@@ -46,6 +47,7 @@ class ReplicaHealth(msgspec.Struct, frozen=True, kw_only=True):
 
     replica: int
     state: str
+    standby: bool
     note: str
     generation: int
     restarts: int
@@ -72,11 +74,12 @@ class Health(msgspec.Struct, frozen=True, kw_only=True):
     error: str | None
 
 
-def replica_health(replica: Replica) -> ReplicaHealth:
+def replica_health(replica: Replica, *, standby: bool) -> ReplicaHealth:
     """Return the state of ``replica``. Called within trio."""
     return ReplicaHealth(
         replica=replica.address.replica,
         state=replica.state.value,
+        standby=standby,
         note=replica.note,
         generation=replica.generation,
         restarts=replica.restarts,

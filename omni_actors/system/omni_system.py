@@ -55,11 +55,13 @@ class OmniSystem:
             self._edges,
             limits=pipeline.limits,
             deterministic_stages={name for name in self._nodes if pipeline.deterministic(name)},
+            resumable_stages={name for name in self._nodes if pipeline.resumable(name)},
             on_end=self._count,
         )
-        # One half of a mailbox is for what each request may cause: Start and Abort, Resend after the restart of a
-        # downstream stage, Resume after Pause. While the other half is full, requests are neither admitted nor paused.
-        capacity = 8 * pipeline.limits.max_requests + 4 * len(self._nodes) + 16
+        # One half of a mailbox is for what each request may cause: Start with its journal, Abort, Resend or Switch
+        # after the restart of another stage, Resume after Pause. While the other half is full, requests are neither
+        # admitted nor paused.
+        capacity = 12 * pipeline.limits.max_requests + 4 * len(self._nodes) + 16
         self._supervisor = Supervisor(
             workers.worker_specs(pipeline, models, topological(self._nodes)),
             pipeline.stages,
@@ -287,7 +289,8 @@ class OmniSystem:
         """Return the current state of every replica."""
         stages: dict[str, list[ReplicaHealth]] = {name: [] for name in self._nodes}
         for replica in self._supervisor.replicas.values():
-            stages[replica.address.stage].append(replica_health(replica))
+            standby = self._orchestrator.is_standby(replica)
+            stages[replica.address.stage].append(replica_health(replica, standby=standby))
         ready = self._running and all(
             any(r.state == ReplicaState.READY.value for r in stage) for stage in stages.values()
         )

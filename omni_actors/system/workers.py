@@ -37,14 +37,15 @@ def worker_specs(pipeline: Pipeline, models: Mapping[str, Path], order: Sequence
             nice=pipeline.stages[name].nice,
             device=pipeline.stages[name].device,
             spins=pipeline.spins,
+            resumable=pipeline.resumable(name),
         )
         for name in order
-        for replica in range(pipeline.stages[name].replicas)
+        for replica in range(pipeline.stages[name].workers)
     ]
 
 
 def descriptors(pipeline: Pipeline) -> int:
     """Return how many file descriptors the parent holds while every worker and ring of ``pipeline`` exists."""
-    replicas = {CLIENT: 1} | {name: stage.replicas for name, stage in pipeline.stages.items()}
+    replicas = {CLIENT: 1} | {name: stage.workers for name, stage in pipeline.stages.items()}
     rings = sum(replicas[spec.producer] * replicas[spec.consumer] for spec in edge_specs(pipeline))
     return WORKER_DESCRIPTORS * (sum(replicas.values()) - 1) + RING_DESCRIPTORS * rings

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import time
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
 
-from omni_actors.protocol.chunks import ChunkSequence
-from omni_actors.protocol.messages import CLIENT, Address, StageStats, Start
-from omni_actors.stages.base import Chunk
+from omni_actors.protocol.chunks import ChunkHeader, ChunkSequence
+from omni_actors.protocol.journal import Journal, slices
+from omni_actors.protocol.messages import CLIENT, Address, Decided, JournalPart, StageStats, Start, Switch, Switched
+from ringbuf import Tensor
 
 
 class ActiveRequest:
@@ -16,6 +19,14 @@ class ActiveRequest:
         self.request, self.targets = start.request, start.targets
         self.downstream = start.downstream
         self._sequences = {source: ChunkSequence(start.request, source) for source in start.sources}
+        self._producers: dict[str, Address | None] = {}
+        """The only replica that a source's chunks are taken from, once the parent has named it."""
+        self._journals: defaultdict[str, Journal] = defaultdict(Journal)
+        """Of each stage upstream that is resumable, as far as received."""
+        self._not_passed_on: list[Decided] = []
+        """What of ``_journals`` no output carried yet."""
+        self.needed_from = dict(zip(start.targets, start.needed_from, strict=bool(start.needed_from)))
+        """The first output that a target needs; missing: 0."""
         self.owes_first_output = not start.replayed and any(target.stage == CLIENT for target in start.targets)
         """Whether its client has no output of this stage yet. With a replay, the client may have it already."""
         self.paused = False
@@ -30,17 +41,47 @@ class ActiveRequest:
     @property
     def first_output_pending(self) -> bool:
         """Whether a client waits for this worker's first output: every source has sent something."""
-        received = all(sequence.started for sequence in self._sequences.values())
+        received = all(sequence.received for sequence in self._sequences.values())
         return self.owes_first_output and not self.paused and received
 
-    def accept(self, chunk: Chunk, frame: memoryview) -> bool:
+    @property
+    def has_journals(self) -> bool:
+        """Whether it knows decisions of stages upstream."""
+        return bool(self._journals)
+
+    def accept(self, header: ChunkHeader, tensors: Mapping[str, Tensor], producer: Address) -> bool:
         """Return whether the chunk is new. Raises as ``ChunkSequence.accept``; KeyError for an unannounced source."""
+        if self._producers.get(header.source, producer) != producer:
+            return False
         self.first_input = self.first_input or time.monotonic()
-        return self._sequences[chunk.source].accept(chunk.seq, frame, last=chunk.last)
+        for each in header.all_decided:
+            if new := self._journals[each.stage].add(each):
+                self._not_passed_on.append(new)
+        return self._sequences[header.source].accept(header, tensors)
+
+    def pass_on(self) -> tuple[Decided, ...]:
+        """Return what the next output carries of the journals upstream: what no output before it carried."""
+        decided, self._not_passed_on = tuple(self._not_passed_on), []
+        return decided
+
+    def pass_on_again(self) -> tuple[Decided, ...]:
+        """Return all of the journals upstream: the first output for a target that gets no earlier ones carries it."""
+        return tuple(Decided(stage, 0, tuple(journal.entries)) for stage, journal in self._journals.items())
+
+    def switch(self, command: Switch) -> Iterator[JournalPart | Switched]:
+        """Take chunks from these replicas only, and yield the answer."""
+        self._producers = command.producers
+        for stage, journal in self._journals.items():
+            known = command.known.get(stage, 0)
+            for part in slices(stage, known, journal.entries[known:]):
+                yield JournalPart(self.request, part)
+        received = {source: sequence.received for source, sequence in self._sequences.items()}
+        yield Switched(self.request, command.question, received)
 
     def add_target(self, target: Address) -> None:
         """Send outputs to ``target`` from now on, instead of to another replica of its stage."""
         self.remove_targets(target.stage)
+        self.needed_from.pop(target, None)
         self.targets = (*self.targets, target)
         self.sent_bytes.setdefault(str(target), 0)
 

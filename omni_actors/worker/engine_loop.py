@@ -30,6 +30,7 @@ import msgspec
 
 from omni_actors.platform.cpu_sharing import NoCpuSharing
 from omni_actors.protocol import chunks, messages
+from omni_actors.protocol.journal import Journal
 from omni_actors.stages import base
 from omni_actors.worker.active import ActiveRequest
 from omni_actors.worker.incoming import Incoming
@@ -61,6 +62,7 @@ class EngineLoop:
     fence: the newest request number of earlier incarnations.
     notify: called with each message for the parent, in the loop's thread; it may block.
     cores: entered by ``run`` for each turn, calls of ``notify`` included.
+    resumable: whether the engine is resumable (``stages.base``, rule 6).
 
     ``run`` takes a whole thread. Single-threaded callers (the simulation) drive ``turn`` themselves, and ``park`` when
     it made no progress; they pass no ``cores``, which may need a wake-up by the clock.
@@ -72,14 +74,20 @@ class EngineLoop:
         fence: int,
         notify: Callable[[messages.ControlMessage], None],
         cores: NoCpuSharing | None = None,
+        *,
+        resumable: bool = False,
     ) -> None:
-        self._address, self._newest, self._notify = address, fence, notify
+        self._address, self._newest, self._notify, self._resumable = address, fence, notify, resumable
         self._cores = cores or NoCpuSharing()
         self._commands: collections.deque[Command] = collections.deque()
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._incoming: dict[messages.Address, Incoming] = {}
         self._outgoing: dict[messages.Address, Outgoing] = {}
         self._active: dict[int, ActiveRequest] = {}
+        self._finished: dict[int, ActiveRequest] = {}
+        """Requests that have finished here and not ended, if they know decisions of stages upstream."""
+        self._journals: dict[int, Journal] = {}
+        """Of requests whose ``Start`` follows at once."""
         self._retention = Retention()
         """Outputs of the requests that may be replayed; also of those that are finished here and have not ended."""
         self.handling: int | None = None
@@ -156,7 +164,7 @@ class EngineLoop:
     @property
     def requests(self) -> Set[int]:
         """Numbers of the requests of which anything is kept here."""
-        return self._active.keys() | self._retention.requests
+        return self._active.keys() | self._finished.keys() | self._retention.requests
 
     # commands
 
@@ -167,6 +175,10 @@ class EngineLoop:
             match self._commands.popleft():
                 case messages.Start() as start:
                     self._start(engine, start)
+                case messages.JournalPart(request, decided):
+                    self._journals.setdefault(request, Journal()).add(decided)
+                case messages.Switch() as switch:
+                    self._switch(switch)
                 case messages.Resend(request, target):
                     self._resend(request, target)
                 case messages.Pause(request) | messages.Resume(request) as command:
@@ -175,6 +187,7 @@ class EngineLoop:
                     for edge in self._outgoing.values():
                         edge.drop(request)
                     self._retention.forget(request)
+                    self._finished.pop(request, None)
                     if self._active.pop(request, None):
                         engine.abort(request)
                 case AttachRing() as attach:
@@ -195,11 +208,21 @@ class EngineLoop:
             self._notify(messages.Started(start.request))
         self.handling = start.request
         try:
-            params = msgspec.msgpack.decode(start.params)
-            engine.start(base.StageRequest(start.request, start.sources, params, start.downstream))
+            engine.start(self._stage_request(start))
         except base.InvalidRequest as error:
             self._refuse(start.request, error)
         self.handling = None
+
+    def _stage_request(self, start: messages.Start) -> base.StageRequest:
+        journal = self._journals.pop(start.request, None)
+        return base.StageRequest(
+            request_id=start.request,
+            sources=start.sources,
+            params=msgspec.msgpack.decode(start.params),
+            downstream=start.downstream,
+            journal=tuple(journal.entries) if journal else (),
+            needed_from=0 if start.retain_bytes else min(start.needed_from, default=0),
+        )
 
     def _attach(self, attach: AttachRing) -> None:
         if attach.consumer == self._address:
@@ -221,6 +244,12 @@ class EngineLoop:
             if isinstance(engine, base.Pausable):
                 (engine.pause if paused else engine.resume)(request)
 
+    def _switch(self, switch: messages.Switch) -> None:
+        """Answer what is known of a request that is active or has finished here; of any other, nothing is known."""
+        active = self._active.get(switch.request) or self._finished.get(switch.request)
+        for answer in active.switch(switch) if active else [messages.Switched(switch.request, switch.question, {})]:
+            self._notify(answer)
+
     def _resend(self, request: int, target: messages.Address) -> None:
         retained = self._retention.chunks(request)
         if isinstance(retained, str):
@@ -235,7 +264,7 @@ class EngineLoop:
 
     def _receive(self, engine: base.StageEngine) -> bool:
         progressed = False
-        for edge in self._incoming.values():
+        for producer, edge in self._incoming.items():
             received = 0
             for _ in range(RECEIVE_FRAMES):
                 frame = edge.next_frame()
@@ -249,25 +278,36 @@ class EngineLoop:
                 progressed = True
                 with frame:
                     received += frame.data.nbytes
-                    if active := self._active.get(header.request):
-                        self._feed(engine, active, _chunk(header, tensors), frame.data)
+                    active = self._active.get(header.request)
+                    if active is not None and self._accept(active, header, tensors, producer):
+                        self._feed(engine, active, _chunk(header, tensors))
                 if received >= RECEIVE_BYTES:
                     break
         return progressed
 
-    def _feed(self, engine: base.StageEngine, active: ActiveRequest, chunk: base.Chunk, frame: memoryview) -> None:
+    def _accept(
+        self,
+        active: ActiveRequest,
+        header: chunks.ChunkHeader,
+        tensors: Mapping[str, Tensor],
+        producer: messages.Address,
+    ) -> bool:
         try:
-            if active.accept(chunk, frame):
-                self.handling = active.request
-                engine.feed(active.request, chunk)
-                self.handling = None
-                if chunk.last and chunk.source != messages.CLIENT:
-                    self._notify(messages.InputComplete(active.request, chunk.source))
-        except base.InvalidRequest as error:
-            self.handling = None
-            self._refuse(active.request, error)
+            return active.accept(header, tensors, producer)
         except chunks.ReplayDiverged as error:
             self._notify(messages.Unreplayable(active.request, str(error), needed=True))
+            return False
+
+    def _feed(self, engine: base.StageEngine, active: ActiveRequest, chunk: base.Chunk) -> None:
+        self.handling = active.request
+        try:
+            engine.feed(active.request, chunk)
+        except base.InvalidRequest as error:
+            self._refuse(active.request, error)
+        else:
+            if chunk.last and chunk.source != messages.CLIENT:
+                self._notify(messages.InputComplete(active.request, chunk.source))
+        self.handling = None
 
     # chunks out
 
@@ -291,6 +331,8 @@ class EngineLoop:
             seq=active.seq,
             last=output.last,
             data=dict(output.data),
+            decisions=tuple(output.decisions) if self._resumable else None,
+            upstream=active.pass_on(),
         )
         downstream = output.downstream if active.downstream else {}
         buffers = chunks.encode(header, {**output.tensors, **downstream})
@@ -303,17 +345,26 @@ class EngineLoop:
         for request, why in self._retention.add(output.request_id, buffers, size):
             self._notify(messages.Unreplayable(request, why, needed=False))
         for target in active.targets:
-            if downstream and target.stage == messages.CLIENT:
-                for_client = chunks.encode(header, output.tensors)
-                self._send(active, target, for_client, sum(buffer.nbytes for buffer in for_client))
+            needed_from = active.needed_from.get(target, 0)
+            if header.seq < needed_from:
+                continue
+            for_target = {} if target.stage == messages.CLIENT else downstream
+            if 0 < header.seq == needed_from:
+                again = msgspec.structs.replace(header, upstream=active.pass_on_again())
+                self._send(active, target, chunks.encode(again, {**output.tensors, **for_target}))
+            elif len(for_target) < len(downstream):
+                self._send(active, target, chunks.encode(header, output.tensors))
             else:
-                self._send(active, target, buffers, size)
+                self._send(active, target, buffers)
         if output.last:
             del self._active[output.request_id]
+            if active.has_journals:
+                self._finished[output.request_id] = active
             active.step_s += time.monotonic() - step_began
             self._notify(messages.Finished(output.request_id, active.stats(self._address.stage)))
 
-    def _send(self, active: ActiveRequest, target: messages.Address, buffers: list[memoryview], size: int) -> None:
+    def _send(self, active: ActiveRequest, target: messages.Address, buffers: list[memoryview]) -> None:
+        size = sum(buffer.nbytes for buffer in buffers)
         # Rule 6; a client is the first target.
         at_once = target.stage == messages.CLIENT or active.targets[0].stage != messages.CLIENT
         self._outgoing[target].send(active.request, buffers, size, at_once=at_once)

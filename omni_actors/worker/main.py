@@ -104,7 +104,7 @@ async def _serve(sock: socket.socket, cores: CpuSharing) -> Exception | None:
             trio.from_thread.run(mailbox.send, message)
 
         cores.threads, cores.nice = spec.threads, spec.nice
-        loop = EngineLoop(spec.address, configure.fence, notify, cores)
+        loop = EngineLoop(spec.address, configure.fence, notify, cores, resumable=spec.resumable)
         error: Exception | None = None  # the result if the engine's thread is abandoned
         async with trio.open_nursery() as nursery:
             nursery.start_soon(_handle_commands, loop, mailbox, nursery.cancel_scope)

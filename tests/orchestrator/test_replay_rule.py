@@ -79,7 +79,7 @@ def decide(state: ReplayState, **terms: Any) -> Verdict:
     """Ask the rule about a request that may be replayed, except for ``terms``."""
     replayable: dict[str, Any] = {
         "on_failure": "replay",
-        "deterministic": set(state.stages),
+        "recoverable": set(state.stages),
         "failed": set(),
         "charged": True,
         "replays": 0,
@@ -191,7 +191,7 @@ def test_an_obstacle_to_replays_ends_only_requests_that_need_one(all_states: lis
         for stage in obstructed.stages.values():
             stage.evicted = "too large" if stage.held else None
             stage.output = ClientOutput.SOME if stage.output is ClientOutput.NONE else stage.output
-        obstacles = {"deterministic": set(), "failed": set(state.stages), "replays": 2}
+        obstacles = {"recoverable": set(), "failed": set(state.stages), "replays": 2}
         for on_failure in ("replay", "fail"):
             verdict = decide(obstructed, on_failure=on_failure, **obstacles)
             assert (verdict == Untouched()) == (decide(state) == Untouched())
@@ -210,7 +210,7 @@ LOST_B = {"b": Phase.LOST}
         ("", {"failed": {"c"}}, Replay(("b",))),
         ("", {"replays": 1}, Replay(("b",))),
         ("", {"replays": 2, "charged": False}, Replay(("b",))),
-        ("", {"replays": 2, "deterministic": set()}, Fail("it was replayed 2 times already (limits.replays)")),
+        ("", {"replays": 2, "recoverable": set()}, Fail("it was replayed 2 times already (limits.replays)")),
         ("a", {}, Fail("stage 'a': too large")),
         ("c", {}, Replay(("b",))),
     ],
@@ -221,7 +221,7 @@ def test_the_obstacles_to_a_replay_in_order(evicted: str, terms: dict[str, Any],
 
 LOST, FINISHED = Phase.LOST, Phase.FINISHED
 NONE, SOME, ALL = ClientOutput.NONE, ClientOutput.SOME, ClientOutput.ALL
-IN_USE = Fail("stage 'b' is not deterministic, and its earlier output is in use")
+IN_USE = Fail("stage 'b' is neither deterministic nor resumable, and its earlier output is in use")
 
 
 @pytest.mark.parametrize(
@@ -240,7 +240,7 @@ def test_a_stage_that_is_not_deterministic_restarts_if_its_output_is_not_in_use(
     phases: dict[str, Phase], output: dict[str, ClientOutput], verdict: Verdict
 ) -> None:
     """The middle one of three stages is not deterministic."""
-    assert decide(state_of(THREE, phases, output=output), deterministic={"a", "c"}) == verdict
+    assert decide(state_of(THREE, phases, output=output), recoverable={"a", "c"}) == verdict
 
 
 def test_a_failed_part_of_a_replay_ends_the_request_if_the_part_is_needed() -> None:

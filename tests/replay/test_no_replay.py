@@ -76,7 +76,7 @@ async def test_outputs_of_a_replay_that_differs_are_never_spliced(omni: OmniSyst
 async def test_a_stage_that_is_not_deterministic_restarts_only_without_output_in_use() -> None:
     not_deterministic = {f"stages.{stage}.deterministic": False for stage in ("first", "third")}
     async with OmniSystem.open(pipeline(), **not_deterministic) as omni:
-        with pytest.raises(StageCrashed, match="stage 'first' is not deterministic"):
+        with pytest.raises(StageCrashed, match="stage 'first' is neither deterministic nor resumable"):
             await read(ask(omni, dies(1, "first", "after")))
         await all_ready(omni)
         without_output = ask(omni, dies(0, "third", "feed"))

@@ -14,7 +14,16 @@ import msgspec
 from omni_actors.platform.cpu_sharing import NoCpuSharing
 from omni_actors.protocol import chunks
 from omni_actors.protocol.chunks import ChunkHeader
-from omni_actors.protocol.messages import CLIENT, CLIENT_ADDRESS, Address, ControlMessage, Start, Stop
+from omni_actors.protocol.messages import (
+    CLIENT,
+    CLIENT_ADDRESS,
+    Address,
+    ControlMessage,
+    Decided,
+    Decisions,
+    Start,
+    Stop,
+)
 from omni_actors.stages.base import StageContext, StageEngine
 from omni_actors.stages.echo.engine import EchoEngine
 from omni_actors.worker.engine_loop import AttachRing, EngineLoop
@@ -31,8 +40,8 @@ def echo(**options: Any) -> EchoEngine:
 class Watched(EngineLoop):
     """Puts each sleep into ``asleep``: True if the loop waits for input, False if it waits for room in its output."""
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
+    def __init__(self, *args: Any, resumable: bool) -> None:
+        super().__init__(*args, resumable=resumable)
         self.asleep: queue.Queue[bool] = queue.Queue()
 
     def park(self, *, receiving: bool) -> list[int]:
@@ -43,16 +52,16 @@ class Watched(EngineLoop):
 class LoopHarness:
     """A loop with the far ends of its rings, and its messages."""
 
-    def __init__(self, cores: NoCpuSharing | None = None) -> None:
+    def __init__(self, cores: NoCpuSharing | None = None, *, resumable: bool = False) -> None:
         self.messages: queue.Queue[ControlMessage] = queue.Queue()
-        self.loop = Watched(HERE, 0, self.messages.put, cores)
+        self.loop = Watched(HERE, 0, self.messages.put, cores, resumable=resumable)
         self.error: BaseException | None = None
         self._thread: threading.Thread | None = None
         self._rings: list[Ring] = []
 
-    def input(self, ring_bytes: int = 1 << 20, source: str = CLIENT) -> Producer:
+    def input(self, ring_bytes: int = 1 << 20, source: str = CLIENT, replica: int = 0) -> Producer:
         ring = self._ring(ring_bytes)
-        self.loop.post(AttachRing(Address(source, 0), HERE, self._share(ring)))
+        self.loop.post(AttachRing(Address(source, replica), HERE, self._share(ring)))
         return ring.claim_producer()
 
     def output(self, ring_bytes: int = 1 << 20, target: Address = CLIENT_ADDRESS) -> Consumer:
@@ -87,6 +96,7 @@ class LoopHarness:
         retain_bytes: int = 0,
         replayed: bool = False,
         worker_retain_bytes: int = 1 << 30,
+        needed_from: tuple[int, ...] = (),
     ) -> None:
         self.loop.post(
             Start(
@@ -98,6 +108,7 @@ class LoopHarness:
                 retain_bytes=retain_bytes,
                 replayed=replayed,
                 worker_retain_bytes=worker_retain_bytes,
+                needed_from=needed_from,
             )
         )
 
@@ -127,10 +138,10 @@ class LoopHarness:
 
 
 @contextmanager
-def open_harness(cores: NoCpuSharing | None = None) -> Iterator[LoopHarness]:
+def open_harness(cores: NoCpuSharing | None = None, *, resumable: bool = False) -> Iterator[LoopHarness]:
     """When the block ends, the loop has ended and every descriptor is closed."""
     before = len(os.listdir("/proc/self/fd"))
-    harness = LoopHarness(cores)
+    harness = LoopHarness(cores, resumable=resumable)
     yield harness
     harness.close()
     assert len(os.listdir("/proc/self/fd")) == before
@@ -144,9 +155,11 @@ def send(
     last: bool = False,
     source: str = CLIENT,
     tensors: Mapping[str, Any] | None = None,
+    decisions: Decisions | None = None,
+    upstream: tuple[Decided, ...] = (),
     **data: Any,
 ) -> None:
-    header = ChunkHeader(request, source, seq, last, data)
+    header = ChunkHeader(request, source, seq, last, data, decisions=decisions, upstream=upstream)
     producer.send(*chunks.encode(header, tensors or {}), timeout=WATCHDOG_S)
 
 

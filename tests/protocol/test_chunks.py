@@ -1,0 +1,44 @@
+"""Sequences of chunks: each is accepted once, and a deterministic source must send the same content again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from omni_actors.protocol import chunks
+from omni_actors.protocol.chunks import ChunkHeader, ChunkSequence, ReplayDiverged
+from omni_actors.protocol.messages import Decided
+
+TENSOR = np.arange(20_000, dtype=np.int32)
+
+
+def accept(sequence: ChunkSequence, seq: int, tensor: np.ndarray[Any, Any] = TENSOR, **header: Any) -> bool:
+    sent = ChunkHeader(1, "stage", seq, last=False, data={"text": "a"}, **header)
+    buffers = chunks.encode(sent, {"codes": tensor})
+    return sequence.accept(*chunks.decode(memoryview(b"".join(buffers))))
+
+
+def test_what_a_chunk_passes_on_from_upstream_may_differ_in_a_replay() -> None:
+    """How much a deterministic stage had received before its output depends on time."""
+    sequence = ChunkSequence(1, "stage")
+    assert accept(sequence, 0, upstream=(Decided("above", 0, ((1,), (2,))),))
+    assert not accept(sequence, 0, upstream=(Decided("above", 0, ((1,),)),))
+    assert not accept(sequence, 0)
+
+
+@pytest.mark.parametrize("changed", [slice(0, 1), slice(5_000, 15_000), slice(-1, None)], ids=("first", "most", "last"))
+def test_a_chunk_of_a_deterministic_stage_that_differs_is_refused(changed: slice) -> None:
+    sequence, other = ChunkSequence(1, "stage"), TENSOR.copy()
+    assert accept(sequence, 0)
+    other[changed] += 1
+    with pytest.raises(ReplayDiverged):
+        accept(sequence, 0, other)
+
+
+def test_a_chunk_of_a_resumable_stage_is_not_compared() -> None:
+    sequence = ChunkSequence(1, "stage")
+    assert accept(sequence, 0, decisions=(1,))
+    assert not accept(sequence, 0, TENSOR + 1, decisions=(1,))
+    assert sequence.received == 1

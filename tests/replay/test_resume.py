@@ -1,0 +1,101 @@
+"""Resumable stages with real processes and signals: the client gets one continuous answer, whichever workers die.
+
+The engine decides at random, so an answer with a repeated decision in it is not the same as the undisturbed one.
+"""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+
+from omni_actors.config import Limits, Pipeline, Restart, Stage
+from omni_actors.generation import Output
+from omni_actors.orchestrator.pieces import Input
+from omni_actors.system import OmniSystem
+from tests.replay.mortal import all_ready, generations, read, read_and_kill
+
+PIECES, FAN_OUT = 6, 2
+STAGES = ("first", "second", "third")
+
+
+def pipeline(dies: dict[str, dict[str, Any]], replicas: int = 1) -> Pipeline:
+    quick = Restart(intensity=1000, backoff_s=0.01, backoff_max_s=0.01)
+
+    def stage(name: str, **wiring: Any) -> Stage:
+        return Stage(
+            engine="tests.support.deciding_engine:DecidingEngine",
+            options={"fan_out": FAN_OUT, "step_s": 0.002, **dies.get(name, {})},
+            resumable=True,
+            restart=quick,
+            replicas=replicas,
+            **wiring,
+        )
+
+    return Pipeline(
+        name="deciding",
+        stages={
+            "first": stage("first", accepts=("script",), emits="text"),
+            "second": stage("second", inputs=("first",)),
+            "third": stage("third", inputs=("second",), emits="audio"),
+        },
+        limits=Limits(replays=5),
+    )
+
+
+def check_continuous(outputs: list[Output]) -> None:
+    """Every output is there once, in order, and all follow from the same decisions."""
+    firsts = [output.data["trail"] for output in outputs if output.stage == "first"]
+    thirds = [output.data["trail"] for output in outputs if output.stage == "third"]
+    assert [number for [[number, _]] in firsts] == list(range(PIECES * FAN_OUT))
+    assert [last for _, _, [last, _] in thirds] == list(range(PIECES * FAN_OUT**3))
+    seconds: dict[int, int] = {}
+    for index, (first, second, _) in enumerate(thirds):
+        assert first == firsts[index // FAN_OUT**2][0]
+        assert second[0] == index // FAN_OUT
+        assert seconds.setdefault(second[0], second[1]) == second[1]
+    assert outputs[-1].metrics is not None
+
+
+def submit(omni: OmniSystem) -> Any:
+    return omni.submit({"script": [Input({"n": n}) for n in range(PIECES)]}, ("text", "audio"))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("at", [0, 3, PIECES * FAN_OUT - 1])
+async def test_a_death_at_any_output(stage: str, at: int, tmp_path: Path) -> None:
+    dies = {stage: {"dies_at": at, "marker": str(tmp_path / "died")}}
+    async with OmniSystem.open(pipeline(dies)) as omni:
+        check_continuous(await read(submit(omni)))
+        await all_ready(omni)
+        assert generations(omni)[stage] == 2
+
+
+@pytest.mark.parametrize("stages", [*itertools.combinations(STAGES, 2), STAGES], ids="-".join)
+@pytest.mark.parametrize("replicas", [1, 2])
+async def test_several_stages_that_die_at_once(stages: tuple[str, ...], replicas: int) -> None:
+    async with OmniSystem.open(pipeline({}, replicas)) as omni:
+        for _ in range(3):
+            check_continuous(await read_and_kill(omni, submit(omni), *stages))
+            await all_ready(omni)
+
+
+async def test_deaths_again_and_again(tmp_path: Path) -> None:
+    dies = {name: {"dies_at": at, "marker": str(tmp_path / name)} for at, name in zip((2, 9, 20), STAGES, strict=True)}
+    async with OmniSystem.open(pipeline(dies)) as omni:
+        check_continuous(await read(submit(omni)))
+        await all_ready(omni)
+        assert set(generations(omni).values()) == {2}
+
+
+async def test_many_requests_beside_each_other() -> None:
+    async with OmniSystem.open(pipeline({})) as omni, trio.open_nursery() as nursery:
+
+        async def one(stages: tuple[str, ...]) -> None:
+            check_continuous(await read_and_kill(omni, submit(omni), *stages))
+
+        for number in range(6):
+            nursery.start_soon(one, ("second",) if number == 3 else ())
