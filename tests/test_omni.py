@@ -13,7 +13,7 @@ import pytest
 import trio
 
 from omni_actors import AudioChunk, OmniSystem
-from omni_actors.config import Pipeline, Stage
+from omni_actors.config import Pipeline, Restart, Stage
 from omni_actors.errors import InvalidRequest
 from omni_actors.generation import Output
 from tests.support.closeness import assert_same_sound
@@ -24,7 +24,8 @@ from tiny_models import qwen3 as tiny
 
 def pipeline(model: Path) -> Pipeline:
     def stage(engine: str, **more: Any) -> Stage:
-        return Stage(engine=engine, model=str(model), threads=1, **more)
+        often = Restart(intensity=100)  # the tests of one system kill more often than a service should survive
+        return Stage(engine=engine, model=str(model), threads=1, restart=often, **more)
 
     stages = {
         "thinker": stage("qwen3_thinker", accepts=("audio", "image", "messages", "video"), emits="text"),
@@ -109,8 +110,17 @@ async def test_eight_concurrent_requests_get_the_answers_of_each_alone(omni: Omn
         assert_same_sound(sound_of(together[n]), sound_of(outputs))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("killed", [("code2wav",), ("thinker", "talker")])
+@pytest.mark.parametrize(
+    "killed",
+    [
+        ("talker", "code2wav"),
+        pytest.param(("talker",), marks=pytest.mark.slow),
+        pytest.param(("code2wav",), marks=pytest.mark.slow),
+        pytest.param(("thinker", "talker"), marks=pytest.mark.slow),
+        pytest.param(("thinker", "talker", "code2wav"), marks=pytest.mark.slow),
+    ],
+    ids="-".join,
+)
 def test_a_killed_stage_changes_nothing_for_the_client(shared_system: SharedSystem, killed: tuple[str, ...]) -> None:
     params = {**SPOKEN, "max_tokens": 400, "temperature": 1.0, "talker_temperature": 0.9, "seed": 7}
 
@@ -123,13 +133,34 @@ def test_a_killed_stage_changes_nothing_for_the_client(shared_system: SharedSyst
                 assert replica.pid is not None
                 os.kill(replica.pid, signal.SIGKILL)
 
-        outputs = await read(omni.generate(STORY, **params), kill)
+        outputs = await read(omni.generate(STORY, **params), kill, behind=1)
         assert text_of(outputs) == text_of(expected)
-        np.testing.assert_array_equal(sound_of(outputs), sound_of(expected))
+        assert_same_sound(sound_of(outputs), sound_of(expected))
         assert outputs[-1].metrics is not None
         assert outputs[-1].metrics.replays >= 1
 
     shared_system.run(work)
+
+
+@with_shared_system
+async def test_a_thinker_killed_in_mid_answer_goes_on_behind_its_last_token(omni: OmniSystem) -> None:
+    params = {**SPOKEN, "max_tokens": 300, "temperature": 1.0, "seed": 7}
+    expected = await read(omni.generate(STORY, **params))
+    pieces = sum(isinstance(out.delta, str) for out in expected)
+    for at in (1, pieces // 3):
+        outputs, texts = [], 0
+        async for out in omni.generate(STORY, **params):
+            outputs.append(out)
+            texts += isinstance(out.delta, str)
+            if texts == at and isinstance(out.delta, str):
+                [replica] = omni.health().stages["thinker"]
+                assert replica.pid is not None
+                os.kill(replica.pid, signal.SIGKILL)
+        assert text_of(outputs) == text_of(expected)
+        assert_same_sound(sound_of(outputs), sound_of(expected))
+        metrics = outputs[-1].metrics
+        assert metrics is not None
+        assert metrics.replays == 1
 
 
 @with_shared_system

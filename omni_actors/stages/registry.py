@@ -40,9 +40,12 @@ class EngineSpec(msgspec.Struct, frozen=True):
     """Whether the output chunks of a request are a function of its parameters and input chunks alone: not of time, of
     the other requests in a batch, nor of the order in which the chunks of several sources arrive.
 
-    The last digits of a language model's logits do depend on the batch, so a near tie in a long answer may be decided
-    differently in a replay. The consumer compares replayed chunks with the originals (``chunks.ChunkSequence``): a
+    The last digits of a language model's logits do depend on the batch, and decide between nearly equal tokens: such an
+    engine is resumable instead. The consumer compares replayed chunks with the originals (``chunks.ChunkSequence``): a
     request whose replay differs ends with StageCrashed, and two different answers are never joined."""
+    resumable: bool = False
+    """Whether a new incarnation can go on where an earlier one died, from the request's input and what was decided so
+    far (``stages.base``, rule 6). No replayed chunk is compared then, and consumers get only the chunks they lack."""
     libraries: tuple[str, ...] = ()
     """Import names of the libraries that the engine needs besides those of a plain install."""
     extra: str = "voice"
@@ -53,16 +56,22 @@ class EngineSpec(msgspec.Struct, frozen=True):
 
 
 def _shipped(
-    factory: str, options: type[msgspec.Struct] = NoOptions, params: type[msgspec.Struct] = NoParams, **more: Any
+    factory: str,
+    options: type[msgspec.Struct] = NoOptions,
+    params: type[msgspec.Struct] = NoParams,
+    *,
+    resumable: bool = False,
+    **more: Any,
 ) -> EngineSpec:
     """Return the row of an engine of this package. factory: its path below ``omni_actors.stages``."""
-    return EngineSpec(f"omni_actors.stages.{factory}", options, params, deterministic=True, **more)
+    path = f"omni_actors.stages.{factory}"
+    return EngineSpec(path, options, params, resumable=resumable, deterministic=not resumable, **more)
 
 
-_torch = partial(_shipped, libraries=("torch", "transformers"))
+_torch = partial(_shipped, libraries=("torch", "transformers"), resumable=True)
 _thinker = partial(_torch, extra="omni", checkpoint_part="thinker")
 _talker = partial(_torch, extra="omni", checkpoint_part="talker")
-_vllm = partial(_shipped, libraries=("vllm",), extra="vllm")
+_vllm = partial(_shipped, libraries=("vllm",), extra="vllm", resumable=True)
 
 ENGINES: dict[str, EngineSpec] = {
     "echo": _shipped("echo.engine:EchoEngine", EchoOptions, needs_model=False),
@@ -73,8 +82,11 @@ ENGINES: dict[str, EngineSpec] = {
         hibari.AcousticOptions,
         hibari.AcousticParams,
         libraries=("hibari", "onnxruntime"),
+        resumable=True,
     ),
-    "hibari_vocoder": _shipped("hibari.vocoder:VocoderEngine", params=hibari.VocoderParams, needs_model=False),
+    "hibari_vocoder": _shipped(
+        "hibari.vocoder:VocoderEngine", params=hibari.VocoderParams, needs_model=False, resumable=True
+    ),
     "qwen3_thinker": _thinker("qwen3.thinker:ThinkerEngine", TextOptions, omni.ThinkerParams),
     "qwen3_talker": _talker("qwen3.talker:TalkerEngine", omni.TalkerOptions, omni.TalkerParams),
     "qwen3_code2wav": _torch(

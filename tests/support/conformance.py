@@ -14,6 +14,7 @@ from omni_actors.stages.base import InvalidRequest
 from omni_actors.stages.registry import ENGINES
 from tests.support.closeness import assert_same_results
 from tests.support.engine_cases import Case
+from tests.support.engine_driver import for_stages
 
 
 class EngineConformance:
@@ -67,7 +68,8 @@ class EngineConformance:
 
     def test_a_deterministic_engine_gives_the_same_chunks_whatever_the_timing(self, case: Case, driver: Any) -> None:
         """After a replay, a consumer goes on with the chunk that follows the last one that it has."""
-        assert ENGINES[case.name].deterministic, "this suite is for deterministic engines"
+        spec = ENGINES[case.name]
+        assert spec.deterministic or spec.resumable, "this suite is for engines whose requests survive a death"
 
         def at_once() -> list[Any]:
             case.start(driver, 1)
@@ -91,6 +93,47 @@ class EngineConformance:
         # Alone in its batch, a request takes the same forwards again, and a machine repeats those to the bit.
         assert exact_chunks(chunk_by_chunk()) == exact_chunks(expected)
         assert_same_results(chunks(beside_another()), chunks(expected))
+
+    @pytest.mark.parametrize("alone", [True, False], ids=["alone", "beside another"])
+    @pytest.mark.parametrize("share", [0, 0.01, 0.5, 0.99, 1], ids=["none", "one", "half", "all but one", "all"])
+    def test_a_resumable_engine_goes_on_behind_its_journal(
+        self, case: Case, driver: Any, share: float, alone: bool
+    ) -> None:
+        """It puts the outputs of the journal out again, and then those that it would have put out without a death."""
+        if not ENGINES[case.name].resumable:
+            pytest.skip("the engine is not resumable")
+        expected = case.outputs(driver, 0)
+        size = {0.01: 1, 0.99: len(expected) - 1}.get(share, int(share * len(expected)))
+        journal = tuple(output.decisions for output in expected[:size])
+        for needed_from in {0, size}:
+            if not alone:
+                case.start(driver, 2)
+                case.feed(driver, 2, 1, slice(0, 1))
+            case.start(driver, 1, journal=journal, needed_from=needed_from)
+            if not alone:
+                case.feed(driver, 2, 1, slice(1, None))
+            for i in range(len(case.inputs[0])):
+                case.feed(driver, 1, 0, slice(i, i + 1))
+            outputs = driver.run()
+            assert [output.decisions for output in outputs[1]] == [output.decisions for output in expected]
+            assert_same_results(chunks(outputs[1][needed_from:]), chunks(expected[needed_from:]))
+            if not alone:
+                case.check(driver, outputs[2], 1)
+
+    @pytest.mark.parametrize("steps", [0, 1, 2, 3])
+    def test_abort_frees_a_request_with_a_journal(self, case: Case, driver: Any, steps: int) -> None:
+        if not ENGINES[case.name].resumable:
+            pytest.skip("the engine is not resumable")
+        journal = tuple(output.decisions for output in case.outputs(driver, 0)[:-1])
+        case.start(driver, 2, journal=journal)
+        case.feed(driver, 2, 0)
+        case.start(driver, 3)
+        case.feed(driver, 3, 1)
+        outputs = [output for _ in range(steps) if driver.engine.busy for output in driver.step()]
+        driver.abort(2)
+        outputs += driver.run().get(3, [])
+        case.check(driver, [output for output in outputs if output.request_id == 3], 1)
+        assert not driver.engine.busy
 
     @pytest.mark.parametrize("state", ["started", "half fed", "half fed and stepped", "fed", "stepped"])
     def test_abort_frees_a_request_in_every_state(self, case: Case, driver: Any, state: str) -> None:
@@ -169,7 +212,7 @@ def reachable(engine: Any) -> Counter[str]:
 
 def chunks(outputs: list[Any]) -> list[Any]:
     """What a consumer receives, chunk by chunk."""
-    return [(dict(o.data), {name: _array(t) for name, t in o.tensors.items()}, o.last) for o in outputs]
+    return [(dict(o.data), {name: _array(t) for name, t in for_stages(o).items()}, o.last) for o in outputs]
 
 
 def exact_chunks(outputs: list[Any]) -> list[Any]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from omni_actors.stages.base import CLIENT, Chunk, StageEngine, StageOutput, StageRequest
+from omni_actors.stages.base import CLIENT, Chunk, Decisions, StageEngine, StageOutput, StageRequest
 from ringbuf import decode_bundle, encode_bundle
 
 
@@ -24,8 +24,16 @@ class Driver:
         self.live: set[int] = set()
         self._seq = 0
 
-    def start(self, request_id: int, sources: tuple[str, ...] = (CLIENT,), **params: Any) -> None:
-        self.engine.start(StageRequest(request_id, sources, params))
+    def start(
+        self,
+        request_id: int,
+        sources: tuple[str, ...] = (CLIENT,),
+        *,
+        journal: tuple[Decisions, ...] = (),
+        needed_from: int = 0,
+        **params: Any,
+    ) -> None:
+        self.engine.start(StageRequest(request_id, sources, params, journal=journal, needed_from=needed_from))
         self.live.add(request_id)
 
     def feed(

@@ -19,15 +19,16 @@ SPOKEN: dict[str, Any] = {
 }
 
 
-async def read(generation: Generation, on_audio: Callable[[], None] = lambda: None) -> list[Output]:
-    """on_audio: called once, at the first sound."""
+async def read(generation: Generation, on_audio: Callable[[], None] = lambda: None, *, behind: int = 0) -> list[Output]:
+    """on_audio: called once, at the first sound behind ``behind`` others."""
     outputs = []
     async for out in generation:
         assert out.delta is not None or out.data or out.finished, "an output of nothing"
         outputs.append(out)
         if isinstance(out.delta, AudioChunk):
-            on_audio()
-            on_audio = lambda: None  # noqa: E731
+            if behind == 0:
+                on_audio()
+            behind -= 1
     return outputs
 
 

@@ -2,6 +2,10 @@
 
 A subclass defines how a prompt becomes positions (``_encode``) and what a forward is (``_forward``).
 
+The engine is resumable: the decisions of an output are the tokens since the previous output. A request with a journal
+prefills its prompt as ever, in the same chunks, and then its decided tokens in chunks too. The outputs come again token
+by token, by the code that every token takes. The last decided token is decoded: its forward gives the next decision.
+
 Outputs: ``{"text": piece}``, and at the end ``{"text": rest, "finish_reason": "stop" | "length", "prompt_tokens": n,
 "completion_tokens": n}``. A piece never ends inside a character or a stop string. ``completion_tokens`` counts the end
 token.
@@ -9,6 +13,7 @@ token.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import Any, TypeVar
@@ -19,21 +24,31 @@ from torch import Tensor
 from omni_actors.stages import base
 from omni_actors.stages.autoregressive.options import TextParams
 from omni_actors.stages.autoregressive.prompt_engine import C, PromptEngine, PromptRequest
-from omni_actors.stages.autoregressive.sampling import Sampler, Sampling, choose, generator, not_finite
+from omni_actors.stages.autoregressive.sampling import RandomNumbers, Sampler, Sampling, choose, not_finite
 from omni_actors.stages.autoregressive.scheduler import Scheduler, Sequence
 from omni_actors.stages.autoregressive.text import Answer, Vocabulary
 from omni_actors.stages.refusal import beyond_context, request_work
 
 
 class TextRequest(PromptRequest[C], Sequence):
-    """One request. ``token`` is the last generated token, which the model has not computed yet."""
+    """One request."""
 
     def __init__(self, request: base.StageRequest, params: TextParams, collector: C) -> None:
         super().__init__(request, params, collector)
         sampling = msgspec.convert(params, Sampling, from_attributes=True)
-        self.sampler = None if sampling.is_greedy else Sampler(sampling, generator(params.seed))
-        self.token = -1
+        self.sampler = None if sampling.is_greedy else Sampler(sampling, RandomNumbers(params.seed))
+        self.decided = deque(token for decisions in request.journal for token in decisions)
+        """The tokens of the journal that the answer does not have yet."""
+        self.uncomputed = list(self.decided)
+        """Tokens that the model has not computed yet, in order: those of the answer, and the rest of ``decided``."""
+        self.decisions: list[int] = []
+        """The answer's tokens since the last output."""
         self.answer: Answer
+
+    def take(self, count: int) -> list[int]:
+        """Take the tokens of the next ``count`` positions, which the model computes now."""
+        taken, self.uncomputed = self.uncomputed[:count], self.uncomputed[count:]
+        return taken
 
 
 R = TypeVar("R", bound=TextRequest[Any])
@@ -49,14 +64,16 @@ class LanguageEngine(PromptEngine[R]):
     # for subclasses, besides ``_open`` and ``_encode``, which returns the tokens of the prompt's positions
 
     def _forward(self, rows: list[int], count: int) -> Tensor:
-        """Compute the next ``count`` positions of each row; return the last one's logits, (rows, vocabulary)."""
+        """Compute the next ``count`` positions of each row; return the last one's logits, (rows, vocabulary).
+
+        Positions after the prompt are the request's ``uncomputed`` tokens.
+        """
         raise NotImplementedError
 
-    def _downstream(self, request: R, *, generated: bool) -> Mapping[str, base.TensorLike]:
-        """Return what the downstream stages get now.
+    def _downstream(self, request: R, token: int | None = None) -> Mapping[str, base.TensorLike]:
+        """Return what the downstream stages get now. Called for each prefill chunk of the prompt and for each token.
 
-        It covers the prefill chunk that was just computed, if there was one. generated: ``request.token`` was just
-        generated and is not the last one.
+        token: what was just added to the answer; None: nothing, or its last token.
         """
         return {}
 
@@ -81,7 +98,7 @@ class LanguageEngine(PromptEngine[R]):
         if request.sampler:
             request.sampler.see(tokens)
             request.sampler.end_tokens = end_tokens
-        request.prefill_left = request.ready = len(tokens)
+        request.prefill_left, request.ready = len(tokens), len(tokens) + len(request.decided)
         limit = min(params.max_tokens, self._context - len(tokens))
         request.answer = Answer(self._vocabulary, len(tokens), limit, params)
         self._scheduler.add(request)
@@ -117,30 +134,58 @@ class LanguageEngine(PromptEngine[R]):
         logits = self._forward([row], count)
         request.prefill_left -= count
         request.ready -= count
-        if not request.prefill_left:
+        if request.answer.tokens:
+            yield from self._replay(request, count)
+        elif request.prefill_left:
+            if downstream := self._downstream(request):
+                yield base.StageOutput(request.id, downstream=downstream)
+        elif request.decided:
+            request.prefill_left = len(request.decided) - 1
+            yield from self._replay(request, 1)
+        else:
             yield from self._next([request], logits)
-        elif downstream := self._downstream(request, generated=False):
-            yield base.StageOutput(request.id, downstream=downstream)
+
+    def _replay(self, request: R, count: int) -> Iterator[base.StageOutput | base.StageFailure]:
+        """Add the next ``count`` decided tokens to the answer. The model has computed all tokens before each."""
+        for _ in range(count):
+            if request.id not in self._requests:
+                return  # it failed
+            token = request.decided.popleft()
+            if request.sampler:
+                request.sampler.replay(token)
+            yield from self._append(request, token)
 
     def _next(self, requests: list[R], logits: Tensor) -> Iterator[base.StageOutput | base.StageFailure]:
         """Choose each request's next token from logits (requests, vocabulary); remove the requests that end."""
         for request, token in zip(requests, choose(logits, [request.sampler for request in requests]), strict=True):
-            try:
-                with request_work():
-                    if token is None:
-                        raise not_finite()
-                    data = request.answer.push(token)
-            except base.InvalidRequest as error:
-                self.abort(request.id)
-                yield base.StageFailure(request.id, error)
-                continue
-            request.token, request.ready = token, 1
-            last = request.answer.finish_reason is not None
-            downstream = self._downstream(request, generated=not last)
-            if last:
-                self.abort(request.id)
-            if data or downstream:
-                yield base.StageOutput(request.id, data=data, downstream=downstream, last=last)
+            if token is None:
+                yield self._failed(request, not_finite())
+            else:
+                request.uncomputed.append(token)
+                request.ready = 1
+                yield from self._append(request, token)
+
+    def _append(self, request: R, token: int) -> Iterator[base.StageOutput | base.StageFailure]:
+        """Add a token to the answer; remove the request if the answer ends."""
+        try:
+            with request_work():
+                data = request.answer.push(token)
+        except base.InvalidRequest as error:
+            yield self._failed(request, error)
+            return
+        request.decisions.append(token)
+        last = request.answer.finish_reason is not None
+        downstream = self._downstream(request, None if last else token)
+        if last:
+            self.abort(request.id)
+        if data or downstream:
+            decisions, request.decisions = tuple(request.decisions), []
+            yield base.StageOutput(request.id, data=data, downstream=downstream, last=last, decisions=decisions)
+
+    def _failed(self, request: R, error: base.InvalidRequest) -> base.StageFailure:
+        """End a request by its own fault; return its failure."""
+        self.abort(request.id)
+        return base.StageFailure(request.id, error)
 
 
 def refuse_beyond_context(tokens: int, found: str, context: int) -> None:

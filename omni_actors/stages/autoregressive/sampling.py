@@ -2,8 +2,9 @@
 
 Rules
 1. Temperature 0 is greedy: the most likely token, and the lowest id of several.
-2. A sampled sequence has a generator of its own and draws one number per token, so other sequences of the batch cannot
-   change its text.
+2. A sampled sequence has random numbers of its own and draws one per token, so other sequences of the batch cannot
+   change its text. The n-th number depends on the seed and n alone, so a sequence can go on behind tokens that were
+   decided earlier (``Sampler.replay``) without drawing for them again.
 3. The draw inverts the cumulative distribution over tokens in order of id, not of probability. Rounding depends a
    little on the batch's shape, and two nearly equal tokens that swap ranks must not change the text.
 4. The order is that of transformers' logits processors: repetition penalty (Keskar et al., 2019), suppressed tokens,
@@ -14,6 +15,7 @@ Rules
 
 from __future__ import annotations
 
+import hashlib
 import secrets
 from collections.abc import Iterable, Sequence
 
@@ -46,21 +48,34 @@ class Sampling(msgspec.Struct, frozen=True):
         return self.temperature == 0 and self.repetition_penalty == 1 and self.min_tokens == 0
 
 
-def generator(seed: int | None) -> torch.Generator:
-    """Return a request's random number generator. None: a seed from the operating system."""
-    number = secrets.randbits(64) if seed is None else seed
-    return torch.Generator().manual_seed(number & (2**64 - 1))
+class RandomNumbers:
+    """A request's random numbers. seed: any number, of which the lowest 64 bits count; None: one from the system."""
+
+    def __init__(self, seed: int | None) -> None:
+        number = secrets.randbits(64) if seed is None else seed & (2**64 - 1)
+        self._seed, self._count = number.to_bytes(8, "little"), 0
+
+    def next(self) -> float:
+        """Return the next number, in [0, 1)."""
+        position = self._count.to_bytes(8, "little")
+        self._count += 1
+        bits = hashlib.blake2b(position, digest_size=8, key=self._seed).digest()
+        return (int.from_bytes(bits, "little") >> 11) / 2**53
+
+    def skip(self, count: int) -> None:
+        """Leave out the next ``count`` numbers."""
+        self._count += count
 
 
 class Sampler:
     """Chooses one sequence's tokens.
 
-    source: its random numbers. suppressed: bool (vocabulary,), tokens that it never chooses. ``end_tokens``: see
-    ``Sampling.min_tokens``.
+    source: its random numbers; samplers of one request may share them. suppressed: bool (vocabulary,), tokens that it
+    never chooses. ``end_tokens``: see ``Sampling.min_tokens``.
     """
 
-    def __init__(self, sampling: Sampling, source: torch.Generator, suppressed: Tensor | None = None) -> None:
-        self.sampling, self._generator, self._suppressed = sampling, source, suppressed
+    def __init__(self, sampling: Sampling, source: RandomNumbers, suppressed: Tensor | None = None) -> None:
+        self.sampling, self._source, self._suppressed = sampling, source, suppressed
         self.end_tokens: frozenset[int] = frozenset()
         self._chosen = 0
         self._seen: set[int] = set()
@@ -77,6 +92,12 @@ class Sampler:
         self._chosen += 1
         self.see([token])
 
+    def replay(self, token: int) -> None:
+        """Count a token that was decided earlier, and leave out the random number that was drawn for it."""
+        self.accept(token)
+        if self.sampling.temperature:
+            self._source.skip(1)
+
     def allowed(self, logits: Tensor) -> Tensor:
         """Return the logits (vocabulary,) after the repetition penalty, those of excluded tokens at -inf."""
         if self._seen:
@@ -92,7 +113,7 @@ class Sampler:
 
     def draw(self) -> float:
         """Return the next random number, in [0, 1)."""
-        return float(torch.rand((), dtype=torch.float64, generator=self._generator))
+        return self._source.next()
 
     def __call__(self, logits: Tensor) -> int | None:
         """Choose a token id from one sequence's logits (vocabulary,); None if the largest logit is not finite."""

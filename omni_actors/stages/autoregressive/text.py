@@ -141,34 +141,34 @@ class Answer:
     def __init__(self, vocabulary: Vocabulary, prompt_tokens: int, max_tokens: int, params: TextParams) -> None:
         self.finish_reason: str | None = None
         """"stop", "length", or None while the answer goes on."""
-        self.certain_tokens = 0
-        """The first tokens of the answer whose text no stop string can cut off any more."""
+        self.tokens = self.certain_tokens = 0
+        """The tokens of the answer, and the first ones of them whose text no stop string can cut off any more."""
         self._end_tokens = vocabulary.end_tokens(params)
         self._silent = vocabulary.silent if params.skip_special_tokens else frozenset()
-        self._prompt_tokens, self._tokens, self._max_tokens = prompt_tokens, 0, max_tokens
+        self._prompt_tokens, self._max_tokens = prompt_tokens, max_tokens
         decode = partial(vocabulary.decode, skip_special_tokens=params.skip_special_tokens)
         self._detokenizer, self._stops = Detokenizer(decode), StopFilter(params.stop)
 
     def push(self, token: int) -> dict[str, Any]:
         """Add a token; return the output's data: empty if no text became final, and complete at the end."""
-        self._tokens += 1
+        self.tokens += 1
         ended = token in self._end_tokens
         # Tokens without text stay out of the detokenizer: they would fill its window.
         text = "" if ended or token in self._silent else self._detokenizer.push(token)
         text, stopped = self._stops.push(text)
-        if not stopped and (ended or self._tokens == self._max_tokens):
+        if not stopped and (ended or self.tokens == self._max_tokens):
             rest, stopped = self._stops.push(self._detokenizer.finish())
             text += rest if stopped else rest + self._stops.finish()
             self.finish_reason = "stop" if ended else "length"
         if stopped:
             self.finish_reason = "stop"
         if not self._stops.holds:
-            self.certain_tokens = self._tokens
+            self.certain_tokens = self.tokens
         if self.finish_reason is None:
             return {"text": text} if text else {}
         return {
             "text": text,
             "finish_reason": self.finish_reason,
             "prompt_tokens": self._prompt_tokens,
-            "completion_tokens": self._tokens,
+            "completion_tokens": self.tokens,
         }

@@ -17,6 +17,8 @@ Rules
    model later. A sentence that looks complete (the candidate) is computed before that. If the text then continues the
    sentence ("3.", "14"), the result is thrown away. Outputs are the same with and without speculation. Sentences that
    are complete come first; one that becomes complete meanwhile waits, as it would for any other sentence.
+5. The decision of an output is the number of outputs of its sentence that are left, this one included. So a sentence of
+   which no output is needed any more is not computed again.
 
 ``pronunciation`` turns text into phonemes with hibari's front end; the network is the one in hibari's package.
 """
@@ -25,7 +27,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from itertools import chain, repeat
+from itertools import accumulate, chain, pairwise, repeat, takewhile
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import msgspec
@@ -66,7 +68,8 @@ class _Request:
         self.sentences: deque[str] = deque()
         self.phrases: deque[tuple[str, str]] = deque()
         """(phonemes, text) of the phrases of the next sentence."""
-        self.sentences_out = 0
+        self.sentences_out = self.outputs = 0
+        self.journal, self.needed_from = request.journal, request.needed_from
         self.paused = False
         self.speculated: str | None = None
         """The last candidate that was computed."""
@@ -80,8 +83,14 @@ class _Request:
     @property
     def candidate(self) -> str | None:
         """The sentence to compute speculatively now, if there is one (rule 4)."""
-        candidate = None if self.paused or self.ready else self.reader.candidate
+        candidate = None if self.paused or self.ready or self.skippable else self.reader.candidate
         return None if candidate == self.speculated else candidate
+
+    @property
+    def skippable(self) -> int:
+        """The number of the next sentence's outputs, if none of them is needed (rule 5); else 0."""
+        count = sum(self.journal[self.outputs]) if self.outputs < self.needed_from else 0
+        return count if self.outputs + count <= self.needed_from else 0
 
 
 class AcousticEngine(PausableEngine[_Request]):
@@ -165,20 +174,26 @@ class AcousticEngine(PausableEngine[_Request]):
         self, request_id: base.RequestId, request: _Request, phonemes: str, text: str, last: bool
     ) -> Iterator[base.StageOutput]:
         (speculated, features), request.speculation = request.speculation or ("", []), None
+        if count := request.skippable:
+            request.sentences_out += 1
+            request.outputs += count
+            for left in range(count, 0, -1):
+                yield base.StageOutput(request_id, last=last and left == 1, decisions=(left,))
+            return
         *spectral, f0 = features if speculated == phonemes else self._features(phonemes, request.speed)
         frames, sentence = len(f0), request.sentences_out
         request.sentences_out += 1
-        sizes = chain(self._chunk_frames, repeat(self._chunk_frames[-1]))
-        end = 0
-        while end < frames:
-            start, end = end, min(end + next(sizes), frames)
+        sizes = accumulate(chain(self._chunk_frames, repeat(self._chunk_frames[-1])))
+        ends = [*takewhile(frames.__gt__, sizes), frames]
+        request.outputs += len(ends)
+        for left, (start, end) in zip(range(len(ends), 0, -1), pairwise([0, *ends]), strict=True):
             names = ("lh", "theta", "ln", "lr", "phi")
             tensors = {n: np.ascontiguousarray(s[:, start:end]) for n, s in zip(names, spectral, strict=True)}
             data: dict[str, Any] = {"sentence": sentence, "start": start, "frames": frames}
             if start == 0:
                 tensors["f0"] = f0
                 data["text"] = text
-            yield base.StageOutput(request_id, tensors, data, last and end == frames)
+            yield base.StageOutput(request_id, tensors, data, last and end == frames, decisions=(left,))
 
     def _features(self, phonemes: str, speed: float) -> list[_Floats]:
         """Compute [lh, theta, ln, lr, phi, f0] from a string of phonemes: float32 (601, F) each, and (F,)."""

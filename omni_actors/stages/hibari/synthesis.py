@@ -12,10 +12,12 @@ What a chunk needs from its neighbours:
   sentence they are mirrored.
 - The noise is drawn for the whole sentence at once, because its order depends on the number of frames.
 - An output sample is final when the four frames that overlap it are known. The last three hops are carried.
+  So behind frames that are skipped, three of them are computed.
 """
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -53,17 +55,23 @@ class SentenceSynthesis:
         self.done = 0
         """Number of frames added so far."""
         self._f0 = np.pad(f0, 1, mode="edge")
-        self._noise = rng.standard_normal((BINS, 2 * self.frames), dtype=np.float32).view(np.complex64)
+        self._rng = rng
         self._pulses = np.empty(self.frames * HOP, np.float32)
         self._pulse_frames = 0
         self._phase = 0.0
         self._unfinished = np.zeros((_OVERLAP - 1, HOP), np.float32)
+        self._skipped: list[Floats] = []
+        """The arguments of ``add`` for the last frames, if they were skipped."""
 
     def add(self, lh: Floats, theta: Floats, ln: Floats, lr: Floats, phi: Floats) -> Floats:
         """Add the next f frames, each argument float32 (601, f). Return the samples that are final: float32 (n,).
 
         The sum of n over the sentence is frames * 300; output is 600 samples late until the last frame.
         """
+        if self._skipped:
+            skipped, self._skipped = self._skipped, []
+            self.done -= skipped[0].shape[1]
+            self.add(*skipped)
         start, end = self.done, self.done + lh.shape[1]
         spectrum = self._source(start, end)
         spectrum *= _polar(lh, np.tanh(theta) * np.float32(np.pi))
@@ -78,11 +86,29 @@ class SentenceSynthesis:
             rows[k : k + end - start] += pieces[:, k]
         self.done = end
         self._unfinished = rows[end - start :].copy()
-        # Row r is final when frame r is added. The first two rows lie before the start of the sentence.
+        first, stop = self._final(start, end)
+        return (rows[first - start : stop - start] * self._normal(first, stop)).reshape(-1)
+
+    def skip(self, *features: Floats) -> int:
+        """Add frames as ``add`` does, but return only the number of samples that are final: they are not needed."""
+        start, self.done = self.done, self.done + features[0].shape[1]
+        kept = zip(self._skipped or [feature[:, :0] for feature in features], features, strict=True)
+        self._skipped = [np.concatenate(parts, axis=1)[:, 1 - _OVERLAP :] for parts in kept]
+        first, stop = self._final(start, self.done)
+        return (stop - first) * HOP
+
+    @cached_property
+    def _noise(self) -> Spectrum:
+        return self._rng.standard_normal((BINS, 2 * self.frames), dtype=np.float32).view(np.complex64)
+
+    def _final(self, start: int, end: int) -> tuple[int, int]:
+        """Return the first and the last row, exclusive, that become final with frames [start, end).
+
+        Row r is final when frame r is added. The first two rows lie before the start of the sentence.
+        """
         margin = _REACH // HOP
         first, stop = max(start, margin), (end if end < self.frames else end + margin)
-        final = rows[first - start : max(stop, first) - start]
-        return (final * self._normal(first, max(stop, first))).reshape(-1)
+        return first, max(stop, first)
 
     def _source(self, start: int, end: int) -> Spectrum:
         """Return the spectrum of the pulse train at frames [start, end): complex64 (601, end - start)."""

@@ -7,7 +7,8 @@ frames gives F * 300 samples, which do not depend on the chunks (to 1e-6). A ste
 that has one. The chunk that ends the input gives the request's last output, which may have no audio.
 
 The noise in the voice is drawn from the request's ``seed`` and the number of the sentence, so the same input always
-gives the same audio.
+gives the same audio. With ``StageRequest.needed_from``, samples of earlier outputs are not computed, apart from those
+of the three frames before the first needed chunk.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ class _Request:
         seed = validated(request.params, VocoderParams).seed
         self.seed = seed % 2**64  # numpy accepts no negative seed
         self.open = OpenSources(request.sources)
+        self.needed_from, self.outputs = request.needed_from, 0
         self.chunks: deque[tuple[int, list[Floats], bool]] = deque()
         """Sentence, features (see ``names``; [] if the chunk only ends the input), and whether it is the last."""
         self.sentence = 0
@@ -91,17 +93,25 @@ class _Request:
             raise _refusal(f"a sentence has {frames} frames; the limit is {_MOST_FRAMES}")
 
     def synthesize(self) -> tuple[Floats | None, int, bool]:
-        """Return the samples of the next chunk (None if none is final), its sentence, and whether it is the last."""
+        """Return the samples of the next chunk (None: none is final), its sentence, and whether it is the last.
+
+        If the samples are not needed, an empty array takes their place.
+        """
         sentence, features, last = self.chunks.popleft()
         if not features:
             return None, sentence, last
         if len(features) > len(_SPECTRAL):
             self.synthesis = SentenceSynthesis(features.pop(), np.random.default_rng([self.seed, sentence]))
         assert self.synthesis is not None
-        audio = self.synthesis.add(*features)
+        if self.outputs < self.needed_from:
+            audio, final = np.empty(0, np.float32), self.synthesis.skip(*features)
+        else:
+            audio = self.synthesis.add(*features)
+            final = len(audio)
         if self.synthesis.done == self.synthesis.frames:
             self.synthesis = None
-        return audio if len(audio) else None, sentence, last
+        self.outputs += bool(final)
+        return audio if final else None, sentence, last
 
 
 def _refusal(message: str) -> InvalidRequest:
@@ -130,6 +140,6 @@ class VocoderEngine(PausableEngine[_Request]):
                 del self._requests[request_id]
             data = {"sample_rate": SAMPLE_RATE, "sentence": sentence}
             if audio is not None:
-                yield StageOutput(request_id, {"audio": audio}, data, last)
+                yield StageOutput(request_id, {"audio": audio} if len(audio) else {}, data, last)
             elif last:
                 yield StageOutput(request_id, data={"sample_rate": SAMPLE_RATE}, last=True)

@@ -26,12 +26,7 @@ from omni_actors.stages.base import StageContext, StageRequest
 from omni_actors.stages.llm.prompt import Prompt
 
 
-class _Request(TextRequest[Prompt]):
-    pending_prompt: list[int]
-    """Tokens of the prompt that are not prefilled yet."""
-
-
-class LLMEngine(LanguageEngine[_Request]):
+class LLMEngine(LanguageEngine[TextRequest[Prompt]]):
     """A ``StageEngine`` from text to text; ``LanguageEngine`` documents its outputs.
 
     model: a causal language model of transformers, in evaluation mode. tokenizer: its tokenizer, with a chat template.
@@ -40,21 +35,21 @@ class LLMEngine(LanguageEngine[_Request]):
     def __init__(self, model: Any, tokenizer: Any, options: TextOptions) -> None:
         self._model, self._system_prompt = model, options.system_prompt
         self._cache = SlottedCache(options.max_batch, options.context, model.dtype, model.device)
-        batch = Scheduler[_Request](self._cache, options.max_batch, options.prefill_chunk)
+        batch = Scheduler[TextRequest[Prompt]](self._cache, options.max_batch, options.prefill_chunk)
         super().__init__(batch, Vocabulary(tokenizer, model.generation_config.eos_token_id), options.context)
 
-    def _open(self, request: StageRequest, params: TextParams) -> _Request:
-        return _Request(request, params, Prompt(request.sources))
+    def _open(self, request: StageRequest, params: TextParams) -> TextRequest[Prompt]:
+        return TextRequest(request, params, Prompt(request.sources))
 
-    def _encode(self, request: _Request) -> list[int]:
+    def _encode(self, request: TextRequest[Prompt]) -> list[int]:
         tokens = request.collector.encode(self._vocabulary, self._system_prompt, self._context)
         refuse_beyond_context(len(tokens), f"{len(tokens)} tokens", self._context)
-        request.pending_prompt = tokens
+        request.uncomputed = tokens + request.uncomputed
         return tokens
 
     @torch.inference_mode()
     def _forward(self, rows: list[int], count: int) -> Tensor:
-        tokens = [self._next_tokens(self._scheduler.rows[row], count) for row in rows]
+        tokens = [self._scheduler.rows[row].take(count) for row in rows]
         positions, mask = self._cache.extend(rows, count)
         output = self._model(
             input_ids=torch.tensor(tokens, device=self._model.device),
@@ -66,12 +61,6 @@ class LLMEngine(LanguageEngine[_Request]):
         )
         logits: Tensor = output.logits[:, -1]
         return logits
-
-    def _next_tokens(self, request: _Request, count: int) -> list[int]:
-        if not request.prefill_left:
-            return [request.token]
-        taken, request.pending_prompt = request.pending_prompt[:count], request.pending_prompt[count:]
-        return taken
 
     def close(self) -> None:
         super().close()

@@ -6,12 +6,15 @@ Input: tensors ``codes``, an integer array (n, groups): n frames, n > 0. A chunk
 
 Output: tensors ``audio``, float32 (n,); data ``sample_rate`` (24000 Hz). The end of the input causes the request's last
 output, which may have no audio. The cuts between outputs depend on the number of frames alone, not on their timing.
+
+The decoders decide nothing. With ``StageRequest.needed_from``, a decoder passes over the frames that the first needed
+samples do not depend on, and puts out earlier samples as empty outputs.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
 import numpy as np
@@ -28,13 +31,20 @@ WHOLE_INPUT = (sys.maxsize,)
 
 
 class CodecRequest:
-    """One request. chunk_sizes: frames in the first chunk, in the second, and so on; the last is for all more."""
+    """One request.
 
-    def __init__(self, request: StageRequest, chunk_sizes: Sequence[int]) -> None:
-        self.id = request.request_id
+    chunk_sizes: frames in the first chunk, in the second, and so on; the last is for all more. skip: how many chunks
+    are passed over, at most ``request.needed_from``.
+    """
+
+    def __init__(self, request: StageRequest, chunk_sizes: Sequence[int], skip: int) -> None:
+        self.id, self.needed_from = request.request_id, request.needed_from
         self.open = OpenSources(request.sources)
         self.received = self.chunks = 0
         """Frames that have arrived, and chunks taken."""
+        self.skip = skip
+        self.skipped: list[Tensor] = []
+        """The frames of the first ``skip`` chunks."""
         self.paused = False
         self._chunk_sizes = chunk_sizes
         self._waiting: list[Tensor] = []
@@ -101,6 +111,17 @@ class CodecDecoder(PausableEngine[C]):
         if before + copied.shape[1] > self._longest:
             raise _refusal(f"{self._longest} codes at most were expected, not {before + copied.shape[1]}")
         return torch.from_numpy(copied)
+
+    def _skip(self) -> Iterator[StageOutput]:
+        """Pass over the chunks that are there and of which no samples are needed: an empty output for each."""
+        for request in list(self._requests.values()):
+            while request.chunks < request.skip and (chunk := request.next_chunk):
+                size, last = chunk
+                if size:
+                    request.skipped.append(request.take(size))
+                yield self._output(request, torch.empty(0), last=last)
+                if last:
+                    break
 
     def _output(self, request: C, wave: Tensor, *, last: bool) -> StageOutput:
         """Return an output with this sound, float (n,). last: it ends the request, which the engine then forgets."""

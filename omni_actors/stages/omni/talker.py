@@ -7,6 +7,9 @@ Rules
 3. The step after code k needs the row of the answer's token k + 1, or the end of the answer. A request whose row is
    missing waits, and delays no other.
 4. A request whose answer has no row ends without a code.
+5. An output's decisions are its codes, then ``END`` if it is the last one. So a journal's outputs are put out at once,
+   before any input. The positions behind decided codes are prefilled together with the prompt, as far as their rows
+   have arrived; the position after them is the first one to be decoded.
 
 Wire: the first chunk of a request has tensors ``ids``, int64 (n,): the tokens of all prompt rows to come. Each chunk
 may have ``rows``, (k, width) in the thinker's dtype: the next prompt rows, and after them the answer's.
@@ -14,9 +17,10 @@ may have ``rows``, (k, width) in the thinker's dtype: the next prompt rows, and 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -33,6 +37,9 @@ from omni_actors.stages.refusal import beyond_context, request_work
 from omni_actors.stages.tensors import to_torch
 
 R = TypeVar("R", bound=TalkerRequest)
+
+END = -1
+"""The decision that an output is the last one."""
 
 
 class OmniTalker(Engine[R]):
@@ -56,8 +63,8 @@ class OmniTalker(Engine[R]):
             raise ValueError(f"context: found {options.context}; the talker has {positions} positions")
         self._cache = SlottedCache(options.max_batch, options.context, model.dtype, model.device)
         self._scheduler: Scheduler[R] = Scheduler(self._cache, options.max_batch, options.prefill_chunk)
-        self._without_speech: list[base.RequestId] = []
-        """Requests of rule 4, which the next step ends."""
+        self._due: list[base.StageOutput] = []
+        """Outputs of rules 4 and 5, which the next step puts out."""
 
     # for the families, besides ``_new_request``
 
@@ -72,6 +79,14 @@ class OmniTalker(Engine[R]):
     def _embed_text(self, rows: Tensor) -> Tensor:
         """Return the inputs, (k, width), of rows of text."""
         return rows
+
+    def _embed_codes(self, codes: Tensor) -> Tensor:
+        """Return the code inputs, (n, width), of outputs with these codes, int64 (n, groups)."""
+        raise NotImplementedError
+
+    def _replay(self, request: R, codes: base.Decisions) -> None:
+        """Let the request's samplers count the codes of an output that was decided earlier."""
+        request.sampler.replay(codes[0])
 
     def _project(self, inputs: Tensor) -> Tensor:
         """Return inputs as the model takes them, (…, hidden)."""
@@ -90,9 +105,27 @@ class OmniTalker(Engine[R]):
 
     @property
     def busy(self) -> bool:
-        return bool(self._without_speech) or self._scheduler.busy
+        return bool(self._due) or self._scheduler.busy
+
+    @torch.inference_mode()
+    def start(self, request: base.StageRequest) -> None:
+        super().start(request)
+        if not request.journal:
+            return
+        opened = self._requests[request.request_id]
+        for codes in request.journal:
+            last = codes[-1] == END
+            self._due.append(spoken(opened.id, codes[: len(codes) - last], last=last))
+        opened.ended = self._due[-1].last
+        if not opened.ended:
+            for codes in request.journal:
+                self._replay(opened, codes)
+            opened.decided.extend(self._embed_codes(torch.tensor(request.journal, device=self._device))[:, None])
+            opened.codes = len(request.journal)
 
     def _take(self, request: R, chunk: base.Chunk) -> None:
+        if request.ended:
+            return
         with request_work("rows"):
             self._accept(request, {name: to_torch(tensor) for name, tensor in chunk.tensors.items()})
         request.open.update(chunk)
@@ -100,21 +133,20 @@ class OmniTalker(Engine[R]):
             if request.has_answer:
                 request.text.append(request.text_eos)
             else:
-                self._leave_batch(request)
-                self._without_speech.append(request.id)
+                self._due.append(spoken(request.id, (), last=True))
         request.advance()
 
     def abort(self, request_id: base.RequestId) -> None:
         if request := self._requests.pop(request_id, None):
             self._leave_batch(request)
-        if request_id in self._without_speech:
-            self._without_speech.remove(request_id)
+        self._due = [output for output in self._due if output.request_id != request_id]
 
     def step(self) -> Iterator[base.StageOutput | base.StageFailure]:
-        for request_id in self._without_speech:
-            del self._requests[request_id]
-            yield base.StageOutput(request_id, last=True)
-        self._without_speech.clear()
+        due, self._due = self._due, []
+        for output in due:
+            if output.last:
+                self.abort(output.request_id)
+            yield output
         for row, count in self._scheduler.prefill_chunks():
             request = self._scheduler.rows[row]
             axes = request.positions[:, None, request.cached : request.cached + count]
@@ -174,7 +206,10 @@ class OmniTalker(Engine[R]):
         if request.max_codes < 1:
             found = f"the prompt takes {size} positions of the talker's context, which has {self._options.context}"
             raise beyond_context(found)
-        request.prefill_left = size - 1
+        decided = len(request.decided)
+        behind = torch.arange(size, size + decided, device=request.positions.device) + request.delta
+        request.positions = torch.cat([request.positions, behind.expand(3, -1)], 1)
+        request.prefill_left = size - 1 + decided
         request.has_header = True
         self._scheduler.add(request)
 
@@ -224,6 +259,12 @@ class OmniTalker(Engine[R]):
             use_cache=True,
         ).last_hidden_state[:, -1]
         return hidden
+
+
+def spoken(request_id: base.RequestId, codes: Sequence[int], *, last: bool) -> base.StageOutput:
+    """Return the output with these codes, one of each group; none: it only ends the request."""
+    tensors = {"codes": np.array([codes], np.int16)} if codes else {}
+    return base.StageOutput(request_id, tensors, last=last, decisions=(*codes, END) if last else tuple(codes))
 
 
 def require_finite(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:

@@ -2,6 +2,8 @@
 
 The inputs are those of the prompt rows, the prefix, and the answer's first token. Then each position's input is the sum
 of the last code's input and the next text input: the answer's next token, its end, or padding. This needs no model.
+
+After the death of a worker, the first codes are decided already, so only text inputs are waited for.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from collections import deque
 import torch
 from torch import Tensor
 
-from omni_actors.stages.autoregressive.sampling import Sampler, Sampling, generator
+from omni_actors.stages.autoregressive.sampling import RandomNumbers, Sampler, Sampling
 from omni_actors.stages.autoregressive.scheduler import Sequence
 from omni_actors.stages.base import StageRequest
 from omni_actors.stages.omni.options import TalkerParams
@@ -27,7 +29,7 @@ class TalkerRequest(Sequence):
     prompt_rows_left: int
     """Prompt rows that have not arrived."""
     positions: Tensor
-    """Rotary positions of the prompt, (3, n)."""
+    """Rotary positions of the prompt and of the positions behind decided codes, (3, n)."""
     delta: float
     """Rotary position minus index, of positions after the prompt."""
     prefix: Tensor
@@ -49,6 +51,10 @@ class TalkerRequest(Sequence):
         """Whether the first chunk has arrived, and whether the answer's first row has."""
         self.cached = self.codes = 0
         """Positions in the cache, and codes chosen."""
+        self.decided: deque[Tensor] = deque()
+        """The inputs, (1, width) each, of codes that an earlier incarnation chose, as far as none was needed yet."""
+        self.ended = False
+        """Whether an earlier incarnation chose the end."""
         self.code_input: Tensor | None = None
         """(1, width): the last code's input, which waits for its text input."""
         sampling = Sampling(
@@ -57,7 +63,7 @@ class TalkerRequest(Sequence):
             top_p=params.talker_top_p,
             repetition_penalty=params.talker_repetition_penalty,
         )
-        self.random = generator(params.seed)
+        self.random = RandomNumbers(params.seed)
         self.sampler = Sampler(sampling, self.random, suppressed)
 
     def add(self, rows: Tensor) -> None:
@@ -87,9 +93,16 @@ class TalkerRequest(Sequence):
             else:
                 self.has_answer = True
                 self.add(row + self.prefix[-1:])
+                self._decide()
 
     def advance(self) -> None:
-        """Add the next position's input if its text input has arrived or no text comes any more."""
-        if self.code_input is not None and (self.text or not self.open):
+        """Add the next position's input if its text input has arrived or no text comes any more.
+
+        If that position's code is decided, add the one behind it in the same way, and so on.
+        """
+        while self.code_input is not None and (self.text or not self.open):
             self.add(self.code_input + (self.text.popleft() if self.text else self.text_pad))
-            self.code_input = None
+            self._decide()
+
+    def _decide(self) -> None:
+        self.code_input = self.decided.popleft() if self.decided else None

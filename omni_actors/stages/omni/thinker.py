@@ -48,6 +48,11 @@ class ThinkerRequest(OmniRequest, TextRequest[OmniPrompt]):
     cached = 0
     """Prompt positions in the cache."""
 
+    @property
+    def prompt_is_cached(self) -> bool:
+        """Whether the whole prompt is in the cache."""
+        return self.cached == len(self.ids)
+
 
 R = TypeVar("R", bound=ThinkerRequest)
 
@@ -75,12 +80,15 @@ class OmniThinker(OmniPromptEngine[R], LanguageEngine[R]):
     def _after_forward(self, requests: list[R], embeds: Tensor, hidden: Tensor) -> None:
         """Take rows for the talker from a forward's inputs and outputs, (requests, count, hidden) each.
 
-        A prefill has one request, whose ``cached`` does not count these positions yet.
+        A prompt's positions come alone, and ``cached`` does not count them yet.
         """
 
-    def _token_row(self, request: R) -> Tensor | None:
-        """Return the row, (1, hidden), of ``request.token`` if it needs no forward."""
-        return None
+    def _answer_row(self, request: R, token: int | None) -> Tensor | None:
+        """Return the row, (1, hidden), that came with this token, if there is one. token: as in ``_downstream``.
+
+        It is the row of the token itself; or of the token before it, if a row comes out of its token's forward.
+        """
+        raise NotImplementedError
 
     def _extra_forward_kwargs(self, request: R, chunk: slice) -> dict[str, Any]:
         """Return further arguments of the language model for this chunk of the request's prompt."""
@@ -118,15 +126,14 @@ class OmniThinker(OmniPromptEngine[R], LanguageEngine[R]):
     def _forward(self, rows: list[int], count: int) -> Tensor:
         requests = [self._scheduler.rows[row] for row in rows]
         positions, mask = self._cache.extend(rows, count)
-        prefilling = bool(requests[0].prefill_left)  # then it is the only one
         more: dict[str, Any] = {}
-        if prefilling:
-            (request,) = requests
+        request, in_prompt = requests[0], not requests[0].prompt_is_cached  # then it is the only one
+        if in_prompt:
             chunk = slice(request.cached, request.cached + count)
             embeds, more = request.embeds[None, chunk], self._extra_forward_kwargs(request, chunk)
             axes = request.positions[:, None, chunk].to(self._device)
         else:
-            embeds = self._embed([[request.token] for request in requests])
+            embeds = self._embed([request.take(count) for request in requests])
             deltas = torch.tensor([request.delta for request in requests], device=self._device)
             axes = (positions + deltas[:, None]).expand(3, -1, -1)
         hidden = self._language(
@@ -138,9 +145,9 @@ class OmniThinker(OmniPromptEngine[R], LanguageEngine[R]):
             **more,
         ).last_hidden_state
         self._after_forward(requests, embeds, hidden)
-        if prefilling:
+        if in_prompt:
             request.cached += count
-            if request.cached == len(request.ids):
+            if request.prompt_is_cached:
                 del request.embeds
         logits: Tensor = self._model.lm_head(hidden[:, -1])
         return logits
@@ -169,10 +176,10 @@ class OmniThinker(OmniPromptEngine[R], LanguageEngine[R]):
         del request.inputs
 
     @torch.inference_mode()
-    def _downstream(self, request: R, *, generated: bool) -> Mapping[str, TensorLike]:
+    def _downstream(self, request: R, token: int | None = None) -> Mapping[str, TensorLike]:
         if request.handoff is None:
             return {}
-        if generated and (row := self._token_row(request)) is not None:
+        if (row := self._answer_row(request, token)) is not None:
             request.handoff.add_token(row)
         return request.handoff.take(lambda: self._handoff_header(request), request.answer.certain_tokens)
 

@@ -62,6 +62,8 @@ class Flow:
         times += SWAY * (torch.cos(torch.pi / 2 * times) - 1 + times)
         self.intervals = [(float(end - start), self._embedded(start, end)) for start, end in pairwise(times)]
         """Each interval's length and the embeddings, (1, hidden) each, of the four points where it is evaluated."""
+        self.reach: int = 4 * len(self.intervals) * _layers_looking_back(dit) * self.block
+        """The frames before a block that it depends on, at most."""
 
     @torch.inference_mode()
     def _embedded(self, start: Tensor, end: Tensor) -> list[Tensor]:
@@ -69,13 +71,22 @@ class Flow:
         return [self.dit.time_embed(point[None].to(self.device)) for point in points]
 
 
+def _layers_looking_back(dit: Any) -> int:
+    return sum(bool(layer.look_backward_block) for layer in dit.transformer_blocks)
+
+
 class FlowStream:
-    """Solves one request's flow block by block."""
+    """Solves one request's flow block by block.
+
+    skipped: int64 (n,), whole blocks of codes at the start, whose frames are not computed. The first ``flow.reach``
+    frames behind them (17.3 s of speech at the real sizes) are then not those of all codes.
+    """
 
     @torch.inference_mode()
-    def __init__(self, flow: Flow, speaker: Speaker, random: torch.Generator) -> None:
+    def __init__(self, flow: Flow, speaker: Speaker, random: torch.Generator, skipped: Tensor) -> None:
         self._flow, self._random = flow, random
-        self._conditions = _Conditions(flow, speaker)
+        self._conditions = _Conditions(flow, speaker, skipped.to(flow.device))
+        self._draw(len(skipped))
         self._intervals = [_Interval(flow, self._conditions, step, times) for step, times in flow.intervals]
 
     @torch.inference_mode()
@@ -86,12 +97,16 @@ class FlowStream:
         """
         flow = self._flow
         self._conditions.codes = torch.cat([self._conditions.codes, codes.to(flow.device)])
-        frames = torch.randn(len(codes) * flow.repeats, flow.mel, generator=self._random).to(flow.device)
+        frames = self._draw(len(codes))
         for interval in self._intervals:
             if not len(frames) and not last:
                 break
             frames = interval.push(frames, last=last)
         return frames
+
+    def _draw(self, codes: int) -> Tensor:
+        """Return the noise of the next codes' frames, (frames, mel)."""
+        return torch.randn(codes * self._flow.repeats, self._flow.mel, generator=self._random).to(self._flow.device)
 
 
 class _Conditions:
@@ -100,12 +115,14 @@ class _Conditions:
     In all tensors, row 0 has the conditions and row 1 zeros in their place: the two evaluations of the guidance.
     """
 
-    def __init__(self, flow: Flow, speaker: Speaker) -> None:
+    def __init__(self, flow: Flow, speaker: Speaker, codes: Tensor) -> None:
         self._dit, self._repeats = flow.dit, flow.repeats
         cond, mel = (torch.cat([part, part * 0]).to(flow.device) for part in (speaker.cond, speaker.ref_mel))
         self._columns = flow.dit.input_embed.spk_encoder(mel)[:, None], cond[:, None]
-        self.codes = torch.empty(0, dtype=torch.int64, device=flow.device)
+        self.codes = codes
         """All codes so far, int64 (n,)."""
+        self.first = len(codes) * flow.repeats
+        """The first frame that is computed."""
 
     def hidden(self, noised: Tensor, first: int) -> Tensor:
         """Return the DiT's input, (2, n, hidden), for noised frames (n, mel) that begin with frame number ``first``."""
@@ -148,9 +165,9 @@ class _Evaluation:
 
     def __init__(self, flow: Flow, conditions: _Conditions, time: Tensor) -> None:
         self._dit, self._conditions, self._time = flow.dit, conditions, time.expand(2, -1)
-        self._layers = [_Layer(flow, layer) for layer in flow.dit.transformer_blocks]
-        self._frames = 0
-        """Frames that have arrived."""
+        self._layers = [_Layer(flow, layer, conditions.first) for layer in flow.dit.transformer_blocks]
+        self._frames = conditions.first
+        """Frames that were skipped or have arrived."""
 
     def push(self, noised: Tensor, *, last: bool) -> Tensor:
         """Add noised frames; return the slopes, (n, mel), of the frames whose look-ahead has arrived."""
@@ -168,11 +185,11 @@ class _Evaluation:
 class _Layer:
     """One layer of one evaluation: its inputs without look-ahead yet, and the keys and values that are still needed."""
 
-    def __init__(self, flow: Flow, layer: Any) -> None:
+    def __init__(self, flow: Flow, layer: Any, first: int) -> None:
         self._layer, self._rotary, self._block = layer, flow.dit.rotary_embed, flow.block
         self._ahead, self._back = int(layer.look_ahead_block), int(layer.look_backward_block)
-        self._end = 0
-        """Frames that have arrived."""
+        self._end = first
+        """Frames that were skipped or have arrived."""
         heads, size = layer.attn.heads, layer.attn.inner_dim // layer.attn.heads
         self._inputs = torch.empty(2, 0, layer.attn.dim, device=flow.device)
         self._queries = self._keys = self._values = torch.empty(2, heads, 0, size, device=flow.device)

@@ -15,13 +15,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import msgspec
-import numpy as np
 import torch
 from torch import Tensor
 from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import Qwen2_5OmniTalkerForConditionalGeneration
 
 from omni_actors.stages.base import InvalidRequest, StageContext, StageOutput, StageRequest
-from omni_actors.stages.omni.talker import OmniTalker, require_finite
+from omni_actors.stages.omni.talker import OmniTalker, require_finite, spoken
 from omni_actors.stages.omni.talker_request import TalkerRequest
 from omni_actors.stages.qwen2_5.options import Qwen25TalkerOptions, Qwen25TalkerParams
 from omni_actors.stages.qwen2_5.speakers import load_speakers, speaker_named
@@ -83,8 +82,12 @@ class TalkerEngine(OmniTalker[TalkerRequest]):
         projected: Tensor = self._model.thinker_to_talker_proj(inputs)
         return projected
 
+    def _embed_codes(self, codes: Tensor) -> Tensor:
+        embedded: Tensor = self._model.get_input_embeddings()(codes[:, 0])
+        return embedded
+
     def _emit(self, requests: list[TalkerRequest], codes: list[int], hidden: Tensor) -> Iterator[StageOutput]:
-        embedded = self._model.get_input_embeddings()(torch.tensor(codes, device=self._device))
+        embedded = self._embed_codes(torch.tensor(codes, device=self._device)[:, None])
         for request, code, frame in zip(requests, codes, embedded[:, None], strict=True):
             ended, full = code in self._ends, request.codes == request.max_codes
             if ended or full:
@@ -92,5 +95,4 @@ class TalkerEngine(OmniTalker[TalkerRequest]):
             else:
                 request.code_input = frame
                 request.advance()
-            tensors = {} if ended else {"codes": np.array([[code]], np.int16)}
-            yield StageOutput(request.id, tensors, last=ended or full)
+            yield spoken(request.id, () if ended else (code,), last=ended or full)

@@ -15,6 +15,8 @@ The model is not causal, and its sound starts as noise, which is drawn from ``se
 
 from __future__ import annotations
 
+import math
+import secrets
 from collections.abc import Iterator
 from itertools import chain, pairwise
 from typing import Any
@@ -24,7 +26,6 @@ import torch
 from torch import Tensor
 from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import Qwen2_5OmniToken2WavModel
 
-from omni_actors.stages.autoregressive.sampling import generator
 from omni_actors.stages.base import StageContext, StageOutput, StageRequest
 from omni_actors.stages.checkpoint import load_part
 from omni_actors.stages.omni.codec_decoder import WHOLE_INPUT, CodecDecoder, CodecRequest
@@ -60,11 +61,14 @@ class Token2WavEngine(CodecDecoder[_Request]):
     def _new_request(self, request: StageRequest) -> _Request:
         params = validated(request.params, Token2WavParams)
         streams = self._options.decode == "exact"
-        opened = _Request(request, (self._chunk_frames // self._flow.repeats,) if streams else WHOLE_INPUT)
-        opened.speaker, opened.random = speaker_named(params.speaker, self._speakers), generator(params.seed)
+        chunk_sizes = (self._chunk_frames // self._flow.repeats,) if streams else WHOLE_INPUT
+        context = math.ceil((self._flow.reach + self._vocoder.reach) / self._chunk_frames)
+        opened = _Request(request, chunk_sizes, skip=max(0, request.needed_from - context) if streams else 0)
+        opened.speaker, opened.random = speaker_named(params.speaker, self._speakers), _generator(params.seed)
         return opened
 
     def step(self) -> Iterator[StageOutput]:
+        yield from self._skip()
         for request in list(self._requests.values()):
             if chunk := request.next_chunk:
                 size, last = chunk
@@ -82,7 +86,10 @@ class Token2WavEngine(CodecDecoder[_Request]):
             yield from torch.split(self._decode_reference(request, codes), self._chunk_frames * self._vocoder.samples)
             return
         if request.streams is None:
-            request.streams = FlowStream(self._flow, request.speaker, request.random), VocoderStream(self._vocoder)
+            skipped = torch.cat([codes.new_empty(0), *(chunk[0] for chunk in request.skipped)])
+            flow = FlowStream(self._flow, request.speaker, request.random, skipped)
+            silent = (request.needed_from - request.skip) * self._chunk_frames
+            request.streams = flow, VocoderStream(self._vocoder, silent)
         flow, vocoder = request.streams
         vocoder.push(flow.push(codes, last=last))
         while (wave := vocoder.pop(self._chunk_frames, last=last)) is not None:
@@ -98,3 +105,9 @@ class Token2WavEngine(CodecDecoder[_Request]):
             num_steps=self._options.steps,
         )
         return wave.reshape(-1)
+
+
+def _generator(seed: int | None) -> torch.Generator:
+    """Return the generator of a request's noise. None: a seed from the operating system."""
+    number = secrets.randbits(64) if seed is None else seed
+    return torch.Generator().manual_seed(number & (2**64 - 1))

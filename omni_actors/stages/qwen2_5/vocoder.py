@@ -31,10 +31,10 @@ class Vocoder:
 
 
 class VocoderStream:
-    """Decodes one request's spectrogram chunk by chunk."""
+    """Decodes one request's spectrogram chunk by chunk. silent: the first frames, whose samples are not needed."""
 
-    def __init__(self, vocoder: Vocoder) -> None:
-        self._vocoder = vocoder
+    def __init__(self, vocoder: Vocoder, silent: int = 0) -> None:
+        self._vocoder, self._silent = vocoder, silent
         self._mel: Tensor | None = None
         """(frames, mel), from frame number ``_first`` on."""
         self._first = self._done = 0
@@ -47,6 +47,7 @@ class VocoderStream:
     def pop(self, frames: int, *, last: bool) -> Tensor | None:
         """Return the samples, float32 (n,), of the next ``frames`` frames, or of fewer at the end.
 
+        n is 0 if they are not needed.
         None: a frame within their reach has not arrived. last: no frames will follow.
         """
         if self._mel is None:
@@ -55,13 +56,18 @@ class VocoderStream:
         stop = min(self._done + frames, end)
         if stop == self._done or (not last and stop + vocoder.reach > end):
             return None
-        window = self._mel[: stop + vocoder.reach - self._first]
-        wave: Tensor = vocoder.model(window.T[None]).reshape(-1)
-        samples = wave[(self._done - self._first) * vocoder.samples : (stop - self._first) * vocoder.samples]
+        samples = self._samples(stop) if stop > self._silent else torch.empty(0)
         self._done = stop
         first = max(0, stop - vocoder.reach)
         self._mel, self._first = self._mel[first - self._first :].clone(), first
         return samples
+
+    def _samples(self, stop: int) -> Tensor:
+        """Return the samples of the frames from ``_done`` to ``stop``."""
+        assert self._mel is not None
+        vocoder = self._vocoder
+        wave: Tensor = vocoder.model(self._mel[: stop + vocoder.reach - self._first].T[None]).reshape(-1)
+        return wave[(self._done - self._first) * vocoder.samples : (stop - self._first) * vocoder.samples]
 
 
 def _reach(config: Any) -> int:

@@ -6,6 +6,8 @@
 - ``decode`` "reference": the samples are those of transformers' ``chunked_decode`` once all frames have arrived, equal
   to the bit if a forward has one request.
 
+A request that goes on after the death of a worker needs the frames that the decoder's state depends on (``streaming``).
+
 A step decodes one chunk of every request that has one. Chunks of the same length share a forward, up to ``max_batch``.
 """
 
@@ -42,11 +44,13 @@ class Code2WavEngine(CodecDecoder[_Request]):
         super().__init__(self._model.config.num_quantizers, self._model.config.codebook_size)
 
     def _new_request(self, request: StageRequest) -> _Request:
-        opened = _Request(request, self._options.chunk_frames if self._stream else WHOLE_INPUT)
+        chunk_frames = self._options.chunk_frames if self._stream else WHOLE_INPUT
+        opened = _Request(request, chunk_frames, skip=request.needed_from)
         opened.state = DecoderState()
         return opened
 
     def step(self) -> Iterator[StageOutput]:
+        yield from self._skip()
         groups: dict[tuple[int, bool, bool], list[_Request]] = defaultdict(list)
         for request in self._requests.values():
             if chunk := request.next_chunk:
@@ -63,6 +67,10 @@ class Code2WavEngine(CodecDecoder[_Request]):
         """Return the samples of the next frames of each request, (requests, samples)."""
         codes = torch.stack([request.take(frames) for request in requests]).to(self._model.device)
         if self._stream:
+            for request in requests:
+                if request.skipped:
+                    self._stream.skip(torch.cat(request.skipped, -1).to(self._model.device), request.state)
+                    request.skipped.clear()
             return self._stream.decode(codes, [request.state for request in requests])
         waves: Tensor = self._model.chunked_decode(codes)
         return waves.squeeze(1)

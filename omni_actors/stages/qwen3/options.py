@@ -18,6 +18,5 @@ class Code2WavOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     chunk_frames: ChunkSizes = (2, 4, 8, 16, 25)
     """Frames in each output chunk, 12.5 a second."""
     max_batch: Positive = 1
-    """Requests in one forward. Above 1, the last digits of a sample depend on the other requests of the batch: a replay
-    that comes out differently ends with StageCrashed (see ``EngineSpec.deterministic``)."""
+    """Requests in one forward. Above 1, the last digits of a sample depend on the other requests of the batch."""
     dtype: Dtype = "float32"

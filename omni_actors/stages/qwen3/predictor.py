@@ -46,3 +46,12 @@ class CodePredictor:
         frames = [[code for code in frame if code is not None] for frame in zip(*codes, strict=True)]
         whole = [frame if len(frame) == len(codes) else None for frame in frames]
         return whole, torch.stack(embedded, 1).sum(1)
+
+    @torch.inference_mode()
+    def embed(self, first: Tensor, others: Tensor) -> Tensor:
+        """Return the sum of the embeddings of each frame's codes, (frames, hidden).
+
+        first: (frames, hidden), the embeddings of the first codes. others: int64 (frames, groups - 1).
+        """
+        embedded = [embedding(codes) for embedding, codes in zip(self._embeddings, others.T, strict=True)]
+        return torch.stack([first, *embedded], 1).sum(1)

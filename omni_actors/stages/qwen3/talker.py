@@ -10,16 +10,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import msgspec
-import numpy as np
 import torch
 from torch import Tensor
 from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import Qwen3OmniMoeTalkerForConditionalGeneration
 
 from omni_actors.stages.autoregressive.sampling import Sampler, Sampling
-from omni_actors.stages.base import InvalidRequest, StageContext, StageFailure, StageOutput, StageRequest
+from omni_actors.stages.base import Decisions, InvalidRequest, StageContext, StageFailure, StageOutput, StageRequest
 from omni_actors.stages.omni.options import TalkerOptions, TalkerParams
 from omni_actors.stages.omni.positions import GRIDS, rotary_positions
-from omni_actors.stages.omni.talker import OmniTalker, require_finite
+from omni_actors.stages.omni.talker import OmniTalker, require_finite, spoken
 from omni_actors.stages.omni.talker_request import TalkerRequest
 from omni_actors.stages.qwen3.handoff import ANSWER_HEADER
 from omni_actors.stages.qwen3.predictor import CodePredictor
@@ -98,6 +97,15 @@ class TalkerEngine(OmniTalker[_Request]):
         projected: Tensor = self._model.text_projection(rows)
         return projected
 
+    def _embed_codes(self, codes: Tensor) -> Tensor:
+        return self._predictor.embed(self._model.get_input_embeddings()(codes[:, 0]), codes[:, 1:])
+
+    def _replay(self, request: _Request, codes: Decisions) -> None:
+        super()._replay(request, codes)
+        if request.residual:
+            for code in codes[1:]:
+                request.residual.replay(code)
+
     def _speaker(self, name: str | None) -> int:
         """The speaker's code. Raises ``InvalidRequest``."""
         if name is None:
@@ -112,7 +120,7 @@ class TalkerEngine(OmniTalker[_Request]):
         for at, (request, code) in enumerate(zip(requests, codes, strict=True)):
             if code == self._config.codec_eos_token_id or request.codes == request.max_codes:
                 self.abort(request.id)
-                yield StageOutput(request.id, last=True)
+                yield spoken(request.id, (), last=True)
             else:
                 going.append(at)
         if not going:
@@ -126,7 +134,7 @@ class TalkerEngine(OmniTalker[_Request]):
                 continue
             request.code_input = frame
             request.advance()
-            yield StageOutput(request.id, {"codes": np.array([[code, *rest]], np.int16)})
+            yield spoken(request.id, [code, *rest], last=False)
 
     def close(self) -> None:
         super().close()

@@ -75,7 +75,7 @@ class ThinkerEngine(OmniThinker[_Request]):
 
     def _after_forward(self, requests: list[_Request], embeds: Tensor, hidden: Tensor) -> None:
         request, text = requests[0], embeds[0]
-        if not request.prefill_left:
+        if request.prompt_is_cached:
             return
         chunk = slice(request.cached, request.cached + len(text))
         if request.handoff is not None:
@@ -84,5 +84,5 @@ class ThinkerEngine(OmniThinker[_Request]):
         if chunk.stop == len(request.ids):
             del request.deepstack, request.visual
 
-    def _token_row(self, request: _Request) -> Tensor:
-        return self._embed([request.token])
+    def _answer_row(self, request: _Request, token: int | None) -> Tensor | None:
+        return None if token is None else self._embed([token])

@@ -16,7 +16,7 @@ from transformers.generation import (
     TopPLogitsWarper,
 )
 
-from omni_actors.stages.autoregressive.sampling import Sampler, Sampling, choose, generator, weights
+from omni_actors.stages.autoregressive.sampling import RandomNumbers, Sampler, Sampling, choose, weights
 
 
 @given(
@@ -45,7 +45,7 @@ def test_min_p_excludes_tokens_far_below_the_most_likely_one() -> None:
 
 
 def sampler(seed: int | None = None, **sampling: Any) -> Sampler:
-    return Sampler(Sampling(**sampling), generator(seed))
+    return Sampler(Sampling(**sampling), RandomNumbers(seed))
 
 
 def test_tokens_are_drawn_as_often_as_they_are_likely() -> None:
@@ -90,7 +90,7 @@ def test_penalty_and_suppression_are_those_of_transformers(temperature: float) -
         [RepetitionPenaltyLogitsProcessor(1.3), SuppressTokensLogitsProcessor([1, 7], device="cpu")]
     )
     expected = processors(torch.tensor([seen]), logits[None])[0]
-    draw = Sampler(Sampling(temperature, repetition_penalty=1.3), generator(1), suppressed)
+    draw = Sampler(Sampling(temperature, repetition_penalty=1.3), RandomNumbers(1), suppressed)
     draw.see(seen)
     if temperature == 0:
         assert draw(logits) == expected.argmax()
@@ -101,8 +101,8 @@ def test_penalty_and_suppression_are_those_of_transformers(temperature: float) -
 
 def test_chosen_tokens_count_for_the_penalty() -> None:
     logits = torch.tensor([1.0, 1.5, 0.0])
-    assert [Sampler(Sampling(0.0, repetition_penalty=2.0), generator(1))(logits) for _ in range(2)] == [1, 1]
-    draw = Sampler(Sampling(0.0, repetition_penalty=2.0), generator(1))
+    assert [Sampler(Sampling(0.0, repetition_penalty=2.0), RandomNumbers(1))(logits) for _ in range(2)] == [1, 1]
+    draw = Sampler(Sampling(0.0, repetition_penalty=2.0), RandomNumbers(1))
     assert [draw(logits) for _ in range(3)] == [1, 0, 1], "1.5 / 2 is less than 1, and more than 1 / 2"
 
 
@@ -110,3 +110,27 @@ def test_an_end_token_beyond_the_models_vocabulary_needs_no_suppression() -> Non
     found = sampler(0, min_tokens=1)
     found.end_tokens = frozenset({1, 9})
     assert found.allowed(torch.tensor([0.0, 1.0, 0.5])).tolist() == [0.0, float("-inf"), 0.5]
+
+
+def test_the_nth_random_number_depends_on_seed_and_n_alone() -> None:
+    one, other = RandomNumbers(5), RandomNumbers(5)
+    numbers = [one.next() for _ in range(1000)]
+    other.skip(600)
+    assert [other.next() for _ in range(400)] == numbers[600:]
+    assert RandomNumbers(6).next() != numbers[0]
+    assert all(0 <= number < 1 for number in numbers)
+    assert abs(sum(numbers) / 1000 - 0.5) < 0.05
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_sampler_that_replays_goes_on_as_if_it_had_chosen(temperature: float) -> None:
+    rows = torch.randn(20, 50, generator=torch.Generator().manual_seed(3))
+    terms: dict[str, Any] = {"temperature": temperature, "repetition_penalty": 2.0, "min_tokens": 12, "seed": 4}
+    first, second = sampler(**terms), sampler(**terms)
+    for each in (first, second):
+        each.end_tokens = frozenset(range(25))
+    expected = [first(row) for row in rows]
+    for token in expected[:10]:
+        assert token is not None
+        second.replay(token)
+    assert [second(row) for row in rows[10:]] == expected[10:]

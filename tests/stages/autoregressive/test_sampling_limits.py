@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from omni_actors.stages.autoregressive.options import TextParams
-from omni_actors.stages.autoregressive.sampling import Sampler, Sampling, choose, generator
+from omni_actors.stages.autoregressive.sampling import RandomNumbers, Sampler, Sampling, choose
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 EXTREMES = (0.0, -0.0, 1.0, -1.0, 1e-45, 6e4, -6e4, 3.3e38, -3.3e38, -math.inf)
@@ -27,7 +27,7 @@ SAMPLING = st.builds(
 
 
 def chosen(logits: torch.Tensor, sampling: list[Sampling], seen: list[int]) -> list[int | None]:
-    samplers = [Sampler(each, generator(7)) for each in sampling]
+    samplers = [Sampler(each, RandomNumbers(7)) for each in sampling]
     for sampler in samplers:
         sampler.see(seen)
     return choose(logits, samplers)
@@ -60,7 +60,7 @@ def test_a_row_that_is_not_finite_gives_none_and_changes_no_other(bad: float, dt
     broken[1, 7] = bad
 
     def draw(rows: Any) -> list[int | None]:
-        return choose(rows, [None if greedy else Sampler(Sampling(1.0, top_p=0.9), generator(3)) for _ in rows])
+        return choose(rows, [None if greedy else Sampler(Sampling(1.0, top_p=0.9), RandomNumbers(3)) for _ in rows])
 
     first, _, last = draw(logits)
     assert draw(broken) == [first, None, last]
@@ -87,4 +87,4 @@ def test_request_parameters_have_bounds(name: str, accepted: tuple[float, ...], 
 
 @pytest.mark.parametrize("seed", [-(2**63), -1, 2**63 - 1])
 def test_every_accepted_seed_draws(seed: int) -> None:
-    assert 0 <= Sampler(Sampling(1.0), generator(seed)).draw() < 1
+    assert 0 <= Sampler(Sampling(1.0), RandomNumbers(seed)).draw() < 1

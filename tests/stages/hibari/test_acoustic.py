@@ -33,6 +33,38 @@ def test_the_features_equal_the_networks_in_growing_chunks(acoustic: Any, voice:
         assert_close(np.concatenate(pieces, axis=1), whole)
 
 
+def test_a_resumed_request_computes_no_sentence_whose_outputs_are_not_needed(
+    acoustic: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = f"Hush. {SEA} :-) Who is there?"
+    runs: list[str] = []
+    network = acoustic.engine._features
+    monkeypatch.setattr(acoustic.engine, "_features", lambda *of: runs.append(of[0]) or network(*of))
+
+    def put_out(journal: Any, pieces: list[str]) -> list[Any]:
+        acoustic.start(1, ("thinker",), journal=journal, needed_from=len(journal))
+        outputs = []
+        for piece in pieces:
+            acoustic.feed(1, {"text": piece}, source="thinker")
+            outputs += acoustic.run().get(1, [])
+        acoustic.feed(1, last=True, source="thinker")
+        return [*outputs, *acoustic.run()[1]]
+
+    expected = put_out((), [text])
+    assert [output.data["sentence"] for output in expected] == [0, 0, 1, 1, 1, 1, 2, 2]
+    sentences = runs[:]
+    for needed_from in range(len(expected) + 1):
+        runs.clear()
+        outputs = put_out(tuple(output.decisions for output in expected[:needed_from]), [text[:3], text[3:]])
+        assert [(o.decisions, o.last) for o in outputs] == [(o.decisions, o.last) for o in expected]
+        for output, before in zip(outputs[needed_from:], expected[needed_from:], strict=True):
+            assert output.data == before.data
+            for name in before.tensors:
+                assert_close(output.tensors[name], before.tensors[name])
+        needed = {output.data["sentence"] for output in expected[needed_from:]}
+        assert set(runs) == {sentences[number] for number in needed}
+
+
 def test_a_sentence_is_computed_while_the_next_one_arrives(acoustic: Any) -> None:
     acoustic.start(1, ("thinker",))
     acoustic.feed(1, {"text": "It is late. Good"}, source="thinker")

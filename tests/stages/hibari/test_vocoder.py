@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from omni_actors.stages.base import InvalidRequest
+from omni_actors.stages.hibari.synthesis import SentenceSynthesis
 from tests.stages.hibari.features import NAMES, SEA, features_of
 
 pytestmark = pytest.mark.voice
@@ -17,7 +18,15 @@ pytestmark = pytest.mark.voice
 
 def vocode(vocoder: Any, sentences: list[list[Any]], step: int, **params: Any) -> list[Any]:
     """Return the audio of each sentence. Features are fed in chunks of ``step`` frames, with a step after each."""
-    vocoder.start(1, ("talker",), **params)
+    outputs = put_out(vocoder, sentences, step, **params)
+    return [
+        np.concatenate([o.tensors["audio"] for o in outputs if o.data.get("sentence") == sentence])
+        for sentence in range(len(sentences))
+    ]
+
+
+def put_out(vocoder: Any, sentences: list[list[Any]], step: int, **start: Any) -> list[Any]:
+    vocoder.start(1, ("talker",), **start)
     outputs = []
     for sentence, (*spectral, f0) in enumerate(sentences):
         for start in range(0, len(f0), step):
@@ -28,10 +37,7 @@ def vocode(vocoder: Any, sentences: list[list[Any]], step: int, **params: Any) -
             outputs += vocoder.run().get(1, [])
     assert [output.last for output in outputs] == [False] * (len(outputs) - 1) + [True]
     assert {output.data["sample_rate"] for output in outputs} == {24000}
-    return [
-        np.concatenate([o.tensors["audio"] for o in outputs if o.data.get("sentence") == sentence])
-        for sentence in range(len(sentences))
-    ]
+    return outputs
 
 
 @pytest.mark.parametrize("step", [1, 7, 40, 10**6])
@@ -58,6 +64,31 @@ def test_the_shortest_sentences_equal_hibaris(vocoder: Any, frames: int) -> None
         [audio] = vocode(vocoder, [features], step, seed=5)
         assert audio.shape == whole.shape == (frames * 300,)
         np.testing.assert_allclose(audio, whole, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("step", [1, 2, 5, 7])
+def test_a_resumed_request_computes_three_frames_of_context(
+    vocoder: Any, monkeypatch: pytest.MonkeyPatch, step: int
+) -> None:
+    rng = np.random.default_rng(step)
+    sentences = [
+        [*rng.normal(-3, 1, (5, 601, frames)).astype(np.float32), rng.uniform(0, 300, frames).astype(np.float32)]
+        for frames in (20, 1, 14)
+    ]
+    expected = put_out(vocoder, sentences, step)
+    computed: list[int] = []
+    source = SentenceSynthesis._source
+    monkeypatch.setattr(SentenceSynthesis, "_source", lambda *of: computed.append(of[2] - of[1]) or source(*of))
+    for needed_from in range(len(expected) + 1):
+        computed.clear()
+        outputs = put_out(vocoder, sentences, step, journal=((),) * needed_from, needed_from=needed_from)
+        assert [(output.data, output.last) for output in outputs] == [(o.data, o.last) for o in expected]
+        assert not any(output.tensors for output in outputs[:needed_from])
+        for output, before in zip(outputs[needed_from:], expected[needed_from:], strict=True):
+            np.testing.assert_allclose(output.tensors["audio"], before.tensors["audio"], rtol=0, atol=1e-6)
+        # Two more frames at most, behind a chunk that is too short for a sample.
+        needed = sum(len(output.tensors["audio"]) for output in outputs if output.tensors) // 300
+        assert sum(computed) <= needed + 3 + 2
 
 
 def test_the_noise_depends_on_the_seed_and_the_sentence(vocoder: Any, voice: Any) -> None:

@@ -68,9 +68,9 @@ def test_one_step_prefills_one_chunk_and_decodes_all_rows(engine: LLMEngine) -> 
     submit(engine, 2, "a " * 12, max_tokens=2)
     steps = 0
     while 2 not in results.ends:
-        before = running(engine)[0].answer._tokens
+        before = running(engine)[0].answer.tokens
         results.step(engine)
-        assert running(engine)[0].answer._tokens == before + 1, "a long prompt stopped the others"
+        assert running(engine)[0].answer.tokens == before + 1, "a long prompt stopped the others"
         steps += 1
     prompt_tokens = results.ends[2]["prompt_tokens"]
     assert steps == -(-prompt_tokens // 7), "its first two tokens come in the step of its last chunk"
@@ -83,7 +83,7 @@ def test_the_first_token_of_a_request_is_put_out_before_the_others_are_decoded(e
         list(engine.step())
     submit(engine, 2, "x", max_tokens=1)
     while True:
-        tokens = running(engine)[0].answer._tokens
+        tokens = running(engine)[0].answer.tokens
         if first := [output for output in engine.step() if seen_before(output, 2, engine, tokens)]:
             break
     assert first[0].last
@@ -94,5 +94,5 @@ def seen_before(output: StageOutput, request_id: int, engine: LLMEngine, tokens:
     """Whether the output is of ``request_id``, and came while the first running request still had ``tokens`` tokens."""
     if output.request_id != request_id:
         return False
-    assert running(engine)[0].answer._tokens == tokens
+    assert running(engine)[0].answer.tokens == tokens
     return True

@@ -95,7 +95,7 @@ def rendered_prompt(
     for number, chunk in enumerate(chunks):
         assert not engine.busy
         engine.feed(0, Chunk("ear", number, number == len(chunks) - 1, {}, chunk))
-    prompt = str(engine._vocabulary.tokenizer.decode(engine._scheduler._waiting[0].pending_prompt))
+    prompt = str(engine._vocabulary.tokenizer.decode(engine._scheduler._waiting[0].uncomputed))
     engine.abort(0)
     return prompt
 

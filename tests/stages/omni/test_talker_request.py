@@ -70,3 +70,18 @@ def test_behind_the_answer_come_its_end_and_padding(request_: TalkerRequest) -> 
         request_.advance()
         found += taken(request_)
     assert found == [CODE + TEXT_EOS, CODE + TEXT_PAD, CODE + TEXT_PAD]
+
+
+def test_decided_codes_are_followed_as_far_as_text_has_arrived(request_: TalkerRequest) -> None:
+    request_.decided.extend(rows(0.25, 0.5, 0.75).split(1))
+    request_.add_answer(rows(10, 11))
+    request_.advance()
+    assert taken(request_) == [10 + PREFIX + 1, 11 + 0.25]
+    request_.add_answer(rows(12))
+    request_.advance()
+    assert taken(request_) == [12 + 0.5]
+    end(request_)
+    request_.advance()
+    assert taken(request_) == [TEXT_PAD + 0.75]
+    request_.advance()
+    assert taken(request_) == [], "the next code is not decided"

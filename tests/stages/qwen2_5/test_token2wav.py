@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from omni_actors.stages.base import InvalidRequest
 from omni_actors.stages.checkpoint import WrongCheckpoint
+from omni_actors.stages.qwen2_5.flow import FlowStream
 from omni_actors.stages.qwen2_5.vocoder import Vocoder, VocoderStream
 from tests.support.closeness import assert_same_sound
 from tests.support.qwen2_5_reference import Codes, Reference, Wave, load
@@ -101,6 +102,34 @@ def test_streamed_samples_equal_those_of_all_codes_at_once(
     assert np.abs(expected).max() > 0.05, "the expected wave is not silent"
     assert len(wave) == count * tiny.SAMPLES
     assert_same_sound(wave, expected)
+
+
+@pytest.mark.parametrize(("blocks", "needed_from"), [(1, 0), (1, 9), (1, 20), (1, 39), (1, 41), (3, 9)], ids=str)
+def test_a_resumed_request_computes_what_the_first_needed_output_depends_on(
+    opened: Callable[..., Any], drive: Any, monkeypatch: pytest.MonkeyPatch, blocks: int, needed_from: int
+) -> None:
+    driver, spoken = drive(opened(steps=2, chunk_blocks=blocks)), codes(BLOCK_CODES * 40 + 5)
+
+    def put_out(journaled: int) -> list[Any]:
+        driver.start(1, speaker="Ethan", seed=7, journal=((),) * journaled, needed_from=journaled)
+        feed(driver, 1, split(spoken, 50))
+        outputs: list[Any] = driver.run()[1]
+        sound(outputs)
+        return outputs
+
+    expected = put_out(0)
+    assert len(expected) == -(-41 // blocks)
+    pushed: list[int] = []
+    push = FlowStream.push
+    monkeypatch.setattr(FlowStream, "push", lambda *of, last: pushed.append(len(of[1])) or push(*of, last=last))
+    outputs = put_out(needed_from)
+    assert len(outputs) == len(expected)
+    assert not any(output.tensors for output in outputs[:needed_from])
+    for output, before in zip(outputs[needed_from:], expected[needed_from:], strict=True):
+        assert output.tensors["audio"].shape == before.tensors["audio"].shape
+        assert_same_sound(output.tensors["audio"], before.tensors["audio"])
+    context = 4 * 2 + REACH + blocks - 1  # an interval has 4 evaluations, and 2 layers look back
+    assert sum(pushed) <= len(spoken) - (needed_from * blocks - context) * BLOCK_CODES
 
 
 def test_a_block_is_put_out_once_no_code_can_change_it(

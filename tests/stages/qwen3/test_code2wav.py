@@ -161,6 +161,82 @@ def test_requests_that_join_and_leave_get_the_samples_of_each_alone(
             assert_same_sound(wave, forward(reference, codes))
 
 
+@pytest.fixture(scope="module")
+def short_sighted(tmp_path_factory: pytest.TempPathFactory, open_stage: Callable[..., Any]) -> Iterator[Any]:
+    """Return an engine whose samples depend on few frames."""
+    model = tiny.save(tmp_path_factory.mktemp("short"), sliding_window=8, num_hidden_layers=3)
+    with closing(open_stage("qwen3_code2wav", model, chunk_frames=(2, 4, 8))) as engine:
+        yield engine
+
+
+@pytest.mark.parametrize("needed_from", [0, 1, 5, 14, 15, 16])
+def test_a_resumed_request_goes_on_from_the_first_needed_output(
+    short_sighted: Any, drive: Any, monkeypatch: pytest.MonkeyPatch, needed_from: int
+) -> None:
+    driver, codes, other = drive(short_sighted), frames(120), frames(30, 1)
+    driver.start(1)
+    feed(driver, 1, pieces(codes, 7))
+    expected = driver.run()[1]
+    assert len(expected) == 17
+
+    decoder, transformed, convolved = short_sighted._stream, list[int](), list[int]()
+    transform, convolve = decoder._transform, decoder._convolve
+    monkeypatch.setattr(decoder, "_transform", lambda *of: transformed.append(of[0].shape[2]) or transform(*of))
+    monkeypatch.setattr(decoder, "_convolve", lambda *of: convolved.append(of[0].shape[1]) or convolve(*of))
+    driver.start(1, journal=((),) * needed_from, needed_from=needed_from)
+    feed(driver, 1, pieces(codes, 50))
+    outputs = driver.run()[1]
+    assert [output.last for output in outputs] == [output.last for output in expected]
+    assert not any(output.tensors for output in outputs[:needed_from])
+    assert {output.data["sample_rate"] for output in outputs} == {24_000}
+    for output, before in zip(outputs[needed_from:], expected[needed_from:], strict=True):
+        assert output.tensors["audio"].shape == before.tensors["audio"].shape
+        assert_same_sound(output.tensors["audio"], before.tensors["audio"])
+    needed = 120 - sum((2, 4, *[8] * 14)[:needed_from])
+    assert decoder.reach == 3 * 7 + 10
+    assert sum(transformed) <= needed + decoder.reach
+    assert sum(convolved) <= needed + 10
+
+    driver.start(1, journal=((),) * needed_from, needed_from=needed_from)
+    driver.start(2)
+    feed(driver, 1, pieces(codes, 7))
+    feed(driver, 2, [other])
+    both = driver.run()
+    assert_same_sound(sound(both[2]), forward_alone(driver, other))
+    for output, before in zip(both[1][needed_from:], expected[needed_from:], strict=True):
+        assert_same_sound(output.tensors["audio"], before.tensors["audio"])
+
+
+def forward_alone(driver: Any, codes: Codes) -> np.ndarray[Any, Any]:
+    driver.start(9)
+    feed(driver, 9, [codes])
+    return sound(driver.run()[9])
+
+
+@pytest.mark.parametrize("options", [{}, {"decode": "reference"}], ids=str)
+def test_a_resumed_request_whose_client_has_all_ends_again(
+    opened: Callable[..., Any], drive: Any, options: dict[str, str]
+) -> None:
+    driver = drive(opened(**options))
+    driver.start(1)
+    feed(driver, 1, [frames(2)])
+    count = len(driver.run()[1])
+    driver.start(1, journal=((),) * count, needed_from=count)
+    feed(driver, 1, [frames(2)])
+    outputs = driver.run()[1]
+    assert len(outputs) == count
+    assert len(sound(outputs)) == 0
+
+
+def test_a_resumed_request_can_be_aborted_while_it_is_passing_over(short_sighted: Any, drive: Any) -> None:
+    driver = drive(short_sighted)
+    driver.start(1, journal=((),) * 9, needed_from=9)
+    driver.feed(1, {}, {"codes": frames(20)})
+    assert [output.tensors for output in driver.run()[1]] == [{}, {}, {}]
+    driver.abort(1)
+    assert not driver.engine.busy
+
+
 def test_the_cuts_between_outputs_do_not_depend_on_when_frames_arrive(opened: Callable[..., Any], drive: Any) -> None:
     """Each request has a forward of its own, so its samples are equal to the bit and it can be replayed."""
 
