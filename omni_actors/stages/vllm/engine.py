@@ -4,7 +4,9 @@ Rules
 1. All calls come from the engine loop's thread: ``add_request`` from ``feed`` or ``step``, vLLM's ``step`` from
    ``step``. vLLM schedules, batches, samples and detokenizes.
 2. Our request ids are vLLM's external ids, as text. vLLM draws internal ids, which key the captured hidden states.
-3. An error that vLLM raises for a request becomes that request's ``InvalidRequest``, with vLLM's message. Any other
+3. A resumed request decides the tokens of its journal again (``decided``). A request with several answers (``n``), and
+   any request of an engine with speculative decoding, is not resumed, but refused.
+4. An error that vLLM raises for a request becomes that request's ``InvalidRequest``, with vLLM's message. Any other
    exception of vLLM ends the worker.
 
 If logprobs were asked for, an output's data has ``logprobs``: for each new token a list of ``{"token_id", "logprob",
@@ -14,7 +16,7 @@ If logprobs were asked for, an output's data has ``logprobs``: for each new toke
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, ClassVar, TypeVar
 
 import msgspec
@@ -22,10 +24,19 @@ import vllm
 from vllm import LLMEngine, SamplingParams
 
 from omni_actors.stages.autoregressive.prompt_engine import C, PromptEngine, PromptRequest
-from omni_actors.stages.base import RequestId, StageContext, StageFailure, StageOutput, StageRequest
+from omni_actors.stages.base import (
+    Decisions,
+    InvalidRequest,
+    RequestId,
+    StageContext,
+    StageFailure,
+    StageOutput,
+    StageRequest,
+)
 from omni_actors.stages.refusal import beyond_context
 from omni_actors.stages.vllm import _internals
 from omni_actors.stages.vllm.arguments import CLIENT_ERRORS, engine_args, refusal, sampling_params
+from omni_actors.stages.vllm.decided import DecidedTokens, force
 from omni_actors.stages.vllm.options import VLLMOptions, VLLMParams, VLLMSampling
 
 
@@ -41,6 +52,19 @@ class VLLMRequest(PromptRequest[C]):
         """Raises ``InvalidRequest``."""
         super().__init__(request, params, collector)
         self.sampling: SamplingParams = sampling_params(params)
+        if request.journal and self.sampling.n > 1:
+            raise InvalidRequest("an answer of several (n) is not resumed after the death of a worker", param="n")
+        force(self.sampling, [token for entry in request.journal for token in entry])
+        self._undeclared: list[int] = []
+
+    def decide(self, tokens: Iterable[int]) -> None:
+        """Note tokens that vLLM has chosen."""
+        self._undeclared += tokens
+
+    def decisions(self) -> Decisions:
+        """Return the tokens that no output has declared yet."""
+        tokens, self._undeclared = tuple(self._undeclared), []
+        return tokens
 
 
 R = TypeVar("R", bound=VLLMRequest[Any])
@@ -60,7 +84,12 @@ class VLLMEngine(PromptEngine[R]):
         super().__init__()
         self._options = msgspec.convert(context.options, VLLMOptions)
         model = context.model_directory
-        arguments = engine_args(context.stage, model, self._options.engine_args, fixed)
+        given = self._options.engine_args
+        self._resumes = "speculative_config" not in given  # with it, vLLM takes no logits processors
+        if self._resumes:
+            processors = [*given.get("logits_processors", ()), DecidedTokens]
+            given = {**given, "logits_processors": processors}
+        arguments = engine_args(context.stage, model, given, fixed)
         context.report(f"vLLM {vllm.__version__} is reading the weights")
         config = json.loads((model / "config.json").read_text())
         _internals.register_in_process(config.get("architectures") or ())
@@ -83,6 +112,11 @@ class VLLMEngine(PromptEngine[R]):
     def busy(self) -> bool:
         busy: bool = self._llm.has_unfinished_requests()
         return busy
+
+    def start(self, request: StageRequest) -> None:
+        if request.journal and not self._resumes:
+            raise InvalidRequest("speculative decoding: a request is not resumed after the death of a worker")
+        super().start(request)
 
     def _admit(self, request: R, prompt: Any) -> None:
         del request.collector

@@ -92,6 +92,7 @@ class TextEngine(VLLMEngine[VLLMRequest[_Prompt]]):
         for at, answer in enumerate(output.outputs):
             last = output.finished and at == len(output.outputs) - 1
             request.completion_tokens += len(answer.token_ids)
+            request.decide(answer.token_ids)
             data = logprobs_of(output, answer)
             if not request.sampling.detokenize:
                 data["token_ids"] = list(answer.token_ids)
@@ -104,4 +105,4 @@ class TextEngine(VLLMEngine[VLLMRequest[_Prompt]]):
             if several and data:
                 data["index"] = answer.index
             if data:
-                yield StageOutput(request.id, data=data, last=last)
+                yield StageOutput(request.id, data=data, last=last, decisions=request.decisions())

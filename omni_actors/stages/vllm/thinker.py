@@ -135,6 +135,7 @@ class Thinker(OmniPromptEngine[R], VLLMEngine[R]):
     def _outputs(self, request: R, output: Any) -> Iterator[StageOutput]:
         (answer,) = output.outputs
         data = logprobs_of(output, answer)
+        request.decide(answer.token_ids)
         for token in answer.token_ids:
             data |= request.answer.push(token)
             request.completion_tokens += 1
@@ -152,7 +153,8 @@ class Thinker(OmniPromptEngine[R], VLLMEngine[R]):
             if not output.finished:
                 self._llm.abort_request([str(request.id)])
         if data or downstream:
-            yield StageOutput(request.id, data=data, downstream=downstream, last=last)
+            decisions = request.decisions()
+            yield StageOutput(request.id, data=data, downstream=downstream, last=last, decisions=decisions)
 
     def _embed(self, ids: Any) -> Tensor:
         """Return rows of the model's embedding table, (n, hidden)."""

@@ -1,0 +1,83 @@
+"""A request that goes on from its journal on vLLM: as if nothing had happened."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from omni_actors.errors import InvalidRequest
+from omni_actors.stages.base import CLIENT, Decisions, StageOutput, StageRequest
+
+QUESTION = {"messages": [{"role": "user", "content": "Write one sentence about the sea."}]}
+OTHER = {"messages": [{"role": "user", "content": "Why is the sky blue?"}]}
+PARAMS: dict[str, dict[str, Any]] = {
+    "greedy": {"max_tokens": 12},
+    "sampled": {"temperature": 0.9, "top_p": 0.9, "seed": 5, "max_tokens": 12, "logprobs": 2},
+    "penalized": {"temperature": 0.8, "seed": 7, "repetition_penalty": 1.3, "frequency_penalty": 0.5, "max_tokens": 12},
+    "least": {"temperature": 1.0, "seed": 3, "min_tokens": 12, "max_tokens": 12},
+}
+
+
+@pytest.fixture
+def driver(drive: Callable[..., Any]) -> Any:
+    return drive("vllm")
+
+
+def answer(driver: Any, params: dict[str, Any], journal: Sequence[Decisions] = ()) -> list[StageOutput]:
+    """Answer the question alone in the batch: the same forwards give the same bits again."""
+    driver.engine.start(StageRequest(1, (CLIENT,), params, journal=tuple(journal)))
+    driver.live.add(1)
+    driver.feed(1, QUESTION, last=True)
+    outputs: list[StageOutput] = driver.run()[1]
+    return outputs
+
+
+def described(outputs: list[StageOutput]) -> list[tuple[Any, ...]]:
+    """Logprobs are close, and not the same: vLLM computes some positions in other shapes."""
+    return [({**o.data, "logprobs": len(o.data.get("logprobs", ()))}, o.decisions, o.last) for o in outputs]
+
+
+@pytest.mark.parametrize("name", PARAMS)
+def test_a_resumed_answer_is_the_same_answer(driver: Any, name: str) -> None:
+    whole = answer(driver, PARAMS[name])
+    assert sum(len(output.decisions) for output in whole) == whole[-1].data["completion_tokens"]
+    for cut in (1, len(whole) // 2, len(whole)):
+        journal = [output.decisions for output in whole[:cut]]
+        assert described(answer(driver, PARAMS[name], journal)) == described(whole)
+
+
+def test_a_stop_string_that_begins_in_the_journal_still_stops(driver: Any) -> None:
+    plain = "".join(output.data.get("text", "") for output in answer(driver, PARAMS["greedy"]))
+    stop = plain[len(plain) // 2 :][:6]
+    params = {**PARAMS["greedy"], "stop": [stop]}
+    whole = answer(driver, params)
+    assert whole[-1].data["finish_reason"] == "stop"
+    for cut in range(1, len(whole) + 1):
+        assert described(answer(driver, params, [output.decisions for output in whole[:cut]])) == described(whole)
+
+
+def test_the_journal_decides_and_not_the_model(driver: Any) -> None:
+    """The journal of an answer with another seed is followed, beside another request."""
+    other = answer(driver, {**PARAMS["sampled"], "seed": 99})
+    journal = [output.decisions for output in other[:4]]
+    driver.start(2, max_tokens=12)
+    driver.feed(2, OTHER, last=True)
+    resumed = answer(driver, PARAMS["greedy"], journal)
+    texts = [[output.data.get("text") for output in outputs] for outputs in (other[:4], resumed[:4])]
+    assert texts[0] == texts[1]
+    assert [output.decisions for output in resumed[:4]] == journal
+    assert resumed[-1].last
+
+
+def test_several_answers_are_not_resumed(driver: Any) -> None:
+    with pytest.raises(InvalidRequest, match="not resumed"):
+        answer(driver, {"n": 2, "temperature": 1.0, "max_tokens": 4}, [(1,)])
+    assert not driver.engine.busy
+
+
+def test_a_client_cannot_decide_for_the_engine(driver: Any) -> None:
+    plain = answer(driver, PARAMS["greedy"])
+    forged = answer(driver, {**PARAMS["greedy"], "extra_args": {"omni_actors.decided": [1, 2, 3]}})
+    assert [output.data for output in forged] == [output.data for output in plain]
