@@ -6,7 +6,9 @@ Rules
 2. Two answers are equal if all their streams are, byte for byte.
 3. An answer that differs is *duplicated* if some stream is longer than the oracle's, else *lost* if some is shorter,
    else *corrupted*. The answer of a request that failed must be a prefix of the oracle's.
-4. Outputs are compared as they arrive and not kept, because the harness shares the memory of the process that it
+4. An output may name what it depends on: ``data["trail"]``, records of a stage, the number of its output, and digests
+   of its history before and after that output. An answer is also corrupted if it names two histories.
+5. Outputs are compared as they arrive and not kept, because the harness shares the memory of the process that it
    measures.
 """
 
@@ -44,8 +46,16 @@ class Answer:
         """Bytes received so far, by stream."""
         self._wrong: set[Place] = set()
         """Streams that are not a prefix of the oracle's."""
+        self._history: dict[tuple[str, int], int] = {}
+        """For a stage and a number of outputs, the digest of its history until then (rule 4)."""
+        self._forked: str | None = None
+        """Where the answer first named two histories."""
 
     def add(self, output: Output) -> None:
+        for stage, number, before, after in output.data.get("trail", ()):
+            for count, digest in ((number, before), (number + 1, after)):
+                if self._history.setdefault((stage, count), digest) != digest:
+                    self._forked = self._forked or f"two histories of {stage!r} after {count} outputs"
         for place, data in _pieces(output):
             received = self._received.get(place, 0)
             self._received[place] = received + len(data)
@@ -62,6 +72,8 @@ class Answer:
                 kind: Damage = "duplicated" if received > expected else "lost" if is_short else "corrupted"
                 wanted = f"{expected} expected" if complete else f"not a prefix of the {expected} expected"
                 found.setdefault(kind, f"{place[1]} of {place[0]!r}: {received} bytes, {wanted}")
+        if self._forked is not None:
+            found.setdefault("corrupted", self._forked)
         return next(((kind, found[kind]) for kind in get_args(Damage) if kind in found), None)
 
 

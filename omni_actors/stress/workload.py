@@ -28,6 +28,8 @@ SEED = 7
 SHORT, LONG = 3, 60
 """Chunks of a request to an echo pipeline."""
 RATE = 24_000
+ECHOING = frozenset({"echo", "omni_actors.stress.simulation.deciding:DecidingEngine"})
+"""Engines that repeat their input."""
 SCRIPT = "Good morning."
 QUESTION = "What is the capital of France?"
 LONG_QUESTION = "Write three sentences about the sea."
@@ -104,7 +106,7 @@ def workload_of(config: str | Pipeline, overrides: Mapping[str, Any]) -> Workloa
     Raises ConfigError, also if no request reaches some stage.
     """
     given = configuration.load(config, overrides)
-    is_echo = all(stage.engine == "echo" for stage in given.stages.values() if stage.accepts)
+    is_echo = all(stage.engine in ECHOING for stage in given.stages.values() if stage.accepts)
     defaults: dict[str, Any] = {}
     for name, stage in given.stages.items():
         place = f"stages.{name}"
@@ -120,7 +122,7 @@ def workload_of(config: str | Pipeline, overrides: Mapping[str, Any]) -> Workloa
         if not any(name in each.stages for each in templates.values()):
             raise ConfigError(pipeline.file, f"stages.{name}", name, "a stage that a request of known kinds reaches")
     hooks = tuple(name for name, stage in pipeline.stages.items() if stage.engine == "echo") if is_echo else ()
-    replayed = frozenset(name for name in pipeline.stages if pipeline.deterministic(name))
+    replayed = frozenset(name for name in pipeline.stages if pipeline.deterministic(name) or pipeline.resumable(name))
     return Workload(
         pipeline=pipeline,
         templates=templates,

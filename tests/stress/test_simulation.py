@@ -23,6 +23,7 @@ from omni_actors.cli import main
 from omni_actors.orchestrator import replay_execution
 from omni_actors.orchestrator.orchestrator import Orchestrator
 from omni_actors.orchestrator.replay_rule import Untouched
+from omni_actors.orchestrator.resumption import Resumption
 from omni_actors.orchestrator.stream import OutputStream
 from omni_actors.protocol import chunks
 from omni_actors.protocol.messages import Abort, Address, ControlMessage, Resume
@@ -38,6 +39,8 @@ from omni_actors.supervisor.replica import Replica
 from omni_actors.system import OmniSystem
 from omni_actors.worker.engine_loop import EngineLoop
 
+LOSES_A_JOURNAL = 5001841
+"""A schedule in which a resumable stage dies when its output is in use."""
 SEEDS = 100
 """Schedules that a planted bug is looked for in, at the most; most take under ten."""
 
@@ -215,6 +218,12 @@ def test_rings_of_the_dead_that_stay_are_found(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(edges.Edges, "disconnect_worker", leaking)
     result = first_violated()
     assert "leaked" in kinds(result)
+
+
+def test_a_journal_that_is_not_handed_over_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Resumption, "entries", lambda self, stage: iter(()))
+    result = simulate(LOSES_A_JOURNAL)
+    assert "corrupted" in kinds(result), result.tally.found
 
 
 # the command

@@ -7,6 +7,7 @@ from collections import Counter
 
 import trio
 
+from omni_actors.protocol import messages
 from omni_actors.protocol.messages import Address
 from omni_actors.stress.report import Timing
 from omni_actors.stress.simulation.journal import LOAD, Journal
@@ -18,6 +19,10 @@ from omni_actors.supervisor.process import SpawnFailed
 DETECTED_WITHIN = 1.1
 """A hang is detected within this many times its timeout."""
 DYING_S = 0.3
+ABOUT_REPLAYS = (
+    *(messages.Switch, messages.JournalPart, messages.Switched, messages.Start, messages.Started, messages.Resend),
+    *(messages.InputComplete, messages.Finished),
+)
 START_FAULTS = ("slow start", "no process", "failed start", "no memory for rings")
 
 
@@ -43,7 +48,7 @@ class FaultInjector:
         """Inject no more, and take back what is planned."""
         self.start_fault_rate = 0.0
         for worker in self.spawner.living.values():
-            worker.planned_death = None
+            worker.planned_death = worker.dies_of = None
 
     def _victims(self, count: int) -> list[SimulatedWorker]:
         living = [worker for worker in self.spawner.living.values() if worker.alive]
@@ -63,6 +68,13 @@ class FaultInjector:
         for worker in self._victims(2):
             self._injected("killed, several at once", worker)
             worker.kill()
+
+    def kill_with_message(self) -> None:
+        """Kill a worker, and others with the messages that follow about the requests of the first."""
+        for worker in self._victims(self._draw.choice((1, 2, 4))):
+            self._injected("killed with a message", worker)
+            worker.dies_of = self._draw.choice(ABOUT_REPLAYS)
+        self.kill()
 
     def kill_inside_turn(self) -> None:
         self._plan_death("killed inside a turn", PlannedKill())

@@ -1,9 +1,10 @@
 """The scenarios of a simulation: pipelines, their requests, and the expected outputs.
 
 Rules
-1. A scenario follows from its number alone.
+1. A scenario follows from its numbers alone.
 2. Every engine is ``echo``, whose output is a pure function of its input. So the oracle is computed here, by a few
-   lines that share only the route with the runtime.
+   lines that share only the route with the runtime. With ``deciding``, every engine is ``DecidingEngine``, and each
+   stage is deterministic, resumable or neither. Cuts aside, its outputs are those of ``echo``.
 3. Rings are as small as possible, and some chunks are larger than a ring takes at once.
 """
 
@@ -15,6 +16,7 @@ import random
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from omni_actors.config import Limits, Pipeline, Restart, Stage
@@ -53,9 +55,9 @@ SHAPES: dict[str, dict[str, dict[str, Any]]] = {
 }
 
 
-@functools.cache
-def scenario(number: int) -> Workload:
-    """A pipeline with its requests and their answers."""
+@functools.lru_cache(maxsize=4 * SCENARIOS)
+def scenario(number: int, *, deciding: int = 0) -> Workload:
+    """A pipeline with its requests and their answers. deciding: which stages decide follows from it; 0: none."""
     draw = random.Random(number)
     shape = draw.choice(list(SHAPES))
     strategies: Any = draw.choice((["one_for_one"], ["one_for_one", "rest_for_one", "one_for_all"]))
@@ -93,7 +95,29 @@ def scenario(number: int) -> Workload:
             inputs = {kind: _pieces(kind, length, large=large) for kind in kinds}
             templates[name] = Template(name=name, inputs=inputs, modalities=modalities, params={}, stages=route.stages)
             oracle[name] = expected(route, inputs)
-    return Workload(pipeline=pipeline, templates=templates, replayed=frozenset(stages), oracle=oracle)
+    if deciding:
+        pipeline = _deciding(random.Random(deciding), pipeline)
+    replayed = frozenset(stage for stage in stages if pipeline.deterministic(stage) or pipeline.resumable(stage))
+    return Workload(pipeline=pipeline, templates=templates, replayed=replayed, oracle=oracle)
+
+
+def _deciding(draw: random.Random, pipeline: Pipeline) -> Pipeline:
+    """The pipeline with deciding engines.
+
+    A stage that is neither deterministic nor resumable may start again with another history when the client has all of
+    the first one, for the stages downstream. So its history is not recorded.
+    """
+    stages = {}
+    for name, stage in pipeline.stages.items():
+        kind = draw.choice(("resumable",) * 4 + ("deterministic",) * 2 + ("neither",))
+        stages[name] = msgspec.structs.replace(
+            stage,
+            engine="omni_actors.stress.simulation.deciding:DecidingEngine",
+            options={"decides": kind != "deterministic", "recorded": kind != "neither"},
+            deterministic=kind == "deterministic",
+            resumable=kind == "resumable",
+        )
+    return msgspec.structs.replace(pipeline, name=f"deciding {pipeline.name}", stages=stages)
 
 
 def _limits(draw: random.Random) -> Limits:

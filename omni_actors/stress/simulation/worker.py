@@ -80,6 +80,8 @@ class SimulatedWorker(Worker):
         self.rings: list[Ring] = []
         self.planned_death: tuple[int, BaseException] | None = None
         """After how many more fault points (see rule 2) it dies inside a turn, and of what."""
+        self.dies_of: type[messages.ControlMessage] | None = None
+        """It dies with the next control message of this type: before it reads it, or when it has sent it."""
         self.loop: EngineLoop | None = None
         self.engine: StageEngine | None = None
         self.born = trio.current_time()
@@ -112,6 +114,8 @@ class SimulatedWorker(Worker):
             self._inbox_send.send_nowait((packet, owned))
         except trio.WouldBlock:
             raise MailboxFull(self._capacity) from None
+        if type(message) is self.dies_of:
+            self.kill()
 
     def unread(self) -> Iterator[messages.ControlMessage]:
         """As ``Mailbox.unread``."""
@@ -163,7 +167,7 @@ class SimulatedWorker(Worker):
         with self._scope:
             message, _ = await self._next()
             assert isinstance(message, messages.Configure), message
-            self.loop = EngineLoop(message.spec.address, message.fence, self._notify)
+            self.loop = EngineLoop(message.spec.address, message.fence, self._notify, resumable=message.spec.resumable)
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._handle_commands, self.loop)
                 await self._run_engine(message, self.loop)
@@ -264,6 +268,8 @@ class SimulatedWorker(Worker):
         if self.alive:
             self._reports.send_nowait((message, ()))
         self._fault_point()
+        if type(message) is self.dies_of:
+            raise PlannedKill
 
     def _fault_point(self) -> None:
         if self.planned_death is not None:
