@@ -61,7 +61,7 @@ def explain(config: str | Path | Pipeline, overrides: Mapping[str, Any] | None =
 
     Takes and raises what ``load`` does.
 
-    >>> explain("echo", {"stages.first.threads": 2})[8]
+    >>> explain("echo", {"stages.first.threads": 2})[9]
     Explained(path='stages.first.threads', value=2, origin='overrides')
     """
     pipeline, document = _checked(config, overrides)

