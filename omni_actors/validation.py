@@ -15,16 +15,16 @@ WORDS = {
 """The types of msgspec's messages."""
 
 
-def split_place(error: Exception) -> tuple[str, str]:
+def split_path(error: Exception) -> tuple[str, str]:
     """Return the message of a validation error in plain words, and the path of the wrong value ("" for the whole).
 
-    >>> split_place(ValueError("Expected `int`, got `str` - at `$.stages[0].size`"))
+    >>> split_path(ValueError("Expected `int`, got `str` - at `$.stages[0].size`"))
     ('expected an integer, got text', 'stages[0].size')
     """
     text = str(error)
     # The last occurrence is msgspec's own: the value may contain the same words.
-    message, found, place = text.rpartition(" - at `$")
-    return (plain(message), place.rstrip("`").lstrip(".")) if found else (plain(text), "")
+    message, found, path = text.rpartition(" - at `$")
+    return (plain(message), path.rstrip("`").lstrip(".")) if found else (plain(text), "")
 
 
 def plain(message: str) -> str:

@@ -27,7 +27,7 @@ class Explained(msgspec.Struct, frozen=True):
     """One effective value of a pipeline.
 
     Attributes:
-        path: Dotted place in the document, such as "stages.llm.threads".
+        path: Dotted path in the document, such as "stages.llm.threads".
         value: The value, as plain Python data.
         origin: "default", "FILE:LINE", "overrides", or "--set" for an override from the command line.
     """

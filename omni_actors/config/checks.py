@@ -18,7 +18,7 @@ from omni_actors.config.document import Document, one_of
 from omni_actors.config.schema import NAME_PATTERN, Pipeline, Sections, Stage
 from omni_actors.protocol.messages import CLIENT
 from omni_actors.stages.registry import ENGINES
-from omni_actors.validation import split_place
+from omni_actors.validation import split_path
 
 OPTIONS_BYTES = 64 * 1024
 """Most bytes of a stage's encoded options: they travel in one control message."""
@@ -47,11 +47,11 @@ def _check_sources(pipeline: Pipeline, document: Document) -> None:
     stages = pipeline.stages
     for name, stage in stages.items():
         for i, source in enumerate(stage.inputs):
-            place = f"stages.{name}.inputs.{i}"
+            path = f"stages.{name}.inputs.{i}"
             if source not in stages:
-                raise document.error(place, source, f"another stage: {one_of(source, sorted({*stages} - {name}))}")
+                raise document.error(path, source, f"another stage: {one_of(source, sorted({*stages} - {name}))}")
             if source in stage.inputs[:i]:
-                raise document.error(place, source, "each stage once")
+                raise document.error(path, source, "each stage once")
         if not stage.inputs and not stage.accepts:
             raise document.error(f"stages.{name}", name, "a stage with inputs, or one that accepts input")
     try:
@@ -74,31 +74,31 @@ def _check_outputs(pipeline: Pipeline, document: Document) -> None:
 
 
 def _check_engine(pipeline: Pipeline, name: str, document: Document) -> None:
-    stage, place, spec = pipeline.stages[name], f"stages.{name}", pipeline.spec(name)
+    stage, path, spec = pipeline.stages[name], f"stages.{name}", pipeline.spec(name)
     module, is_path, _ = stage.engine.partition(":")
     if not is_path and stage.engine not in ENGINES:
         accepted = f'"package.module:factory", or {one_of(stage.engine, sorted(ENGINES))}'
-        raise document.error(f"{place}.engine", stage.engine, accepted)
+        raise document.error(f"{path}.engine", stage.engine, accepted)
     package = module.partition(".")[0]
     if is_path and importlib.util.find_spec(package) is None:
-        raise document.error(f"{place}.engine", stage.engine, f"an import path; there is no package {package!r}")
+        raise document.error(f"{path}.engine", stage.engine, f"an import path; there is no package {package!r}")
     if len(msgspec.msgpack.encode(stage.options)) > OPTIONS_BYTES:
-        raise document.error(f"{place}.options", "more", f"options of at most {OPTIONS_BYTES} bytes")
+        raise document.error(f"{path}.options", "more", f"options of at most {OPTIONS_BYTES} bytes")
     if spec.needs_model and stage.model is None:
-        raise document.error(f"{place}.model", None, "a model, which this engine needs")
+        raise document.error(f"{path}.model", None, "a model, which this engine needs")
     if spec.options is not None:
-        _convert(stage.options, spec.options, f"{place}.options", document)
+        _convert(stage.options, spec.options, f"{path}.options", document)
     if spec.params is not None:
-        _convert(stage.defaults, spec.params, f"{place}.defaults", document)
+        _convert(stage.defaults, spec.params, f"{path}.defaults", document)
 
 
-def _convert(value: Any, schema: type[Any], place: str, document: Document) -> Any:
-    """Return ``value``, found at ``place``, as ``schema``. Raises ConfigError, with the place inside ``value``."""
+def _convert(value: Any, schema: type[Any], path: str, document: Document) -> Any:
+    """Return ``value``, found at ``path``, as ``schema``. Raises ConfigError, with the path inside ``value``."""
     try:
         return msgspec.convert(value, schema)
     except msgspec.ValidationError as error:
-        message, inner = split_place(error)
-        where = ".".join(part for part in (place, inner) if part)
+        message, inner = split_path(error)
+        where = ".".join(part for part in (path, inner) if part)
         found = _look_up(value, inner)
         if unknown := re.search(r"unknown field `(.*)`", message):
             known = sorted(field.encode_name for field in msgspec.structs.fields(_type_at(schema, inner)))

@@ -1,7 +1,7 @@
 """A pipeline as data: the plain values of the document, and where each of them was written.
 
-A value's place is its dotted path: "stages.llm.inputs". Errors name the origin of the value at a place, or of the
-nearest mapping around it.
+A value's path is its keys, joined by dots: "stages.llm.inputs". Errors name the origin of the value at a path, or of
+the nearest mapping around it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Assignments(dict[str, Any]):
 
 @dataclass
 class Document:
-    """Attributes: values: the document. file: its source. origins: place to "FILE:LINE" or another origin."""
+    """Attributes: values: the document. file: its source. origins: path to "FILE:LINE" or another origin."""
 
     values: dict[str, Any]
     file: str
@@ -45,26 +45,26 @@ class Document:
         """Read the shipped pipeline ``name``, or the YAML file at that path. Raises ConfigError."""
         path = _find(name)
         values, lines = _parse(path)
-        return cls(values, str(path), {place: f"{path}:{line}" for place, line in lines.items()})
+        return cls(values, str(path), {key: f"{path}:{line}" for key, line in lines.items()})
 
     @classmethod
     def of_pipeline(cls, pipeline: Pipeline) -> Document:
         """Return the document of a pipeline that was made in Python, or read before."""
         values: dict[str, Any] = msgspec.to_builtins(pipeline)
         del values["file"]
-        return cls(values, pipeline.file, {place: pipeline.file for place, _ in leaves(values)})
+        return cls(values, pipeline.file, {path: pipeline.file for path, _ in leaves(values)})
 
     def override(self, overrides: Mapping[str, Any]) -> None:
-        """Replace the values at the given places. Raises ConfigError for a place that cannot exist."""
+        """Replace the values at the given paths. Raises ConfigError for a path that cannot exist."""
         origin = overrides.origin if isinstance(overrides, Assignments) else OVERRIDES
-        for place, value in overrides.items():
-            self._assign(place, value, origin)
-            for old in [old for old in self.origins if f"{old}.".startswith(f"{place}.")]:
+        for path, value in overrides.items():
+            self._assign(path, value, origin)
+            for old in [old for old in self.origins if f"{old}.".startswith(f"{path}.")]:
                 del self.origins[old]
-            self.origins |= dict.fromkeys((place, *(leaf for leaf, _ in leaves(value, place))), origin)
+            self.origins |= dict.fromkeys((path, *(leaf for leaf, _ in leaves(value, path))), origin)
 
-    def _assign(self, place: str, value: Any, origin: str) -> None:
-        *parents, last = place.split(".")
+    def _assign(self, path: str, value: Any, origin: str) -> None:
+        *parents, last = path.split(".")
         stages = self.values.get("stages")
         if len(parents) > 1 and parents[0] == "stages" and isinstance(stages, dict) and parents[1] not in stages:
             raise ConfigError(origin, f"stages.{parents[1]}", parents[1], one_of(parents[1], stages))
@@ -76,12 +76,12 @@ class Document:
                 raise ConfigError(origin, ".".join(parents[:depth]), target, accepted)
         target[last] = value
 
-    def error(self, place: str, found: Any, accepted: str) -> ConfigError:
-        """Return the error for the value at ``place``, with the origin of that value."""
-        written = place.replace("[", ".[")
+    def error(self, path: str, found: Any, accepted: str) -> ConfigError:
+        """Return the error for the value at ``path``, with the origin of that value."""
+        written = path.replace("[", ".[")
         while written and written not in self.origins:
             written = written.rpartition(".")[0]
-        return ConfigError(self.origins[written] if written else self.file, place or "(document)", found, accepted)
+        return ConfigError(self.origins[written] if written else self.file, path or "(document)", found, accepted)
 
 
 def config_names() -> list[str]:
@@ -97,11 +97,11 @@ def one_of(found: object, accepted: Iterable[str]) -> str:
     return f"one of {', '.join(names)}" + (f"; did you mean {close[0]!r}?" if close else "")
 
 
-def leaves(value: Any, place: str = "") -> list[tuple[str, Any]]:
-    """Return the values that are not mappings (and empty mappings), each with its place."""
+def leaves(value: Any, path: str = "") -> list[tuple[str, Any]]:
+    """Return the values that are not mappings (and empty mappings), each with its path."""
     if isinstance(value, dict) and value:
-        return [leaf for key, inner in value.items() for leaf in leaves(inner, f"{place}.{key}".lstrip("."))]
-    return [(place, value)]
+        return [leaf for key, inner in value.items() for leaf in leaves(inner, f"{path}.{key}".lstrip("."))]
+    return [(path, value)]
 
 
 def problem_of(error: yaml.YAMLError | ValueError) -> str:
@@ -129,18 +129,18 @@ def _find(name: str) -> Path:
 
 
 def _parse(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
-    """Return the document, and the line of each value by its place."""
+    """Return the document, and the line of each value by its path."""
     lines: dict[str, int] = {}
     constructor = yaml.SafeLoader("")
 
-    def build(node: yaml.Node, place: str) -> Any:
-        lines[place] = node.start_mark.line + 1
+    def build(node: yaml.Node, prefix: str) -> Any:
+        lines[prefix] = node.start_mark.line + 1
         if not isinstance(node, yaml.MappingNode):
             return constructor.construct_object(node, deep=True)
         built: dict[str, Any] = {}
         for key_node, value_node in node.value:
             key = str(constructor.construct_object(key_node))
-            where = f"{place}.{key}".lstrip(".")
+            where = f"{prefix}.{key}".lstrip(".")
             if key in built:
                 raise ConfigError(f"{path}:{key_node.start_mark.line + 1}", where, key, "each key once")
             built[key] = build(value_node, where)

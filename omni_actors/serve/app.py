@@ -21,7 +21,7 @@ from omni_actors.serve.access.origins import OriginCheck
 from omni_actors.serve.api import schemas
 from omni_actors.serve.api.errors import to_http_error
 from omni_actors.serve.api.openapi import document
-from omni_actors.serve.api.replies import JSONReply
+from omni_actors.serve.api.replies import JSONResponse
 from omni_actors.serve.http.errors import HTTPError, internal_error
 from omni_actors.serve.media.loader import MediaLoader
 from omni_actors.serve.routes import chat, completions, speech, status, transcription
@@ -37,7 +37,7 @@ _Handler = Callable[[Request], Awaitable[Response]]
 
 
 async def _openapi(request: Request) -> Response:
-    return JSONReply(document({path: schema for path, (_, schema) in MODEL_ROUTES.items()}, STATUS_ROUTES))
+    return JSONResponse(document({path: schema for path, (_, schema) in MODEL_ROUTES.items()}, STATUS_ROUTES))
 
 
 MODEL_ROUTES: dict[str, tuple[_Handler, type[msgspec.Struct]]] = {

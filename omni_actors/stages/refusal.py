@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from omni_actors.stages.base import InvalidRequest
-from omni_actors.validation import split_place
+from omni_actors.validation import split_path
 
 T = TypeVar("T")
 
@@ -38,7 +38,7 @@ def validated(data: Mapping[str, Any], type: type[T]) -> T:
     try:
         return msgspec.convert(data, type)
     except (msgspec.ValidationError, UnicodeError) as error:  # UnicodeError: a lone surrogate
-        message, param = split_place(error)
+        message, param = split_path(error)
         raise InvalidRequest(f"{param}: {message}" if param else message, param=param or None) from error
 
 

@@ -19,7 +19,7 @@ from omni_actors.errors import RequestError
 from omni_actors.generation import Generation
 from omni_actors.stress import judge
 from omni_actors.stress.health_watch import HealthWatch
-from omni_actors.stress.oracle import Answer
+from omni_actors.stress.oracle import ExpectedAnswer
 from omni_actors.stress.report import Tally
 from omni_actors.stress.schedule import OnFailure
 from omni_actors.stress.workload import Template, Workload
@@ -123,7 +123,7 @@ class LoadClient(Client[judge.TrackedRequest]):
         request = judge.TrackedRequest(
             name=f"stress-{next(self._numbers)}",
             template=template,
-            answer=Answer(self._workload.oracle[template.name]),
+            answer=ExpectedAnswer(self._workload.oracle[template.name]),
             on_failure=on_failure,
             submitted=time.monotonic(),
             pace_s=pace_s,

@@ -27,7 +27,7 @@ from typing import Any, Literal, TypeAlias
 
 from omni_actors.config import Limits, Pipeline
 from omni_actors.errors import Aborted, Quarantined, RequestError, StageCrashed, StageUnavailable
-from omni_actors.stress.oracle import Answer
+from omni_actors.stress.oracle import ExpectedAnswer
 from omni_actors.stress.schedule import OnFailure
 from omni_actors.stress.workload import Template
 
@@ -66,7 +66,7 @@ class TrackedRequest:
 
     name: str
     template: Template
-    answer: Answer
+    answer: ExpectedAnswer
     on_failure: OnFailure
     submitted: float
     hooks: Mapping[str, Any] | None = None

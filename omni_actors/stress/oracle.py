@@ -37,7 +37,7 @@ class Oracle:
             self.streams[place] += data
 
 
-class Answer:
+class ExpectedAnswer:
     """Compares the answer to one request with the oracle's."""
 
     def __init__(self, oracle: Oracle) -> None:

@@ -10,7 +10,7 @@ import msgspec
 
 from omni_actors.config import Pipeline
 from omni_actors.errors import InvalidRequest
-from omni_actors.validation import split_place
+from omni_actors.validation import split_path
 
 Messages: TypeAlias = Sequence[Mapping[str, Any]]
 """A conversation, as in OpenAI's chat API: ``{"role": "user", "content": "…"}``. The content may be a list of parts:
@@ -60,7 +60,7 @@ class Parameters:
         try:
             checked: dict[str, Any] = msgspec.to_builtins(msgspec.convert(share, schema))
         except msgspec.ValidationError as error:
-            message, place = split_place(error)
-            param = place.partition("[")[0] or None
+            message, path = split_path(error)
+            param = path.partition("[")[0] or None
             raise InvalidRequest(f"{param}: {message}" if param else message, param=param) from error
         return checked

@@ -10,7 +10,7 @@ from omni_actors.errors import Aborted, DeadlineExceeded, RequestError, StageCra
 from omni_actors.generation import Output
 from omni_actors.stress import judge
 from omni_actors.stress.judge import ObservedDeath, Rules, TrackedRequest
-from omni_actors.stress.oracle import Answer, Oracle
+from omni_actors.stress.oracle import ExpectedAnswer, Oracle
 from omni_actors.stress.schedule import OnFailure
 from omni_actors.stress.workload import Template
 from ringbuf import Tensor
@@ -29,8 +29,8 @@ ORACLE = Oracle()
 ORACLE.add(piece("hello", finished=True))
 
 
-def answer(*pieces: Output) -> Answer:
-    made = Answer(ORACLE)
+def answer(*pieces: Output) -> ExpectedAnswer:
+    made = ExpectedAnswer(ORACLE)
     for each in pieces:
         made.add(each)
     return made
@@ -126,7 +126,7 @@ def test_an_answer_does_not_keep_its_outputs() -> None:
     oracle = Oracle()
     for _ in range(10):
         oracle.add(Output("r", "second", "audio", None, False, {}, {"audio": sound}))
-    ours = Answer(oracle)
+    ours = ExpectedAnswer(oracle)
     tracemalloc.start()
     try:
         for _ in range(10):

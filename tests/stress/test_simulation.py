@@ -28,7 +28,7 @@ from omni_actors.orchestrator.stream import OutputStream
 from omni_actors.protocol import chunks
 from omni_actors.protocol.messages import Abort, Address, ControlMessage, Resume
 from omni_actors.stages.base import StageEngine
-from omni_actors.stress.oracle import Answer
+from omni_actors.stress.oracle import ExpectedAnswer
 from omni_actors.stress.simulation.journal import Journal
 from omni_actors.stress.simulation.scenarios import SCENARIOS, scenario
 from omni_actors.stress.simulation.simulation import simulate
@@ -108,7 +108,7 @@ async def test_the_oracle_equals_the_answers_of_a_system_without_faults(autojump
             workload.pipeline, spawner=SimulatedSpawner(lambda address, pid: WorkerBehavior(), lambda note: None)
         ) as omni:
             for template in workload.templates.values():
-                answer = Answer(workload.oracle[template.name])
+                answer = ExpectedAnswer(workload.oracle[template.name])
                 async for output in omni.submit(template.inputs, template.modalities):
                     answer.add(output)
                 assert answer.damage(complete=True) is None

@@ -10,7 +10,7 @@ import msgspec
 
 from omni_actors import errors
 from omni_actors.serve.http.errors import MAX_MESSAGE, HTTPError, bad_request, truncate
-from omni_actors.validation import split_place
+from omni_actors.validation import split_path
 
 _STATUSES: dict[type[errors.OmniError], tuple[int, str]] = {
     errors.Overloaded: (429, "overloaded"),
@@ -60,7 +60,7 @@ def from_validation(error: msgspec.ValidationError, accepted_at: Callable[[str],
 
     accepted_at: returns the values that a field can have, if its schema lists them. Its argument is the field's path.
     """
-    message, param = split_place(error)
+    message, param = split_path(error)
     message = truncate(message, MAX_MESSAGE)
     if message.startswith("Object missing required field"):
         param = f"{param}.{message.split('`')[1]}".lstrip(".")

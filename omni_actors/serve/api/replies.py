@@ -1,14 +1,14 @@
 """Responses with the output of a generation.
 
 Rules
-1. ``StreamedReply.start`` waits for the first piece: an error before it is an ordinary error response with its own
+1. ``StreamedResponse.start`` waits for the first piece: an error before it is an ordinary error response with its own
    status.
 2. ``on_late_error`` ends the stream after a later error: with an event, if the format has events. Otherwise the
    connection is cut, so that a client cannot take a part of a response for all of it.
-3. A reply always aborts its generation when it ends. That has no effect on a generation that is complete.
+3. A response always aborts its generation when it ends. That has no effect on a generation that is complete.
 4. Output that was read from a generation stays charged to its request until the connection has accepted it: a streamed
-   reply holds one piece, a whole reply all pieces. If the request is ended while the connection does not accept data,
-   the delivery ends too.
+   response holds one piece, a whole response all pieces. If the request is ended while the connection does not accept
+   data, the delivery ends too.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ def error_event(error: RequestError) -> bytes:
     return b"data: " + to_http_error(error).body() + b"\n\n"
 
 
-class JSONReply(Response):
+class JSONResponse(Response):
     """A response with ``data`` as JSON."""
 
     def __init__(self, data: Any, status: int = 200) -> None:
         super().__init__(msgspec.json.encode(data), status, media_type="application/json")
 
 
-class StreamedReply(Response):
+class StreamedResponse(Response):
     """A response that is sent while its generation makes it.
 
     Args:
@@ -74,7 +74,7 @@ class StreamedReply(Response):
         generation.stream.hold(whole=False)
         self._first = b""
 
-    async def start(self) -> StreamedReply:
+    async def start(self) -> StreamedResponse:
         """Wait for the first piece, and return self. Raises RequestError. Cancellation aborts the generation."""
         try:
             self._first = await anext(self._pieces, b"")
@@ -108,7 +108,7 @@ class StreamedReply(Response):
         await send_piece(b"", more=False)
 
 
-class WholeReply(Response):
+class WholeResponse(Response):
     """A response that was made of all outputs of its generation; see rule 4."""
 
     def __init__(self, generation: Generation, response: Response) -> None:
@@ -146,7 +146,7 @@ class WholeReply(Response):
 
 @contextmanager
 def collecting(generation: Generation) -> Iterator[None]:
-    """Wrap reading a whole generation and making its response, which ``WholeReply`` then sends.
+    """Wrap reading a whole generation and making its response, which ``WholeResponse`` then sends.
 
     An exception in the block aborts the generation.
     """

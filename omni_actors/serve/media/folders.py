@@ -19,7 +19,7 @@ import trio
 
 from omni_actors.serve.media.fetch import MediaUnavailable
 
-_READERS = trio.CapacityLimiter(4)
+_FILE_READS = trio.CapacityLimiter(4)
 """A file system that hangs blocks at most these threads."""
 
 
@@ -44,7 +44,7 @@ class AllowedFolders:
             trio.from_thread.run_sync(add_bytes, size)
 
         return await trio.to_thread.run_sync(
-            self._read, path, add_from_thread, abandon_on_cancel=True, limiter=_READERS
+            self._read, path, add_from_thread, abandon_on_cancel=True, limiter=_FILE_READS
         )
 
     def _read(self, path: str, add_bytes: Callable[[int], None]) -> bytes:

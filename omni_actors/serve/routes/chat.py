@@ -31,7 +31,7 @@ from omni_actors.serve.media.loader import MediaLoader, MediaReference
 from omni_actors.serve.routes.common import Completion, open_body, stop_list
 
 
-class _ChatReply(Completion):
+class _ChatCompletion(Completion):
     """Turns a generation's outputs into the objects of the reply.
 
     names: the client's name of each parameter, by the engines' name.
@@ -57,12 +57,12 @@ async def chat(request: Request) -> Response:
     reply, generation = await _start(request)
     with renaming(reply.names):
         if reply.is_streamed:
-            return await replies.StreamedReply(generation, _events(reply, generation)).start()
+            return await replies.StreamedResponse(generation, _events(reply, generation)).start()
         with replies.collecting(generation):
-            return replies.WholeReply(generation, await _whole(reply, generation))
+            return replies.WholeResponse(generation, await _whole(reply, generation))
 
 
-async def _start(request: Request) -> tuple[_ChatReply, Generation]:
+async def _start(request: Request) -> tuple[_ChatCompletion, Generation]:
     media: MediaLoader = request.app.state.media
     ticket: AdmissionTicket = request.scope[SCOPE_KEY]
     system, body, params = open_body(request, await read_json(request), schemas.ChatRequest)
@@ -70,7 +70,7 @@ async def _start(request: Request) -> tuple[_ChatReply, Generation]:
         message = "audio.format: 'flac' cannot be streamed; accepted: 'wav', 'mp3', 'opus', 'pcm16'"
         raise bad_request(message, "audio.format", "unsupported_parameter")
     params, names = _parameters(body, params, system.pipeline)
-    reply = _ChatReply(body, names)
+    reply = _ChatCompletion(body, names)
     messages, references = _split_media(body.messages)
     _require_accepted(references, system.pipeline)
     data: dict[str, list[Any]] = {"audio": []}
@@ -154,7 +154,7 @@ def _require_accepted(files: Sequence[MediaReference], pipeline: Pipeline) -> No
             raise bad_request(message, file.param, "unsupported_input")
 
 
-async def _whole(reply: _ChatReply, generation: Generation) -> Response:
+async def _whole(reply: _ChatCompletion, generation: Generation) -> Response:
     texts: list[str] = []
     async for output in generation:
         text, _ = await reply.convert(output)
@@ -169,10 +169,10 @@ async def _whole(reply: _ChatReply, generation: Generation) -> Response:
             "transcript": text,
             "expires_at": reply.created,
         }
-    return replies.JSONReply(reply.choice(reply.finish_reason, message=message) | {"usage": reply.usage})
+    return replies.JSONResponse(reply.choice(reply.finish_reason, message=message) | {"usage": reply.usage})
 
 
-async def _events(reply: _ChatReply, generation: Generation) -> replies.Pieces:
+async def _events(reply: _ChatCompletion, generation: Generation) -> replies.Pieces:
     def chunk(delta: Mapping[str, Any], finish_reason: str | None = None) -> bytes:
         return replies.event(reply.choice(finish_reason, delta=delta))
 

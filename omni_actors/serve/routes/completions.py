@@ -25,11 +25,11 @@ async def completions(request: Request) -> Response:
         generation = system.generate(body.prompt, modalities=("text",), **params)
         if body.stream:
             events = _events(reply, generation, include_usage=body.stream_options.include_usage)
-            return await replies.StreamedReply(generation, events).start()
+            return await replies.StreamedResponse(generation, events).start()
         with replies.collecting(generation):
             text = "".join([reply.add(output) async for output in generation])
             whole = reply.choice(reply.finish_reason, text=text) | {"usage": reply.usage}
-            return replies.WholeReply(generation, replies.JSONReply(whole))
+            return replies.WholeResponse(generation, replies.JSONResponse(whole))
 
 
 async def _events(reply: Completion, generation: Generation, *, include_usage: bool) -> replies.Pieces:

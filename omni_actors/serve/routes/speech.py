@@ -10,7 +10,7 @@ from omni_actors.generation import AudioChunk, Generation
 from omni_actors.serve.access.admission import SCOPE_KEY
 from omni_actors.serve.api.errors import renaming
 from omni_actors.serve.api.json_body import read_json
-from omni_actors.serve.api.replies import Pieces, StreamedReply, WholeReply, collecting
+from omni_actors.serve.api.replies import Pieces, StreamedResponse, WholeResponse, collecting
 from omni_actors.serve.api.schemas import SpeechRequest, has_speakers
 from omni_actors.serve.http.errors import bad_request
 from omni_actors.serve.media.audio import AudioEncoder
@@ -34,9 +34,9 @@ async def speech(request: Request) -> Response:
         if format == "flac":
             with collecting(generation):
                 data = b"".join([piece async for piece in _audio(generation, AudioEncoder(format, streamed=False))])
-                return WholeReply(generation, Response(data, media_type=media_type))
+                return WholeResponse(generation, Response(data, media_type=media_type))
         pieces = _audio(generation, AudioEncoder(format, streamed=True))
-        return await StreamedReply(generation, pieces, media_type, on_late_error=None).start()
+        return await StreamedResponse(generation, pieces, media_type, on_late_error=None).start()
 
 
 async def _audio(generation: Generation, encoder: AudioEncoder) -> Pieces:

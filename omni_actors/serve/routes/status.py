@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from omni_actors import __version__
 from omni_actors.serve.access.gate import has_valid_key
-from omni_actors.serve.api.replies import JSONReply
+from omni_actors.serve.api.replies import JSONResponse
 from omni_actors.serve.api.schemas import require_model
 from omni_actors.system import OmniSystem
 
@@ -32,7 +32,7 @@ async def health(request: Request) -> Response:
     else:
         stages = {name: [{"replica": r.replica, "state": r.state} for r in stage] for name, stage in now.stages.items()}
         body |= {"ready": now.ready, "errored": now.errored, "stages": stages}
-    return JSONReply(body, 200 if now.ready else 503)
+    return JSONResponse(body, 200 if now.ready else 503)
 
 
 async def ping(request: Request) -> Response:
@@ -42,7 +42,7 @@ async def ping(request: Request) -> Response:
 
 async def version(request: Request) -> Response:
     """Return the version of this package."""
-    return JSONReply({"version": __version__})
+    return JSONResponse({"version": __version__})
 
 
 async def metrics(request: Request) -> Response:
@@ -53,14 +53,14 @@ async def metrics(request: Request) -> Response:
 
 async def models(request: Request) -> Response:
     """List the one model, which is the pipeline."""
-    return JSONReply({"object": "list", "data": [_model(request)]})
+    return JSONResponse({"object": "list", "data": [_model(request)]})
 
 
 async def model(request: Request) -> Response:
     """Describe the model. 404 for any other name."""
     system: OmniSystem = request.app.state.system
     require_model(request.path_params["model"], system.pipeline.name)
-    return JSONReply(_model(request))
+    return JSONResponse(_model(request))
 
 
 def _model(request: Request) -> dict[str, object]:

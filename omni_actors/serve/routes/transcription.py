@@ -26,9 +26,9 @@ async def transcription(request: Request) -> Response:
     with renaming({"audio": "file"}):
         body, seconds, generation = await _start(request)
         if body.stream:
-            return await replies.StreamedReply(generation, _events(generation)).start()
+            return await replies.StreamedResponse(generation, _events(generation)).start()
         with replies.collecting(generation):
-            return replies.WholeReply(generation, await _whole(generation, seconds, body.response_format))
+            return replies.WholeResponse(generation, await _whole(generation, seconds, body.response_format))
 
 
 async def _start(request: Request) -> tuple[TranscriptionRequest, float, Generation]:
@@ -49,7 +49,7 @@ async def _whole(generation: Generation, seconds: float, format: str) -> Respons
     text = "".join(texts).strip()
     if format == "text":
         return PlainTextResponse(text + "\n")
-    return replies.JSONReply({"text": text, "usage": {"type": "duration", "seconds": math.ceil(seconds)}})
+    return replies.JSONResponse({"text": text, "usage": {"type": "duration", "seconds": math.ceil(seconds)}})
 
 
 async def _events(generation: Generation) -> replies.Pieces:

@@ -13,7 +13,7 @@ import trio
 from omni_actors.errors import DeadlineExceeded, InvalidRequest, Overloaded, RequestError, SlowConsumer
 from omni_actors.stress import judge
 from omni_actors.stress.client import Client
-from omni_actors.stress.oracle import Answer
+from omni_actors.stress.oracle import ExpectedAnswer
 from omni_actors.stress.simulation.journal import Journal
 from omni_actors.stress.simulation.spawner import SimulatedSpawner
 from omni_actors.stress.workload import Template, Workload
@@ -107,7 +107,7 @@ class SimulatedClient(Client[SimulatedRequest]):
         request = SimulatedRequest(
             name=f"r{number}",
             template=template,
-            answer=Answer(self._workload.oracle[template.name]),
+            answer=ExpectedAnswer(self._workload.oracle[template.name]),
             on_failure=self._draw.choice(("replay", "replay", "fail")) if what != "probe" else "replay",
             submitted=trio.current_time(),
             held="pace_s" in more or number % 2 == 0,

@@ -11,7 +11,7 @@ from trio.testing import MockClock
 
 from omni_actors.errors import RequestError, SlowConsumer
 from omni_actors.generation import Generation
-from omni_actors.serve.api.replies import JSONReply, StreamedReply, WholeReply, collecting
+from omni_actors.serve.api.replies import JSONResponse, StreamedResponse, WholeResponse, collecting
 from tests.support.simulated_system import PIECE, PIECES, WATCHDOG_S, SimulatedSystem, open_simulated_system
 
 
@@ -35,22 +35,22 @@ class Connection:
         return self.sent[-1]["type"] == "http.response.body" and not self.sent[-1].get("more_body")
 
 
-async def stream(world: SimulatedSystem) -> StreamedReply:
+async def stream(world: SimulatedSystem) -> StreamedResponse:
     async def pieces(generation: Generation) -> AsyncGenerator[bytes, None]:
         async for output in generation:
             yield b"%d" % output.data["n"]
 
     generation = world.ask()
-    return await StreamedReply(generation, pieces(generation), "text/plain", lambda error: b"sorry").start()
+    return await StreamedResponse(generation, pieces(generation), "text/plain", lambda error: b"sorry").start()
 
 
-async def whole(world: SimulatedSystem) -> WholeReply:
+async def whole(world: SimulatedSystem) -> WholeResponse:
     generation = world.ask()
     with collecting(generation):
-        return WholeReply(generation, JSONReply([output.data["n"] async for output in generation]))
+        return WholeResponse(generation, JSONResponse([output.data["n"] async for output in generation]))
 
 
-async def serve(answer: StreamedReply | WholeReply, connection: Connection) -> None:
+async def serve(answer: StreamedResponse | WholeResponse, connection: Connection) -> None:
     async def receive() -> Any:
         raise AssertionError("the request is read")
 
@@ -126,7 +126,7 @@ async def test_a_request_that_ends_before_its_reply_is_sent_is_an_error(autojump
     async with open_simulated_system() as world:
         generation = world.ask(deadline_s=50)
         with collecting(generation):
-            answer = WholeReply(generation, JSONReply([output.data["n"] async for output in generation]))
+            answer = WholeResponse(generation, JSONResponse([output.data["n"] async for output in generation]))
         await trio.sleep(60)
         connection = Connection()
         with pytest.raises(RequestError) as caught:
