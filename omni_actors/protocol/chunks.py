@@ -79,7 +79,7 @@ class ChunkSequence:
     def __init__(self, request: int, source: str) -> None:
         self._request, self._source = request, source
         self._digests = array("I")
-        """Of each accepted chunk; 0 if the source is resumable."""
+        """The digest of each accepted chunk; 0 if the source is resumable."""
         self._complete = False
 
     @property

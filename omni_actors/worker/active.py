@@ -22,7 +22,7 @@ class ActiveRequest:
         self._producers: dict[str, Address | None] = {}
         """The only replica that a source's chunks are taken from, once the parent has named it."""
         self._journals: defaultdict[str, Journal] = defaultdict(Journal)
-        """Of each stage upstream that is resumable, as far as received."""
+        """The journal of each resumable stage upstream, as far as it was received."""
         self._not_passed_on: list[Decided] = []
         """What of ``_journals`` no output carried yet."""
         self.needed_from = dict(zip(start.targets, start.needed_from, strict=bool(start.needed_from)))

@@ -87,7 +87,7 @@ class EngineLoop:
         self._finished: dict[int, ActiveRequest] = {}
         """Requests that have finished here and not ended, if they know decisions of stages upstream."""
         self._journals: dict[int, Journal] = {}
-        """Of requests whose ``Start`` follows at once."""
+        """The journals of requests whose ``Start`` follows at once."""
         self._retention = Retention()
         """Outputs of the requests that may be replayed; also of those that are finished here and have not ended."""
         self.handling: int | None = None

@@ -47,7 +47,7 @@ class Decoder(msgspec.Struct, frozen=True):
     frame_size: Mapping[str, int]
     """"shortest_edge" and "longest_edge": the fewest and the most pixels of a frame."""
     sample_rate: int
-    """Of sounds, in Hz."""
+    """The sample rate of sounds, in Hz."""
     longest_s: float
     """The longest recording that the model accepts, in seconds."""
     limits: MediaLimits
