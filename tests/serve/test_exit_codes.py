@@ -8,6 +8,7 @@ import signal
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import psutil
 import pytest
@@ -24,14 +25,12 @@ NO_RESTART = ("-s", "stages.mind.restart={intensity: 0, retry_s: 0}")
 SYS_PIDFD_GETFD = 438
 
 
-def pids(server: Server) -> list[int | None]:
-    return [replica["pid"] for replica in server.http.get("/health").json()["stages"]["mind"]]
+def of_replicas(server: Server, fact: str) -> list[Any]:
+    return [replica[fact] for replica in server.http.get("/health").json()["stages"]["mind"]]
 
 
 def kill_replica(server: Server, number: int) -> None:
-    pid = pids(server)[number]
-    assert pid is not None
-    os.kill(pid, signal.SIGKILL)
+    os.kill(of_replicas(server, "pid")[number], signal.SIGKILL)
 
 
 @contextmanager
@@ -70,9 +69,9 @@ def test_a_signal_and_a_drain_that_ends_requests_are_0(start: Start) -> None:
 def test_a_stage_without_a_replica_left_is_1(start: Start) -> None:
     replicas = ("-s", "stages.mind.replicas=2")
     with start("--exit-on-failed-stage", *NO_RESTART, *replicas, config=MIND) as server:
-        server.wait(lambda: None not in pids(server) and server.status() == "ready", "both replicas")
+        server.wait(lambda: of_replicas(server, "state") == ["ready", "ready"], "both replicas")
         kill_replica(server, 0)
-        server.wait(lambda: pids(server)[0] is None, "the first death")
+        server.wait(lambda: of_replicas(server, "state") == ["failed", "ready"], "the first death")
         assert server.status() == "ready", "a replica is left"
         kill_replica(server, 1)
         assert server.wait_end() == 1

@@ -3,11 +3,13 @@
 Rules
 1. A receive takes at most ``PIECE_BYTES`` from the socket, and a send gives it at most that much at a time. So
    backpressure reaches the caller at once, and every wait can be cancelled.
-2. Each failure of the socket, and a client that accepts no byte for ``SEND_TIMEOUT_S``, raises ``ClientDisconnected``.
+2. A send is cancelled only while the socket accepts no byte.
+3. Each failure of the socket, and a client that accepts no byte for ``SEND_TIMEOUT_S``, raises ``ClientDisconnected``.
 """
 
 from __future__ import annotations
 
+import os
 import re
 import socket
 import struct
@@ -77,7 +79,7 @@ class BufferedSocket:
     async def send(self, *pieces: bytes) -> None:
         """Send all of ``pieces``. Raises ClientDisconnected.
 
-        Cancellation: an unknown part of the data may have been sent.
+        Cancellation: an unknown part of the data may have been sent, and the socket accepts no more.
         """
         if sum(map(len, pieces)) <= PIECE_BYTES:
             pieces = (b"".join(pieces),)
@@ -88,10 +90,16 @@ class BufferedSocket:
 
     async def _send_some(self, data: memoryview) -> int:
         with trio.move_on_after(SEND_TIMEOUT_S):
-            try:
-                return await self._socket.send(data)
-            except OSError as error:
-                raise ClientDisconnected from error
+            while True:
+                try:
+                    sent = os.write(self._socket.fileno(), data)  # trio's own send begins with a checkpoint
+                except BlockingIOError:
+                    await trio.lowlevel.wait_writable(self._socket)
+                except OSError as error:
+                    raise ClientDisconnected from error
+                else:
+                    await trio.lowlevel.cancel_shielded_checkpoint()
+                    return sent
         raise ClientDisconnected
 
     def check_error(self) -> None:

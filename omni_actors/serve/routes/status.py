@@ -12,7 +12,7 @@ from omni_actors import __version__
 from omni_actors.serve.access.gate import has_valid_key
 from omni_actors.serve.api.replies import JSONResponse
 from omni_actors.serve.api.schemas import require_model
-from omni_actors.system import OmniSystem
+from omni_actors.system import Health, OmniSystem
 
 
 async def health(request: Request) -> Response:
@@ -23,9 +23,7 @@ async def health(request: Request) -> Response:
     """
     system: OmniSystem = request.app.state.system
     now = system.health()
-    states = [replica.state for stage in now.stages.values() for replica in stage]
-    status = "ready" if now.ready else next((s for s in ("failed", "restarting", "loading") if s in states), "loading")
-    body: dict[str, Any] = {"status": status, "model": system.pipeline.name}
+    body: dict[str, Any] = {"status": overall_status(now), "model": system.pipeline.name}
     if has_valid_key(request.headers.raw, request.app.state.api_key):
         error = system.dead_error.reason if system.dead_error else None
         body |= {**msgspec.to_builtins(now), "error": error}
@@ -33,6 +31,15 @@ async def health(request: Request) -> Response:
         stages = {name: [{"replica": r.replica, "state": r.state} for r in stage] for name, stage in now.stages.items()}
         body |= {"ready": now.ready, "errored": now.errored, "stages": stages}
     return JSONResponse(body, 200 if now.ready else 503)
+
+
+def overall_status(now: Health) -> str:
+    """Return "ready", or the state of the stage that is worst off. A stage is in the state of its best replica."""
+    if now.ready:
+        return "ready"
+    best_first = ("ready", "loading", "restarting", "failed")
+    worst = max(min(best_first.index(replica.state) for replica in stage) for stage in now.stages.values() if stage)
+    return "loading" if best_first[worst] == "ready" else best_first[worst]
 
 
 async def ping(request: Request) -> Response:

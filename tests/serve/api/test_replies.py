@@ -35,12 +35,12 @@ class Connection:
         return self.sent[-1]["type"] == "http.response.body" and not self.sent[-1].get("more_body")
 
 
-async def stream(world: SimulatedSystem) -> StreamedResponse:
+async def stream(world: SimulatedSystem, **asked: Any) -> StreamedResponse:
     async def pieces(generation: Generation) -> AsyncGenerator[bytes, None]:
         async for output in generation:
             yield b"%d" % output.data["n"]
 
-    generation = world.ask()
+    generation = world.ask(**asked)
     return await StreamedResponse(generation, pieces(generation), "text/plain", lambda error: b"sorry").start()
 
 
@@ -76,6 +76,22 @@ async def test_a_stream_whose_connection_is_stuck_is_cut_without_an_end(autojump
         assert [message.get("body") for message in connection.sent] == [None, b"0", b"1"]
         assert not connection.complete, "half an answer is not to be taken for a whole one"
         assert (world.unread, world.omni.in_flight, world.ended("SlowConsumer")) == (0, 0, 1)
+
+
+async def test_a_stream_that_is_cut_while_its_connection_takes_a_piece_ends_with_the_error(
+    autojump_clock: MockClock,
+) -> None:
+    class Slow(Connection):
+        async def send(self, message: Any) -> None:
+            with trio.CancelScope(shield=True):  # as a socket that has room
+                await trio.sleep(1)
+            self.sent.append(message)
+
+    async with open_simulated_system() as world:
+        connection = Slow()
+        await serve(await stream(world, deadline_s=2.5), connection)
+        assert [message.get("body") for message in connection.sent] == [None, b"0", b"1", b"sorry", b""]
+        assert connection.complete
 
 
 async def test_the_last_piece_is_charged_while_it_is_sent(autojump_clock: MockClock) -> None:

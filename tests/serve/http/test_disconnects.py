@@ -53,6 +53,23 @@ async def test_a_request_after_a_complete_answer_is_not_pipelined(server: Server
     assert (status, echoed) == (200, body)
 
 
+async def test_a_send_is_cancelled_only_while_the_client_accepts_nothing() -> None:
+    """A request may be cut at the moment when a piece is being sent. The client then still gets that piece."""
+    ours, theirs = trio.socket.socketpair()
+    with ours, theirs:
+        connection = buffered_socket.BufferedSocket(ours)
+        with trio.CancelScope() as scope:
+            scope.cancel()
+            await connection.send(b"piece")
+        assert not scope.cancelled_caught
+        assert await theirs.recv(100) == b"piece"
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(connection.send, bytes(100_000_000))
+            await trio.testing.wait_all_tasks_blocked()
+            nursery.cancel_scope.cancel()
+        assert nursery.cancel_scope.cancelled_caught
+
+
 @pytest.mark.parametrize("path", [b"/wait", b"/stream"])
 @pytest.mark.parametrize("way", ["close", "reset"])
 async def test_a_disconnect_cancels_the_request(server: Server, path: bytes, way: str) -> None:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+
 import omni_actors
 from omni_actors.serve.app import MODEL_ROUTES, STATUS_ROUTES
+from omni_actors.serve.routes.status import overall_status
+from omni_actors.system import Health, ReplicaHealth
 from tests.support.http_server import Server
 
 
@@ -22,3 +26,40 @@ def test_openapi_describes_every_route_and_its_body(studio: Server) -> None:
         assert "model" in found["components"]["schemas"][name]["required"]
     speech = found["components"]["schemas"]["SpeechRequest"]["properties"]
     assert speech["response_format"]["default"] == "mp3"
+
+
+@pytest.mark.parametrize(
+    ("stages", "expected"),
+    [
+        ([["ready"], ["ready", "failed"]], "ready"),
+        ([["ready"], ["failed", "loading"]], "loading"),
+        ([["restarting", "failed"], ["loading"]], "restarting"),
+        ([["failed", "failed"], ["ready"]], "failed"),
+    ],
+)
+def test_the_status_is_that_of_the_worst_stage_and_a_stage_is_as_good_as_its_best_replica(
+    stages: list[list[str]], expected: str
+) -> None:
+    now = Health(
+        ready=expected == "ready",
+        errored=False,
+        stages={str(i): [in_state(state) for state in stage] for i, stage in enumerate(stages)},
+        error=None,
+    )
+    assert overall_status(now) == expected
+
+
+def in_state(state: str) -> ReplicaHealth:
+    return ReplicaHealth(
+        replica=0,
+        state=state,
+        standby=False,
+        note="",
+        generation=1,
+        restarts=0,
+        pid=None,
+        load_s=None,
+        last_exit=None,
+        retry_in_s=None,
+        history=[],
+    )
