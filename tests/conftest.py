@@ -12,7 +12,7 @@ Rules
 
 from __future__ import annotations
 
-import compileall
+import gc
 import os
 import select
 import signal
@@ -20,7 +20,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -48,8 +48,9 @@ os.environ["ORT_DISABLE_TELEMETRY"] = "1"
 os.environ.setdefault("MKL_CBWR", "AUTO")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background job; child processes would inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
-for package in ("omni_actors", "ringbuf"):  # PYTHONDONTWRITEBYTECODE may keep the interpreter from doing it
-    compileall.compile_dir(Path(__file__).parent.parent / package, quiet=2)
+# Hundreds of processes import the same modules, so these are compiled only once, whatever the environment says.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 settings.register_profile("ci", derandomize=True, deadline=None, print_blob=True)
 settings.register_profile("dev", deadline=None)
@@ -84,6 +85,17 @@ class ByFile(LoadScopeScheduling):
     def _split_scope(self, nodeid: str) -> str:
         file = nodeid.partition("::")[0]
         return next((files[0] for files in self.TOGETHER if file in files), file)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Collect without the garbage collector, which would visit the imported modules again and again."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
