@@ -120,7 +120,7 @@ class CpuSharing(NoCpuSharing):
         self._map = mmap.mmap(fd, SIZE)
         os.close(fd)
         self._number = number
-        self._cores = len(os.sched_getaffinity(0))
+        self._core_count = len(os.sched_getaffinity(0))
         self.threads = 1
         """The most threads that the engine computes with."""
         self.nice = 0
@@ -148,7 +148,7 @@ class CpuSharing(NoCpuSharing):
     def thread_budget(self) -> int:
         """Return how many threads to compute with from now on: at most ``threads``, and the cores that others leave."""
         others = sum(self._map[:WORKERS]) - self._map[self._number]
-        budget = max(1, min(self.threads, self._cores - others))
+        budget = max(1, min(self.threads, self._core_count - others))
         self._publish(budget, _core_byte())
         return budget
 

@@ -218,16 +218,16 @@ class LocalSpawner:
     """Spawns workers as child processes, for one event loop at a time. The loop yields its core to their engines."""
 
     def __init__(self) -> None:
-        self._cpu_sharing = CpuSharingPage()
+        self._cpu_sharing_page = CpuSharingPage()
 
     @asynccontextmanager
     async def spawn(self, address: Address, mailbox_capacity: int) -> AsyncIterator[Worker]:
         """Start a worker process (see ``Spawner.spawn``). Called on trio's own thread (rule 3)."""
         with ExitStack() as held, ExitStack() as child_ends:
             try:
-                number = self._cpu_sharing.join()
+                number = self._cpu_sharing_page.join()
                 held.callback(self._leave, number)
-                trio.lowlevel.add_instrument(self._cpu_sharing)  # no effect if it is there already
+                trio.lowlevel.add_instrument(self._cpu_sharing_page)  # no effect if it is there already
                 ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
                 held.callback(ours.close)
                 child_ends.callback(theirs.close)
@@ -243,7 +243,7 @@ class LocalSpawner:
                 "control_fd": _InheritedFd(theirs.fileno()),
                 "stderr_fd": _InheritedFd(stderr_write),
                 "death_mutex_fd": _InheritedFd(death_mutex.fd),
-                "cores_fd": _InheritedFd(self._cpu_sharing.fd),
+                "cpu_sharing_fd": _InheritedFd(self._cpu_sharing_page.fd),
                 "number": number,
                 "parent_pid": os.getpid(),
             }
@@ -273,10 +273,10 @@ class LocalSpawner:
                     process.close()
 
     def _leave(self, number: int) -> None:
-        self._cpu_sharing.leave(number)
-        if self._cpu_sharing.fd == -1:
+        self._cpu_sharing_page.leave(number)
+        if self._cpu_sharing_page.fd == -1:
             with suppress(KeyError):  # trio has dropped, and logged, an instrument that failed
-                trio.lowlevel.remove_instrument(self._cpu_sharing)
+                trio.lowlevel.remove_instrument(self._cpu_sharing_page)
 
     def create_ring(self, producer: Address, consumer: Address, capacity: int, generation: int) -> Ring:
         return Ring.create(capacity, generation=generation)

@@ -61,11 +61,11 @@ class EngineLoop:
     address: the replica that it runs.
     fence: the newest request number of earlier incarnations.
     notify: called with each message for the parent, in the loop's thread; it may block.
-    cores: entered by ``run`` for each turn, calls of ``notify`` included.
+    cpu_sharing: entered by ``run`` for each turn, calls of ``notify`` included.
     resumable: whether the engine is resumable (``stages.base``, rule 6).
 
     ``run`` takes a whole thread. Single-threaded callers (the simulation) drive ``turn`` themselves, and ``park`` when
-    it made no progress; they pass no ``cores``, which may need a wake-up by the clock.
+    it made no progress; they pass no ``cpu_sharing``, which may need a wake-up by the clock.
     """
 
     def __init__(
@@ -73,12 +73,12 @@ class EngineLoop:
         address: messages.Address,
         fence: int,
         notify: Callable[[messages.ControlMessage], None],
-        cores: NoCpuSharing | None = None,
+        cpu_sharing: NoCpuSharing | None = None,
         *,
         resumable: bool = False,
     ) -> None:
         self._address, self._newest, self._notify, self._resumable = address, fence, notify, resumable
-        self._cores = cores or NoCpuSharing()
+        self._cpu_sharing = cpu_sharing or NoCpuSharing()
         self._commands: collections.deque[Command] = collections.deque()
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._incoming: dict[messages.Address, Incoming] = {}
@@ -109,12 +109,12 @@ class EngineLoop:
         self.running = True
         try:
             while not self.stopping:
-                with self._cores:
+                with self._cpu_sharing:
                     progressed, receiving = self.turn(engine)
                 if not progressed:
-                    self._cores.announce_first_output(pending=False)
+                    self._cpu_sharing.announce_first_output(pending=False)
                     self._sleep(receiving=receiving)
-            self._cores.announce_first_output(pending=False)
+            self._cpu_sharing.announce_first_output(pending=False)
             engine.close()
         finally:
             self.close()
@@ -128,7 +128,7 @@ class EngineLoop:
         congested = self._flush() > CONGESTED_BYTES
         if not congested:
             progressed |= self._receive(engine)
-            if engine.busy and not self._cores.should_yield():
+            if engine.busy and not self._cpu_sharing.should_yield():
                 self._announce_first_output()
                 self._step(engine)
                 progressed = True
@@ -373,7 +373,7 @@ class EngineLoop:
     def _announce_first_output(self) -> None:
         """Announce whether clients wait for first outputs of this worker. An unhandled command may be a request."""
         pending = bool(self._commands) or any(active.first_output_pending for active in self._active.values())
-        self._cores.announce_first_output(pending=pending)
+        self._cpu_sharing.announce_first_output(pending=pending)
 
     def _refuse(self, request: int, error: base.InvalidRequest) -> None:
         del self._active[request]
@@ -392,7 +392,7 @@ class EngineLoop:
             poll = select.poll()
             for bell in bells:
                 poll.register(bell, select.POLLIN)
-            timeout_s = self._cores.yield_poll_s
+            timeout_s = self._cpu_sharing.yield_poll_s
             self.unpark([bell for bell, _ in poll.poll(timeout_s and timeout_s * 1000)])
 
 

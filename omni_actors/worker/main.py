@@ -52,11 +52,11 @@ LONGEST_NOTE = 1000
 
 
 def worker_main(
-    control_fd: int, stderr_fd: int, death_mutex_fd: int, cores_fd: int, number: int, parent_pid: int
+    control_fd: int, stderr_fd: int, death_mutex_fd: int, cpu_sharing_fd: int, number: int, parent_pid: int
 ) -> NoReturn:
     """Run the process. It ends by ``os._exit``, so that exit handlers of native libraries cannot delay its end.
 
-    control_fd, stderr_fd, death_mutex_fd, cores_fd: inherited descriptors, which the worker now owns.
+    control_fd, stderr_fd, death_mutex_fd, cpu_sharing_fd: inherited descriptors, which the worker now owns.
     number: the worker's row in the page of ``cpu_sharing``.
     parent_pid: the process that spawned it.
     """
@@ -70,7 +70,7 @@ def worker_main(
     if os.getppid() != parent_pid:  # the parent died before prctl took effect
         os._exit(0)
     death_mutex.acquire_death_mutex(death_mutex_fd)
-    cores = CpuSharing(cores_fd, number)
+    cpu_sharing = CpuSharing(cpu_sharing_fd, number)
     # Engines hold the interpreter in long stretches of small operations: let control messages in between.
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     os.set_inheritable(control_fd, False)
@@ -78,7 +78,7 @@ def worker_main(
     sock.setblocking(False)
     code = 1
     try:
-        engine_error = trio.run(_serve, sock, cores, restrict_keyboard_interrupt_to_checkpoints=True)
+        engine_error = trio.run(_serve, sock, cpu_sharing, restrict_keyboard_interrupt_to_checkpoints=True)
         if engine_error is None:
             code = 0
         else:
@@ -91,7 +91,7 @@ def worker_main(
         os._exit(code)
 
 
-async def _serve(sock: socket.socket, cores: CpuSharing) -> Exception | None:
+async def _serve(sock: socket.socket, cpu_sharing: CpuSharing) -> Exception | None:
     """Run the engine until the parent stops the worker, or until the engine fails: then return its exception."""
     async with open_mailbox(sock, MAILBOX_CAPACITY) as mailbox:
         configure, _ = await mailbox.incoming.receive()
@@ -103,12 +103,12 @@ async def _serve(sock: socket.socket, cores: CpuSharing) -> Exception | None:
             """Queue a message, waiting for room. Called by the engine's thread."""
             trio.from_thread.run(mailbox.send, message)
 
-        cores.threads, cores.nice = spec.threads, spec.nice
-        loop = EngineLoop(spec.address, configure.fence, notify, cores, resumable=spec.resumable)
+        cpu_sharing.threads, cpu_sharing.nice = spec.threads, spec.nice
+        loop = EngineLoop(spec.address, configure.fence, notify, cpu_sharing, resumable=spec.resumable)
         error: Exception | None = None  # the result if the engine's thread is abandoned
         async with trio.open_nursery() as nursery:
             nursery.start_soon(_handle_commands, loop, mailbox, nursery.cancel_scope)
-            error = await trio.to_thread.run_sync(_run_engine, spec, cores, loop, notify, abandon_on_cancel=True)
+            error = await trio.to_thread.run_sync(_run_engine, spec, cpu_sharing, loop, notify, abandon_on_cancel=True)
             with trio.move_on_after(DRAIN_TIMEOUT_S):
                 await mailbox.drain()
             nursery.cancel_scope.cancel()
@@ -135,11 +135,13 @@ async def _handle_commands(loop: EngineLoop, mailbox: Mailbox, worker_scope: tri
     worker_scope.cancel()
 
 
-def _run_engine(spec: messages.WorkerSpec, cores: CpuSharing, loop: EngineLoop, notify: Notify) -> Exception | None:
+def _run_engine(
+    spec: messages.WorkerSpec, cpu_sharing: CpuSharing, loop: EngineLoop, notify: Notify
+) -> Exception | None:
     """Load the engine and serve until ``Stop``, in the engine's thread. Return the exception that ended it, if any."""
     began = time.monotonic()
     try:
-        engine = _load(spec, cores, notify)
+        engine = _load(spec, cpu_sharing, notify)
     except Exception as error:  # noqa: BLE001 - it ends the worker
         notify(messages.LoadFailed(f"{type(error).__name__}: {error}"[:LONGEST_ERROR]))
         return error
@@ -152,7 +154,7 @@ def _run_engine(spec: messages.WorkerSpec, cores: CpuSharing, loop: EngineLoop, 
     return None
 
 
-def _load(spec: messages.WorkerSpec, cores: CpuSharing, notify: Notify) -> StageEngine:
+def _load(spec: messages.WorkerSpec, cpu_sharing: CpuSharing, notify: Notify) -> StageEngine:
     """Build the engine and warm it up, so that no request pays for either."""
     os.nice(spec.nice)  # on Linux: for this thread and those that it starts, not for the one that reads commands
     _prepare_libraries(spec.threads, spins=spec.spins)
@@ -162,14 +164,14 @@ def _load(spec: messages.WorkerSpec, cores: CpuSharing, notify: Notify) -> Stage
         model=Path(spec.model) if spec.model else None,
         options=spec.options,
         threads=spec.threads,
-        thread_budget=cores.thread_budget,
+        thread_budget=cpu_sharing.thread_budget,
         device=spec.device,
         report=lambda note: notify(messages.Loading(note[:LONGEST_NOTE])),
     )
     engine: StageEngine = pkgutil.resolve_name(spec.factory)(context)
     if isinstance(engine, WarmsUp):
         notify(messages.Loading("warming up"))
-        with cores:
+        with cpu_sharing:
             engine.warm_up()
     gc.collect()
     gc.freeze()  # with transformers loaded, each full collection while serving delayed every request by 0.2 s

@@ -33,12 +33,12 @@ class Machine:
 
     def worker(self, threads: int, nice: int = 0) -> CpuSharing:
         number = self.shared.join()
-        cores = CpuSharing(os.dup(self.shared.fd), number)
-        cores.threads, cores.nice, self.numbers[cores] = threads, nice, number
-        return cores
+        worker = CpuSharing(os.dup(self.shared.fd), number)
+        worker.threads, worker.nice, self.numbers[worker] = threads, nice, number
+        return worker
 
-    def leave(self, cores: CpuSharing) -> None:
-        self.shared.leave(self.numbers.pop(cores))
+    def leave(self, worker: CpuSharing) -> None:
+        self.shared.leave(self.numbers.pop(worker))
 
 
 @pytest.fixture
@@ -49,8 +49,8 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
     monkeypatch.setattr(module, "_current_core", lambda: machine.core)
     monkeypatch.setattr(module.time, "monotonic", lambda: machine.now)
     yield machine
-    for cores in list(machine.numbers):
-        machine.leave(cores)
+    for worker in list(machine.numbers):
+        machine.leave(worker)
 
 
 def test_a_thread_budget_is_what_the_others_leave_but_at_least_one(machine: Machine) -> None:

@@ -44,7 +44,7 @@ class BudgetEngine(EchoEngine):
 
 
 PIPELINE = f"""\
-name: cores
+name: budgets
 stages:
   budget: {{engine: "{__name__}:BudgetEngine", accepts: [messages], emits: text, threads: {CORES}}}
   voice: {{engine: echo, accepts: [script], emits: audio, threads: 1}}
@@ -165,7 +165,7 @@ async def test_the_event_loop_moves_off_busy_cores_at_each_wake_up_while_there_a
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     calls: list[CpuSharingPage] = []
-    monkeypatch.setattr(CpuSharingPage, "move_off_busy_core", lambda cores: calls.append(cores))
+    monkeypatch.setattr(CpuSharingPage, "move_off_busy_core", lambda page: calls.append(page))
     pipeline = Pipeline(name="one", stages={"only": Stage(engine="echo", accepts=("script",), emits="audio")})
     for _ in range(2):
         async with OmniSystem.open(pipeline) as omni:
@@ -180,8 +180,8 @@ async def test_the_event_loop_moves_off_busy_cores_at_each_wake_up_while_there_a
 
 @pytest.mark.skipif(CORES < 2, reason="one core cannot be shared")
 async def test_a_worker_computes_with_fewer_threads_until_the_other_worker_is_killed(tmp_path: Path) -> None:
-    (tmp_path / "cores.yaml").write_text(PIPELINE)
-    async with OmniSystem.open(tmp_path / "cores.yaml") as omni:
+    (tmp_path / "budgets.yaml").write_text(PIPELINE)
+    async with OmniSystem.open(tmp_path / "budgets.yaml") as omni:
 
         async def thread_budget() -> int:
             return int("".join([output.delta async for output in omni.generate("how many?")]))

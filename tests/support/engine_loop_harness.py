@@ -52,9 +52,9 @@ class Watched(EngineLoop):
 class LoopHarness:
     """A loop with the far ends of its rings, and its messages."""
 
-    def __init__(self, cores: NoCpuSharing | None = None, *, resumable: bool = False) -> None:
+    def __init__(self, cpu_sharing: NoCpuSharing | None = None, *, resumable: bool = False) -> None:
         self.messages: queue.Queue[ControlMessage] = queue.Queue()
-        self.loop = Watched(HERE, 0, self.messages.put, cores, resumable=resumable)
+        self.loop = Watched(HERE, 0, self.messages.put, cpu_sharing, resumable=resumable)
         self.error: BaseException | None = None
         self._thread: threading.Thread | None = None
         self._rings: list[Ring] = []
@@ -138,10 +138,10 @@ class LoopHarness:
 
 
 @contextmanager
-def open_harness(cores: NoCpuSharing | None = None, *, resumable: bool = False) -> Iterator[LoopHarness]:
+def open_harness(cpu_sharing: NoCpuSharing | None = None, *, resumable: bool = False) -> Iterator[LoopHarness]:
     """When the block ends, the loop has ended and every descriptor is closed."""
     before = len(os.listdir("/proc/self/fd"))
-    harness = LoopHarness(cores, resumable=resumable)
+    harness = LoopHarness(cpu_sharing, resumable=resumable)
     yield harness
     harness.close()
     assert len(os.listdir("/proc/self/fd")) == before
