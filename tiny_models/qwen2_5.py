@@ -52,6 +52,50 @@ PREPROCESSOR = {
 """The one file that configures the features of audio, images and videos: the real one, except for the pixels and the
 window, to whose end every recording is filled up: the real one's 300 s take their time."""
 
+ATTENTION = {
+    "max_position_embeddings": 4096,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [4, 2, 2]},
+    "initializer_range": 0.3,
+}
+AUDIO = {
+    "num_mel_bins": 128,
+    "encoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "encoder_ffn_dim": 64,
+    "d_model": 32,
+    "output_dim": 64,
+    "initializer_range": 0.1,
+}
+VISION = {
+    "depth": 2,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_heads": 4,
+    "window_size": 56,
+    "out_hidden_size": 64,
+    "fullatt_block_indexes": [1],
+    "initializer_range": 0.1,
+}
+DIT = {
+    "hidden_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "head_dim": 16,
+    "emb_dim": 32,
+    "block_size": BLOCK,
+    "look_ahead_layers": [1],
+    "look_backward_layers": [0, 2],
+    "repeats": REPEATS,
+    "num_embeds": TALKER_VOCABULARY,
+    "enc_emb_dim": 32,
+    "enc_dim": 16,
+    "enc_channels": [16, 16, 16, 16, 48],
+    "enc_attention_channels": 8,
+    "enc_se_channels": 8,
+    "max_position_embeddings": 4096,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+}
+
 
 def token(text: str) -> int:
     id_: int = TOKENIZER.convert_tokens_to_ids(text)
@@ -60,8 +104,22 @@ def token(text: str) -> int:
 
 def config(**bigvgan: Any) -> Qwen2_5OmniConfig:
     """bigvgan: changes of the vocoder's part."""
+    vocoder = {
+        "upsample_initial_channel": 64,
+        "resblock_kernel_sizes": [3],
+        "resblock_dilation_sizes": [[1, 3, 5]],
+    }
+    return Qwen2_5OmniConfig(
+        thinker_config=_thinker(),
+        talker_config=_talker(),
+        token2wav_config={"dit_config": DIT, "bigvgan_config": vocoder | bigvgan},
+    )
+
+
+def _marks() -> dict[str, int]:
+    """The tokens of media, which both language models know."""
     marks = words.QWEN2_5
-    ids = {
+    return {
         "audio_token_index": token(marks.audio),
         "image_token_index": token(marks.image),
         "video_token_index": token(marks.video),
@@ -70,52 +128,33 @@ def config(**bigvgan: Any) -> Qwen2_5OmniConfig:
         "vision_start_token_id": token(marks.vision_bos),
         "vision_end_token_id": token(marks.vision_eos),
     }
-    attention = {
-        "max_position_embeddings": 4096,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [4, 2, 2]},
-        "initializer_range": 0.3,
-    }
-    text = {
-        **attention,
-        "vocab_size": len(TOKENIZER),
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "eos_token_id": token(words.IM_END),
-        "pad_token_id": token(words.PAD),
-    }
-    audio = {
-        "num_mel_bins": 128,
-        "encoder_layers": 2,
-        "encoder_attention_heads": 4,
-        "encoder_ffn_dim": 64,
-        "d_model": 32,
-        "output_dim": 64,
-        "initializer_range": 0.1,
-    }
-    vision = {
-        "depth": 2,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_heads": 4,
-        "window_size": 56,
-        "out_hidden_size": 64,
-        "fullatt_block_indexes": [1],
-        "initializer_range": 0.1,
-    }
-    thinker = {
-        **ids,
+
+
+def _thinker() -> dict[str, Any]:
+    return {
+        **_marks(),
         "user_token_id": token("user"),
-        "audio_config": audio,
-        "vision_config": vision,
-        "text_config": text,
+        "audio_config": AUDIO,
+        "vision_config": VISION,
+        "text_config": {
+            **ATTENTION,
+            "vocab_size": len(TOKENIZER),
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "eos_token_id": token(words.IM_END),
+            "pad_token_id": token(words.PAD),
+        },
         "initializer_range": 0.3,
     }
-    talker = {
-        **ids,
-        **attention,
+
+
+def _talker() -> dict[str, Any]:
+    return {
+        **_marks(),
+        **ATTENTION,
         "vocab_size": TALKER_VOCABULARY,
         "embedding_size": 64,
         "hidden_size": 48,
@@ -132,35 +171,6 @@ def config(**bigvgan: Any) -> Qwen2_5OmniConfig:
         "tts_codec_end_token_id": CODEC_EOS,
         "tts_codec_mask_token_id": CODEC_MASK,
     }
-    dit = {
-        "hidden_size": 64,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "head_dim": 16,
-        "emb_dim": 32,
-        "block_size": BLOCK,
-        "look_ahead_layers": [1],
-        "look_backward_layers": [0, 2],
-        "repeats": REPEATS,
-        "num_embeds": TALKER_VOCABULARY,
-        "enc_emb_dim": 32,
-        "enc_dim": 16,
-        "enc_channels": [16, 16, 16, 16, 48],
-        "enc_attention_channels": 8,
-        "enc_se_channels": 8,
-        "max_position_embeddings": 4096,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
-    }
-    vocoder = {
-        "upsample_initial_channel": 64,
-        "resblock_kernel_sizes": [3],
-        "resblock_dilation_sizes": [[1, 3, 5]],
-    }
-    return Qwen2_5OmniConfig(
-        thinker_config=thinker,
-        talker_config=talker,
-        token2wav_config={"dit_config": dit, "bigvgan_config": vocoder | bigvgan},
-    )
 
 
 def build(

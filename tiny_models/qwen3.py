@@ -50,6 +50,42 @@ PREPROCESSOR = {
 }
 """The one file that configures the features of audio, images and videos: the real one, with fewer pixels."""
 
+AUDIO = {
+    "num_mel_bins": 128,
+    "encoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "encoder_ffn_dim": 64,
+    "d_model": 32,
+    "downsample_hidden_size": 8,
+    "initializer_range": 0.3,
+    "n_window": 50,
+    "n_window_infer": 400,
+    "conv_chunksize": 500,
+}
+VISION = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_heads": 4,
+    "patch_size": 16,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "num_position_embeddings": 64,
+    "initializer_range": 0.3,
+}
+CODE2WAV = {
+    "codebook_size": CODEBOOK,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "num_hidden_layers": 2,
+    "sliding_window": 8,
+    "decoder_dim": 64,
+    "layer_scale_initial_scale": 0.3,
+    "initializer_range": 0.2,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+}
+
 
 def token(text: str) -> int:
     (id_,) = TOKENIZER(text).input_ids
@@ -87,8 +123,31 @@ def config(
 ) -> Qwen3OmniMoeConfig:
     """deepstack: the vision layers whose rows are added behind the thinker's first ones. code2wav: of its part."""
     moe = {"moe_intermediate_size": 32, "num_experts": experts, "num_experts_per_tok": experts_per_token}
+    talker = {
+        **_talker(moe, talker_hidden, talker_layers, groups),
+        "thinker_hidden_size": hidden,
+        "speaker_id": {name: CODEBOOK + 8 + number for number, name in enumerate(speakers)},
+    }
+    return Qwen3OmniMoeConfig(
+        thinker_config=_thinker(moe, hidden, layers, deepstack),
+        talker_config=talker,
+        code2wav_config=CODE2WAV | {"num_quantizers": groups} | code2wav,
+        im_start_token_id=token(tokenizer.IM_START),
+        im_end_token_id=token(tokenizer.IM_END),
+        tts_pad_token_id=token("<tts_pad>"),
+        tts_bos_token_id=token("<tts_text_bos>"),
+        tts_eos_token_id=token("<tts_text_eod>"),
+        system_token_id=token("system"),
+        user_token_id=token("user"),
+        assistant_token_id=token("assistant"),
+        initializer_range=0.3,
+    )
+
+
+def _marks() -> dict[str, int]:
+    """The tokens of media, which both language models know."""
     marks = tokenizer.QWEN3
-    ids = {
+    return {
         "audio_token_id": token(marks.audio),
         "image_token_id": token(marks.image),
         "video_token_id": token(marks.video),
@@ -96,36 +155,20 @@ def config(
         "vision_start_token_id": token(marks.vision_bos),
         "position_id_per_seconds": 13,
     }
-    thinker = {
-        **ids,
+
+
+def _thinker(moe: dict[str, int], hidden: int, layers: int, deepstack: Sequence[int]) -> dict[str, Any]:
+    return {
+        **_marks(),
         "initializer_range": 0.3,
-        "audio_end_token_id": token(marks.audio_eos),
-        "vision_end_token_id": token(marks.vision_eos),
+        "audio_end_token_id": token(tokenizer.QWEN3.audio_eos),
+        "vision_end_token_id": token(tokenizer.QWEN3.vision_eos),
         "user_token_id": token("user"),
-        "audio_config": {
-            "num_mel_bins": 128,
-            "encoder_layers": 2,
-            "encoder_attention_heads": 4,
-            "encoder_ffn_dim": 64,
-            "d_model": 32,
-            "output_dim": hidden,
-            "downsample_hidden_size": 8,
-            "initializer_range": 0.3,
-            "n_window": 50,
-            "n_window_infer": 400,
-            "conv_chunksize": 500,
-        },
+        "audio_config": AUDIO | {"output_dim": hidden},
         "vision_config": {
+            **VISION,
             "depth": max(deepstack, default=0) + 1,
-            "hidden_size": 32,
-            "intermediate_size": 64,
-            "num_heads": 4,
-            "patch_size": 16,
-            "spatial_merge_size": 2,
-            "temporal_patch_size": 2,
             "out_hidden_size": hidden,
-            "num_position_embeddings": 64,
-            "initializer_range": 0.3,
             "deepstack_visual_indexes": list(deepstack),
         },
         "text_config": text_config(
@@ -137,22 +180,24 @@ def config(
             pad_token_id=token(tokenizer.PAD),
         ),
     }
-    talker = {
-        **ids,
+
+
+def _talker(moe: dict[str, int], hidden: int, layers: int, groups: int) -> dict[str, Any]:
+    return {
+        **_marks(),
         "initializer_range": 0.3,
         "text_config": text_config(
-            CODEBOOK + SPECIALS, talker_layers, **moe, hidden_size=talker_hidden, shared_expert_intermediate_size=32
+            CODEBOOK + SPECIALS, layers, **moe, hidden_size=hidden, shared_expert_intermediate_size=32
         ),
         "code_predictor_config": text_config(
             CODEBOOK,
             2,
-            hidden_size=talker_hidden,
+            hidden_size=hidden,
             num_code_groups=groups,
             max_position_embeddings=64,
             rope_parameters=ROPE,
         ),
         "num_code_groups": groups,
-        "thinker_hidden_size": hidden,
         "accept_hidden_layer": 2,
         "spatial_merge_size": 2,
         "codec_pad_id": CODEBOOK,
@@ -161,36 +206,7 @@ def config(
         "codec_nothink_id": CODEBOOK + 3,
         "codec_think_bos_id": CODEBOOK + 4,
         "codec_think_eos_id": CODEBOOK + 5,
-        "speaker_id": {name: CODEBOOK + 8 + number for number, name in enumerate(speakers)},
     }
-    decoder = {
-        "codebook_size": CODEBOOK,
-        "num_quantizers": groups,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 4,
-        "num_hidden_layers": 2,
-        "sliding_window": 8,
-        "decoder_dim": 64,
-        "layer_scale_initial_scale": 0.3,
-        "initializer_range": 0.2,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
-    }
-    return Qwen3OmniMoeConfig(
-        thinker_config=thinker,
-        talker_config=talker,
-        code2wav_config=decoder | code2wav,
-        im_start_token_id=token(tokenizer.IM_START),
-        im_end_token_id=token(tokenizer.IM_END),
-        tts_pad_token_id=token("<tts_pad>"),
-        tts_bos_token_id=token("<tts_text_bos>"),
-        tts_eos_token_id=token("<tts_text_eod>"),
-        system_token_id=token("system"),
-        user_token_id=token("user"),
-        assistant_token_id=token("assistant"),
-        initializer_range=0.3,
-    )
 
 
 def build(

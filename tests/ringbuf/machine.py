@@ -116,6 +116,39 @@ class Step(NamedTuple):
     answer: Answer = None
 
 
+class _Run:
+    """One side on the way to its next step, and what only that side can change."""
+
+    def __init__(self, state: State, side: int) -> None:
+        self._state, self._side = state, side
+        self.node, self.at = state.at[side]
+        self.stored, self.held, self._reading = state.buffers[side], state.held[side], state.reading[side]
+
+    def state(self) -> State:
+        state, side = self._state, self._side
+        return State(
+            at=_put(state.at, side, (self.node, self.at)),
+            buffers=_put(state.buffers, side, self.stored),
+            words=state.words,
+            data=state.data,
+            rung=state.rung,
+            held=_put(state.held, side, self.held),
+            reading=_put(state.reading, side, self._reading),
+            life=state.life,
+            past=state.past,
+        )
+
+    def answer(self, answer: Answer) -> None:
+        """Go on with what the script does after this answer."""
+        self.node, self.at = _after(self.node, self._side, answer), 0
+
+    def read(self, begin: int, end: int) -> None:
+        """Go on with the bytes from ``begin`` to ``end``."""
+        _check_complete(self._state, self._side, begin, end)
+        self._reading = (*self._reading, (begin, end, len(self.stored)))
+        self.answer(_read(self._state.data, self.stored, begin, end))
+
+
 class Machine:
     """varying: words that one side stores and others load. All else is constant to them, or there is NotConstant."""
 
@@ -232,61 +265,45 @@ class Machine:
             raise Violation(f"at the end {shown}{f', where {error}' * bool(str(error))}") from None
 
     def _run_on(self, state: State, side: int, deaths: list[State]) -> State:
-        """All up to the next step."""
-        if side == self._mortal and state.life == DIED:
-            return state
+        """All up to the next step. deaths: gets the states in which the side died on the way there."""
         mortal = side == self._mortal and state.life == LIVES
-        node, at = state.at[side]
-        if node.ops[at][0] in _STEPS:
+        if (side == self._mortal and state.life == DIED) or state.next_of(side)[0] in _STEPS:
             return state
-        stored, held, reading = state.buffers[side], state.held[side], state.reading[side]
-        rests = 0
-
-        def here() -> State:
-            return State(
-                _put(state.at, side, (node, at)),
-                _put(state.buffers, side, stored),
-                state.words,
-                state.data,
-                state.rung,
-                _put(state.held, side, held),
-                _put(state.reading, side, reading),
-                state.life,
-                state.past,
-            )
-
+        run, rests = _Run(state, side), 0
         while True:
-            op = node.ops[at]
+            op = run.node.ops[run.at]
             kind, *what = op
             if kind in ("store", "write"):
                 if mortal:
-                    deaths.append(self._death(here(), side))
-                if kind == "store" and what[0] not in self._varying and self._is_looked_at(what[0]):
-                    raise NotConstant(what[0])
-                if kind == "write":
-                    _check_unused(state, side, what[0], what[0] + len(what[1]))
-                stored = (*stored, op)
+                    deaths.append(self._death(run.state(), side))
+                self._check_store(state, side, op)
+                run.stored = (*run.stored, op)
             elif kind == "hold":
-                held = (*held, (what[0], what[1]))
+                run.held = (*run.held, (what[0], what[1]))
             elif kind == "read":
-                _check_complete(state, side, what[0], what[1])
-                reading = (*reading, (what[0], what[1], len(stored)))
-                node, at = _after(node, side, _read(state.data, stored, what[0], what[1])), 0
+                run.read(what[0], what[1])
                 continue
             elif kind == "load" and (what[0] in OWN[side] or what[0] not in self._varying):
-                node, at = _after(node, side, _load(here(), side, what[0])), 0
+                run.answer(_load(run.state(), side, what[0]))
                 continue
             elif kind == "rest":
-                node, at = _after(node, side, None), 0
+                run.answer(None)
                 rests += 1
                 if rests == PATIENCE:
                     raise Violation(f"the {SIDES[side]} runs in circles")
                 continue
             elif kind == "raised":
                 raise Violation(f"the {SIDES[side]} fails: {what[0]}")
-            elif kind != "note" and (kind != "fence" or stored):
-                return here()
-            at += 1
+            elif kind != "note" and (kind != "fence" or run.stored):
+                return run.state()
+            run.at += 1
+
+    def _check_store(self, state: State, side: int, op: Op) -> None:
+        kind, where, value = op
+        if kind == "write":
+            _check_unused(state, side, where, where + len(value))
+        elif where not in self._varying and self._is_looked_at(where):
+            raise NotConstant(where)
 
     def _drain(self, state: State, side: int) -> State:
         """Up to the next word that others look at."""

@@ -8,7 +8,8 @@ the test.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,6 +18,7 @@ import torch
 from transformers import Qwen2_5OmniForConditionalGeneration
 
 from tests.support.clear_choices import watch_head
+from tests.support.recorded_calls import Call, recorded_calls
 
 Codes = np.ndarray[Any, np.dtype[np.int64]]
 Wave = np.ndarray[Any, np.dtype[np.float32]]
@@ -73,63 +75,58 @@ class Reference:
         padded: bool = False,
     ) -> Answer:
         """seed: of the noise that the wave is made of. padded: as a prompt that has one to its left to be ignored."""
-        model, made, crash = self.model, {}, None
-        token2wav = model.token2wav.forward
-
-        def kept(name: str, call: Any) -> Any:
-            @functools.wraps(call)
-            def wrapper(*args: Any, **kwargs: Any) -> Any:
-                made[f"{name} given"] = kwargs
-                made[name] = call(*args, **kwargs)
-                return made[name]
-
-            return wrapper
-
-        def seeded(codes: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-            made["codes"] = codes
-            torch.manual_seed(seed)
-            return token2wav(codes, **kwargs)  # type: ignore[no-any-return]
-
-        inputs, before = torch.tensor([[0] * padded + ids]), len(ids) + padded
+        model, crash, wave = self.model, None, np.zeros(0, np.float32)
+        inputs = torch.tensor([[0] * padded + ids])
         mask = torch.ones_like(inputs)
         mask[:, : int(padded)] = 0
-        wave = np.zeros(0, np.float32)
-        model.thinker.generate = kept("thinker", model.thinker.generate)
-        model.talker.generate = kept("talker", model.talker.generate)
-        model.token2wav.forward = seeded
-        try:
-            _, waves = model.generate(
-                inputs,
-                attention_mask=mask,
-                speaker=speaker,
-                use_audio_in_video=use_audio_in_video,
-                thinker_max_new_tokens=max_tokens,
-                thinker_do_sample=False,
-                thinker_eos_token_id=model.config.thinker_config.text_config.eos_token_id,
-                talker_max_new_tokens=max_codes,
-                talker_do_sample=False,
-                talker_eos_token_id=self.ends,
-                token2wav_num_steps=steps,
-                # Given to all, as a user would, pictures are refused by the talker, which has no such argument.
-                **{f"thinker_{name}" if "pixel" in name else name: tensor for name, tensor in tensors.items()},
-            )
-            wave = waves.numpy()
-        except (RuntimeError, ValueError):
-            if "talker" not in made and made["thinker"].sequences.shape[1] == before + 1:
-                crash = "thinker"
-            elif "codes" in made and not made["codes"].numel():
-                crash = "talker"
-            else:
-                raise
-        finally:
-            del model.thinker.generate, model.talker.generate, model.token2wav.forward
-        codes = made["codes"][0].numpy() if "codes" in made else np.zeros(0, np.int64)
-        rows, ended = np.zeros((0, 0), np.float32), False
-        if given := made.get("talker given"):
-            prompt, answer = given["inputs_embeds"][0, int(padded) :], given["thinker_reply_part"][0]
+        with (
+            _seeded(model.token2wav, seed),
+            recorded_calls(
+                thinker=(model.thinker, "generate"),
+                talker=(model.talker, "generate"),
+                token2wav=(model.token2wav, "forward"),
+            ) as calls,
+        ):
+            try:
+                _, waves = model.generate(
+                    inputs,
+                    attention_mask=mask,
+                    speaker=speaker,
+                    use_audio_in_video=use_audio_in_video,
+                    thinker_max_new_tokens=max_tokens,
+                    thinker_do_sample=False,
+                    thinker_eos_token_id=model.config.thinker_config.text_config.eos_token_id,
+                    talker_max_new_tokens=max_codes,
+                    talker_do_sample=False,
+                    talker_eos_token_id=self.ends,
+                    token2wav_num_steps=steps,
+                    # Given to all, as a user would, pictures are refused by the talker, which has no such argument.
+                    **{f"thinker_{name}" if "pixel" in name else name: tensor for name, tensor in tensors.items()},
+                )
+                wave = waves.numpy()
+            except (RuntimeError, ValueError):
+                crash = _crash(calls, inputs.shape[1])
+                if crash is None:
+                    raise
+        return self._collect(calls, inputs.shape[1], int(padded), wave, crash)
+
+    def _collect(self, calls: dict[str, Call], length: int, padding: int, wave: Wave, crash: str | None) -> Answer:
+        """length: of the prompt, with the padding."""
+        codes, rows, ended = np.zeros(0, np.int64), np.zeros((0, 0), np.float32), False
+        if "token2wav" in calls:
+            codes = calls["token2wav"].args[0][0].numpy()
+        if talker := calls.get("talker"):
+            prompt, answer = talker.kwargs["inputs_embeds"][0, padding:], talker.kwargs["thinker_reply_part"][0]
             rows = torch.cat([prompt[:-2], prompt[-1:], answer[:-2]]).numpy()
-            ended = int(made["talker"][0, -1]) in self.ends
-        return Answer(made["thinker"].sequences[0, before:].tolist(), codes, wave, rows, ended, crash)
+            ended = int(talker.result[0, -1]) in self.ends
+        return Answer(
+            ids=calls["thinker"].result.sequences[0, length:].tolist(),
+            codes=codes,
+            wave=wave,
+            rows=rows,
+            talker_ended=ended,
+            crash=crash,
+        )
 
     def token2wav(self, codes: Codes, speaker: str, seed: int, steps: int = 10) -> Wave:
         """The wave of codes, int64 (n,), by the noise that torch draws from ``seed``."""
@@ -143,6 +140,29 @@ class Reference:
                 num_steps=steps,
             )
         return wave.reshape(-1).numpy()  # type: ignore[no-any-return]
+
+
+def _crash(calls: dict[str, Call], length: int) -> str | None:
+    """Return the model that produced nothing, or None if another cause made the reference raise."""
+    if "talker" not in calls and calls["thinker"].result.sequences.shape[1] == length + 1:
+        return "thinker"
+    if "token2wav" in calls and not calls["token2wav"].args[0].numel():
+        return "talker"
+    return None
+
+
+@contextmanager
+def _seeded(module: torch.nn.Module, seed: int) -> Iterator[None]:
+    """During the block, each forward of the module draws its noise from ``seed``."""
+
+    def set_seed(*_: Any) -> None:
+        torch.manual_seed(seed)
+
+    hook = module.register_forward_pre_hook(set_seed)
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 @functools.cache
