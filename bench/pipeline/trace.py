@@ -1,7 +1,8 @@
 """When one request, alone in the system, passes each point of its path through all processes.
 
 The workers' points are the statistics that every stage reports anyway. The parent's are taken by wrapping the calls
-that post a message, write a packet and send input. All are CLOCK_MONOTONIC, so they compare across processes.
+that post a message, write a packet, send input and receive output. All are CLOCK_MONOTONIC, so they compare across
+processes.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ from rich.table import Table
 
 from bench.pipeline.ours import MODALITIES, pipeline
 from omni_actors import OmniSystem
-from omni_actors.orchestrator.pieces import Input
+from omni_actors.orchestrator.pieces import Input, Piece
+from omni_actors.orchestrator.readers import Readers
+from omni_actors.orchestrator.request import Request
 from omni_actors.protocol import mailbox, messages
 from omni_actors.supervisor.edges import InputEdge
 from omni_actors.supervisor.replica import Replica
@@ -68,7 +71,6 @@ async def _trace(omni: OmniSystem) -> dict[str, float]:
         passed["the client has the output"] = time.monotonic()
     assert metrics is not None
     request = generation.stream.request
-    passed["the output has arrived in the parent"] = request.first_arrived["third"]
     passed["the request has ended"] = request.submitted + metrics.total_s
     for stage, times in metrics.stages.items():
         for point, seconds in (
@@ -83,8 +85,8 @@ async def _trace(omni: OmniSystem) -> dict[str, float]:
 
 @contextmanager
 def _watching_parent(passed: dict[str, float]) -> Iterator[None]:
-    """Record in ``passed`` when the parent posts and writes each ``Start``, and when the input is in its ring."""
-    post, send_fds, send = Replica.post, socket.send_fds, InputEdge.send
+    """Record in ``passed`` when the parent posts and writes each ``Start``, sends the input and receives the output."""
+    post, send_fds, send, arrive = Replica.post, socket.send_fds, InputEdge.send, Readers.arrive
 
     def posting(replica: Replica, message: messages.ControlMessage, *rest: Any) -> None:
         post(replica, message, *rest)
@@ -106,10 +108,15 @@ def _watching_parent(passed: dict[str, float]) -> Iterator[None]:
         await send(edge, *rest)
         passed["the input is in the ring"] = time.monotonic()
 
+    def arriving(readers: Readers, request: Request, piece: Piece) -> None:
+        passed.setdefault("the output has arrived in the parent", piece.arrived)
+        arrive(readers, request, piece)
+
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(Replica, "post", posting))
         stack.enter_context(mock.patch.object(mailbox.socket, "send_fds", writing))
         stack.enter_context(mock.patch.object(InputEdge, "send", sending))
+        stack.enter_context(mock.patch.object(Readers, "arrive", arriving))
         yield
 
 

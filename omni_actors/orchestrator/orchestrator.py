@@ -322,7 +322,6 @@ class Orchestrator:
         request.replay_state.output_arrived(stage, last=header.last)
         request.lifecycle.advance(Event.OUTPUT)
         now, size = time.monotonic(), payload.nbytes
-        request.first_arrived.setdefault(stage, now)
         piece = Piece(stage=stage, data=header.data, tensors=tensors, last=header.last, arrived=now, nbytes=size)
         self.readers.arrive(request, piece)
         if header.last and not request.lifecycle.ended:

@@ -78,8 +78,6 @@ class Request:
 
     stats: dict[str, StageStats] = field(default_factory=dict)
     """Statistics of the stages that have finished."""
-    first_arrived: dict[str, float] = field(default_factory=dict)
-    """When the first output of each stage arrived; CLOCK_MONOTONIC."""
     sent_bytes: dict[str, int] = field(default_factory=dict)
     """Input bytes that the parent sent to each replica."""
     finished: float | None = None
