@@ -28,8 +28,8 @@ from omni_actors.supervisor.replica import Replica
 class Readers:
     """The readers of all requests that are not closed.
 
-    A request holds at most ``limits.output_bytes`` of output that its client does not have, and all requests together
-    at most ``limits.unread_bytes``. A request that exceeds a bound is cut with ``SlowConsumer``.
+    The output that a request's client does not have is at most ``limits.output_bytes``, and that of all requests
+    together at most ``limits.unread_bytes``. A request that exceeds a bound is cut with ``SlowConsumer``.
 
     Args:
         limits: The bounds.
@@ -126,7 +126,7 @@ class Readers:
 
     @trio.lowlevel.enable_ki_protection
     def deliver(self, request: Request, size: int) -> None:
-        """Record that the client has ``size`` bytes of what the reader holds."""
+        """Record that the client has ``size`` of the undelivered bytes."""
         self._apply(request, self._unread.deliver(request.account, size, trio.current_time()))
 
     @trio.lowlevel.enable_ki_protection

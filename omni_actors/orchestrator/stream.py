@@ -14,6 +14,7 @@ import trio
 from omni_actors.orchestrator.pieces import Piece
 from omni_actors.orchestrator.readers import Readers
 from omni_actors.orchestrator.request import Request
+from omni_actors.orchestrator.unread import ReaderKind
 
 
 class OutputStream:
@@ -33,20 +34,20 @@ class OutputStream:
         """End the request now, in every stage, and drop its unread output. Does nothing when all output is read."""
         self._abort(self.request)
 
-    def hold(self, *, whole: bool) -> None:
-        """Declare, before the first piece is read, that this reader forwards pieces to a connection (see ``unread``).
+    def forward(self, *, whole: bool) -> None:
+        """Declare, before the first piece is read, that this reader forwards output to a connection.
 
-        whole: whether it collects the whole answer first.
+        whole: whether it collects the whole answer first (``ReaderKind``).
         """
-        self.request.account.forwards, self.request.account.whole = True, whole
+        self.request.account.reader = ReaderKind.WHOLE if whole else ReaderKind.STREAM
 
     @property
-    def held_bytes(self) -> int:
-        """Bytes of output that this reader has read and its connection has not taken."""
-        return self.request.account.held
+    def undelivered_bytes(self) -> int:
+        """Bytes of output that this reader has read and its connection has not accepted."""
+        return self.request.account.undelivered
 
     def delivered(self, size: int) -> None:
-        """Record that the connection has taken ``size`` bytes of the output that this reader holds."""
+        """Record that the connection has accepted ``size`` of the undelivered bytes."""
         self._readers.deliver(self.request, size)
 
     @contextmanager

@@ -1,24 +1,25 @@
 """Accounts for the output that clients do not have yet, in bytes, and decides which requests to pause or end.
 
 Rules
-1. A piece of output is charged from its arrival in the parent until its reader has it. A caller of the library has a
-   piece when it is returned. A reader that forwards pieces to a connection holds a piece until it asks for the next one
-   or, if it collects a whole answer, until it closes.
-2. Window: a request with more than ``window_bytes`` whose reader forwards pieces is paused until the charge is down to
-   half of that. A whole answer has no window, since its reader frees nothing before the end. A caller of the library
-   has none either: it may read several answers in any order, at any rate.
-3. Pressure: it begins at half of ``unread_bytes`` in total and lasts until a quarter. During pressure, each forwarded
-   request with more than ``SMALL_BYTES`` is paused, except the oldest unfinished whole answer of that size. So whole
-   answers complete one after the other and never wait for each other's memory.
+1. A piece of output is charged from its arrival in the parent until its client has it. A caller of the library has a
+   piece when it is returned. A piece that is read for a connection stays charged, as undelivered, until the reader
+   asks for the next one or, if it collects the whole answer, until it closes (``ReaderKind``).
+2. Window: a stream with more than ``window_bytes`` is paused until the charge is down to half of that. A whole answer
+   has no window, since its reader frees nothing before the end. A caller of the library has none either: it may read
+   several answers in any order, at any rate.
+3. Pressure: it begins at half of ``unread_bytes`` in total and lasts until a quarter. During pressure, each stream and
+   each whole answer with more than ``SMALL_BYTES`` is paused, except the oldest unfinished whole answer of that size.
+   So whole answers complete one after the other and never wait for each other's memory.
 4. A request waits for its reader while it is paused (unless it is a whole answer), and while it has ended and is
    unread. The reader's rate is measured from the beginning of that wait. A connection that reads less than
-   ``read_bytes_s`` on average, after ``RATE_GRACE_S``, is too slow. The piece that a streaming reader holds counts as
-   read; of a whole answer, only the part that was sent does.
+   ``read_bytes_s`` on average, after ``RATE_GRACE_S``, is too slow. The undelivered piece of a stream counts as read;
+   of a whole answer, only the part that was sent does.
 5. This module does no I/O and has no clock: ``now`` is an argument, in seconds of one clock.
 """
 
 from __future__ import annotations
 
+import enum
 import math
 from dataclasses import dataclass
 
@@ -32,21 +33,29 @@ ROOM_GRACE_S = 2.0
 """The time that a request waits for its reader before it may be ended to make room for another request."""
 
 
+class ReaderKind(enum.Enum):
+    """How output passes from a request's reader to the client."""
+
+    CALLER = "caller"
+    """The reader is a caller of the library, and so the client itself."""
+    STREAM = "stream"
+    """The reader passes each piece to a connection before it asks for the next one."""
+    WHOLE = "whole"
+    """The reader collects the whole answer before it passes anything to a connection."""
+
+
 @dataclass(eq=False)
 class Account:
     """The output of one request that its client does not have yet.
 
-    ``Unread`` alone writes here, except for ``forwards``, ``whole`` and ``sending``, which the reader sets.
+    ``Unread`` alone writes here, except for ``reader`` and ``sending``, which the reader sets.
     """
 
-    unread: int = 0
-    """Bytes that arrived and are not read yet."""
-    held: int = 0
-    """Bytes that the reader has read and not yet passed to its connection."""
-    forwards: bool = False
-    """Whether the reader passes pieces on to a connection."""
-    whole: bool = False
-    """Whether a reader that ``forwards`` collects the whole answer before it sends anything."""
+    reader: ReaderKind = ReaderKind.CALLER
+    queued: int = 0
+    """Bytes that arrived and that the reader has not read."""
+    undelivered: int = 0
+    """Bytes that the reader has read and its connection has not accepted."""
     sending: bool = False
     """Whether the reader is waiting for its connection."""
     paused: bool = False
@@ -60,7 +69,7 @@ class Account:
     @property
     def charged(self) -> int:
         """Bytes of output that the client does not have yet."""
-        return self.unread + self.held
+        return self.queued + self.undelivered
 
     def rate(self, now: float) -> float:
         """Return the bytes per second that the client received since the wait began; infinity if there is no wait."""
@@ -98,7 +107,7 @@ class Unread:
         """Remove an account and its charge. Does nothing to a closed account."""
         self._accounts.pop(account, None)
         self.total -= account.charged
-        account.unread = account.held = 0
+        account.queued = account.undelivered = 0
         account.paused, account.waiting_since = False, None
         self._file(account)
         return self._review(account, now)
@@ -107,33 +116,33 @@ class Unread:
 
     def arrive(self, account: Account, size: int, now: float) -> list[Account]:
         """Charge a piece of ``size`` bytes that has arrived."""
-        account.unread += size
+        account.queued += size
         self.total += size
         return self._review(account, now)
 
     def read(self, account: Account, size: int, now: float) -> list[Account]:
         """Record that the reader takes a piece of ``size`` bytes."""
-        account.unread -= size
-        if account.forwards:
-            account.held += size
-        else:
+        account.queued -= size
+        if account.reader is ReaderKind.CALLER:
             self._record_delivery(account, size)
+        else:
+            account.undelivered += size
         return self._review(account, now)
 
     def ask(self, account: Account, now: float) -> list[Account]:
-        """Record that the reader asks for the next piece: a streaming reader has passed on the last one."""
-        if account.whole or not account.held:
+        """Record that the reader asks for the next piece: a stream's connection has accepted the last one."""
+        if account.reader is ReaderKind.WHOLE or not account.undelivered:
             return []
         return self.release(account, now)
 
     def release(self, account: Account, now: float) -> list[Account]:
-        """Record that the client has everything that the reader held."""
-        return self.deliver(account, account.held, now)
+        """Record that the client has everything that was read."""
+        return self.deliver(account, account.undelivered, now)
 
     def deliver(self, account: Account, size: int, now: float) -> list[Account]:
-        """Record that the client has ``size`` bytes of what the reader holds."""
-        size = min(size, account.held)
-        account.held -= size
+        """Record that the client has ``size`` of the undelivered bytes."""
+        size = min(size, account.undelivered)
+        account.undelivered -= size
         self._record_delivery(account, size)
         return self._review(account, now)
 
@@ -163,7 +172,7 @@ class Unread:
         """Return when the connection becomes too slow if it reads nothing more; infinity while no send waits for it."""
         if account.waiting_since is None or not account.sending:
             return math.inf
-        taken = account.delivered + (0 if account.whole else account.held)
+        taken = account.delivered + (0 if account.reader is ReaderKind.WHOLE else account.undelivered)
         return account.waiting_since + max(RATE_GRACE_S, taken / self._read_bytes_s)
 
     def slowest(self, now: float, grace_s: float = ROOM_GRACE_S) -> Account | None:
@@ -193,7 +202,7 @@ class Unread:
             if paused != each.paused:
                 each.paused = paused
                 changed.append(each)
-            waits = each.charged > 0 and (each.ended or (paused and not each.whole))
+            waits = each.charged > 0 and (each.ended or (paused and each.reader is not ReaderKind.WHOLE))
             if not waits:
                 each.waiting_since = None
             elif each.waiting_since is None:
@@ -215,13 +224,13 @@ class Unread:
 
     def _unpausable_answer(self) -> Account | None:
         """Return the whole answer that runs during pressure."""
-        unfinished = (each for each in self._accounts if each.whole and not each.ended)
+        unfinished = (each for each in self._accounts if each.reader is ReaderKind.WHOLE and not each.ended)
         return next((each for each in unfinished if each.charged > SMALL_BYTES), None)
 
     def _should_pause(self, account: Account, running: Account | None) -> bool:
-        if not account.forwards:
+        if account.reader is ReaderKind.CALLER:
             return False
-        if account.whole:
+        if account.reader is ReaderKind.WHOLE:
             return self._under_pressure and account is not running and account.charged > SMALL_BYTES
         limit = min(self._window_bytes, SMALL_BYTES) if self._under_pressure else self._window_bytes
         return account.charged > (limit // 2 if account.paused else limit)

@@ -71,8 +71,8 @@ class Client(Generic[Tracked]):
         except RequestError as error:
             self._end(request, "failed", error)
         else:
-            if request.held:
-                generation.stream.hold(whole=False)
+            if request.forwards:
+                generation.stream.forward(whole=False)
             self.open[request] = trio.CancelScope()
             self.nursery.start_soon(self._read, request, generation)
 
@@ -97,7 +97,7 @@ class Client(Generic[Tracked]):
         self.open.pop(request, None)
         self._tally.requests[request.ending] += 1
         if error is not None:
-            error.with_traceback(None)  # its frames hold outputs
+            error.with_traceback(None)  # its frames refer to outputs
 
 
 class LoadClient(Client[judge.TrackedRequest]):

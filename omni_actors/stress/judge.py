@@ -74,8 +74,8 @@ class TrackedRequest:
     deadline_s: float | None = None
     pace_s: float = 0.0
     """The client waits this long after each output."""
-    held: bool = False
-    """Whether the client passes outputs on, as an HTTP connection does, so that its stages may be paused."""
+    forwards: bool = False
+    """Whether the client forwards outputs, as an HTTP connection does, so that its stages may be paused."""
     aborted: bool = False
     outcome: Outcome = "open"
     error: RequestError | None = None

@@ -7,8 +7,8 @@ Rules
    connection is cut, so that a client cannot take a part of a response for all of it.
 3. A response always aborts its generation when it ends. That has no effect on a generation that is complete.
 4. Output that was read from a generation stays charged to its request until the connection has accepted it: a streamed
-   response holds one piece, a whole response all pieces. If the request is ended while the connection does not accept
-   data, the delivery ends too.
+   response has one undelivered piece, a whole response all pieces. If the request is ended while the connection does
+   not accept data, the delivery ends too.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class StreamedResponse(Response):
         self.headers["cache-control"] = "no-cache"
         self.headers["x-accel-buffering"] = "no"  # for proxies: they must not collect the stream
         self._generation, self._pieces, self._on_late_error = generation, pieces, on_late_error
-        generation.stream.hold(whole=False)
+        generation.stream.forward(whole=False)
         self._first = b""
 
     async def start(self) -> StreamedResponse:
@@ -121,7 +121,7 @@ class WholeResponse(Response):
         Raises RequestError if the request was ended before the response began. If it ends later, the response is cut.
         """
         response, generation = self._response, self._generation
-        held, body = generation.stream.held_bytes, memoryview(bytes(response.body))
+        size, body = generation.stream.undelivered_bytes, memoryview(bytes(response.body))
         started = False
         start = {"type": "http.response.start", "status": response.status_code, "headers": response.raw_headers}
         try:
@@ -134,7 +134,7 @@ class WholeResponse(Response):
                     await send({"type": "http.response.body", "body": bytes(piece), "more_body": True})
                 if delivery.cancelled_caught:
                     return
-                generation.stream.delivered(held * len(piece) // len(body))
+                generation.stream.delivered(size * len(piece) // len(body))
         except RequestError:
             if started:
                 return
@@ -150,7 +150,7 @@ def collecting(generation: Generation) -> Iterator[None]:
 
     An exception in the block aborts the generation.
     """
-    generation.stream.hold(whole=True)
+    generation.stream.forward(whole=True)
     try:
         yield
     except BaseException:
