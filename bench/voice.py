@@ -156,7 +156,7 @@ def ratio(ours: list[Row], theirs: dict[int, list[Row]], key: str) -> tuple[floa
 
 
 def verdicts(result: Row) -> list[tuple[str, float, str, bool]]:
-    """Return rows of (name, ratio, bound, held)."""
+    """Return rows of (name, ratio, bound, met)."""
     ours, batch, best = result["system"], result["batching"], result["ratios"]
     bounds = [
         ("TTFA / time to the last token", ours["ttfa_s"] / ours["last_token_s"], 0.5),
@@ -181,7 +181,7 @@ def verdicts(result: Row) -> list[tuple[str, float, str, bool]]:
     "-s", "--set", "assignments", multiple=True, metavar="PATH=VALUE", help="Override a value of the pipeline."
 )
 def main(rounds: int, json_file: Path | None, assignments: tuple[str, ...]) -> None:
-    """Measure, print tables, and print which bounds are held."""
+    """Measure, print tables, and print which bounds are met."""
     result = trio.run(measure, rounds, parse_overrides(assignments))
     console = Console()
     console.print(f"[dim]{QUESTION}[/]\n{result['text']}\n")
@@ -191,14 +191,14 @@ def main(rounds: int, json_file: Path | None, assignments: tuple[str, ...]) -> N
         columns = ("ttft_s", "ttfa_s", "last_token_s", "total_s", "audio_s")
         table.add_row(name, *(f"{row[column]:.2f} s" for column in columns))
     console.print(table)
-    for what, found, bound, held in verdicts(result):
-        console.print(f"{what:32} {found:.3f}  ({bound})  {'held' if held else '[red]not held[/]'}")
+    for what, found, bound, met in verdicts(result):
+        console.print(f"{what:32} {found:.3f}  ({bound})  {'met' if met else '[red]not met[/]'}")
     errors = ", ".join(f"{key.removesuffix('_s')} {error:.3f}" for key, (_, error) in result["ratios"].items())
     console.print(f"standard errors of the ratios to one process: {errors}")
     console.print(f"texts: batch = alone: {result['batching']['same_text']}; = chain: {result['same_text_as_chain']}")
     if json_file is not None:
         json_file.write_text(json.dumps(result, indent=1))
-    if not all(held for *_, held in verdicts(result)):
+    if not all(met for *_, met in verdicts(result)):
         sys.exit(1)
 
 

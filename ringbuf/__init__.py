@@ -25,7 +25,7 @@ order.
 
 Trust
 -----
-Whatever the shared memory holds, neither end crashes or accesses memory outside the segment. A malicious peer can
+Whatever the shared memory contains, neither end crashes or accesses memory outside the segment. A malicious peer can
 still make the other end wait, because it can write the doorbells and the claims, and without checksums it can alter
 messages.
 """

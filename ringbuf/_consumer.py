@@ -55,7 +55,7 @@ class Frame:
     def release(self) -> None:
         """Give the bytes back; idempotent.
 
-        Raises FrameBorrowed, the frame still held, when a view made from the bytes is alive. Names for ``data`` itself
+        Raises FrameBorrowed, and releases nothing, when a view made from the bytes is alive. Names for ``data`` itself
         and for tensors decoded from it do not count: using them afterwards raises.
         """
         base = self._base
@@ -117,7 +117,7 @@ class Consumer:
         self._segment, self._end, self._waiter, self._fd = segment, end, waiter, fd
         self._data, self._capacity = segment.data, segment.capacity
         self._next = self._tail = end.position()
-        self._held: deque[Frame] = deque()
+        self._unreleased: deque[Frame] = deque()
         self._spare: np.ndarray[Any, np.dtype[np.uint8]] | None = None
         # A successor may begin inside a message whose first fragments its predecessor took.
         self._partial: _Whole | None = _Whole(0, self) if self._next else None
@@ -145,7 +145,7 @@ class Consumer:
             if kind == WHOLE:
                 self._partial = None
                 frame = Frame(self._data[at : at + length], self, after)
-                self._held.append(frame)
+                self._unreleased.append(frame)
                 self._next = after
                 return frame
             whole = self._gather(start, kind, length, place)
@@ -202,7 +202,7 @@ class Consumer:
         """
         if self._closed:
             return
-        for frame in tuple(self._held):
+        for frame in tuple(self._unreleased):
             frame.release()
         self._closed = True
         self._partial = self._spare = None
@@ -257,16 +257,16 @@ class Consumer:
         return partial
 
     def _reclaim(self, after: int) -> None:
-        """Give back space that no frame holds: at once, or with the frame before it."""
-        if self._held:
-            self._held[-1]._end = after
+        """Give back space that no frame uses: at once, or with the frame before it."""
+        if self._unreleased:
+            self._unreleased[-1]._end = after
         else:
             self._end.publish(after)
 
     def _released(self) -> None:
-        held = self._held
+        frames = self._unreleased
         after = 0
-        while held and held[0]._base is None:
-            after = held.popleft()._end
+        while frames and frames[0]._base is None:
+            after = frames.popleft()._end
         if after:
             self._end.publish(after)

@@ -2,7 +2,7 @@
 
 RingError
 ├── RingClosed           an end was closed: no message follows, or none will be read
-├── RingCorrupted        the shared memory holds what the protocol never writes
+├── RingCorrupted        the shared memory contains what the protocol never writes
 ├── WrongGeneration      the ring belongs to another incarnation
 ├── AlreadyClaimed       a living process owns that end
 ├── PeerDied             the process at the other end is gone

@@ -105,7 +105,7 @@ class Segment:
     def __init__(self, memory_fd: int) -> None:
         size = os.fstat(memory_fd).st_size
         if size < HEADER + PAGE or size % PAGE:
-            raise RingCorrupted(0, (), f"a segment of {size} bytes holds no ring")
+            raise RingCorrupted(0, (), f"a segment of {size} bytes contains no ring")
         self._map = mmap.mmap(memory_fd, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
         self.capacity = size - HEADER
         self._open_views()
@@ -127,7 +127,7 @@ class Segment:
         if found[_MAGIC] != MAGIC or found[_VERSION] != VERSION:
             raise RingCorrupted(0, found, "magic and version are not of this ring")
         if found[_CAPACITY] != self.capacity:
-            raise RingCorrupted(8 * _CAPACITY, found[2:3], f"the segment holds {self.capacity} data bytes")
+            raise RingCorrupted(8 * _CAPACITY, found[2:3], f"the segment has {self.capacity} data bytes")
         if found[_CHECKSUMS] not in (0, 1):
             raise RingCorrupted(8 * _CHECKSUMS, found[4:5], "the checksum flag is neither 0 nor 1")
         if found[_GENERATION] != generation:

@@ -99,7 +99,7 @@ def _ratio(ours: list[float], theirs: list[float]) -> tuple[float, float]:
 
 
 def bounds(scenario: str, results: Results) -> list[Bound]:
-    """Return the bounds that the results must hold."""
+    """Return the bounds that the results must meet."""
     streamed, gathered = results.runs["streamed"], results.runs["gathered"]
     assert streamed.ttfa_s is not None
     assert gathered.ttfa_s is not None
@@ -132,7 +132,7 @@ def monolith(directory: Path, rounds: int) -> dict[int, float]:
 
 
 def show(console: Console, scenario: str, results: dict[int, Results]) -> bool:
-    """Print a scenario's results; return whether every bound held."""
+    """Print a scenario's results; return whether every bound was met."""
     table = Table(scenario, "concurrent", "TTFT", "TTFA", "E2E", "stages' steps", "CPU", "parent's share")
     for number, result in results.items():
         for name, run in result.runs.items():
@@ -141,7 +141,7 @@ def show(console: Console, scenario: str, results: dict[int, Results]) -> bool:
             row = f"{run.ttft_s:.3f} s", ttfa, f"{run.e2e_s:.2f} s", f"{steps} s", f"{run.cpu_s:.2f} s"
             table.add_row(name, str(number), *row, f"{run.parent_cpu:.1%}")
     console.print(table)
-    held = True
+    met = True
     for number, result in results.items():
         streamed = result.runs["streamed"]
         if streamed.output_bytes:
@@ -150,12 +150,12 @@ def show(console: Console, scenario: str, results: dict[int, Results]) -> bool:
                 f"{scenario:8} {number:3} concurrent  through the parent: outputs and {extra:.1%} for headers"
             )
         for what, ratio, most in bounds(scenario, result):
-            held &= ratio <= most
-            verdict = "held" if ratio <= most else "[red]not held[/]"
+            met &= ratio <= most
+            verdict = "met" if ratio <= most else "[red]not met[/]"
             console.print(f"{scenario:8} {number:3} concurrent  {what:40} {ratio:.3f}  (<= {most:g})  {verdict}")
         for name, (mean, error) in result.ttft.items():
             console.print(f"{scenario:8} {number:3} concurrent  TTFT, streamed / {name:22} {mean:.3f} ± {error:.3f}")
-    return held
+    return met
 
 
 @click.command()
@@ -164,11 +164,11 @@ def show(console: Console, scenario: str, results: dict[int, Results]) -> bool:
 @click.option("--only", type=click.Choice(["compute", "waiting"]), help="One of the two scenarios.")
 @click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write the results to this file.")
 def main(rounds: int, concurrency: str, only: str | None, json_file: Path | None) -> None:
-    """Measure, print tables, and report which bounds held."""
+    """Measure, print tables, and report which bounds were met."""
     console = Console(width=120)
     numbers = [int(number) for number in concurrency.split(",")]
     written: dict[str, Any] = {}
-    held = True
+    met = True
     with tempfile.TemporaryDirectory() as scratch:
         checkpoint = Path(scratch) / "checkpoint"
         scenarios = []
@@ -178,23 +178,23 @@ def main(rounds: int, concurrency: str, only: str | None, json_file: Path | None
             scenarios.append(pipelines.compute(checkpoint))
         for scenario in scenarios:
             results = trio.run(measure, scenario, numbers, rounds)
-            held &= show(console, scenario.name, results)
+            met &= show(console, scenario.name, results)
             written[scenario.name] = msgspec.to_builtins(results)
         if only != "waiting":
             batch = trio.run(batching.measure, Path(scratch) / "tiny", rounds)
             written["batching"] = msgspec.to_builtins(batch)
-            held &= batch.speedup >= SPEEDUP
+            met &= batch.speedup >= SPEEDUP
             console.print(
                 f"{batching.REQUESTS} requests, tiny model: sequential {batch.sequence_s:.2f} s, concurrent "
                 f"{batch.concurrent_s:.2f} s: {batch.speedup:.2f} times the throughput (>= {SPEEDUP:g})  "
-                f"{'held' if batch.speedup >= SPEEDUP else '[red]not held[/]'}"
+                f"{'met' if batch.speedup >= SPEEDUP else '[red]not met[/]'}"
             )
             written["transformers"] = monolith(checkpoint, rounds)
             for threads, seconds in written["transformers"].items():
                 console.print(f"transformers' generate, {threads} thread(s): first sample and end: {seconds:.2f} s")
     if json_file is not None:
         json_file.write_text(json.dumps(written, indent=1))
-    sys.exit(0 if held else 1)
+    sys.exit(0 if met else 1)
 
 
 if __name__ == "__main__":

@@ -40,10 +40,10 @@ def run(figures: report.Figures, wanted: list[Contender], cells: list[Cell], pla
 
 
 def show_bounds(console: Console, found: list[report.Bound]) -> None:
-    """Print the bounds and whether each is held."""
+    """Print the bounds and whether each is met."""
     table = Table("bound", "measured", "accepted", "")
     for bound in found:
-        verdict = "held" if bound.held else "[red]not held[/]"
+        verdict = "met" if bound.met else "[red]not met[/]"
         table.add_row(bound.name, f"{bound.measured:,.2f}", bound.accepted, verdict)
     console.print(table)
 
@@ -65,7 +65,7 @@ def main(
     traced: bool,
     json_file: Path | None,
 ) -> None:
-    """Measure our pipeline beside others, print tables, and print which bounds are held."""
+    """Measure our pipeline beside others, print tables, and print which bounds are met."""
     console = Console(width=max(Console().width, 150))
     if traced:
         console.print(trace.table(trio.run(trace.measure, 20 if quick else TRACED)))
@@ -86,7 +86,7 @@ def main(
     if json_file is not None:
         written = {**figures.as_json(), "bounds": [bound._asdict() for bound in found]}
         json_file.write_text(json.dumps(written, indent=1))
-    if not all(bound.held for bound in found):
+    if not all(bound.met for bound in found):
         sys.exit(1)
 
 

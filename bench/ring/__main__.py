@@ -137,7 +137,7 @@ def main(
     markdown_file: Path | None,
     png_file: Path | None,
 ) -> None:
-    """Measure the ring and its peers, print tables, and print which targets are held."""
+    """Measure the ring and its peers, print tables, and print which targets are met."""
     if missing := set(cores) - os.sched_getaffinity(0):
         raise click.UsageError(f"there is no core {min(missing)}: name two cores with --cores")
     wanted = [transport for transport in TRANSPORTS if not only or any(part in transport.name for part in only)]
@@ -172,7 +172,7 @@ def main(
         json_file.write_text(json.dumps(result | {"targets": [target._asdict() for target in found]}, indent=1))
     if png_file is not None:
         report.plot(figures, png_file)
-    if any(target.held is False for target in found):
+    if any(target.met is False for target in found):
         sys.exit(1)
 
 

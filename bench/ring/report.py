@@ -24,7 +24,7 @@ class Target(NamedTuple):
     what: str
     measured: float | None
     bound: str
-    held: bool | None
+    met: bool | None
     """None if it could not be measured."""
 
 
@@ -224,9 +224,9 @@ def flat(marks: Sequence[Mark]) -> list[Target]:
 
 
 def target_table(found: Iterable[Target]) -> Table:
-    words = {True: "held", False: "NOT HELD", None: "missing"}
+    words = {True: "met", False: "NOT MET", None: "missing"}
     rows = [
-        [target.what, "–" if target.measured is None else f"{target.measured:.2f}", target.bound, words[target.held]]
+        [target.what, "–" if target.measured is None else f"{target.measured:.2f}", target.bound, words[target.met]]
         for target in found
     ]
     return "Targets", ["", "measured", "bound", ""], rows

@@ -260,9 +260,9 @@ class Orchestrator:
         return self._suspects.worker_died(address, exit, failed_request)
 
     def on_worker_lost(self, address: messages.Address, generation: int, exit: errors.WorkerExit) -> int:
-        held = self.load(address)
+        load = self.load(address)
         self._replays.worker_lost(address, generation, exit)
-        return held
+        return load
 
     def on_stage_failed(self, failure: errors.StageFailed) -> None:
         self._replays.stage_failed(failure)

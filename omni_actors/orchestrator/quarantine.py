@@ -1,8 +1,8 @@
 """Remembers the fingerprints of requests that ended their workers.
 
 Rules
-1. The fingerprint of a convicted culprit is refused for ``hold_s``.
-2. A culprit that left before it was convicted or cleared is remembered for ``hold_s``, with the deaths that it caused.
+1. The fingerprint of a convicted culprit is refused for ``keep_s``.
+2. A culprit that left before it was convicted or cleared is remembered for ``keep_s``, with the deaths that it caused.
 3. At most ``MAX_ENTRIES`` fingerprints are kept, the latest ones.
 4. This module has no clock: time is an argument, in seconds.
 """
@@ -26,10 +26,10 @@ class Culprit:
 
 
 class Quarantine:
-    """The culprits of the last ``hold_s`` seconds, by fingerprint. With a ``hold_s`` of 0 there are none."""
+    """The culprits of the last ``keep_s`` seconds, by fingerprint. With a ``keep_s`` of 0 there are none."""
 
-    def __init__(self, hold_s: float) -> None:
-        self._hold_s = hold_s
+    def __init__(self, keep_s: float) -> None:
+        self._keep_s = keep_s
         self._entries: collections.OrderedDict[str, tuple[Culprit, float]] = collections.OrderedDict()
 
     def __bool__(self) -> bool:
@@ -38,8 +38,8 @@ class Quarantine:
     def add(self, fingerprint: str, culprit: Culprit, now: float) -> None:
         """Remember a culprit from now on. A fingerprint that was convicted before stays so."""
         known, _ = self._entries.get(fingerprint, (culprit, 0.0))
-        if self._hold_s and (known.deaths is not None or culprit.deaths is None):
-            self._entries[fingerprint] = culprit, now + self._hold_s
+        if self._keep_s and (known.deaths is not None or culprit.deaths is None):
+            self._entries[fingerprint] = culprit, now + self._keep_s
             self._entries.move_to_end(fingerprint)
             if len(self._entries) > MAX_ENTRIES:
                 self._entries.popitem(last=False)

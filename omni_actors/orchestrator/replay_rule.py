@@ -23,7 +23,7 @@ stage that is dead or idle. A request completes without its idle stages.
 If a living stage whose output is needed failed at its part of an earlier replay, the verdict is Fail with its reason.
 A resumable stage starts again from its journal: it puts out again what a consumer lacks, and goes on from there.
 
-Otherwise, if any stage starts again, the first row that holds decides:
+Otherwise, if any stage starts again, the first row that applies decides:
 
     the request was submitted with on_failure="fail"                                       Fail
     one of these stages has no replica left                                                Unavailable

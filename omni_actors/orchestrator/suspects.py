@@ -89,13 +89,13 @@ class Suspects:
     def worker_died(self, address: Address, exit: WorkerExit, failed_request: int | None) -> bool:
         """Find the suspects of a death. Return whether the death counts against the restart intensity."""
         stage, running = address.stage, self._dispatcher.running()
-        held = [each for each in running if each.replay_state.is_held_by(address) and stage not in each.stats]
+        unfinished = [each for each in running if each.replay_state.is_held_by(address) and stage not in each.stats]
         if not died_by_itself(exit) or not (self._limits.replays or self._limits.quarantine_s):
-            for request in held:
+            for request in unfinished:
                 request.charged = True
             return True
-        failed = next((each for each in held if each.number == failed_request), None)
-        counts = self._trials.worker_died(address, held, failed, trio.current_time())
+        failed = next((each for each in unfinished if each.number == failed_request), None)
+        counts = self._trials.worker_died(address, unfinished, failed, trio.current_time())
         for request in running:
             if request not in self._trials.group_of and stage in request.replay_state.waiting:
                 self._trials.join(request)

@@ -67,7 +67,7 @@ class Group:
 
     stage: str
     units: dict[str, list[Request]]
-    holds_culprit: bool
+    has_culprit: bool
     """Whether one of the units is known to have ended a worker."""
     since: float
     """When the group began to wait."""
@@ -96,7 +96,7 @@ class Group:
     @property
     def is_culprit(self) -> bool:
         """Whether the group is a single unit that is known to have ended a worker."""
-        return self.holds_culprit and len(self.units) == 1
+        return self.has_culprit and len(self.units) == 1
 
     @property
     def deaths(self) -> int:
@@ -104,9 +104,9 @@ class Group:
         return max(each.suspected for each in self.requests)
 
     def clear_other_half(self) -> None:
-        """The half that this group was split off from is not known to hold a culprit any more."""
+        """The half that this group was split off from is not known to contain a culprit any more."""
         if self.other_half is not None:
-            self.other_half.holds_culprit, self.other_half = False, None
+            self.other_half.has_culprit, self.other_half = False, None
 
     def halve(self, now: float) -> Group:
         """Split off the less suspicious half and return it."""
@@ -118,7 +118,7 @@ class Group:
                 break
             first[name] = self.units.pop(name)
             taken += len(first[name])
-        return Group(self.stage, first, holds_culprit=False, since=now, other_half=self)
+        return Group(self.stage, first, has_culprit=False, since=now, other_half=self)
 
 
 def _suspicion(unit: Sequence[Request]) -> tuple[int, int, int]:
@@ -147,12 +147,12 @@ class Trials:
         if request not in self.group_of:
             self.last_use[stage] = now, request
 
-    def worker_died(self, address: Address, held: Sequence[Request], failed: Request | None, now: float) -> bool:
+    def worker_died(self, address: Address, unfinished: Sequence[Request], failed: Request | None, now: float) -> bool:
         """Find the suspects of a death that the worker's own work may have caused, and charge a culprit.
 
         Args:
             address: The replica whose worker died.
-            held: The requests that the worker was working on.
+            unfinished: The requests that the worker was working on.
             failed: The request for which the engine's call raised, if known.
             now: The current time.
 
@@ -163,15 +163,15 @@ class Trials:
         group = self.running.get(address)
         is_certain = group is not None and group.is_alone
         self.return_replica(address)
-        suspects = [each for each in held if is_certain and self.group_of.get(each) is group] or list(held)
+        suspects = [each for each in unfinished if is_certain and self.group_of.get(each) is group] or list(unfinished)
         if failed is not None:
-            suspects = [each for each in held if each.fingerprint == failed.fingerprint]
+            suspects = [each for each in unfinished if each.fingerprint == failed.fingerprint]
         if group is None or any(self.group_of.get(each) is not group for each in suspects):
             group = self._group_for(address.stage, suspects, now)
         known = bool(suspects) and all(each.suspected for each in suspects)
         for each in suspects:
             each.suspected += 1
-        group.holds_culprit, group.since = True, now
+        group.has_culprit, group.since = True, now
         group.clear_other_half()
         if len(group.units) == 1:
             deaths = group.deaths
@@ -197,7 +197,7 @@ class Trials:
         groups = (each for each in self.groups() if each.stage == stage and each.is_culprit)
         group = next((each for each in groups if each.units.keys() == fingerprints), None)
         if group is None:
-            group = Group(stage, {}, holds_culprit=True, since=now)
+            group = Group(stage, {}, has_culprit=True, since=now)
             if suspects:
                 self.waiting.append(group)
         for request in suspects:
@@ -232,7 +232,7 @@ class Trials:
     def drop(self, request: Request) -> None:
         """Remove a request that ended without a result.
 
-        It may have been the culprit. So if its unit ends with it, the rest of its group is no longer known to hold one.
+        It may have been the culprit. So if its unit ends with it, the rest of its group may contain none.
         """
         group = self.group_of.get(request)
         if group is None:
@@ -242,7 +242,7 @@ class Trials:
             if was_tried:
                 self.return_replica(group.address)
             return
-        group.holds_culprit = False
+        group.has_culprit = False
         group.clear_other_half()
 
     def clear(self, request: Request) -> None:
@@ -285,7 +285,7 @@ class Trials:
         waiting = [group for group in self.waiting if group.stage == stage]
         if not waiting or any(group.stage == stage for group in self.running.values()):
             return None
-        group = min(waiting, key=lambda each: (each.holds_culprit, each.is_culprit, each.since))
+        group = min(waiting, key=lambda each: (each.has_culprit, each.is_culprit, each.since))
         wait_is_over = now >= self._waits_until(group)
         if group.is_culprit:
             stage_is_free = is_unused and not others_wait and now >= self._quiet_at(group)
@@ -293,7 +293,7 @@ class Trials:
                 return None
         elif not is_unused and not wait_is_over:
             return None
-        if group.holds_culprit and not group.is_culprit:
+        if group.has_culprit and not group.is_culprit:
             half = group.halve(now)
             self.group_of.update(dict.fromkeys(half.requests, half))
             return half

@@ -62,7 +62,7 @@ class _Page:
         self._map.close()
 
 
-_held: list[_Page] = []
+_mapped: list[_Page] = []
 """In a worker: the page, which must stay mapped, because the kernel looks for the mutex in it."""
 
 
@@ -72,7 +72,7 @@ def acquire_death_mutex(fd: int) -> None:
     fd: the shared page (``DeathMutex.fd``); it is closed here. Raises OSError.
     """
     page = _Page(fd)
-    _held.append(page)
+    _mapped.append(page)
     os.close(fd)
     _lengthen_time_slice()
     _check(_libc.pthread_mutex_lock(page.at(MUTEX)))

@@ -52,7 +52,7 @@ class ChunkHeader(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ChunkCorrupted(ringbuf.RingError):
-    """A frame does not hold a chunk, or a chunk is out of sequence."""
+    """A frame does not contain a chunk, or a chunk is out of sequence."""
 
 
 class ReplayDiverged(ChunkCorrupted):

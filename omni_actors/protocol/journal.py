@@ -23,7 +23,7 @@ SLICE_DECISIONS = 10_000
 
 
 class JournalCorrupted(ringbuf.RingError):
-    """Decisions are missing before those that a message or a chunk holds."""
+    """Decisions are missing before those that a message or a chunk contains."""
 
 
 class Journal:

@@ -1,7 +1,7 @@
 """A control socket as two bounded trio memory channels.
 
 Rules
-1. A packet holds some whole messages (SOCK_SEQPACKET), and b"" is read exactly when the peer is gone. Descriptors in a
+1. A packet contains whole messages (SOCK_SEQPACKET), and b"" is read exactly when the peer is gone. Descriptors in a
    packet belong to its first message.
 2. ``post`` never waits, so that no caller hangs on a worker that has stopped reading. It raises ``MailboxFull``, and
    the owner kills the worker.

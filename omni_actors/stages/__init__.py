@@ -13,7 +13,7 @@ The parent must start quickly and needs no model library, so none of its modules
 
 To add an engine:
 
-1. Make a package ``stages/<name>/``. Its ``__init__`` holds a docstring only.
+1. Make a package ``stages/<name>/``. Its ``__init__`` contains a docstring only.
 2. ``<name>/options.py`` declares the engine's options and request parameters as msgspec structs. It imports no model
    library. Give every number two bounds (see ``bounds``).
 3. ``<name>/engine.py`` implements ``base.StageEngine``, which shows a small example. A base class

@@ -265,7 +265,7 @@ class WarmsUp(Protocol):
     def warm_up(self) -> None:
         """Run such first computations now, in a few seconds. Called once, after loading and before any other method.
 
-        Afterwards the engine holds no request and is not ``busy``. Raises any exception to fail loading.
+        Afterwards the engine has no request and is not ``busy``. Raises any exception to fail loading.
         """
         ...
 
@@ -276,7 +276,7 @@ class Pausable(Protocol):
 
     The parent pauses a request whose client does not keep up with reading. A paused request keeps its memory and still
     takes input; ``step`` computes nothing for it, and ``busy`` does not count it. Pausing changes no output: neither
-    the values nor how they are cut into chunks. Implement this if outputs are large and requests hold nothing that
+    the values nor how they are cut into chunks. Implement this if outputs are large and requests have nothing that
     others wait for, such as a row of a batch. ``stages.engine`` has an implementation.
     """
 

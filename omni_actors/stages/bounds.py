@@ -16,7 +16,7 @@ Seconds = Annotated[float, Meta(ge=0)]
 PositiveSeconds = Annotated[float, Meta(gt=0)]
 Dtype: TypeAlias = Literal["float32", "bfloat16", "float16"]
 ChunkSizes = Annotated[tuple[Positive, ...], Meta(min_length=1)]
-"""Frames in the first output chunk, in the second, and so on; the last number holds for all further chunks."""
+"""Frames in the first output chunk, in the second, and so on; the last number is for all further chunks."""
 
 # Request parameters, chosen by a client.
 Tokens = Annotated[int, Meta(ge=1, le=1_000_000)]

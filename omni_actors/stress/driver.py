@@ -157,8 +157,8 @@ class Driver:
         pids = (each.pid for name, each in self.watch.replicas if name == stage and each.state != "failed")
         return next((pid for pid in pids if pid and pid not in self.killed), None)
 
-    def _hold_worker(self, stage: str) -> Victim:
-        """Hold a worker of the stage that is not being killed yet. Raises ProcessLookupError if there is none."""
+    def _victim(self, stage: str) -> Victim:
+        """Return a worker of the stage that is not being killed yet. Raises ProcessLookupError if there is none."""
         if pid := self._worker(stage):
             return Victim(pid)
         raise ProcessLookupError(f"stage {stage!r} has no worker")
@@ -189,10 +189,10 @@ class Driver:
         """Send the signal to one worker of each of these stages at once."""
         victims: list[Victim] = []
         injections: list[_Injection] = []
-        with ExitStack() as held:
+        with ExitStack() as stack:
             for stage in stages:
                 with suppress(ProcessLookupError):
-                    victim = held.enter_context(self._hold_worker(stage))
+                    victim = stack.enter_context(self._victim(stage))
                     loading = fault in ("SIGKILL", "SIGSTOP") and self._state_of(victim.pid) != "ready"
                     self.killed.add(victim.pid)
                     victims.append(victim)
@@ -202,7 +202,7 @@ class Driver:
             self._follow_soon(injection, order=order)
 
     async def _pause(self, stage: str, for_s: float) -> None:
-        with suppress(ProcessLookupError), self._hold_worker(stage) as victim:
+        with suppress(ProcessLookupError), self._victim(stage) as victim:
             self._inject("SIGSTOP, then SIGCONT", stage)
             victim.send(signal.SIGSTOP)
             self._unfollowed += 1
@@ -225,7 +225,7 @@ class Driver:
         self._follow_soon(injection, self.client.submit(template, crash.on_failure, hooks={"stage": stage, **hooks}))
 
     async def _starve(self, stage: str) -> None:
-        with suppress(ProcessLookupError), self._hold_worker(stage) as victim:
+        with suppress(ProcessLookupError), self._victim(stage) as victim:
             self.requested_deaths[stage] += 1
             injection = self._inject("out of memory", stage, victim.pid)
             victim.limit_memory()

@@ -93,7 +93,7 @@ class KillHelper(AbstractContextManager["KillHelper"]):
 
 
 class Victim(AbstractContextManager["Victim"]):
-    """A worker process, held by its pidfd so that its pid is not reused. Leaving the block lets it go."""
+    """A worker process and its pidfd, which keeps its pid from being reused. Leaving the block closes the pidfd."""
 
     def __init__(self, pid: int) -> None:
         """Raises ProcessLookupError."""

@@ -5,7 +5,7 @@ A request has exactly one outcome.
 ============ ==========================================================================================================
 completed    equal to the oracle's output, byte for byte
 aborted      the harness aborted it; its output so far is a prefix of the oracle's, as in all rows below
-dropped      the harness stopped reading it; its system must not hold it any more
+dropped      the harness stopped reading it; its system must have forgotten it
 StageCrashed a worker of a stage on its route died while it was in flight, and: it asked to fail, or was replayed
              ``limits.replays`` times, or asked its engine to die, or a stage that died cannot be replayed
 Unavailable  a stage on its route was given up

@@ -3,7 +3,7 @@
 Rules
 1. Every process that a run starts inherits ``MARKER`` in its environment, so an orphan can be recognised.
 2. A run has its own directory for temporary files (``TMPDIR``). Files in it at the end were left behind.
-3. A snapshot holds identities, not counts, so a new thing and a vanished thing do not cancel out.
+3. A snapshot contains identities, not counts, so a new thing and a vanished thing do not cancel out.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ MARKER = "OMNI_ACTORS_STRESS"
 
 
 def snapshot(mark: str, directory: Path) -> dict[str, set[str]]:
-    """What this process and its children hold, by kind.
+    """What this process and its children have open, by kind.
 
     Segments are this user's names in /dev/shm, and mappings of ring memory in this process.
     """

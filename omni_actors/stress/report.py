@@ -136,7 +136,7 @@ class Tally:
 
 
 def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> str:
-    """Return a table. left: how many columns are aligned to the left; the others hold numbers."""
+    """Return a table. left: how many columns are aligned to the left; the others contain numbers."""
     rule = "|" + "---|" * left + "---:|" * (len(header) - left)
     first, *others = ("| " + " | ".join(cells) + " |" for cells in (header, *rows))
     return "\n".join([first, rule, *others])

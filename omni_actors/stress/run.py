@@ -1,7 +1,7 @@
 """One run: a schedule on a system of its own.
 
 At the end the load stops. Within ``patience_s`` every request must have its outcome, every stage must serve or be given
-up, the workers must have the descriptors that they started with, and the system must hold no request. Then the system
+up, the workers must have the descriptors that they started with, and the system must have no request. Then the system
 is closed. No process, descriptor, thread, segment or temporary file may be left. A violation is counted at the last
 fault before it.
 """

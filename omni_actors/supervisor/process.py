@@ -195,7 +195,7 @@ class _StderrTail:
             self._pending = b""
 
     def _read(self) -> bool:
-        """Read what is there. Return whether a process still holds the other end."""
+        """Read what is there. Return whether a process still has the other end open."""
         while True:
             try:
                 data = os.read(self._fd, 65536)
@@ -223,19 +223,19 @@ class LocalSpawner:
     @asynccontextmanager
     async def spawn(self, address: Address, mailbox_capacity: int) -> AsyncIterator[Worker]:
         """Start a worker process (see ``Spawner.spawn``). Called on trio's own thread (rule 3)."""
-        with ExitStack() as held, ExitStack() as child_ends:
+        with ExitStack() as undo, ExitStack() as child_ends:
             try:
                 number = self._cpu_sharing_page.join()
-                held.callback(self._leave, number)
+                undo.callback(self._leave, number)
                 trio.lowlevel.add_instrument(self._cpu_sharing_page)  # no effect if it is there already
                 ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-                held.callback(ours.close)
+                undo.callback(ours.close)
                 child_ends.callback(theirs.close)
                 stderr_read, stderr_write = os.pipe()
-                held.callback(os.close, stderr_read)
+                undo.callback(os.close, stderr_read)
                 child_ends.callback(os.close, stderr_write)
                 death_mutex = DeathMutex()
-                held.callback(death_mutex.close)
+                undo.callback(death_mutex.close)
             except OSError as error:
                 raise SpawnFailed(f"no channels for a worker of {address}: {error}") from error
             ours.setblocking(False)
@@ -252,7 +252,7 @@ class LocalSpawner:
                 with _stop_signals_blocked():
                     process.start()
                 pidfd = os.pidfd_open(process.pid)
-                held.callback(os.close, pidfd)
+                undo.callback(os.close, pidfd)
             except BaseException as error:
                 if process.pid is not None:
                     process.kill()

@@ -156,7 +156,7 @@ class Supervisor:
                         if incarnation.reason is not None:
                             self._report_death(replica, exit)
                     incarnation.worker = None
-                    self._edges.disconnect_worker(replica.address)  # not earlier: the process holds its ring ends
+                    self._edges.disconnect_worker(replica.address)  # not earlier: the process has its ring ends open
         except SpawnFailed as error:
             incarnation.load_error = str(error)
             self._report_death(replica, WorkerExit(0, None, NOT_STARTED, (str(error),)))
@@ -283,20 +283,20 @@ class Supervisor:
         elif not incarnation.stopped_with_another:
             self._plan_restart(replica, now, counts=counts)
         self.changes.unpark_all()
-        held = self._listener.on_worker_lost(replica.address, replica.generation, exit)
-        self._log_death(replica, exit, held, why)
+        requests = self._listener.on_worker_lost(replica.address, replica.generation, exit)
+        self._log_death(replica, exit, requests, why)
         if why is not None:
             replica.failure = StageFailed(replica.address.stage, replica.address.replica, why, replica.history)
             self._listener.on_stage_failed(replica.failure)
 
-    def _log_death(self, replica: Replica, exit: WorkerExit, held: int, why: str | None) -> None:
+    def _log_death(self, replica: Replica, exit: WorkerExit, requests: int, why: str | None) -> None:
         """Log a death and, with the reason ``why``, that the replica is given up."""
         stage = [each for each in self.replicas.values() if each.address.stage == replica.address.stage]
         if all(each.state is ReplicaState.FAILED and each.load_s is None for each in stage):
             return  # the stage never loaded: the caller of ``OmniSystem.open`` reports it
         facts = {**_identity(replica), "pid": exit.pid or None, "signal": exit.signal, "exit_code": exit.exit_code}
         reason = exit.reason if exit.pid else replica.incarnation.load_error
-        record(WorkerDied(**facts, reason=reason, requests=held))
+        record(WorkerDied(**facts, reason=reason, requests=requests))
         if why is not None:
             retry_in_s = None if replica.retry_at is None else round(replica.retry_at - trio.current_time(), 3)
             record(ReplicaGivenUp(**facts, reason=why, retry_in_s=retry_in_s))

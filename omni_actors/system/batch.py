@@ -19,7 +19,7 @@ async def answers(
 ) -> AsyncIterator[AsyncIterator[Answer]]:
     """Yield an iterator over the answers to ``prompts``, in the order in which they are complete.
 
-    At most ``concurrency`` requests run at a time. An answer that is complete waits for the caller, and holds up one
+    At most ``concurrency`` requests run at a time. An answer that is complete waits for the caller and occupies one
     task, so a slow caller bounds the memory too. Leaving the block aborts the requests that are not complete.
     """
     numbered = enumerate(prompts)  # shared: a task that is done takes the next prompt

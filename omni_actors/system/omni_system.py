@@ -282,7 +282,7 @@ class OmniSystem:
 
     @property
     def descriptors(self) -> int:
-        """Most file descriptors that this process holds for the system's workers and rings."""
+        """Most file descriptors that this process opens for the system's workers and rings."""
         return workers.descriptors(self.pipeline)
 
     def health(self) -> Health:

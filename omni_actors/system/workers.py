@@ -10,7 +10,7 @@ from omni_actors.protocol.messages import CLIENT, Address, WorkerSpec
 from omni_actors.supervisor.edges import EdgeSpec
 
 WORKER_DESCRIPTORS, RING_DESCRIPTORS = 8, 4
-"""File descriptors that the parent holds for each worker and each ring. A test counts them."""
+"""File descriptors that the parent opens for each worker and each ring. A test counts them."""
 
 
 def edge_specs(pipeline: Pipeline) -> list[EdgeSpec]:
@@ -45,7 +45,7 @@ def worker_specs(pipeline: Pipeline, models: Mapping[str, Path], order: Sequence
 
 
 def descriptors(pipeline: Pipeline) -> int:
-    """Return how many file descriptors the parent holds while every worker and ring of ``pipeline`` exists."""
+    """Return how many file descriptors the parent has open while every worker and ring of ``pipeline`` exists."""
     replicas = {CLIENT: 1} | {name: stage.workers for name, stage in pipeline.stages.items()}
     rings = sum(replicas[spec.producer] * replicas[spec.consumer] for spec in edge_specs(pipeline))
     return WORKER_DESCRIPTORS * (sum(replicas.values()) - 1) + RING_DESCRIPTORS * rings

@@ -14,7 +14,7 @@ from collections.abc import Generator, Set
 from ringbuf import Producer, Ring, RingClosed
 
 OVERHEAD_BYTES = 512
-"""About the size of the objects around a retained chunk, so that the bound holds for many small chunks, too."""
+"""About the size of the objects around a retained chunk, so that the bound covers many small chunks, too."""
 
 
 class Outgoing:

@@ -69,6 +69,6 @@ def test_the_bounds_are_judged_by_the_medians() -> None:
     figures.add("ours", Cell(64, 1024), Sample(0.1, 1.0, 5000.0, 0.0, 0.0, 0.0))
     figures.add("ours", Cell(10_000, 1024), Sample(0.1, 1.0, 2500.0, 0.0, 0.0, 0.0))
     found = {
-        bound.name: bound.held for bound in bounds(figures, [1024], [1, 64, 10_000], ours="ours", reference="queue")
+        bound.name: bound.met for bound in bounds(figures, [1024], [1, 64, 10_000], ours="ours", reference="queue")
     }
     assert list(found.values()) == [True, False, True, False]

@@ -43,10 +43,10 @@ class Stage:
         self.done: list[Request] = []
         self.ended: list[Request] = []
 
-    def die(self, held: Sequence[Request], failed: Request | None = None) -> bool:
+    def die(self, unfinished: Sequence[Request], failed: Request | None = None) -> bool:
         self.deaths += 1
-        counts = self.trials.worker_died(WORKER, held, failed, self.now)
-        for each in held:
+        counts = self.trials.worker_died(WORKER, unfinished, failed, self.now)
+        for each in unfinished:
             if each.charged and each.charged_replays >= self.limit:
                 self.ended += [each, *self.trials.requests_of_unit(each)]
                 for other in self.trials.requests_of_unit(each):

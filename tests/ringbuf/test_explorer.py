@@ -107,7 +107,7 @@ BUGS = {
     ),
     "the tail is stored before the record": Bug(producing("publish_record", RECORD_LAST), "blocking", "torn"),
     "the space of a frame is given back before its release": Bug(
-        Parts(consumer=edited(Consumer, "_reclaim", ("if self._held:", "if False:"))), "held past the end", "uses"
+        Parts(consumer=edited(Consumer, "_reclaim", ("if self._unreleased:", "if False:"))), "held past the end", "uses"
     ),
     "the space of a fragment is given back before it is copied": Bug(
         Parts(

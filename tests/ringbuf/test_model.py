@@ -156,7 +156,7 @@ class RingAgainstDeque(RuleBasedStateMachine):
         """What it had not given back comes again, also what it had released behind a frame that it held."""
         if park:
             self.consumer.park()
-        self.consumer._held.clear()  # and with them the views of a mapping that is to be closed here
+        self.consumer._unreleased.clear()  # and with them the views of a mapping that is to be closed here
         self.held.clear()
         self.words[CONSUMER.claim] = DEAD
         self.consumer = self.ring.claim_consumer()

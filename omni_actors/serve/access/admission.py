@@ -4,9 +4,9 @@ A request is admitted on its head, because its body and its audio use memory bef
 again once its body is complete.
 
 Rules
-1. A request that is still uploading its body holds no place, so that a slow upload keeps no other request out. Only its
+1. A request that is still uploading its body takes no place, so that a slow upload keeps no other request out. Only its
    bytes count. A head is refused if the system is full at that moment.
-2. A request with a complete body holds one of the system's ``max_requests`` places, as a request in flight does, while
+2. A request with a complete body takes one of the system's ``max_requests`` places, as a request in flight does, while
    its files are fetched and its audio is decoded. It passes to the system without a checkpoint in between, so that no
    other request takes the place.
 3. The bytes of all arriving requests (bodies, and the files that they name) share one budget, and count as they arrive:
@@ -45,7 +45,7 @@ class AdmissionControl:
         self.max_bytes, self.max_request_bytes = max_bytes, max_request_bytes
         self.tickets: set[AdmissionTicket] = set()
         self.bytes = self.places = 0
-        """The bytes of all tickets, and how many of them hold a place. Kept as sums, because each piece of a body needs
+        """The bytes of all tickets, and how many of them have a place. Kept as sums, because each piece of a body needs
         them."""
 
     def admit(self) -> AdmissionTicket:

@@ -8,7 +8,7 @@ Rules
 4. If the client may still be sending its request, the response is followed by a lingering close and not by a reset.
 
 A protocol on top of HTTP, such as WebSocket, would take the socket over here after a 101 response: the socket's buffer
-holds the bytes after the request.
+has the bytes after the request.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ MAX_SAMPLES = MAX_AUDIO_S * 48000
 """The limit of all audio in one request."""
 _BLOCK = 1 << 18
 _DECODERS = trio.CapacityLimiter(2)
-"""A decoder may hold a request's whole audio, even after its client has left. Trio's default of 40 is too many."""
+"""A decoder may keep a request's whole audio, even after its client has left. Trio's default of 40 is too many."""
 _CONTAINERS: dict[AudioFormat, dict[str, Any]] = {
     "wav": {"format": "WAV", "subtype": "PCM_16"},
     "flac": {"format": "FLAC", "subtype": "PCM_16"},

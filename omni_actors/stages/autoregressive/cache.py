@@ -1,4 +1,4 @@
-"""A key-value cache in which each row (slot) holds one sequence of its own length.
+"""A key-value cache in which each row (slot) contains one sequence of its own length.
 
 Rules
 1. The rows in use are 0 .. len(lengths) - 1, without gaps: when a row is freed, the last row moves into it.

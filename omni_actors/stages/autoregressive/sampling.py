@@ -9,7 +9,7 @@ Rules
    little on the batch's shape, and two nearly equal tokens that swap ranks must not change the text.
 4. The order is that of transformers' logits processors: repetition penalty (Keskar et al., 2019), suppressed tokens,
    temperature, top-k (Fan et al., 2018), top-p (Holtzman et al., 2020), min-p (Nguyen et al., 2024).
-5. A row without a finite largest logit (it holds NaN or +inf, or only -inf) gives None and changes no other row: that
+5. A row without a finite largest logit (it has NaN or +inf, or only -inf) gives None and changes no other row: that
    request fails alone. Every other row gives a token, whatever its logits and parameters are.
 """
 
@@ -132,7 +132,7 @@ def weights(logits: Tensor, sampling: Sampling) -> Tensor:
         if limits_rank:
             floors = _floors(likely.topk(top_k).values, top_p)
         else:
-            # All tokens below this weight hold at most 1 - top_p together, so the nucleus is among the rest: sort
+            # All tokens below this weight have at most 1 - top_p together, so the nucleus is among the rest: sort
             # those.
             least = (1 - top_p) / likely.shape[-1]
             ordered = [row[row >= least].sort(descending=True).values for row in likely]

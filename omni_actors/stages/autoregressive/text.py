@@ -1,7 +1,7 @@
 """Incremental detokenization: token ids to text, one token at a time, with stop strings.
 
 Rules
-1. Returned text is final: text that the next token could still change is held back.
+1. Returned text is final: text that the next token could still change is pending.
 2. All pieces joined are the text that decoding all ids at once gives, up to the stop string.
 3. The cost of a token does not grow with the length of the text.
 """
@@ -51,7 +51,7 @@ class Detokenizer:
         return piece
 
     def finish(self) -> str:
-        """Return the text that was held back. No token may follow."""
+        """Return the pending text. No token may follow."""
         return self._take(len(self._text))
 
     def _take(self, end: int) -> str:
@@ -62,7 +62,7 @@ class Detokenizer:
     def _shorten(self) -> None:
         """Drop all but the last tokens if later text cannot depend on the dropped ones.
 
-        That is the case if the rest alone decodes to the same ending and this ending covers all text that is held back.
+        That is the case if the rest alone decodes to the same ending and this ending covers all pending text.
         """
         for kept in range(_KEPT, _KEPT + _CHARACTER):  # one of these cuts is between two characters
             window = self._window[-kept:]
@@ -74,36 +74,36 @@ class Detokenizer:
 
 
 class StopFilter:
-    """Cuts a text before its first stop string. It holds back text that may be the beginning of one."""
+    """Cuts a text before its first stop string. Text that may be the beginning of one is pending."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(stops)
         self._longest = max(map(len, stops), default=1) - 1
-        self._held = ""
+        self._pending = ""
 
     def push(self, text: str) -> tuple[str, bool]:
         """Add text; return the text that is final, and whether a stop string was found. If so, no call may follow."""
-        self._held += text
+        self._pending += text
         # The stop string that is complete first wins, however the text was cut into pieces; of several, the longest.
-        found = [(place + len(stop), place) for stop in self._stops if (place := self._held.find(stop)) >= 0]
+        found = [(place + len(stop), place) for stop in self._stops if (place := self._pending.find(stop)) >= 0]
         if found:
-            return self._held[: min(found)[1]], True
-        size = min(self._longest, len(self._held))
-        while size and not self._begins_a_stop(self._held[-size:]):
+            return self._pending[: min(found)[1]], True
+        size = min(self._longest, len(self._pending))
+        while size and not self._begins_a_stop(self._pending[-size:]):
             size -= 1
-        cut = len(self._held) - size
-        out, self._held = self._held[:cut], self._held[cut:]
+        cut = len(self._pending) - size
+        out, self._pending = self._pending[:cut], self._pending[cut:]
         return out, False
 
     @property
-    def holds(self) -> bool:
-        """Whether text is held back: it may be the beginning of a stop string or, at the end, is one."""
-        return bool(self._held)
+    def has_pending(self) -> bool:
+        """Whether text is pending: it may be the beginning of a stop string or, at the end, is one."""
+        return bool(self._pending)
 
     def finish(self) -> str:
-        """Return the text that was held back. No text may follow."""
-        held, self._held = self._held, ""
-        return held
+        """Return the pending text. No text may follow."""
+        pending, self._pending = self._pending, ""
+        return pending
 
     def _begins_a_stop(self, text: str) -> bool:
         return any(stop.startswith(text) for stop in self._stops)
@@ -162,7 +162,7 @@ class Answer:
             self.finish_reason = "stop" if ended else "length"
         if stopped:
             self.finish_reason = "stop"
-        if not self._stops.holds:
+        if not self._stops.has_pending:
             self.certain_tokens = self.tokens
         if self.finish_reason is None:
             return {"text": text} if text else {}

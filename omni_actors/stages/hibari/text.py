@@ -7,7 +7,7 @@ Rules
    quotes (``>``) at the start of a line. hibari itself leaves out the address of a link.
 4. A sentence of more than ``LONGEST`` characters is cut: after the last clause mark, else at the last space, else at
    the limit. So speech does not wait for a full stop that never comes, and no phrase is too long to compute.
-5. A sequence of white space becomes one space, or one line break if it has one. So little text is held back, and the
+5. A sequence of white space becomes one space, or one line break if it has one. So little text is pending, and the
    time grows linearly with the text.
 """
 
@@ -45,7 +45,7 @@ class SentenceReader:
 
     @property
     def candidate(self) -> str | None:
-        """The text that is held back, if it looks like a whole sentence: what is most likely returned next."""
+        """The pending text, if it looks like a whole sentence: what is most likely returned next."""
         sentences = _speakable([self._rest]) if _SENTENCE_END.search(self._rest) else []
         return sentences[0] if sentences else None
 

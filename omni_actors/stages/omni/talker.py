@@ -214,7 +214,7 @@ class OmniTalker(Engine[R]):
         self._scheduler.add(request)
 
     def _leave_batch(self, request: R) -> None:
-        """Free what the batch holds of a request that ends, waits for a row, or has no header yet."""
+        """Free what the batch has of a request that ends, waits for a row, or has no header yet."""
         self._scheduler.remove(request)
 
     @torch.inference_mode()

@@ -31,7 +31,7 @@ class Speaker(NamedTuple):
 def load_speakers(directory: Path) -> dict[str, Speaker]:
     """Return the speakers of a checkpoint directory by name, in the order of the file.
 
-    Raises OSError, and pickle.UnpicklingError for a file that holds more than tensors and numbers.
+    Raises OSError, and pickle.UnpicklingError for a file that contains more than tensors and numbers.
     """
     found = torch.load(directory / "spk_dict.pt", map_location="cpu", weights_only=True)
     return {

@@ -3,7 +3,7 @@
 The versions in ``VERSIONS`` are known to work. Another version may work; if it lacks names, the check lists them.
 
 Hidden states use the mechanism that vLLM has for EAGLE-3 drafters (Li et al., 2025): a model keeps the inputs and
-outputs of chosen layers, and the model runner holds them from the forward until the tokens are sampled.
+outputs of chosen layers, and the model runner keeps them from the forward until the tokens are sampled.
 ``HiddenStateWorker`` copies them there, also for prefill chunks, with the request and position of each row.
 """
 
@@ -101,7 +101,7 @@ def register_in_process(architectures: Sequence[str]) -> None:
 
 
 def close(llm: Any) -> None:
-    """Free what an ``LLMEngine`` in this process holds, including its threads."""
+    """Free what an ``LLMEngine`` in this process has, including its threads."""
     llm.engine_core.shutdown()
     llm.renderer.shutdown()
 

@@ -31,7 +31,7 @@ LENGTHS = (1, 2, 5, 9)
 """Chunks in a request."""
 RING_BYTES = 4096
 LARGE = 1500
-"""int32 values in a large chunk: more than a ring holds."""
+"""int32 values in a large chunk: more than a ring has room for."""
 LOAD_S, STEP_S, SHUTDOWN_S = 30.0, 40.0, 0.5
 PATIENCE_S = 400.0
 """Virtual seconds, like the others. Hangs are detected within 44, and a row of failed starts takes less."""

@@ -205,8 +205,8 @@ class Simulation(trio.abc.Instrument):
         for fact in self._watch.unsettled:
             self._journal.violated("hung", fact)
         for worker in faults.spawner.living.values():
-            if worker.loop is not None and (held := worker.loop.requests):
-                self._journal.violated("leaked", f"{worker} still holds requests {sorted(held)}")
+            if worker.loop is not None and (kept := worker.loop.requests):
+                self._journal.violated("leaked", f"{worker} still has requests {sorted(kept)}")
 
     def check_left(self, descriptors: set[str]) -> None:
         """Check that the closed system left nothing. descriptors: those that were not open before."""
