@@ -35,7 +35,8 @@ class Suspects:
         self._placement, self._trials = dispatcher.placement, dispatcher.trials
         self._quarantine = Quarantine(limits.quarantine_s)
         self._changed = trio.lowlevel.ParkingLot()
-        self._advancing = self._advance_again = False
+        self._advance_calls = 0
+        """Calls of ``advance`` since the outermost one began; 0: none is running."""
 
     # New requests.
 
@@ -142,23 +143,23 @@ class Suspects:
     def advance(self) -> None:
         """End the trials that are over and begin those that can begin.
 
-        This may end requests, each of whose ends calls this again. The inner call only asks the outer one for another
-        turn, so that a unit of many requests does not exhaust the stack.
+        This may end requests, each of whose ends calls this again. The inner call only asks the outermost one for
+        another turn, so that a unit of many requests does not exhaust the stack.
         """
-        self._advance_again = True
-        if self._advancing:
+        self._advance_calls += 1
+        if self._advance_calls > 1:
             return
-        self._advancing = True
+        handled = 0
         try:
-            while self._advance_again and self._trials:
-                self._advance_again = False
+            while handled < self._advance_calls and self._trials:
+                handled = self._advance_calls
                 if self._trials.clear_expired(self._last_pong_at):
                     self._dispatcher.dispatch_waiting()
                 for stage in {group.stage for group in self._trials.groups()}:
                     self._try(stage)
                 self._changed.unpark_all()
         finally:
-            self._advancing = False
+            self._advance_calls = 0
 
     def _last_pong_at(self, address: Address) -> float:
         return self._placement.replicas[address].incarnation.last_pong_at

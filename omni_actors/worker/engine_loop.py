@@ -94,14 +94,14 @@ class EngineLoop:
         """The request that the engine is called for; None in a step. It keeps its value if that call raises."""
         self.stopping = False
         self.running = False
-        self._ended = False
-        self._ending = threading.Lock()
+        self._closed = False
+        self._bell_lock = threading.Lock()  # so that no other thread rings a bell that was closed
 
     def post(self, *commands: Command) -> None:
         """Queue commands, to be handled in one turn. A loop that has ended ignores them."""
         self._commands.extend(commands)
-        with self._ending:
-            if not self._ended:
+        with self._bell_lock:
+            if not self._closed:
                 os.eventfd_write(self._bell, 1)
 
     def run(self, engine: base.StageEngine) -> None:
@@ -156,10 +156,10 @@ class EngineLoop:
         edges: list[Incoming | Outgoing] = [*self._incoming.values(), *self._outgoing.values()]
         for edge in edges:
             edge.close()
-        with self._ending:
-            if not self._ended:
+        with self._bell_lock:
+            if not self._closed:
                 os.close(self._bell)
-            self._ended = True
+            self._closed = True
 
     @property
     def requests(self) -> Set[int]:

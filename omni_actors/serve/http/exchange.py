@@ -19,6 +19,7 @@ to begin.
 
 from __future__ import annotations
 
+import enum
 import re
 from email.utils import formatdate
 from typing import NoReturn
@@ -44,6 +45,14 @@ _CHUNK_SIZE = re.compile(rb"[\r\n]*([0-9A-Fa-f]+)([^\n]*\n)?")
 """The declared size at the beginning of a chunk, and the rest of its line once that has arrived."""
 
 
+class ResponseState(enum.Enum):
+    PENDING = "pending"
+    """The application has not started the response."""
+    STARTED = "started"
+    COMPLETE = "complete"
+    """The kernel has the last byte."""
+
+
 class Exchange:
     """A request whose head has arrived, and its response.
 
@@ -64,6 +73,7 @@ class Exchange:
         assert isinstance(request, h11.Request), "the head is complete"
         _check_request(request)
         self._scope = _scope(request, sock)
+        self._is_http_1_0 = request.http_version == b"1.0"
         self._expects_chunk_size = _has_header(request, b"transfer-encoding")
         self._piece_bytes = CHUNKED_BYTES if self._expects_chunk_size else PIECE_BYTES
         self._response_has_no_body = request.method == b"HEAD"
@@ -78,8 +88,10 @@ class Exchange:
         """The response's head, until it is sent with the first piece."""
         self._unsent: int | None = None
         """How many bytes of the response's body are not sent yet; None if the response has no declared length."""
-        self._is_sse = self._is_disconnected = False
-        self.response_started = self.response_complete = False
+        self._accepts_comments = False
+        """Whether the body of the response is a stream of server-sent events, which has begun."""
+        self._is_disconnected = False
+        self.response = ResponseState.PENDING
 
     @property
     def request_complete(self) -> bool:
@@ -94,7 +106,7 @@ class Exchange:
     @property
     def looks_complete_when_cut(self) -> bool:
         """Whether the response was cut, and only the end of the connection tells the client where it ends."""
-        return self.response_started and not self.response_complete and self._scope["http_version"] == "1.0"
+        return self.response is ResponseState.STARTED and self._is_http_1_0
 
     def stop(self) -> None:
         """Close the connection after the response, unless the response has begun."""
@@ -118,7 +130,7 @@ class Exchange:
             raise ClientDisconnected
         if failure is not None:
             raise failure
-        if not self.response_started:
+        if self.response is ResponseState.PENDING:
             raise RuntimeError("the application returned without a response")
 
     # the request
@@ -204,7 +216,8 @@ class Exchange:
             if not more or self._unsent == 0:  # the client then sends its next request, even if the handler still runs
                 self._watching.cancel()
             await self._send(*pieces)
-            self.response_complete = not more
+            if not more:
+                self.response = ResponseState.COMPLETE
 
     def _start_response(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
         named = {name.lower(): value for name, value in headers}
@@ -212,13 +225,14 @@ class Exchange:
         if self._is_last or not self.request_complete:
             added.append((b"connection", b"close"))
         self._response_head = self._h11.send(h11.Response(status_code=status, headers=[*headers, *added]))
-        self._is_sse = named.get(b"content-type", b"").startswith(b"text/event-stream")
         self._response_has_no_body |= status in (204, 304)
         if self._response_has_no_body:
             self._unsent = 0
-        elif b"content-length" in named:
-            self._unsent = int(named[b"content-length"])
-        self.response_started = True
+        else:
+            self._accepts_comments = named.get(b"content-type", b"").startswith(b"text/event-stream")
+            if b"content-length" in named:
+                self._unsent = int(named[b"content-length"])
+        self.response = ResponseState.STARTED
 
     def _take_head(self) -> list[bytes]:
         head, self._response_head = self._response_head, b""
@@ -252,7 +266,7 @@ class Exchange:
         """Wait until a client that sends no more has closed its connection for good. Raises ClientDisconnected."""
         pause_s = PROBE_S
         until = trio.current_time() + UNPROBED_S
-        while self.response_started or self._scope["http_version"] != "1.0" or trio.current_time() < until:
+        while not self._is_http_1_0 or self.response is not ResponseState.PENDING or trio.current_time() < until:
             await self._probe()
             await trio.sleep(pause_s)
             self._socket.check_error()
@@ -263,10 +277,10 @@ class Exchange:
         if self._sending.locked():
             return
         async with self._sending:
-            if self.response_started and self._is_sse and not self._response_has_no_body:
+            if self._accepts_comments:
                 data = self._h11.send_with_data_passthrough(h11.Data(data=_SSE_COMMENT)) or []
                 await self._send(*self._take_head(), *data)
-            elif not self.response_started and self._scope["http_version"] != "1.0":
+            elif self.response is ResponseState.PENDING and not self._is_http_1_0:
                 await self._send_interim()
 
 
