@@ -63,6 +63,7 @@ def test_it_listens_while_it_loads_and_reports_it(start: Start) -> None:
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "loading")
         assert int(answer.headers["retry-after"]) >= 1
         assert server.http.get("/v1/models").status_code == 200
+        server.wait(lambda: server.replica("mind")["pid"] is not None, "its worker to be started")
         assert server.ends_by(signal.SIGINT) == (0, "")
 
 

@@ -19,7 +19,8 @@ WINDOW = 200_000
 
 @pytest.fixture(scope="module")
 def server(start: Start) -> Iterator[Server]:
-    limits = ("-s", f"limits.window_bytes={WINDOW}", "-s", "limits.max_requests=3")
+    """None of its readers is too slow, however long a test takes: one ends only for a new request."""
+    limits = ("-s", f"limits.window_bytes={WINDOW}", "-s", "limits.max_requests=3", "-s", "limits.read_bytes_s=0.001")
     with start(*limits, "-s", "stages.mouth.options.step_s=0.002") as server:
         yield server
         assert server.stderr == ""

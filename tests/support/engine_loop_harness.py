@@ -116,12 +116,16 @@ class LoopHarness:
         return self.messages.get(timeout=WATCHDOG_S)
 
     def wait_asleep(self, *, receiving: bool = True) -> None:
-        """Wait until the loop has nothing left to do: it has handled all that was posted and sent before this call."""
+        """Wait until the loop has nothing left to do: it has handled all that was posted and sent before this call.
+
+        The first sleep after this call may have been decided on before it. The second one follows a whole turn.
+        """
         while not self.loop.asleep.empty():
             self.loop.asleep.get()
-        os.eventfd_write(self.loop._bell, 1)
-        while self.loop.asleep.get(timeout=WATCHDOG_S) != receiving:
-            pass
+        for _ in range(2):
+            os.eventfd_write(self.loop._bell, 1)
+            while self.loop.asleep.get(timeout=WATCHDOG_S) != receiving:
+                pass
 
     def wait_ended(self) -> BaseException | None:
         assert self._thread is not None

@@ -121,15 +121,15 @@ async def read_all(stream: trio.SocketStream) -> bytes:
 
 
 @asynccontextmanager
-async def listening() -> AsyncIterator[Server]:
-    """Four connections at a time, three of one address, and a tenth of a second to drain."""
+async def listening(drain_s: float = 0.1) -> AsyncIterator[Server]:
+    """Four connections at a time, three of one address."""
     with trio.fail_after(60):
         async with trio.open_nursery() as nursery:
             with socket.create_server(("127.0.0.1", 0)) as sock:
                 running = Server(App(), sock.getsockname(), trio.Event())
                 limits = {"max_connections": 4, "max_per_address": 3, "max_body_bytes": MAX_BODY_BYTES}
                 listener = HTTPListener(sock, running.app, running.registry, **limits)
-                nursery.start_soon(listener.run, running.stop, 0.1, running.requests_were_ended.set)
+                nursery.start_soon(listener.run, running.stop, drain_s, running.requests_were_ended.set)
                 yield running
                 running.stop.set()
 

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 import httpx
 import openai
@@ -55,8 +56,14 @@ class Api:
         status: str = self.http.get("/health").json()["status"]
         return status
 
+    def replica(self, stage: str) -> dict[str, Any]:
+        """Return what /health says of the first replica of a stage."""
+        found: dict[str, Any] = self.http.get("/health").json()["stages"][stage][0]
+        return found
+
     def pid_of(self, stage: str) -> int:
-        pid: int = self.http.get("/health").json()["stages"][stage][0]["pid"]
+        pid = self.replica(stage)["pid"]
+        assert isinstance(pid, int)
         return pid
 
 

@@ -75,18 +75,29 @@ async def test_a_lack_of_descriptors_does_not_end_the_server(
     assert "cannot accept a connection" in record.getMessage()
 
 
-async def test_a_drain_closes_idle_connections_and_lets_requests_end(server: Server) -> None:
-    async with await server.connect() as idle, await server.connect() as busy, await server.connect() as endless:
+async def test_a_drain_closes_idle_connections_and_lets_requests_end() -> None:
+    async with (
+        listening(drain_s=1000.0) as server,
+        await server.connect() as idle,
+        await server.connect() as busy,
+    ):
         await idle.send_all(GET)
         await read_answer(idle)
         await busy.send_all(b"GET /wait HTTP/1.1\r\nHost: x\r\n\r\n")
         await server.app.started.wait()
-        await endless.send_all(POST + b"Content-Length: 4\r\n\r\n")
         server.stop.set()
         assert await read_all(idle) == b""
         server.app.may_end.set()
         status, headers, body = await read_answer(busy)
         assert (status, headers["connection"], body) == (200, "close", b"the end")
         assert not server.requests_were_ended.is_set()
+
+
+async def test_a_drain_ends_a_request_that_takes_too_long(server: Server) -> None:
+    async with await server.connect() as endless:
+        await endless.send_all(POST + b"Content-Length: 4\r\n\r\n")
+        while not server.app.scopes:
+            await trio.lowlevel.checkpoint()
+        server.stop.set()
         assert await read_until_cut(endless) == b""
         assert server.requests_were_ended.is_set()
