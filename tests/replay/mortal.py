@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -102,13 +102,18 @@ async def read(generation: Generation) -> list[Output]:
 
 
 async def read_and_kill(omni: OmniSystem, generation: Generation, *stages: str) -> list[Output]:
-    """Read all outputs, and kill the workers of these stages when the first output has arrived."""
+    """Read all outputs, and kill the workers of these stages when the first output has arrived.
+
+    All stages are ready again when this returns. Where all outputs had been sent before the deaths, it waits for those.
+    """
     victims, outputs = [pid_of(omni, stage) for stage in stages], []
+    before = generations(omni)
     with trio.fail_after(WATCHDOG_S):
         async for output in generation:
             outputs.append(output)
             while victims:
                 os.kill(victims.pop(), signal.SIGKILL)
+    await wait_restarted(omni, {stage: before[stage] + 1 for stage in stages})
     return outputs
 
 
@@ -141,8 +146,13 @@ def generations(omni: OmniSystem) -> dict[str, int]:
 
 
 async def all_ready(omni: OmniSystem) -> None:
+    await wait_restarted(omni, {})
+
+
+async def wait_restarted(omni: OmniSystem, expected: Mapping[str, int]) -> None:
+    """Wait until all stages are ready, those in ``expected`` in this generation or a later one."""
     with trio.fail_after(WATCHDOG_S):
-        while not omni.health().ready:
+        while not omni.health().ready or any(generations(omni)[stage] < expected[stage] for stage in expected):
             await omni.wait_changed()
 
 

@@ -16,7 +16,7 @@ from omni_actors.config import Limits, Pipeline, Restart, Stage
 from omni_actors.generation import Output
 from omni_actors.orchestrator.pieces import Input
 from omni_actors.system import OmniSystem
-from tests.replay.mortal import all_ready, generations, read, read_and_kill
+from tests.replay.mortal import generations, read, read_and_kill, wait_restarted
 
 PIECES, FAN_OUT = 6, 2
 STAGES = ("first", "second", "third")
@@ -70,8 +70,8 @@ async def test_a_death_at_any_output(stage: str, at: int, tmp_path: Path) -> Non
     dies = {stage: {"dies_at": at, "marker": str(tmp_path / "died")}}
     async with OmniSystem.open(pipeline(dies)) as omni:
         check_continuous(await read(submit(omni)))
-        await all_ready(omni)
-        assert generations(omni)[stage] == 2
+        await wait_restarted(omni, {stage: 2})
+        assert generations(omni) == {**dict.fromkeys(STAGES, 1), stage: 2}
 
 
 @pytest.mark.parametrize("stages", [*itertools.combinations(STAGES, 2), STAGES], ids="-".join)
@@ -80,14 +80,13 @@ async def test_several_stages_that_die_at_once(stages: tuple[str, ...], replicas
     async with OmniSystem.open(pipeline({}, replicas)) as omni:
         for _ in range(3):
             check_continuous(await read_and_kill(omni, submit(omni), *stages))
-            await all_ready(omni)
 
 
 async def test_deaths_again_and_again(tmp_path: Path) -> None:
     dies = {name: {"dies_at": at, "marker": str(tmp_path / name)} for at, name in zip((2, 9, 20), STAGES, strict=True)}
     async with OmniSystem.open(pipeline(dies)) as omni:
         check_continuous(await read(submit(omni)))
-        await all_ready(omni)
+        await wait_restarted(omni, dict.fromkeys(STAGES, 2))
         assert set(generations(omni).values()) == {2}
 
 
