@@ -94,15 +94,15 @@ class Dispatcher:
             if CLIENT in request.route.targets[stage]:
                 request.chunk_sequences[stage] = ChunkSequence(request.number, stage)
             self._post_start(request, stage)
-        request.send_inputs(*request.route.entries)
+        request.pending_input.add(*request.route.entries)
 
     def _restart(self, request: Request, placement: Mapping[str, Address]) -> None:
-        stages = request.replay_state.waiting
-        assert request.crash is not None, "a worker died"
-        self.replay_log.add(request.crash, trio.current_time() - request.crashed_at)
+        stages, deaths = request.replay_state.waiting, request.deaths
+        assert deaths.latest is not None, "a worker died"
+        self.replay_log.add(deaths.latest, trio.current_time() - deaths.latest_at)
         request.replays += 1
-        request.charged_replays += request.charged
-        request.charged = False
+        deaths.charged_replays += deaths.latest_charged
+        deaths.latest_charged = False
         request.replay_state.restarted(placement)
         self._loads.update(placement.values())
         request.resumption.stages.update(stages)
@@ -179,7 +179,7 @@ class Dispatcher:
         request.replay_state.started(address.stage)
         for source in request.route.sources[address.stage]:
             if source == CLIENT:
-                request.send_inputs(address.stage)
+                request.pending_input.add(address.stage)
             elif source in request.resumption.stages:
                 continue  # its ``Start`` is yet to be posted, with this replica among the targets
             elif (source_address := request.replay_state.stages[source].address) is not None:

@@ -225,7 +225,7 @@ class Orchestrator:
     async def _attend(self, request: Request) -> None:
         """Run as the request's own task: send its input, and enforce its deadline and its connection's minimum rate."""
         with request.lifetime:
-            with request.input_scope:
+            with request.pending_input.scope:
                 await self._send_inputs(request)
             await trio.sleep_forever()
         if not request.closed:
@@ -236,14 +236,13 @@ class Orchestrator:
 
     async def _send_inputs(self, request: Request) -> None:
         while True:
-            while not request.pending_inputs:
-                await request.input_wakeup.park()
+            stage = await request.pending_input.next()
             try:
-                await send_input(request, request.pending_inputs.popleft(), self._edges)
+                await send_input(request, stage, self._edges)
             except errors.InvalidRequest as error:
                 if not request.lifecycle.ended:
                     self._end(request, Event.FAIL, error)
-            if request.on_failure == "fail" and not request.pending_inputs:
+            if request.on_failure == "fail" and not request.pending_input:
                 request.inputs = {}
 
     # Called by the supervisor (``Listener``)
@@ -315,9 +314,9 @@ class Orchestrator:
             if not request.chunk_sequences[stage].accept(header, tensors):
                 return
         except chunks.ReplayDiverged as error:
-            if request.crash is None:
+            if request.deaths.latest is None:
                 raise
-            self._end(request, Event.FAIL, request.crash_error(str(error)))
+            self._end(request, Event.FAIL, request.deaths.error(str(error)))
             return
         request.replay_state.output_arrived(stage, last=header.last)
         request.lifecycle.advance(Event.OUTPUT)
@@ -333,8 +332,7 @@ class Orchestrator:
         request.lifecycle.advance(event)
         request.error = error
         request.inputs = {}
-        request.pending_inputs.clear()
-        request.input_scope.cancel()
+        request.pending_input.close()
         request.finished = time.monotonic()
         self._retry_after.add(request.finished - request.submitted)
         self._dispatcher.remove(request)

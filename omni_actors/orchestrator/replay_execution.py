@@ -44,8 +44,8 @@ class ReplayExecution:
         for request in list(self._dispatcher.dispatched.values()):
             if request.replay_state.is_held_by(address):
                 self._dispatcher.lose(request, address)
-                request.crash = StageCrashed(address.stage, address.replica, generation, exit)
-                request.crashed_at = trio.current_time()
+                request.deaths.latest = StageCrashed(address.stage, address.replica, generation, exit)
+                request.deaths.latest_at = trio.current_time()
                 self._decide(request)
                 is_done = request.replay_state.stages[address.stage].phase is Phase.LOST
                 if is_done and not request.lifecycle.ended:
@@ -70,14 +70,14 @@ class ReplayExecution:
 
     def progressed(self, request: Request) -> None:
         """End a request that is complete: a stage has finished or has all its input, or an output has ended."""
-        if request.crash is not None:
+        if request.deaths.latest is not None:
             self._decide(request)  # the stages that were lost may not be needed any more
         elif request.replay_state.is_complete():
             self._end(request, Event.COMPLETE, None)
 
     def unreplayable(self, request: Request, stage: str, reason: str, *, needed: bool) -> None:
         """A stage cannot send its outputs again. needed: a replay has just asked it to."""
-        failed = needed and request.crash is not None
+        failed = needed and request.deaths.latest is not None
         request.replay_state.unreplayable(stage, reason, failed=failed)
         if failed:
             self._decide(request)
@@ -91,8 +91,8 @@ class ReplayExecution:
             on_failure=request.on_failure,
             recoverable=self._recoverable,
             failed=self.failed_stages.keys(),
-            charged=request.charged,
-            replays=request.charged_replays,
+            charged=request.deaths.latest_charged,
+            replays=request.deaths.charged_replays,
             limit=self._limits.replays,
         )
         state.wait_for(verdict.stages if isinstance(verdict, Replay) else ())
@@ -103,8 +103,8 @@ class ReplayExecution:
             case Replay():
                 self._dispatcher.try_dispatch(request)
             case Fail(reason, used_up):
-                is_convicted = request.charged and self._suspects.convict(request)
-                error = request.crash_error(reason, retryable=not (used_up or is_convicted))
+                is_convicted = request.deaths.latest_charged and self._suspects.convict(request)
+                error = request.deaths.error(reason, retryable=not (used_up or is_convicted))
                 self._end(request, Event.FAIL, error)
             case Unavailable(stage):
                 self._end(request, Event.FAIL, self.unavailable(stage))

@@ -27,6 +27,57 @@ OnFailure: TypeAlias = Literal["replay", "fail"]
 """Whether a request is replayed or ends when a worker that it needs dies."""
 
 
+class PendingInput:
+    """The stages whose part of a request's input is still to be sent, each from its first piece on."""
+
+    def __init__(self) -> None:
+        self._stages = collections.deque[str]()
+        self._wakeup = trio.lowlevel.ParkingLot()
+        self.scope = trio.CancelScope()
+        """Around sending the input; cancelled when the request ends."""
+
+    def __bool__(self) -> bool:
+        return bool(self._stages)
+
+    def add(self, *stages: str) -> None:
+        """Let the request's task send these stages their part of the input."""
+        self._stages.extend(stages)
+        self._wakeup.unpark_all()
+
+    async def next(self) -> str:
+        """Wait for a stage and take it off."""
+        while not self._stages:
+            await self._wakeup.park()
+        return self._stages.popleft()
+
+    def close(self) -> None:
+        """Send nothing more."""
+        self._stages.clear()
+        self.scope.cancel()
+
+
+@dataclass(eq=False)
+class Deaths:
+    """The deaths of workers that held one request, and how they count against it (see ``trials``)."""
+
+    latest: StageCrashed | None = None
+    latest_at: float = 0.0
+    """When it was, on trio's clock."""
+    latest_charged: bool = False
+    """Whether the replay after the latest death counts against ``limits.replays``."""
+    charged_replays: int = 0
+    suspected: int = 0
+    """The number of deaths that the request may have caused."""
+
+    def error(self, reason: str | None, *, retryable: bool = True) -> StageCrashed:
+        """Return the error of a request that ends because of its latest death. reason: why it is not replayed."""
+        crash = self.latest
+        assert crash is not None, "a worker died"
+        return StageCrashed(
+            crash.stage, crash.replica, crash.generation, crash.exit, not_replayed=reason, retryable=retryable
+        )
+
+
 @dataclass(eq=False)
 class Request:
     """The orchestrator's record of one request."""
@@ -50,14 +101,7 @@ class Request:
     lifetime: trio.CancelScope = field(default_factory=trio.CancelScope)
     """Around the request's own task. Its deadline is ``expires`` or, if earlier, the connection's (see ``Readers``)."""
 
-    # Input
-
-    pending_inputs: collections.deque[str] = field(default_factory=collections.deque)
-    """The stages whose part of the input is still to be sent, from its first piece on."""
-    input_wakeup: trio.lowlevel.ParkingLot = field(default_factory=trio.lowlevel.ParkingLot)
-    """Woken when a stage is added to ``pending_inputs``."""
-    input_scope: trio.CancelScope = field(default_factory=trio.CancelScope)
-    """Around sending the input; cancelled when the request ends."""
+    pending_input: PendingInput = field(default_factory=PendingInput)
 
     # Output
 
@@ -84,21 +128,13 @@ class Request:
     """When the request ended; CLOCK_MONOTONIC."""
     replays: int = 0
 
-    # Deaths
+    # Replay
 
     replay_state: ReplayState = field(init=False)
     """What each stage has done for the request."""
     resumption: Resumption = field(default_factory=Resumption)
     """What is known of the decisions of resumable stages, and which stages wait for more."""
-    crash: StageCrashed | None = None
-    """The latest death of a worker that held the request."""
-    crashed_at: float = 0.0
-    """When it was, on trio's clock."""
-    charged: bool = False
-    """Whether the replay after the latest death counts against ``limits.replays`` (see ``trials``)."""
-    charged_replays: int = 0
-    suspected: int = 0
-    """The number of deaths that the request may have caused."""
+    deaths: Deaths = field(default_factory=Deaths)
 
     def __post_init__(self) -> None:
         self.replay_state = ReplayState(self.route)
@@ -112,19 +148,6 @@ class Request:
     def placement(self) -> dict[str, Address]:
         """The replica that holds the request, for each stage that a living worker holds."""
         return self.replay_state.placement
-
-    def send_inputs(self, *stages: str) -> None:
-        """Let the request's task send these stages their part of the input, from its first piece on."""
-        self.pending_inputs.extend(stages)
-        self.input_wakeup.unpark_all()
-
-    def crash_error(self, reason: str | None, *, retryable: bool = True) -> StageCrashed:
-        """Return the error of a request that ends because of its latest crash. reason: why it is not replayed."""
-        crash = self.crash
-        assert crash is not None, "a worker died"
-        return StageCrashed(
-            crash.stage, crash.replica, crash.generation, crash.exit, not_replayed=reason, retryable=retryable
-        )
 
     @property
     def closed(self) -> bool:

@@ -82,7 +82,7 @@ class Suspects:
         else:
             if group.is_culprit and not self._trials.requests_of_unit(request):
                 now = trio.current_time()
-                self._quarantine.add(request.fingerprint, Culprit(group.stage, group.deaths), now)
+                self._quarantine.add(request.fingerprint, Culprit(group.stage, group.suspected_deaths), now)
             self._trials.drop(request)
         self._dispatcher.dispatch_waiting()
         self.advance()
@@ -93,7 +93,7 @@ class Suspects:
         unfinished = [each for each in running if each.replay_state.is_held_by(address) and stage not in each.stats]
         if not died_by_itself(exit) or not (self._limits.replays or self._limits.quarantine_s):
             for request in unfinished:
-                request.charged = True
+                request.deaths.latest_charged = True
             return True
         failed = next((each for each in unfinished if each.number == failed_request), None)
         counts = self._trials.worker_died(address, unfinished, failed, trio.current_time())
@@ -108,12 +108,12 @@ class Suspects:
         Returns whether the request was quarantined. One death is not enough, whatever ``limits.replays`` is.
         """
         group = self._trials.group_of.get(request)
-        is_convicted = group is not None and group.is_culprit and request.suspected > max(1, self._limits.replays)
-        if group is not None and is_convicted:
-            self._quarantine.add(request.fingerprint, Culprit(group.stage), trio.current_time())
-            for each in self._trials.requests_of_unit(request):
-                self._end_quarantined(each, group.stage)
-        return is_convicted
+        if group is None or not group.is_culprit or request.deaths.suspected <= max(1, self._limits.replays):
+            return False
+        self._quarantine.add(request.fingerprint, Culprit(group.stage), trio.current_time())
+        for each in self._trials.requests_of_unit(request):
+            self._end_quarantined(each, group.stage)
+        return True
 
     def _end_quarantined(self, request: Request, stage: str) -> None:
         self._end(request, Event.FAIL, Quarantined(stage, self._limits.quarantine_s))
@@ -123,11 +123,14 @@ class Suspects:
         for fingerprint in group.units:
             self._quarantine.add(fingerprint, Culprit(group.stage), trio.current_time())
         for each in list(group.requests):
-            if each.crash is None:
+            deaths = each.deaths
+            if deaths.latest is None:
                 self._end_quarantined(each, group.stage)
             else:
-                reason = f"its workers died {each.suspected} times, and it could not be tried apart from other requests"
-                self._end(each, Event.FAIL, each.crash_error(reason, retryable=False))
+                reason = (
+                    f"its workers died {deaths.suspected} times, and it could not be tried apart from other requests"
+                )
+                self._end(each, Event.FAIL, deaths.error(reason, retryable=False))
 
     # Trials.
 

@@ -99,9 +99,9 @@ class Group:
         return self.has_culprit and len(self.units) == 1
 
     @property
-    def deaths(self) -> int:
+    def suspected_deaths(self) -> int:
         """The number of deaths that its requests may have caused."""
-        return max(each.suspected for each in self.requests)
+        return max(each.deaths.suspected for each in self.requests)
 
     def clear_other_half(self) -> None:
         """The half that this group was split off from is not known to contain a culprit any more."""
@@ -122,7 +122,7 @@ class Group:
 
 
 def _suspicion(unit: Sequence[Request]) -> tuple[int, int, int]:
-    return max(each.suspected for each in unit), len(unit), max(each.number or 0 for each in unit)
+    return max(each.deaths.suspected for each in unit), len(unit), max(each.number or 0 for each in unit)
 
 
 @dataclass
@@ -168,18 +168,18 @@ class Trials:
             suspects = [each for each in unfinished if each.fingerprint == failed.fingerprint]
         if group is None or any(self.group_of.get(each) is not group for each in suspects):
             group = self._group_for(address.stage, suspects, now)
-        known = bool(suspects) and all(each.suspected for each in suspects)
+        known = bool(suspects) and all(each.deaths.suspected for each in suspects)
         for each in suspects:
-            each.suspected += 1
+            each.deaths.suspected += 1
         group.has_culprit, group.since = True, now
         group.clear_other_half()
         if len(group.units) == 1:
-            deaths = group.deaths
+            deaths = group.suspected_deaths
             for each in group.requests:
-                each.suspected = deaths
+                each.deaths.suspected = deaths
             for each in suspects:
-                each.charged = True
-                each.charged_replays = max(each.charged_replays, deaths - 1)
+                each.deaths.latest_charged = True
+                each.deaths.charged_replays = max(each.deaths.charged_replays, deaths - 1)
         return not known
 
     def return_replica(self, address: Address | None) -> None:
@@ -208,7 +208,7 @@ class Trials:
 
     def _add(self, request: Request, group: Group) -> None:
         unit = group.units.setdefault(request.fingerprint, [])
-        request.suspected = max(each.suspected for each in (request, *unit))
+        request.deaths.suspected = max(each.deaths.suspected for each in (request, *unit))
         unit.append(request)
         self.group_of[request] = group
 
@@ -218,7 +218,7 @@ class Trials:
 
     def add_known_culprit(self, request: Request, stage: str, deaths: int, now: float) -> None:
         """Treat a new request as a known culprit, because of the deaths that requests with its fingerprint caused."""
-        request.suspected = deaths
+        request.deaths.suspected = deaths
         self._group_for(stage, [request], now)
 
     def join(self, request: Request) -> bool:
@@ -289,7 +289,7 @@ class Trials:
         wait_is_over = now >= self._waits_until(group)
         if group.is_culprit:
             stage_is_free = is_unused and not others_wait and now >= self._quiet_at(group)
-            if not stage_is_free and not (wait_is_over and group.deaths == 1):
+            if not stage_is_free and not (wait_is_over and group.suspected_deaths == 1):
                 return None
         elif not is_unused and not wait_is_over:
             return None
@@ -305,7 +305,10 @@ class Trials:
         return [
             group
             for group in self.waiting
-            if group.stage == stage and group.is_culprit and group.deaths > 1 and now >= self._waits_until(group)
+            if group.stage == stage
+            and group.is_culprit
+            and group.suspected_deaths > 1
+            and now >= self._waits_until(group)
         ]
 
     def drain(self, group: Group, address: Address, now: float) -> None:
@@ -325,7 +328,7 @@ class Trials:
     def begin(self, group: Group, address: Address, now: float, *, alone: bool = True) -> None:
         """Put a group on trial at a replica. alone: whether the replica works on no other request."""
         group.address, group.on_trial, group.is_alone = address, group.candidates, alone
-        group.ends_at = now + min(LONGEST_PROBATION_S, PROBATION_S * 2.0 ** (group.deaths - 1))
+        group.ends_at = now + min(LONGEST_PROBATION_S, PROBATION_S * 2.0 ** (group.suspected_deaths - 1))
         self.running[address] = group
 
     def put_back(self, group: Group) -> None:

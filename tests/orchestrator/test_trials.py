@@ -47,13 +47,13 @@ class Stage:
         self.deaths += 1
         counts = self.trials.worker_died(WORKER, unfinished, failed, self.now)
         for each in unfinished:
-            if each.charged and each.charged_replays >= self.limit:
+            if each.deaths.latest_charged and each.deaths.charged_replays >= self.limit:
                 self.ended += [each, *self.trials.requests_of_unit(each)]
                 for other in self.trials.requests_of_unit(each):
                     self.trials.drop(other)
                 self.trials.drop(each)
-            each.charged_replays += each.charged
-            each.charged = False
+            each.deaths.charged_replays += each.deaths.latest_charged
+            each.deaths.latest_charged = False
         return counts
 
     def run(self) -> None:
@@ -93,7 +93,7 @@ def test_the_culprit_among_six_is_found_in_few_deaths_and_others_lose_no_replay(
     assert stage.deaths <= 4
     innocent = [each for each in requests if each is not requests[place]]
     assert sorted(stage.done, key=lambda each: each.number or 0) == innocent
-    assert not any(each.charged_replays for each in innocent)
+    assert not any(each.deaths.charged_replays for each in innocent)
 
 
 def test_requests_with_one_fingerprint_are_tried_once() -> None:
@@ -120,7 +120,7 @@ def test_every_culprit_is_found_and_no_other_request_is_charged(guilty: list[boo
         stage.run()
         assert set(stage.ended) == poison
         assert set(stage.done) == set(requests) - poison
-        assert not any(each.charged_replays for each in stage.done)
+        assert not any(each.deaths.charged_replays for each in stage.done)
         assert stage.deaths <= 1 + len(poison) * (limit + 1 + math.log2(len(requests)) * 2)
 
 
@@ -177,7 +177,7 @@ def test_requests_with_the_fingerprint_of_the_blamed_one_share_its_deaths() -> N
     trials = Stage({blamed}).trials
     assert trials.worker_died(WORKER, [blamed, alike, other], blamed, 0.0)
     assert not trials.worker_died(Address(STAGE, 1), [elsewhere], elsewhere, 0.0)
-    assert {each.suspected for each in (blamed, alike, elsewhere)} == {2}
+    assert {each.deaths.suspected for each in (blamed, alike, elsewhere)} == {2}
     assert len(trials.waiting) == 1
     assert other not in trials.group_of
 
