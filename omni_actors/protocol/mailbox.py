@@ -15,6 +15,7 @@ Rules
 from __future__ import annotations
 
 import os
+import select
 import socket
 from collections.abc import AsyncIterator, Generator, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager, closing, suppress
@@ -66,7 +67,6 @@ class Mailbox:
         self._unpacking: Iterator[messages.ControlMessage] = iter(())
         """The messages of the reader's packet that ``incoming`` has no room for yet."""
         self._peer_gone = False
-        self._written = trio.Event()
         self._open = trio.CancelScope(shield=True)
 
     @property
@@ -114,20 +114,6 @@ class Mailbox:
                 return
             yield from self._unpacked(packet)
 
-    async def send(self, message: messages.ControlMessage) -> None:
-        """Queue a message, waiting for room. If the peer is gone, the message is dropped.
-
-        Cancellation: the message is queued, or the call was cancelled.
-        """
-        if not self._peer_gone:
-            await self._out_send.send((messages.encode(message), ()))
-            self._waiting += 1
-
-    async def drain(self) -> None:
-        """Wait until everything queued has been handed to the socket. Nothing can be sent afterwards."""
-        self._out_send.close()
-        await self._written.wait()
-
     @trio.lowlevel.enable_ki_protection
     async def _run(self) -> None:
         with self._open:
@@ -142,7 +128,6 @@ class Mailbox:
             with closing(_packets(self._queued(first))) as packets:
                 for packet, fds in packets:
                     await self._write_packet(packet, fds)
-        self._written.set()
 
     def _queued(self, first: Encoded) -> Iterator[Encoded]:
         """Yield what is queued now. Messages no longer count as waiting once they are taken from here."""
@@ -253,6 +238,25 @@ def _duplicates(fds: Sequence[int]) -> tuple[int, ...]:
 def _close_all(fds: Sequence[int]) -> None:
     for fd in fds:
         os.close(fd)
+
+
+def write_messages(sock: socket.socket, sent: Iterable[messages.ControlMessage]) -> None:
+    """Send messages without trio, in as few packets as possible, waiting for room. If the peer is gone, drop them.
+
+    sock: a non-blocking socket. A mailbox that reads from it must not write to it.
+    """
+    for packet, _ in _packets((messages.encode(message), ()) for message in sent):
+        try:
+            while True:
+                try:
+                    sock.send(packet)
+                    break
+                except BlockingIOError:
+                    poll = select.poll()
+                    poll.register(sock, select.POLLOUT)
+                    poll.poll()
+        except (BrokenPipeError, ConnectionResetError):
+            return
 
 
 @asynccontextmanager

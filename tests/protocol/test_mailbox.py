@@ -19,6 +19,7 @@ from omni_actors.protocol.mailbox import (
     Mailbox,
     MailboxFull,
     open_mailbox,
+    write_messages,
 )
 from omni_actors.protocol.messages import (
     CLIENT_ADDRESS,
@@ -52,7 +53,7 @@ async def test_messages_cross_in_order_in_both_directions() -> None:
     async with pair() as (parent, worker):
         for number in range(8):
             parent.post(Abort(number))
-        await worker.send(Ready(1.5))
+        worker.post(Ready(1.5))
         assert [await worker.incoming.receive() for _ in range(8)] == [(Abort(number), ()) for number in range(8)]
         assert await parent.incoming.receive() == (Ready(1.5), ())
 
@@ -100,7 +101,7 @@ async def test_descriptors_for_a_peer_that_is_gone_are_closed() -> None:
         for _ in range(20):  # more than fit: they do not pile up
             mailbox.post(CONNECT, (read, write))
             await trio.testing.wait_all_tasks_blocked()
-        await mailbox.send(Ready(0.0))
+        mailbox.post(Ready(0.0))
         with pytest.raises(trio.EndOfChannel):
             await mailbox.incoming.receive()
     os.close(read)
@@ -127,13 +128,21 @@ async def test_messages_that_a_peer_sent_before_it_closed_are_read_before_the_en
     for end in (ours, theirs):
         end.setblocking(False)
     async with open_mailbox(ours, 8) as parent:
-        async with open_mailbox(theirs, 8) as worker:
-            await worker.send(Loading("one"))
-            await worker.send(Loading("two"))
-            await worker.drain()
-            with pytest.raises(trio.ClosedResourceError):
-                await worker.send(Loading("three"))
+        write_messages(theirs, [Loading("one"), Loading("two")])
+        theirs.close()
         assert [message async for message, _ in parent.incoming] == [Loading("one"), Loading("two")]
+
+
+async def test_writing_messages_waits_for_room_and_ends_with_the_peer() -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    for end in (ours, theirs):
+        end.setblocking(False)
+    sent = [Loading(f"{number}: {'x' * 10_000}") for number in range(200)]  # more than the socket's buffer
+    with theirs:
+        async with trio.open_nursery() as nursery, open_mailbox(ours, 8) as parent:
+            nursery.start_soon(trio.to_thread.run_sync, write_messages, theirs, sent)
+            assert [(await parent.incoming.receive())[0] for _ in sent] == sent
+        write_messages(theirs, sent)  # they are dropped
 
 
 async def test_messages_that_the_reader_has_no_room_for_are_unread_and_in_order() -> None:
@@ -238,8 +247,8 @@ async def test_a_mailbox_is_congested_while_half_of_its_capacity_is_used() -> No
         assert parent.congested
         assert [(await worker.incoming.receive())[0] for _ in range(2)] == [Abort(0), Abort(1)]
         assert not parent.congested
-        await parent.send(Abort(2))
-        await parent.send(Abort(3))
+        parent.post(Abort(2))
+        parent.post(Abort(3))
         assert [(await worker.incoming.receive())[0] for _ in range(2)] == [Abort(2), Abort(3)]
         assert not parent.congested
         parent.post(Abort(4))

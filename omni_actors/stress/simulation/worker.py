@@ -29,6 +29,7 @@ from omni_actors.protocol.mailbox import Envelope, Mailbox, MailboxFull
 from omni_actors.stages.base import StageContext, StageEngine, StageFailure, StageOutput
 from omni_actors.supervisor.process import Worker
 from omni_actors.worker.engine_loop import AttachRing, EngineLoop
+from omni_actors.worker.notices import Notices
 from ringbuf import Ring
 
 Note: TypeAlias = Callable[[str], None]
@@ -77,6 +78,7 @@ class SimulatedWorker(Worker):
         self._bells = select.epoll()
         self._fds: set[int] = set()
         """Descriptors in messages that it has not received."""
+        self._notices = Notices(self._write)
         self.rings: list[Ring] = []
         self.planned_death: tuple[int, BaseException] | None = None
         """After how many more fault points (see rule 2) it dies inside a turn, and of what."""
@@ -167,7 +169,7 @@ class SimulatedWorker(Worker):
         with self._scope:
             message, _ = await self._next()
             assert isinstance(message, messages.Configure), message
-            self.loop = EngineLoop(message.spec.address, message.fence, self._notify, resumable=message.spec.resumable)
+            self.loop = EngineLoop(message.spec.address, message.fence, self._notices, resumable=message.spec.resumable)
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._handle_commands, self.loop)
                 await self._run_engine(message, self.loop)
@@ -201,12 +203,22 @@ class SimulatedWorker(Worker):
                 self.die(exit_code=0)
 
     async def _run_engine(self, configure: messages.Configure, loop: EngineLoop) -> None:
-        """Do what the engine thread of a worker does (``worker.main``)."""
+        """Do what the engine thread of a worker does (``worker.main``), and end the process."""
+        try:
+            await self._serve(configure, loop)
+        except PlannedKill:
+            self.kill()
+        if self.alive:
+            loop.close()
+            await trio.lowlevel.checkpoint()
+            self.die(exit_code=0 if loop.stopping else 1)
+
+    async def _serve(self, configure: messages.Configure, loop: EngineLoop) -> None:
         await trio.sleep(self.behavior.load_s)
         await self._wait_while_stopped()
         try:
             if self.behavior.fails is not None:
-                self._notify(messages.LoadFailed(self.behavior.fails))
+                self._notices.send(messages.LoadFailed(self.behavior.fails))
                 self.die(exit_code=1)
                 return
             context = StageContext(
@@ -220,23 +232,18 @@ class SimulatedWorker(Worker):
             engine: StageEngine = pkgutil.resolve_name(configure.spec.factory)(context)
             _add_fault_points(engine, self._fault_point)
             self.engine = engine
-            self._notify(messages.Ready(self.behavior.load_s))
+            self._notices.send(messages.Ready(self.behavior.load_s))
             self.ready_at = trio.current_time()
             while self.alive and not loop.stopping:
                 moved, receiving = loop.turn(engine)
                 await self._pause(loop, moved=moved, receiving=receiving)
             if self.alive:
                 engine.close()
-        except PlannedKill:
-            self.kill()
         except Exception as error:  # noqa: BLE001 - it ends the worker
             self._note(f"{self} {type(error).__name__}: {error}")
             if self.ready_at is not None and self.alive:
-                self._reports.send_nowait((messages.EngineFailed(loop.handling), ()))
-        if self.alive:
-            loop.close()
-            await trio.lowlevel.checkpoint()
-            self.die(exit_code=0 if loop.stopping else 1)
+                self.planned_death = None
+                self._notices.send(messages.EngineFailed(loop.handling))
 
     async def _pause(self, loop: EngineLoop, *, moved: bool, receiving: bool) -> None:
         """Wait between two turns of the loop: for the turn's duration, or for a doorbell."""
@@ -258,6 +265,10 @@ class SimulatedWorker(Worker):
     async def _wait_while_stopped(self) -> None:
         while self.frozen or self.blocked:
             await self._continued.park()
+
+    def _write(self, notices: Sequence[messages.ControlMessage]) -> None:
+        for message in notices:
+            self._notify(message)
 
     def _notify(self, message: messages.ControlMessage) -> None:
         self._fault_point()
