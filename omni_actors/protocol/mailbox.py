@@ -15,9 +15,8 @@ Rules
 from __future__ import annotations
 
 import os
-import select
 import socket
-from collections.abc import AsyncIterator, Generator, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, closing, suppress
 from itertools import chain
 from typing import TypeAlias, TypeVar
@@ -27,15 +26,10 @@ import trio
 
 from omni_actors.errors import OmniError
 from omni_actors.protocol import messages
+from omni_actors.protocol.packets import MAX_FDS, Encoded, close_all, packets
 
 Envelope: TypeAlias = tuple[messages.ControlMessage, tuple[int, ...]]
 """A message and the descriptors that came with it; the receiver owns them."""
-Encoded: TypeAlias = tuple[bytes, tuple[int, ...]]
-"""An encoded message or packet, and the descriptors to send with it, which the mailbox owns."""
-
-MAX_FDS = 8
-PACKED, PACKED_BYTES = 64, 16 * 1024
-"""The most messages and bytes in one packet; a larger message is sent by itself."""
 
 T = TypeVar("T")
 
@@ -86,7 +80,7 @@ class Mailbox:
         try:
             self._out_send.send_nowait((packet, owned))
         except trio.WouldBlock:
-            _close_all(owned)
+            close_all(owned)
             raise MailboxFull(self._capacity) from None
         self._waiting += 1
 
@@ -100,7 +94,7 @@ class Mailbox:
         Only for the task that receives from ``incoming``. Their descriptors are closed.
         """
         for message, fds in self.available():
-            _close_all(fds)
+            close_all(fds)
             yield message
         yield from self._unpacking
         while self.fault is None:
@@ -125,8 +119,8 @@ class Mailbox:
     async def _write(self) -> None:
         async for first in self._out_receive:
             await trio.lowlevel.cancel_shielded_checkpoint()  # rule 6
-            with closing(_packets(self._queued(first))) as packets:
-                for packet, fds in packets:
+            with closing(packets(self._queued(first))) as sent:
+                for packet, fds in sent:
                     await self._write_packet(packet, fds)
 
     def _queued(self, first: Encoded) -> Iterator[Encoded]:
@@ -147,7 +141,7 @@ class Mailbox:
         except (BrokenPipeError, ConnectionResetError):
             self._peer_gone = True  # the reader meets the same end and reports it
         finally:
-            _close_all(fds)
+            close_all(fds)
 
     @trio.lowlevel.enable_ki_protection
     async def _read(self) -> None:
@@ -169,7 +163,7 @@ class Mailbox:
                         await _put(self._in_send, (message, owned))
                         owned = ()
                 finally:
-                    _close_all(owned)
+                    close_all(owned)
                 if self.fault is not None:
                     return
 
@@ -186,27 +180,6 @@ class Mailbox:
             error = undecodable
         self.fault = f"a control packet of {len(packet)} bytes cannot be decoded: {error}"
         return []
-
-
-def _packets(posted: Iterable[Encoded]) -> Generator[Encoded]:
-    """Pack messages into as few packets as possible. Closing it closes the descriptors of what it has not yielded."""
-    batch: list[bytes] = []
-    size = 0
-    owned: tuple[int, ...] = ()
-    try:
-        for message, fds in posted:
-            if batch and (fds or size + len(message) > PACKED_BYTES or len(batch) == PACKED):
-                full, given, owned = messages.pack(batch), owned, fds
-                batch, size = [], 0
-                yield full, given
-            elif fds:
-                owned = fds
-            batch.append(message)
-            size += len(message)
-        given, owned = owned, ()
-        yield messages.pack(batch), given
-    finally:
-        _close_all(owned)
 
 
 def _available(channel: trio.MemoryReceiveChannel[T]) -> Iterator[T]:
@@ -230,33 +203,9 @@ def _duplicates(fds: Sequence[int]) -> tuple[int, ...]:
         for fd in fds:
             made.append(os.dup(fd))  # noqa: PERF401 - those made are closed when one fails
     except OSError:
-        _close_all(made)
+        close_all(made)
         raise
     return tuple(made)
-
-
-def _close_all(fds: Sequence[int]) -> None:
-    for fd in fds:
-        os.close(fd)
-
-
-def write_messages(sock: socket.socket, sent: Iterable[messages.ControlMessage]) -> None:
-    """Send messages without trio, in as few packets as possible, waiting for room. If the peer is gone, drop them.
-
-    sock: a non-blocking socket. A mailbox that reads from it must not write to it.
-    """
-    for packet, _ in _packets((messages.encode(message), ()) for message in sent):
-        try:
-            while True:
-                try:
-                    sock.send(packet)
-                    break
-                except BlockingIOError:
-                    poll = select.poll()
-                    poll.register(sock, select.POLLOUT)
-                    poll.poll()
-        except (BrokenPipeError, ConnectionResetError):
-            return
 
 
 @asynccontextmanager
@@ -276,5 +225,5 @@ async def open_mailbox(sock: socket.socket, capacity: int) -> AsyncIterator[Mail
                 mailbox._open.cancel()
     finally:
         for _, fds in chain(_available(mailbox._out_receive), mailbox.available()):
-            _close_all(fds)
+            close_all(fds)
         sock.close()

@@ -166,9 +166,7 @@ class Ping(_Control, frozen=True):
 
 
 class Stop(_Control, frozen=True):
-    """End the process within ``grace_s`` seconds. Running requests are dropped."""
-
-    grace_s: float
+    """Close the engine and end the process. Running requests are dropped."""
 
 
 # worker -> parent

@@ -162,12 +162,12 @@ class Supervisor:
             self._report_death(replica, WorkerExit(0, None, NOT_STARTED, (str(error),)))
 
     async def _end(self, replica: Replica, worker: Worker) -> WorkerExit:
-        """Ask a worker to stop, and kill it after ``shutdown_timeout_s``."""
-        timeout_s = replica.stage.shutdown_timeout_s
+        """Ask a worker to stop, and kill it after ``shutdown_timeout_s``. Kill one that loads: it reads no messages."""
         replica.incarnation.stop()
-        replica.post(messages.Stop(timeout_s))
-        with trio.move_on_after(timeout_s, shield=True):
-            await worker.wait_dead()
+        if replica.incarnation.ready.is_set():
+            replica.post(messages.Stop())
+            with trio.move_on_after(replica.stage.shutdown_timeout_s, shield=True):
+                await worker.wait_dead()
         worker.kill()
         with trio.CancelScope(shield=True):
             exit = await worker.wait_dead()

@@ -2,8 +2,8 @@
 
 Rules
 1. A chunk is fed to the engine in place, and an output is copied once, into a ring. No other thread touches either.
-2. The loop sleeps in one poll() over its command bell, the doorbells of its incoming rings and, where output waits for
-   room, of its outgoing rings. Only rule 7 adds a timeout.
+2. The loop sleeps in one poll() over its control connection, the doorbells of its incoming rings and, where output
+   waits for room, of its outgoing rings. Only rule 7 adds a timeout.
 3. Commands are handled before chunks. Still, a chunk may arrive before its ``Start``, since they travel separately.
    Request numbers grow with every ``Start``: a chunk with a number above the newest started request waits, and a chunk
    with a lower number whose request is not active is stale.
@@ -13,18 +13,16 @@ Rules
    a downstream stage that stands still stops the whole stage, until its worker is killed or the requests' deadlines
    pass.
 6. The outputs of a step are sent to clients before the same outputs are sent to stages, which wake up beside this loop.
+   The messages for the parent come last.
 7. While other workers compute first outputs (``cpu_sharing``), the loop receives and does not step. No doorbell rings
    when they have finished, so it also wakes up by the clock then.
 """
 
 from __future__ import annotations
 
-import collections
-import os
 import select
-import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Mapping, Set
 
 import msgspec
 
@@ -33,9 +31,10 @@ from omni_actors.protocol import chunks, messages
 from omni_actors.protocol.journal import Journal
 from omni_actors.stages import base
 from omni_actors.worker.active import ActiveRequest
+from omni_actors.worker.control import AttachRing, Control
 from omni_actors.worker.incoming import Incoming
 from omni_actors.worker.outgoing import Outgoing, Retention
-from ringbuf import Ring, Tensor
+from ringbuf import Tensor
 
 CONGESTED_BYTES = 8 * 1024 * 1024
 RECEIVE_FRAMES = 64
@@ -45,23 +44,13 @@ loop that yields its step still receives: the stages that compute first must not
 LONGEST_REFUSAL = 16_384
 
 
-class AttachRing:
-    """Command of the worker's trio shell: this ring is now the edge from ``producer`` to ``consumer``."""
-
-    def __init__(self, producer: messages.Address, consumer: messages.Address, ring: Ring) -> None:
-        self.producer, self.consumer, self.ring = producer, consumer, ring
-
-
-Command = messages.LoopCommand | AttachRing
-
-
 class EngineLoop:
-    """Runs one engine until ``Stop``. ``post`` may be called from any thread, everything else only from the loop's own.
+    """Runs one engine until ``Stop``, in one thread.
 
     address: the replica that it runs.
     fence: the newest request number of earlier incarnations.
-    notify: called with each message for the parent, in the loop's thread; it may block.
-    cpu_sharing: entered by ``run`` for each turn, calls of ``notify`` included.
+    control: brings commands, and takes the messages for the parent. Those of a turn are sent at its end.
+    cpu_sharing: entered by ``run`` for each turn, the sending of messages included.
     resumable: whether the engine is resumable (``stages.base``, rule 6).
 
     ``run`` takes a whole thread. Single-threaded callers (the simulation) drive ``turn`` themselves, and ``park`` when
@@ -72,15 +61,13 @@ class EngineLoop:
         self,
         address: messages.Address,
         fence: int,
-        notify: Callable[[messages.ControlMessage], None],
+        control: Control,
         cpu_sharing: NoCpuSharing | None = None,
         *,
         resumable: bool = False,
     ) -> None:
-        self._address, self._newest, self._notify, self._resumable = address, fence, notify, resumable
+        self._address, self._newest, self._control, self._resumable = address, fence, control, resumable
         self._cpu_sharing = cpu_sharing or NoCpuSharing()
-        self._commands: collections.deque[Command] = collections.deque()
-        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._incoming: dict[messages.Address, Incoming] = {}
         self._outgoing: dict[messages.Address, Outgoing] = {}
         self._active: dict[int, ActiveRequest] = {}
@@ -94,15 +81,6 @@ class EngineLoop:
         """The request that the engine is called for; None in a step. It keeps its value if that call raises."""
         self.stopping = False
         self.running = False
-        self._closed = False
-        self._bell_lock = threading.Lock()  # so that no other thread rings a bell that was closed
-
-    def post(self, *commands: Command) -> None:
-        """Queue commands, to be handled in one turn. A loop that has ended ignores them."""
-        self._commands.extend(commands)
-        with self._bell_lock:
-            if not self._closed:
-                os.eventfd_write(self._bell, 1)
 
     def run(self, engine: base.StageEngine) -> None:
         """Serve until ``Stop``, then close the engine and the rings. An exception of the engine propagates."""
@@ -132,11 +110,12 @@ class EngineLoop:
                 self._announce_first_output()
                 self._step(engine)
                 progressed = True
+        self._control.send()
         return progressed, not congested
 
     def park(self, *, receiving: bool) -> list[int]:
         """Return the doorbells to sleep on after a turn without progress. [] if there is something to do already."""
-        bells = [self._bell]
+        bells = [self._control.fileno()]
         bells += [out.producer.fileno() for out in self._outgoing.values() if out.waiting_bytes]
         if receiving:
             for edge in self._incoming.values():
@@ -146,20 +125,11 @@ class EngineLoop:
                     bells.append(edge.consumer.fileno())
         return bells
 
-    def unpark(self, rung: Iterable[int]) -> None:
-        """End a sleep. rung: the doorbells that have rung."""
-        if self._bell in rung:
-            os.eventfd_read(self._bell)
-
     def close(self) -> None:
-        """Close every edge, which the other ends notice. Later commands are ignored. Idempotent."""
+        """Close every edge, which the other ends notice. Idempotent."""
         edges: list[Incoming | Outgoing] = [*self._incoming.values(), *self._outgoing.values()]
         for edge in edges:
             edge.close()
-        with self._bell_lock:
-            if not self._closed:
-                os.close(self._bell)
-            self._closed = True
 
     @property
     def requests(self) -> Set[int]:
@@ -169,10 +139,9 @@ class EngineLoop:
     # commands
 
     def _handle_commands(self, engine: base.StageEngine) -> bool:
-        progressed = False
-        while self._commands:
-            progressed = True
-            match self._commands.popleft():
+        commands = self._control.commands()
+        for command in commands:
+            match command:
                 case messages.Start() as start:
                     self._start(engine, start)
                 case messages.JournalPart(request, decided):
@@ -181,7 +150,7 @@ class EngineLoop:
                     self._switch(switch)
                 case messages.Resend(request, target):
                     self._resend(request, target)
-                case messages.Pause(request) | messages.Resume(request) as command:
+                case messages.Pause(request) | messages.Resume(request):
                     self._pause(engine, request, paused=isinstance(command, messages.Pause))
                 case messages.Abort(request):
                     for edge in self._outgoing.values():
@@ -194,10 +163,10 @@ class EngineLoop:
                     self._attach(attach)
                 case messages.Ping(number):
                     measured = engine.gauges() if isinstance(engine, base.Measured) else {}
-                    self._notify(messages.Pong(number, {name: float(value) for name, value in measured.items()}))
+                    self._control.add(messages.Pong(number, {name: float(value) for name, value in measured.items()}))
                 case messages.Stop():
                     self.stopping = True
-        return progressed
+        return bool(commands)
 
     def _start(self, engine: base.StageEngine, start: messages.Start) -> None:
         self._newest = max(self._newest, start.request)
@@ -205,7 +174,7 @@ class EngineLoop:
         if start.retain_bytes:
             self._retention.begin(start.request, start.retain_bytes, start.worker_retain_bytes)
         if start.replayed:
-            self._notify(messages.Started(start.request))
+            self._control.add(messages.Started(start.request))
         self.handling = start.request
         try:
             engine.start(self._stage_request(start))
@@ -248,12 +217,12 @@ class EngineLoop:
         """Answer what is known of a request that is active or has finished here; of any other, nothing is known."""
         active = self._active.get(switch.request) or self._finished.get(switch.request)
         for answer in active.switch(switch) if active else [messages.Switched(switch.request, switch.question, {})]:
-            self._notify(answer)
+            self._control.add(answer)
 
     def _resend(self, request: int, target: messages.Address) -> None:
         retained = self._retention.chunks(request)
         if isinstance(retained, str):
-            self._notify(messages.Unreplayable(request, retained, needed=True))
+            self._control.add(messages.Unreplayable(request, retained, needed=True))
             return
         for buffers, size in retained:
             self._outgoing[target].send(request, buffers, size)
@@ -295,7 +264,7 @@ class EngineLoop:
         try:
             return active.accept(header, tensors, producer)
         except chunks.ReplayDiverged as error:
-            self._notify(messages.Unreplayable(active.request, str(error), needed=True))
+            self._control.add(messages.Unreplayable(active.request, str(error), needed=True))
             return False
 
     def _feed(self, engine: base.StageEngine, active: ActiveRequest, chunk: base.Chunk) -> None:
@@ -306,7 +275,7 @@ class EngineLoop:
             self._refuse(active.request, error)
         else:
             if chunk.last and chunk.source != messages.CLIENT:
-                self._notify(messages.InputComplete(active.request, chunk.source))
+                self._control.add(messages.InputComplete(active.request, chunk.source))
         self.handling = None
 
     # chunks out
@@ -343,7 +312,7 @@ class EngineLoop:
             active.owes_first_output = False
             self._announce_first_output()
         for request, why in self._retention.add(output.request_id, buffers, size):
-            self._notify(messages.Unreplayable(request, why, needed=False))
+            self._control.add(messages.Unreplayable(request, why, needed=False))
         for target in active.targets:
             needed_from = active.needed_from.get(target, 0)
             if header.seq < needed_from:
@@ -361,7 +330,7 @@ class EngineLoop:
             if active.has_journals:
                 self._finished[output.request_id] = active
             active.step_s += time.monotonic() - step_began
-            self._notify(messages.Finished(output.request_id, active.stats(self._address.stage)))
+            self._control.add(messages.Finished(output.request_id, active.stats(self._address.stage)))
 
     def _send(self, active: ActiveRequest, target: messages.Address, buffers: list[memoryview]) -> None:
         size = sum(buffer.nbytes for buffer in buffers)
@@ -372,12 +341,13 @@ class EngineLoop:
 
     def _announce_first_output(self) -> None:
         """Announce whether clients wait for first outputs of this worker. An unhandled command may be a request."""
-        pending = bool(self._commands) or any(active.first_output_pending for active in self._active.values())
+        pending = any(active.first_output_pending for active in self._active.values())
+        pending = pending or self._control.has_commands()
         self._cpu_sharing.announce_first_output(pending=pending)
 
     def _refuse(self, request: int, error: base.InvalidRequest) -> None:
         del self._active[request]
-        self._notify(messages.Refused(request, error.message[:LONGEST_REFUSAL], error.param, error.code))
+        self._control.add(messages.Refused(request, error.message[:LONGEST_REFUSAL], error.param, error.code))
 
     # sleep
 
@@ -393,7 +363,7 @@ class EngineLoop:
             for bell in bells:
                 poll.register(bell, select.POLLIN)
             timeout_s = self._cpu_sharing.yield_poll_s
-            self.unpark([bell for bell, _ in poll.poll(timeout_s and timeout_s * 1000)])
+            poll.poll(timeout_s and timeout_s * 1000)
 
 
 def _chunk(header: chunks.ChunkHeader, tensors: Mapping[str, Tensor]) -> base.Chunk:

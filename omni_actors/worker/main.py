@@ -1,8 +1,8 @@
-"""The worker process: a trio shell around the engine loop.
+"""The worker process: the engine loop, and a main thread that waits for the end.
 
 Rules
-1. The engine loop has a thread of its own, which also loads the model. trio stays responsive whatever the engine does.
-2. The worker outlives neither its parent nor its control socket.
+1. The engine loop has a thread of its own, which also loads the model and has the control connection to itself.
+2. The worker outlives neither its parent nor its control connection, whatever the engine does: the main thread ends it.
 3. Only the parent ends a worker. It ignores SIGINT and SIGTERM, which a terminal and systemd send to all processes of a
    server: the parent may still drain the requests that the worker serves.
 4. An exception of the engine ends the process: traceback on stderr, exit code 1. The supervisor decides what follows.
@@ -14,35 +14,26 @@ import ctypes
 import gc
 import os
 import pkgutil
+import select
 import signal
 import socket
 import sys
+import threading
 import time
 import traceback
-from collections.abc import Callable
-from itertools import chain
 from pathlib import Path
 from typing import NoReturn
-
-import trio
 
 from omni_actors.platform import death_mutex
 from omni_actors.platform.cpu_sharing import CpuSharing
 from omni_actors.protocol import messages
-from omni_actors.protocol.mailbox import Mailbox, open_mailbox
 from omni_actors.stages.base import StageContext, StageEngine, WarmsUp
-from omni_actors.worker.engine_loop import AttachRing, Command, EngineLoop
-from ringbuf import Ring
-
-Notify = Callable[[messages.ControlMessage], None]
+from omni_actors.worker.control import ControlSocket
+from omni_actors.worker.engine_loop import EngineLoop
 
 STOP_SIGNALS = frozenset({signal.SIGINT, signal.SIGTERM})
 """Signals that a worker ignores. The parent blocks them while it spawns one, so that none arrives before that."""
 PR_SET_PDEATHSIG = 1
-SWITCH_INTERVAL_S = 0.001
-MAILBOX_CAPACITY = 1024
-DRAIN_TIMEOUT_S = 1.0
-"""How long an ending worker waits for the parent to read its last messages."""
 SPIN_COUNT = 100_000
 """Turns, about a millisecond in all, that a native thread waits by spinning for its next share of work before it
 sleeps: enough to stay awake from layer to layer of a model. Measured with two threads on two cores: if it sleeps at
@@ -71,92 +62,63 @@ def worker_main(
         os._exit(0)
     death_mutex.acquire_death_mutex(death_mutex_fd)
     cpu_sharing = CpuSharing(cpu_sharing_fd, number)
-    # Engines hold the interpreter in long stretches of small operations: let control messages in between.
-    sys.setswitchinterval(SWITCH_INTERVAL_S)
     os.set_inheritable(control_fd, False)
     sock = socket.socket(fileno=control_fd)
     sock.setblocking(False)
-    code = 1
-    try:
-        engine_error = trio.run(_serve, sock, cpu_sharing, restrict_keyboard_interrupt_to_checkpoints=True)
-        if engine_error is None:
-            code = 0
-        else:
-            traceback.print_exception(engine_error)
-    except BaseException:  # noqa: BLE001 - reported here, and by the exit code
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+    engine = _EngineThread(ControlSocket(sock), cpu_sharing)
+    engine.start()
+    poll = select.poll()
+    poll.register(engine.ended, select.POLLIN)
+    poll.register(sock, 0)  # POLLHUP: the parent has closed its end
+    poll.poll()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(engine.exit_code)
 
 
-async def _serve(sock: socket.socket, cpu_sharing: CpuSharing) -> Exception | None:
-    """Run the engine until the parent stops the worker, or until the engine fails: then return its exception."""
-    async with open_mailbox(sock, MAILBOX_CAPACITY) as mailbox:
-        configure, _ = await mailbox.incoming.receive()
-        if not isinstance(configure, messages.Configure):
-            raise TypeError(f"the first message to a worker is Configure, not {type(configure).__name__}")
-        spec = configure.spec
+class _EngineThread(threading.Thread):
+    """Loads the engine and runs its loop until ``Stop``."""
 
-        def notify(message: messages.ControlMessage) -> None:
-            """Queue a message, waiting for room. Called by the engine's thread."""
-            trio.from_thread.run(mailbox.send, message)
+    def __init__(self, control: ControlSocket, cpu_sharing: CpuSharing) -> None:
+        super().__init__(name="engine", daemon=True)
+        self._control, self._cpu_sharing = control, cpu_sharing
+        self.ended = os.eventfd(0, os.EFD_CLOEXEC)
+        """Readable when the thread has ended."""
+        self.exit_code = 0
 
-        cpu_sharing.threads, cpu_sharing.nice = spec.threads, spec.nice
-        loop = EngineLoop(spec.address, configure.fence, notify, cpu_sharing, resumable=spec.resumable)
-        error: Exception | None = None  # the result if the engine's thread is abandoned
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(_handle_commands, loop, mailbox, nursery.cancel_scope)
-            error = await trio.to_thread.run_sync(_run_engine, spec, cpu_sharing, loop, notify, abandon_on_cancel=True)
-            with trio.move_on_after(DRAIN_TIMEOUT_S):
-                await mailbox.drain()
-            nursery.cancel_scope.cancel()
-    return error
+    def run(self) -> None:
+        try:
+            _serve(self._control, self._cpu_sharing)
+        except BaseException:  # noqa: BLE001 - reported here, and by the exit code
+            traceback.print_exc()
+            self.exit_code = 1
+        finally:
+            os.eventfd_write(self.ended, 1)
 
 
-async def _handle_commands(loop: EngineLoop, mailbox: Mailbox, worker_scope: trio.CancelScope) -> None:
-    """Pass commands to the loop. End the worker at ``Stop``, and when the parent is gone."""
-    async for first in mailbox.incoming:
-        commands: list[Command] = []
-        for message, fds in chain([first], mailbox.available()):
-            if isinstance(message, messages.LoopCommand):
-                commands.append(message)
-            elif isinstance(message, messages.Connect):
-                ring = Ring.attach(fds, generation=message.generation)
-                commands.append(AttachRing(message.producer, message.consumer, ring))
-            else:
-                raise TypeError(f"a worker does not accept {type(message).__name__}")
-        loop.post(*commands)
-        if stop := next((command for command in commands if isinstance(command, messages.Stop)), None):
-            if loop.running:
-                await trio.sleep(stop.grace_s)
-            break
-    worker_scope.cancel()
-
-
-def _run_engine(
-    spec: messages.WorkerSpec, cpu_sharing: CpuSharing, loop: EngineLoop, notify: Notify
-) -> Exception | None:
-    """Load the engine and serve until ``Stop``, in the engine's thread. Return the exception that ended it, if any."""
+def _serve(control: ControlSocket, cpu_sharing: CpuSharing) -> None:
+    """Load the engine and serve until ``Stop``. Raises what the engine raises."""
+    configure = control.configure()
+    spec = configure.spec
+    cpu_sharing.threads, cpu_sharing.nice = spec.threads, spec.nice
+    loop = EngineLoop(spec.address, configure.fence, control, cpu_sharing, resumable=spec.resumable)
     began = time.monotonic()
     try:
-        engine = _load(spec, cpu_sharing, notify)
-    except Exception as error:  # noqa: BLE001 - it ends the worker
-        notify(messages.LoadFailed(f"{type(error).__name__}: {error}"[:LONGEST_ERROR]))
-        return error
-    notify(messages.Ready(time.monotonic() - began))
+        engine = _load(spec, cpu_sharing, control)
+    except Exception as error:
+        control.send(messages.LoadFailed(f"{type(error).__name__}: {error}"[:LONGEST_ERROR]))
+        raise
+    control.send(messages.Ready(time.monotonic() - began))
     try:
         loop.run(engine)
-    except Exception as error:  # noqa: BLE001 - it ends the worker
-        notify(messages.EngineFailed(loop.handling))
-        return error
-    return None
+    except Exception:
+        control.send(messages.EngineFailed(loop.handling))
+        raise
 
 
-def _load(spec: messages.WorkerSpec, cpu_sharing: CpuSharing, notify: Notify) -> StageEngine:
+def _load(spec: messages.WorkerSpec, cpu_sharing: CpuSharing, control: ControlSocket) -> StageEngine:
     """Build the engine and warm it up, so that no request pays for either."""
-    os.nice(spec.nice)  # on Linux: for this thread and those that it starts, not for the one that reads commands
+    os.nice(spec.nice)  # on Linux: for this thread and those that it starts
     _prepare_libraries(spec.threads, spins=spec.spins)
     gc.disable()  # loading makes a million objects, none of them garbage, that each collection would traverse
     context = StageContext(
@@ -166,11 +128,11 @@ def _load(spec: messages.WorkerSpec, cpu_sharing: CpuSharing, notify: Notify) ->
         threads=spec.threads,
         thread_budget=cpu_sharing.thread_budget,
         device=spec.device,
-        report=lambda note: notify(messages.Loading(note[:LONGEST_NOTE])),
+        report=lambda note: control.send(messages.Loading(note[:LONGEST_NOTE])),
     )
     engine: StageEngine = pkgutil.resolve_name(spec.factory)(context)
     if isinstance(engine, WarmsUp):
-        notify(messages.Loading("warming up"))
+        control.send(messages.Loading("warming up"))
         with cpu_sharing:
             engine.warm_up()
     gc.collect()

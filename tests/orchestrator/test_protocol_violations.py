@@ -43,7 +43,7 @@ async def test_a_notice_that_does_not_fit_ends_its_worker_only(
         generation = system.ask()
         await until(lambda: system.unread > 0)
         for notice in notices:
-            system.spawner.living[Address(stage, 0)]._notify(notice)
+            system.spawner.living[Address(stage, 0)].notify(notice)
         assert numbers(await read(generation)) == list(range(PIECES))
         await until(lambda: restarts(system, stage) == 1)
         assert f"protocol error: {type(notices[-1]).__name__} about a request that is" in exits(system, stage)

@@ -20,7 +20,7 @@ async def test_a_stage_starts_again_when_every_answer_is_there(
     autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[tuple[str, type[ControlMessage]]] = []
-    post, notify = SimulatedWorker.post, SimulatedWorker._notify
+    post, notify = SimulatedWorker.post, SimulatedWorker.notify
 
     def recording_post(self: SimulatedWorker, message: ControlMessage, fds: tuple[int, ...] = ()) -> None:
         if isinstance(message, Switch | JournalPart | Start):
@@ -33,7 +33,7 @@ async def test_a_stage_starts_again_when_every_answer_is_there(
         notify(self, message)
 
     monkeypatch.setattr(SimulatedWorker, "post", recording_post)
-    monkeypatch.setattr(SimulatedWorker, "_notify", recording_notify)
+    monkeypatch.setattr(SimulatedWorker, "notify", recording_notify)
     stages = {
         "first": Stage(engine=ENGINE, accepts=("script",), emits="text", resumable=True),
         "second": Stage(engine=ENGINE, inputs=("first",), resumable=True),

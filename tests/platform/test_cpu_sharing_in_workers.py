@@ -75,7 +75,7 @@ def test_a_loop_that_yields_handles_commands_and_receives_but_does_not_step(
         harness.run(engine)
         harness.start(1)
         send(into, 1, 0, text="held", last=True)
-        harness.loop.post(Ping(1))
+        harness.post(Ping(1))
         assert harness.next_message() == Pong(1)
         for _ in range(10):  # more often than doorbells have rung: it wakes up by the clock
             harness.loop.asleep.get(timeout=WATCHDOG_S)
@@ -99,7 +99,7 @@ class UrgencyEngine(EchoEngine):
             assert isinstance(output, StageOutput)
             before = self._other.should_yield()
             if output.data.get("text") == "ping":
-                self._harness.loop.post(Ping(1))
+                self._harness.post(Ping(1))
             if output.data.get("text") == "hidden states":
                 output = StageOutput(output.request_id, last=output.last, downstream={"rows": np.zeros(1)})
             yield output

@@ -12,15 +12,7 @@ import trio
 import trio.testing
 
 from omni_actors.protocol import messages
-from omni_actors.protocol.mailbox import (
-    MAX_FDS,
-    PACKED,
-    PACKED_BYTES,
-    Mailbox,
-    MailboxFull,
-    open_mailbox,
-    write_messages,
-)
+from omni_actors.protocol.mailbox import Mailbox, MailboxFull, open_mailbox
 from omni_actors.protocol.messages import (
     CLIENT_ADDRESS,
     Abort,
@@ -32,6 +24,7 @@ from omni_actors.protocol.messages import (
     Ready,
     Stop,
 )
+from omni_actors.protocol.packets import MAX_FDS, PACKED, PACKED_BYTES, send_all
 
 CONNECT = Connect(Address("a", 0), CLIENT_ADDRESS, 3)
 
@@ -128,7 +121,7 @@ async def test_messages_that_a_peer_sent_before_it_closed_are_read_before_the_en
     for end in (ours, theirs):
         end.setblocking(False)
     async with open_mailbox(ours, 8) as parent:
-        write_messages(theirs, [Loading("one"), Loading("two")])
+        send_all(theirs, [Loading("one"), Loading("two")])
         theirs.close()
         assert [message async for message, _ in parent.incoming] == [Loading("one"), Loading("two")]
 
@@ -140,9 +133,9 @@ async def test_writing_messages_waits_for_room_and_ends_with_the_peer() -> None:
     sent = [Loading(f"{number}: {'x' * 10_000}") for number in range(200)]  # more than the socket's buffer
     with theirs:
         async with trio.open_nursery() as nursery, open_mailbox(ours, 8) as parent:
-            nursery.start_soon(trio.to_thread.run_sync, write_messages, theirs, sent)
+            nursery.start_soon(trio.to_thread.run_sync, send_all, theirs, sent)
             assert [(await parent.incoming.receive())[0] for _ in sent] == sent
-        write_messages(theirs, sent)  # they are dropped
+        send_all(theirs, sent)  # they are dropped
 
 
 async def test_messages_that_the_reader_has_no_room_for_are_unread_and_in_order() -> None:
@@ -177,9 +170,9 @@ async def test_a_cancelled_owner_still_sends_its_last_messages() -> None:
                 try:
                     await trio.sleep_forever()
                 finally:
-                    mailbox.post(Stop(1.0))
+                    mailbox.post(Stop())
                     with trio.CancelScope(shield=True):
-                        assert await worker.incoming.receive() == (Stop(1.0), ())
+                        assert await worker.incoming.receive() == (Stop(), ())
 
         nursery.start_soon(owner)
         await trio.testing.wait_all_tasks_blocked()
@@ -296,7 +289,7 @@ async def test_messages_of_a_peer_that_closed_with_unread_messages_are_still_rea
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     ours.setblocking(False)
     async with open_mailbox(ours, 8) as mailbox:
-        mailbox.post(Stop(1.0))
+        mailbox.post(Stop())
         await trio.testing.wait_all_tasks_blocked()  # now it is in the peer's buffer
         theirs.send(messages.pack([messages.encode(Ready(1.5))]))
         theirs.close()

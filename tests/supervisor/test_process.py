@@ -28,7 +28,6 @@ from omni_actors.protocol.messages import (
     WorkerSpec,
 )
 from omni_actors.supervisor.process import LocalSpawner, SpawnFailed
-from omni_actors.worker.main import SWITCH_INTERVAL_S
 
 HERE = Address("here", 0)
 WATCHDOG_S = 60.0
@@ -44,7 +43,6 @@ ENGINES = """
             "wait": os.environ.get("OMP_WAIT_POLICY"),
             "main": getattr(main, "__file__", None),
             "sigint_handled": signal.getsignal(signal.SIGINT) not in (signal.SIG_DFL, signal.default_int_handler),
-            "interval": sys.getswitchinterval(),
             "torch": "torch" in sys.modules,
             "nice": [os.getpriority(os.PRIO_PROCESS, thread) for thread in (0, os.getpid())],
             "rss": psutil.Process().memory_info().rss,
@@ -106,7 +104,6 @@ async def test_a_worker_loads_serves_and_stops() -> None:
                 "wait": "PASSIVE",
                 "main": None,
                 "sigint_handled": True,
-                "interval": SWITCH_INTERVAL_S,
                 "torch": False,
                 "nice": [os.getpriority(os.PRIO_PROCESS, 0) + 2, os.getpriority(os.PRIO_PROCESS, 0)],
             }
@@ -115,7 +112,7 @@ async def test_a_worker_loads_serves_and_stops() -> None:
             if hasattr(ctypes.CDLL(None), "malloc_trim"):  # glibc only
                 grown = psutil.Process(worker.pid).memory_info().rss - rss
                 assert grown < 100e6, "the 200 MB that loading freed went back to the kernel"
-            worker.mailbox.post(Stop(5.0))
+            worker.mailbox.post(Stop())
             assert await worker.wait_dead() == WorkerExit(worker.pid, None, 0, ())
 
 
@@ -131,7 +128,7 @@ async def test_a_worker_ignores_the_signals_that_end_a_whole_service() -> None:
                 os.kill(worker.pid, stop_signal)
             worker.mailbox.post(Ping(1))
             assert (await worker.mailbox.incoming.receive())[0] == Pong(1)
-            worker.mailbox.post(Stop(5.0))
+            worker.mailbox.post(Stop())
             assert await worker.wait_dead() == WorkerExit(worker.pid, None, 0, ())
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import collections
 import os
 import queue
 import threading
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import msgspec
@@ -26,7 +27,8 @@ from omni_actors.protocol.messages import (
 )
 from omni_actors.stages.base import StageContext, StageEngine
 from omni_actors.stages.echo.engine import EchoEngine
-from omni_actors.worker.engine_loop import AttachRing, EngineLoop
+from omni_actors.worker.control import AttachRing, Command, Control
+from omni_actors.worker.engine_loop import EngineLoop
 from ringbuf import Consumer, Producer, Ring
 
 WATCHDOG_S = 60.0
@@ -49,24 +51,55 @@ class Watched(EngineLoop):
         return super().park(receiving=receiving)
 
 
+class QueuedControl(Control):
+    """A control connection within this process. ``post`` may be called from any thread."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.messages: queue.Queue[ControlMessage] = queue.Queue()
+        self._commands: collections.deque[Command] = collections.deque()
+        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+
+    def post(self, *commands: Command) -> None:
+        """Queue commands, to be handled in one turn. Without any, the loop only wakes up."""
+        self._commands.extend(commands)
+        os.eventfd_write(self._bell, 1)
+
+    def fileno(self) -> int:
+        return self._bell
+
+    def commands(self) -> list[Command]:
+        with suppress(BlockingIOError):
+            os.eventfd_read(self._bell)
+        return [self._commands.popleft() for _ in range(len(self._commands))]
+
+    def _write(self, notices: Sequence[ControlMessage]) -> None:
+        for message in notices:
+            self.messages.put(message)
+
+    def close(self) -> None:
+        os.close(self._bell)
+
+
 class LoopHarness:
     """A loop with the far ends of its rings, and its messages."""
 
     def __init__(self, cpu_sharing: NoCpuSharing | None = None, *, resumable: bool = False) -> None:
-        self.messages: queue.Queue[ControlMessage] = queue.Queue()
-        self.loop = Watched(HERE, 0, self.messages.put, cpu_sharing, resumable=resumable)
+        self._control = QueuedControl()
+        self.messages, self.post = self._control.messages, self._control.post
+        self.loop = Watched(HERE, 0, self._control, cpu_sharing, resumable=resumable)
         self.error: BaseException | None = None
         self._thread: threading.Thread | None = None
         self._rings: list[Ring] = []
 
     def input(self, ring_bytes: int = 1 << 20, source: str = CLIENT, replica: int = 0) -> Producer:
         ring = self._ring(ring_bytes)
-        self.loop.post(AttachRing(Address(source, replica), HERE, self._share(ring)))
+        self.post(AttachRing(Address(source, replica), HERE, self._share(ring)))
         return ring.claim_producer()
 
     def output(self, ring_bytes: int = 1 << 20, target: Address = CLIENT_ADDRESS) -> Consumer:
         ring = self._ring(ring_bytes)
-        self.loop.post(AttachRing(HERE, target, self._share(ring)))
+        self.post(AttachRing(HERE, target, self._share(ring)))
         return ring.claim_consumer()
 
     def _ring(self, ring_bytes: int) -> Ring:
@@ -98,7 +131,7 @@ class LoopHarness:
         worker_retain_bytes: int = 1 << 30,
         needed_from: tuple[int, ...] = (),
     ) -> None:
-        self.loop.post(
+        self.post(
             Start(
                 request=request,
                 sources=sources,
@@ -123,7 +156,7 @@ class LoopHarness:
         while not self.loop.asleep.empty():
             self.loop.asleep.get()
         for _ in range(2):
-            os.eventfd_write(self.loop._bell, 1)
+            self.post()
             while self.loop.asleep.get(timeout=WATCHDOG_S) != receiving:
                 pass
 
@@ -135,10 +168,11 @@ class LoopHarness:
 
     def close(self) -> None:
         if self._thread is not None and self._thread.is_alive():
-            self.loop.post(Stop(0.0))
+            self.post(Stop())
             assert self.wait_ended() is None
         for ring in self._rings:
             ring.close()
+        self._control.close()
 
 
 @contextmanager

@@ -69,15 +69,15 @@ class MeasuredEcho(EchoEngine):
 def test_a_pong_carries_the_engine_s_measurements(harness: LoopHarness) -> None:
     harness.input()
     harness.run(MeasuredEcho(StageContext("here", None, {}, 1, "cpu", lambda note: None)))
-    harness.loop.post(Ping(1))
+    harness.post(Ping(1))
     harness.start(1)
-    harness.loop.post(Ping(2))
+    harness.post(Ping(2))
     assert [harness.next_message(), harness.next_message()] == [Pong(1, {"requests": 0}), Pong(2, {"requests": 1})]
 
 
 def test_a_pong_of_an_engine_without_measurements_carries_its_number_only(harness: LoopHarness) -> None:
     harness.run(echo())
-    harness.loop.post(Ping(1))
+    harness.post(Ping(1))
     assert harness.next_message() == Pong(1)
 
 
@@ -114,7 +114,7 @@ def test_a_stale_chunk_is_dropped(harness: LoopHarness) -> None:
     assert receive(out).data["text"] == "six"
     send(into, 6, 1, text="after the end")
     harness.start(7)
-    harness.loop.post(Abort(7))
+    harness.post(Abort(7))
     harness.start(8)
     send(into, 7, 0, text="aborted", last=True)
     send(into, 8, 0, text="eight", last=True)
@@ -128,9 +128,9 @@ def test_an_abort_removes_a_waiting_request_from_the_engine(harness: LoopHarness
     harness.start(1)
     send(into, 1, 0, text="half")
     assert receive(out).data["text"] == "half"
-    harness.loop.post(Abort(1))
-    harness.loop.post(Abort(1))  # harmless
-    harness.loop.post(Abort(99))  # unknown here
+    harness.post(Abort(1))
+    harness.post(Abort(1))  # harmless
+    harness.post(Abort(99))  # unknown here
     harness.wait_asleep()
     assert engine._requests == {}
     assert harness.messages.empty()
@@ -141,7 +141,7 @@ def test_a_paused_request_takes_input_and_gives_no_output_until_it_is_resumed(ha
     harness.run(echo())
     harness.start(1)
     harness.start(2)
-    harness.loop.post(Pause(1), Pause(99), Resume(99))
+    harness.post(Pause(1), Pause(99), Resume(99))
     for seq, text in enumerate("ab"):
         send(into, 1, seq, text=text, last=text == "b")
     send(into, 2, 0, text="other", last=True)
@@ -149,7 +149,7 @@ def test_a_paused_request_takes_input_and_gives_no_output_until_it_is_resumed(ha
     assert isinstance(harness.next_message(), Finished)
     harness.wait_asleep()
     assert out.try_recv() is None
-    harness.loop.post(Resume(1))
+    harness.post(Resume(1))
     assert [receive(out).data["text"] for _ in range(2)] == ["a", "b"]
 
 
@@ -160,10 +160,10 @@ def test_an_engine_that_cannot_pause_continues(harness: LoopHarness) -> None:
     into, out = harness.input(), harness.output()
     harness.run(Plain(StageContext("here", None, {}, 1, "cpu", lambda note: None)))
     harness.start(1)
-    harness.loop.post(Pause(1))
+    harness.post(Pause(1))
     send(into, 1, 0, text="on", last=True)
     assert receive(out).data["text"] == "on"
-    harness.loop.post(Resume(1))
+    harness.post(Resume(1))
 
 
 def test_a_new_ring_replaces_the_old_one_in_both_directions(harness: LoopHarness) -> None:
@@ -353,7 +353,7 @@ def test_stop_closes_the_engine_and_both_kinds_of_rings(harness: LoopHarness) ->
 
     into, out = harness.input(), harness.output()
     harness.run(Closing(StageContext("here", None, {}, 1, "cpu", lambda note: None)))
-    harness.loop.post(Stop(1.0))
+    harness.post(Stop())
     assert harness.wait_ended() is None
     assert closed.is_set()
     with pytest.raises(RingClosed):

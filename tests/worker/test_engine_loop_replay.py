@@ -58,7 +58,7 @@ def test_a_new_consumer_gets_nothing_of_a_running_request_until_resend_then_all(
     send(into, 1, 1, text="b")
     harness.wait_asleep()
     assert again.try_recv() is None
-    harness.loop.post(Resend(1, again_at))
+    harness.post(Resend(1, again_at))
     assert texts(again, 2) == [(0, "a"), (1, "b")]
     send(into, 1, 2, text="c", last=True)
     assert texts(again, 1) == [(2, "c")]
@@ -76,7 +76,7 @@ def test_a_request_that_starts_later_is_sent_to_the_new_consumer_at_once(harness
     send(into, 1, 0, text="cut off", last=True)
     send(into, 2, 0, text="flows", last=True)
     assert texts(again, 1) == [(0, "flows")]
-    harness.loop.post(Resend(1, BELOW))
+    harness.post(Resend(1, BELOW))
     assert texts(again, 1) == [(0, "cut off")]
 
 
@@ -87,7 +87,7 @@ def test_a_resend_does_not_affect_another_target_of_the_request(harness: LoopHar
     send(into, 1, 0, text="a")
     again = harness.output(target=BELOW)
     harness.wait_asleep()
-    harness.loop.post(Resend(1, BELOW))
+    harness.post(Resend(1, BELOW))
     send(into, 1, 1, text="b", last=True)
     assert texts(again, 2) == texts(client, 2) == [(0, "a"), (1, "b")]
     assert client.try_recv() is None
@@ -101,11 +101,11 @@ def test_a_finished_request_can_be_sent_again_until_it_has_ended(harness: LoopHa
     first = [receive(out) for _ in range(100)]
     assert isinstance(harness.next_message(), Finished)
     for _ in range(2):
-        harness.loop.post(Resend(1, BELOW))
+        harness.post(Resend(1, BELOW))
         assert [receive(out) for _ in range(100)] == first
-    harness.loop.post(Resend(1, BELOW))
+    harness.post(Resend(1, BELOW))
     harness.wait_asleep()  # most of it waits for room
-    harness.loop.post(Abort(1))
+    harness.post(Abort(1))
     harness.wait_asleep()
     assert not harness.loop._retention.requests
     assert len(list(_drain(out))) < 100
@@ -140,7 +140,7 @@ def test_outputs_are_kept_only_within_the_bound_and_until_the_end(
         receive(out)
     harness.wait_asleep()
     assert sum(ref() is not None for ref in engine.given) == (3 if retain_bytes == PLENTY else 0)
-    harness.loop.post(Abort(1))
+    harness.post(Abort(1))
     harness.wait_asleep()
     assert not any(ref() is not None for ref in engine.given)
     assert not harness.loop._retention.requests
@@ -163,7 +163,7 @@ def test_a_request_past_its_bound_is_evicted_and_reported_once_and_when_needed(
     assert f"{limit} bytes" in notice.reason
     assert "limits.retain_bytes" in notice.reason
     assert isinstance(harness.next_message(), Finished)
-    harness.loop.post(Resend(1, BELOW))
+    harness.post(Resend(1, BELOW))
     assert harness.next_message() == Unreplayable(1, notice.reason, needed=True)
     assert out.try_recv() is None
 
@@ -188,9 +188,9 @@ def test_past_the_worker_s_bound_only_the_largest_request_is_evicted(harness: Lo
     send(into, 2, 3, text="x")  # an evicted request stays evicted, and no longer counts
     receive(out)
     for request, seqs in ((1, [0, 1]), (3, [0])):
-        harness.loop.post(Resend(request, BELOW))
+        harness.post(Resend(request, BELOW))
         assert [receive(out).seq for _ in seqs] == seqs
-    harness.loop.post(Abort(1), Resend(2, BELOW))
+    harness.post(Abort(1), Resend(2, BELOW))
     assert harness.next_message() == Unreplayable(2, notice.reason, needed=True)
     harness.wait_asleep()
     assert harness.loop._retention.requests == {2, 3}
@@ -202,7 +202,7 @@ def test_a_resend_of_a_request_that_was_not_retained_is_unreplayable(harness: Lo
     harness.start(1, targets=(BELOW,))
     send(into, 1, 0, text="x")
     assert texts(out, 1) == [(0, "x")]
-    harness.loop.post(Resend(1, BELOW))
+    harness.post(Resend(1, BELOW))
     notice = harness.next_message()
     assert isinstance(notice, Unreplayable)
     assert notice.needed

@@ -41,7 +41,7 @@ def send_decided(into: Producer, seq: int, *, last: bool = False) -> None:
 
 
 def answers(harness: LoopHarness, question: int, **known: int) -> list[ControlMessage]:
-    harness.loop.post(Switch(1, question, {"above": ABOVE_1}, known))
+    harness.post(Switch(1, question, {"above": ABOVE_1}, known))
     found = [harness.next_message()]
     while not isinstance(found[-1], Switched):
         found.append(harness.next_message())
@@ -67,7 +67,7 @@ def test_a_stage_that_has_finished_answers_until_the_request_ends(harness: LoopH
     assert [type(harness.next_message()) for _ in range(2)] == [InputComplete, Finished]
     assert answers(harness, 1) == [JournalPart(1, Decided("above", 0, ((0,),))), Switched(1, 1, {"above": 1})]
     assert harness.loop.requests == {1}
-    harness.loop.post(Abort(1))
+    harness.post(Abort(1))
     assert answers(harness, 2) == [Switched(1, 2, {})]
     assert not harness.loop.requests
 
@@ -88,7 +88,7 @@ def test_chunks_are_taken_from_the_replica_that_the_parent_named(harness: LoopHa
 def test_while_no_replica_holds_the_request_no_chunk_is_taken(harness: LoopHarness) -> None:
     into, out = harness.input(source="above"), harness.output()
     harness.start(1, sources=("above",))
-    harness.loop.post(Switch(1, 1, {"above": None}, {}))
+    harness.post(Switch(1, 1, {"above": None}, {}))
     assert harness.next_message() == Switched(1, 1, {"above": 0})
     send_decided(into, 0)
     harness.wait_asleep()
@@ -96,7 +96,7 @@ def test_while_no_replica_holds_the_request_no_chunk_is_taken(harness: LoopHarne
 
 
 def start_again(harness: LoopHarness, *needed_from: int) -> None:
-    harness.loop.post(JournalPart(1, Decided("here", 0, ((1,), (2,)))), JournalPart(1, Decided("here", 2, ((3,),))))
+    harness.post(JournalPart(1, Decided("here", 0, ((1,), (2,)))), JournalPart(1, Decided("here", 2, ((3,),))))
     harness.start(
         1,
         sources=("above",),
@@ -133,7 +133,7 @@ def test_a_consumer_that_starts_again_gets_what_another_one_had(harness: LoopHar
         send_decided(into, seq)
     harness.wait_asleep()
     below = harness.output(target=BELOW)
-    harness.loop.post(Resend(1, BELOW))
+    harness.post(Resend(1, BELOW))
     assert decided_here(below, 3) == [(0, (1,)), (1, (2,)), (2, (3,))]
 
 

@@ -28,8 +28,8 @@ from omni_actors.protocol import messages
 from omni_actors.protocol.mailbox import Envelope, Mailbox, MailboxFull
 from omni_actors.stages.base import StageContext, StageEngine, StageFailure, StageOutput
 from omni_actors.supervisor.process import Worker
-from omni_actors.worker.engine_loop import AttachRing, EngineLoop
-from omni_actors.worker.notices import Notices
+from omni_actors.worker.control import AttachRing, Command, Control
+from omni_actors.worker.engine_loop import EngineLoop
 from ringbuf import Ring
 
 Note: TypeAlias = Callable[[str], None]
@@ -78,7 +78,8 @@ class SimulatedWorker(Worker):
         self._bells = select.epoll()
         self._fds: set[int] = set()
         """Descriptors in messages that it has not received."""
-        self._notices = Notices(self._write)
+        self._control = _SimulatedControl(self)
+        self.command_bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self.rings: list[Ring] = []
         self.planned_death: tuple[int, BaseException] | None = None
         """After how many more fault points (see rule 2) it dies inside a turn, and of what."""
@@ -116,6 +117,7 @@ class SimulatedWorker(Worker):
             self._inbox_send.send_nowait((packet, owned))
         except trio.WouldBlock:
             raise MailboxFull(self._capacity) from None
+        os.eventfd_write(self.command_bell, 1)
         if type(message) is self.dies_of:
             self.kill()
 
@@ -167,40 +169,31 @@ class SimulatedWorker(Worker):
 
     async def run(self) -> None:
         with self._scope:
-            message, _ = await self._next()
+            message, _ = _unpacked(*await self._inbox.receive())
             assert isinstance(message, messages.Configure), message
-            self.loop = EngineLoop(message.spec.address, message.fence, self._notices, resumable=message.spec.resumable)
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(self._handle_commands, self.loop)
-                await self._run_engine(message, self.loop)
+            self.loop = EngineLoop(message.spec.address, message.fence, self._control, resumable=message.spec.resumable)
+            await self._run_engine(message, self.loop)
         with trio.CancelScope(shield=True):
             await trio.sleep(self.behavior.dying_s)
         self._dead.set()
 
-    async def _next(self) -> tuple[messages.ControlMessage, tuple[int, ...]]:
-        packet, fds = await self._inbox.receive()
-        while self.frozen:
-            await self._continued.park()
-        (message,) = messages.unpack(messages.pack([packet]))
-        return message, fds
-
-    async def _handle_commands(self, loop: EngineLoop) -> None:
-        """Do what the control thread of a worker does (``worker.main``), and end the process after ``Stop``."""
-        while True:
-            message, fds = await self._next()
-            if isinstance(message, messages.Connect):
-                self._fds.difference_update(fds)
-                ring = Ring.attach(fds, generation=message.generation)
-                self.rings.append(ring)
-                loop.post(AttachRing(message.producer, message.consumer, ring))
-            elif isinstance(message, messages.LoopCommand):
-                loop.post(message)
-            else:
-                raise TypeError(f"a worker does not accept {type(message).__name__}")
-            if isinstance(message, messages.Stop):
-                if self.ready_at is not None:
-                    await trio.sleep(message.grace_s)
-                self.die(exit_code=0)
+    def commands(self) -> list[Command]:
+        """As ``Control.commands``."""
+        with suppress(BlockingIOError):
+            os.eventfd_read(self.command_bell)
+        commands: list[Command] = []
+        with suppress(trio.WouldBlock):
+            while True:
+                message, fds = _unpacked(*self._inbox.receive_nowait())
+                if isinstance(message, messages.Connect):
+                    self._fds.difference_update(fds)
+                    ring = Ring.attach(fds, generation=message.generation)
+                    self.rings.append(ring)
+                    commands.append(AttachRing(message.producer, message.consumer, ring))
+                else:
+                    assert isinstance(message, messages.LoopCommand), message
+                    commands.append(message)
+        return commands
 
     async def _run_engine(self, configure: messages.Configure, loop: EngineLoop) -> None:
         """Do what the engine thread of a worker does (``worker.main``), and end the process."""
@@ -218,7 +211,7 @@ class SimulatedWorker(Worker):
         await self._wait_while_stopped()
         try:
             if self.behavior.fails is not None:
-                self._notices.send(messages.LoadFailed(self.behavior.fails))
+                self._control.send(messages.LoadFailed(self.behavior.fails))
                 self.die(exit_code=1)
                 return
             context = StageContext(
@@ -232,7 +225,7 @@ class SimulatedWorker(Worker):
             engine: StageEngine = pkgutil.resolve_name(configure.spec.factory)(context)
             _add_fault_points(engine, self._fault_point)
             self.engine = engine
-            self._notices.send(messages.Ready(self.behavior.load_s))
+            self._control.send(messages.Ready(self.behavior.load_s))
             self.ready_at = trio.current_time()
             while self.alive and not loop.stopping:
                 moved, receiving = loop.turn(engine)
@@ -243,7 +236,7 @@ class SimulatedWorker(Worker):
             self._note(f"{self} {type(error).__name__}: {error}")
             if self.ready_at is not None and self.alive:
                 self.planned_death = None
-                self._notices.send(messages.EngineFailed(loop.handling))
+                self._control.send(messages.EngineFailed(loop.handling))
 
     async def _pause(self, loop: EngineLoop, *, moved: bool, receiving: bool) -> None:
         """Wait between two turns of the loop: for the turn's duration, or for a doorbell."""
@@ -254,7 +247,6 @@ class SimulatedWorker(Worker):
                 self._bells.register(bell, select.EPOLLIN)
             try:
                 await trio.lowlevel.wait_readable(self._bells)
-                loop.unpark([bell for bell, _ in self._bells.poll(0)])
             finally:
                 for bell in bells:
                     self._bells.unregister(bell)
@@ -266,11 +258,8 @@ class SimulatedWorker(Worker):
         while self.frozen or self.blocked:
             await self._continued.park()
 
-    def _write(self, notices: Sequence[messages.ControlMessage]) -> None:
-        for message in notices:
-            self._notify(message)
-
-    def _notify(self, message: messages.ControlMessage) -> None:
+    def notify(self, message: messages.ControlMessage) -> None:
+        """Send a message to the parent, or die before or after that."""
         self._fault_point()
         if self.loses_pong and isinstance(message, messages.Pong):
             self._note(f"{self} its {message} is lost")
@@ -298,6 +287,30 @@ class SimulatedWorker(Worker):
         for fd in self._fds:
             os.close(fd)
         self._bells.close()
+        os.close(self.command_bell)
+
+
+class _SimulatedControl(Control):
+    """The control connection as the worker's engine loop sees it."""
+
+    def __init__(self, worker: SimulatedWorker) -> None:
+        super().__init__()
+        self._worker = worker
+
+    def fileno(self) -> int:
+        return self._worker.command_bell
+
+    def commands(self) -> Sequence[Command]:
+        return self._worker.commands()
+
+    def _write(self, notices: Sequence[messages.ControlMessage]) -> None:
+        for message in notices:
+            self._worker.notify(message)
+
+
+def _unpacked(packet: bytes, fds: tuple[int, ...]) -> tuple[messages.ControlMessage, tuple[int, ...]]:
+    (message,) = messages.unpack(messages.pack([packet]))
+    return message, fds
 
 
 def _add_fault_points(engine: StageEngine, fault_point: Callable[[], None]) -> None:

@@ -1,0 +1,93 @@
+"""Packets of a control socket (SOCK_SEQPACKET): each holds some whole messages.
+
+Descriptors in a packet belong to its first message.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+from collections.abc import Generator, Iterable, Sequence
+from typing import TypeAlias
+
+from omni_actors.errors import OmniError
+from omni_actors.protocol import messages
+
+Encoded: TypeAlias = tuple[bytes, tuple[int, ...]]
+"""An encoded message or packet, and the descriptors to send with it, which the sender owns."""
+
+MAX_FDS = 8
+PACKED, PACKED_BYTES = 64, 16 * 1024
+"""The most messages and bytes in one packet; a larger message is sent by itself."""
+
+
+class PeerGone(OmniError):
+    """The other end of a control socket is closed, and all that it sent has been read."""
+
+
+def packets(posted: Iterable[Encoded]) -> Generator[Encoded]:
+    """Pack messages into as few packets as possible. Closing it closes the descriptors of what it has not yielded."""
+    batch: list[bytes] = []
+    size = 0
+    owned: tuple[int, ...] = ()
+    try:
+        for message, fds in posted:
+            if batch and (fds or size + len(message) > PACKED_BYTES or len(batch) == PACKED):
+                full, given, owned = messages.pack(batch), owned, fds
+                batch, size = [], 0
+                yield full, given
+            elif fds:
+                owned = fds
+            batch.append(message)
+            size += len(message)
+        given, owned = owned, ()
+        yield messages.pack(batch), given
+    finally:
+        close_all(owned)
+
+
+def send_all(sock: socket.socket, sent: Iterable[messages.ControlMessage]) -> None:
+    """Send messages without descriptors, in order. Blocks while there is no room. If the peer is gone, drop them.
+
+    sock: a non-blocking socket.
+    """
+    for packet, _ in packets((messages.encode(message), ()) for message in sent):
+        while True:
+            try:
+                sock.send(packet)
+                break
+            except BlockingIOError:
+                wait(sock, select.POLLOUT)
+            except (BrokenPipeError, ConnectionResetError):
+                return
+
+
+def receive(sock: socket.socket) -> tuple[list[messages.ControlMessage], Sequence[int]] | None:
+    """Return the messages of the next packet and its descriptors, which the caller owns. None: no packet has arrived.
+
+    sock: a non-blocking socket. Raises PeerGone, msgspec.DecodeError.
+    """
+    while True:
+        try:
+            packet, fds, _, _ = socket.recv_fds(sock, messages.MAX_PACKET_BYTES, MAX_FDS)
+        except BlockingIOError:
+            return None
+        except ConnectionResetError:
+            continue  # raised once if the peer left messages unread; what it sent itself is still to be read
+        if not packet:
+            raise PeerGone
+        return messages.unpack(packet), fds
+
+
+def wait(sock: socket.socket, event: int) -> None:
+    """Block until ``event`` of poll(2), or the end of the connection."""
+    poll = select.poll()
+    poll.register(sock, event)
+    poll.poll()
+
+
+def close_all(fds: Sequence[int]) -> None:
+    """Close descriptors."""
+    for fd in fds:
+        os.close(fd)

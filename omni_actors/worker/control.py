@@ -1,0 +1,115 @@
+"""The control connection as the engine loop sees it: commands in, messages for the parent out.
+
+Rule: only the engine's thread uses it. It reads before a turn and writes after one. So a command waits for the step
+that runs, and the messages of a turn are sent together.
+"""
+
+from __future__ import annotations
+
+import select
+import socket
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import TypeAlias
+
+from omni_actors.protocol import messages, packets
+from ringbuf import Ring
+
+
+class AttachRing:
+    """Command: this ring is now the edge from ``producer`` to ``consumer``."""
+
+    def __init__(self, producer: messages.Address, consumer: messages.Address, ring: Ring) -> None:
+        self.producer, self.consumer, self.ring = producer, consumer, ring
+
+
+Command: TypeAlias = messages.LoopCommand | AttachRing
+
+
+class Control(ABC):
+    """The engine loop's end of the control connection."""
+
+    def __init__(self) -> None:
+        self._notices: list[messages.ControlMessage] = []
+
+    @abstractmethod
+    def fileno(self) -> int:
+        """Return a descriptor that is readable while commands wait."""
+
+    @abstractmethod
+    def commands(self) -> Sequence[Command]:
+        """Return the commands that have arrived, in order. Does not wait."""
+
+    @abstractmethod
+    def _write(self, notices: Sequence[messages.ControlMessage]) -> None:
+        """Send messages to the parent, in order. May block."""
+
+    def has_commands(self) -> bool:
+        """Return whether commands wait."""
+        poll = select.poll()
+        poll.register(self.fileno(), select.POLLIN)
+        return bool(poll.poll(0))
+
+    def add(self, notice: messages.ControlMessage) -> None:
+        """Add a message to those that are sent next."""
+        self._notices.append(notice)
+
+    def send(self, *last: messages.ControlMessage) -> None:
+        """Send the messages that were added, and then ``last``. May block while the parent does not read."""
+        if notices := [*self._notices, *last]:
+            self._notices = []
+            self._write(notices)
+
+
+class ControlSocket(Control):
+    """The control connection of a worker process.
+
+    When the parent is gone, the loop stops.
+
+    sock: a non-blocking AF_UNIX socket of type SOCK_SEQPACKET.
+    """
+
+    def __init__(self, sock: socket.socket) -> None:
+        super().__init__()
+        self._socket = sock
+        self._unread: list[Command] = []
+        """Commands that came in one packet with ``Configure``."""
+
+    def configure(self) -> messages.Configure:
+        """Wait for the first message and return it. Raises TypeError if it is not ``Configure``, PeerGone."""
+        while (packet := packets.receive(self._socket)) is None:
+            packets.wait(self._socket, select.POLLIN)
+        first, *more = packet[0]
+        if not isinstance(first, messages.Configure):
+            raise TypeError(f"the first message to a worker is Configure, not {type(first).__name__}")
+        self._unread = _commands(more)
+        return first
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def commands(self) -> Sequence[Command]:
+        arrived, self._unread = self._unread, []
+        try:
+            while (packet := packets.receive(self._socket)) is not None:
+                arrived += _commands(*packet)
+        except packets.PeerGone:
+            arrived.append(messages.Stop())
+        return arrived
+
+    def _write(self, notices: Sequence[messages.ControlMessage]) -> None:
+        packets.send_all(self._socket, notices)
+
+
+def _commands(received: Sequence[messages.ControlMessage], fds: Sequence[int] = ()) -> list[Command]:
+    """Return the messages of a packet as commands. ``fds`` belong to the first one."""
+    commands: list[Command] = []
+    for message in received:
+        if isinstance(message, messages.LoopCommand):
+            commands.append(message)
+        elif isinstance(message, messages.Connect):
+            ring = Ring.attach(fds, generation=message.generation)
+            commands.append(AttachRing(message.producer, message.consumer, ring))
+        else:
+            raise TypeError(f"a worker does not accept {type(message).__name__}")
+    return commands
