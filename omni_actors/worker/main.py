@@ -108,7 +108,7 @@ def _serve(control: ControlSocket, cpu_sharing: CpuSharing) -> None:
     except Exception as error:
         control.send(messages.LoadFailed(f"{type(error).__name__}: {error}"[:LONGEST_ERROR]))
         raise
-    control.send(messages.Ready(time.monotonic() - began))
+    control.add(messages.Ready(time.monotonic() - began))  # sent with the first turn, which attaches the rings
     try:
         loop.run(engine)
     except Exception:

@@ -79,6 +79,8 @@ class SimulatedWorker(Worker):
         self._fds: set[int] = set()
         """Descriptors in messages that it has not received."""
         self._control = _SimulatedControl(self)
+        self._arrived: list[tuple[messages.ControlMessage, tuple[int, ...]]] = []
+        """What its control socket holds."""
         self.command_bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self.rings: list[Ring] = []
         self.planned_death: tuple[int, BaseException] | None = None
@@ -117,7 +119,6 @@ class SimulatedWorker(Worker):
             self._inbox_send.send_nowait((packet, owned))
         except trio.WouldBlock:
             raise MailboxFull(self._capacity) from None
-        os.eventfd_write(self.command_bell, 1)
         if type(message) is self.dies_of:
             self.kill()
 
@@ -169,31 +170,45 @@ class SimulatedWorker(Worker):
 
     async def run(self) -> None:
         with self._scope:
-            message, _ = _unpacked(*await self._inbox.receive())
+            message, _ = await self._next()
             assert isinstance(message, messages.Configure), message
             self.loop = EngineLoop(message.spec.address, message.fence, self._control, resumable=message.spec.resumable)
-            await self._run_engine(message, self.loop)
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._deliver)
+                await self._run_engine(message, self.loop)
         with trio.CancelScope(shield=True):
             await trio.sleep(self.behavior.dying_s)
         self._dead.set()
+
+    async def _next(self) -> tuple[messages.ControlMessage, tuple[int, ...]]:
+        packet, fds = await self._inbox.receive()
+        while self.frozen:
+            await self._continued.park()
+        (message,) = messages.unpack(messages.pack([packet]))
+        return message, fds
+
+    async def _deliver(self) -> None:
+        """Move messages to the socket, later than they were posted: what was sent through a ring may arrive earlier."""
+        while True:
+            message = await self._next()
+            self._arrived.append(message)
+            os.eventfd_write(self.command_bell, 1)
 
     def commands(self) -> list[Command]:
         """As ``Control.commands``."""
         with suppress(BlockingIOError):
             os.eventfd_read(self.command_bell)
-        commands: list[Command] = []
-        with suppress(trio.WouldBlock):
-            while True:
-                message, fds = _unpacked(*self._inbox.receive_nowait())
-                if isinstance(message, messages.Connect):
-                    self._fds.difference_update(fds)
-                    ring = Ring.attach(fds, generation=message.generation)
-                    self.rings.append(ring)
-                    commands.append(AttachRing(message.producer, message.consumer, ring))
-                else:
-                    assert isinstance(message, messages.LoopCommand), message
-                    commands.append(message)
-        return commands
+        arrived, self._arrived = self._arrived, []
+        return [self._command(message, fds) for message, fds in arrived]
+
+    def _command(self, message: messages.ControlMessage, fds: tuple[int, ...]) -> Command:
+        if isinstance(message, messages.Connect):
+            self._fds.difference_update(fds)
+            ring = Ring.attach(fds, generation=message.generation)
+            self.rings.append(ring)
+            return AttachRing(message.producer, message.consumer, ring)
+        assert isinstance(message, messages.LoopCommand), message
+        return message
 
     async def _run_engine(self, configure: messages.Configure, loop: EngineLoop) -> None:
         """Do what the engine thread of a worker does (``worker.main``), and end the process."""
@@ -225,7 +240,7 @@ class SimulatedWorker(Worker):
             engine: StageEngine = pkgutil.resolve_name(configure.spec.factory)(context)
             _add_fault_points(engine, self._fault_point)
             self.engine = engine
-            self._control.send(messages.Ready(self.behavior.load_s))
+            self._control.add(messages.Ready(self.behavior.load_s))
             self.ready_at = trio.current_time()
             while self.alive and not loop.stopping:
                 moved, receiving = loop.turn(engine)
@@ -306,11 +321,6 @@ class _SimulatedControl(Control):
     def _write(self, notices: Sequence[messages.ControlMessage]) -> None:
         for message in notices:
             self._worker.notify(message)
-
-
-def _unpacked(packet: bytes, fds: tuple[int, ...]) -> tuple[messages.ControlMessage, tuple[int, ...]]:
-    (message,) = messages.unpack(messages.pack([packet]))
-    return message, fds
 
 
 def _add_fault_points(engine: StageEngine, fault_point: Callable[[], None]) -> None:
