@@ -1,4 +1,4 @@
-"""Early detection of a worker's death: a robust mutex that the worker's main thread holds until it exits.
+"""Early detection of a worker's death: a robust mutex that the worker's engine thread holds until it exits.
 
 A process is seen to be dead (by its pidfd, by its sockets) only when the kernel has taken down its memory and closed
 its devices. That takes milliseconds for a small process, and much longer for one with gigabytes or a GPU. A robust
@@ -6,8 +6,8 @@ mutex is released at the very beginning of its owner's end, whatever ends it (fu
 after SIGKILL.
 
 Rules
-1. The worker's main thread is the owner, and the only thread that writes to the control socket. So when the mutex is
-   released, all messages of the worker lie in the parent's buffers.
+1. The worker's engine thread is the owner, and the only thread that writes to the control socket and the rings. So when
+   the mutex is released, all that the worker sent lies in the receivers' buffers.
 2. One thread of the parent per worker waits for the mutex. It ends with the worker; ``close`` is called after the
    worker's death.
 3. The release of the mutex carries no exit status. From then on, /proc/PID/stat has it.
@@ -67,7 +67,7 @@ _mapped: list[_Page] = []
 
 
 def acquire_death_mutex(fd: int) -> None:
-    """Acquire the mutex for the rest of the process. Called by a worker's main thread, before there are others.
+    """Acquire the mutex for the rest of the process. Called by a worker's engine thread, before it starts others.
 
     fd: the shared page (``DeathMutex.fd``); it is closed here. Raises OSError.
     """

@@ -244,7 +244,7 @@ class Supervisor:
                 async for frame in frames:
                     with frame:
                         if replica.incarnation.over:
-                            return  # all was delivered; a process may outlive its main thread and add more
+                            return  # all was delivered
                         self._listener.on_output(replica.address, frame.data)
         except RingError as error:
             replica.kill(f"{type(error).__name__}: {error}")

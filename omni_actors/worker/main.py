@@ -60,12 +60,11 @@ def worker_main(
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent_pid:  # the parent died before prctl took effect
         os._exit(0)
-    death_mutex.acquire_death_mutex(death_mutex_fd)
     cpu_sharing = CpuSharing(cpu_sharing_fd, number)
     os.set_inheritable(control_fd, False)
     sock = socket.socket(fileno=control_fd)
     sock.setblocking(False)
-    engine = _EngineThread(ControlSocket(sock), cpu_sharing)
+    engine = _EngineThread(ControlSocket(sock), cpu_sharing, death_mutex_fd)
     engine.start()
     poll = select.poll()
     poll.register(engine.ended, select.POLLIN)
@@ -79,21 +78,23 @@ def worker_main(
 class _EngineThread(threading.Thread):
     """Loads the engine and runs its loop until ``Stop``."""
 
-    def __init__(self, control: ControlSocket, cpu_sharing: CpuSharing) -> None:
+    def __init__(self, control: ControlSocket, cpu_sharing: CpuSharing, death_mutex_fd: int) -> None:
         super().__init__(name="engine", daemon=True)
-        self._control, self._cpu_sharing = control, cpu_sharing
+        self._control, self._cpu_sharing, self._death_mutex_fd = control, cpu_sharing, death_mutex_fd
         self.ended = os.eventfd(0, os.EFD_CLOEXEC)
-        """Readable when the thread has ended."""
+        """Readable when the engine has ended. The thread keeps the death mutex until the process ends."""
         self.exit_code = 0
 
     def run(self) -> None:
         try:
+            death_mutex.acquire_death_mutex(self._death_mutex_fd)
             _serve(self._control, self._cpu_sharing)
         except BaseException:  # noqa: BLE001 - reported here, and by the exit code
             traceback.print_exc()
             self.exit_code = 1
-        finally:
-            os.eventfd_write(self.ended, 1)
+        os.eventfd_write(self.ended, 1)
+        while True:
+            signal.pause()
 
 
 def _serve(control: ControlSocket, cpu_sharing: CpuSharing) -> None:
