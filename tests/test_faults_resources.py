@@ -83,10 +83,11 @@ async def test_requests_are_refused_while_a_worker_reads_no_control_messages_and
 
 async def test_a_replica_that_reads_no_control_messages_gets_no_requests() -> None:
     async with OmniSystem.open(one_stage(replicas=2), **{"limits.max_requests": 4}) as omni:
-        stopped = psutil.Process(pid_of(omni, "only", 0))
+        first = min(omni._supervisor.replicas.values(), key=lambda replica: replica.incarnation.ready_at)
+        stopped = psutil.Process(pid_of(omni, "only", first.address.replica))
         stopped.suspend()
         with trio.fail_after(WATCHDOG_S):
-            while not omni._supervisor.replicas[Address("only", 0)].congested:
+            while not first.congested:
                 refusal_of_one_more(omni)  # the other replica may be congested, too
                 await trio.testing.wait_all_tasks_blocked()  # the sockets are full then
             while refusal_of_one_more(omni) is not None:  # noqa: ASYNC110 - there is no event for it

@@ -90,7 +90,7 @@ def test_a_stage_that_fails_after_the_signal_is_0(start: Start) -> None:
         server.signal(signal.SIGTERM)
         server.wait_refusing()
         os.kill(pid, signal.SIGKILL)
-        assert server.wait_end() == 0
+        assert server.wait_end() == 0, server.stderr
         assert "was given up" in server.stderr
         stream.close()
 

@@ -141,7 +141,7 @@ def test_ended_requests_and_deaths_are_judged_and_forgotten(baseline: Workload, 
 def test_a_soak_reads_memory_and_throughput(baseline: Workload, mark: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(soak, "EVERY_S", 0.1)
     monkeypatch.setattr(soak, "BETWEEN_FAULTS_S", 0.1)
-    soaked = soak.soak(baseline, 1.5, mark, lambda facts: None)
+    soaked = soak.soak(baseline, 5.0, mark, lambda facts: None)
     assert soaked.tally.found == []
     assert soaked.tally.faults >= 2
     assert soaked.spared == "first"

@@ -105,8 +105,10 @@ class HTTPListener:
 
                 draining.start_soon(drain)
                 with accepting:
-                    lost = await self._accept(connections)
-                    stop.set()
+                    error = await self._accept(connections)
+                    if not stop.is_set():  # else it was closed above, while a connection arrived
+                        lost = error
+                        stop.set()
             draining.cancel_scope.cancel()
         if lost is not None:
             raise SocketLost(lost.strerror) from lost

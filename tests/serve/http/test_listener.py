@@ -101,3 +101,12 @@ async def test_a_drain_ends_a_request_that_takes_too_long(server: Server) -> Non
         server.stop.set()
         assert await read_until_cut(endless) == b""
         assert server.requests_were_ended.is_set()
+
+
+async def test_a_connection_that_arrives_with_the_stop_is_not_taken_for_a_lost_socket() -> None:
+    for _ in range(20):  # trio chooses at random whether the socket is closed before it is accepted from
+        async with listening() as server:
+            await trio.testing.wait_all_tasks_blocked()
+            with socket.create_connection(server.address):
+                server.stop.set()
+                await trio.testing.wait_all_tasks_blocked()
