@@ -80,11 +80,9 @@ class EngineLoop:
         self.handling: int | None = None
         """The request that the engine is called for; None in a step. It keeps its value if that call raises."""
         self.stopping = False
-        self.running = False
 
     def run(self, engine: base.StageEngine) -> None:
         """Serve until ``Stop``, then close the engine and the rings. An exception of the engine propagates."""
-        self.running = True
         try:
             while not self.stopping:
                 with self._cpu_sharing:
