@@ -8,6 +8,7 @@
 # make bench-omni   and what streaming between the stages of an omni model is worth
 # make bench-ring   and of the ring beside its peers, which this installs first
 # make bench-pipeline   and of a whole request beside bare queues, ZMQ and Ray actors
+# make bench-recovery   and of what the death of a worker costs a client
 # make setup-vllm   vLLM's CPU build, in an environment of its own (.venv-vllm), for the vllm engines
 # make test-vllm    set that up and run their tests
 # make clean   remove all that these made here (converted models stay in the user's cache)
@@ -27,7 +28,7 @@ export PIP_NO_INPUT := 1
 # $(call phase,what,command): says what goes on and how long it took. Fails as the command does.
 phase = @echo "==> $(1)"; begin=$$(date +%s); $(2) && echo "    done in $$(( $$(date +%s) - begin )) s"
 
-.PHONY: help setup demo serve test test-perf test-portable lint bench bench-omni bench-ring bench-pipeline setup-vllm test-vllm clean
+.PHONY: help setup demo serve test test-perf test-portable lint bench bench-omni bench-ring bench-pipeline bench-recovery setup-vllm test-vllm clean
 .DELETE_ON_ERROR:
 
 help:
@@ -90,6 +91,9 @@ bench-ring: .venv/bench
 
 bench-pipeline: .venv/bench
 	$(BIN)/python -m bench.pipeline $(BENCH_ARGS)
+
+bench-recovery: setup
+	$(BIN)/python -m bench.recovery $(BENCH_ARGS)
 
 .venv/bench: .venv/installed requirements/bench.txt
 	$(call phase,Installing what the ring is compared with,$(BIN)/python -m pip install -qq -c requirements/constraints.txt -e '.[$(BENCH_EXTRAS)]')
