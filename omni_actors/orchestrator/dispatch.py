@@ -101,6 +101,7 @@ class Dispatcher:
         assert deaths.latest is not None, "a worker died"
         self.replay_log.add(deaths.latest, trio.current_time() - deaths.latest_at)
         request.replays += 1
+        request.restarted_stages.update(stages)
         deaths.charged_replays += deaths.latest_charged
         deaths.latest_charged = False
         request.replay_state.restarted(placement)

@@ -127,6 +127,8 @@ class Request:
     finished: float | None = None
     """When the request ended; CLOCK_MONOTONIC."""
     replays: int = 0
+    restarted_stages: set[str] = field(default_factory=set)
+    """Stages that started again in one of these replays."""
 
     # Replay
 

@@ -3,7 +3,9 @@
 Rules
 1. Every request is on record from its submission until it is checked: a completed one at once, others when the deaths
    until then are known. Nothing of it is kept afterwards, so that a long run stays small.
-2. After the end, the client reads once more: a request must not have a second outcome.
+2. A completed request counts as *resumed* if a resumable stage of it started again after a death, and as *repeated* if
+   another stage did; so it may count as both. It counts at the last fault before the latest death that it met.
+3. After the end, the client reads once more: a request must not have a second outcome.
 """
 
 from __future__ import annotations
@@ -17,10 +19,11 @@ import trio
 
 from omni_actors.errors import RequestError
 from omni_actors.generation import Generation
+from omni_actors.orchestrator.request import Request
 from omni_actors.stress import judge
 from omni_actors.stress.health_watch import HealthWatch
 from omni_actors.stress.oracle import ExpectedAnswer
-from omni_actors.stress.report import Tally
+from omni_actors.stress.report import Row, Tally
 from omni_actors.stress.schedule import OnFailure
 from omni_actors.stress.workload import Template, Workload
 from omni_actors.system import OmniSystem
@@ -30,7 +33,9 @@ Tracked = TypeVar("Tracked", bound=judge.TrackedRequest)
 
 
 class Client(Generic[Tracked]):
-    """Submits requests and reads them in tasks of ``nursery``. ``now`` is the clock of their times.
+    """Submits requests and reads them in tasks of ``nursery``.
+
+    now: the clock of their times. row_at: returns the row of the last fault before a time on this clock.
 
     ``omni``, ``watch`` and ``nursery`` are set once the system is open.
     """
@@ -39,8 +44,10 @@ class Client(Generic[Tracked]):
     watch: HealthWatch
     nursery: trio.Nursery
 
-    def __init__(self, workload: Workload, tally: Tally, now: Callable[[], float]) -> None:
-        self._workload, self._tally, self._now = workload, tally, now
+    def __init__(
+        self, workload: Workload, tally: Tally, now: Callable[[], float], row_at: Callable[[float], Row]
+    ) -> None:
+        self._workload, self._tally, self._now, self._row_at = workload, tally, now, row_at
         self.requests: list[Tracked] = []
         """The requests on record."""
         self.open: dict[Tracked, trio.CancelScope] = {}
@@ -88,9 +95,19 @@ class Client(Generic[Tracked]):
             except RequestError as failure:
                 error = failure
             request.second_outcome = await _second_outcome(generation, error)
+            if error is None:
+                self._count_restarted(generation.stream.request)
             self._end(request, "failed" if error else "completed", error)
         if request.outcome == "open":
             self._end(request, "dropped", None)
+
+    def _count_restarted(self, request: Request) -> None:
+        """Count a completed request as resumed and as repeated."""
+        if stages := request.restarted_stages:
+            row = self._row_at(self._now() - (trio.current_time() - request.deaths.latest_at))
+            resumed = {stage for stage in stages if self._workload.pipeline.resumable(stage)}
+            row.resumed += bool(resumed)
+            row.repeated += resumed != stages
 
     def _end(self, request: Tracked, outcome: judge.Outcome, error: RequestError | None) -> None:
         request.outcome, request.error, request.ended = outcome, error, self._now()
@@ -104,9 +121,15 @@ class LoadClient(Client[judge.TrackedRequest]):
     """The client of a system with real workers. Keeps requests in flight, and judges each one that has ended."""
 
     def __init__(
-        self, omni: OmniSystem, workload: Workload, watch: HealthWatch, tally: Tally, nursery: trio.Nursery
+        self,
+        omni: OmniSystem,
+        workload: Workload,
+        watch: HealthWatch,
+        tally: Tally,
+        row_at: Callable[[float], Row],
+        nursery: trio.Nursery,
     ) -> None:
-        super().__init__(workload, tally, time.monotonic)
+        super().__init__(workload, tally, time.monotonic, row_at)
         self.omni, self.watch, self.nursery = omni, watch, nursery
         self._numbers = itertools.count()
         self.stopping = False

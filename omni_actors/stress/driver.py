@@ -68,7 +68,14 @@ class Driver:
         self.spawner, self._kill_helper = spawner, kill_helper
         self.tally = Tally()
         self.watch = HealthWatch(omni)
-        self.client = LoadClient(omni=omni, workload=workload, watch=self.watch, tally=self.tally, nursery=nursery)
+        self.client = LoadClient(
+            omni=omni,
+            workload=workload,
+            watch=self.watch,
+            tally=self.tally,
+            row_at=lambda at: self.tally.row(self.fault_at(at), load),
+            nursery=nursery,
+        )
         self.faults: list[tuple[float, str]] = []
         """The faults so far, with their times."""
         self.violations: list[tuple[float, Violation]] = []
@@ -128,6 +135,10 @@ class Driver:
                 await self._orphan(loading=loading)
             case _:
                 assert_never(operation)
+
+    def fault_at(self, at: float) -> str:
+        """The last fault before ``at``, by the clock of the client."""
+        return next((fault for when, fault in reversed(self.faults) if when <= at), "(none)")
 
     def judge_ended(self) -> None:
         """Check what has ended. Every death so far must be known. Keeps only what requests in flight need."""

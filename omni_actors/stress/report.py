@@ -1,7 +1,8 @@
 """Counts, percentiles and tables.
 
 Rules
-1. A row is a fault at a load. A violation is counted at the last fault before it, in its own run.
+1. A row is a fault at a load. A violation is counted at the last fault before it, in its own run; a completed request
+   of which a stage started again, at the last fault before the death.
 2. N counts all faults. Times are those of faults that no other fault disturbed (see ``driver``).
 3. For a count of zero in N, the true rate is below 3/N with 95% confidence (the rule of three).
 4. A percentile is a measured value: the smallest one that at least p percent do not exceed.
@@ -40,11 +41,16 @@ class Timing:
 
 @dataclass
 class Row:
-    """The faults of one kind at one load, and the violations after them."""
+    """The faults of one kind at one load, and the violations after them.
+
+    resumed, repeated: completed requests of which a stage started again (see ``client``): a resumable one, another one.
+    """
 
     faults: int = 0
     timings: list[Timing] = field(default_factory=list)
     violations: Counter[Kind] = field(default_factory=Counter)
+    resumed: int = 0
+    repeated: int = 0
 
     @property
     def bound(self) -> float | None:
@@ -55,6 +61,8 @@ class Row:
         self.faults += other.faults
         self.timings += other.timings
         self.violations.update(other.violations)
+        self.resumed += other.resumed
+        self.repeated += other.repeated
 
     def times(self) -> dict[str, list[float]]:
         """The times that were observed, in seconds, by name."""
@@ -121,6 +129,8 @@ class Tally:
                     "load": load,
                     "faults": row.faults,
                     **{kind: row.violations[kind] for kind in KINDS},
+                    "resumed": row.resumed,
+                    "repeated": row.repeated,
                     "bound": row.bound,
                     **{name: _quantiles(values) for name, values in row.times().items()},
                     "samples": row.times(),
@@ -130,7 +140,8 @@ class Tally:
         }
 
     def as_markdown(self) -> str:
-        header = ("fault", "load", "N", *KINDS, "detected p50 / p99", "recovered p50 / p99", "… less model load", "3/N")
+        times = ("detected p50 / p99", "recovered p50 / p99", "… less model load")
+        header = ("fault", "load", "N", *KINDS, "resumed", "repeated", *times, "3/N")
         rows = [(fault, load, *_counts(row, row.times())) for (fault, load), row in sorted(self.rows.items())]
         return markdown_table(header, [*rows, ("**all**", "", *_counts(self.total, None))], left=2)
 
@@ -147,7 +158,8 @@ def _counts(row: Row, times: Mapping[str, Sequence[float]] | None) -> list[str]:
     columns = ("detected_s", "recovered_s", "recovered_less_load_s")
     shown = [_pair(times[name]) if times else "" for name in columns]
     violations = [str(row.violations[kind]) for kind in KINDS]
-    return [str(row.faults), *violations, *shown, "–" if row.bound is None else f"{row.bound:.2g}"]
+    continued = [str(row.resumed), str(row.repeated)]
+    return [str(row.faults), *violations, *continued, *shown, "–" if row.bound is None else f"{row.bound:.2g}"]
 
 
 def _quantiles(values: Sequence[float]) -> dict[str, float | int | None]:

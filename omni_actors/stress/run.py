@@ -88,8 +88,7 @@ def run_with_faults(
             found.append(Violation("hung", f"closing took {closed_s:.1f} s; {allowed_s:g} s are fair"))
     driver.tally.runs = 1
     for at, violation in [*driver.violations, *driver.client.violations, *((now, violation) for violation in found)]:
-        fault = next((fault for when, fault in reversed(driver.faults) if when <= at), "(none)")
-        driver.tally.violated(fault, load, violation)
+        driver.tally.violated(driver.fault_at(at), load, violation)
     return driver.tally
 
 

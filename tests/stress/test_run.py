@@ -44,6 +44,8 @@ def test_a_sound_system_passes_and_each_fault_is_counted_and_timed(baseline: Wor
         "SIGSTOP, then SIGCONT": 1,
         "out of memory": 1,
     }
+    assert all(row.resumed == 0 for row in rows.values()), "echo engines are not resumable"
+    assert any(row.repeated for row in rows.values())
     for fault in ("SIGKILL, several at once", "exception in step", "no memory for rings"):
         for timing in rows[fault, "one"].timings:
             assert timing.detected_s is not None

@@ -57,13 +57,13 @@ def kinds(result: Journal) -> set[str]:
 
 
 def test_the_system_passes_and_every_fault_was_injected() -> None:
-    faults = set[str]()
-    outcomes = set[str]()
+    faults, outcomes, resumed, repeated = set[str](), set[str](), 0, 0
     for seed in range(80):
         result = simulate(seed)
         assert result.tally.found == [], (seed, result.tally.found, *result.log)
         faults |= {fault for fault, _ in result.tally.rows}
         outcomes |= result.tally.requests.keys()
+        resumed, repeated = resumed + result.tally.total.resumed, repeated + result.tally.total.repeated
     assert faults >= {
         *("killed", "killed while loading", "killed inside a turn", "killed, several at once"),
         *("stopped for good", "endless step", "heartbeat lost", "stopped, and continued", "exception in the engine"),
@@ -73,6 +73,7 @@ def test_the_system_passes_and_every_fault_was_injected() -> None:
     }
     assert outcomes >= {"completed", "dropped", "Aborted", "DeadlineExceeded", "Overloaded"}
     assert outcomes >= {"StageCrashed", "StageUnavailable", "InvalidRequest"}
+    assert min(resumed, repeated) > 10
 
 
 @pytest.mark.parametrize("seed", [69466])

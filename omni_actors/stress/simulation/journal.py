@@ -7,7 +7,7 @@ import traceback
 import trio
 
 from omni_actors.stress import judge
-from omni_actors.stress.report import Tally
+from omni_actors.stress.report import Row, Tally
 
 LOAD = "simulated"
 
@@ -31,7 +31,12 @@ class Journal:
     def injected(self, fault: str) -> None:
         """Count a fault. Later violations are counted at this one."""
         self._fault = fault
-        self.tally.row(fault, LOAD).faults += 1
+        self.row.faults += 1
+
+    @property
+    def row(self) -> Row:
+        """The row of the latest fault."""
+        return self.tally.row(self._fault, LOAD)
 
     def violated(self, kind: judge.Kind, what: str) -> None:
         self.tally.violated(self._fault, LOAD, judge.Violation(kind, what))

@@ -39,7 +39,7 @@ class SimulatedClient(Client[SimulatedRequest]):
     """The client of one schedule. It judges all requests together, at the end."""
 
     def __init__(self, draw: random.Random, workload: Workload, spawner: SimulatedSpawner, journal: Journal) -> None:
-        super().__init__(workload, journal.tally, trio.current_time)
+        super().__init__(workload, journal.tally, trio.current_time, row_at=lambda at: journal.row)
         self._draw, self._spawner, self._journal = draw, spawner, journal
         self.requested_deaths: Counter[str] = Counter()
         """Deaths per stage that poison requests may cause."""
