@@ -251,6 +251,7 @@ def test_one_stage_that_dies_too_often_leaves_the_others_serving(start: Start) -
         assert answer.status_code == 503
         server.wait(lambda: server.status() == "failed", "the stage to be given up")
         health = server.http.get("/health")
+        assert health.status_code == 503
         assert "exited with code 3" in health.json()["error"]
         assert "words of the worker" not in health.text
         assert server.metric('omni_stage_ready{replica="0",stage="mouth"}') == 0
