@@ -1,8 +1,8 @@
 """`python -m bench.recovery`: what the death of a worker costs a client, in silence and in time to the next token.
 
 Silence: systems that differ only in what takes over after a death (``TAKEOVERS``) answer the same request in turn,
-undisturbed and then with a SIGKILL of each mortal stage at a drawn output. The silence that a death adds is the largest
-excess of a pause between two chunks of sound over the median of the same pause in undisturbed answers.
+undisturbed and then with a SIGKILL of each mortal stage at a drawn chunk of sound. The silence that a death adds is the
+largest excess of a pause between two chunks of sound over the median of the same pause in undisturbed answers.
 
 Tokens: a standby takes over from a language model that is killed after some tokens. One system resumes; the other has
 the same engine, declared deterministic instead of resumable, and repeats.
@@ -22,7 +22,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -51,18 +51,17 @@ RESTART = Restart(intensity=1_000_000, backoff_max_s=Restart().backoff_s)  # eac
 
 
 class Subject(NamedTuple):
-    """A pipeline that speaks, a request to it, and the stages to kill with the modality of the drawn output."""
+    """A pipeline that speaks, a request to it, and the stages to kill."""
 
     pipeline: Pipeline
     request: Row
-    mortal: Mapping[str, str]
+    mortal: tuple[str, ...]
 
 
 class Heard(NamedTuple):
-    """When each chunk of sound arrived, with its duration, in seconds; and the number of outputs by modality."""
+    """When each chunk of sound arrived, with its duration, in seconds."""
 
     sound: list[tuple[float, float]]
-    outputs: Counter[str]
 
     @property
     def pauses_s(self) -> list[float]:
@@ -83,14 +82,14 @@ def subject(kind: str, directory: Path) -> Subject:
     speak: Row = {"modalities": ("text", "audio")}
     if kind == "voice":
         request = {**speak, "prompt": QUESTION, "max_tokens": 48}
-        return Subject(config.load("voice"), request, {"llm": "text", "vocoder": "audio"})
+        return Subject(config.load("voice"), request, ("llm", "vocoder"))
     if kind == "omni":
         from bench.omni import pipelines  # loads torch here
 
         stages = pipelines.compute(directory / "checkpoint").pipeline(streamed=True).stages
         lengths = {"max_tokens": 60, "talker_max_tokens": 61, "talker_temperature": 0.0}  # 4.8 s of sound
         request = {**speak, **lengths, "prompt": pipelines.PROMPT}
-        return Subject(Pipeline(name=kind, stages=stages), request, {"thinker": "audio", "code2wav": "audio"})
+        return Subject(Pipeline(name=kind, stages=stages), request, ("thinker", "code2wav"))
     stages = {
         "source": Stage(engine="echo", accepts=("audio",), options={"fan_out": 40, "step_s": 0.02}),
         "middle": Stage(engine="echo", inputs=("source",)),
@@ -98,7 +97,7 @@ def subject(kind: str, directory: Path) -> Subject:
     }
     sound = {"audio": AudioChunk(np.zeros(2400, np.float32), 24_000)}
     request = {"multi_modal_data": sound, "modalities": ("audio",)}
-    return Subject(Pipeline(name=kind, stages=stages), request, {"middle": "audio"})
+    return Subject(Pipeline(name=kind, stages=stages), request, ("middle",))
 
 
 @asynccontextmanager
@@ -129,15 +128,13 @@ def kill(system: OmniSystem, answer: Generation, stage: str) -> Address:
 
 
 async def listen(system: OmniSystem, what: Subject, stage: str = "", at: int = 0) -> Heard:
-    """Read an answer to its end. stage: the one to kill at output number ``at`` of its modality."""
+    """Read an answer to its end. stage: the one to kill when chunk number ``at`` of its sound arrives."""
     await system.wait_ready()
-    answer, heard = system.generate(**what.request), Heard([], Counter())
+    answer, heard = system.generate(**what.request), Heard([])
     async for output in answer:
-        if output.delta is not None:
-            heard.outputs[output.modality] += 1
-            if isinstance(output.delta, AudioChunk):
-                heard.sound.append((time.monotonic(), output.delta.duration_s))
-            if output.modality == what.mortal.get(stage) and heard.outputs[output.modality] == at:
+        if isinstance(output.delta, AudioChunk):
+            heard.sound.append((time.monotonic(), output.delta.duration_s))
+            if stage and len(heard.sound) == at:
                 kill(system, answer, stage)
     return heard
 
@@ -150,12 +147,12 @@ async def measure_silence(what: Subject, rounds: int) -> list[Row]:
         for system in opened.values():
             await listen(system, what)
         for _ in range(rounds):
-            share = draw.uniform(0.1, 0.6)  # the same moment for all
+            share = draw.uniform(0.0, 0.4)  # the same moment for all; the stages upstream have not finished
             for takeover, system in opened.items():
                 whole = await listen(system, what)
                 heard[UNDISTURBED, takeover].append(whole)
-                for stage, modality in what.mortal.items():
-                    at = 1 + int(share * whole.outputs[modality])
+                for stage in what.mortal:
+                    at = 1 + int(share * len(whole.sound))
                     heard[stage, takeover].append(await listen(system, what, stage, at))
     return [
         {

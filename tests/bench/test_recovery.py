@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +41,7 @@ def test_resuming_and_repeating_are_timed_until_the_next_token(tmp_path: Path) -
 
 
 def heard(*sound: tuple[float, float]) -> Heard:
-    return Heard(list(sound), Counter())
+    return Heard(list(sound))
 
 
 def test_a_player_is_silent_until_the_late_chunk_arrives() -> None:
