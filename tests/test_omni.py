@@ -110,14 +110,15 @@ async def test_eight_concurrent_requests_get_the_answers_of_each_alone(omni: Omn
         assert_same_sound(sound_of(together[n]), sound_of(outputs))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "killed",
     [
         ("talker", "code2wav"),
-        pytest.param(("talker",), marks=pytest.mark.slow),
-        pytest.param(("code2wav",), marks=pytest.mark.slow),
-        pytest.param(("thinker", "talker"), marks=pytest.mark.slow),
-        pytest.param(("thinker", "talker", "code2wav"), marks=pytest.mark.slow),
+        ("talker",),
+        ("code2wav",),
+        ("thinker", "talker"),
+        ("thinker", "talker", "code2wav"),
     ],
     ids="-".join,
 )
@@ -142,6 +143,7 @@ def test_a_killed_stage_changes_nothing_for_the_client(shared_system: SharedSyst
     shared_system.run(work)
 
 
+@pytest.mark.slow
 @with_shared_system
 async def test_a_thinker_killed_in_mid_answer_goes_on_behind_its_last_token(omni: OmniSystem) -> None:
     params = {**SPOKEN, "max_tokens": 300, "temperature": 1.0, "seed": 7}

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from bench.pipeline.load import Cell, Failure, Meter, Plan, Sample, measure
 from bench.pipeline.report import Figures, bounds
 
@@ -35,6 +37,7 @@ def test_a_quick_run_measures_ours_and_the_bare_queues(tmp_path: Path) -> None:
         assert sample["cpu_s"] >= sample["parent_cpu_s"]
 
 
+@pytest.mark.slow
 def test_the_trace_shows_every_point_of_all_stages() -> None:
     printed = command("--trace")
     for stage in ("first", "second", "third"):

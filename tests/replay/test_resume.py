@@ -75,7 +75,7 @@ async def test_a_death_at_any_output(stage: str, at: int, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("stages", [*itertools.combinations(STAGES, 2), STAGES], ids="-".join)
-@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("replicas", [pytest.param(1, marks=pytest.mark.slow), 2])
 async def test_several_stages_that_die_at_once(stages: tuple[str, ...], replicas: int) -> None:
     async with OmniSystem.open(pipeline({}, replicas)) as omni:
         for _ in range(3):
