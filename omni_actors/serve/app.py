@@ -21,7 +21,7 @@ from omni_actors.serve.access.origins import OriginCheck
 from omni_actors.serve.api import schemas
 from omni_actors.serve.api.errors import to_http_error
 from omni_actors.serve.api.openapi import document
-from omni_actors.serve.api.replies import JSONResponse
+from omni_actors.serve.api.responses import JSONResponse
 from omni_actors.serve.http.errors import HTTPError, internal_error
 from omni_actors.serve.media.loader import MediaLoader
 from omni_actors.serve.routes import chat, completions, speech, status, transcription

@@ -196,7 +196,7 @@ def reachable(engine: Any) -> Counter[str]:
     Numbers are counted per reference, because equal ones may share an object. The media reader's pending work is
     completed first, because aborting a request does not stop it.
     """
-    if reader := getattr(engine, "_media_reader", None):
+    if reader := getattr(engine, "_media_thread", None):
         reader.submit(int).result()
     numbers, seen = 0, dict[int, Any]()
     found = [engine]

@@ -73,6 +73,6 @@ def test_a_request_that_is_aborted_while_its_media_are_read_is_forgotten(driver:
         driver.abort(1)
         assert not driver.engine.busy
         may_end.set()
-        driver.engine._media_reader.submit(int).result()
+        driver.engine._media_thread.submit(int).result()
         ask(driver, 2)
         assert driver.run().keys() == {2}

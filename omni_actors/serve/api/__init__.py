@@ -1,1 +1,1 @@
-"""The data formats of the HTTP API: request bodies, their schemas, replies and errors."""
+"""The data formats of the HTTP API: request bodies, their schemas, responses and errors."""

@@ -21,7 +21,7 @@ from starlette.responses import Response
 from omni_actors.config import Pipeline
 from omni_actors.generation import AudioChunk, Generation, Output
 from omni_actors.serve.access.admission import SCOPE_KEY, AdmissionTicket
-from omni_actors.serve.api import replies, schemas
+from omni_actors.serve.api import responses, schemas
 from omni_actors.serve.api.errors import renaming
 from omni_actors.serve.api.json_body import read_json
 from omni_actors.serve.http.errors import bad_request
@@ -32,7 +32,7 @@ from omni_actors.serve.routes.common import Completion, open_body, stop_list
 
 
 class _ChatCompletion(Completion):
-    """Turns a generation's outputs into the objects of the reply.
+    """Turns a generation's outputs into the objects of the response.
 
     names: the client's name of each parameter, by the engines' name.
     """
@@ -54,12 +54,12 @@ class _ChatCompletion(Completion):
 
 async def chat(request: Request) -> Response:
     """Answer a conversation, as one JSON object or as server-sent events."""
-    reply, generation = await _start(request)
-    with renaming(reply.names):
-        if reply.is_streamed:
-            return await replies.StreamedResponse(generation, _events(reply, generation)).start()
-        with replies.collecting(generation):
-            return replies.WholeResponse(generation, await _whole(reply, generation))
+    completion, generation = await _start(request)
+    with renaming(completion.names):
+        if completion.is_streamed:
+            return await responses.StreamedResponse(generation, _events(completion, generation)).start()
+        with responses.collecting(generation):
+            return responses.WholeResponse(generation, await _whole(completion, generation))
 
 
 async def _start(request: Request) -> tuple[_ChatCompletion, Generation]:
@@ -70,7 +70,7 @@ async def _start(request: Request) -> tuple[_ChatCompletion, Generation]:
         message = "audio.format: 'flac' cannot be streamed; accepted: 'wav', 'mp3', 'opus', 'pcm16'"
         raise bad_request(message, "audio.format", "unsupported_parameter")
     params, names = _parameters(body, params, system.pipeline)
-    reply = _ChatCompletion(body, names)
+    completion = _ChatCompletion(body, names)
     messages, references = _split_media(body.messages)
     _require_accepted(references, system.pipeline)
     data: dict[str, list[Any]] = {"audio": []}
@@ -79,11 +79,10 @@ async def _start(request: Request) -> tuple[_ChatCompletion, Generation]:
     audio_params = [reference.param for reference in references if reference.kind == "audio"]
     data["audio"] = await decode(list(zip(data["audio"], audio_params, strict=True)))
     ticket.release()
-    with renaming(reply.names):
-        generation = system.generate(
-            messages, multi_modal_data=data, modalities=("text", "audio") if reply.has_audio else ("text",), **params
-        )
-    return reply, generation
+    with renaming(completion.names):
+        modalities = ("text", "audio") if completion.has_audio else ("text",)
+        generation = system.generate(messages, multi_modal_data=data, modalities=modalities, **params)
+    return completion, generation
 
 
 def _parameters(
@@ -154,46 +153,47 @@ def _require_accepted(files: Sequence[MediaReference], pipeline: Pipeline) -> No
             raise bad_request(message, file.param, "unsupported_input")
 
 
-async def _whole(reply: _ChatCompletion, generation: Generation) -> Response:
+async def _whole(completion: _ChatCompletion, generation: Generation) -> Response:
     texts: list[str] = []
     async for output in generation:
-        text, _ = await reply.convert(output)
+        text, _ = await completion.convert(output)
         texts.append(text)
     text = "".join(texts)
     message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
-    if reply.has_audio:
+    if completion.has_audio:
         message["content"] = None
         message["audio"] = {
-            "id": reply.audio_id,
-            "data": to_base64(await reply.encoder.finish()),
+            "id": completion.audio_id,
+            "data": to_base64(await completion.encoder.finish()),
             "transcript": text,
-            "expires_at": reply.created,
+            "expires_at": completion.created,
         }
-    return replies.JSONResponse(reply.choice(reply.finish_reason, message=message) | {"usage": reply.usage})
+    whole = completion.choice(completion.finish_reason, message=message) | {"usage": completion.usage}
+    return responses.JSONResponse(whole)
 
 
-async def _events(reply: _ChatCompletion, generation: Generation) -> replies.Pieces:
+async def _events(completion: _ChatCompletion, generation: Generation) -> responses.Pieces:
     def chunk(delta: Mapping[str, Any], finish_reason: str | None = None) -> bytes:
-        return replies.event(reply.choice(finish_reason, delta=delta))
+        return responses.event(completion.choice(finish_reason, delta=delta))
 
     def audio_chunk(**fields: Any) -> bytes:
-        return chunk({"audio": {"id": reply.audio_id, **fields}})
+        return chunk({"audio": {"id": completion.audio_id, **fields}})
 
     is_first = True
     async for output in generation:
         if is_first:
             is_first = False
-            yield chunk({"role": "assistant", "content": None if reply.has_audio else ""})
-        text, audio = await reply.convert(output)
+            yield chunk({"role": "assistant", "content": None if completion.has_audio else ""})
+        text, audio = await completion.convert(output)
         if text:
-            yield audio_chunk(transcript=text) if reply.has_audio else chunk({"content": text})
+            yield audio_chunk(transcript=text) if completion.has_audio else chunk({"content": text})
         if audio:
             yield audio_chunk(data=to_base64(audio))
-    if reply.has_audio:
-        if audio := await reply.encoder.finish():
+    if completion.has_audio:
+        if audio := await completion.encoder.finish():
             yield audio_chunk(data=to_base64(audio))
-        yield audio_chunk(expires_at=reply.created)
-    yield chunk({}, reply.finish_reason)
-    if reply.include_usage:
-        yield replies.event(reply.usage_object())
-    yield replies.DONE
+        yield audio_chunk(expires_at=completion.created)
+    yield chunk({}, completion.finish_reason)
+    if completion.include_usage:
+        yield responses.event(completion.usage_object())
+    yield responses.DONE

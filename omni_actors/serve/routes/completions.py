@@ -7,7 +7,7 @@ from starlette.responses import Response
 
 from omni_actors.generation import Generation
 from omni_actors.serve.access.admission import SCOPE_KEY
-from omni_actors.serve.api import replies
+from omni_actors.serve.api import responses
 from omni_actors.serve.api.errors import renaming
 from omni_actors.serve.api.json_body import read_json
 from omni_actors.serve.api.schemas import CompletionRequest
@@ -20,23 +20,23 @@ async def completions(request: Request) -> Response:
     given = {"max_tokens": body.max_tokens, "stop": stop_list(body)}
     params |= {name: value for name, value in given.items() if value is not None}
     request.scope[SCOPE_KEY].release()
-    reply = Completion("cmpl", "text_completion", body.model)
+    completion = Completion("cmpl", "text_completion", body.model)
     with renaming({"input": "prompt", "messages": "prompt"}):
         generation = system.generate(body.prompt, modalities=("text",), **params)
         if body.stream:
-            events = _events(reply, generation, include_usage=body.stream_options.include_usage)
-            return await replies.StreamedResponse(generation, events).start()
-        with replies.collecting(generation):
-            text = "".join([reply.add(output) async for output in generation])
-            whole = reply.choice(reply.finish_reason, text=text) | {"usage": reply.usage}
-            return replies.WholeResponse(generation, replies.JSONResponse(whole))
+            events = _events(completion, generation, include_usage=body.stream_options.include_usage)
+            return await responses.StreamedResponse(generation, events).start()
+        with responses.collecting(generation):
+            text = "".join([completion.add(output) async for output in generation])
+            whole = completion.choice(completion.finish_reason, text=text) | {"usage": completion.usage}
+            return responses.WholeResponse(generation, responses.JSONResponse(whole))
 
 
-async def _events(reply: Completion, generation: Generation, *, include_usage: bool) -> replies.Pieces:
+async def _events(completion: Completion, generation: Generation, *, include_usage: bool) -> responses.Pieces:
     async for output in generation:
-        if text := reply.add(output):
-            yield replies.event(reply.choice(None, text=text))
-    yield replies.event(reply.choice(reply.finish_reason, text=""))
+        if text := completion.add(output):
+            yield responses.event(completion.choice(None, text=text))
+    yield responses.event(completion.choice(completion.finish_reason, text=""))
     if include_usage:
-        yield replies.event(reply.usage_object())
-    yield replies.DONE
+        yield responses.event(completion.usage_object())
+    yield responses.DONE

@@ -10,7 +10,7 @@ from omni_actors.generation import AudioChunk, Generation
 from omni_actors.serve.access.admission import SCOPE_KEY
 from omni_actors.serve.api.errors import renaming
 from omni_actors.serve.api.json_body import read_json
-from omni_actors.serve.api.replies import Pieces, StreamedResponse, WholeResponse, collecting
+from omni_actors.serve.api.responses import Pieces, StreamedResponse, WholeResponse, collecting
 from omni_actors.serve.api.schemas import SpeechRequest, has_speakers
 from omni_actors.serve.http.errors import bad_request
 from omni_actors.serve.media.audio import AudioEncoder

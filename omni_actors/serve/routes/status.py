@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from omni_actors import __version__
 from omni_actors.serve.access.gate import has_valid_key
-from omni_actors.serve.api.replies import JSONResponse
+from omni_actors.serve.api.responses import JSONResponse
 from omni_actors.serve.api.schemas import require_model
 from omni_actors.system import Health, OmniSystem
 

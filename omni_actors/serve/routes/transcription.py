@@ -12,7 +12,7 @@ from starlette.responses import PlainTextResponse, Response
 
 from omni_actors.generation import Generation
 from omni_actors.serve.access.admission import SCOPE_KEY
-from omni_actors.serve.api import replies
+from omni_actors.serve.api import responses
 from omni_actors.serve.api.errors import renaming
 from omni_actors.serve.api.form_body import read_form
 from omni_actors.serve.api.schemas import TranscriptionRequest
@@ -26,9 +26,9 @@ async def transcription(request: Request) -> Response:
     with renaming({"audio": "file"}):
         body, seconds, generation = await _start(request)
         if body.stream:
-            return await replies.StreamedResponse(generation, _events(generation)).start()
-        with replies.collecting(generation):
-            return replies.WholeResponse(generation, await _whole(generation, seconds, body.response_format))
+            return await responses.StreamedResponse(generation, _events(generation)).start()
+        with responses.collecting(generation):
+            return responses.WholeResponse(generation, await _whole(generation, seconds, body.response_format))
 
 
 async def _start(request: Request) -> tuple[TranscriptionRequest, float, Generation]:
@@ -49,13 +49,13 @@ async def _whole(generation: Generation, seconds: float, format: str) -> Respons
     text = "".join(texts).strip()
     if format == "text":
         return PlainTextResponse(text + "\n")
-    return replies.JSONResponse({"text": text, "usage": {"type": "duration", "seconds": math.ceil(seconds)}})
+    return responses.JSONResponse({"text": text, "usage": {"type": "duration", "seconds": math.ceil(seconds)}})
 
 
-async def _events(generation: Generation) -> replies.Pieces:
+async def _events(generation: Generation) -> responses.Pieces:
     texts: list[str] = []
     async for output in generation:
         if isinstance(output.delta, str):
             texts.append(output.delta)
-            yield replies.event({"type": "transcript.text.delta", "delta": output.delta})
-    yield replies.event({"type": "transcript.text.done", "text": "".join(texts).strip()})
+            yield responses.event({"type": "transcript.text.delta", "delta": output.delta})
+    yield responses.event({"type": "transcript.text.done", "text": "".join(texts).strip()})

@@ -25,12 +25,12 @@ from omni_actors.stages import base
 from omni_actors.stages.autoregressive.options import TextParams
 from omni_actors.stages.autoregressive.prompt_engine import C, PromptEngine, PromptRequest
 from omni_actors.stages.autoregressive.sampling import RandomNumbers, Sampler, Sampling, choose, not_finite
-from omni_actors.stages.autoregressive.scheduler import Scheduler, Sequence
-from omni_actors.stages.autoregressive.text import Answer, Vocabulary
+from omni_actors.stages.autoregressive.scheduler import ScheduledSequence, Scheduler
+from omni_actors.stages.autoregressive.text import AnswerText, Vocabulary
 from omni_actors.stages.refusal import beyond_context, request_work
 
 
-class TextRequest(PromptRequest[C], Sequence):
+class TextRequest(PromptRequest[C], ScheduledSequence):
     """One request."""
 
     def __init__(self, request: base.StageRequest, params: TextParams, collector: C) -> None:
@@ -43,7 +43,7 @@ class TextRequest(PromptRequest[C], Sequence):
         """Tokens that the model has not computed yet, in order: those of the answer, and the rest of ``decided``."""
         self.decisions: list[int] = []
         """The answer's tokens since the last output."""
-        self.answer: Answer
+        self.answer: AnswerText
 
     def take(self, count: int) -> list[int]:
         """Take the tokens of the next ``count`` positions, which the model computes now."""
@@ -61,7 +61,7 @@ class LanguageEngine(PromptEngine[R]):
         super().__init__()
         self._scheduler, self._vocabulary, self._context = scheduler, vocabulary, context
 
-    # for subclasses, besides ``_open`` and ``_encode``, which returns the tokens of the prompt's positions
+    # for subclasses, besides ``_new_request`` and ``_encode``, which returns the tokens of the prompt's positions
 
     def _forward(self, rows: list[int], count: int) -> Tensor:
         """Compute the next ``count`` positions of each row; return the last one's logits, (rows, vocabulary).
@@ -83,7 +83,7 @@ class LanguageEngine(PromptEngine[R]):
     def busy(self) -> bool:
         return self._scheduler.busy
 
-    def _admit(self, request: R, tokens: list[int]) -> None:
+    def _join_batch(self, request: R, tokens: list[int]) -> None:
         if not tokens:
             raise base.InvalidRequest("the prompt has no tokens", param="messages")
         del request.collector
@@ -100,7 +100,7 @@ class LanguageEngine(PromptEngine[R]):
             request.sampler.end_tokens = end_tokens
         request.prefill_left, request.ready = len(tokens), len(tokens) + len(request.decided)
         limit = min(params.max_tokens, self._context - len(tokens))
-        request.answer = Answer(self._vocabulary, len(tokens), limit, params)
+        request.answer = AnswerText(self._vocabulary, len(tokens), limit, params)
         self._scheduler.add(request)
 
     def abort(self, request_id: base.RequestId) -> None:

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, ClassVar, Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
-import msgspec
-
-from omni_actors.stages.autoregressive.options import TextParams
 from omni_actors.stages.base import Chunk, StageFailure, StageOutput, StageRequest
 from omni_actors.stages.engine import Engine
-from omni_actors.stages.refusal import request_work, validated
+from omni_actors.stages.refusal import request_work
 
 
 class Collector(Protocol):
@@ -37,28 +34,19 @@ R = TypeVar("R", bound=PromptRequest[Any])
 
 
 class PromptEngine(Engine[R]):
-    """The input side of a ``StageEngine``. A subclass has the batch: ``_admit``, ``busy``, ``step``."""
-
-    PARAMS: ClassVar[type[msgspec.Struct]] = TextParams
-
-    def _open(self, request: StageRequest, params: Any) -> R:
-        """Make the record of a new request. params: a ``PARAMS``. Raises ``InvalidRequest``."""
-        raise NotImplementedError
+    """The input side of a ``StageEngine``. A subclass has the batch: ``_join_batch``, ``busy``, ``step``."""
 
     def _encode(self, request: R) -> Any:
-        """Turn the complete input into the prompt that ``_admit`` takes. Any exception ends this request only."""
+        """Turn the complete input into the prompt that ``_join_batch`` takes. Any exception ends this request only."""
         raise NotImplementedError
 
-    def _admit(self, request: R, prompt: Any) -> None:
+    def _join_batch(self, request: R, prompt: Any) -> None:
         """Put the request into the batch. Raises ``InvalidRequest``."""
         raise NotImplementedError
 
     @property
     def busy(self) -> bool:
         raise NotImplementedError
-
-    def _new_request(self, request: StageRequest) -> R:
-        return self._open(request, validated(request.params, self.PARAMS))
 
     def _take(self, request: R, chunk: Chunk) -> None:
         with request_work("messages"):
@@ -70,7 +58,7 @@ class PromptEngine(Engine[R]):
         """Handle the end of the request's input. Raises ``InvalidRequest``."""
         with request_work("messages"):
             prompt = self._encode(request)
-        self._admit(request, prompt)
+        self._join_batch(request, prompt)
 
     def step(self) -> Iterator[StageOutput | StageFailure]:
         raise NotImplementedError

@@ -22,7 +22,7 @@ from typing import Generic, TypeVar
 from omni_actors.stages.autoregressive.cache import SlottedCache
 
 
-class Sequence:
+class ScheduledSequence:
     """What the scheduler needs to know of one sequence. The engine keeps ``prefill_left`` and ``ready`` up to date."""
 
     prefill_left = 0
@@ -33,7 +33,7 @@ class Sequence:
     """Set by the scheduler."""
 
 
-S = TypeVar("S", bound=Sequence)
+S = TypeVar("S", bound=ScheduledSequence)
 
 
 class Scheduler(Generic[S]):

@@ -135,7 +135,7 @@ class Vocabulary:
         return text
 
 
-class Answer:
+class AnswerText:
     """One request's text, token by token, up to an end token, a stop string or ``max_tokens``."""
 
     def __init__(self, vocabulary: Vocabulary, prompt_tokens: int, max_tokens: int, params: TextParams) -> None:

@@ -37,7 +37,7 @@ from omni_actors.stages import base
 from omni_actors.stages.engine import PausableEngine
 from omni_actors.stages.hibari.options import AcousticOptions, AcousticParams
 from omni_actors.stages.hibari.pronunciation import Pronunciation
-from omni_actors.stages.hibari.text import SentenceReader
+from omni_actors.stages.hibari.text import SentenceSplitter
 from omni_actors.stages.refusal import validated
 from omni_actors.stages.sources import OpenSources
 
@@ -55,10 +55,10 @@ _WARM_UP = "This warms up the voice, Xylander."
 
 
 class _Request:
-    def __init__(self, request: base.StageRequest, reader: SentenceReader) -> None:
+    def __init__(self, request: base.StageRequest, splitter: SentenceSplitter) -> None:
         self.open = OpenSources(request.sources)
         self.speed = validated(request.params, AcousticParams).speed
-        self.reader = reader
+        self.splitter = splitter
         self.is_script = request.sources == (base.CLIENT,)
         """Whether the client alone sends the text."""
         self.is_blank_script = self.is_script
@@ -83,7 +83,7 @@ class _Request:
     @property
     def candidate(self) -> str | None:
         """The sentence to compute speculatively now, if there is one (rule 4)."""
-        candidate = None if self.paused or self.ready or self.skippable else self.reader.candidate
+        candidate = None if self.paused or self.ready or self.skippable else self.splitter.candidate
         return None if candidate == self.speculated else candidate
 
     @property
@@ -113,7 +113,7 @@ class AcousticEngine(PausableEngine[_Request]):
         return any(request.ready or request.candidate for request in self._requests.values())
 
     def _new_request(self, request: base.StageRequest) -> _Request:
-        return _Request(request, SentenceReader(self._voice.split_sentences))
+        return _Request(request, SentenceSplitter(self._voice.split_sentences))
 
     def _take(self, request: _Request, chunk: base.Chunk) -> None:
         text = chunk.data.get("text", "")
@@ -124,7 +124,7 @@ class AcousticEngine(PausableEngine[_Request]):
         if request.script_length > LONGEST_SCRIPT:
             found = f"the text has at least {request.script_length} characters; the limit is {LONGEST_SCRIPT}"
             raise base.InvalidRequest(found, param="input", code="string_above_max_length")
-        if sentences := request.reader.feed(text):
+        if sentences := request.splitter.feed(text):
             request.sentences += sentences
             request.speculated = None
         request.is_blank_script = request.is_blank_script and not text.strip()
@@ -132,7 +132,7 @@ class AcousticEngine(PausableEngine[_Request]):
             raise base.InvalidRequest("there is no text to speak", param="input", code="empty")
         request.open.update(chunk)
         if not request.open:
-            request.sentences += request.reader.finish()
+            request.sentences += request.splitter.finish()
 
     def step(self) -> Iterator[base.StageOutput | base.StageFailure]:
         """Compute a sentence of the request that has waited longest or, if no sentence is complete, a candidate."""

@@ -26,7 +26,7 @@ _SENTENCE_END = re.compile(r"[.!?…][\"'”’)]*\s*$")
 _CLAUSE_END = re.compile(r"[,;:—](?=\s)")
 
 
-class SentenceReader:
+class SentenceSplitter:
     """Splits one text. split: returns the sentences of a text, such as ``Hibari.split_sentences``."""
 
     def __init__(self, split: Callable[[str], list[str]]) -> None:

@@ -24,6 +24,7 @@ from omni_actors.stages.autoregressive.scheduler import Scheduler
 from omni_actors.stages.autoregressive.text import Vocabulary
 from omni_actors.stages.base import StageContext, StageRequest
 from omni_actors.stages.llm.prompt import Prompt
+from omni_actors.stages.refusal import validated
 
 
 class LLMEngine(LanguageEngine[TextRequest[Prompt]]):
@@ -38,8 +39,8 @@ class LLMEngine(LanguageEngine[TextRequest[Prompt]]):
         batch = Scheduler[TextRequest[Prompt]](self._cache, options.max_batch, options.prefill_chunk)
         super().__init__(batch, Vocabulary(tokenizer, model.generation_config.eos_token_id), options.context)
 
-    def _open(self, request: StageRequest, params: TextParams) -> TextRequest[Prompt]:
-        return TextRequest(request, params, Prompt(request.sources))
+    def _new_request(self, request: StageRequest) -> TextRequest[Prompt]:
+        return TextRequest(request, validated(request.params, TextParams), Prompt(request.sources))
 
     def _encode(self, request: TextRequest[Prompt]) -> list[int]:
         tokens = request.collector.encode(self._vocabulary, self._system_prompt, self._context)

@@ -1,7 +1,7 @@
 """What thinkers share, whatever runs the model: a prompt with media becomes a request of the batch.
 
 Rules
-1. Media are decoded, and their features computed, in the thread of a ``MediaReader``. A prompt without media does not
+1. Media are decoded, and their features computed, in the thread of a ``MediaThread``. A prompt without media does not
    wait for that thread.
 2. A prompt that cannot be read ends its own request: in ``feed``, or in a step if the thread read it.
 """
@@ -21,7 +21,7 @@ from omni_actors.stages.multimodal.limits import MediaLimits
 from omni_actors.stages.multimodal.processor import OmniInputs, OmniProcessor
 from omni_actors.stages.multimodal.prompt import OmniPrompt
 from omni_actors.stages.omni.handoff import TalkerHandoff
-from omni_actors.stages.omni.media_reader import MediaReader
+from omni_actors.stages.omni.media_thread import MediaThread
 from omni_actors.stages.omni.positions import is_media, position_grids
 from omni_actors.stages.refusal import request_work
 
@@ -53,15 +53,15 @@ class OmniPromptEngine(PromptEngine[R]):
         limits = MediaLimits(tokens=context - 1)
         self._processor = OmniProcessor(model, limits=limits)
         self._media_processor = OmniProcessor(model, limits=limits)  # a tokenizer must not be used in two threads
-        self._media_reader = MediaReader()
+        self._media_thread = MediaThread()
         self._system_prompt = system_prompt
 
     # for subclasses
 
     def _prepare(self, request: R, inputs: OmniInputs) -> Any:
-        """Compute what else the prompt needs; return what ``_admit`` takes.
+        """Compute what else the prompt needs; return what ``_join_batch`` takes.
 
-        Any exception ends this request only. If the prompt has media, this runs in the reader's thread, so it must not
+        Any exception ends this request only. If the prompt has media, this runs in the ``MediaThread``, so it must not
         change what requests share.
         """
         raise NotImplementedError
@@ -78,33 +78,33 @@ class OmniPromptEngine(PromptEngine[R]):
 
     @property
     def busy(self) -> bool:
-        return self._media_reader.pending or super().busy
+        return self._media_thread.pending or super().busy
 
     def abort(self, request_id: RequestId) -> None:
         super().abort(request_id)
-        self._media_reader.forget(request_id)
+        self._media_thread.forget(request_id)
 
     def step(self) -> Iterator[StageOutput | StageFailure]:
-        for request_id, reading in self._media_reader.take():
+        for request_id, reading in self._media_thread.take():
             try:
                 with request_work("messages"):
                     prompt = reading.result()
-                self._admit(self._requests[request_id], prompt)
+                self._join_batch(self._requests[request_id], prompt)
             except InvalidRequest as error:
                 del self._requests[request_id]
                 yield StageFailure(request_id, error)
         if super().busy:
             yield from super().step()
-        elif self._media_reader.pending:
-            self._media_reader.wait()
+        elif self._media_thread.pending:
+            self._media_thread.wait()
 
     def close(self) -> None:
         super().close()
-        self._media_reader.close()
+        self._media_thread.close()
 
     def _complete(self, request: R) -> None:
         if request.collector.media:
-            self._media_reader.read(request.id, lambda: self._read(request, self._media_processor))
+            self._media_thread.begin(request.id, lambda: self._read(request, self._media_processor))
         else:
             super()._complete(request)
 

@@ -162,7 +162,7 @@ class OmniTalker(Engine[R]):
         row = self._embed_text(torch.zeros(1, self._width, dtype=self._model.dtype, device=self._device))
         request.prompt_rows_left, request.positions, request.delta = 1, torch.arange(3).expand(3, -1), 0.0
         request.prefix, request.text_pad = row.expand(2, -1), row
-        self._admit(request)
+        self._join_batch(request)
         request.add_prompt(row)
         request.add_answer(row)
         while self.busy:
@@ -178,7 +178,7 @@ class OmniTalker(Engine[R]):
         if "ids" in tensors and not request.has_header:
             self._check_header(tensors)
             self._accept_header(request, tensors)
-            self._admit(request)
+            self._join_batch(request)
         rows = tensors.get("rows")
         if rows is None:
             return
@@ -200,7 +200,7 @@ class OmniTalker(Engine[R]):
         if ids.dtype != torch.int64 or ids.dim() != 1 or not len(ids):
             raise base.InvalidRequest(f"ids: int64 (n,) was expected, not {ids.dtype} {tuple(ids.shape)}", param="rows")
 
-    def _admit(self, request: R) -> None:
+    def _join_batch(self, request: R) -> None:
         size = request.positions.shape[1]
         request.max_codes = min(request.params.talker_max_tokens, self._options.context - size)
         if request.max_codes < 1:

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from omni_actors.stages.autoregressive.sampling import RandomNumbers, Sampler, Sampling
-from omni_actors.stages.autoregressive.scheduler import Sequence
+from omni_actors.stages.autoregressive.scheduler import ScheduledSequence
 from omni_actors.stages.base import StageRequest
 from omni_actors.stages.omni.options import TalkerParams
 from omni_actors.stages.sources import OpenSources
 
 
-class TalkerRequest(Sequence):
+class TalkerRequest(ScheduledSequence):
     """One request. Its inputs are (k, width), of one width, in the talker's dtype.
 
     suppressed: bool (vocabulary,), the codes that are never chosen.

@@ -28,7 +28,6 @@ from omni_actors.stages.base import InvalidRequest, StageContext, StageFailure, 
 from omni_actors.stages.checkpoint import load_part, whole_config
 from omni_actors.stages.multimodal.processor import OmniInputs
 from omni_actors.stages.multimodal.prompt import OmniPrompt
-from omni_actors.stages.omni.options import ThinkerParams
 from omni_actors.stages.omni.positions import rotary_positions
 from omni_actors.stages.omni.prompt_engine import OmniPromptEngine, OmniRequest
 from omni_actors.stages.refusal import request_work
@@ -61,7 +60,6 @@ class OmniThinker(OmniPromptEngine[R], LanguageEngine[R]):
     """A thinker. ``context.model``: a checkpoint directory, of which it loads the ``thinker`` weights."""
 
     MODEL: ClassVar[type[PreTrainedModel]]
-    PARAMS = ThinkerParams
 
     def __init__(self, context: StageContext) -> None:
         """Raises msgspec.ValidationError (options), WrongCheckpoint, OSError (the checkpoint's files)."""

@@ -16,6 +16,7 @@ from omni_actors.stages.multimodal.prompt import OmniPrompt
 from omni_actors.stages.omni.options import ThinkerParams
 from omni_actors.stages.omni.thinker import OmniThinker, ThinkerRequest
 from omni_actors.stages.qwen2_5.handoff import handoff_rows, tts_tokens
+from omni_actors.stages.refusal import validated
 
 
 class _Request(ThinkerRequest):
@@ -34,8 +35,8 @@ class ThinkerEngine(OmniThinker[_Request]):
         super().__init__(context)
         self._tts = tts_tokens(self._config, context.model_directory)
 
-    def _open(self, request: StageRequest, params: ThinkerParams) -> _Request:
-        return _Request(request, params, OmniPrompt(request.sources))
+    def _new_request(self, request: StageRequest) -> _Request:
+        return _Request(request, validated(request.params, ThinkerParams), OmniPrompt(request.sources))
 
     def _handoff_header(self, request: _Request) -> dict[str, Tensor]:
         return {"ids": request.ids, "positions": request.positions, "tts": self._embed(self._tts)}

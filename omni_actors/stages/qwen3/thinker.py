@@ -18,6 +18,7 @@ from omni_actors.stages.multimodal.prompt import OmniPrompt
 from omni_actors.stages.omni.options import ThinkerParams
 from omni_actors.stages.omni.thinker import OmniThinker, ThinkerRequest
 from omni_actors.stages.qwen3.handoff import handoff_header, talker_positions
+from omni_actors.stages.refusal import validated
 
 
 class _Request(ThinkerRequest):
@@ -46,8 +47,8 @@ class ThinkerEngine(OmniThinker[_Request]):
     def _keep_output(self, module: object, inputs: object, output: Tensor) -> None:
         self._accepted = output
 
-    def _open(self, request: StageRequest, params: ThinkerParams) -> _Request:
-        return _Request(request, params, OmniPrompt(request.sources))
+    def _new_request(self, request: StageRequest) -> _Request:
+        return _Request(request, validated(request.params, ThinkerParams), OmniPrompt(request.sources))
 
     def _talker_positions(self, request: _Request) -> Tensor:
         return talker_positions(request.ids, self._config)

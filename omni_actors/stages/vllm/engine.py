@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import vllm
@@ -37,7 +37,7 @@ from omni_actors.stages.refusal import beyond_context
 from omni_actors.stages.vllm import _internals
 from omni_actors.stages.vllm.arguments import CLIENT_ERRORS, engine_args, refusal, sampling_params
 from omni_actors.stages.vllm.decided import DecidedTokens, force
-from omni_actors.stages.vllm.options import VLLMOptions, VLLMParams, VLLMSampling
+from omni_actors.stages.vllm.options import VLLMOptions, VLLMSampling
 
 
 class VLLMRequest(PromptRequest[C]):
@@ -73,8 +73,6 @@ R = TypeVar("R", bound=VLLMRequest[Any])
 class VLLMEngine(PromptEngine[R]):
     """A ``StageEngine`` on vLLM. ``context.model``: a checkpoint directory. A subclass defines the kind of input."""
 
-    PARAMS: ClassVar[type[VLLMSampling]] = VLLMParams
-
     def __init__(self, context: StageContext, **fixed: Any) -> None:
         """Load the model. fixed: the fields of vLLM's ``EngineArgs`` that the engine depends on.
 
@@ -96,7 +94,7 @@ class VLLMEngine(PromptEngine[R]):
         self._llm = LLMEngine.from_engine_args(arguments)
         self._context: int = self._llm.model_config.max_model_len
 
-    # for subclasses, besides ``_open`` and ``_encode``, which sets ``prompt_tokens`` and returns vLLM's ``EngineInput``
+    # for subclasses, besides ``_new_request`` and ``_encode`` (sets ``prompt_tokens``, returns vLLM's ``EngineInput``)
 
     def _outputs(self, request: R, output: Any) -> Iterator[StageOutput]:
         """Yield the outputs of one ``RequestOutput`` of vLLM. Forgets a request that ends with it."""
@@ -118,7 +116,7 @@ class VLLMEngine(PromptEngine[R]):
             raise InvalidRequest("speculative decoding: a request is not resumed after the death of a worker")
         super().start(request)
 
-    def _admit(self, request: R, prompt: Any) -> None:
+    def _join_batch(self, request: R, prompt: Any) -> None:
         del request.collector
         try:
             request.internal_id = self._llm.add_request(

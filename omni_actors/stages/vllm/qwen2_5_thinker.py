@@ -14,6 +14,7 @@ from omni_actors.stages.multimodal.processor import OmniInputs
 from omni_actors.stages.multimodal.prompt import OmniPrompt
 from omni_actors.stages.omni.positions import rotary_positions
 from omni_actors.stages.qwen2_5.handoff import handoff_rows, tts_tokens
+from omni_actors.stages.refusal import validated
 from omni_actors.stages.vllm._internals import HiddenStates
 from omni_actors.stages.vllm.options import VLLMThinkerParams
 from omni_actors.stages.vllm.thinker import Thinker, ThinkerRequest
@@ -35,7 +36,8 @@ class Qwen25Thinker(Thinker[_Request]):
         with torch.device("meta"):  # a model without weights, which computes positions only
             self._position_model = Qwen2_5OmniThinkerForConditionalGeneration(config.thinker_config)
 
-    def _open(self, request: StageRequest, params: VLLMThinkerParams) -> _Request:
+    def _new_request(self, request: StageRequest) -> _Request:
+        params = validated(request.params, VLLMThinkerParams)
         if params.use_audio_in_video:
             # vLLM 0.32.0 answers a video with its sound differently than transformers does.
             raise InvalidRequest("this stage shows videos without their sound", param="use_audio_in_video")

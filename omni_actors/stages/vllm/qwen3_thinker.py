@@ -11,6 +11,7 @@ from omni_actors.stages.base import InvalidRequest, StageContext, StageRequest
 from omni_actors.stages.checkpoint import WrongCheckpoint, whole_config
 from omni_actors.stages.multimodal.prompt import OmniPrompt
 from omni_actors.stages.qwen3.handoff import handoff_header, talker_positions
+from omni_actors.stages.refusal import validated
 from omni_actors.stages.vllm._internals import HiddenStates
 from omni_actors.stages.vllm.options import VLLMThinkerParams
 from omni_actors.stages.vllm.thinker import Thinker, ThinkerRequest
@@ -29,7 +30,8 @@ class Qwen3Thinker(Thinker[ThinkerRequest]):
         super().__init__(context, config, [layer], [config.im_end_token_id])
         self._audio_in_video = bool(self._options.engine_args.get("disable_chunked_mm_input"))
 
-    def _open(self, request: StageRequest, params: VLLMThinkerParams) -> ThinkerRequest:
+    def _new_request(self, request: StageRequest) -> ThinkerRequest:
+        params = validated(request.params, VLLMThinkerParams)
         if params.use_audio_in_video and not self._audio_in_video:
             # vLLM 0.32.0 mixes up sound and frames if a prefill chunk ends among them.
             message = "the sound of a video needs a stage with engine_args.disable_chunked_mm_input: true"

@@ -21,7 +21,7 @@ from vllm.inputs.engine import embeds_input, tokens_input
 from omni_actors.stages.autoregressive.text import Vocabulary
 from omni_actors.stages.base import Chunk, InvalidRequest, StageContext, StageOutput, StageRequest
 from omni_actors.stages.llm.prompt import Prompt
-from omni_actors.stages.refusal import request_work
+from omni_actors.stages.refusal import request_work, validated
 from omni_actors.stages.tensors import to_torch
 from omni_actors.stages.vllm.engine import VLLMEngine, VLLMRequest, logprobs_of
 from omni_actors.stages.vllm.options import VLLMParams
@@ -56,8 +56,8 @@ class TextEngine(VLLMEngine[VLLMRequest[_Prompt]]):
             raise ValueError(f"{context.model}: no chat template; this engine serves conversations only")
         self._vocabulary = Vocabulary(tokenizer, None)
 
-    def _open(self, request: StageRequest, params: VLLMParams) -> VLLMRequest[_Prompt]:
-        return VLLMRequest(request, params, _Prompt(request.sources))
+    def _new_request(self, request: StageRequest) -> VLLMRequest[_Prompt]:
+        return VLLMRequest(request, validated(request.params, VLLMParams), _Prompt(request.sources))
 
     def _encode(self, request: VLLMRequest[_Prompt]) -> Any:
         if not request.collector.embeds:

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from omni_actors.stages.autoregressive.text import Answer, Vocabulary
+from omni_actors.stages.autoregressive.text import AnswerText, Vocabulary
 from omni_actors.stages.base import StageContext, StageOutput
 from omni_actors.stages.multimodal.processor import OmniInputs
 from omni_actors.stages.multimodal.prompt import OmniPrompt
@@ -39,7 +39,7 @@ class ThinkerRequest(OmniRequest, VLLMRequest[OmniPrompt]):
     """One request. ``computed``: positions whose hidden states were taken."""
 
     params: VLLMThinkerParams
-    answer: Answer
+    answer: AnswerText
     computed = 0
 
 
@@ -48,8 +48,6 @@ R = TypeVar("R", bound=ThinkerRequest)
 
 class Thinker(OmniPromptEngine[R], VLLMEngine[R]):
     """A thinker on vLLM. ``context.model``: the directory of the whole model's checkpoint."""
-
-    PARAMS = VLLMThinkerParams
 
     def __init__(self, context: StageContext, config: Any, layers: Sequence[int], end_tokens: Sequence[int]) -> None:
         """Load the thinker.
@@ -74,7 +72,7 @@ class Thinker(OmniPromptEngine[R], VLLMEngine[R]):
         ends = [ends] if isinstance(ends, int) else ends
         self._vocabulary = Vocabulary(self._processor.tokenizer, [*end_tokens, *ends])
 
-    # for the families, besides ``_open``, ``_handoff_header`` and ``_talker_positions``
+    # for the families, besides ``_new_request``, ``_handoff_header`` and ``_talker_positions``
 
     def _prompt_rows(self, request: R, states: HiddenStates) -> Tensor:
         """Return the talker's rows, (k, hidden), of k prompt positions."""
@@ -95,12 +93,12 @@ class Thinker(OmniPromptEngine[R], VLLMEngine[R]):
         request.prompt_tokens = len(inputs.ids)
         return to_prompt(inputs, self._config.thinker_config)
 
-    def _admit(self, request: R, prompt: Any) -> None:
+    def _join_batch(self, request: R, prompt: Any) -> None:
         limit = min(request.params.max_tokens, self._context - request.prompt_tokens)
-        request.answer = Answer(self._vocabulary, request.prompt_tokens, limit, request.params)
+        request.answer = AnswerText(self._vocabulary, request.prompt_tokens, limit, request.params)
         request.sampling.stop_token_ids = sorted(self._vocabulary.end_tokens(request.params))
         request.sampling.stop, request.sampling.detokenize = [], False
-        super()._admit(request, prompt)
+        super()._join_batch(request, prompt)
 
     def _free_ended(self) -> None:
         super()._free_ended()

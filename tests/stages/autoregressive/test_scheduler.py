@@ -8,23 +8,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from omni_actors.stages.autoregressive.cache import SlottedCache
-from omni_actors.stages.autoregressive.scheduler import Scheduler, Sequence
+from omni_actors.stages.autoregressive.scheduler import ScheduledSequence, Scheduler
 
 PREFILL = 4
 
 
-def scheduler_of(rows: int = 3) -> tuple[Scheduler[Sequence], SlottedCache]:
+def scheduler_of(rows: int = 3) -> tuple[Scheduler[ScheduledSequence], SlottedCache]:
     cache = SlottedCache(rows, 100, torch.float32, torch.device("cpu"))
     return Scheduler(cache, rows, PREFILL), cache
 
 
-def sequence(prompt: int, ready: int) -> Sequence:
-    made = Sequence()
+def sequence(prompt: int, ready: int) -> ScheduledSequence:
+    made = ScheduledSequence()
     made.prefill_left, made.ready = prompt, ready
     return made
 
 
-def step(scheduler: Scheduler[Sequence], cache: SlottedCache) -> list[Sequence]:
+def step(scheduler: Scheduler[ScheduledSequence], cache: SlottedCache) -> list[ScheduledSequence]:
     """Do what an engine does in a step; return the sequences that were computed."""
     moved = []
     if chunk := scheduler.next_prefill_chunk():
@@ -98,7 +98,7 @@ def test_sequences_beyond_the_rows_wait_and_may_leave() -> None:
 @given(st.data())
 def test_busy_means_a_step_computes_a_position_and_rows_match_the_cache(rows: int, data: st.DataObject) -> None:
     scheduler, cache = scheduler_of(rows)
-    live: list[Sequence] = []
+    live: list[ScheduledSequence] = []
     for _ in range(data.draw(st.integers(1, 30))):
         act = data.draw(st.sampled_from(["add", "feed", "remove", "step"]))
         if act == "add":

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from omni_actors.stages.hibari.text import LONGEST, SentenceReader
+from omni_actors.stages.hibari.text import LONGEST, SentenceSplitter
 
 pytestmark = pytest.mark.voice
 
@@ -17,10 +17,10 @@ pytestmark = pytest.mark.voice
 def read(text: str, cuts: list[int] | None = None) -> list[str]:
     from hibari import Hibari
 
-    reader = SentenceReader(Hibari.split_sentences)
+    splitter = SentenceSplitter(Hibari.split_sentences)
     at = [0, *sorted(cut % (len(text) + 1) for cut in cuts or []), len(text)]
     pieces = [text[a:b] for a, b in itertools.pairwise(at)]
-    return [sentence for piece in pieces for sentence in reader.feed(piece)] + reader.finish()
+    return [sentence for piece in pieces for sentence in splitter.feed(piece)] + splitter.finish()
 
 
 WORDS = st.lists(
@@ -39,11 +39,11 @@ def test_sentences_do_not_depend_on_how_the_text_was_cut(text: str, cuts: list[i
 def test_a_sentence_is_returned_when_the_next_one_begins() -> None:
     from hibari import Hibari
 
-    reader = SentenceReader(Hibari.split_sentences)
-    returned = [reader.feed(piece) for piece in ("Dr. Smith is", " in. ", "H", "e is well.", "\n", "Good")]
+    splitter = SentenceSplitter(Hibari.split_sentences)
+    returned = [splitter.feed(piece) for piece in ("Dr. Smith is", " in. ", "H", "e is well.", "\n", "Good")]
     assert returned == [[], [], ["Dr. Smith is in."], [], [], ["He is well."]]
-    assert reader.finish() == ["Good"]
-    assert reader.finish() == []
+    assert splitter.finish() == ["Good"]
+    assert splitter.finish() == []
 
 
 def test_markdown_marks_are_removed() -> None:
@@ -54,12 +54,12 @@ def test_markdown_marks_are_removed() -> None:
 def test_a_long_sentence_is_cut_before_it_ends() -> None:
     from hibari import Hibari
 
-    reader = SentenceReader(Hibari.split_sentences)
+    splitter = SentenceSplitter(Hibari.split_sentences)
     clause = "and then it rained, "
-    parts = reader.feed(clause * 40)
+    parts = splitter.feed(clause * 40)
     assert len(parts) == 2
     assert all(part.endswith("rained,") and len(part) <= LONGEST for part in parts)
-    assert " ".join([*parts, *reader.finish()]) == (clause * 40).strip()
+    assert " ".join([*parts, *splitter.finish()]) == (clause * 40).strip()
     assert [len(part) for part in read("x" * (2 * LONGEST + 5))] == [LONGEST, LONGEST, 5]
     assert " ".join(read("word " * 200)) == ("word " * 200).strip()
 
@@ -81,11 +81,11 @@ def test_little_text_is_held_back() -> None:
         seen.append(len(text))
         return list(Hibari.split_sentences(text))
 
-    reader = SentenceReader(split)
+    splitter = SentenceSplitter(split)
     for piece in ("word", " ", "\n", "\t", "-") * 400:
-        reader.feed(piece)
+        splitter.feed(piece)
     for piece in ("\n", " ") * 1000:
-        reader.feed(piece)
+        splitter.feed(piece)
     assert max(seen) <= LONGEST + len(" word")
 
 

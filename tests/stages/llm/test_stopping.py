@@ -12,7 +12,7 @@ from tokenizers import pre_tokenizers
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from omni_actors.stages.autoregressive.options import TextParams
-from omni_actors.stages.autoregressive.text import Answer, Vocabulary
+from omni_actors.stages.autoregressive.text import AnswerText, Vocabulary
 from omni_actors.stages.llm.engine import LLMEngine
 from tests.stages.llm.tiny_engine import PROMPTS, Results, answer, answered, assert_empty, opened, submit, user
 from tiny_models.llama import save_tokenizer
@@ -125,7 +125,7 @@ def test_special_tokens_are_not_passed_to_the_decoder(tiny: Path) -> None:
     decoded_tokens: list[Sequence[int]] = []
     vocabulary = Vocabulary(tokenizer, None)
     vocabulary.decode = lambda tokens, **_: decoded_tokens.append(tuple(tokens)) or "a"  # type: ignore[method-assign, func-returns-value]
-    reply = Answer(vocabulary, 1, 1000, TextParams())
+    reply = AnswerText(vocabulary, 1, 1000, TextParams())
     for token in [special] * 100 + tokenizer.encode("a") + [special] * 100:
         reply.push(token)
     assert decoded_tokens == [tuple(tokenizer.encode("a"))]

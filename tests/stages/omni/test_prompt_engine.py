@@ -15,9 +15,10 @@ from omni_actors.stages.autoregressive.prompt_engine import PromptEngine
 from omni_actors.stages.base import InvalidRequest, StageFailure, StageOutput, StageRequest
 from omni_actors.stages.multimodal.processor import OmniInputs
 from omni_actors.stages.multimodal.prompt import OmniPrompt
-from omni_actors.stages.omni.media_reader import MediaReader
+from omni_actors.stages.omni.media_thread import MediaThread
 from omni_actors.stages.omni.options import ThinkerParams
 from omni_actors.stages.omni.prompt_engine import OmniPromptEngine, OmniRequest
+from omni_actors.stages.refusal import validated
 from tests.support.engine_driver import Driver
 
 PIXELS = np.zeros((4, 4, 3), np.uint8)
@@ -25,8 +26,6 @@ PIXELS = np.zeros((4, 4, 3), np.uint8)
 
 class Batch(PromptEngine[OmniRequest]):
     """Answers each admitted request in the next step, with the prompt that it was admitted with."""
-
-    PARAMS = ThinkerParams
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,7 +35,7 @@ class Batch(PromptEngine[OmniRequest]):
     def busy(self) -> bool:
         return bool(self.admitted)
 
-    def _admit(self, request: OmniRequest, prompt: Any) -> None:
+    def _join_batch(self, request: OmniRequest, prompt: Any) -> None:
         if prompt == "too long":
             raise InvalidRequest("the prompt is too long", param="messages")
         self.admitted[request.id] = prompt
@@ -58,7 +57,7 @@ class Engine(OmniPromptEngine[OmniRequest], Batch):
     def __init__(self) -> None:
         super().__init__()
         self.may_read, self.reading = threading.Event(), threading.Event()
-        self._media_reader, self._system_prompt = MediaReader(), ""
+        self._media_thread, self._system_prompt = MediaThread(), ""
         self._config = SimpleNamespace(
             thinker_config=SimpleNamespace(audio_token_id=97, image_token_id=98, video_token_id=99)
         )
@@ -75,8 +74,8 @@ class Engine(OmniPromptEngine[OmniRequest], Batch):
         assert self.may_read.wait(60)
         return self.process(prompt, **options)
 
-    def _open(self, request: StageRequest, params: ThinkerParams) -> OmniRequest:
-        return OmniRequest(request, params, OmniPrompt(request.sources))
+    def _new_request(self, request: StageRequest) -> OmniRequest:
+        return OmniRequest(request, validated(request.params, ThinkerParams), OmniPrompt(request.sources))
 
     def _prepare(self, request: OmniRequest, inputs: OmniInputs) -> Any:
         return inputs.tensors["text"]
@@ -141,14 +140,14 @@ def test_a_request_that_is_aborted_while_its_media_are_read_never_enters_the_bat
     driver.abort(1)
     assert not engine.busy
     engine.may_read.set()
-    engine._media_reader.submit(int).result()  # the thread has finished the dropped work
+    engine._media_thread.submit(int).result()  # the thread has finished the dropped work
     ask(driver, 2, "words")
     assert driver.run().keys() == {2}
 
 
 @pytest.mark.parametrize("downstream", [True, False])
 def test_a_request_has_a_handoff_if_a_downstream_stage_takes_part(engine: Engine, downstream: bool) -> None:
-    request = engine._open(StageRequest(1, ("client",), {}, downstream), ThinkerParams())
+    request = engine._new_request(StageRequest(1, ("client",), {}, downstream))
     engine._read(request, engine.process)  # type: ignore[arg-type]
     assert (request.handoff is not None) == downstream
     assert request.is_media.tolist() == [False, True]

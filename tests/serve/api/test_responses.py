@@ -1,4 +1,4 @@
-"""Sending replies to connections that accept little or nothing, in virtual time."""
+"""Sending responses to connections that accept little or nothing, in virtual time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from trio.testing import MockClock
 
 from omni_actors.errors import RequestError, SlowConsumer
 from omni_actors.generation import Generation
-from omni_actors.serve.api.replies import JSONResponse, StreamedResponse, WholeResponse, collecting
+from omni_actors.serve.api.responses import JSONResponse, StreamedResponse, WholeResponse, collecting
 from tests.support.simulated_system import PIECE, PIECES, WATCHDOG_S, SimulatedSystem, open_simulated_system
 
 

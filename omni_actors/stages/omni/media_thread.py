@@ -18,11 +18,11 @@ LONGEST_WAIT_S = 0.01
 """Seconds. The engine takes in no chunks meanwhile."""
 
 
-class MediaReader(ThreadPoolExecutor):
+class MediaThread(ThreadPoolExecutor):
     """Runs one piece of work per request in a thread of its own. The engine's thread calls all methods."""
 
     def __init__(self) -> None:
-        super().__init__(1, "reader")
+        super().__init__(1, "media")
         self._futures: dict[RequestId, Future[Any]] = {}
 
     @property
@@ -30,7 +30,7 @@ class MediaReader(ThreadPoolExecutor):
         """Whether a result waits to be taken or is still being computed."""
         return bool(self._futures)
 
-    def read(self, request_id: RequestId, work: Callable[[], Any]) -> None:
+    def begin(self, request_id: RequestId, work: Callable[[], Any]) -> None:
         """Run ``work`` in the thread, after the work of earlier requests."""
         self._futures[request_id] = self.submit(work)
 
