@@ -1,4 +1,4 @@
-"""What may be sent: the bytes of anything with a C-contiguous buffer, not copied."""
+"""The bytes of an object with a C-contiguous buffer, which may be sent without a copy."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Buffer: TypeAlias = "bytes | bytearray | memoryview | np.ndarray[Any, Any]"
 
 
 def flat(buffer: Buffer) -> bytes | memoryview:
-    """All bytes of a buffer, as one dimension of "B". Raises TypeError (no buffer, or not C-contiguous)."""
+    """Return all bytes of a buffer, as one dimension of "B". Raises TypeError (no buffer, or not C-contiguous)."""
     if type(buffer) is bytes:
         return buffer
     view = buffer if type(buffer) is memoryview else memoryview(buffer)  # type: ignore[arg-type]  # an array is a buffer; its stubs declare that from Python 3.12 on

@@ -6,7 +6,7 @@
     align 64           body: each array's raw bytes (C order, little-endian), at ``offset`` from here, a multiple of 64
 
 Rule 1: encoding copies no array: it gives a list of buffers to gather, so the copy into the ring is the only one.
-Rule 2: decoding copies nothing and trusts nothing: every length, shape and offset is checked against what is there.
+Rule 2: decoding copies nothing, and checks every length, shape and offset against the bytes that have arrived.
 Rule 3: a dtype is a name. numpy lacks some of them (bfloat16), so a tensor is dtype, shape and bytes before it is an
 array.
 """
@@ -46,7 +46,7 @@ ITEM_SIZES: Final[Mapping[str, int]] = {
     "float8_e4m3fn": 1,
     "float8_e5m2": 1,
 }
-"""Bytes of one item, by dtype name as numpy and torch spell it."""
+"""The bytes of one item, by the dtype's name in numpy and torch."""
 
 _NOT_NUMPY: Final = {"bfloat16": "uint16", "float8_e4m3fn": "uint8", "float8_e5m2": "uint8"}
 
@@ -82,7 +82,7 @@ class Tensor:
 
     @staticmethod
     def of_numpy(array: np.ndarray[Any, Any]) -> Tensor:
-        """The array's own memory when it is C-contiguous and of native byte order; a copy when it is not.
+        """Return a tensor on the array's own memory, or on a copy unless that is C-contiguous and of native byte order.
 
         Raises TypeError (a dtype without a name here: objects, strings, dates, records).
         """
@@ -94,7 +94,7 @@ class Tensor:
 
     @property
     def data(self) -> memoryview:
-        """The bytes, flat: (``nbytes``,). A new view at each call, which borrows the frame. Raises FrameReleased."""
+        """Return the bytes, flat: (``nbytes``,). Each view borrows the frame. Raises FrameReleased."""
         try:
             return self._source[self._start : self._stop]
         except ValueError as error:
@@ -105,7 +105,7 @@ class Tensor:
         return self._stop - self._start
 
     def numpy(self) -> np.ndarray[Any, Any]:
-        """An array on the same bytes. Raises TypeError for a dtype that numpy lacks, FrameReleased."""
+        """Return an array on the same bytes. Raises TypeError for a dtype that numpy lacks, FrameReleased."""
         if (substitute := _NOT_NUMPY.get(self.dtype)) is not None:
             raise TypeError(
                 f"numpy has no {self.dtype}: use np.frombuffer(tensor.data, np.{substitute}) for the bits, "
@@ -136,10 +136,10 @@ _decoder = msgspec.msgpack.Decoder(_Header)
 
 
 def encode_bundle(meta: Any, tensors: Mapping[str, np.ndarray[Any, Any] | Tensor]) -> list[memoryview]:
-    """Buffers that are, one after the other, the bundle; ``try_send(*...)`` or ``sending(*...)`` make the one copy.
+    """Return buffers that, one after the other, are the bundle. ``try_send(*...)`` or ``sending(*...)`` copies them.
 
     meta: anything that msgpack carries. The arrays must not change before they are sent.
-    Raises TypeError (meta or a dtype that does not travel).
+    Raises TypeError (meta or a dtype that cannot be encoded).
     """
     named = {name: t if isinstance(t, Tensor) else Tensor.of_numpy(t) for name, t in tensors.items()}
     entries: dict[str, tuple[str, tuple[int, ...], int]] = {}
@@ -158,7 +158,7 @@ def encode_bundle(meta: Any, tensors: Mapping[str, np.ndarray[Any, Any] | Tensor
 
 
 def decode_bundle(data: memoryview) -> Bundle:
-    """The bundle in ``data`` (bytes, flat): tensors are views of it. Raises BundleCorrupted."""
+    """Return the bundle in ``data`` (bytes, flat). Its tensors are views of ``data``. Raises BundleCorrupted."""
     size = len(data)
     length = int.from_bytes(data[:8], "little")
     if size < 8 or length > size - 8:

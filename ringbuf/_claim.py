@@ -3,7 +3,7 @@
 Rule 1: a claim word is start time << 22 | pid. No two processes of a boot share one, so a recycled pid is not mistaken
 for the owner. A zombie is dead.
 Rule 2: a record lock, of a byte for each end, makes a claim's load, check and store one step among processes; the
-kernel drops it when its holder dies. Who claims one end never waits for a process at the other.
+kernel drops it when the process that holds it dies. Claiming one end never waits for a process at the other.
 Rule 3: the death of the owner is an event (a pidfd), not a timeout.
 """
 
@@ -21,7 +21,7 @@ from ringbuf._errors import AlreadyClaimed, PeerDied, RingClosed
 from ringbuf._words import Column, Segment
 
 _PID_BITS: Final = 22
-_LONGEST_S: Final = 86_400.0  # poll takes no more than a month; waking early is harmless
+_LONGEST_S: Final = 86_400.0  # poll accepts a month at most; an early wake-up is harmless
 _among_threads = threading.Lock()
 
 
@@ -52,7 +52,7 @@ def pid_of(claim_word: int) -> int:
 
 
 def _claim_word(pid: int) -> int | None:
-    """None: no process of that pid runs."""
+    """Return the claim word of a process; None if no process with that pid runs."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             fields = file.read().rpartition(b")")[2].split()
@@ -81,7 +81,7 @@ class Waiter:
         self._pidfd: int | None = None
 
     def wait(self, deadline: float | None) -> bool:
-        """True: the bell was rung. False: ``deadline`` (time.monotonic()) passed, rung or not. Raises PeerDied."""
+        """Wait for the bell. Return False once ``deadline`` (time.monotonic()) has passed. Raises PeerDied."""
         poll = select.poll()
         poll.register(self._bell, select.POLLIN)
         if (pidfd := self._watch()) is not None:

@@ -1,11 +1,11 @@
 """The receiving end.
 
-Rule 1: every header is checked before a byte of its payload is touched; nonsense is RingCorrupted, never a guess.
+Rule 1: every header is checked before its payload is read. An invalid one raises RingCorrupted.
 Rule 2: a frame's bytes are the consumer's until it is released. Frames are released in any order; space goes back in
 order.
 Rule 3: a message in fragments is put together in private memory, so that it may be larger than the ring. That memory
 is kept for the next one: at most one message of it.
-Rule 4: a frame is given back only when no array or view made from it is alive: its bytes would change under that.
+Rule 4: a frame is given back only when no array or view made from it is alive, because its bytes change afterwards.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ringbuf._words import FIRST, LAST, PAD, PRODUCER, RECORD, WHOLE, ConsumerEn
 
 
 class Frame:
-    """A message. It is a view into the ring, or, when it came in fragments, of private memory."""
+    """A message: a view of the ring or, if the message came in fragments, of private memory."""
 
     __slots__ = ("_base", "_data", "_end", "_owner")
 
@@ -41,8 +41,8 @@ class Frame:
         """The bytes, 64-byte aligned; writable, as they are the consumer's until ``release``, and unusable after it.
 
         What is made from it (a slice, ``np.frombuffer``, the arrays of a bundle's tensors) borrows the frame.
-        Two ways of borrowing cannot be seen, so leave them: ``np.ndarray(buffer=frame.data)``, and
-        ``torch.frombuffer(frame.data)`` of the whole view (a slice is seen).
+        Do not use ``np.ndarray(buffer=frame.data)``, nor ``torch.frombuffer(frame.data)`` of the whole view (a slice
+        is fine): the frame cannot detect that they borrow it.
         Raises FrameReleased.
         """
         if self._data is None:
@@ -53,7 +53,7 @@ class Frame:
         return self._data
 
     def release(self) -> None:
-        """Give the bytes back; idempotent.
+        """Give the bytes back. Idempotent.
 
         Raises FrameBorrowed, and releases nothing, when a view made from the bytes is alive. Names for ``data`` itself
         and for tensors decoded from it do not count: using them afterwards raises.
@@ -87,11 +87,11 @@ class Frame:
             try:
                 self.release()
             except FrameBorrowed as borrowed:
-                error.add_note(str(borrowed))  # by this very function, which goes on with its error
+                error.add_note(str(borrowed))  # by this function, which goes on with its error
 
 
 class _Whole:
-    """Private memory in which a message in fragments becomes whole. total 0: a predecessor took its beginning."""
+    """Private memory in which the fragments of a message are joined. total 0: a predecessor took its beginning."""
 
     __slots__ = ("_consumer", "_raw", "filled", "memory", "total")
 
@@ -99,14 +99,16 @@ class _Whole:
         size = total + RECORD
         raw, consumer._spare = consumer._spare, None
         if raw is None or not size <= len(raw) <= 2 * size:
-            raw = np.empty(size, np.uint8)  # pages are taken as they are written: memory follows what arrives
+            raw = np.empty(
+                size, np.uint8
+            )  # the kernel allocates pages as they are written, so memory grows with what arrives
         skip = -raw.__array_interface__["data"][0] % RECORD
         self.memory = raw.data[skip : skip + total]
         self.total, self.filled = total, 0
         self._raw, self._consumer = raw, consumer
 
     def _released(self) -> None:
-        """New pages cost as much as the copy into them, so the next message of about this size has these."""
+        """Keep the memory for the next message of about this size: new pages cost as much as the copy into them."""
         self._consumer._spare = self._raw
 
 
@@ -128,7 +130,7 @@ class Consumer:
         return self._fd
 
     def try_recv(self) -> Frame | None:
-        """The next message. None: there is no whole one among what has arrived. Ends a ``park``.
+        """Return the next message, or None if no whole message has arrived. Ends a ``park``.
 
         Raises RingClosed (the producer closed and all was received), RingCorrupted, MemoryError (a message in
         fragments for which there is no memory).
@@ -156,10 +158,10 @@ class Consumer:
         return None
 
     def recv(self, timeout: float | None = None, *, spin_s: float = 0.0) -> Frame:
-        """``try_recv``, blocking the thread. timeout: seconds.
+        """Do as ``try_recv``, and block the thread until there is a message. timeout: seconds.
 
-        spin_s: seconds to look again before sleeping. A producer that finds its consumer awake is spared waking it,
-        which costs it 5 to 10 µs; the price is that much of a core each time the ring runs empty.
+        spin_s: seconds to look again before sleeping. A producer whose consumer is awake need not wake it, which costs
+        5 to 10 µs; in return, the consumer uses a core for so long each time the ring runs empty.
         Raises TimeoutError, PeerDied (and all that it had sent was received), and what ``try_recv`` raises.
         """
         if (frame := self.try_recv()) is not None:
@@ -186,9 +188,9 @@ class Consumer:
         return frame
 
     def park(self) -> bool:
-        """Announce sleep and look again. True: wait until ``fileno()`` is readable. False: something is there already.
+        """Announce sleep. Return True to wait until ``fileno()`` is readable, False if something has arrived already.
 
-        Waking is not a promise: after it, or any other wake-up, call ``try_recv``, and park again when it gives None.
+        A wake-up does not mean that a message is there: call ``try_recv``, and park again if it returns None.
         The doorbell does not report the producer's death: watch its process too. Raises RingClosed (closed here).
         """
         if self._closed:
@@ -196,7 +198,7 @@ class Consumer:
         return self._end.park(self._next + 1)
 
     def close(self) -> None:
-        """Read no more: the producer gets RingClosed. Frames in the ring are released; idempotent.
+        """Stop reading: the producer gets RingClosed. Frames in the ring are released. Idempotent.
 
         Raises FrameBorrowed.
         """
@@ -210,7 +212,7 @@ class Consumer:
         self._waiter.close()
 
     def _load_tail(self) -> bool:
-        """False: nothing has come since. Raises RingClosed, RingCorrupted."""
+        """Return whether more has arrived. Raises RingClosed, RingCorrupted."""
         end, following = self._end, self._next
         tail = end.peer_position()
         if tail == following:
@@ -227,7 +229,7 @@ class Consumer:
         return True
 
     def _gather(self, start: int, kind: int, length: int, place: int) -> _Whole | None:
-        """Add a fragment, or pass padding; the message when it is whole."""
+        """Add a fragment, or skip padding. Return the message if it is whole."""
         if kind == PAD:
             if (start + RECORD + length) % self._capacity:
                 raise self._segment.corrupted(start, "padding that ends before the data area does")

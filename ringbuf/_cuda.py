@@ -16,7 +16,7 @@ _PORTABLE: Final = 1  # cudaHostRegisterPortable: pinned for every context of th
 
 
 class Registration:
-    """The ``size`` bytes at ``address``, page-locked until ``close``. Raises CudaFailed."""
+    """Page-locks the ``size`` bytes at ``address`` until ``close``. Raises CudaFailed."""
 
     def __init__(self, address: int, size: int) -> None:
         self._runtime = _loaded_runtime()

@@ -6,13 +6,13 @@ RingError
 ├── WrongGeneration      the ring belongs to another incarnation
 ├── AlreadyClaimed       a living process owns that end
 ├── PeerDied             the process at the other end is gone
-├── MessageTooLarge      more than fits where it was to go
+├── MessageTooLarge      more than the place for it can take
 ├── FrameBorrowed        a view of the frame is alive, so its bytes may not be given back
 ├── FrameReleased        the frame was released, so its bytes may not be read
-├── RingMisuse           calls in an order that has no meaning
+├── RingMisuse           calls in an order that is not allowed
 ├── BundleCorrupted      the bytes are not a bundle
 ├── CudaFailed           the ring's memory could not be page-locked
-└── UnsupportedMachine   the memory ordering of this machine is not one the ring relies on
+└── UnsupportedMachine   the memory ordering of this machine is not the one that the ring needs
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class RingMisuse(RingError):
 
 
 class BundleCorrupted(RingError):
-    """why: what does not fit, in words."""
+    """why: what is wrong, in words."""
 
     def __init__(self, why: str) -> None:
         self.why = why

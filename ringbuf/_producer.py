@@ -1,9 +1,9 @@
 """The sending end.
 
-Rule 1: nothing is visible before its tail is published. A producer that dies, or abandons, inside a reservation leaves
-no trace.
-Rule 2: a record is contiguous; where it would cross the end of the data area a PAD record takes the rest. Up to half
-the ring always finds a place that way once the ring is empty; more goes in fragments.
+Rule 1: a record becomes visible when the tail is published. A producer that dies inside a reservation, or abandons it,
+leaves no trace.
+Rule 2: a record is contiguous; where it would cross the end of the data area, a PAD record fills the rest. So a record
+of up to half the ring always fits into an empty ring. A larger message is sent in fragments.
 Rule 3: the next FIRST or WHOLE undoes an unfinished run of fragments: the consumer drops those that it has.
 """
 
@@ -18,7 +18,7 @@ from ringbuf._errors import FrameBorrowed, MessageTooLarge, RingClosed, RingMisu
 from ringbuf._words import FIRST, LAST, MIDDLE, RECORD, WHOLE, ProducerEnd, Segment
 
 MAX_MESSAGE = 1 << 32
-"""Bytes: what a peer may have the other end put together in private memory."""
+"""Bytes. The largest message, which the consumer may have to join in private memory."""
 FRAGMENT = 256 << 10
 """Payload bytes of a fragment: both ends' copies of one then meet in the cache."""
 
@@ -27,7 +27,7 @@ class Producer:
     """Made by ``Ring.claim_producer``. Used by one thread at a time."""
 
     max_reserve: int
-    """The most that ``try_reserve`` and ``try_send`` take: bytes."""
+    """The most bytes that ``try_reserve`` and ``try_send`` take."""
 
     def __init__(self, segment: Segment, end: ProducerEnd, waiter: Waiter, fd: int) -> None:
         self._end, self._waiter, self._fd = end, waiter, fd
@@ -44,7 +44,7 @@ class Producer:
         return self._fd
 
     def try_reserve(self, n: int) -> memoryview | None:
-        """``n`` writable bytes in the ring, contiguous and 64-byte aligned, to fill before ``commit``. None: no room.
+        """Return ``n`` writable bytes, contiguous and 64-byte aligned, to fill before ``commit``; None: no room.
 
         Do not keep an array made from it beyond ``commit``: the bytes are the consumer's then.
         Raises MessageTooLarge (n > max_reserve), RingMisuse (one is open, or a message is being sent), RingClosed,
@@ -61,7 +61,7 @@ class Producer:
         return self._reserved
 
     def reserve(self, n: int, timeout: float | None = None, *, spin_s: float = 0.0) -> memoryview:
-        """``try_reserve``, blocking the thread. timeout: seconds. spin_s: as in ``send``.
+        """Do as ``try_reserve``, and block the thread until there is room. timeout: seconds. spin_s: as in ``send``.
 
         Raises TimeoutError, PeerDied, and what ``try_reserve`` raises.
         """
@@ -72,7 +72,7 @@ class Producer:
     def park(self) -> bool:
         """After ``try_reserve`` or ``try_send`` found no room: announce sleep until there is, and look again.
 
-        True: wait until ``fileno()`` is readable. False: there is room already. Waking is not a promise: try again.
+        Returns True to wait until ``fileno()`` is readable, False if there is room already. After a wake-up, try again.
         The doorbell does not report the consumer's death: watch its process too.
         """
         self._check_idle()
@@ -80,7 +80,7 @@ class Producer:
         return end.peer_position() < end.wanted and end.park(end.wanted)
 
     def commit(self) -> None:
-        """Send what was reserved; its view is released. What a device copies into it has to have arrived.
+        """Send what was reserved; its view is released. Copies from a device into it must be complete.
 
         Raises RingMisuse (nothing was reserved), FrameBorrowed (an array made from the view is alive), RingClosed
         (the consumer closed).
@@ -100,7 +100,7 @@ class Producer:
             self._drop(self._reserved)
 
     def try_send(self, *buffers: Buffer) -> bool:
-        """Send one message, gathered from ``buffers``. False: no room now, nothing was sent.
+        """Send one message, gathered from ``buffers``. Return False, and send nothing, if there is no room now.
 
         Raises MessageTooLarge (more than max_reserve: use ``sending``), TypeError (not contiguous), RingMisuse,
         RingClosed, RingCorrupted.
@@ -114,15 +114,15 @@ class Producer:
     def sending(self, *buffers: Buffer) -> Generator[None, None, None]:
         """Send one message of any size; yields each time it has to wait for space.
 
-        The caller waits until ``fileno()`` is readable (waking early is harmless) and resumes. When the iteration is
-        over the message is sent. Closing it earlier unsends the message. Nothing else can be sent meanwhile, and the
-        buffers must not change.
+        The caller waits until ``fileno()`` is readable (waking early is harmless) and resumes. The message is sent
+        when the iteration is over. Closing the iteration earlier discards the message. Nothing else can be sent
+        meanwhile, and the buffers must not change.
         Raises RingClosed, RingMisuse (a reservation, or another message, is under way), MessageTooLarge (MAX_MESSAGE).
         """
         return self._sending(tuple(map(flat, buffers)), 0.0)
 
     def send(self, *buffers: Buffer, timeout: float | None = None, spin_s: float = 0.0) -> None:
-        """``sending``, blocking the thread. timeout: seconds.
+        """Do as ``sending``, and block the thread until the message is sent. timeout: seconds.
 
         spin_s: seconds to look again before sleeping, as in ``Consumer.recv``.
         Raises TimeoutError and PeerDied (the message was not sent), and what ``sending`` raises.
@@ -135,7 +135,7 @@ class Producer:
             self._block(self._sending(pieces, spin_s), timeout)
 
     def close(self) -> None:
-        """No message follows: the consumer gets RingClosed after the last one. Idempotent. Raises FrameBorrowed."""
+        """Stop sending: the consumer gets RingClosed after the last message. Idempotent. Raises FrameBorrowed."""
         if self._closed:
             return
         self.abandon()
@@ -205,7 +205,7 @@ class Producer:
             yield from self._wait_space(spin_s)
 
     def _wait_space(self, spin_s: float) -> Generator[None, None, None]:
-        """Until there may be room: awake for ``spin_s``, then parked, for the caller to sleep when this yields."""
+        """Wait for room: awake for ``spin_s``, then parked. The caller sleeps whenever this yields."""
         end = self._end
         until = time.monotonic() + spin_s
         while time.monotonic() < until:
@@ -221,7 +221,7 @@ class Producer:
             raise RingClosed("producer")
 
     def _block(self, parts: Generator[None, None, None], timeout: float | None) -> None:
-        """Sleep each time that ``parts`` has to wait. After ``timeout`` it has one more look."""
+        """Sleep each time that ``parts`` has to wait. Look once more after ``timeout``."""
         deadline = None if timeout is None else time.monotonic() + timeout
         late = False
         try:
@@ -234,7 +234,7 @@ class Producer:
 
 
 def _regroup(pieces: Sequence[bytes | memoryview], size: int) -> Generator[list[memoryview], None, None]:
-    """The same bytes in groups of ``size`` bytes, the last one smaller."""
+    """Yield the same bytes in groups of ``size`` bytes; the last group may be smaller."""
     group: list[memoryview] = []
     room = size
     for buffer in pieces:

@@ -24,7 +24,7 @@ DEFAULT_CAPACITY = 4 << 20
 
 
 class RingStatistics(NamedTuple):
-    """capacity, used: bytes, now; used includes headers and padding. messages, payload_bytes: since the ring began.
+    """capacity, used: bytes now; ``used`` includes headers and padding. messages, payload_bytes: since the creation.
 
     A message in fragments is counted when its last fragment is sent, its bytes as they are. The counts include what a
     producer that died was about to publish: at most one record for each death.
@@ -58,8 +58,8 @@ class Ring:
     def create(cls, capacity: int = DEFAULT_CAPACITY, *, generation: int = 0, checksums: bool = False) -> Ring:
         """Make a ring of ``capacity`` data bytes, rounded up to a page.
 
-        checksums: each message carries the CRC-32 of its bytes, and one that does not match is RingCorrupted: against
-        a program that writes where it should not. It reads all bytes once more at both ends.
+        checksums: each message carries the CRC-32 of its bytes, and one that does not match is RingCorrupted: this
+        detects a program that writes where it should not. Both ends then read all bytes once more.
         Raises OSError (no memory, no descriptors), ValueError (capacity <= 0).
         """
         if capacity <= 0:
@@ -77,7 +77,7 @@ class Ring:
 
     @classmethod
     def attach(cls, fds: Sequence[int], *, generation: int) -> Ring:
-        """Map a ring that was made elsewhere. The three fds belong to the ring from here on, also when this fails.
+        """Map a ring that another process made. The ring then owns the three fds, also if this fails.
 
         Raises RingCorrupted (no ring, or one of another version), WrongGeneration, OSError (no room to map it, or a
         number that is not a descriptor).
@@ -101,7 +101,7 @@ class Ring:
         return cls((memory, data_bell, space_bell), segment, generation)
 
     def claim_producer(self) -> Producer:
-        """Own the sending end. A dead owner is succeeded where it stopped.
+        """Claim the sending end. The new owner continues where a dead one stopped.
 
         Raises AlreadyClaimed, RingClosed, RingCorrupted.
         """
@@ -109,14 +109,14 @@ class Ring:
         memory, data_bell, space_bell = self.fds
         claim(segment, PRODUCER, memory)
         end = ProducerEnd(segment, Bell(space_bell), Bell(data_bell))
-        end.wake()  # a waiting consumer learns which process to watch
+        end.wake()  # so that a waiting consumer watches this process
         self._producer = Producer(segment, end, Waiter(segment, CONSUMER, space_bell), space_bell)
         return self._producer
 
     def claim_consumer(self) -> Consumer:
-        """Own the receiving end. A dead owner is succeeded: frames of the ring that it had not released come again.
+        """Claim the receiving end. Frames of the ring that a dead owner had not released come again.
 
-        A message in fragments of which it had received some, or all, is lost with it: their space was given back.
+        A message in fragments of which it had received some, or all, is lost, because their space was given back.
         Raises AlreadyClaimed, RingClosed, RingCorrupted.
         """
         segment = self._mapped()
@@ -143,7 +143,7 @@ class Ring:
 
     @property
     def peer_pids(self) -> tuple[int | None, int | None]:
-        """pids that claimed the producer's and the consumer's end, dead or alive; None for an unclaimed end."""
+        """The pids that claimed the producer's and the consumer's end, dead or alive; None for an unclaimed end."""
         segment = self._mapped()
         return pid_of(segment.claim_of(PRODUCER)) or None, pid_of(segment.claim_of(CONSUMER)) or None
 
@@ -168,7 +168,7 @@ class Ring:
         """Close the ends that were claimed here, unmap, close the descriptors; idempotent.
 
         Raises FrameBorrowed, and may be called again, while a view of a frame or of a reservation is alive. CudaFailed
-        (the memory would not be unregistered) comes when all else is done.
+        (the memory could not be unregistered) is raised when everything else is done.
         """
         if self._closed:
             return

@@ -2,11 +2,11 @@
 
 Rule 1: a shared word is read and written through ``memoryview.cast("Q")`` only: one aligned 8-byte move.
 (``struct.pack_into`` clears the bytes first, and a reader would see the zero.)
-Rule 2: one writer a word. A producer writes the producer's column, a consumer the consumer's.
+Rule 2: each word has one writer. A producer writes the producer's column, a consumer the consumer's.
 Rule 3: positions only grow. A position is the count of bytes since the ring began; its place is position % capacity.
 
 Segment, in bytes (one header page, then the data area). Words that change with each message and words that seldom do
-stand two cache lines apart, so that looking at the latter costs nothing while both sides run:
+are two cache lines apart, so that reading the latter costs nothing while both sides run:
 
     off size field           writer    ordering
       0    8 magic           creator   stored last: a reader that sees it sees all below
@@ -41,10 +41,10 @@ SYNC DATA  The publisher stores its position after it wrote (or read) the bytes;
 SYNC BELL  A sleeper stores ``waits for`` and then loads the peer's position; a publisher stores its position and then
            loads ``waits for``. x86 does reorder a store with a later load, and then both miss each other: the sleeper
            sleeps on data that is there. A full fence between the two, on both sides, lets at least one see the other.
-           A lock's release is a locked instruction, which is that fence. It is acquired first, without waiting: one
-           left held, by a signal handler that raised in between, is released like another.
+           A lock's release is a locked instruction, which is that fence. The lock is acquired first, without waiting;
+           if a signal handler that raised in between left it acquired, it is released all the same.
            A bell is rung once for each position waited for, and only when the peer's position has reached it; positions
-           never shrink, so a later sleeper for the same one finds it reached.
+           never shrink, so a later sleeper for the same position finds it reached.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ HEADER: Final = PAGE
 RECORD: Final = 64
 """Bytes of a record's header, and the alignment of records and payloads."""
 _SUMMED: Final = 24
-"""Bytes of it that its checksum covers."""
+"""The bytes of the header that the checksum covers."""
 
 MAGIC: Final = int.from_bytes(b"ringbuf\n", "little")
 VERSION: Final = 2
@@ -80,8 +80,8 @@ MIDDLE: Final = 3
 LAST: Final = 4
 PAD: Final = 5
 WARM: Final = 4 << 20
-"""Bytes that a consumer which keeps up leaves in use, however large the ring: an empty ring begins again at its start,
-where what is written next is in the cache still."""
+"""An empty ring restarts at its beginning after so many bytes. So a ring whose consumer keeps up uses no more of its
+memory, and the bytes that are written next are still in the cache."""
 _ENDS_MESSAGE: Final = (WHOLE, LAST)
 
 
@@ -140,7 +140,7 @@ class Segment:
         return self.words[column.claim]
 
     def store_claim(self, column: Column, claim: int) -> None:
-        """Under the claim lock only."""
+        """Called with the claim lock held."""
         self.words[column.claim] = claim
 
     def is_closed(self, column: Column) -> bool:
@@ -155,11 +155,11 @@ class Segment:
             raise RingCorrupted(8 * _MESSAGES, counts, "counts that no ring reaches")
 
     def counts(self) -> tuple[int, int]:
-        """(messages, payload bytes) since the ring began; each right, the pair not of one instant."""
+        """(messages, payload bytes) since the ring was created. Each is right, but they are not read at one instant."""
         return self.words[_MESSAGES], self.words[_PAYLOAD_BYTES]
 
     def used(self) -> int:
-        """Bytes between head and tail. Head first: it cannot pass a tail that is loaded later."""
+        """Return the bytes between head and tail. Head is loaded first: it cannot pass a tail that is loaded later."""
         head = self.words[CONSUMER.position]
         return max(0, min(self.words[PRODUCER.position] - head, self.capacity))
 
@@ -175,7 +175,7 @@ class Segment:
         return RingCorrupted(offset, self.words[offset >> 3 : (offset >> 3) + 4].tolist(), why)
 
     def span(self) -> tuple[int, int]:
-        """(address, bytes) of the mapping."""
+        """Return the address and the size in bytes of the mapping."""
         return ctypes.addressof(ctypes.c_char.from_buffer(self._map)), len(self._map)
 
     def fence(self) -> threading.Lock:
@@ -183,7 +183,7 @@ class Segment:
         return threading.Lock()
 
     def close(self) -> None:
-        """Unmap; idempotent. Raises FrameBorrowed, the mapping intact, when a view of it is alive."""
+        """Unmap. Idempotent. Raises FrameBorrowed, and keeps the mapping, when a view of it is alive."""
         self.words.release()
         self.data.release()
         try:
@@ -202,11 +202,11 @@ class Bell:
     def ring(self) -> None:
         try:
             os.eventfd_write(self.fd, 1)
-        except BlockingIOError:  # its count is at the limit: it has been rung
+        except BlockingIOError:  # the count is at its limit, so the bell has been rung
             return
 
     def clear(self) -> None:
-        """Empty it."""
+        """Set the count to 0."""
         try:
             os.eventfd_read(self.fd)
         except BlockingIOError:
@@ -214,7 +214,7 @@ class Bell:
 
 
 class End:
-    """One claimed end: publishes its position, watches and wakes its peer. Both directions are the same protocol."""
+    """One claimed end: it publishes its position, and watches and wakes its peer. Both ends use the same protocol."""
 
     def __init__(self, segment: Segment, mine: Column, peer: Column, bell: Bell, peer_bell: Bell) -> None:
         self._segment, self._words, self._capacity = segment, segment.words, segment.capacity
@@ -249,7 +249,7 @@ class End:
             self._peer_bell.ring()
 
     def park(self, wanted: int) -> bool:
-        """Announce sleep until the peer's position is ``wanted`` (> 0). False: it is already, or the peer closed."""
+        """Announce sleep until the peer's position is ``wanted`` (> 0). Return False if it is, or the peer closed."""
         words = self._words
         words[self._mine.waits] = wanted
         self._acquire(False)
@@ -261,13 +261,13 @@ class End:
         return True
 
     def unpark(self) -> None:
-        """Awake again: the bell is emptied. Rung late, for this sleep, it ends the next one early: that is harmless."""
+        """End a sleep: empty the bell. A late ring for this sleep ends the next one early, which is harmless."""
         self._words[self._mine.waits] = 0
         self.parked = False
         self._bell.clear()
 
     def wake(self) -> None:
-        """Wake a sleeping peer although no position has changed: an end was closed or claimed."""
+        """Wake a sleeping peer after an end was closed or claimed, although no position has changed."""
         self._acquire(False)
         self._release()  # SYNC BELL: pairs with park
         if self._words[self._peer_waits]:
@@ -282,7 +282,7 @@ class ProducerEnd(End):
     """Writes records."""
 
     wanted: int
-    """The head that the last ``allocate`` had no room without."""
+    """The head that makes room for the record that ``allocate`` refused last."""
 
     def __init__(self, segment: Segment, bell: Bell, peer_bell: Bell) -> None:
         super().__init__(segment, PRODUCER, CONSUMER, bell, peer_bell)
@@ -290,7 +290,7 @@ class ProducerEnd(End):
         self._messages, self._payload_bytes = segment.counts()
 
     def allocate(self, length: int) -> int | None:
-        """Position for a record of ``length`` payload bytes. None: no room. Raises RingClosed, RingCorrupted.
+        """Return the position for a record of ``length`` payload bytes, or None. Raises RingClosed, RingCorrupted.
 
         A record never crosses the end of the data area: a PAD fills the rest, visible with the record that follows it.
         """
@@ -315,7 +315,7 @@ class ProducerEnd(End):
         return start
 
     def publish_record(self, start: int, kind: int, length: int, place: int) -> None:
-        """Publish the record at ``start``, its payload written."""
+        """Publish the record at ``start``, whose payload is written."""
         words = self._words
         at = (HEADER + start % self._capacity) >> 3
         words[at] = length << 8 | kind
@@ -323,7 +323,7 @@ class ProducerEnd(End):
         words[at + 2] = place
         if self._checksums:
             words[at + 3] = self._segment.checksum(start, length)
-        # Their only writer keeps the counts, too.
+        # This end is the only writer of the counts, too.
         self._payload_bytes = words[_PAYLOAD_BYTES] = self._payload_bytes + length
         if kind in _ENDS_MESSAGE:
             self._messages = words[_MESSAGES] = self._messages + 1
@@ -345,7 +345,7 @@ class ConsumerEnd(End):
         super().__init__(segment, CONSUMER, PRODUCER, bell, peer_bell)
 
     def read_record(self, position: int, tail: int) -> tuple[int, int, int, int]:
-        """(kind, length, place, position of the next) of a record below a published ``tail``. Raises RingCorrupted."""
+        """Return (kind, length, place, position of the next) of a record below ``tail``. Raises RingCorrupted."""
         words, capacity = self._words, self._capacity
         offset = position % capacity
         at = (HEADER + offset) >> 3

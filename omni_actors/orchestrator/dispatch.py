@@ -112,7 +112,7 @@ class Dispatcher:
         self._ask_downstream(request)
 
     def _ask_downstream(self, request: Request) -> None:
-        """Ask the living stages downstream of those that start again what they know of them (see ``resumption``)."""
+        """Ask the living stages downstream of those that start again for their entries (see ``resumption``)."""
         assert request.number is not None, "it is dispatched"
         placement, asked = request.placement, dict[str, Address]()
         if self._resumes(request):
@@ -208,7 +208,7 @@ class Dispatcher:
                 self.placement.replicas[stage.address].post(Abort(request.number))
 
     def _resumes(self, request: Request) -> bool:
-        """Whether workers know decisions of this request, even when they have finished it."""
+        """Whether workers keep decisions of this request, even when they have finished it."""
         return not self._resumable.isdisjoint(request.route.stages)
 
     def _retains(self, request: Request, stage: str) -> bool:

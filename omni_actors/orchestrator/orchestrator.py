@@ -309,7 +309,7 @@ class Orchestrator:
             return
         if header.decisions is not None and not request.replay_state.is_held_by(address):
             return  # another incarnation goes on from what arrived before
-        request.resumption.learn(header.all_decided)
+        request.resumption.add(header.all_decided)
         try:
             if not request.chunk_sequences[stage].accept(header, tensors):
                 return

@@ -131,7 +131,7 @@ class Readers:
 
     @trio.lowlevel.enable_ki_protection
     def close(self, request: Request) -> None:
-        """Record that the reader of an ended request has everything that it wants."""
+        """Record that the reader of an ended request reads no more."""
         self._apply(request, self._unread.release(request.account, trio.current_time()))
 
     # Queries.

@@ -141,7 +141,7 @@ class ReplayState:
         self._advance(StageEvent.FINISH, [stage])
 
     def lost(self, stage: str) -> None:
-        """The worker died: what is known of its incarnation is void."""
+        """The worker died: the facts about its incarnation no longer apply."""
         self._advance(StageEvent.LOSE, [stage])
         before = self.stages[stage]
         self.stages[stage] = StageState(before.phase, before.output)

@@ -1,8 +1,8 @@
-"""What the parent knows of a request's journals, and what it has asked about them (``protocol.journal``).
+"""The parent's part of a request's journals, and its questions about the rest (``protocol.journal``).
 
 Rules
-1. Before a stage starts again, each living stage downstream of it is asked for what it knows (``Switch``). No stage of
-   the request starts again before all answers are there, because an answer may concern several of them.
+1. Before a stage starts again, each living stage downstream of it is asked for the entries that it has (``Switch``). No
+   stage of the request starts again before all answers are there, because an answer may concern several of them.
 2. When a worker dies meanwhile, all are asked anew: they may have received more from that worker after their answers.
    Only answers to the latest question count.
 3. An answer is used whole or, if the worker dies before its end, not at all. An entry thus never comes without those
@@ -35,7 +35,7 @@ class Resumption:
         self._received: dict[tuple[str, str], int] = {}
         """For a source and a consumer that has answered, how many chunks the consumer had."""
 
-    def learn(self, decided: Iterable[Decided]) -> None:
+    def add(self, decided: Iterable[Decided]) -> None:
         """Add entries to journals. Raises JournalCorrupted if entries before them are missing."""
         for each in decided:
             self._journals[each.stage].add(each)
@@ -50,25 +50,25 @@ class Resumption:
         return slices(stage, 0, self._journals[stage].entries)
 
     def ask(self, stages: Iterable[str]) -> int:
-        """These stages are asked for what they know. Returns the number of the question."""
+        """Begin a question to these stages, and return its number."""
         self._question += 1
         self._asked = set(stages)
         self._received.clear()
         return self._question
 
     def part_arrived(self, stage: str, decided: Decided) -> None:
-        """A part of a stage's answer has arrived."""
+        """Record a part of a stage's answer."""
         self._parts[stage].append(decided)
 
     def answered(self, stage: str, question: int, received: Mapping[str, int]) -> None:
-        """A stage's answer is complete. received: how many chunks it has of each source. Raises as ``learn``."""
-        self.learn(self._parts.pop(stage, ()))
+        """Complete a stage's answer. received: how many chunks it has of each source. Raises as ``add``."""
+        self.add(self._parts.pop(stage, ()))
         if question == self._question:
             self._asked.discard(stage)
             self._received.update({(source, stage): number for source, number in received.items()})
 
     def forget(self, stage: str) -> None:
-        """The stage's worker died: it does not start, and its unfinished answer is void."""
+        """Handle that the stage's worker died: the stage does not start, and its unfinished answer is dropped."""
         self.stages.discard(stage)
         self._asked.discard(stage)
         self._parts.pop(stage, None)

@@ -1,4 +1,4 @@
-"""How a chunk lies in a ring: one bundle, whose meta is the chunk's header and small data.
+"""The layout of a chunk in a ring: one bundle, whose meta is the chunk's header and small data.
 
 A chunk is identified by request, source and sequence number. Whichever incarnation of the source sends it, and however
 often, it means the same. So a receiver drops the chunks that it has, and a replay may begin again at 0.

@@ -6,9 +6,9 @@ Rules
    received of journals upstream. So when the client has a chunk, the parent has every decision that the chunk depends
    on, whichever workers die.
 3. The living stages downstream may have more chunks than the client. Before the stage starts again, all of them are
-   asked for what they know (``messages.Switch``). From then on they ignore what is left in the rings of dead workers,
-   so none of them learns of a decision that the parent does not know. A stage that has finished answers, too: its
-   last chunks may still be in a ring.
+   asked for the entries that they have (``messages.Switch``). From then on they ignore what is left in the rings of
+   dead workers, so none of them receives a decision that the parent does not have. A stage that has finished answers,
+   too: its last chunks may still be in a ring.
 """
 
 from __future__ import annotations

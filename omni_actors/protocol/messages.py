@@ -121,7 +121,7 @@ class JournalPart(_Control, frozen=True):
 
 
 class Switch(_Control, frozen=True):
-    """From now on, take a request's chunks only from the replicas that hold the request now; answer what is known.
+    """From now on, take a request's chunks only from the replicas that hold the request now, and answer.
 
     The answer is the journals of all stages upstream, as ``JournalPart``, and then ``Switched``. question: a number
     that the answer repeats. producers: by source; None: no replica holds the request. known: how many entries the

@@ -90,7 +90,7 @@ class TrackedRequest:
 
 @dataclass(frozen=True)
 class Rules:
-    """The promises of this run. replays: how often a request is replayed. replayed: stages whose death it survives."""
+    """What this run guarantees. replays: how often a request is replayed. replayed: stages whose death it survives."""
 
     replays: int
     replayed: frozenset[str]

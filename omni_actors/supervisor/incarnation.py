@@ -64,7 +64,7 @@ TRANSITIONS: dict[IncarnationState, dict[IncarnationEvent, IncarnationState]] = 
 
 
 class Incarnation:
-    """One life of a replica's worker, and what the supervisor knows of it."""
+    """One life of a replica's worker: the supervisor's record of it."""
 
     def __init__(self, state: IncarnationState = IncarnationState.STARTING) -> None:
         self._state = state

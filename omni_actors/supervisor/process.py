@@ -55,7 +55,7 @@ class Worker(ABC):
         """Send SIGKILL. Harmless if the worker is dead already."""
 
     async def wait_ending(self) -> WorkerExit:
-        """Wait until the worker sends no more and it is known how it ends. Any number of tasks may wait."""
+        """Wait until the worker sends no more and its exit is known. Any number of tasks may wait."""
         await self._ending.wait()
         assert self._exit is not None
         return self._exit

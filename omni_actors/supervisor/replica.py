@@ -32,7 +32,7 @@ class ReplicaState(enum.Enum):
 
 @dataclass(eq=False)
 class Replica:
-    """A replica over all its incarnations, as the supervisor knows it.
+    """The supervisor's record of a replica over all its incarnations.
 
     spec: what its workers run. stage: its configuration, which bounds loading, steps, shutdown and restarts.
     """

@@ -23,18 +23,18 @@ from omni_actors.errors import WorkerExit
 
 
 def restart_delay_s(policy: Restart, recent: int) -> float:
-    """Seconds before the restart that follows ``recent`` others: exponential, with jitter so that replicas spread."""
+    """Return the seconds before the restart that follows ``recent`` others: exponential, with jitter."""
     bounded = min(policy.backoff_max_s, policy.backoff_s * 2.0 ** min(recent, 64))
     return bounded * random.uniform(0.5, 1.0)
 
 
 def retry_delay_s(policy: Restart, failed_tries: int) -> float | None:
-    """Seconds until a replica that was given up is tried again, after ``failed_tries`` tries; None: never."""
+    """Return the seconds until a replica that was given up is tried again; None: never."""
     return min(policy.retry_max_s, policy.retry_s * 2.0 ** min(failed_tries, 64)) if policy.retry_s else None
 
 
 def why_never_restarted(policy: Restart, exit: WorkerExit) -> str | None:
-    """Why the policy's type excludes a restart after this death; None if it allows one."""
+    """Return why the policy's type excludes a restart after this death; None if it allows one."""
     if policy.type == "temporary" or (policy.type == "transient" and exit.exit_code == 0):
         return f"{exit}; it is {policy.type}"
     return None

@@ -24,10 +24,10 @@ class ActiveRequest:
         self._journals: defaultdict[str, Journal] = defaultdict(Journal)
         """The journal of each resumable stage upstream, as far as it was received."""
         self._not_passed_on: list[Decided] = []
-        """What of ``_journals`` no output carried yet."""
+        """The entries of ``_journals`` that no output has carried yet."""
         self.needed_from = dict(zip(start.targets, start.needed_from, strict=bool(start.needed_from)))
         """The first output that a target needs; missing: 0."""
-        self.owes_first_output = not start.replayed and any(target.stage == CLIENT for target in start.targets)
+        self.first_output_due = not start.replayed and any(target.stage == CLIENT for target in start.targets)
         """Whether its client has no output of this stage yet. With a replay, the client may have it already."""
         self.paused = False
         self.seq = 0
@@ -42,11 +42,11 @@ class ActiveRequest:
     def first_output_pending(self) -> bool:
         """Whether a client waits for this worker's first output: every source has sent something."""
         received = all(sequence.received for sequence in self._sequences.values())
-        return self.owes_first_output and not self.paused and received
+        return self.first_output_due and not self.paused and received
 
     @property
     def has_journals(self) -> bool:
-        """Whether it knows decisions of stages upstream."""
+        """Whether it has decisions of stages upstream."""
         return bool(self._journals)
 
     def accept(self, header: ChunkHeader, tensors: Mapping[str, Tensor], producer: Address) -> bool:
@@ -60,16 +60,16 @@ class ActiveRequest:
         return self._sequences[header.source].accept(header, tensors)
 
     def pass_on(self) -> tuple[Decided, ...]:
-        """Return what the next output carries of the journals upstream: what no output before it carried."""
+        """Return the entries that the next output carries: those of ``_journals`` that no output has carried yet."""
         decided, self._not_passed_on = tuple(self._not_passed_on), []
         return decided
 
     def pass_on_again(self) -> tuple[Decided, ...]:
-        """Return all of the journals upstream: the first output for a target that gets no earlier ones carries it."""
+        """Return all entries of journals upstream, for the first output to a target that gets no earlier ones."""
         return tuple(Decided(stage, 0, tuple(journal.entries)) for stage, journal in self._journals.items())
 
     def switch(self, command: Switch) -> Iterator[JournalPart | Switched]:
-        """Take chunks from these replicas only, and yield the answer."""
+        """Take chunks only from the replicas that the command names, and yield the answer."""
         self._producers = command.producers
         for stage, journal in self._journals.items():
             known = command.known.get(stage, 0)

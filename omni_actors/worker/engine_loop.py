@@ -72,7 +72,7 @@ class EngineLoop:
         self._outgoing: dict[messages.Address, Outgoing] = {}
         self._active: dict[int, ActiveRequest] = {}
         self._finished: dict[int, ActiveRequest] = {}
-        """Requests that have finished here and not ended, if they know decisions of stages upstream."""
+        """Requests that have finished here and not ended, if they have decisions of stages upstream."""
         self._journals: dict[int, Journal] = {}
         """The journals of requests whose ``Start`` follows at once."""
         self._retention = Retention()
@@ -306,8 +306,8 @@ class EngineLoop:
         size = sum(buffer.nbytes for buffer in buffers)
         active.seq += 1
         active.first_output = active.first_output or time.monotonic()
-        if active.owes_first_output and (output.data or output.tensors):
-            active.owes_first_output = False
+        if active.first_output_due and (output.data or output.tensors):
+            active.first_output_due = False
             self._announce_first_output()
         for request, why in self._retention.add(output.request_id, buffers, size):
             self._control.add(messages.Unreplayable(request, why, needed=False))

@@ -15,7 +15,7 @@ MORE = Decided("a", 2, ((3,),))
 @pytest.fixture
 def resumption() -> Resumption:
     resumption = Resumption()
-    resumption.learn([FIRST])
+    resumption.add([FIRST])
     return resumption
 
 

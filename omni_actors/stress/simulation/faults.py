@@ -1,4 +1,4 @@
-"""Injects faults into the simulated workers of a schedule, and knows which deaths they explain."""
+"""Injects faults into the simulated workers of a schedule, and records which deaths they explain."""
 
 from __future__ import annotations
 
