@@ -244,7 +244,10 @@ class Switched(_Control, frozen=True):
 
 
 class InputComplete(_Control, frozen=True):
-    """This stage has the last chunk of the upstream stage ``source``, and no longer needs that stage."""
+    """This stage has the last chunk of the upstream stage ``source``, and no longer needs that stage.
+
+    A stage that finishes in the same turn sends ``Finished`` only.
+    """
 
     request: int
     source: str

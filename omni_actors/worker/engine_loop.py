@@ -77,6 +77,8 @@ class EngineLoop:
         """The journals of requests whose ``Start`` follows at once."""
         self._retention = Retention()
         """Outputs of the requests that may be replayed; also of those that are finished here and have not ended."""
+        self._complete: list[messages.InputComplete] = []
+        """Of the requests and sources whose last chunk was fed in this turn."""
         self.handling: int | None = None
         """The request that the engine is called for; None in a step. It keeps its value if that call raises."""
         self.stopping = False
@@ -108,8 +110,16 @@ class EngineLoop:
                 self._announce_first_output()
                 self._step(engine)
                 progressed = True
-        self._control.send()
+        self._send_notices()
         return progressed, not congested
+
+    def _send_notices(self) -> None:
+        """Send the turn's messages. A request that has finished here needs no ``InputComplete``."""
+        for notice in self._complete:
+            if notice.request in self._active:
+                self._control.add(notice)
+        self._complete.clear()
+        self._control.send()
 
     def park(self, *, receiving: bool) -> list[int]:
         """Return the doorbells to sleep on after a turn without progress. [] if there is something to do already."""
@@ -273,7 +283,7 @@ class EngineLoop:
             self._refuse(active.request, error)
         else:
             if chunk.last and chunk.source != messages.CLIENT:
-                self._control.add(messages.InputComplete(active.request, chunk.source))
+                self._complete.append(messages.InputComplete(active.request, chunk.source))
         self.handling = None
 
     # chunks out

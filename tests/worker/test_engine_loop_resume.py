@@ -13,7 +13,6 @@ from omni_actors.protocol.messages import (
     ControlMessage,
     Decided,
     Finished,
-    InputComplete,
     JournalPart,
     Resend,
     Started,
@@ -64,7 +63,7 @@ def test_a_stage_that_has_finished_answers_until_the_request_ends(harness: LoopH
     into, _ = harness.input(source="above"), harness.output()
     harness.start(1, sources=("above",))
     send_decided(into, 0, last=True)
-    assert [type(harness.next_message()) for _ in range(2)] == [InputComplete, Finished]
+    assert isinstance(harness.next_message(), Finished)
     assert answers(harness, 1) == [JournalPart(1, Decided("above", 0, ((0,),))), Switched(1, 1, {"above": 1})]
     assert harness.loop.requests == {1}
     harness.post(Abort(1))
