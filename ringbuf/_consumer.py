@@ -99,9 +99,7 @@ class _Whole:
         size = total + RECORD
         raw, consumer._spare = consumer._spare, None
         if raw is None or not size <= len(raw) <= 2 * size:
-            raw = np.empty(
-                size, np.uint8
-            )  # the kernel allocates pages as they are written, so memory grows with what arrives
+            raw = np.empty(size, np.uint8)  # the kernel allocates pages when they are written
         skip = -raw.__array_interface__["data"][0] % RECORD
         self.memory = raw.data[skip : skip + total]
         self.total, self.filled = total, 0

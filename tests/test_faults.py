@@ -118,7 +118,7 @@ async def test_a_crash_does_not_affect_requests_on_the_other_replica() -> None:
     async with OmniSystem.open(one_stage(replicas=2, options={"step_s": 0.002, "fan_out": 100})) as omni:
         pieces = [Input({"text": "x"}), Input({"text": "x", "echo": {"hang": True}})]
         doomed, safe = omni.submit({"script": pieces}, ("audio",), on_failure="fail"), ask(omni)
-        placed = [g.stream.request.placement["only"].replica for g in (doomed, safe)]
+        placed = [g.stream.request.replay_state.placement["only"].replica for g in (doomed, safe)]
         assert sorted(placed) == [0, 1]
         with trio.fail_after(WATCHDOG_S):
             await anext(aiter(doomed))
@@ -167,7 +167,7 @@ async def test_a_replica_that_is_given_up_does_not_stop_its_upstream_stage() -> 
     }
     async with OmniSystem.open("echo", **overrides) as omni:
         doomed = ask(omni, stage="second", hang=True)
-        replica = doomed.stream.request.placement["second"].replica
+        replica = doomed.stream.request.replay_state.placement["second"].replica
         with trio.fail_after(WATCHDOG_S):
             # The first stage has sent its second output, which waits for room: the second stage hangs in the first one.
             while "first" not in doomed.stream.request.stats:  # noqa: ASYNC110 - there is no event for it

@@ -114,7 +114,7 @@ class Dispatcher:
     def _ask_downstream(self, request: Request) -> None:
         """Ask the living stages downstream of those that start again for their entries (see ``resumption``)."""
         assert request.number is not None, "it is dispatched"
-        placement, asked = request.placement, dict[str, Address]()
+        placement, asked = request.replay_state.placement, dict[str, Address]()
         if self._resumes(request):
             for stage in request.route.downstream_of(request.resumption.stages):
                 state = request.replay_state.stages[stage]
@@ -134,7 +134,7 @@ class Dispatcher:
         assert request.number is not None, "it is dispatched"
         for stage in reversed(request.route.stages):
             if stage in request.resumption.stages:
-                address = request.placement[stage]
+                address = request.replay_state.placement[stage]
                 for decided in request.resumption.entries(stage):
                     self.placement.replicas[address].post(JournalPart(request.number, decided))
                 self._post_start(request, stage)
@@ -146,7 +146,7 @@ class Dispatcher:
         self.trials.note_use(stage, request, trio.current_time())
         stages = request.replay_state.stages
         restarting = {name for name in stages if stages[name].phase is Phase.RESTARTING}
-        placed = {CLIENT: CLIENT_ADDRESS, **request.placement}
+        placed = {CLIENT: CLIENT_ADDRESS, **request.replay_state.placement}
         targets = [placed[name] for name in request.route.targets[stage] if name in placed and name not in restarting]
         self.placement.replicas[placed[stage]].post(
             Start(
@@ -201,7 +201,7 @@ class Dispatcher:
             del self.queued[request]
             return
         del self.dispatched[request.number]
-        self._loads.subtract(request.placement.values())
+        self._loads.subtract(request.replay_state.placement.values())
         for name, stage in request.replay_state.stages.items():
             has_chunks = stage.phase is not Phase.FINISHED or self._retains(request, name)
             if stage.address is not None and (has_chunks or self._resumes(request)):

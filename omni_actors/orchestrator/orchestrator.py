@@ -90,6 +90,8 @@ class Orchestrator:
             end=self._end,
             recoverable=deterministic_stages | resumable_stages,
         )
+        self.failed_stages: Mapping[str, errors.StageFailed] = self._replays.failed_stages
+        """Stages without a replica left, in the order in which they were given up."""
         self._names = map("req-{}".format, itertools.count(1))
         self._open: dict[str, Request] = {}
         """The requests that are not closed, by name; the oldest first."""
@@ -170,14 +172,9 @@ class Orchestrator:
             raise errors.Overloaded(self._limits.max_requests, self.retry_after_s, congested)
 
     @property
-    def failed_stages(self) -> Mapping[str, errors.StageFailed]:
-        """Stages without a replica left, in the order in which they were given up."""
-        return self._replays.failed_stages
-
-    @property
     def in_flight(self) -> int:
         """The number of places taken: requests that have not ended, and ended ones with much unread output."""
-        return len(self._dispatcher.queued) + len(self._dispatcher.dispatched) + self.readers.places
+        return len(self._dispatcher.queued) + len(self._dispatcher.dispatched) + self.readers.unread.places
 
     @property
     def queued(self) -> int:

@@ -46,7 +46,8 @@ class Readers:
         cut: Callable[[Request, RequestError], None],
         on_close: Callable[[Request], None],
     ) -> None:
-        self._limits, self._unread = limits, Unread(limits)
+        self._limits, self.unread = limits, Unread(limits)
+        """unread: the accounts. Only this object changes them."""
         self._replicas, self._cut, self._on_close = replicas, cut, on_close
         self._requests: dict[Account, Request] = {}
 
@@ -55,17 +56,17 @@ class Readers:
     def admit(self, request: Request) -> None:
         """Register a new request."""
         self._requests[request.account] = request
-        self._unread.open(request.account)
+        self.unread.open(request.account)
 
     def arrive(self, request: Request, piece: Piece) -> None:
         """Charge a piece of output and queue it for the reader. This may cut requests, including this one."""
         request.pieces.append(piece)
-        self._apply(request, self._unread.arrive(request.account, piece.nbytes, trio.current_time()))
+        self._apply(request, self.unread.arrive(request.account, piece.nbytes, trio.current_time()))
         request.output_wakeup.unpark_all()
         if request.account.charged > self._limits.output_bytes:
             self._cut(request, self.slow_consumer(request, "output_bytes"))
-        while self._unread.exceeded:
-            victim = self._requests[self._unread.victim(trio.current_time())]
+        while self.unread.exceeded:
+            victim = self._requests[self.unread.victim(trio.current_time())]
             self._cut(victim, self.slow_consumer(victim, "unread_bytes"))
 
     def started(self, request: Request, stage: str) -> None:
@@ -75,7 +76,7 @@ class Readers:
 
     def end(self, request: Request) -> None:
         """Record that a request has ended. It is closed when its client has everything."""
-        self._apply(request, self._unread.end(request.account, trio.current_time()))
+        self._apply(request, self.unread.end(request.account, trio.current_time()))
 
     def drop(self, request: Request) -> None:
         """Free the output that the client does not have. A request that has ended is then closed.
@@ -86,11 +87,11 @@ class Readers:
         request.pieces.clear()
         if request.delivery is not None and not isinstance(request.error, Aborted):
             request.delivery.cancel()
-        self._apply(request, self._unread.close(request.account, trio.current_time()))
+        self._apply(request, self.unread.close(request.account, trio.current_time()))
 
     def make_room(self) -> bool:
         """End the request with the slowest reader to make room for another one. Return whether there was one."""
-        account = self._unread.slowest(trio.current_time())
+        account = self.unread.slowest(trio.current_time())
         if account is not None:
             self._cut(self._requests[account], self.slow_consumer(self._requests[account], "max_requests"))
         return account is not None
@@ -107,7 +108,7 @@ class Readers:
             StopAsyncIteration: After the last piece.
             RequestError: The error that ended the request, after the pieces before it.
         """
-        self._apply(request, self._unread.ask(request.account, trio.current_time()))
+        self._apply(request, self.unread.ask(request.account, trio.current_time()))
         while not request.readable:
             if request.error is not None:
                 raise request.error
@@ -115,7 +116,7 @@ class Readers:
                 raise StopAsyncIteration
             await request.output_wakeup.park()
         piece = request.pieces.popleft()
-        self._apply(request, self._unread.read(request.account, piece.nbytes, trio.current_time()))
+        self._apply(request, self.unread.read(request.account, piece.nbytes, trio.current_time()))
         return piece
 
     @trio.lowlevel.enable_ki_protection
@@ -127,29 +128,12 @@ class Readers:
     @trio.lowlevel.enable_ki_protection
     def deliver(self, request: Request, size: int) -> None:
         """Record that the client has ``size`` of the undelivered bytes."""
-        self._apply(request, self._unread.deliver(request.account, size, trio.current_time()))
+        self._apply(request, self.unread.deliver(request.account, size, trio.current_time()))
 
     @trio.lowlevel.enable_ki_protection
     def close(self, request: Request) -> None:
         """Record that the reader of an ended request reads no more."""
-        self._apply(request, self._unread.release(request.account, trio.current_time()))
-
-    # Queries.
-
-    @property
-    def unread_bytes(self) -> int:
-        """Bytes of output of all requests that their clients do not have."""
-        return self._unread.total
-
-    @property
-    def paused(self) -> int:
-        """The number of requests whose stages are paused."""
-        return self._unread.paused
-
-    @property
-    def places(self) -> int:
-        """The number of requests that have ended and still count against admission."""
-        return self._unread.places
+        self._apply(request, self.unread.release(request.account, trio.current_time()))
 
     # Internal.
 
@@ -161,14 +145,14 @@ class Readers:
         self._watch_rate(request)
         if request.closed and request.account in self._requests:
             del self._requests[request.account]
-            self._unread.close(request.account, trio.current_time())
+            self.unread.close(request.account, trio.current_time())
             self._on_close(request)
 
     def _pace_stages(self, request: Request) -> None:
         """Post ``Pause`` or ``Resume`` to the stages of a request that need it (rule 3)."""
         if request.number is None or request.lifecycle.ended:
             return
-        for stage, address in request.placement.items():
+        for stage, address in request.replay_state.placement.items():
             replica = self._replicas[address]
             is_paused = stage in request.paused_stages
             if request.account.paused and not is_paused and stage not in request.stats and not replica.congested:
@@ -179,7 +163,7 @@ class Readers:
                 request.paused_stages.remove(stage)
 
     def _watch_rate(self, request: Request) -> None:
-        request.lifetime.deadline = min(request.expires, self._unread.too_slow_at(request.account))
+        request.lifetime.deadline = min(request.expires, self.unread.too_slow_at(request.account))
 
     def slow_consumer(self, request: Request, limit: str) -> SlowConsumer:
         """Return the error for a request whose reader exceeds this limit."""

@@ -21,7 +21,7 @@ from omni_actors.orchestrator.resumption import Resumption
 from omni_actors.orchestrator.routes import Route
 from omni_actors.orchestrator.unread import Account
 from omni_actors.protocol.chunks import ChunkSequence
-from omni_actors.protocol.messages import Address, StageStats
+from omni_actors.protocol.messages import StageStats
 
 OnFailure: TypeAlias = Literal["replay", "fail"]
 """Whether a request is replayed or ends when a worker that it needs dies."""
@@ -71,11 +71,10 @@ class Deaths:
 
     def error(self, reason: str | None, *, retryable: bool = True) -> StageCrashed:
         """Return the error of a request that ends because of its latest death. reason: why it is not replayed."""
-        crash = self.latest
-        assert crash is not None, "a worker died"
-        return StageCrashed(
-            crash.stage, crash.replica, crash.generation, crash.exit, not_replayed=reason, retryable=retryable
-        )
+        died = self.latest
+        assert died is not None, "a worker died"
+        where = died.stage, died.replica, died.generation
+        return StageCrashed(*where, died.exit, not_replayed=reason, retryable=retryable)
 
 
 @dataclass(eq=False)
@@ -145,11 +144,6 @@ class Request:
     def fingerprint(self) -> str:
         """See ``fingerprint``. A request without input, or whose input cannot be encoded, equals no other."""
         return (fingerprint(self.route, self.inputs, self.params) if self.inputs else None) or self.name
-
-    @property
-    def placement(self) -> dict[str, Address]:
-        """The replica that holds the request, for each stage that a living worker holds."""
-        return self.replay_state.placement
 
     @property
     def closed(self) -> bool:

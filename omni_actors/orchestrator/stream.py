@@ -14,7 +14,6 @@ import trio
 from omni_actors.orchestrator.pieces import Piece
 from omni_actors.orchestrator.readers import Readers
 from omni_actors.orchestrator.request import Request
-from omni_actors.orchestrator.unread import ReaderKind
 
 
 class OutputStream:
@@ -39,7 +38,7 @@ class OutputStream:
 
         whole: whether it collects the whole answer first (``ReaderKind``).
         """
-        self.request.account.reader = ReaderKind.WHOLE if whole else ReaderKind.STREAM
+        self.request.account.reader = "whole" if whole else "stream"
 
     @property
     def undelivered_bytes(self) -> int:

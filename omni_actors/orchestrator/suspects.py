@@ -173,7 +173,9 @@ class Suspects:
         if not serving:
             return
         running = self._dispatcher.running()
-        loads = collections.Counter(each.placement.get(stage) for each in running if stage not in each.stats)
+        loads = collections.Counter(
+            each.replay_state.placement.get(stage) for each in running if stage not in each.stats
+        )
         unused = [address for address in serving if not loads[address]]
         if (group := self._trials.draining(stage)) is not None:
             if group.address in unused:

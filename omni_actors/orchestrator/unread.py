@@ -19,9 +19,9 @@ Rules
 
 from __future__ import annotations
 
-import enum
 import math
 from dataclasses import dataclass
+from typing import Literal, TypeAlias
 
 from omni_actors.config import Limits
 
@@ -33,15 +33,13 @@ ROOM_GRACE_S = 2.0
 """The time that a request waits for its reader before it may be ended to make room for another request."""
 
 
-class ReaderKind(enum.Enum):
-    """How output passes from a request's reader to the client."""
+ReaderKind: TypeAlias = Literal["caller", "stream", "whole"]
+"""How output passes from a request's reader to the client.
 
-    CALLER = "caller"
-    """The reader is a caller of the library, and so the client itself."""
-    STREAM = "stream"
-    """The reader passes each piece to a connection before it asks for the next one."""
-    WHOLE = "whole"
-    """The reader collects the whole answer before it passes anything to a connection."""
+caller: the reader is a caller of the library, and so the client itself.
+stream: the reader passes each piece to a connection before it asks for the next one.
+whole: the reader collects the whole answer before it passes anything to a connection.
+"""
 
 
 @dataclass(eq=False)
@@ -51,7 +49,7 @@ class Account:
     ``Unread`` alone writes here, except for ``reader`` and ``sending``, which the reader sets.
     """
 
-    reader: ReaderKind = ReaderKind.CALLER
+    reader: ReaderKind = "caller"
     queued: int = 0
     """Bytes that arrived and that the reader has not read."""
     undelivered: int = 0
@@ -123,7 +121,7 @@ class Unread:
     def read(self, account: Account, size: int, now: float) -> list[Account]:
         """Record that the reader takes a piece of ``size`` bytes."""
         account.queued -= size
-        if account.reader is ReaderKind.CALLER:
+        if account.reader == "caller":
             self._record_delivery(account, size)
         else:
             account.undelivered += size
@@ -131,7 +129,7 @@ class Unread:
 
     def ask(self, account: Account, now: float) -> list[Account]:
         """Record that the reader asks for the next piece: a stream's connection has accepted the last one."""
-        if account.reader is ReaderKind.WHOLE or not account.undelivered:
+        if account.reader == "whole" or not account.undelivered:
             return []
         return self.release(account, now)
 
@@ -172,7 +170,7 @@ class Unread:
         """Return when the connection becomes too slow if it reads nothing more; infinity while no send waits for it."""
         if account.waiting_since is None or not account.sending:
             return math.inf
-        taken = account.delivered + (0 if account.reader is ReaderKind.WHOLE else account.undelivered)
+        taken = account.delivered + (0 if account.reader == "whole" else account.undelivered)
         return account.waiting_since + max(RATE_GRACE_S, taken / self._read_bytes_s)
 
     def slowest(self, now: float, grace_s: float = ROOM_GRACE_S) -> Account | None:
@@ -202,7 +200,7 @@ class Unread:
             if paused != each.paused:
                 each.paused = paused
                 changed.append(each)
-            waits = each.charged > 0 and (each.ended or (paused and each.reader is not ReaderKind.WHOLE))
+            waits = each.charged > 0 and (each.ended or (paused and each.reader != "whole"))
             if not waits:
                 each.waiting_since = None
             elif each.waiting_since is None:
@@ -224,13 +222,13 @@ class Unread:
 
     def _unpausable_answer(self) -> Account | None:
         """Return the whole answer that runs during pressure."""
-        unfinished = (each for each in self._accounts if each.reader is ReaderKind.WHOLE and not each.ended)
+        unfinished = (each for each in self._accounts if each.reader == "whole" and not each.ended)
         return next((each for each in unfinished if each.charged > SMALL_BYTES), None)
 
     def _should_pause(self, account: Account, running: Account | None) -> bool:
-        if account.reader is ReaderKind.CALLER:
+        if account.reader == "caller":
             return False
-        if account.reader is ReaderKind.WHOLE:
+        if account.reader == "whole":
             return self._under_pressure and account is not running and account.charged > SMALL_BYTES
         limit = min(self._window_bytes, SMALL_BYTES) if self._under_pressure else self._window_bytes
         return account.charged > (limit // 2 if account.paused else limit)

@@ -15,8 +15,8 @@ def gauges(orchestrator: Orchestrator, replicas: Iterable[Replica], edges: Edges
     readers = orchestrator.readers
     for name, help, value in (
         ("requests_in_flight", "Admitted requests whose client does not have the whole answer", orchestrator.in_flight),
-        ("requests_paused", "Requests whose stages are paused until their client reads", readers.paused),
-        ("unread_bytes", "Bytes of output that clients have not read", readers.unread_bytes),
+        ("requests_paused", "Requests whose stages are paused until their client reads", readers.unread.paused),
+        ("unread_bytes", "Bytes of output that clients have not read", readers.unread.total),
         ("requests_queued", "Admitted requests that wait for a stage to become ready", orchestrator.queued),
     ):
         yield f"omni_{name}", help, {}, value

@@ -15,7 +15,7 @@ KIB = 1024
 LIMITS = Limits(window_bytes=256 * KIB, unread_bytes=4096 * KIB, read_bytes_s=4096.0)
 
 
-def opened(unread: Unread, count: int, reader: ReaderKind = ReaderKind.CALLER) -> list[Account]:
+def opened(unread: Unread, count: int, reader: ReaderKind = "caller") -> list[Account]:
     accounts = [Account(reader) for _ in range(count)]
     for account in accounts:
         unread.open(account)
@@ -36,7 +36,7 @@ def test_a_library_caller_has_a_piece_when_it_is_returned(unread: Unread) -> Non
 
 
 def test_a_piece_of_a_stream_is_undelivered_until_its_reader_asks_for_the_next(unread: Unread) -> None:
-    [account] = opened(unread, 1, ReaderKind.STREAM)
+    [account] = opened(unread, 1, "stream")
     unread.arrive(account, 100, 0.0)
     unread.arrive(account, 10, 0.0)
     unread.read(account, 100, 0.0)
@@ -46,7 +46,7 @@ def test_a_piece_of_a_stream_is_undelivered_until_its_reader_asks_for_the_next(u
 
 
 def test_a_whole_answer_is_charged_until_it_is_released(unread: Unread) -> None:
-    [account] = opened(unread, 1, ReaderKind.WHOLE)
+    [account] = opened(unread, 1, "whole")
     for _ in range(2):
         unread.arrive(account, 100, 0.0)
         unread.read(account, 100, 0.0)
@@ -57,7 +57,7 @@ def test_a_whole_answer_is_charged_until_it_is_released(unread: Unread) -> None:
 
 
 def test_a_full_window_pauses_until_half_of_it_is_read(unread: Unread) -> None:
-    [account] = opened(unread, 1, ReaderKind.STREAM)
+    [account] = opened(unread, 1, "stream")
     assert unread.arrive(account, 256 * KIB, 0.0) == []
     assert unread.arrive(account, 1, 0.0) == [account]
     assert account.paused
@@ -71,7 +71,7 @@ def test_a_full_window_pauses_until_half_of_it_is_read(unread: Unread) -> None:
 
 
 def test_a_whole_answer_has_no_window(unread: Unread) -> None:
-    [account] = opened(unread, 1, ReaderKind.WHOLE)
+    [account] = opened(unread, 1, "whole")
     assert unread.arrive(account, 1024 * KIB, 0.0) == []
 
 
@@ -82,7 +82,7 @@ def test_a_library_caller_has_no_window(unread: Unread) -> None:
 
 
 def test_under_pressure_all_but_the_oldest_whole_answer_are_paused(unread: Unread) -> None:
-    streams, answers = opened(unread, 2, ReaderKind.STREAM), opened(unread, 3, ReaderKind.WHOLE)
+    streams, answers = opened(unread, 2, "stream"), opened(unread, 3, "whole")
     unread.arrive(streams[0], 100 * KIB, 0.0)
     unread.arrive(streams[1], SMALL_BYTES, 0.0)
     unread.arrive(answers[0], SMALL_BYTES, 0.0)
@@ -97,14 +97,14 @@ def test_under_pressure_all_but_the_oldest_whole_answer_are_paused(unread: Unrea
 
 def test_a_library_caller_is_not_paused_under_pressure(unread: Unread) -> None:
     """It may read several answers in any order, so that pausing one for another could block both for ever."""
-    [caller], [stream] = opened(unread, 1), opened(unread, 1, ReaderKind.STREAM)
+    [caller], [stream] = opened(unread, 1), opened(unread, 1, "stream")
     unread.arrive(caller, 2048 * KIB, 0.0)
     assert unread.arrive(stream, 100 * KIB, 0.0) == [stream]
     assert not caller.paused
 
 
 def test_pressure_ends_at_a_quarter_of_the_limit(unread: Unread) -> None:
-    first, second = opened(unread, 2, ReaderKind.WHOLE)
+    first, second = opened(unread, 2, "whole")
     unread.arrive(first, 1000 * KIB, 0.0)
     unread.arrive(second, 1100 * KIB, 0.0)
     assert second.paused
@@ -112,14 +112,14 @@ def test_pressure_ends_at_a_quarter_of_the_limit(unread: Unread) -> None:
     unread.end(first, 0.0)
     assert not second.paused, "a complete answer lets the next one run"
     unread.close(first, 0.0)
-    [third] = opened(unread, 1, ReaderKind.STREAM)
+    [third] = opened(unread, 1, "stream")
     assert unread.arrive(third, 100 * KIB, 0.0) == [third], "1100 KiB are more than a quarter"
     unread.close(second, 0.0)
     assert not third.paused
 
 
 def test_the_rate_is_measured_from_the_beginning_of_the_wait(unread: Unread) -> None:
-    [account] = opened(unread, 1, ReaderKind.STREAM)
+    [account] = opened(unread, 1, "stream")
     unread.arrive(account, 200 * KIB, 0.0)
     unread.read(account, 100 * KIB, 1.0)
     unread.ask(account, 2.0)
@@ -132,7 +132,7 @@ def test_the_rate_is_measured_from_the_beginning_of_the_wait(unread: Unread) -> 
 
 
 def test_a_connection_below_the_minimum_rate_is_too_slow(unread: Unread) -> None:
-    [account] = opened(unread, 1, ReaderKind.STREAM)
+    [account] = opened(unread, 1, "stream")
     assert unread.too_slow_at(account) == math.inf
     unread.arrive(account, 300 * KIB, 5.0)
     assert unread.too_slow_at(account) == math.inf, "the reader does not wait for its connection"
@@ -145,7 +145,7 @@ def test_a_connection_below_the_minimum_rate_is_too_slow(unread: Unread) -> None
 
 
 def test_the_slowest_reader_is_found_among_long_waits_for_large_output(unread: Unread) -> None:
-    slow, slower, fresh, small, running = opened(unread, 5, ReaderKind.STREAM)
+    slow, slower, fresh, small, running = opened(unread, 5, "stream")
     for account, size in ((slow, 300), (slower, 300), (small, 60), (running, 200)):
         unread.arrive(account, size * KIB, 0.0)
     unread.end(small, 0.0)
@@ -181,7 +181,7 @@ def test_past_the_total_the_largest_small_request_ends() -> None:
 
 
 def test_closing_an_account_twice_frees_its_charge_once(unread: Unread) -> None:
-    first, second = opened(unread, 2, ReaderKind.STREAM)
+    first, second = opened(unread, 2, "stream")
     unread.arrive(first, 300 * KIB, 0.0)
     unread.arrive(second, 300 * KIB, 0.0)
     for _ in range(2):
@@ -193,7 +193,7 @@ def test_closing_an_account_twice_frees_its_charge_once(unread: Unread) -> None:
 def test_counts_equal_a_recount_and_one_whole_answer_always_runs(data: st.DataObject) -> None:
     """In any order of events, at least one of the unfinished whole answers is not paused."""
     unread = Unread(Limits(window_bytes=128 * KIB, unread_bytes=1024 * KIB))
-    accounts = opened(unread, 3) + opened(unread, 2, ReaderKind.STREAM) + opened(unread, 3, ReaderKind.WHOLE)
+    accounts = opened(unread, 3) + opened(unread, 2, "stream") + opened(unread, 3, "whole")
     for now in range(data.draw(st.integers(0, 40))):
         account = data.draw(st.sampled_from(accounts))
         match data.draw(st.sampled_from(("arrive", "read", "ask", "end", "close"))):
@@ -214,7 +214,7 @@ def test_counts_equal_a_recount_and_one_whole_answer_always_runs(data: st.DataOb
         waiting = [account for account in large if account.waiting_since is not None]
         assert (slowest := unread.slowest(now + ROOM_GRACE_S)) in (waiting or [None])
         assert slowest is None or slowest.rate(now) == min(account.rate(now) for account in waiting)
-        running = [account for account in accounts if account.reader is ReaderKind.WHOLE and not account.ended]
+        running = [account for account in accounts if account.reader == "whole" and not account.ended]
         assert not running or not all(account.paused for account in running)
         assert all(account.charged > 0 for account in accounts if account.paused)
         if not accounts:

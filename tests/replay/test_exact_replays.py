@@ -107,7 +107,7 @@ async def test_a_request_completes_without_a_restarted_stage_that_is_not_needed(
         record = record_of(generation)
         await until(lambda: {"first", "second"} <= record.stats.keys())
         os.kill(first, signal.SIGSTOP)
-        second = omni.health().stages["second"][record.placement["second"].replica].pid
+        second = omni.health().stages["second"][record.replay_state.placement["second"].replica].pid
         assert second is not None
         os.kill(second, signal.SIGKILL)
         await until(lambda: record.replay_state.stages["second"].restarted)

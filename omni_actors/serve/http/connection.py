@@ -24,7 +24,7 @@ from starlette.types import ASGIApp
 
 from omni_actors.serve.http.buffered_socket import BufferedSocket, ClientDisconnected
 from omni_actors.serve.http.errors import HTTPError, internal_error
-from omni_actors.serve.http.exchange import Exchange, ResponseState
+from omni_actors.serve.http.exchange import Exchange
 
 HEAD_TIMEOUT_S = 10.0
 IDLE_TIMEOUT_S = 75.0
@@ -97,8 +97,7 @@ class Connection:
             )
             await exchange.run(self._app)
             if not exchange.may_continue:
-                more_may_come = self._socket.buffer or not exchange.request_complete
-                if exchange.response is ResponseState.COMPLETE and more_may_come:
+                if exchange.response == "complete" and (self._socket.buffer or not exchange.request_complete):
                     await self._socket.linger()
                 return
             timeout_s, accepted = IDLE_TIMEOUT_S, None
@@ -130,7 +129,7 @@ class Connection:
         raise HTTPError(408, f"the request's head did not arrive within {HEAD_TIMEOUT_S:g} s", code="head_too_slow")
 
     async def _refuse(self, error: HTTPError) -> None:
-        if self._exchange is None or self._exchange.response is ResponseState.PENDING:
+        if self._exchange is None or self._exchange.response == "pending":
             log.info("refused a request from %s:%d: %s", *self.client, error)
             try:
                 await self._socket.send(error_response(error))

@@ -19,10 +19,9 @@ to begin.
 
 from __future__ import annotations
 
-import enum
 import re
 from email.utils import formatdate
-from typing import NoReturn
+from typing import Literal, NoReturn, TypeAlias
 from urllib.parse import unquote
 
 import h11
@@ -45,12 +44,8 @@ _CHUNK_SIZE = re.compile(rb"[\r\n]*([0-9A-Fa-f]+)([^\n]*\n)?")
 """The declared size at the beginning of a chunk, and the rest of its line once that has arrived."""
 
 
-class ResponseState(enum.Enum):
-    PENDING = "pending"
-    """The application has not started the response."""
-    STARTED = "started"
-    COMPLETE = "complete"
-    """The kernel has the last byte."""
+ResponseState: TypeAlias = Literal["pending", "started", "complete"]
+"""pending: the application has not started the response. complete: the kernel has the last byte."""
 
 
 class Exchange:
@@ -91,7 +86,7 @@ class Exchange:
         self._accepts_comments = False
         """Whether the body of the response is a stream of server-sent events, which has begun."""
         self._is_disconnected = False
-        self.response = ResponseState.PENDING
+        self.response: ResponseState = "pending"
 
     @property
     def request_complete(self) -> bool:
@@ -106,7 +101,7 @@ class Exchange:
     @property
     def looks_complete_when_cut(self) -> bool:
         """Whether the response was cut, and only the end of the connection tells the client where it ends."""
-        return self.response is ResponseState.STARTED and self._is_http_1_0
+        return self.response == "started" and self._is_http_1_0
 
     def stop(self) -> None:
         """Close the connection after the response, unless the response has begun."""
@@ -130,7 +125,7 @@ class Exchange:
             raise ClientDisconnected
         if failure is not None:
             raise failure
-        if self.response is ResponseState.PENDING:
+        if self.response == "pending":
             raise RuntimeError("the application returned without a response")
 
     # the request
@@ -217,7 +212,7 @@ class Exchange:
                 self._watching.cancel()
             await self._send(*pieces)
             if not more:
-                self.response = ResponseState.COMPLETE
+                self.response = "complete"
 
     def _start_response(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
         named = {name.lower(): value for name, value in headers}
@@ -232,7 +227,7 @@ class Exchange:
             self._accepts_comments = named.get(b"content-type", b"").startswith(b"text/event-stream")
             if b"content-length" in named:
                 self._unsent = int(named[b"content-length"])
-        self.response = ResponseState.STARTED
+        self.response = "started"
 
     def _take_head(self) -> list[bytes]:
         head, self._response_head = self._response_head, b""
@@ -266,7 +261,7 @@ class Exchange:
         """Wait until a client that sends no more has closed its connection for good. Raises ClientDisconnected."""
         pause_s = PROBE_S
         until = trio.current_time() + UNPROBED_S
-        while not self._is_http_1_0 or self.response is not ResponseState.PENDING or trio.current_time() < until:
+        while not self._is_http_1_0 or self.response != "pending" or trio.current_time() < until:
             await self._probe()
             await trio.sleep(pause_s)
             self._socket.check_error()
@@ -280,7 +275,7 @@ class Exchange:
             if self._accepts_comments:
                 data = self._h11.send_with_data_passthrough(h11.Data(data=_SSE_COMMENT)) or []
                 await self._send(*self._take_head(), *data)
-            elif self.response is ResponseState.PENDING and not self._is_http_1_0:
+            elif self.response == "pending" and not self._is_http_1_0:
                 await self._send_interim()
 
 
