@@ -192,7 +192,7 @@ class Generation:
 
     def __init__(self, stream: OutputStream, pipeline: Pipeline, on_final: Callable[[RequestMetrics], None]) -> None:
         self.stream, self._pipeline, self._on_final = stream, pipeline, on_final
-        """stream: for a reader that forwards output to a connection (see ``OutputStream.forward``)."""
+        """stream: for a reader that relays output to a connection (see ``OutputStream.relay``)."""
         self._audio_s = 0.0
         self._first: dict[str, float] = {}
         self._answer: Answer | None = None

@@ -3,7 +3,7 @@
 Rules
 1. Before a stage starts again, each living stage downstream of it is asked for the entries that it has (``Switch``). No
    stage of the request starts again before all answers are there, because an answer may concern several of them.
-2. When a worker dies meanwhile, all are asked anew: they may have received more from that worker after their answers.
+2. When a worker dies meanwhile, all are asked again: they may have received more from that worker after their answers.
    Only answers to the latest question count.
 3. An answer is used whole or, if the worker dies before its end, not at all. An entry thus never comes without those
    that it depends on.

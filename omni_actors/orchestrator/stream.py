@@ -33,8 +33,8 @@ class OutputStream:
         """End the request now, in every stage, and drop its unread output. Does nothing when all output is read."""
         self._abort(self.request)
 
-    def forward(self, *, whole: bool) -> None:
-        """Declare, before the first piece is read, that this reader forwards output to a connection.
+    def relay(self, *, whole: bool) -> None:
+        """Declare, before the first piece is read, that this reader relays output to a connection.
 
         whole: whether it collects the whole answer first (``ReaderKind``).
         """

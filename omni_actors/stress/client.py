@@ -78,8 +78,8 @@ class Client(Generic[Tracked]):
         except RequestError as error:
             self._end(request, "failed", error)
         else:
-            if request.forwards:
-                generation.stream.forward(whole=False)
+            if request.relays:
+                generation.stream.relay(whole=False)
             self.open[request] = trio.CancelScope()
             self.nursery.start_soon(self._read, request, generation)
 

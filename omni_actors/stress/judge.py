@@ -74,8 +74,8 @@ class TrackedRequest:
     deadline_s: float | None = None
     pace_s: float = 0.0
     """The client waits this long after each output."""
-    forwards: bool = False
-    """Whether the client forwards outputs, as an HTTP connection does, so that its stages may be paused."""
+    relays: bool = False
+    """Whether the client relays outputs, as an HTTP connection does, so that its stages may be paused."""
     aborted: bool = False
     outcome: Outcome = "open"
     error: RequestError | None = None

@@ -38,11 +38,11 @@ class SimulatedSystem(NamedTuple):
     spawner: SimulatedSpawner
 
     def ask(self, *, whole: bool | None = False, pieces: int = PIECES, **more: Any) -> Generation:
-        """A request of ``pieces`` outputs. whole: as in ``OutputStream.forward``; None: of a caller of the library."""
+        """A request of ``pieces`` outputs. whole: as in ``OutputStream.relay``; None: of a caller of the library."""
         inputs = {"script": [Input({"n": i}) for i in range(pieces)]}
         generation = self.omni.submit(inputs, ["audio"], **more)
         if whole is not None:
-            generation.stream.forward(whole=whole)
+            generation.stream.relay(whole=whole)
         return generation
 
     def gauge(self, name: str) -> float:

@@ -71,7 +71,7 @@ class StreamedResponse(Response):
         self.headers["cache-control"] = "no-cache"
         self.headers["x-accel-buffering"] = "no"  # for proxies: they must not collect the stream
         self._generation, self._pieces, self._on_late_error = generation, pieces, on_late_error
-        generation.stream.forward(whole=False)
+        generation.stream.relay(whole=False)
         self._first = b""
 
     async def start(self) -> StreamedResponse:
@@ -150,7 +150,7 @@ def collecting(generation: Generation) -> Iterator[None]:
 
     An exception in the block aborts the generation.
     """
-    generation.stream.forward(whole=True)
+    generation.stream.relay(whole=True)
     try:
         yield
     except BaseException:

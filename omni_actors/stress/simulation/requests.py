@@ -110,7 +110,7 @@ class SimulatedClient(Client[SimulatedRequest]):
             answer=ExpectedAnswer(self._workload.oracle[template.name]),
             on_failure=self._draw.choice(("replay", "replay", "fail")) if what != "probe" else "replay",
             submitted=trio.current_time(),
-            forwards="pace_s" in more or number % 2 == 0,
+            relays="pace_s" in more or number % 2 == 0,
             system_was_full=self.omni.in_flight >= self._workload.pipeline.limits.max_requests,
             congested={worker.address.stage for worker in self._spawner.living.values() if worker.congested},
             **more,
