@@ -120,7 +120,7 @@ async def systems(
 
 def kill(system: OmniSystem, answer: Generation, stage: str) -> Address:
     """Send SIGKILL to the worker of ``stage`` that holds the request. Returns the address of its replica."""
-    address = answer.stream.request.placement[stage]
+    address = answer.stream.request.replay_state.placement[stage]
     [pid] = [each.pid for each in system.health().stages[stage] if each.replica == address.replica]
     assert pid is not None, "it holds the request"
     os.kill(pid, signal.SIGKILL)
@@ -181,7 +181,7 @@ async def next_token_s(system: OmniSystem, tokens: int) -> float:
         count += isinstance(output.delta, str)
         if victim is None and count == tokens:
             killed_at, victim = time.monotonic(), kill(system, answer, "llm")
-        elif victim is not None and answer.stream.request.placement.get("llm") not in (None, victim):
+        elif victim is not None and answer.stream.request.replay_state.placement.get("llm") not in (None, victim):
             answer.abort()
             return time.monotonic() - killed_at
     raise RuntimeError(f"the answer ended after {count} pieces of text")
