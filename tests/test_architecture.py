@@ -317,7 +317,7 @@ MUST_NOT_LOAD = {
     "ringbuf": {*HEAVY, "trio", "omni_actors"},
     "omni_actors": HEAVY,
     "omni_actors.system": HEAVY,
-    "omni_actors.worker.main": HEAVY,
+    "omni_actors.worker.main": {*HEAVY, "trio"},
     "omni_actors.cli": HEAVY,
 }
 

@@ -30,8 +30,6 @@ import os
 import time
 from contextlib import suppress
 
-import trio
-
 from ringbuf import create_memory
 
 WORKERS = 128
@@ -47,11 +45,8 @@ YIELD_POLL_S = 0.02
 _current_core = ctypes.CDLL(None).sched_getcpu
 
 
-class CpuSharingPage(trio.abc.Instrument):
-    """The spawner's side of the page. The memory exists while there are workers; ``fd`` is -1 otherwise.
-
-    As an instrument of trio, it moves the event loop's thread off the cores on which engines run, when the loop wakes.
-    """
+class CpuSharingPage:
+    """The spawner's side of the page. The memory exists while there are workers; ``fd`` is -1 otherwise."""
 
     def __init__(self) -> None:
         self.fd = -1
@@ -81,9 +76,6 @@ class CpuSharingPage(trio.abc.Instrument):
             self._map.close()
             os.close(self.fd)
             self._map, self.fd = None, -1
-
-    def after_io_wait(self, timeout: float) -> None:
-        self.move_off_busy_core()
 
     def move_off_busy_core(self) -> None:
         """Move the calling thread off a core on which an engine runs, if another core is free."""

@@ -30,8 +30,6 @@ import signal
 import threading
 from contextlib import ExitStack, suppress
 
-import trio
-
 from ringbuf import create_memory  # allocated at once: a lack of memory is an OSError, never a SIGBUS
 
 SHARED = ROBUST = 1
@@ -103,13 +101,14 @@ def _lengthen_time_slice() -> None:
 class DeathMutex:
     """The parent's side of the mutex.
 
-    fd: the shared page, to be inherited by the worker. Raises OSError (no memory, no descriptors).
+    fd: the shared page, to be inherited by the worker. released_fd: readable once the worker begins to exit, if
+    ``watch`` was called. Raises OSError (no memory, no descriptors).
     """
 
     def __init__(self) -> None:
         with ExitStack() as undo:
-            self._wake_read, self._wake_write = os.pipe()
-            undo.callback(os.close, self._wake_read)
+            self.released_fd, self._wake_write = os.pipe()
+            undo.callback(os.close, self.released_fd)
             undo.callback(os.close, self._wake_write)
             self.fd = create_memory(SIZE)
             undo.callback(os.close, self.fd)
@@ -139,13 +138,9 @@ class DeathMutex:
             thread.start()
             self._thread = thread
 
-    async def wait_released(self) -> None:
-        """Wait until the worker begins to exit. After a cancellation, it can be called again."""
-        await trio.lowlevel.wait_readable(self._wake_read)
-
     def close(self) -> None:
-        """Free everything. Called once the worker is dead or was never started, and no task is in ``wait_released``."""
-        os.close(self._wake_read)
+        """Free everything. Called once the worker is dead or was never started, when no task waits for the mutex."""
+        os.close(self.released_fd)
         if self._thread is not None:
             _libc.sem_post(self._page.at(HELD))  # it may have died before it held the mutex
             self._thread.join(JOIN_TIMEOUT_S)

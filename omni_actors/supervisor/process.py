@@ -161,7 +161,7 @@ class LocalWorker(Worker):
     @trio.lowlevel.enable_ki_protection
     async def _wait_death_mutex(self) -> None:
         self._death_mutex.watch()
-        await self._death_mutex.wait_released()
+        await trio.lowlevel.wait_readable(self._death_mutex.released_fd)
         if (code := exit_of_dying(self.pid)) is not None:
             self._set_exit(code)
 
@@ -214,11 +214,22 @@ class _StderrTail:
         self._log.info(text)
 
 
+class _CoreMover(trio.abc.Instrument):
+    """Moves the event loop's thread off the cores on which engines run, when the loop wakes."""
+
+    def __init__(self, page: CpuSharingPage) -> None:
+        self._page = page
+
+    def after_io_wait(self, timeout: float) -> None:
+        self._page.move_off_busy_core()
+
+
 class LocalSpawner:
     """Spawns workers as child processes, for one event loop at a time. The loop yields its core to their engines."""
 
     def __init__(self) -> None:
         self._cpu_sharing_page = CpuSharingPage()
+        self._core_mover = _CoreMover(self._cpu_sharing_page)
 
     @asynccontextmanager
     async def spawn(self, address: Address, mailbox_capacity: int) -> AsyncIterator[Worker]:
@@ -227,7 +238,7 @@ class LocalSpawner:
             try:
                 number = self._cpu_sharing_page.join()
                 undo.callback(self._leave, number)
-                trio.lowlevel.add_instrument(self._cpu_sharing_page)  # no effect if it is there already
+                trio.lowlevel.add_instrument(self._core_mover)  # no effect if it is there already
                 ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
                 undo.callback(ours.close)
                 child_ends.callback(theirs.close)
@@ -276,7 +287,7 @@ class LocalSpawner:
         self._cpu_sharing_page.leave(number)
         if self._cpu_sharing_page.fd == -1:
             with suppress(KeyError):  # trio has dropped, and logged, an instrument that failed
-                trio.lowlevel.remove_instrument(self._cpu_sharing_page)
+                trio.lowlevel.remove_instrument(self._core_mover)
 
     def create_ring(self, producer: Address, consumer: Address, capacity: int, generation: int) -> Ring:
         return Ring.create(capacity, generation=generation)

@@ -55,9 +55,9 @@ async def test_a_death_is_shown_while_the_process_still_exists_and_the_waiting_t
         assert worker.stdout is not None
         pidfd = os.pidfd_open(worker.pid)
         with trio.fail_after(WATCHDOG_S):
-            await line.wait_released()
+            await trio.lowlevel.wait_readable(line.released_fd)
             assert not select.select([pidfd], [], [], 0)[0]
-            while unread(line._wake_read) < SIZE:  # noqa: ASYNC110 - it is full soon
+            while unread(line.released_fd) < SIZE:  # noqa: ASYNC110 - it is full soon
                 await trio.sleep(0.001)
             assert line._thread is not None
             assert line._thread.is_alive()
