@@ -56,7 +56,7 @@ def passed_on(source: str, seq: int, output: StageOutput) -> Chunk:
         name: Tensor.of_numpy(value) if isinstance(value, np.ndarray) else value
         for name, value in output.tensors.items()
     }
-    return Chunk(source, seq, output.last, tensors, output.data)
+    return Chunk(source=source, seq=seq, last=output.last, tensors=tensors, data=output.data)
 
 
 def answer(
@@ -67,7 +67,10 @@ def answer(
     llm.start(StageRequest(number, (CLIENT,), {"max_tokens": 256}))
     acoustic.start(StageRequest(number, ("llm",), {}))
     vocoder.start(StageRequest(number, ("acoustic",), {}))
-    llm.feed(number, Chunk(CLIENT, 0, True, {}, {"messages": [{"role": "user", "content": question}]}))
+    llm.feed(
+        number,
+        Chunk(source=CLIENT, seq=0, last=True, tensors={}, data={"messages": [{"role": "user", "content": question}]}),
+    )
     times: dict[str, float] = {}
     text, samples, spoken, heard = [], 0, 0, 0
     while llm.busy:

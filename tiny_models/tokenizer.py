@@ -31,16 +31,22 @@ class Marks(NamedTuple):
 
 
 QWEN3 = Marks(
-    "<|audio_start|>",
-    "<|audio_pad|>",
-    "<|audio_end|>",
-    "<|vision_start|>",
-    "<|image_pad|>",
-    "<|video_pad|>",
-    "<|vision_end|>",
+    audio_bos="<|audio_start|>",
+    audio="<|audio_pad|>",
+    audio_eos="<|audio_end|>",
+    vision_bos="<|vision_start|>",
+    image="<|image_pad|>",
+    video="<|video_pad|>",
+    vision_eos="<|vision_end|>",
 )
 QWEN2_5 = Marks(
-    "<|audio_bos|>", "<|AUDIO|>", "<|audio_eos|>", "<|vision_bos|>", "<|IMAGE|>", "<|VIDEO|>", "<|vision_eos|>"
+    audio_bos="<|audio_bos|>",
+    audio="<|AUDIO|>",
+    audio_eos="<|audio_eos|>",
+    vision_bos="<|vision_bos|>",
+    image="<|IMAGE|>",
+    video="<|VIDEO|>",
+    vision_eos="<|vision_eos|>",
 )
 
 

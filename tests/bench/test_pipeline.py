@@ -67,10 +67,22 @@ def test_a_contender_that_cannot_run_is_named_with_the_reason() -> None:
 def test_the_bounds_are_judged_by_the_medians() -> None:
     figures = Figures()
     for p50_s in (0.001, 0.0011, 5.0):
-        figures.add("ours", Cell(1, 1024), Sample(p50_s, 1.0, 900.0, 0.0, 0.0, 0.0))
-    figures.add("queue", Cell(1, 1024), Sample(0.0003, 1.0, 3000.0, 0.0, 0.0, 0.0))
-    figures.add("ours", Cell(64, 1024), Sample(0.1, 1.0, 5000.0, 0.0, 0.0, 0.0))
-    figures.add("ours", Cell(10_000, 1024), Sample(0.1, 1.0, 2500.0, 0.0, 0.0, 0.0))
+        figures.add(
+            "ours",
+            Cell(1, 1024),
+            Sample(p50_s=p50_s, p99_s=1.0, per_s=900.0, parent_cpu_s=0.0, cpu_s=0.0, idle_cpu=0.0),
+        )
+    figures.add(
+        "queue", Cell(1, 1024), Sample(p50_s=0.0003, p99_s=1.0, per_s=3000.0, parent_cpu_s=0.0, cpu_s=0.0, idle_cpu=0.0)
+    )
+    figures.add(
+        "ours", Cell(64, 1024), Sample(p50_s=0.1, p99_s=1.0, per_s=5000.0, parent_cpu_s=0.0, cpu_s=0.0, idle_cpu=0.0)
+    )
+    figures.add(
+        "ours",
+        Cell(10_000, 1024),
+        Sample(p50_s=0.1, p99_s=1.0, per_s=2500.0, parent_cpu_s=0.0, cpu_s=0.0, idle_cpu=0.0),
+    )
     found = {
         bound.name: bound.met for bound in bounds(figures, [1024], [1, 64, 10_000], ours="ours", reference="queue")
     }

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
 from typing import Any
 
-import trio
-
 from omni_actors.config import Pipeline, Stage
-from omni_actors.generation import Generation, Output
+from omni_actors.generation import Generation
 from omni_actors.orchestrator.pieces import Input
 from omni_actors.system import OmniSystem
+from tests.support.echo_systems import read, until
 
 WATCHDOG_S = 60.0
 MAX_REQUESTS = 3
@@ -58,17 +56,6 @@ ONE = Pipeline(name="one", stages={"only": Stage(engine="echo", accepts=("script
 
 def ask(omni: OmniSystem, *, modalities: tuple[str, ...] = ("audio",), **data: Any) -> Generation:
     return omni.submit({"script": [Input({"text": "x", **data})]}, modalities)
-
-
-async def read(generation: Generation) -> list[Output]:
-    with trio.fail_after(WATCHDOG_S):
-        return [output async for output in generation]
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    with trio.fail_after(WATCHDOG_S):
-        while not condition():  # noqa: ASYNC110 - no event announces the condition
-            await trio.sleep(0.002)
 
 
 def in_flight(omni: OmniSystem) -> float:

@@ -14,7 +14,8 @@ from omni_actors.errors import Aborted, DeadlineExceeded
 from omni_actors.generation import Output
 from omni_actors.orchestrator.pieces import Input
 from omni_actors.system import OmniSystem
-from tests.orchestrator.census import ONE, WATCHDOG_S, ask, in_flight, is_free_everywhere, lose_bottom, read, until
+from tests.orchestrator.census import ONE, WATCHDOG_S, ask, in_flight, is_free_everywhere, lose_bottom
+from tests.support.echo_systems import read, until
 from tests.support.shared_system import SharedSystem, with_shared_system
 
 

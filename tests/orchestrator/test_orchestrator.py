@@ -12,7 +12,8 @@ from omni_actors.config import Pipeline, Stage
 from omni_actors.errors import InvalidRequest, Overloaded, SlowConsumer
 from omni_actors.orchestrator.pieces import Input
 from omni_actors.system import OmniSystem
-from tests.orchestrator.census import MAX_REQUESTS, ONE, ask, in_flight, is_free_everywhere, lose_bottom, read, until
+from tests.orchestrator.census import MAX_REQUESTS, ONE, ask, in_flight, is_free_everywhere, lose_bottom
+from tests.support.echo_systems import read, until
 from tests.support.shared_system import SharedSystem, with_shared_system
 
 

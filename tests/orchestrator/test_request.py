@@ -35,7 +35,9 @@ class Client:
     def arrive(self, *, last: bool = False) -> None:
         self.request.lifecycle.advance(Event.OUTPUT)
         self.request.replay_state.output_arrived("s", last=last)
-        self.readers.arrive(self.request, Piece("s", {"seq": self._seq}, {}, last, 0.0, 10))
+        self.readers.arrive(
+            self.request, Piece(stage="s", data={"seq": self._seq}, tensors={}, last=last, arrived=0.0, nbytes=10)
+        )
         self._seq += 1
 
     def end(self, event: Event, error: RequestError | None = None) -> None:

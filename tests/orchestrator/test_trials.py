@@ -31,7 +31,15 @@ ROUTE = Route((STAGE,), {}, {STAGE: (CLIENT,)}, {})
 
 def request(number: int, text: str | None = None) -> Request:
     inputs = {"script": [Input({"text": text or f"text {number}"})]}
-    return Request(f"r{number}", ROUTE, inputs, {STAGE: msgspec.Raw(b"\x80")}, 1.0, 0.0, number=number)
+    return Request(
+        name=f"r{number}",
+        route=ROUTE,
+        inputs=inputs,
+        params={STAGE: msgspec.Raw(b"\x80")},
+        deadline_s=1.0,
+        submitted=0.0,
+        number=number,
+    )
 
 
 class Stage:

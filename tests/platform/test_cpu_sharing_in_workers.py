@@ -23,6 +23,7 @@ from omni_actors.protocol.messages import CLIENT_ADDRESS, Address, Finished, Pin
 from omni_actors.stages.base import StageContext, StageFailure, StageOutput
 from omni_actors.stages.echo.engine import EchoEngine
 from tests.support.engine_loop_harness import LoopHarness, echo, open_harness, receive, send
+from tests.support.stage_context import stage_context
 
 WATCHDOG_S = 60.0
 CORES = len(os.sched_getaffinity(0))
@@ -90,7 +91,7 @@ class UrgencyEngine(EchoEngine):
     """Records for each output whether its worker is urgent, before the output is sent and after."""
 
     def __init__(self, harness: LoopHarness, other: CpuSharing) -> None:
-        super().__init__(StageContext("here", None, {"fan_out": 2}, 1, "cpu", lambda note: None))
+        super().__init__(stage_context({"fan_out": 2}))
         self._harness, self._other = harness, other
         self.urgent: list[tuple[bool, bool]] = []
 
@@ -203,9 +204,9 @@ async def test_a_worker_computes_with_fewer_threads_until_the_other_worker_is_ki
 
 LOGITS = """
 from itertools import chain, cycle, repeat
-from omni_actors.worker.main import _prepare_libraries
+from omni_actors.worker.main import prepare_libraries
 
-_prepare_libraries(4, spins=False)  # as a worker does before it loads torch
+prepare_libraries(4, spins=False)  # as a worker does before it loads torch
 
 import torch
 from omni_actors.stages import assets

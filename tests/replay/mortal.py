@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import os
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,7 @@ from omni_actors.orchestrator.pieces import Input
 from omni_actors.orchestrator.request import Request
 from omni_actors.stages.echo.engine import payload
 from omni_actors.system import OmniSystem
+from tests.support.echo_systems import pid_of
 
 WATCHDOG_S = 60.0
 STAGES = ("first", "second", "third")
@@ -96,11 +97,6 @@ def ask(omni: OmniSystem, *deaths: tuple[int, str, str, str], size: int = 0, **a
     return omni.submit({"script": pieces}, arguments.pop("modalities", ("text", "audio")), **arguments)
 
 
-async def read(generation: Generation) -> list[Output]:
-    with trio.fail_after(WATCHDOG_S):
-        return [output async for output in generation]
-
-
 async def read_and_kill(omni: OmniSystem, generation: Generation, *stages: str) -> list[Output]:
     """Read all outputs, and kill the workers of these stages when the first output has arrived.
 
@@ -135,12 +131,6 @@ def check_exact(generation: Generation, outputs: list[Output], replays: int | No
         assert outputs[-1].metrics.replays == replays
 
 
-def pid_of(omni: OmniSystem, stage: str) -> int:
-    pid = omni.health().stages[stage][0].pid
-    assert pid is not None
-    return pid
-
-
 def generations(omni: OmniSystem) -> dict[str, int]:
     return {stage: replicas[0].generation for stage, replicas in omni.health().stages.items()}
 
@@ -154,9 +144,3 @@ async def wait_restarted(omni: OmniSystem, expected: Mapping[str, int]) -> None:
     with trio.fail_after(WATCHDOG_S):
         while not omni.health().ready or any(generations(omni)[stage] < expected[stage] for stage in expected):
             await omni.wait_changed()
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    with trio.fail_after(WATCHDOG_S):
-        while not condition():  # noqa: ASYNC110 - no event announces the condition
-            await trio.sleep(0.002)

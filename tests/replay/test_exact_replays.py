@@ -23,14 +23,12 @@ from tests.replay.mortal import (
     check_exact,
     dies,
     generations,
-    pid_of,
     pipeline,
-    read,
     read_and_kill,
     record_of,
-    until,
     wait_restarted,
 )
+from tests.support.echo_systems import pid_of, read, until
 from tests.support.shared_system import SharedSystem, with_shared_system
 
 

@@ -8,18 +8,8 @@ import trio
 from omni_actors.errors import InvalidRequest, StageCrashed, StageUnavailable
 from omni_actors.orchestrator.pieces import Input
 from omni_actors.system import OmniSystem
-from tests.replay.mortal import (
-    OF_A_PIECE,
-    PIECES,
-    WATCHDOG_S,
-    all_ready,
-    ask,
-    check_exact,
-    dies,
-    generations,
-    pipeline,
-    read,
-)
+from tests.replay.mortal import OF_A_PIECE, PIECES, WATCHDOG_S, all_ready, ask, check_exact, dies, generations, pipeline
+from tests.support.echo_systems import read
 from tests.support.shared_system import with_shared_system
 
 

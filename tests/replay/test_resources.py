@@ -12,7 +12,7 @@ from omni_actors.errors import DeadlineExceeded
 from omni_actors.orchestrator.pieces import Input
 from omni_actors.system import OmniSystem
 from omni_actors.system.parameters import Parameters
-from tests.replay.mortal import pid_of, read
+from tests.support.echo_systems import pid_of, read
 from tests.support.shared_system import with_shared_system
 
 

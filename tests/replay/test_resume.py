@@ -16,7 +16,8 @@ from omni_actors.config import Limits, Pipeline, Restart, Stage
 from omni_actors.generation import Output
 from omni_actors.orchestrator.pieces import Input
 from omni_actors.system import OmniSystem
-from tests.replay.mortal import generations, read, read_and_kill, wait_restarted
+from tests.replay.mortal import generations, read_and_kill, wait_restarted
+from tests.support.echo_systems import read
 
 PIECES, FAN_OUT = 6, 2
 STAGES = ("first", "second", "third")

@@ -13,8 +13,9 @@ import trio
 from omni_actors.config import Pipeline
 from omni_actors.generation import Output
 from omni_actors.system import OmniSystem
-from tests.replay.mortal import WATCHDOG_S, read
+from tests.replay.mortal import WATCHDOG_S
 from tests.replay.test_resume import STAGES, check_continuous, pipeline, submit
+from tests.support.echo_systems import read
 
 
 def with_standby(file: Path) -> Pipeline:

@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Callable, Set
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
-from ringbuf._words import _CHECKSUMS, _MESSAGES, _PAYLOAD_BYTES, CONSUMER, PRODUCER
+from ringbuf._words import CHECKSUMS, CONSUMER, MESSAGES, PAYLOAD_BYTES, PRODUCER
 from tests.ringbuf.side import PATIENCE, SIDES, Answer, Endless, Node, Op, Origin, Parts, Role, Script, claim_word
 
 Region: TypeAlias = tuple[int, int]
@@ -38,12 +38,12 @@ NAMES = {
     CONSUMER.waits: "consumer waits for",
     CONSUMER.closed: "consumer closed",
     CONSUMER.claim: "consumer claim",
-    _MESSAGES: "messages",
-    _PAYLOAD_BYTES: "payload bytes",
-    _CHECKSUMS: "checksums",
+    MESSAGES: "messages",
+    PAYLOAD_BYTES: "payload bytes",
+    CHECKSUMS: "checksums",
 }
 SLOT = {word: slot for slot, word in enumerate(NAMES)}
-OWN = (set(PRODUCER[1:]) | {_MESSAGES, _PAYLOAD_BYTES}, set(CONSUMER[1:]), set())
+OWN = (set(PRODUCER[1:]) | {MESSAGES, PAYLOAD_BYTES}, set(CONSUMER[1:]), set())
 """Words that a side stores, and no other."""
 LIVES, DIED, SUCCEEDED = range(3)
 _STEPS = ("wait", "await successor", "ring", "clear", "drop", "done")
@@ -159,7 +159,9 @@ class Machine:
         self._origins: list[Origin] = []
 
         def root(side: int, life: int, script: Script) -> Node:
-            role = Role(side, life, scenario.capacity, parts, bool(life) or scenario.claims)
+            role = Role(
+                side=side, life=life, capacity=scenario.capacity, parts=parts, claims=bool(life) or scenario.claims
+            )
             self._origins.append(Origin(role, script))
             return Node(self._origins[-1])
 
@@ -173,7 +175,7 @@ class Machine:
     def beginnings(self) -> list[State]:
         words = dict.fromkeys(SLOT, 0)
         words[PRODUCER.position] = words[CONSUMER.position] = self._scenario.start
-        words[_CHECKSUMS] = int(self._scenario.checksums)
+        words[CHECKSUMS] = int(self._scenario.checksums)
         if not self._scenario.claims:
             words[PRODUCER.claim], words[CONSUMER.claim] = claim_word(0, 0), claim_word(1, 0)
         nothing: tuple[tuple[Any, ...], ...] = tuple(() for _ in self._sides)
@@ -335,7 +337,7 @@ class Machine:
         )
 
     def _is_looked_at(self, word: int) -> bool:
-        return word not in (_MESSAGES, _PAYLOAD_BYTES) or len(self._sides) > 2
+        return word not in (MESSAGES, PAYLOAD_BYTES) or len(self._sides) > 2
 
     def _is_sync(self, entry: Op) -> bool:
         return entry[0] == "store" and entry[1] in self._varying

@@ -83,7 +83,7 @@ def start(
         with stdout.open("wb") as out, stderr.open("wb") as err:
             process = command(config, "--port", "0", *arguments, stdout=out, stderr=err, files=files)
         try:
-            server = Server(process, stdout, stderr, api_key, wait_ended)
+            server = Server(process=process, stdout=stdout, stderr=stderr, api_key=api_key, wait_ended=wait_ended)
             with server.http:
                 if ready:
                     server.wait_ready()

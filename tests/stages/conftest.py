@@ -14,11 +14,12 @@ import numpy as np
 import pytest
 
 from omni_actors.stages import assets
-from omni_actors.stages.base import StageContext, StageEngine
+from omni_actors.stages.base import StageEngine
 from omni_actors.stages.registry import ENGINES
 from tests.support.engine_cases import EVERY_ENGINE, Case
 from tests.support.engine_driver import Driver
 from tests.support.engine_fixtures import clear_choices, drive, lenient_choices
+from tests.support.stage_context import stage_context
 
 __all__ = ["clear_choices", "drive", "lenient_choices"]
 
@@ -62,7 +63,7 @@ def open_stage(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., StageE
         elif model is None and name.startswith("qwen3_"):
             model = random_qwen3()
         module, _, factory = ENGINES[name].factory.partition(":")
-        context = StageContext(name, model, options, THREADS, "cpu", lambda note: None)
+        context = stage_context(options, stage=name, model=model, threads=THREADS)
         engine: StageEngine = getattr(import_module(module), factory)(context)
         return engine
 

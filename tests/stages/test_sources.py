@@ -12,6 +12,6 @@ def test_a_source_is_open_until_its_last_chunk() -> None:
         (0, "thinker", False, True),
         (1, "thinker", True, False),
     ):
-        sources.update(Chunk(source, seq, last, {}, {}))
+        sources.update(Chunk(source=source, seq=seq, last=last, tensors={}, data={}))
         assert bool(sources) is expected
     assert not OpenSources(())

@@ -15,14 +15,23 @@ from omni_actors.stress.schedule import OnFailure
 from omni_actors.stress.workload import Template
 from ringbuf import Tensor
 
-TEMPLATE = Template("t", {}, ("text",), {}, ("first", "second"))
+TEMPLATE = Template(name="t", inputs={}, modalities=("text",), params={}, stages=("first", "second"))
 EXIT = WorkerExit(9, "SIGKILL", None)
 CRASHED = StageCrashed("second", 0, 1, EXIT)
-CONVICTED = StageCrashed("second", 0, 1, EXIT, "it could not be tried apart from other requests", retryable=False)
+CONVICTED = StageCrashed(
+    stage="second",
+    replica=0,
+    generation=1,
+    exit=EXIT,
+    not_replayed="it could not be tried apart from other requests",
+    retryable=False,
+)
 
 
 def piece(text: str, *, finished: bool = False) -> Output:
-    return Output("r", "second", "text", None, finished, {"text": text}, {})
+    return Output(
+        request_id="r", stage="second", modality="text", delta=None, finished=finished, data={"text": text}, tensors={}
+    )
 
 
 ORACLE = Oracle()
@@ -37,7 +46,10 @@ def answer(*pieces: Output) -> ExpectedAnswer:
 
 
 def observed(*stages_and_times: tuple[str, float]) -> list[ObservedDeath]:
-    return [ObservedDeath(stage, 0, pid, "pid 1 was killed", at) for pid, (stage, at) in enumerate(stages_and_times)]
+    return [
+        ObservedDeath(stage=stage, replica=0, pid=pid, exit="pid 1 was killed", at=at)
+        for pid, (stage, at) in enumerate(stages_and_times)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -63,7 +75,9 @@ def test_chunk_boundaries_do_not_matter() -> None:
 
 
 def test_a_stream_that_the_oracle_lacks_counts_as_duplicated() -> None:
-    stray = Output("r", "first", "text", None, False, {"text": "x"}, {})
+    stray = Output(
+        request_id="r", stage="first", modality="text", delta=None, finished=False, data={"text": "x"}, tensors={}
+    )
     found = answer(piece("hello", finished=True), stray).damage(complete=True)
     assert found == ("duplicated", "text of 'first': 1 bytes, 0 expected")
 
@@ -101,12 +115,27 @@ def test_a_request_may_fail_only_for_a_death_on_its_route(
 
 def test_requests_with_no_outcome_and_with_two() -> None:
     rules = Rules(2, frozenset())
-    open_one = TrackedRequest("r", TEMPLATE, answer(), "fail", 1.0)
+    open_one = TrackedRequest(name="r", template=TEMPLATE, answer=answer(), on_failure="fail", submitted=1.0)
     whole = answer(piece("hello", finished=True))
     twice = TrackedRequest(
-        "r", TEMPLATE, whole, "fail", 1.0, outcome="completed", second_outcome="an output of 'second'"
+        name="r",
+        template=TEMPLATE,
+        answer=whole,
+        on_failure="fail",
+        submitted=1.0,
+        outcome="completed",
+        second_outcome="an output of 'second'",
     )
-    aborted = TrackedRequest("r", TEMPLATE, answer(), "fail", 1.0, aborted=True, outcome="failed", error=Aborted())
+    aborted = TrackedRequest(
+        name="r",
+        template=TEMPLATE,
+        answer=answer(),
+        on_failure="fail",
+        submitted=1.0,
+        aborted=True,
+        outcome="failed",
+        error=Aborted(),
+    )
     found = [judge.check_request(each, [], set(), rules) for each in (open_one, twice, aborted)]
     assert [each and each.kind for each in found] == ["hung", "duplicated", None]
 
@@ -125,12 +154,32 @@ def test_an_answer_does_not_keep_its_outputs() -> None:
     sound = Tensor("int32", (250_000,), bytes(1_000_000))
     oracle = Oracle()
     for _ in range(10):
-        oracle.add(Output("r", "second", "audio", None, False, {}, {"audio": sound}))
+        oracle.add(
+            Output(
+                request_id="r",
+                stage="second",
+                modality="audio",
+                delta=None,
+                finished=False,
+                data={},
+                tensors={"audio": sound},
+            )
+        )
     ours = ExpectedAnswer(oracle)
     tracemalloc.start()
     try:
         for _ in range(10):
-            ours.add(Output("r", "second", "audio", None, False, {}, {"audio": sound}))
+            ours.add(
+                Output(
+                    request_id="r",
+                    stage="second",
+                    modality="audio",
+                    delta=None,
+                    finished=False,
+                    data={},
+                    tensors={"audio": sound},
+                )
+            )
         kept, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()

@@ -27,7 +27,15 @@ async def test_a_worker_must_load_within_its_timeout(autojump_clock: trio.testin
         if load_s < 10.0:
             assert not system.exits
         else:
-            assert system.exits == [WorkerExit(1, "SIGKILL", None, (), "not loaded within 10 s (load_timeout_s)")]
+            assert system.exits == [
+                WorkerExit(
+                    pid=1,
+                    signal="SIGKILL",
+                    exit_code=None,
+                    stderr_tail=(),
+                    reason="not loaded within 10 s (load_timeout_s)",
+                )
+            ]
             (killed,) = [at for at, kind, _ in system.log if kind == "kill"]
             assert killed - began == pytest.approx(10.0)
 

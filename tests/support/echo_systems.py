@@ -43,6 +43,13 @@ async def read(generation: Generation) -> list[Output]:
         return [output async for output in generation]
 
 
+async def until(condition: Callable[[], bool]) -> None:
+    """Poll until the condition holds."""
+    with trio.fail_after(WATCHDOG_S):
+        while not condition():  # noqa: ASYNC110 - no event announces the condition
+            await trio.sleep(0.002)
+
+
 async def wait_for(omni: OmniSystem, condition: Callable[[], bool]) -> None:
     """Wait until ``condition`` holds, which is evaluated whenever the state of a replica changes."""
     with trio.fail_after(WATCHDOG_S):

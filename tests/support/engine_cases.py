@@ -167,7 +167,11 @@ def qwen3_code2wav(_: pytest.FixtureRequest) -> Case:
         return audio
 
     return Case(
-        "qwen3_code2wav", [chunks(1), chunks(2)], ({}, {"codes": np.zeros((1, 3), np.int16)}), normalise, "talker"
+        name="qwen3_code2wav",
+        inputs=[chunks(1), chunks(2)],
+        refused=({}, {"codes": np.zeros((1, 3), np.int16)}),
+        normalise=normalise,
+        source="talker",
     )
 
 
@@ -201,7 +205,14 @@ def qwen3_talker(_: pytest.FixtureRequest) -> Case:
 
     params = {"talker_max_tokens": 8, "seed": 0}
     refused = ({}, {"rows": np.zeros((1, 63), np.float32)})
-    return Case("qwen3_talker", [chunks(1), chunks(2)], refused, normalise, "thinker", **params)
+    return Case(
+        name="qwen3_talker",
+        inputs=[chunks(1), chunks(2)],
+        refused=refused,
+        normalise=normalise,
+        source="thinker",
+        **params,
+    )
 
 
 def qwen2_5_thinker(_: pytest.FixtureRequest) -> Case:
@@ -229,7 +240,14 @@ def qwen2_5_talker(_: pytest.FixtureRequest) -> Case:
 
     params = {"talker_max_tokens": 12, "seed": 0}
     refused = ({}, {"rows": np.zeros((1, 63), np.float32)})
-    return Case("qwen2_5_talker", [chunks(1), chunks(2)], refused, normalise, "thinker", **params)
+    return Case(
+        name="qwen2_5_talker",
+        inputs=[chunks(1), chunks(2)],
+        refused=refused,
+        normalise=normalise,
+        source="thinker",
+        **params,
+    )
 
 
 def qwen2_5_token2wav(_: pytest.FixtureRequest) -> Case:
@@ -243,7 +261,14 @@ def qwen2_5_token2wav(_: pytest.FixtureRequest) -> Case:
         return audio
 
     refused = ({}, {"codes": np.zeros((1, 2), np.int16)})
-    return Case("qwen2_5_token2wav", [chunks(1), chunks(2)], refused, normalise, "talker", seed=0)
+    return Case(
+        name="qwen2_5_token2wav",
+        inputs=[chunks(1), chunks(2)],
+        refused=refused,
+        normalise=normalise,
+        source="talker",
+        seed=0,
+    )
 
 
 EVERY_ENGINE = [

@@ -48,7 +48,9 @@ class Driver:
         memory = bytearray(b"".join(encode_bundle(None, tensors or {})))
         try:
             with memoryview(memory) as view:
-                chunk = Chunk(source, self._seq, last, decode_bundle(view).tensors, data or {})
+                chunk = Chunk(
+                    source=source, seq=self._seq, last=last, tensors=decode_bundle(view).tensors, data=data or {}
+                )
                 self._seq += 1
                 self.engine.feed(request_id, chunk)
         finally:

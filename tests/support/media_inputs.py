@@ -28,7 +28,9 @@ def feed(prompt: OmniPrompt, *pieces: Piece) -> bool:
         try:
             with memoryview(memory) as view:
                 last = seq == len(pieces) - 1
-                complete = prompt.feed(Chunk(CLIENT, seq, last, decode_bundle(view).tensors, data))
+                complete = prompt.feed(
+                    Chunk(source=CLIENT, seq=seq, last=last, tensors=decode_bundle(view).tensors, data=data)
+                )
         finally:
             memory.clear()
     return complete

@@ -50,7 +50,9 @@ class Qwen25Chain:
         prompt = OmniPrompt((CLIENT,))
         for seq, (data, tensors) in enumerate(ask.chunks):
             bundle = decode_bundle(memoryview(b"".join(encode_bundle(None, tensors))))
-            prompt.feed(Chunk(CLIENT, seq, seq == len(ask.chunks) - 1, bundle.tensors, data))
+            prompt.feed(
+                Chunk(source=CLIENT, seq=seq, last=seq == len(ask.chunks) - 1, tensors=bundle.tensors, data=data)
+            )
         return self._processor(prompt, system_prompt="", use_audio_in_video=ask.use_audio_in_video)
 
     def expected(self, ask: Ask, *, padded: bool = False) -> reference.Answer:
@@ -79,11 +81,13 @@ class Qwen25Chain:
         codes = [tensor(output.tensors["codes"])[:, 0] for output in talker if output.tensors]
         wave = [tensor(output.tensors["audio"]) for output in token2wav if output.tensors]
         return Result(
-            "".join(output.data.get("text", "") for output in thinker),
-            {name: value for name, value in thinker[-1].data.items() if name != "text"},
-            np.concatenate([tensor(output.downstream["rows"]) for output in thinker if "rows" in output.downstream]),
-            np.concatenate([np.zeros(0, np.int16), *codes]),
-            np.concatenate([np.zeros(0, np.float32), *wave]),
+            text="".join(output.data.get("text", "") for output in thinker),
+            end={name: value for name, value in thinker[-1].data.items() if name != "text"},
+            rows=np.concatenate(
+                [tensor(output.downstream["rows"]) for output in thinker if "rows" in output.downstream]
+            ),
+            codes=np.concatenate([np.zeros(0, np.int16), *codes]),
+            wave=np.concatenate([np.zeros(0, np.float32), *wave]),
         )
 
     def check(self, ask: Ask, result: Result, *, padded: bool = False) -> None:

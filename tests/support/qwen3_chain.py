@@ -48,7 +48,9 @@ class Qwen3Chain:
         prompt = OmniPrompt((CLIENT,))
         for seq, (data, tensors) in enumerate(ask.chunks):
             bundle = decode_bundle(memoryview(b"".join(encode_bundle(None, tensors))))
-            prompt.feed(Chunk(CLIENT, seq, seq == len(ask.chunks) - 1, bundle.tensors, data))
+            prompt.feed(
+                Chunk(source=CLIENT, seq=seq, last=seq == len(ask.chunks) - 1, tensors=bundle.tensors, data=data)
+            )
         inputs = self._processor(prompt, system_prompt="", use_audio_in_video=ask.use_audio_in_video)
         return self.reference.answer(
             ask,
@@ -78,11 +80,11 @@ class Qwen3Chain:
         codes += [tensor(output.tensors["codes"]) for output in talker if output.tensors]
         wave = [tensor(output.tensors["audio"]) for output in code2wav if output.tensors]
         return Result(
-            "".join(output.data.get("text", "") for output in thinker),
-            {name: value for name, value in thinker[-1].data.items() if name != "text"},
-            ids,
-            np.concatenate(codes),
-            np.concatenate([np.zeros(0, np.float32), *wave]),
+            text="".join(output.data.get("text", "") for output in thinker),
+            end={name: value for name, value in thinker[-1].data.items() if name != "text"},
+            ids=ids,
+            codes=np.concatenate(codes),
+            wave=np.concatenate([np.zeros(0, np.float32), *wave]),
         )
 
     def check(self, ask: Ask, result: Result) -> None:

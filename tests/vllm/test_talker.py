@@ -16,13 +16,13 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from omni_actors.stages.base import StageContext
 from omni_actors.stages.registry import ENGINES
 from tests.support.conformance import EngineConformance
 from tests.support.engine_cases import Case, qwen3_talker
 from tests.support.engine_driver import Driver
 from tests.support.omni_questions import ASKS, Ask, sixteen
 from tests.support.qwen3_chain import Qwen3Chain
+from tests.support.stage_context import stage_context
 from tiny_models import qwen3 as tiny
 from tiny_models.vllm import HEADS, SECTION
 
@@ -63,7 +63,7 @@ def open_engine() -> Iterator[Callable[..., Any]]:
 
 def open_plain(name: str, model: Path, **options: Any) -> Any:
     module, _, factory = ENGINES[name].factory.partition(":")
-    return getattr(import_module(module), factory)(StageContext(name, model, options, 1, "cpu", lambda note: None))
+    return getattr(import_module(module), factory)(stage_context(options, stage=name, model=model))
 
 
 @pytest.fixture(scope="module")

@@ -23,19 +23,14 @@ from omni_actors.protocol.messages import (
     Resume,
     Stop,
 )
-from omni_actors.stages.base import Chunk, InvalidRequest, StageContext, StageFailure, StageOutput, StageRequest
+from omni_actors.stages.base import Chunk, InvalidRequest, StageFailure, StageOutput, StageRequest
 from omni_actors.stages.echo.engine import EchoEngine
 from omni_actors.worker import engine_loop as loop
 from ringbuf import RingClosed
-from tests.support.engine_loop_harness import WATCHDOG_S, LoopHarness, echo, open_harness, receive, send
+from tests.support.engine_loop_harness import WATCHDOG_S, LoopHarness, echo, receive, send
+from tests.support.stage_context import stage_context
 
 BELOW = Address("below", 0)
-
-
-@pytest.fixture
-def harness() -> Iterator[LoopHarness]:
-    with open_harness() as harness:
-        yield harness
 
 
 def test_chunks_pass_in_order_and_finished_is_sent_after_the_last(harness: LoopHarness) -> None:
@@ -68,7 +63,7 @@ class MeasuredEcho(EchoEngine):
 
 def test_a_pong_carries_the_engine_s_measurements(harness: LoopHarness) -> None:
     harness.input()
-    harness.run(MeasuredEcho(StageContext("here", None, {}, 1, "cpu", lambda note: None)))
+    harness.run(MeasuredEcho(stage_context()))
     harness.post(Ping(1))
     harness.start(1)
     harness.post(Ping(2))
@@ -158,7 +153,7 @@ def test_an_engine_that_cannot_pause_continues(harness: LoopHarness) -> None:
         pause = resume = None  # type: ignore[assignment]
 
     into, out = harness.input(), harness.output()
-    harness.run(Plain(StageContext("here", None, {}, 1, "cpu", lambda note: None)))
+    harness.run(Plain(stage_context()))
     harness.start(1)
     harness.post(Pause(1))
     send(into, 1, 0, text="on", last=True)
@@ -208,7 +203,7 @@ class RingCounter(EchoEngine):
     """Records before each output how many messages each of the harness's rings has carried."""
 
     def __init__(self, harness: LoopHarness) -> None:
-        super().__init__(StageContext("here", None, {}, 1, "cpu", lambda note: None))
+        super().__init__(stage_context())
         self._rings = harness._rings
         self.carried: list[list[int]] = []
 
@@ -312,7 +307,7 @@ class RefusingEcho(EchoEngine):
 
 
 def test_a_long_refusal_is_cut_to_fit_into_a_control_message(harness: LoopHarness) -> None:
-    harness.run(RefusingEcho(StageContext("here", None, {}, 1, "cpu", lambda note: None)))
+    harness.run(RefusingEcho(stage_context()))
     harness.start(1)
     refused = harness.next_message()
     assert isinstance(refused, Refused)
@@ -327,7 +322,7 @@ class RaisingWithView(EchoEngine):
 
 def test_views_kept_by_a_traceback_do_not_hide_the_engine_s_error(harness: LoopHarness) -> None:
     into = harness.input()
-    harness.run(RaisingWithView(StageContext("here", None, {}, 1, "cpu", lambda note: None)))
+    harness.run(RaisingWithView(stage_context()))
     harness.start(1)
     send(into, 1, 0, tensors={"audio": np.zeros(7, np.float32)})
     assert isinstance(harness.wait_ended(), ArithmeticError)
@@ -352,7 +347,7 @@ def test_stop_closes_the_engine_and_both_kinds_of_rings(harness: LoopHarness) ->
             closed.set()
 
     into, out = harness.input(), harness.output()
-    harness.run(Closing(StageContext("here", None, {}, 1, "cpu", lambda note: None)))
+    harness.run(Closing(stage_context()))
     harness.post(Stop())
     assert harness.wait_ended() is None
     assert closed.is_set()

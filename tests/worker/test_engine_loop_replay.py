@@ -20,20 +20,15 @@ from omni_actors.protocol.messages import (
     Started,
     Unreplayable,
 )
-from omni_actors.stages.base import StageContext, StageOutput, StageRequest
+from omni_actors.stages.base import StageOutput, StageRequest
 from omni_actors.stages.echo.engine import EchoEngine
 from omni_actors.worker.outgoing import OVERHEAD_BYTES
 from ringbuf import Consumer
-from tests.support.engine_loop_harness import LoopHarness, echo, open_harness, receive, send
+from tests.support.engine_loop_harness import LoopHarness, echo, receive, send
+from tests.support.stage_context import stage_context
 
 BELOW, BELOW_1 = Address("below", 0), Address("below", 1)
 PLENTY = 1 << 20
-
-
-@pytest.fixture
-def harness() -> Iterator[LoopHarness]:
-    with open_harness() as harness:
-        yield harness
 
 
 def texts(out: Consumer, count: int) -> list[tuple[int, str]]:
@@ -115,7 +110,7 @@ class RememberingEcho(EchoEngine):
     """Outputs arrays of its own, and keeps weak references to them."""
 
     def __init__(self) -> None:
-        super().__init__(StageContext("here", None, {}, 1, "cpu", lambda note: None))
+        super().__init__(stage_context())
         self.given: list[weakref.ref[Any]] = []
 
     def _output(self, request_id: int) -> Any:
@@ -293,7 +288,7 @@ class SourceRecorder(EchoEngine):
 
 
 def test_a_first_start_is_not_acknowledged(harness: LoopHarness) -> None:
-    engine = SourceRecorder(StageContext("here", None, {}, 1, "cpu", lambda note: None))
+    engine = SourceRecorder(stage_context())
     harness.run(engine)
     harness.start(1, (CLIENT, "above"))
     harness.wait_asleep()

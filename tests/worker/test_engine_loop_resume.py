@@ -19,10 +19,10 @@ from omni_actors.protocol.messages import (
     Switch,
     Switched,
 )
-from omni_actors.stages.base import StageContext
 from ringbuf import Consumer, Producer
 from tests.support.deciding_engine import DecidingEngine
 from tests.support.engine_loop_harness import LoopHarness, open_harness, receive, send
+from tests.support.stage_context import stage_context
 
 ABOVE, ABOVE_1, BELOW = Address("above", 0), Address("above", 1), Address("below", 0)
 PLENTY = 1 << 20
@@ -31,7 +31,7 @@ PLENTY = 1 << 20
 @pytest.fixture
 def harness() -> Iterator[LoopHarness]:
     with open_harness(resumable=True) as harness:
-        harness.run(DecidingEngine(StageContext("here", None, {}, 1, "cpu", lambda note: None)))
+        harness.run(DecidingEngine(stage_context()))
         yield harness
 
 

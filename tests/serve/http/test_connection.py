@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import http.client
 import logging
-from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -13,14 +12,7 @@ import trio
 import trio.testing
 
 from omni_actors.serve.http import buffered_socket, connection, exchange
-from tests.support.http_listener import GET, MAX_BODY_BYTES, POST, Server, error_of, listening, read_all, read_answer
-
-
-@pytest.fixture
-async def server() -> AsyncIterator[Server]:
-    async with listening() as running:
-        yield running
-
+from tests.support.http_listener import GET, MAX_BODY_BYTES, POST, Server, error_of, read_all, read_answer
 
 # requests and responses
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import socket
 import struct
-from collections.abc import AsyncIterator
 from itertools import count
 
 import pytest
@@ -13,13 +12,7 @@ import trio
 import trio.testing
 
 from omni_actors.serve.http import buffered_socket, exchange
-from tests.support.http_listener import POST, Server, listening, read_answer, read_until_cut
-
-
-@pytest.fixture
-async def server() -> AsyncIterator[Server]:
-    async with listening() as running:
-        yield running
+from tests.support.http_listener import POST, Server, read_answer, read_until_cut
 
 
 async def test_a_pipelined_byte_does_not_hide_a_disconnect(server: Server) -> None:

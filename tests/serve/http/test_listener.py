@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,12 +13,6 @@ import trio
 from tests.support.http_listener import GET, POST, Server, error_of, listening, read_all, read_answer, read_until_cut
 
 REFUSED = "omni_http_refused_connections_total"
-
-
-@pytest.fixture
-async def server() -> AsyncIterator[Server]:
-    async with listening() as running:
-        yield running
 
 
 async def test_connections_above_a_limit_are_refused_and_counted(server: Server) -> None:

@@ -28,6 +28,7 @@ from tests.stages.llm.tiny_engine import (
     submit,
     user,
 )
+from tests.support.forwards import record_forwards
 
 pytestmark = pytest.mark.usefixtures("clear_choices")
 
@@ -64,17 +65,10 @@ def test_warming_up_runs_the_model_and_leaves_nothing(
 ) -> None:
     """Also with a context that holds no question."""
     with closing(opened(tiny, context=context)) as engine:
-        counts: list[int] = []
-        forward = engine._forward
-
-        def counted(rows: list[int], count: int) -> Any:
-            counts.append(count)
-            return forward(rows, count)
-
-        monkeypatch.setattr(engine, "_forward", counted)
+        forwards = record_forwards(engine, monkeypatch)
         engine.warm_up()
         assert_empty(engine)
-        assert counts[-1:] == ([] if context == 2 else [1]), "a prompt, then one more token"
+        assert forwards[-1:] == ([] if context == 2 else [1]), "a prompt, then one more token"
 
 
 def test_several_requests_that_end_in_one_step_do_not_change_the_others(tiny: Path) -> None:
@@ -179,7 +173,7 @@ def test_abort_in_any_state_frees_the_request_and_changes_no_other(engine: LLMEn
         assert len(running(engine)) < len(engine._scheduler.rows)
     if place == "collecting":
         engine.start(StageRequest(7, (CLIENT, "ear"), {}))
-        engine.feed(7, Chunk(CLIENT, 0, True, {}, user("hello")))
+        engine.feed(7, Chunk(source=CLIENT, seq=0, last=True, tensors={}, data=user("hello")))
     victim = {"first row": 0, "middle row": 1, "last row": 2, "prefilling": 6, "waiting": 6, "collecting": 7}[place]
     engine.abort(victim)
     check(engine, {*range(rows), 6} - {victim})

@@ -33,7 +33,7 @@ def test_a_prompt_may_fill_the_context_except_for_one_token(tiny: Path) -> None:
         assert answer(engine, "hello")[1]["completion_tokens"] == 1
         engine.start(StageRequest(1, (CLIENT,), {}))
         with pytest.raises(InvalidRequest) as refusal:
-            engine.feed(1, Chunk(CLIENT, 0, True, {}, user("hello!")))
+            engine.feed(1, Chunk(source=CLIENT, seq=0, last=True, tensors={}, data=user("hello!")))
         assert refusal.value.param == "messages"
         assert refusal.value.code == "context_length_exceeded"
         assert f"prompt has {size + 1} tokens" in refusal.value.message
@@ -44,7 +44,7 @@ def test_a_prompt_may_fill_the_context_except_for_one_token(tiny: Path) -> None:
 def refused(engine: LLMEngine, messages: Sequence[Any]) -> str:
     engine.start(StageRequest(1, (CLIENT,), {}))
     with pytest.raises(InvalidRequest) as refusal:
-        engine.feed(1, Chunk(CLIENT, 0, True, {}, {"messages": messages}))
+        engine.feed(1, Chunk(source=CLIENT, seq=0, last=True, tensors={}, data={"messages": messages}))
     assert (refusal.value.param, refusal.value.code) == ("messages", "context_length_exceeded")
     assert_empty(engine)
     return refusal.value.message
@@ -91,10 +91,10 @@ def rendered_prompt(
     """Return the prompt's text for a conversation with audio and the chunks of its transcripts."""
     engine.start(StageRequest(0, (CLIENT, "ear"), {"max_tokens": 1}))
     data = {"messages": [*messages, {"role": "user", "content": content}]}
-    engine.feed(0, Chunk(CLIENT, 0, True, {}, data))
+    engine.feed(0, Chunk(source=CLIENT, seq=0, last=True, tensors={}, data=data))
     for number, chunk in enumerate(chunks):
         assert not engine.busy
-        engine.feed(0, Chunk("ear", number, number == len(chunks) - 1, {}, chunk))
+        engine.feed(0, Chunk(source="ear", seq=number, last=number == len(chunks) - 1, tensors={}, data=chunk))
     prompt = str(engine._vocabulary.tokenizer.decode(engine._scheduler._waiting[0].uncomputed))
     engine.abort(0)
     return prompt
@@ -110,10 +110,10 @@ def test_transcripts_replace_audio_parts(engine: LLMEngine) -> None:
 
 def test_decoding_begins_when_every_source_has_ended_in_any_order(engine: LLMEngine) -> None:
     engine.start(StageRequest(0, (CLIENT, "ear"), {"max_tokens": 5}))
-    engine.feed(0, Chunk("ear", 0, True, {}, {"text": "hello", "index": 0}))
+    engine.feed(0, Chunk(source="ear", seq=0, last=True, tensors={}, data={"text": "hello", "index": 0}))
     assert not engine.busy
     audio = {"messages": [{"role": "user", "content": [{"type": "audio", "index": 0}]}]}
-    engine.feed(0, Chunk(CLIENT, 0, True, {}, audio))
+    engine.feed(0, Chunk(source=CLIENT, seq=0, last=True, tensors={}, data=audio))
     assert engine.busy
     results = Results().run(engine)
     assert (results.text(0), results.ends[0]) == answer(engine, "hello", max_tokens=5)
@@ -144,7 +144,7 @@ def test_the_system_prompt_is_used_for_conversations_without_one(tiny: Path) -> 
 def test_an_invalid_prompt_is_refused(engine: LLMEngine, messages: Any, param: str) -> None:
     engine.start(StageRequest(0, (CLIENT,), {}))
     with pytest.raises(InvalidRequest) as refusal:
-        engine.feed(0, Chunk(CLIENT, 0, True, {}, {"messages": messages}))
+        engine.feed(0, Chunk(source=CLIENT, seq=0, last=True, tensors={}, data={"messages": messages}))
     assert refusal.value.param == param
     assert_empty(engine)
 
@@ -160,7 +160,7 @@ def test_a_conversation_that_the_chat_template_refuses_is_refused(tmp_path: Path
     with closing(opened(tmp_path)) as engine:
         engine.start(StageRequest(0, (CLIENT,), {}))
         with pytest.raises(InvalidRequest, match="roles must alternate") as refusal:
-            engine.feed(0, Chunk(CLIENT, 0, True, {}, user("hello")))
+            engine.feed(0, Chunk(source=CLIENT, seq=0, last=True, tensors={}, data=user("hello")))
         assert refusal.value.param == "messages"
         assert_empty(engine)
 

@@ -18,6 +18,7 @@ from omni_actors.stages.llm.engine import LLMEngine
 from tests.stages.llm.tiny_engine import PROMPTS, answered, check, user
 from tests.support.clear_choices import clear_choose
 from tests.support.engine_driver import Driver
+from tests.support.forwards import record_forwards
 
 pytestmark = pytest.mark.usefixtures("clear_choices")
 
@@ -56,15 +57,7 @@ def driver(drive: Callable[..., Driver], engine: LLMEngine) -> Driver:
 @pytest.fixture
 def forwards(engine: LLMEngine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The positions of each forward."""
-    counts: list[int] = []
-    forward = engine._forward
-
-    def counted(rows: list[int], count: int) -> Tensor:
-        counts.append(count)
-        return forward(rows, count)
-
-    monkeypatch.setattr(engine, "_forward", counted)
-    return counts
+    return record_forwards(engine, monkeypatch)
 
 
 def check_every_cut(driver: Driver, prompt: str, **params: Any) -> list[Any]:

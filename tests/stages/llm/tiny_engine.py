@@ -9,8 +9,9 @@ from typing import Any
 
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from omni_actors.stages.base import CLIENT, Chunk, InvalidRequest, StageContext, StageOutput, StageRequest
+from omni_actors.stages.base import CLIENT, Chunk, InvalidRequest, StageOutput, StageRequest
 from omni_actors.stages.llm.engine import LLMEngine, open_engine
+from tests.support.stage_context import stage_context
 
 CONTEXT = 96
 PROMPTS = [
@@ -28,7 +29,7 @@ PROMPTS = [
 
 def opened(path: Path | None, **options: Any) -> LLMEngine:
     options = {"max_batch": 3, "context": CONTEXT, "prefill_chunk": 7, **options}
-    return open_engine(StageContext("thinker", path, options, 1, "cpu", lambda note: None))
+    return open_engine(stage_context(options, stage="thinker", model=path))
 
 
 def assert_empty(engine: LLMEngine) -> None:
@@ -44,7 +45,7 @@ def user(text: str) -> dict[str, Any]:
 
 def submit(engine: LLMEngine, request_id: int, prompt: str, **params: Any) -> None:
     engine.start(StageRequest(request_id, (CLIENT,), params))
-    engine.feed(request_id, Chunk(CLIENT, 0, True, {}, user(prompt)))
+    engine.feed(request_id, Chunk(source=CLIENT, seq=0, last=True, tensors={}, data=user(prompt)))
 
 
 class Results:

@@ -125,7 +125,7 @@ def load(name: str, directory: Path) -> Family:
     ours = OmniProcessor(directory)
     patch = 2 * tiny.PREPROCESSOR["patch_size"]
     marks = tokenizer.QWEN3 if name == "qwen3" else tokenizer.QWEN2_5
-    return Family(directory, marks, ours, reference, (16 * patch, 8 * patch))
+    return Family(directory=directory, marks=marks, ours=ours, reference=reference, frame=(16 * patch, 8 * patch))
 
 
 FAMILIES = ("qwen3", "qwen2_5")

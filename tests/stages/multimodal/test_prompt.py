@@ -62,9 +62,9 @@ def test_media_are_kept_as_sent() -> None:
 
 def test_a_prompt_is_complete_when_every_source_has_ended() -> None:
     prompt = OmniPrompt(("client", "ear"))
-    assert not prompt.feed(Chunk("ear", 0, True, {}, {}))
-    assert not prompt.feed(Chunk("client", 0, False, {}, {}))
-    assert prompt.feed(Chunk("client", 1, True, {}, {}))
+    assert not prompt.feed(Chunk(source="ear", seq=0, last=True, tensors={}, data={}))
+    assert not prompt.feed(Chunk(source="client", seq=0, last=False, tensors={}, data={}))
+    assert prompt.feed(Chunk(source="client", seq=1, last=True, tensors={}, data={}))
 
 
 BFLOAT16 = Tensor("bfloat16", (2, 2, 3), bytes(24))

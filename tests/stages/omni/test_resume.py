@@ -13,6 +13,7 @@ from tests.support.closeness import assert_same_results
 from tests.support.conformance import chunks
 from tests.support.engine_cases import shown
 from tests.support.engine_driver import Driver
+from tests.support.forwards import record_forwards
 
 pytestmark = [
     pytest.mark.voice,  # it needs the libraries of the extra; the weights are random
@@ -66,16 +67,9 @@ def test_text_and_rows_are_the_same_wherever_they_are_resumed(driver: Driver, pa
 def test_a_journal_costs_the_forwards_of_a_prefill(
     engine: Any, driver: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    counts: list[int] = []
-    forward = engine._forward
-
-    def counted(rows: list[int], count: int) -> Any:
-        counts.append(count)
-        return forward(rows, count)
-
-    monkeypatch.setattr(engine, "_forward", counted)
+    forwards = record_forwards(engine, monkeypatch)
     expected = answer(driver, max_tokens=40, ignore_eos=True)
-    prompt = len(counts) - 39
-    counts.clear()
+    prompt = len(forwards) - 39
+    forwards.clear()
     answer(driver, tuple(output.decisions for output in expected[:-1]), max_tokens=40, ignore_eos=True)
-    assert len(counts) == prompt + 3 + 1, "38 of 39 decided tokens in chunks, and one decoded"
+    assert len(forwards) == prompt + 3 + 1, "38 of 39 decided tokens in chunks, and one decoded"

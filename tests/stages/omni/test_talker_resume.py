@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.support.forwards import record_forwards
+
 pytestmark = [pytest.mark.voice, pytest.mark.usefixtures("clear_choices")]
 
 PROMPT, ANSWER, WIDTH, PREFILL = 9, 14, 64, 16
@@ -105,11 +107,7 @@ def test_a_resumed_request_beside_others_in_its_batch(talker: Talker) -> None:
 
 def test_a_resume_costs_a_prefill(talker: Talker, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = talker.run(1)
-    forwards: list[int] = []
-    forward = talker.engine._forward
-    monkeypatch.setattr(
-        talker.engine, "_forward", lambda rows, *of: forwards.append(of[0].shape[1]) or forward(rows, *of)
-    )
+    forwards = record_forwards(talker.engine, monkeypatch)
     talker.run(1, decided(expected)[:20])
     prompt = PROMPT + (1 if talker.name == "qwen2_5_talker" else 5)
     assert sum(forwards[:-4]) == prompt + 20

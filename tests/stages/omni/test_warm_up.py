@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from omni_actors.stages.base import WarmsUp
+from tests.support.forwards import record_forwards
 
 pytestmark = pytest.mark.voice  # it needs the libraries of the extra; the weights are random
 
@@ -17,18 +18,11 @@ def test_warming_up_runs_the_model_and_leaves_nothing(
     name: str, shared_engines: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = shared_engines(name)
-    counts: list[int] = []
-    forward = engine._forward
-
-    def counted(rows: list[int], inputs: Any, *axes: Any) -> Any:
-        counts.append(inputs if isinstance(inputs, int) else inputs.shape[1])
-        return forward(rows, inputs, *axes)
-
-    monkeypatch.setattr(engine, "_forward", counted)
+    forwards = record_forwards(engine, monkeypatch)
     assert isinstance(engine, WarmsUp)
     engine.warm_up()
-    assert counts[0] > 1, "a prompt"
-    assert counts[-1] == 1, "a further position"
+    assert forwards[0] > 1, "a prompt"
+    assert forwards[-1] == 1, "a further position"
     assert not engine.busy
     assert not engine._requests
     assert not engine._cache.lengths
