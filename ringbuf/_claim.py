@@ -36,10 +36,10 @@ def claim(segment: Segment, column: Column, memory_fd: int) -> None:
             if segment.is_closed(column):
                 raise RingClosed(column.end)
             owner = segment.claim_of(column)
-            if owner and _claim_word(pid_of(owner)) == owner:
+            if owner and claim_word_of(pid_of(owner)) == owner:
                 raise AlreadyClaimed(column.end, pid_of(owner))
             segment.check_positions()
-            mine = _claim_word(os.getpid())
+            mine = claim_word_of(os.getpid())
             if mine is None:
                 raise OSError(errno.ENOENT, "no /proc, which shows whether the owner of an end is alive")
             segment.store_claim(column, mine)
@@ -51,7 +51,7 @@ def pid_of(claim_word: int) -> int:
     return claim_word & ((1 << _PID_BITS) - 1)
 
 
-def _claim_word(pid: int) -> int | None:
+def claim_word_of(pid: int) -> int | None:
     """Return the claim word of a process; None if no process with that pid runs."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
@@ -104,7 +104,7 @@ class Waiter:
             pid = pid_of(owner)
             if owner and pid != os.getpid():
                 self._pidfd = _open_pidfd(pid)
-            if owner and _claim_word(pid) != owner:
+            if owner and claim_word_of(pid) != owner:
                 self.close()
                 raise PeerDied(self._peer.end, pid)
             self._watched = owner

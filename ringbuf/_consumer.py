@@ -30,7 +30,7 @@ class Frame:
 
     __slots__ = ("_base", "_data", "_end", "_owner")
 
-    def __init__(self, base: memoryview, owner: Consumer | _Whole, end: int) -> None:
+    def __init__(self, base: memoryview, owner: Consumer | Whole, end: int) -> None:
         self._base: memoryview | None = base
         self._data: memoryview | None = None
         self._owner = owner
@@ -90,7 +90,7 @@ class Frame:
                 error.add_note(str(borrowed))  # by this function, which goes on with its error
 
 
-class _Whole:
+class Whole:
     """Private memory in which the fragments of a message are joined. total 0: a predecessor took its beginning."""
 
     __slots__ = ("_consumer", "_raw", "filled", "memory", "total")
@@ -120,7 +120,7 @@ class Consumer:
         self._unreleased: deque[Frame] = deque()
         self._spare: np.ndarray[Any, np.dtype[np.uint8]] | None = None
         # A successor may begin inside a message whose first fragments its predecessor took.
-        self._partial: _Whole | None = _Whole(0, self) if self._next else None
+        self._partial: Whole | None = Whole(0, self) if self._next else None
         self._closed = False
 
     def fileno(self) -> int:
@@ -226,7 +226,7 @@ class Consumer:
         self._tail = tail
         return True
 
-    def _gather(self, start: int, kind: int, length: int, place: int) -> _Whole | None:
+    def _gather(self, start: int, kind: int, length: int, place: int) -> Whole | None:
         """Add a fragment, or skip padding. Return the message if it is whole."""
         if kind == PAD:
             if (start + RECORD + length) % self._capacity:
@@ -236,7 +236,7 @@ class Consumer:
         if kind == FIRST:
             if not length < place <= MAX_MESSAGE:
                 raise self._segment.corrupted(start, "the first fragment of a message of impossible size")
-            partial = self._partial = _Whole(place, self)
+            partial = self._partial = Whole(place, self)
             filled = 0
         elif partial is not None and not partial.total:
             if kind == LAST:

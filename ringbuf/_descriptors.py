@@ -17,13 +17,13 @@ from typing import Final
 from ringbuf._errors import RingCorrupted
 
 # Linux's numbers on x86-64. Pythons that were built for old C libraries (conda's, uv's) lack os.memfd_create.
-_MEMFD_CREATE: Final = 319
-_CLOEXEC, _ALLOW_SEALING = 1, 2
-_F_ADD_SEALS, _F_GET_SEALS = 1033, 1034
-_SEAL, _SHRINK, _GROW, _WRITE, _FUTURE_WRITE = 1, 2, 4, 8, 16
-_SIZE_IS_SEALED: Final = _SEAL | _SHRINK | _GROW
+MEMFD_CREATE: Final = 319
+CLOEXEC, ALLOW_SEALING = 1, 2
+F_ADD_SEALS, F_GET_SEALS = 1033, 1034
+SEAL, SHRINK, GROW, WRITE, FUTURE_WRITE = 1, 2, 4, 8, 16
+SIZE_IS_SEALED: Final = SEAL | SHRINK | GROW
 
-_libc = ctypes.CDLL(None, use_errno=True)
+libc = ctypes.CDLL(None, use_errno=True)
 
 
 def create_memory(size: int) -> int:
@@ -34,14 +34,14 @@ def create_memory(size: int) -> int:
     if size > (available := _available()):
         # The kernel would allocate until it has to kill a process.
         raise OSError(errno.ENOMEM, f"a ring of {size} bytes, where {available} are available")
-    fd: int = _libc.syscall(_MEMFD_CREATE, b"ringbuf", _CLOEXEC | _ALLOW_SEALING)
+    fd: int = libc.syscall(MEMFD_CREATE, b"ringbuf", CLOEXEC | ALLOW_SEALING)
     if fd < 0:
         number = ctypes.get_errno()
         raise OSError(number, f"memfd_create: {os.strerror(number)}")
     try:
         os.fchmod(fd, 0o600)
         os.posix_fallocate(fd, 0, size)
-        fcntl.fcntl(fd, _F_ADD_SEALS, _SIZE_IS_SEALED)
+        fcntl.fcntl(fd, F_ADD_SEALS, SIZE_IS_SEALED)
     except BaseException:
         os.close(fd)
         raise
@@ -57,10 +57,10 @@ def check_memory(fd: int) -> None:
     """Raise RingCorrupted unless the descriptor has the properties that ``create_memory`` gives it."""
     status = os.fstat(fd)
     try:
-        seals = fcntl.fcntl(fd, _F_GET_SEALS)
+        seals = fcntl.fcntl(fd, F_GET_SEALS)
     except OSError:
         seals = 0
-    if seals & (_SIZE_IS_SEALED | _WRITE | _FUTURE_WRITE) != _SIZE_IS_SEALED:
+    if seals & (SIZE_IS_SEALED | WRITE | FUTURE_WRITE) != SIZE_IS_SEALED:
         raise RingCorrupted(0, (), f"{_describe(fd)} is not memory of a sealed size")
     if status.st_blocks * 512 < status.st_size or fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE != os.O_RDWR:
         raise RingCorrupted(0, (), f"{_describe(fd)} is not allocated, or not writable")

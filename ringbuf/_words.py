@@ -71,8 +71,8 @@ _SUMMED: Final = 24
 
 MAGIC: Final = int.from_bytes(b"ringbuf\n", "little")
 VERSION: Final = 2
-_MAGIC, _VERSION, _CAPACITY, _GENERATION, _CHECKSUMS = 0, 1, 2, 3, 4
-_MESSAGES, _PAYLOAD_BYTES = 48, 49
+_MAGIC, _VERSION, _CAPACITY, _GENERATION, CHECKSUMS = 0, 1, 2, 3, 4
+MESSAGES, PAYLOAD_BYTES = 48, 49
 
 WHOLE: Final = 1
 FIRST: Final = 2
@@ -118,23 +118,23 @@ class Segment:
     def initialise(self, generation: int, checksums: bool) -> None:
         words = self.words
         words[_VERSION], words[_CAPACITY], words[_GENERATION] = VERSION, self.capacity, generation
-        words[_CHECKSUMS] = checksums
+        words[CHECKSUMS] = checksums
         words[_MAGIC] = MAGIC
 
     def validate(self, generation: int) -> None:
         """Raises RingCorrupted, WrongGeneration."""
-        found = self.words[: _CHECKSUMS + 1].tolist()
+        found = self.words[: CHECKSUMS + 1].tolist()
         if found[_MAGIC] != MAGIC or found[_VERSION] != VERSION:
             raise RingCorrupted(0, found, "magic and version are not of this ring")
         if found[_CAPACITY] != self.capacity:
             raise RingCorrupted(8 * _CAPACITY, found[2:3], f"the segment has {self.capacity} data bytes")
-        if found[_CHECKSUMS] not in (0, 1):
-            raise RingCorrupted(8 * _CHECKSUMS, found[4:5], "the checksum flag is neither 0 nor 1")
+        if found[CHECKSUMS] not in (0, 1):
+            raise RingCorrupted(8 * CHECKSUMS, found[4:5], "the checksum flag is neither 0 nor 1")
         if found[_GENERATION] != generation:
             raise WrongGeneration(generation, found[_GENERATION])
 
     def has_checksums(self) -> bool:
-        return self.words[_CHECKSUMS] != 0
+        return self.words[CHECKSUMS] != 0
 
     def claim_of(self, column: Column) -> int:
         return self.words[column.claim]
@@ -152,11 +152,11 @@ class Segment:
         if not head <= tail <= head + self.capacity or (head | tail) % RECORD or tail >> 63:
             raise RingCorrupted(8 * PRODUCER.position, (tail,), f"no tail to the head {head:#x}")
         if max(counts := self.counts()) >> 63:
-            raise RingCorrupted(8 * _MESSAGES, counts, "counts that no ring reaches")
+            raise RingCorrupted(8 * MESSAGES, counts, "counts that no ring reaches")
 
     def counts(self) -> tuple[int, int]:
         """(messages, payload bytes) since the ring was created. Each is right, but they are not read at one instant."""
-        return self.words[_MESSAGES], self.words[_PAYLOAD_BYTES]
+        return self.words[MESSAGES], self.words[PAYLOAD_BYTES]
 
     def used(self) -> int:
         """Return the bytes between head and tail. Head is loaded first: it cannot pass a tail that is loaded later."""
@@ -324,9 +324,9 @@ class ProducerEnd(End):
         if self._checksums:
             words[at + 3] = self._segment.checksum(start, length)
         # This end is the only writer of the counts, too.
-        self._payload_bytes = words[_PAYLOAD_BYTES] = self._payload_bytes + length
+        self._payload_bytes = words[PAYLOAD_BYTES] = self._payload_bytes + length
         if kind in _ENDS_MESSAGE:
-            self._messages = words[_MESSAGES] = self._messages + 1
+            self._messages = words[MESSAGES] = self._messages + 1
         self._tail = tail = start + RECORD + (length + RECORD - 1) // RECORD * RECORD
         self.publish(tail)
 

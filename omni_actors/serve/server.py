@@ -87,7 +87,7 @@ async def serve(
         try:
             with _listening_socket(settings.host, settings.port) as sock:
                 if settings.api_key is None:
-                    _warn_if_public(sock)
+                    warn_if_public(sock)
                 async with OmniSystem.open(pipeline, wait_ready=False) as system:
                     server = _Server(system, settings, stop, announce)
                     most = descriptors.max_connections(settings.max_connections, reserved=system.descriptors)
@@ -191,7 +191,7 @@ def _listening_socket(host: str, port: int) -> Iterator[socket.socket]:
         yield listener
 
 
-def _warn_if_public(listener: socket.socket) -> None:
+def warn_if_public(listener: socket.socket) -> None:
     """Warn if other machines can reach a server without a key."""
     host, port, *_ = listener.getsockname()
     if not ip_address(host).is_loopback:

@@ -120,7 +120,7 @@ def _serve(control: ControlSocket, cpu_sharing: CpuSharing) -> None:
 def _load(spec: messages.WorkerSpec, cpu_sharing: CpuSharing, control: ControlSocket) -> StageEngine:
     """Build the engine and warm it up, so that no request pays for either."""
     os.nice(spec.nice)  # on Linux: for this thread and those that it starts
-    _prepare_libraries(spec.threads, spins=spec.spins)
+    prepare_libraries(spec.threads, spins=spec.spins)
     gc.disable()  # loading makes a million objects, none of them garbage, that each collection would traverse
     context = StageContext(
         stage=spec.address.stage,
@@ -144,7 +144,7 @@ def _load(spec: messages.WorkerSpec, cpu_sharing: CpuSharing, control: ControlSo
     return engine
 
 
-def _prepare_libraries(threads: int, *, spins: bool) -> None:
+def prepare_libraries(threads: int, *, spins: bool) -> None:
     """Set the environment variables that native libraries read when they are loaded."""
     os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")  # it would also leave a file in the temporary directory
     for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):

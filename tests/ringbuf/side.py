@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from ringbuf import Consumer, Frame, PeerDied, Producer
-from ringbuf._consumer import _Whole
+from ringbuf._consumer import Whole
 from ringbuf._words import CONSUMER, HEADER, PRODUCER, ConsumerEnd, End, ProducerEnd, Segment
 
 COLUMNS = (PRODUCER, CONSUMER)
@@ -292,7 +292,7 @@ def _likeness(thing: Any, seen: list[Any]) -> Any:
         return tuple(_likeness(each, seen) for each in thing)
     if isinstance(thing, np.ndarray):
         return len(thing)  # memory to be used again
-    if isinstance(thing, _Whole):
+    if isinstance(thing, Whole):
         return thing.total, bytes(thing.memory[: thing.filled])
     if isinstance(thing, (_Words, _Data, _Segment, _Bell, _Waiter)) or (
         isinstance(thing, MethodType) and isinstance(thing.__self__, _Lock)

@@ -15,15 +15,15 @@ import pytest
 
 from ringbuf import Ring, RingCorrupted
 from ringbuf._descriptors import (
-    _ALLOW_SEALING,
-    _F_ADD_SEALS,
-    _FUTURE_WRITE,
-    _MEMFD_CREATE,
-    _SEAL,
-    _SIZE_IS_SEALED,
-    _WRITE,
-    _libc,
+    ALLOW_SEALING,
+    F_ADD_SEALS,
+    FUTURE_WRITE,
+    MEMFD_CREATE,
+    SEAL,
+    SIZE_IS_SEALED,
+    WRITE,
     create_memory,
+    libc,
 )
 from ringbuf._words import HEADER, PAGE
 from tests.ringbuf.descriptors import Peer, descriptors, duplicates
@@ -42,7 +42,7 @@ def closing(*fds: int) -> Iterator[tuple[int, ...]]:
 
 def memory(size: int, seals: int, *, allocate: bool = True) -> int:
     """A segment as ``create_memory`` makes it, with a valid header, except for the arguments."""
-    fd: int = _libc.syscall(_MEMFD_CREATE, b"forged", _ALLOW_SEALING)
+    fd: int = libc.syscall(MEMFD_CREATE, b"forged", ALLOW_SEALING)
     with Ring.create(PAGE, generation=GENERATION) as ring:
         header = bytearray(bytes(ring._segment.words[:8]))
     header[16:24] = max(0, size - HEADER).to_bytes(8, "little")
@@ -50,12 +50,12 @@ def memory(size: int, seals: int, *, allocate: bool = True) -> int:
     os.pwrite(fd, header[:size], 0)
     if allocate and size:
         os.posix_fallocate(fd, 0, size)
-    fcntl.fcntl(fd, _F_ADD_SEALS, seals)
+    fcntl.fcntl(fd, F_ADD_SEALS, seals)
     return fd
 
 
 def read_only() -> int:
-    with closing(memory(2 * PAGE, _SIZE_IS_SEALED)) as (fd,):
+    with closing(memory(2 * PAGE, SIZE_IS_SEALED)) as (fd,):
         return os.open(f"/proc/self/fd/{fd}", os.O_RDONLY)
 
 
@@ -78,16 +78,16 @@ NO_MEMORY: dict[str, Callable[[Path], int]] = {
     "a socket": lambda path: socket.socket().detach(),
     "a doorbell": lambda path: os.eventfd(0, os.EFD_NONBLOCK),
     "a file": large_file,
-    "memory of no size": lambda path: memory(0, _SIZE_IS_SEALED),
-    "memory of the header alone": lambda path: memory(HEADER, _SIZE_IS_SEALED),
-    "memory of no whole page": lambda path: memory(HEADER + PAGE + 100, _SIZE_IS_SEALED),
-    "memory of no whole word": lambda path: memory(HEADER + PAGE + 1, _SIZE_IS_SEALED),
-    "memory that may be truncated": lambda path: memory(2 * PAGE, _SEAL),
-    "memory whose seals may change": lambda path: memory(2 * PAGE, _SIZE_IS_SEALED & ~_SEAL),
-    "read-only memory": lambda path: memory(2 * PAGE, _SIZE_IS_SEALED | _WRITE),
-    "memory that becomes read-only": lambda path: memory(2 * PAGE, _SIZE_IS_SEALED | _FUTURE_WRITE),
+    "memory of no size": lambda path: memory(0, SIZE_IS_SEALED),
+    "memory of the header alone": lambda path: memory(HEADER, SIZE_IS_SEALED),
+    "memory of no whole page": lambda path: memory(HEADER + PAGE + 100, SIZE_IS_SEALED),
+    "memory of no whole word": lambda path: memory(HEADER + PAGE + 1, SIZE_IS_SEALED),
+    "memory that may be truncated": lambda path: memory(2 * PAGE, SEAL),
+    "memory whose seals may change": lambda path: memory(2 * PAGE, SIZE_IS_SEALED & ~SEAL),
+    "read-only memory": lambda path: memory(2 * PAGE, SIZE_IS_SEALED | WRITE),
+    "memory that becomes read-only": lambda path: memory(2 * PAGE, SIZE_IS_SEALED | FUTURE_WRITE),
     "memory to be read only": lambda path: read_only(),
-    "memory that is not there": lambda path: memory(1 << 26, _SIZE_IS_SEALED, allocate=False),
+    "memory that is not there": lambda path: memory(1 << 26, SIZE_IS_SEALED, allocate=False),
 }
 
 
@@ -103,7 +103,7 @@ def test_what_is_no_memory_of_a_ring(what: Callable[[Path], int], tmp_path: Path
 def test_memory_with_all_that_it_needs_is_taken() -> None:
     """Without this, the test above would prove nothing."""
     with Ring.create(PAGE) as ring:
-        fds = [memory(2 * PAGE, _SIZE_IS_SEALED), *map(os.dup, ring.fds[1:])]
+        fds = [memory(2 * PAGE, SIZE_IS_SEALED), *map(os.dup, ring.fds[1:])]
         with Ring.attach(fds, generation=GENERATION) as forged:
             forged.claim_producer().send(b"through")
             assert bytes(forged.claim_consumer().recv(timeout=0).data) == b"through"
@@ -149,7 +149,7 @@ def test_no_process_can_change_the_size_of_the_memory_or_its_seals(ring: Ring) -
         lambda: os.ftruncate(ring.fds[0], 0),
         lambda: os.ftruncate(ring.fds[0], 1 << 20),
         lambda: os.posix_fallocate(ring.fds[0], 0, 1 << 20),
-        lambda: fcntl.fcntl(ring.fds[0], _F_ADD_SEALS, _FUTURE_WRITE),
+        lambda: fcntl.fcntl(ring.fds[0], F_ADD_SEALS, FUTURE_WRITE),
     ):
         with pytest.raises(PermissionError):
             change()

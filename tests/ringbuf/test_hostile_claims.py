@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from ringbuf import AlreadyClaimed, PeerDied, Ring
-from ringbuf._claim import _claim_word
+from ringbuf._claim import claim_word_of
 from ringbuf._words import CONSUMER, PRODUCER
 from tests.ringbuf.descriptors import descriptors, duplicates
 
@@ -51,7 +51,7 @@ def test_the_claim_of_a_living_thread_is_not_a_process_to_watch(ring: Ring) -> N
     thread = threading.Thread(target=stop.wait)
     thread.start()
     try:
-        word = _claim_word(thread_of_this_process())
+        word = claim_word_of(thread_of_this_process())
         assert word is not None
         ring._segment.words[PRODUCER.claim] = word
         with pytest.raises(TimeoutError):
@@ -64,7 +64,7 @@ def test_the_claim_of_a_living_thread_is_not_a_process_to_watch(ring: Ring) -> N
 
 
 def test_a_claim_of_another_living_process_is_respected(ring: Ring) -> None:
-    word = _claim_word(os.getppid())
+    word = claim_word_of(os.getppid())
     assert word is not None
     ring._segment.words[PRODUCER.claim] = word
     with pytest.raises(AlreadyClaimed) as caught:

@@ -69,7 +69,7 @@ async def _start(request: Request) -> tuple[_ChatCompletion, Generation]:
     if body.stream and "audio" in body.modalities and body.audio.format == "flac":
         message = "audio.format: 'flac' cannot be streamed; accepted: 'wav', 'mp3', 'opus', 'pcm16'"
         raise bad_request(message, "audio.format", "unsupported_parameter")
-    params, names = _parameters(body, params, system.pipeline)
+    params, names = parameters_of(body, params, system.pipeline)
     completion = _ChatCompletion(body, names)
     messages, references = _split_media(body.messages)
     _require_accepted(references, system.pipeline)
@@ -85,7 +85,7 @@ async def _start(request: Request) -> tuple[_ChatCompletion, Generation]:
     return completion, generation
 
 
-def _parameters(
+def parameters_of(
     body: schemas.ChatRequest, others: Mapping[str, Any], pipeline: Pipeline
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """Return the engines' parameters, and the client's name of each parameter that an engine's error may name.

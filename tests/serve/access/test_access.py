@@ -16,7 +16,7 @@ import trio
 from click.testing import CliRunner
 
 from omni_actors.serve.command import serve_command
-from omni_actors.serve.server import _warn_if_public, serve
+from omni_actors.serve.server import serve, warn_if_public
 from omni_actors.serve.settings import ServerSettings, normalize_host, normalize_key, normalize_origin
 
 Start = Callable[..., AbstractContextManager[Any]]
@@ -101,7 +101,7 @@ def test_an_address_beyond_this_machine_is_worth_a_warning(
     family: socket.AddressFamily, address: str, is_open: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     with socket.create_server((address, 0), family=family) as listener, caplog.at_level(logging.WARNING):
-        _warn_if_public(listener)
+        warn_if_public(listener)
     assert [("--api-key" in message, address in message) for message in caplog.messages] == [(True, True)] * is_open
 
 

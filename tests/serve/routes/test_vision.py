@@ -18,7 +18,7 @@ import trio
 from omni_actors import config
 from omni_actors.serve.api.schemas import ChatRequest, parse
 from omni_actors.serve.media.loader import MediaLoader
-from omni_actors.serve.routes.chat import _parameters
+from omni_actors.serve.routes.chat import parameters_of
 from omni_actors.serve.server import serve
 from omni_actors.serve.settings import ServerSettings
 
@@ -182,7 +182,7 @@ def test_a_voice_is_a_speaker_where_there_are_some(
 ) -> None:
     (tmp_path / "pipeline.yaml").write_text(pipeline)
     fields = {"model": "gallery", "messages": [{"role": "user", "content": "hello"}], **asked}
-    found, names = _parameters(*parse(fields, ChatRequest), config.load(tmp_path / "pipeline.yaml"))
+    found, names = parameters_of(*parse(fields, ChatRequest), config.load(tmp_path / "pipeline.yaml"))
     assert (found, names.get("speaker")) == (params, called)
 
 
