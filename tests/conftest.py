@@ -1,8 +1,8 @@
 """The environment of all tests.
 
 Rules
-1. A test that leaves a process or an entry in /dev/shm behind fails. Processes that ran before the test, and those that
-   a wider fixture has added to ``fixture_processes``, do not count.
+1. A test that leaves a process or an entry in /dev/shm behind fails. Processes that ran before the test, those that a
+   wider fixture has added to ``fixture_processes``, and entries that another program uses, do not count.
 2. Orphans count: every process that a test starts inherits ``MARK`` in its environment, which identifies it after its
    parent has exited. A fork without exec keeps the environment of this process; it is found as a child.
 3. In CI, Hypothesis draws the same examples each time, so that a failed run can be repeated.
@@ -154,6 +154,17 @@ def shm_entries() -> set[str]:
     return set(os.listdir("/dev/shm"))
 
 
+def used_by_others(names: set[str]) -> set[str]:
+    """Return the names in /dev/shm that a process has mapped which is neither this one nor a descendant."""
+    own = {os.getpid(), *(child.pid for child in psutil.Process().children(recursive=True))}
+    used: set[str] = set()
+    for pid in processes() - own:
+        with suppress(OSError):  # another user's process, or one that has exited
+            maps = Path(f"/proc/{pid}/maps").read_text()
+            used |= {name for name in names if f"/dev/shm/{name}\n" in maps}
+    return used
+
+
 @pytest.fixture(scope="session")
 def fixture_processes() -> set[int]:
     """Pids that a fixture wider than a test has started during a test, such as restarted workers."""
@@ -179,7 +190,8 @@ def leaves_nothing_behind(fixture_processes: set[int]) -> Iterator[None]:
     while shm and time.monotonic() < deadline:
         time.sleep(0.01)  # tests in the other process use libraries that name their semaphores for a moment
         shm &= shm_entries()
-    assert not shm, f"/dev/shm entries left behind: {sorted(shm)}"
+    left_in_shm = shm - used_by_others(shm) if shm else shm
+    assert not left_in_shm, f"/dev/shm entries left behind: {sorted(left_in_shm)}"
 
 
 def _describe(process: psutil.Process) -> str:

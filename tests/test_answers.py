@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,13 @@ import numpy as np
 import pytest
 import soundfile
 import trio
+import trio.testing
 
 import omni_actors
 from omni_actors import OmniSystem
 from omni_actors.config import Limits, Pipeline, Stage
 from omni_actors.errors import InvalidRequest, Overloaded
+from tests.support.echo_systems import pid_of, until
 from tests.support.served_engines import LEVEL, RATE, WORD_S
 
 WATCHDOG_S = 60.0
@@ -94,13 +97,16 @@ async def test_map_answers_many_prompts_without_being_refused(concurrency: int |
 async def test_map_waits_while_other_requests_fill_the_system() -> None:
     pipeline = speaking(max_requests=1)
     async with OmniSystem.open(pipeline) as omni:
+        worker = pid_of(omni, "text")
+        os.kill(worker, signal.SIGSTOP)  # so that the first request holds its place
         other = omni.generate("mine")
         with pytest.raises(Overloaded):
             omni.generate("refused")
         async with trio.open_nursery() as nursery:
 
             async def read_later() -> None:
-                await trio.sleep(0.1)
+                await trio.testing.wait_all_tasks_blocked()  # each of the prompts was refused
+                os.kill(worker, signal.SIGCONT)
                 await other.text()
 
             nursery.start_soon(read_later)
@@ -124,13 +130,17 @@ async def test_map_raises_the_error_of_a_request_or_keeps_it_as_an_answer() -> N
 async def test_leaving_map_aborts_its_requests() -> None:
     endless = {"stages.text.options": {"fan_out": 1_000_000, "step_s": 0.01}}
     async with OmniSystem.open(speaking(), overrides=endless) as omni:
-        with trio.move_on_after(0.2):
+        async with trio.open_nursery() as nursery:
+
+            async def leave() -> None:
+                await until(lambda: omni.in_flight == 2)
+                nursery.cancel_scope.cancel()
+
+            nursery.start_soon(leave)
             async with omni.map(["a", "b"]) as answers:
                 async for _ in answers:
                     pytest.fail("an endless answer is complete")
-        with trio.fail_after(WATCHDOG_S):
-            while omni.in_flight:  # noqa: ASYNC110 - the collector drops the answers
-                await trio.sleep(0.01)
+        await until(lambda: not omni.in_flight)
 
 
 @pytest.mark.parametrize(

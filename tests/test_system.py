@@ -22,6 +22,7 @@ from omni_actors.errors import ConfigError
 from omni_actors.generation import Generation
 from omni_actors.orchestrator.pieces import Input
 from omni_actors.system import OmniSystem
+from tests.support.open_descriptors import open_descriptors
 
 ROOT = Path(omni_actors.__file__).parent.parent
 WATCHDOG_S = 60.0
@@ -33,10 +34,6 @@ def ask(omni: OmniSystem, text: str = "x", modalities: tuple[str, ...] = ("text"
     return omni.submit({"script": [Input({"text": text})]}, modalities)
 
 
-def count_fds() -> int:
-    return len(os.listdir("/proc/self/fd"))
-
-
 # leaving, in this process
 
 
@@ -45,7 +42,7 @@ async def test_two_systems_one_after_the_other_leave_no_descriptor() -> None:
     for _ in range(2):
         async with OmniSystem.open("echo") as omni:
             assert len([output async for output in ask(omni, modalities=("text", "audio"))]) == 2
-        counts.append(count_fds())
+        counts.append(len(open_descriptors()))
     assert len(set(counts)) == 1
 
 
@@ -57,7 +54,7 @@ async def test_a_restart_leaves_no_descriptor() -> None:
                 while not (omni.health().ready and omni.health().stages["first"][0].generation == generation):
                     await omni.wait_changed()
             await trio.testing.wait_all_tasks_blocked()
-            counts.append(count_fds())
+            counts.append(len(open_descriptors()))
             os.kill(omni.health().stages["first"][0].pid or 0, signal.SIGKILL)
         assert len(set(counts)) == 1
 
@@ -96,7 +93,7 @@ async def test_leaving_by_cancellation() -> None:
 
 @pytest.mark.parametrize("ticks", [0, 1, 2, 3, 5, 10, 50])
 async def test_cancelled_while_it_opens(ticks: int) -> None:
-    before = count_fds()
+    before = len(open_descriptors())
     with trio.CancelScope() as scope:
         async with trio.open_nursery() as nursery:
 
@@ -109,7 +106,7 @@ async def test_cancelled_while_it_opens(ticks: int) -> None:
             async with OmniSystem.open("echo"):
                 pytest.fail("it opened")
     assert scope.cancelled_caught
-    assert count_fds() == before
+    assert len(open_descriptors()) == before
 
 
 async def test_a_closed_system_admits_no_request() -> None:

@@ -150,7 +150,8 @@ def spared_stage(workload: Workload) -> str:
     return max(workload.stages, key=lambda stage: (most[stage], -workload.stages.index(stage)))
 
 
-def _faults(workload: Workload, spared: str) -> Iterator[Operation]:
+def faults(workload: Workload, spared: str) -> Iterator[Operation]:
+    """Yield the faults of a soak, without an end: four kinds for each stage but the spared one, in turn."""
     for stage in itertools.cycle([each for each in workload.stages if each != spared] or [spared]):
         yield Kill((stage,))
         yield Crash(stage, "raise", "fail") if stage in workload.hooks else Kill((stage,))
@@ -163,7 +164,7 @@ async def _inject_faults(driver: Driver, workload: Workload, soaked: Soak, on_pr
     until = time.monotonic() + soaked.seconds
     await trio.sleep(min(WARM_UP_S, soaked.seconds / 20))
     await _count(driver, soaked.fault_free, min(FAULT_FREE_S, soaked.seconds / 10))
-    for fault in _faults(workload, soaked.spared):
+    for fault in faults(workload, soaked.spared):
         if time.monotonic() > until:
             return
         injected_at = time.monotonic()

@@ -23,7 +23,7 @@ def test_a_quick_run_measures_every_part_of_every_transport_asked_for(tmp_path: 
     command = [sys.executable, "-m", "bench.ring", "--quick", "--only", "ours: send", "--only", "multiprocessing.Pipe"]
     command += ["--size", "64", "--size", "4000000", "--cores", str(cores[0]), str(cores[-1])]
     command += ["--json", str(tmp_path / "figures"), "--markdown", str(tmp_path / "tables")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110, check=False)
     assert done.returncode == 0, done.stderr
     figures = json.loads((tmp_path / "figures").read_text())
     assert figures["failures"] == []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 from collections.abc import Iterator
 
@@ -10,6 +9,7 @@ import pytest
 
 from omni_actors.platform import cpu_sharing as module
 from omni_actors.platform.cpu_sharing import WORKERS, YIELD_MAX_S, YIELD_SHARE, CpuSharing, CpuSharingPage
+from tests.support.open_descriptors import open_descriptors
 
 FAR = 1000
 """The number of a core that does not fit a byte of the page."""
@@ -196,12 +196,12 @@ def test_a_page_that_cannot_be_mapped_is_closed(monkeypatch: pytest.MonkeyPatch)
     def refuse(*_: object) -> None:
         raise OSError(24, "Too many open files")
 
-    before = len(os.listdir("/proc/self/fd"))
+    before = len(open_descriptors())
     monkeypatch.setattr(module.mmap, "mmap", refuse)
     for _ in range(3):
         with pytest.raises(OSError, match="Too many"):
             CpuSharingPage().join()
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(open_descriptors()) == before
 
 
 def test_cores_that_were_taken_from_this_process_are_no_error(
@@ -217,12 +217,11 @@ def test_cores_that_were_taken_from_this_process_are_no_error(
 
 
 def test_the_page_exists_as_long_as_there_are_workers(machine: Machine) -> None:
-    gc.collect()
-    before = len(os.listdir("/proc/self/fd"))
+    before = len(open_descriptors())
     workers = [machine.worker(1) for _ in range(WORKERS + 2)]
     assert sorted(machine.numbers.values()) == [*range(WORKERS), WORKERS - 1, WORKERS - 1]
-    assert len(os.listdir("/proc/self/fd")) > before
+    assert len(open_descriptors()) > before
     while workers:
         machine.leave(workers.pop())
     assert machine.shared.fd == -1
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(open_descriptors()) == before

@@ -17,6 +17,7 @@ import pytest
 import trio
 
 from omni_actors.platform.death_mutex import SCHED_GETATTR, SIZE, DeathMutex
+from tests.support.open_descriptors import open_descriptors
 
 WATCHDOG_S = 60.0
 WORKER = """
@@ -71,12 +72,13 @@ async def test_a_death_is_shown_while_the_process_still_exists_and_the_waiting_t
 
 @pytest.mark.parametrize("watched", [True, False])
 def test_a_death_mutex_that_was_never_held_leaves_nothing(watched: bool) -> None:
-    before = set(os.listdir("/proc/self/fd")), threading.active_count()
+    before, threads = open_descriptors(), threading.enumerate()
     line = DeathMutex()
     if watched:
         line.watch()
     line.close()
-    assert (set(os.listdir("/proc/self/fd")), threading.active_count()) == before
+    assert open_descriptors() == before
+    assert set(threading.enumerate()) <= set(threads), "a thread of an earlier test may have ended"
 
 
 def test_the_watching_thread_preempts_the_dying_process() -> None:

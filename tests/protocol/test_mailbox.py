@@ -25,12 +25,9 @@ from omni_actors.protocol.messages import (
     Stop,
 )
 from omni_actors.protocol.packets import MAX_FDS, PACKED, PACKED_BYTES, send_all
+from tests.support.open_descriptors import open_descriptors
 
 CONNECT = Connect(Address("a", 0), CLIENT_ADDRESS, 3)
-
-
-def count_fds() -> int:
-    return len(os.listdir("/proc/self/fd"))
 
 
 @asynccontextmanager
@@ -68,7 +65,7 @@ async def test_descriptors_cross_and_the_poster_keeps_its_own() -> None:
 @pytest.mark.parametrize("arrived", [0, 3, 8])
 async def test_descriptors_that_are_never_received_are_closed(arrived: int) -> None:
     """0: they are queued at the sender. 3: at the receiver. 8: more are in the socket and in the reader's packet."""
-    before = count_fds()
+    before = len(open_descriptors())
     read, write = os.pipe()
     async with pair() as (parent, worker):
         for _ in range(arrived or 3):
@@ -81,11 +78,11 @@ async def test_descriptors_that_are_never_received_are_closed(arrived: int) -> N
             await trio.testing.wait_all_tasks_blocked(0.01)
     os.close(read)
     os.close(write)
-    assert count_fds() == before
+    assert len(open_descriptors()) == before
 
 
 async def test_descriptors_for_a_peer_that_is_gone_are_closed() -> None:
-    before = count_fds()
+    before = len(open_descriptors())
     read, write = os.pipe()
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     ours.setblocking(False)
@@ -99,7 +96,7 @@ async def test_descriptors_for_a_peer_that_is_gone_are_closed() -> None:
             await mailbox.incoming.receive()
     os.close(read)
     os.close(write)
-    assert count_fds() == before
+    assert len(open_descriptors()) == before
 
 
 async def test_a_full_mailbox_raises_and_keeps_nothing_of_the_message() -> None:
@@ -107,11 +104,11 @@ async def test_a_full_mailbox_raises_and_keeps_nothing_of_the_message() -> None:
     async with pair(capacity=2) as (parent, _):
         parent.post(Abort(1))
         parent.post(Abort(2))
-        before = count_fds()
+        before = len(open_descriptors())
         with pytest.raises(MailboxFull) as caught:
             parent.post(CONNECT, (read, write))
         assert caught.value.pending == 2
-        assert count_fds() == before
+        assert len(open_descriptors()) == before
     os.close(read)
     os.close(write)
 
@@ -216,7 +213,7 @@ async def test_messages_that_are_posted_together_are_one_packet_if_they_fit() ->
 
 
 async def test_a_mailbox_loses_nothing_when_its_block_is_left_before_it_is_sent() -> None:
-    before = count_fds()
+    before = len(open_descriptors())
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     for end in (ours, theirs):
         end.setblocking(False)
@@ -229,7 +226,7 @@ async def test_a_mailbox_loses_nothing_when_its_block_is_left_before_it_is_sent(
         assert await read(theirs) == ([CONNECT], 2)
     os.close(read_end)
     os.close(write_end)
-    assert count_fds() == before
+    assert len(open_descriptors()) == before
 
 
 async def test_a_mailbox_is_congested_while_half_of_its_capacity_is_used() -> None:
@@ -251,7 +248,7 @@ async def test_a_mailbox_is_congested_while_half_of_its_capacity_is_used() -> No
 
 
 async def test_descriptors_after_a_packet_that_finds_no_room_are_closed() -> None:
-    before = count_fds()
+    before = len(open_descriptors())
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     ours.setblocking(False)
     read_end, write_end = os.pipe()
@@ -268,7 +265,7 @@ async def test_descriptors_after_a_packet_that_finds_no_room_are_closed() -> Non
             assert mailbox._out_send.statistics().current_buffer_used == 1, "the writer is blocked"
     os.close(read_end)
     os.close(write_end)
-    assert count_fds() == before
+    assert len(open_descriptors()) == before
 
 
 def test_a_message_fits_into_a_packet_or_is_refused() -> None:

@@ -15,6 +15,7 @@ from omni_actors import config as configuration
 from omni_actors.stress import leaks
 from omni_actors.stress.run import ask_oracle
 from omni_actors.stress.workload import Workload, workload_of
+from tests.stress.patience import PATIENT
 
 ENGINES = """
     import pathlib
@@ -99,7 +100,7 @@ def what_is_there_already_is_no_garbage() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def baseline() -> Workload:
     """echo's workload with its answers."""
-    workload = workload_of("echo", {})
+    workload = workload_of("echo", PATIENT)
     ask_oracle(workload)
     return workload
 

@@ -16,6 +16,7 @@ from click.testing import CliRunner, Result
 from omni_actors.cli import main
 from omni_actors.stress import campaign
 from omni_actors.stress.workload import Workload
+from tests.stress.patience import PATIENT
 
 SCHEDULE = '["idle",null,[["submit","audio, long","replay",0],["wait",30],["kill",["second"]],["settle"]]]'
 
@@ -28,7 +29,8 @@ def stress(monkeypatch: pytest.MonkeyPatch, mark: str, baseline: Workload) -> Ca
         workload.oracle = baseline.oracle
 
     monkeypatch.setattr(campaign, "ask_oracle", known)
-    return lambda *arguments: CliRunner().invoke(main, ["stress", *arguments])
+    patient = [f"--set={path}={value}" for path, value in PATIENT.items()]
+    return lambda config, *arguments: CliRunner().invoke(main, ["stress", config, *patient, *arguments])
 
 
 def test_a_search_ends_with_its_budget_and_writes_figures(stress: Callable[..., Result], tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ from omni_actors.protocol.messages import (
     WorkerSpec,
 )
 from omni_actors.supervisor.process import LocalSpawner, SpawnFailed
+from tests.support.open_descriptors import open_descriptors
 
 HERE = Address("here", 0)
 WATCHDOG_S = 60.0
@@ -168,7 +169,7 @@ async def test_killing_a_dead_worker_is_harmless() -> None:
 
 @pytest.mark.parametrize("how", ["normally", "by an exception", "by cancellation"])
 async def test_leaving_reaps_the_worker_and_closes_every_descriptor(how: str) -> None:
-    before = len(os.listdir("/proc/self/fd"))
+    before = len(open_descriptors())
     process: psutil.Process | None = None
     with trio.CancelScope() as scope:
         try:
@@ -183,12 +184,12 @@ async def test_leaving_reaps_the_worker_and_closes_every_descriptor(how: str) ->
             assert how == "by an exception"
     assert process is not None
     assert not process.is_running()
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(open_descriptors()) == before
 
 
 async def test_a_spawn_that_fails_half_way_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """First there is no descriptor for the pidfd, then none for the process's own pipe."""
-    before, children = len(os.listdir("/proc/self/fd")), psutil.Process().children()
+    before, children = len(open_descriptors()), psutil.Process().children()
 
     def none_left(*_: object) -> int:
         raise OSError(24, "Too many open files")
@@ -199,7 +200,7 @@ async def test_a_spawn_that_fails_half_way_leaves_nothing(monkeypatch: pytest.Mo
             with pytest.raises(SpawnFailed, match="Too many"):
                 async with LocalSpawner().spawn(HERE, 8):
                     pytest.fail("it started")
-        assert len(os.listdir("/proc/self/fd")) == before
+        assert len(open_descriptors()) == before
         assert psutil.Process().children() == children
 
 

@@ -16,6 +16,7 @@ import pytest
 
 from omni_actors import OmniSystem
 from omni_actors.serve.http.descriptors import SPARE, DescriptorBudget
+from tests.support.open_descriptors import open_descriptors
 
 Start = Callable[..., AbstractContextManager[Any]]
 UPLOAD = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{"
@@ -58,9 +59,9 @@ def pids_of(parent: psutil.Process) -> list[int]:
 
 @pytest.mark.parametrize("replicas", [1, 2])
 async def test_workers_use_no_more_descriptors_than_are_reserved(replicas: int) -> None:
-    before = len(os.listdir("/proc/self/fd"))
+    before = len(open_descriptors())
     async with OmniSystem.open("echo", **{"stages.second.replicas": replicas}) as system:
-        taken = len(os.listdir("/proc/self/fd")) - before
+        taken = len(open_descriptors()) - before
         assert system.descriptors / 2 <= taken <= system.descriptors + SPARE / 8
 
 
