@@ -13,8 +13,25 @@ import pytest
 @contextmanager
 def clear_choices_in_workers() -> Iterator[None]:
     """Let the workers that are started within the block choose by the rules of ``tests.support.clear_choices``."""
+    with _hooks(OMNI_ACTORS_TEST_CLEAR_CHOICES="1"):
+        yield
+
+
+@contextmanager
+def noisy_workers(seed: int) -> Iterator[None]:
+    """Give the workers that are started within the block the noise of ``tests.support.decision_noise``.
+
+    Within a running system, these are all incarnations after the first.
+    """
+    with _hooks(OMNI_ACTORS_TEST_DECISION_NOISE=str(seed)):
+        yield
+
+
+@contextmanager
+def _hooks(**variables: str) -> Iterator[None]:
     path = os.pathsep.join([str(Path(__file__).parent / "process_hooks"), os.environ.get("PYTHONPATH", "")])
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", path)
-        patch.setenv("OMNI_ACTORS_TEST_CLEAR_CHOICES", "1")
+        for name, value in variables.items():
+            patch.setenv(name, value)
         yield

@@ -1,10 +1,11 @@
 """What tests change in every process, workers included.
 
-With this directory on ``PYTHONPATH``, Python imports this module at the start of a process. Two environment variables
+With this directory on ``PYTHONPATH``, Python imports this module at the start of a process. Environment variables
 select what it does:
 
-``OMNI_ACTORS_TEST_NOISE``          a seed: rounding noise as other machines have it, for `make test-portable`
-``OMNI_ACTORS_TEST_CLEAR_CHOICES``  engines choose tokens by the rules of ``tests.support.clear_choices``
+``OMNI_ACTORS_TEST_NOISE``           a seed: rounding noise as other machines have it, for `make test-portable`
+``OMNI_ACTORS_TEST_CLEAR_CHOICES``   engines choose tokens by the rules of ``tests.support.clear_choices``
+``OMNI_ACTORS_TEST_DECISION_NOISE``  a seed: the noise of ``tests.support.decision_noise``
 
 The results of matrix kernels differ from machine to machine in their last bits: instruction sets, thread counts and
 batch shapes change the order of summation. The noise imitates that.
@@ -44,6 +45,11 @@ CHOOSERS = (
     "omni_actors.stages.qwen3.predictor",
 )
 """The modules that choose tokens, each by its name ``choose``."""
+NOISY = (
+    "omni_actors.stages.hibari.acoustic",
+    "omni_actors.stages.omni.handoff",
+)
+"""The other modules that get the noise of ``tests.support.decision_noise``."""
 METHODS = ("__matmul__", "__rmatmul__", "matmul", "mm", "bmm", "mv", "addmm", "baddbmm", "dot")
 
 
@@ -145,6 +151,12 @@ def patch_choices(module: ModuleType) -> None:
     module.choose = clear_choose  # type: ignore[attr-defined]
 
 
+def patch_decisions(module: ModuleType, seed: str) -> None:
+    from tests.support.decision_noise import of_process
+
+    of_process(seed).patch(module)
+
+
 class PatchingFinder(importlib.abc.MetaPathFinder):
     """Patches modules once each has been imported."""
 
@@ -177,6 +189,8 @@ def patches() -> dict[str, Callable[[ModuleType], None]]:
         found["ctranslate2"] = functools.partial(patch_ctranslate2, noise=noise)
     if os.environ.get("OMNI_ACTORS_TEST_CLEAR_CHOICES"):
         found |= dict.fromkeys(CHOOSERS, patch_choices)
+    if seed := os.environ.get("OMNI_ACTORS_TEST_DECISION_NOISE"):
+        found |= dict.fromkeys((*CHOOSERS, *NOISY), functools.partial(patch_decisions, seed=seed))
     return found
 
 
