@@ -7,6 +7,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from omni_actors.stages.base import CLIENT, Chunk
+from omni_actors.stages.multimodal.prompt import OmniPrompt
+from ringbuf import decode_bundle, encode_bundle
+
 SYSTEM = "you are a helpful assistant ."
 SAMPLE_RATE = 16_000
 STORY = "please tell me a short story about the sea ."
@@ -54,6 +58,16 @@ class Ask(NamedTuple):
             rate = {"sample_rate": SAMPLE_RATE} if sound else {}
             made.append(({"index": 0, "fps": 2.0, **rate}, {"video": frames, **sound}))
         return made
+
+    @property
+    def prompt(self) -> OmniPrompt:
+        """What a thinker collects of the chunks."""
+        prompt = OmniPrompt((CLIENT,))
+        for seq, (data, tensors) in enumerate(self.chunks):
+            bundle = decode_bundle(memoryview(b"".join(encode_bundle(None, tensors))))
+            last = seq == len(self.chunks) - 1
+            prompt.feed(Chunk(source=CLIENT, seq=seq, last=last, tensors=bundle.tensors, data=data))
+        return prompt
 
 
 def tone(seconds: float, hertz: float) -> np.ndarray[Any, Any]:

@@ -10,10 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from omni_actors.stages.base import CLIENT, Chunk
 from omni_actors.stages.multimodal.processor import OmniProcessor
-from omni_actors.stages.multimodal.prompt import OmniPrompt
-from ringbuf import decode_bundle, encode_bundle
 from tests.support import qwen2_5_reference as reference
 from tests.support.closeness import assert_close, assert_same_sound
 from tests.support.engine_driver import Driver, run_chain
@@ -47,13 +44,7 @@ class Qwen25Chain:
         self._inputs = functools.cache(self._processed)
 
     def _processed(self, ask: Ask) -> Any:
-        prompt = OmniPrompt((CLIENT,))
-        for seq, (data, tensors) in enumerate(ask.chunks):
-            bundle = decode_bundle(memoryview(b"".join(encode_bundle(None, tensors))))
-            prompt.feed(
-                Chunk(source=CLIENT, seq=seq, last=seq == len(ask.chunks) - 1, tensors=bundle.tensors, data=data)
-            )
-        return self._processor(prompt, system_prompt="", use_audio_in_video=ask.use_audio_in_video)
+        return self._processor(ask.prompt, system_prompt="", use_audio_in_video=ask.use_audio_in_video)
 
     def expected(self, ask: Ask, *, padded: bool = False) -> reference.Answer:
         inputs = self._inputs(ask)
@@ -81,13 +72,11 @@ class Qwen25Chain:
         codes = [tensor(output.tensors["codes"])[:, 0] for output in talker if output.tensors]
         wave = [tensor(output.tensors["audio"]) for output in token2wav if output.tensors]
         return Result(
-            text="".join(output.data.get("text", "") for output in thinker),
-            end={name: value for name, value in thinker[-1].data.items() if name != "text"},
-            rows=np.concatenate(
-                [tensor(output.downstream["rows"]) for output in thinker if "rows" in output.downstream]
-            ),
-            codes=np.concatenate([np.zeros(0, np.int16), *codes]),
-            wave=np.concatenate([np.zeros(0, np.float32), *wave]),
+            "".join(output.data.get("text", "") for output in thinker),
+            {name: value for name, value in thinker[-1].data.items() if name != "text"},
+            np.concatenate([tensor(output.downstream["rows"]) for output in thinker if "rows" in output.downstream]),
+            np.concatenate([np.zeros(0, np.int16), *codes]),
+            np.concatenate([np.zeros(0, np.float32), *wave]),
         )
 
     def check(self, ask: Ask, result: Result, *, padded: bool = False) -> None:

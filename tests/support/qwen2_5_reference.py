@@ -40,14 +40,18 @@ class Answer(NamedTuple):
 
 
 class Reference:
-    """transformers' model of one checkpoint directory."""
+    """transformers' model of one checkpoint directory.
 
-    def __init__(self, directory: Path) -> None:
+    clear: whether it refuses greedy choices that rounding could turn (``clear_choices``).
+    """
+
+    def __init__(self, directory: Path, *, clear: bool = True) -> None:
         model: Any = Qwen2_5OmniForConditionalGeneration.from_pretrained(directory)
         self.model = model.eval()
         self._answers: dict[Any, Answer] = {}
-        watch_head(model.thinker.lm_head)
-        watch_head(model.talker.codec_head)
+        if clear:
+            watch_head(model.thinker.lm_head)
+            watch_head(model.talker.codec_head)
 
     @property
     def ends(self) -> list[int]:

@@ -10,10 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from omni_actors.stages.base import CLIENT, Chunk
 from omni_actors.stages.multimodal.processor import OmniProcessor
-from omni_actors.stages.multimodal.prompt import OmniPrompt
-from ringbuf import decode_bundle, encode_bundle
 from tests.support import qwen3_reference as reference
 from tests.support.closeness import assert_same_sound
 from tests.support.engine_driver import Driver, run_chain
@@ -45,13 +42,7 @@ class Qwen3Chain:
         self._processor = OmniProcessor(directory)
 
     def expected(self, ask: Ask) -> reference.Answer:
-        prompt = OmniPrompt((CLIENT,))
-        for seq, (data, tensors) in enumerate(ask.chunks):
-            bundle = decode_bundle(memoryview(b"".join(encode_bundle(None, tensors))))
-            prompt.feed(
-                Chunk(source=CLIENT, seq=seq, last=seq == len(ask.chunks) - 1, tensors=bundle.tensors, data=data)
-            )
-        inputs = self._processor(prompt, system_prompt="", use_audio_in_video=ask.use_audio_in_video)
+        inputs = self._processor(ask.prompt, system_prompt="", use_audio_in_video=ask.use_audio_in_video)
         return self.reference.answer(
             ask,
             inputs.ids,
@@ -80,11 +71,11 @@ class Qwen3Chain:
         codes += [tensor(output.tensors["codes"]) for output in talker if output.tensors]
         wave = [tensor(output.tensors["audio"]) for output in code2wav if output.tensors]
         return Result(
-            text="".join(output.data.get("text", "") for output in thinker),
-            end={name: value for name, value in thinker[-1].data.items() if name != "text"},
-            ids=ids,
-            codes=np.concatenate(codes),
-            wave=np.concatenate([np.zeros(0, np.float32), *wave]),
+            "".join(output.data.get("text", "") for output in thinker),
+            {name: value for name, value in thinker[-1].data.items() if name != "text"},
+            ids,
+            np.concatenate(codes),
+            np.concatenate([np.zeros(0, np.float32), *wave]),
         )
 
     def check(self, ask: Ask, result: Result) -> None:

@@ -39,14 +39,22 @@ class Answer(NamedTuple):
 
 
 class Reference:
-    """transformers' model of one checkpoint directory."""
+    """transformers' model of one checkpoint directory.
 
-    def __init__(self, directory: Path) -> None:
+    clear: whether it refuses greedy choices that rounding could turn (``clear_choices``).
+    """
+
+    def __init__(self, directory: Path, *, clear: bool = True) -> None:
         model: Any = Qwen3OmniMoeForConditionalGeneration.from_pretrained(directory)
         self.model = model.eval()
         # It is missing in the configuration of every checkpoint, and the reference does not get past audio without it.
         self.model.talker.config.audio_config = self.model.config.thinker_config.audio_config
         self._answers: dict[Any, Answer] = {}
+        if clear:
+            self._watch_heads(model)
+
+    @staticmethod
+    def _watch_heads(model: Any) -> None:
         talker = model.talker
         watch_head(model.thinker.lm_head)
         codes = range(talker.config.text_config.vocab_size - SPECIALS)
