@@ -72,11 +72,13 @@ class Qwen25Chain:
         codes = [tensor(output.tensors["codes"])[:, 0] for output in talker if output.tensors]
         wave = [tensor(output.tensors["audio"]) for output in token2wav if output.tensors]
         return Result(
-            "".join(output.data.get("text", "") for output in thinker),
-            {name: value for name, value in thinker[-1].data.items() if name != "text"},
-            np.concatenate([tensor(output.downstream["rows"]) for output in thinker if "rows" in output.downstream]),
-            np.concatenate([np.zeros(0, np.int16), *codes]),
-            np.concatenate([np.zeros(0, np.float32), *wave]),
+            text="".join(output.data.get("text", "") for output in thinker),
+            end={name: value for name, value in thinker[-1].data.items() if name != "text"},
+            rows=np.concatenate(
+                [tensor(output.downstream["rows"]) for output in thinker if "rows" in output.downstream]
+            ),
+            codes=np.concatenate([np.zeros(0, np.int16), *codes]),
+            wave=np.concatenate([np.zeros(0, np.float32), *wave]),
         )
 
     def check(self, ask: Ask, result: Result, *, padded: bool = False) -> None:

@@ -71,11 +71,11 @@ class Qwen3Chain:
         codes += [tensor(output.tensors["codes"]) for output in talker if output.tensors]
         wave = [tensor(output.tensors["audio"]) for output in code2wav if output.tensors]
         return Result(
-            "".join(output.data.get("text", "") for output in thinker),
-            {name: value for name, value in thinker[-1].data.items() if name != "text"},
-            ids,
-            np.concatenate(codes),
-            np.concatenate([np.zeros(0, np.float32), *wave]),
+            text="".join(output.data.get("text", "") for output in thinker),
+            end={name: value for name, value in thinker[-1].data.items() if name != "text"},
+            ids=ids,
+            codes=np.concatenate(codes),
+            wave=np.concatenate([np.zeros(0, np.float32), *wave]),
         )
 
     def check(self, ask: Ask, result: Result) -> None:

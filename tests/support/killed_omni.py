@@ -1,0 +1,125 @@
+"""The tiny omni pipelines with killed workers, and what their answers must be (``killed_stages``).
+
+They route each token to all of their experts. A router's near tie is no decision of the journal, and noise would turn
+it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+
+from omni_actors import OmniSystem
+from omni_actors.config import Pipeline, Restart, Stage
+from tests.support.closeness import assert_same_sound
+from tests.support.forced_omni import STEPS, ForcedQwen3, ForcedQwen25, ForcedReference
+from tests.support.killed_stages import DTYPES, Heard, Killed, hear
+from tests.support.omni_questions import STORY, Ask
+
+MARGINS = {
+    # Two logits that move by AMPLITUDE (decision_noise) of the largest, times 1.05 for a repetition penalty.
+    ("float32", "thinker"): 1.1e-3,
+    # The noise of the rows moves the talker's logits by up to 1.4e-2, measured with the reference.
+    ("float32", "talker"): 3e-2,
+    ("float32", "predictor"): 3e-2,
+    # Rounding to 8 bits in each layer: undisturbed answers lag by up to 1.7e-2 in the thinker and 9e-2 in the talker.
+    ("bfloat16", "thinker"): 5e-2,
+    ("bfloat16", "talker"): 0.2,
+    ("bfloat16", "predictor"): 0.2,
+}
+"""The largest lag of a decision. Decisions of another answer lag by 0.3 on average."""
+OF_MEAN = 0.2
+"""The largest mean of an answer's lags, as a part of its margin: most decisions are clear."""
+
+DECODERS = {"qwen3": "code2wav", "qwen2_5": "token2wav"}
+DECODER_OPTIONS = {"qwen3": {"chunk_frames": [1]}, "qwen2_5": {"chunk_blocks": 1, "steps": STEPS}}
+TOKENS = {"qwen3": 32, "qwen2_5": 64}
+CODES = {"qwen3": 33, "qwen2_5": 240}
+"""Of each answer."""
+SEEDS = {"qwen3": 2, "qwen2_5": 5}
+"""Of the weights: the greedy answers do not repeat themselves."""
+SPEAKERS = {"qwen3": "ethan", "qwen2_5": "Ethan"}
+REFERENCES: dict[str, type[ForcedReference]] = {"qwen3": ForcedQwen3, "qwen2_5": ForcedQwen25}
+
+
+def checkpoint(family: str, root: Path) -> Path:
+    """Return the family's checkpoint, which is saved once."""
+    directory = root / family
+    if not directory.exists():
+        more = {"experts": 2, "experts_per_token": 2} if family == "qwen3" else {}
+        REFERENCES[family].tiny.save(directory, seed=SEEDS[family], text_eos=0.0, codec_eos=0.0, **more)
+    return directory
+
+
+def pipeline(family: str, model: Path, dtype: str) -> Pipeline:
+    """Return the family's three stages."""
+
+    def stage(name: str, **more: Any) -> Stage:
+        often = Restart(intensity=1000, backoff_s=0.01, backoff_max_s=0.01)
+        return Stage(engine=f"{family}_{name}", model=str(model), threads=1, restart=often, **more)
+
+    options = {"dtype": dtype}
+    stages = {
+        "thinker": stage("thinker", accepts=("messages",), emits="text", options=options),
+        "talker": stage("talker", inputs=("thinker",), options=options),
+        "decoder": stage(DECODERS[family], inputs=("talker",), emits="audio", options=DECODER_OPTIONS[family]),
+    }
+    return Pipeline(name=family, stages=stages)
+
+
+class Omni(Killed):
+    """A tiny omni pipeline in one configuration. model: its checkpoint."""
+
+    stages = ("thinker", "talker", "decoder")
+    greedy: ClassVar = {"temperature": 0.0, "talker_temperature": 0.0, "seed": 7}
+    sampled: ClassVar = {
+        "temperature": 1.0,
+        "talker_temperature": 0.9,
+        "talker_top_k": 0,
+        "talker_top_p": 1.0,
+        "seed": 7,
+    }
+
+    def __init__(self, configuration: str, family: str, model: Path) -> None:
+        super().__init__(configuration)
+        self.family, self.model, self.dtype = family, model, DTYPES[configuration]
+        self.question = Ask(STORY, speaker=SPEAKERS[family])
+
+    def open(self) -> AbstractAsyncContextManager[OmniSystem]:
+        return OmniSystem.open(pipeline(self.family, self.model, self.dtype))
+
+    async def hear(self, omni: OmniSystem, params: Mapping[str, Any], *stages: str, at: int = 0) -> Heard:
+        return await hear(
+            omni,
+            *stages,
+            at=at,
+            prompt=self.question.messages,
+            modalities=("text", "audio"),
+            max_tokens=TOKENS[self.family],
+            talker_max_tokens=CODES[self.family],
+            speaker=self.question.speaker,
+            **params,
+        )
+
+    def check(self, heard: Heard, params: Mapping[str, Any]) -> None:
+        tokens, codes = heard.decided("thinker"), heard.codes
+        answer, lags = reference(self.family, self.model, self.dtype).follow(self.question, tokens, codes, params)
+        assert len(tokens) == TOKENS[self.family]
+        assert heard.text == REFERENCES[self.family].tiny.TOKENIZER.decode(tokens, skip_special_tokens=True)
+        assert answer.codes.reshape(len(codes), -1).tolist() == [list(frame) for frame in codes]
+        assert_same_sound(heard.sound, answer.wave)
+        for part, each in lags.items():
+            margin = MARGINS[self.dtype, part]
+            assert self.note(part, each) < margin, f"{part}: decision {np.argmax(each)} lags by {max(each):.1e}"
+            assert self.note(f"{part}, mean", np.mean(each)) < OF_MEAN * margin
+
+
+@functools.cache
+def reference(family: str, model: Path, dtype: str) -> ForcedReference:
+    return REFERENCES[family](model, getattr(torch, dtype))

@@ -1,0 +1,96 @@
+"""SIGKILL of each stage at every tenth output, with real processes: the client gets one continuous answer.
+
+``killed_stages`` says what is asked of an answer.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from omni_actors import OmniSystem
+from tests.support.killed_omni import MARGINS, OF_MEAN, REFERENCES, Omni, checkpoint
+from tests.support.killed_stages import Killed, places
+from tests.support.killed_voice import Voice
+from tests.support.shared_system import SharedSystem
+
+pytestmark = [pytest.mark.voice, pytest.mark.timeout(900)]
+
+STAGES = {**dict.fromkeys(REFERENCES, Omni.stages), "voice": Voice.stages}
+
+
+@pytest.fixture(scope="module")
+def opened(
+    request: pytest.FixtureRequest, fixture_processes: set[int], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Killed, SharedSystem]]:
+    """A running pipeline in one configuration."""
+    name, configuration = request.param
+    if name == "voice":
+        killed: Killed = Voice(configuration)
+    else:
+        root = tmp_path_factory.getbasetemp() / "killed_stages"
+        root.mkdir(exist_ok=True)
+        killed = Omni(configuration, name, checkpoint(name, root))
+    with killed.running(fixture_processes) as shared_system:
+        yield killed, shared_system
+
+
+IN_TURN = "in turn"
+"""The stages are killed in turn, of sampled answers."""
+CASES = [
+    pytest.param((name, configuration), stage, id=f"{name}-{configuration}-{stage}")
+    for name, stages in STAGES.items()
+    for configuration in ("exact", "noisy")
+    for stage in (*stages, IN_TURN)
+]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif("OMNI_ACTORS_TEST_NOISE" in os.environ, reason="make test-portable has far less noise than this")
+@pytest.mark.parametrize(("opened", "stage"), CASES, indirect=["opened"])
+def test_a_stage_killed_at_every_tenth_output(
+    opened: tuple[Killed, SharedSystem], stage: str, record_property: Callable[[str, object], None]
+) -> None:
+    killed, shared_system = opened
+    params, stages = (killed.sampled, killed.stages) if stage == IN_TURN else (killed.greedy, (stage,))
+
+    async def work(omni: OmniSystem) -> None:
+        expected = await killed.undisturbed(omni, params)
+        kills = zip((1, *places(expected.outputs)), itertools.cycle(stages), strict=False)
+        counts = await killed.kill(omni, kills, params)
+        for name, figure in {**counts, **killed.largest}.items():
+            record_property(name, figure)
+
+    shared_system.run(work)
+
+
+@pytest.mark.parametrize("opened", [pytest.param(("qwen3", "noisy"), id="qwen3-noisy")], indirect=True)
+def test_all_stages_killed_at_once(opened: tuple[Killed, SharedSystem]) -> None:
+    killed, shared_system = opened
+
+    async def work(omni: OmniSystem) -> None:
+        heard = await killed.hear(omni, killed.greedy, *killed.stages, at=20)
+        assert heard.replays
+        killed.check(heard, killed.greedy)
+
+    shared_system.run(work)
+
+
+@pytest.mark.parametrize("family", REFERENCES)
+def test_forced_decoding_finds_what_is_missing_or_there_twice(family: str, tmp_path: Path) -> None:
+    """The lags of such an answer are above all margins, and those of the reference's own answer are 0."""
+    asked = Omni("noisy", family, checkpoint(family, tmp_path))
+    follower = REFERENCES[family](asked.model, torch.float32)
+    question = asked.question._replace(max_tokens=14, max_frames=14)
+    tokens, codes = follower.own(question)
+    assert max(map(max, follower.follow(question, tokens, codes, asked.greedy).lags.values())) < 1e-5
+    lags = follower.follow(question, tokens[:8] + tokens[9:], codes[:8] + codes[7:], asked.greedy).lags
+    for part in ("thinker", "talker"):
+        assert max(lags[part]) > MARGINS["bfloat16", part]
+        assert np.mean(lags[part]) > OF_MEAN * MARGINS["bfloat16", part]
