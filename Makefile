@@ -1,6 +1,7 @@
 # make demo    hear it: sets everything up, asks a question, writes the spoken answer to answer.wav
 # make test    set up and run the tests
 # make test-perf   the tests that measure time or are expensive, one after the other
+# make test-kills   SIGKILL at every tenth output of every stage; takes most of an hour
 # make test-portable   the numeric tests, with rounding noise as other machines have it
 # make serve   set up and serve the "voice" pipeline on port 8091 (OpenAI-compatible HTTP)
 # make lint    what CI asks of every file
@@ -28,7 +29,7 @@ export PIP_NO_INPUT := 1
 # $(call phase,what,command): says what goes on and how long it took. Fails as the command does.
 phase = @echo "==> $(1)"; begin=$$(date +%s); $(2) && echo "    done in $$(( $$(date +%s) - begin )) s"
 
-.PHONY: help setup demo serve test test-perf test-portable lint bench bench-omni bench-ring bench-pipeline bench-recovery setup-vllm test-vllm clean
+.PHONY: help setup demo serve test test-perf test-kills test-portable lint bench bench-omni bench-ring bench-pipeline bench-recovery setup-vllm test-vllm clean
 .DELETE_ON_ERROR:
 
 help:
@@ -55,10 +56,13 @@ serve: setup
 	$(BIN)/omni-actors serve voice --port $(PORT)
 
 test: setup
-	$(BIN)/python -m pytest -n 2 -m "not perf and not slow" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n 2 -m "not perf and not slow and not kills" $(PYTEST_ARGS)
 
 test-perf: setup
 	$(BIN)/python -m pytest -m "perf or slow" $(PYTEST_ARGS)
+
+test-kills: setup
+	$(BIN)/python -m pytest -m "kills" $(PYTEST_ARGS)
 
 # Each run has a seed of the noise and a number of threads of the engines.
 PORTABLE_RUNS := 1,1 2,2 3,1
@@ -71,7 +75,7 @@ test-portable: setup
 	@for run in $(PORTABLE_RUNS); do \
 		echo "==> Rounding noise, seed $${run%,*}, engines on $${run#*,} threads"; \
 		PYTHONPATH="$(CURDIR)/tests/support/process_hooks:$$PYTHONPATH" OMNI_ACTORS_TEST_NOISE=$${run%,*} \
-			OMNI_ACTORS_TEST_THREADS=$${run#*,} $(BIN)/python -m pytest -n 2 -m "not perf" $(NUMERIC_TESTS) \
+			OMNI_ACTORS_TEST_THREADS=$${run#*,} $(BIN)/python -m pytest -n 2 -m "not perf and not kills" $(NUMERIC_TESTS) \
 			$(PYTEST_ARGS) || exit 1; \
 	done
 

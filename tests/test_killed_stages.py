@@ -43,15 +43,20 @@ def opened(
 
 IN_TURN = "in turn"
 """The stages are killed in turn, of sampled answers."""
+IN_CI = {("qwen2_5", "noisy", IN_TURN), ("voice", "noisy", IN_TURN)}
 CASES = [
-    pytest.param((name, configuration), stage, id=f"{name}-{configuration}-{stage}")
+    pytest.param(
+        (name, configuration),
+        stage,
+        id=f"{name}-{configuration}-{stage}",
+        marks=pytest.mark.slow if (name, configuration, stage) in IN_CI else pytest.mark.kills,
+    )
     for name, stages in STAGES.items()
     for configuration in ("exact", "noisy")
     for stage in (*stages, IN_TURN)
 ]
 
 
-@pytest.mark.slow
 @pytest.mark.skipif("OMNI_ACTORS_TEST_NOISE" in os.environ, reason="make test-portable has far less noise than this")
 @pytest.mark.parametrize(("opened", "stage"), CASES, indirect=["opened"])
 def test_a_stage_killed_at_every_tenth_output(
@@ -70,6 +75,7 @@ def test_a_stage_killed_at_every_tenth_output(
     shared_system.run(work)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("opened", [pytest.param(("qwen3", "noisy"), id="qwen3-noisy")], indirect=True)
 def test_all_stages_killed_at_once(opened: tuple[Killed, SharedSystem]) -> None:
     killed, shared_system = opened

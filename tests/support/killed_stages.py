@@ -1,10 +1,9 @@
 """Ask a system, kill a worker in the middle of the answer, and judge the answer.
 
-Each pipeline runs in three configurations:
+Each pipeline runs in two configurations:
 
-exact     float32, no noise: the answer is equal to the undisturbed one.
-noisy     float32; every incarnation after the first has the noise of ``decision_noise``.
-bfloat16  the same, with language models in bfloat16.
+exact   float32, no noise: the answer is equal to the undisturbed one.
+noisy   float32; every incarnation after the first has the noise of ``decision_noise``.
 
 With noise, what follows a death may differ from the undisturbed answer. So a reference follows the answer's decisions
 (``forced_decoding``): each must be what the reference would decide, up to a margin. The text must be that of the
