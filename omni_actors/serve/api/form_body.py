@@ -41,7 +41,7 @@ async def read_form(request: Request, file_name: str) -> tuple[bytes | None, dic
         parser = MultipartParser(options[b"boundary"], callbacks)
         for at in range(0, len(body), SLICE_BYTES):
             await trio.lowlevel.checkpoint()
-            parser.write(body[at : at + SLICE_BYTES])
+            parser.write(bytes(body[at : at + SLICE_BYTES]))
     except FormParserError as error:
         raise _broken(str(error)) from error
     return form.file, form.fields
