@@ -7,7 +7,8 @@ Rules
 3. An answer that differs is *duplicated* if some stream is longer than the oracle's, else *lost* if some is shorter,
    else *corrupted*. The answer of a request that failed must be a prefix of the oracle's.
 4. An output may name what it depends on: ``data["trail"]``, records of a stage, the number of its output, and digests
-   of its history before and after that output. An answer is also corrupted if it names two histories.
+   of its history before and after that output. An answer is also corrupted if these digests contradict each
+   other: two outputs then depend on different histories of one stage.
 5. Outputs are compared as they arrive and not kept, because the harness shares the memory of the process that it
    measures.
 """

@@ -1,8 +1,8 @@
 """Counts, percentiles and tables.
 
 Rules
-1. A row is a fault at a load. A violation is counted at the last fault before it, in its own run; a completed request
-   of which a stage started again, at the last fault before the death.
+1. A row is a fault at a load. A violation is counted at the last fault before it, in its own run. A completed request
+   that was resumed or repeated is counted at the last fault before the death.
 2. N counts all faults. Times are those of faults that no other fault disturbed (see ``driver``).
 3. For a count of zero in N, the true rate is below 3/N with 95% confidence (the rule of three).
 4. A percentile is a measured value: the smallest one that at least p percent do not exceed.

@@ -78,7 +78,7 @@ class EngineLoop:
         self._retention = Retention()
         """Outputs of the requests that may be replayed; also of those that are finished here and have not ended."""
         self._complete: list[messages.InputComplete] = []
-        """Of the requests and sources whose last chunk was fed in this turn."""
+        """One message for each last chunk that the engine was fed in this turn."""
         self.handling: int | None = None
         """The request that the engine is called for; None in a step. It keeps its value if that call raises."""
         self.stopping = False

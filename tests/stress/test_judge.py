@@ -152,34 +152,17 @@ def test_deaths_are_explained_by_pid_or_by_number() -> None:
 def test_an_answer_does_not_keep_its_outputs() -> None:
     """The harness lives in the process whose memory it measures."""
     sound = Tensor("int32", (250_000,), bytes(1_000_000))
+    output = Output(
+        request_id="r", stage="second", modality="audio", delta=None, finished=False, data={}, tensors={"audio": sound}
+    )
     oracle = Oracle()
     for _ in range(10):
-        oracle.add(
-            Output(
-                request_id="r",
-                stage="second",
-                modality="audio",
-                delta=None,
-                finished=False,
-                data={},
-                tensors={"audio": sound},
-            )
-        )
+        oracle.add(output)
     ours = ExpectedAnswer(oracle)
     tracemalloc.start()
     try:
         for _ in range(10):
-            ours.add(
-                Output(
-                    request_id="r",
-                    stage="second",
-                    modality="audio",
-                    delta=None,
-                    finished=False,
-                    data={},
-                    tensors={"audio": sound},
-                )
-            )
+            ours.add(output)
         kept, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
