@@ -5,9 +5,9 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -15,9 +15,10 @@ import pytest
 import torch
 
 from omni_actors import OmniSystem
-from tests.support.killed_omni import MARGINS, OF_MEAN, REFERENCES, Omni, checkpoint
-from tests.support.killed_stages import Killed, places
+from tests.support.killed_omni import CODES, MARGINS, OF_MEAN, REFERENCES, TOKENS, Omni, checkpoint
+from tests.support.killed_stages import DTYPES, EVERY, IN_TURN, Killed
 from tests.support.killed_voice import Voice
+from tests.support.rounding import OwnDecisions, deviations
 from tests.support.shared_system import SharedSystem
 
 pytestmark = [pytest.mark.voice, pytest.mark.timeout(900)]
@@ -41,8 +42,6 @@ def opened(
         yield killed, shared_system
 
 
-IN_TURN = "in turn"
-"""The stages are killed in turn, of sampled answers."""
 IN_CI = {("qwen2_5", "noisy", IN_TURN), ("voice", "noisy", IN_TURN)}
 CASES = [
     pytest.param(
@@ -52,7 +51,7 @@ CASES = [
         marks=pytest.mark.slow if (name, configuration, stage) in IN_CI else pytest.mark.kills,
     )
     for name, stages in STAGES.items()
-    for configuration in ("exact", "noisy")
+    for configuration in DTYPES
     for stage in (*stages, IN_TURN)
 ]
 
@@ -63,13 +62,9 @@ def test_a_stage_killed_at_every_tenth_output(
     opened: tuple[Killed, SharedSystem], stage: str, record_property: Callable[[str, object], None]
 ) -> None:
     killed, shared_system = opened
-    params, stages = (killed.sampled, killed.stages) if stage == IN_TURN else (killed.greedy, (stage,))
 
     async def work(omni: OmniSystem) -> None:
-        expected = await killed.undisturbed(omni, params)
-        kills = zip((1, *places(expected.outputs)), itertools.cycle(stages), strict=False)
-        counts = await killed.kill(omni, kills, params)
-        for name, figure in {**counts, **killed.largest}.items():
+        for name, figure in (await killed.kill_at_every_tenth_output(omni, stage)).items():
             record_property(name, figure)
 
     shared_system.run(work)
@@ -86,6 +81,28 @@ def test_all_stages_killed_at_once(opened: tuple[Killed, SharedSystem]) -> None:
         killed.check(heard, killed.greedy)
 
     shared_system.run(work)
+
+
+@pytest.mark.kills
+@pytest.mark.parametrize("family", REFERENCES)
+def test_the_margins_of_bfloat16_have_room_for_rounding(
+    family: str, tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
+    """The logits of resumed incarnations deviate from those of one that has decided step by step, by less than them."""
+    asked = Omni("bfloat16", family, checkpoint(family, tmp_path))
+    question = asked.question._replace(max_tokens=TOKENS[family], max_frames=CODES[family])
+    tokens, codes = REFERENCES[family](asked.model, torch.bfloat16).own(question)
+    with closing(OwnDecisions(asked.engines(), asked.model, question, tokens, codes)) as own:
+        whole = own.logits()
+        found: dict[str, list[float]] = {part: [] for part in whole}
+        for cut in (1, *range(EVERY, TOKENS[family], EVERY)):
+            for part, logits in own.logits(cut).items():
+                found[part] += deviations(logits, whole[part])
+    for part, each in found.items():
+        if each:
+            record_property(part, max(each))
+            assert max(each) < MARGINS["bfloat16", part] / 1.5
+            assert np.mean(each) < OF_MEAN * MARGINS["bfloat16", part] / 1.5
 
 
 @pytest.mark.parametrize("family", REFERENCES)

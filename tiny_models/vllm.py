@@ -19,14 +19,15 @@ HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
 SECTION = [8, 4, 4]
 
 
-def qwen3(directory: Path, **options: Any) -> Path:
-    """options: of ``tiny_models.qwen3.save``."""
+def qwen3(directory: Path, *, talker: bool = False, **options: Any) -> Path:
+    """talker: whether vLLM takes the talker too. options: of ``tiny_models.qwen3.save``."""
     text_config = tiny3.text_config
 
     def wider(vocabulary: int, layers: int, **more: Any) -> dict[str, Any]:
         made = text_config(vocabulary, layers, **more)
-        is_thinker = vocabulary == len(tiny3.TOKENIZER)
-        return {**made, **HEADS, "rope_parameters": {**tiny3.MROPE, "mrope_section": SECTION}} if is_thinker else made
+        sizes = [len(tiny3.TOKENIZER), *([tiny3.CODEBOOK + tiny3.SPECIALS] if talker else ())]
+        rope = {"rope_parameters": {**tiny3.MROPE, "mrope_section": SECTION}}
+        return {**made, **HEADS, **rope} if vocabulary in sizes else made
 
     with mock.patch.object(tiny3, "text_config", wider):
         tiny3.save(directory, **options)

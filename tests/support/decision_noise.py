@@ -51,6 +51,8 @@ class DecisionNoise:
             case "handoff":
                 for name in ("add_prompt", "add_token"):
                     self._wrap(module.TalkerHandoff, name, self._on_tensor)
+            case "decided":  # the logits processor of every language model on vLLM
+                self._wrap(module.DecidedTokens, "apply", self._on_tensor)
             case _:
                 self._wrap(module, "choose", self._on_logits)
 

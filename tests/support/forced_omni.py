@@ -35,12 +35,13 @@ class Followed(NamedTuple):
 
 
 class ForcedReference:
-    """A family's reference. dtype: its thinker and its talker have weights of this dtype, and compute in float32."""
+    """A family's reference. dtype: in which its thinker and its talker compute."""
 
     def __init__(self, directory: Path, dtype: torch.dtype) -> None:
         self.reference: Any = self._load(directory)
         for part in (self.reference.model.thinker, self.reference.model.talker):
-            part.to(dtype).float()
+            for parameter in part.parameters():  # and no buffer: the frequencies of positions stay float32
+                parameter.data = parameter.data.to(dtype)
         self._processor = OmniProcessor(directory)
 
     def own(self, ask: Ask) -> tuple[list[int], list[list[int]]]:

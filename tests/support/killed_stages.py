@@ -1,9 +1,11 @@
 """Ask a system, kill a worker in the middle of the answer, and judge the answer.
 
-Each pipeline runs in two configurations:
+Each pipeline runs in three configurations:
 
-exact   float32, no noise: the answer is equal to the undisturbed one.
-noisy   float32; every incarnation after the first has the noise of ``decision_noise``.
+exact     float32, no noise: the answer is equal to the undisturbed one.
+noisy     float32; every incarnation after the first has the noise of ``decision_noise``.
+bfloat16  the same, with language models in bfloat16. Its rounding takes the place of the noise of rows, which is less
+          than half a unit in their last place.
 
 With noise, what follows a death may differ from the undisturbed answer. So a reference follows the answer's decisions
 (``forced_decoding``): each must be what the reference would decide, up to a margin. The text must be that of the
@@ -35,6 +37,8 @@ DTYPES = {"exact": "float32", "noisy": "float32", "bfloat16": "bfloat16"}
 """Of the language models, by configuration."""
 EVERY = 10
 """Outputs between two places where a worker is killed."""
+IN_TURN = "in turn"
+"""In the place of a stage's name: the stages are killed in turn, of sampled answers."""
 WATCHDOG_S = 200.0
 
 
@@ -117,7 +121,7 @@ class Killed:
         self.configuration = configuration
         self.largest: dict[str, float] = {}
         """The largest of each kind of difference that the checks have found."""
-        self._expected: dict[float, Heard] = {}
+        self._expected: dict[frozenset[tuple[str, Any]], Heard] = {}
 
     def note(self, kind: str, differences: Any) -> float:
         """Add differences of one kind to ``largest``; return the largest of them."""
@@ -149,10 +153,17 @@ class Killed:
 
     async def undisturbed(self, omni: OmniSystem, params: Mapping[str, Any]) -> Heard:
         """Return the answer without a death. Computed once, by the first incarnations unless a test has killed them."""
-        key = params["temperature"]
+        key = frozenset(params.items())
         if key not in self._expected:
             self._expected[key] = await self.hear(omni, params)
         return self._expected[key]
+
+    async def kill_at_every_tenth_output(self, omni: OmniSystem, stage: str) -> dict[str, float]:
+        """Kill a stage, or all ``IN_TURN``, at the first and at every tenth output. Return counts, and ``largest``."""
+        params, stages = (self.sampled, self.stages) if stage == IN_TURN else (self.greedy, (stage,))
+        expected = await self.undisturbed(omni, params)
+        places = (1, *range(EVERY, expected.outputs, EVERY))
+        return {**await self.kill(omni, zip(places, itertools.cycle(stages), strict=False), params), **self.largest}
 
     async def kill(
         self, omni: OmniSystem, kills: Iterable[tuple[int, str]], params: Mapping[str, Any]
@@ -171,11 +182,6 @@ class Killed:
             else:
                 self.check(heard, params)
         return counts
-
-
-def places(outputs: int) -> range:
-    """Return every tenth place of an answer with so many outputs."""
-    return range(EVERY, outputs, EVERY)
 
 
 def _check_ends(outputs: list[Output]) -> None:

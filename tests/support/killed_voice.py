@@ -25,21 +25,25 @@ from omni_actors.stages.hibari.vocoder import VocoderEngine
 from omni_actors.stages.llm.prompt import Prompt
 from tests.support.engine_driver import Driver, run_chain
 from tests.support.forced_decoding import lag
-from tests.support.killed_stages import Heard, Killed, hear
+from tests.support.killed_stages import DTYPES, Heard, Killed, hear
 
-MARGIN = 1.1e-3
-"""The largest lag of a token (``forced_decoding``): the amplitude of the noise, and a tenth for rounding."""
+MARGINS = {
+    # The amplitude of the noise, and a tenth for rounding.
+    "float32": 1.1e-3,
+    "bfloat16": 3e-2,
+}
+"""The largest lag of a token (``forced_decoding``)."""
 SOUND_MARGIN = 0.05
 """How far a sample may be off: the noise of the features moves it by less."""
 QUESTION = "Why is the sky blue?"
 
 
 class ForcedLLM:
-    """The language model of the pipeline."""
+    """The language model of the pipeline. dtype: in which it computes."""
 
-    def __init__(self) -> None:
+    def __init__(self, dtype: torch.dtype) -> None:
         directory = assets.prepare("smollm2-135m-instruct", print)
-        model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+        model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype)
         self._model = model.eval()
         tokenizer = AutoTokenizer.from_pretrained(directory)
         self.vocabulary = Vocabulary(tokenizer, self._model.generation_config.eos_token_id)
@@ -60,8 +64,8 @@ class ForcedLLM:
 
 
 @functools.cache
-def reference() -> ForcedLLM:
-    return ForcedLLM()
+def reference(dtype: str) -> ForcedLLM:
+    return ForcedLLM(getattr(torch, dtype))
 
 
 def spoken(text: str, seed: int) -> np.ndarray[Any, Any]:
@@ -84,6 +88,7 @@ def spoken(text: str, seed: int) -> np.ndarray[Any, Any]:
 class Voice(Killed):
     """The pipeline in one configuration."""
 
+    name = "voice"
     stages = ("whisper", "llm", "acoustic", "vocoder")
     greedy: ClassVar = {"temperature": 0.0, "seed": 7}
     sampled: ClassVar = {"temperature": 1.0, "seed": 7}
@@ -92,11 +97,16 @@ class Voice(Killed):
         super().__init__(configuration)
         for model in assets.NAMES:
             assets.prepare(model, print)
+        self.dtype = DTYPES[configuration]
         self.question = AudioChunk(spoken(QUESTION, 0), 24_000)
 
     def open(self) -> AbstractAsyncContextManager[OmniSystem]:
         often = {f"stages.{stage}.restart.intensity": 1000 for stage in self.stages}
-        return OmniSystem.open("voice", overrides={**often, "stages.llm.threads": 1})
+        return OmniSystem.open(self.name, overrides={**often, **self.options()})
+
+    def options(self) -> dict[str, Any]:
+        """Return what the language model's stage has besides the pipeline's configuration."""
+        return {"stages.llm.threads": 1, "stages.llm.options.dtype": self.dtype}
 
     async def hear(self, omni: OmniSystem, params: Mapping[str, Any], *stages: str, at: int = 0) -> Heard:
         return await hear(
@@ -110,10 +120,10 @@ class Voice(Killed):
         )
 
     def check(self, heard: Heard, params: Mapping[str, Any]) -> None:
-        model, tokens = reference(), heard.decided("llm")
+        model, tokens = reference(self.dtype), heard.decided("llm")
         assert heard.texts["text"] == model.text(tokens)
         lags = model.lags(heard.texts["transcript"].strip(), tokens, params)
-        assert self.note("llm", lags) < MARGIN, f"token {np.argmax(lags)} lags by {max(lags):.1e}"
+        assert self.note("llm", lags) < MARGINS[self.dtype], f"token {np.argmax(lags)} lags by {max(lags):.1e}"
         sound = spoken(heard.texts["text"], params["seed"])
         assert heard.sound.shape == sound.shape
         assert self.note("sound", np.abs(heard.sound - sound)) < SOUND_MARGIN

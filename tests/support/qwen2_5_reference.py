@@ -121,7 +121,7 @@ class Reference:
             codes = calls["token2wav"].args[0][0].numpy()
         if talker := calls.get("talker"):
             prompt, answer = talker.kwargs["inputs_embeds"][0, padding:], talker.kwargs["thinker_reply_part"][0]
-            rows = torch.cat([prompt[:-2], prompt[-1:], answer[:-2]]).numpy()
+            rows = torch.cat([prompt[:-2], prompt[-1:], answer[:-2]]).float().numpy()
             ended = int(talker.result[0, -1]) in self.ends
         return Answer(
             ids=calls["thinker"].result.sequences[0, length:].tolist(),
