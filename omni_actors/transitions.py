@@ -6,6 +6,13 @@ import enum
 from collections.abc import Mapping
 from typing import TypeVar
 
+
+class TableKey(enum.Enum):
+    """An enum whose members are keys of a table."""
+
+    __hash__ = object.__hash__  # a member equals only itself, and ``Enum.__hash__`` runs in Python
+
+
 S = TypeVar("S", bound=enum.Enum)
 E = TypeVar("E", bound=enum.Enum)
 

@@ -86,11 +86,12 @@ class Tensor:
 
         Raises TypeError (a dtype without a name here: objects, strings, dates, records).
         """
-        if array.dtype.names is not None or array.dtype.name not in ITEM_SIZES:
+        name = array.dtype.name  # computed anew each time
+        if array.dtype.names is not None or name not in ITEM_SIZES:
             raise TypeError(f"arrays of dtype {array.dtype} do not travel; those that do: {', '.join(ITEM_SIZES)}")
         plain = np.asarray(array, dtype=array.dtype.newbyteorder("="), order="C")
         data = plain.reshape(-1).view(np.uint8).data
-        return Tensor._window(plain.dtype.name, plain.shape, data, 0, len(data))
+        return Tensor._window(name, plain.shape, data, 0, len(data))
 
     @property
     def data(self) -> memoryview:

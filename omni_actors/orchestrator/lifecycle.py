@@ -12,12 +12,10 @@ Rule 3: an event that a state does not accept raises IllegalTransition and leave
 
 from __future__ import annotations
 
-import enum
-
-from omni_actors.transitions import next_state
+from omni_actors.transitions import TableKey, next_state
 
 
-class State(enum.Enum):
+class State(TableKey):
     QUEUED = "queued"
     """The request is admitted and waits for a ready replica of each stage of its route."""
     RUNNING = "running"
@@ -29,7 +27,7 @@ class State(enum.Enum):
     ABORTED = "aborted"
 
 
-class Event(enum.Enum):
+class Event(TableKey):
     DISPATCH = "dispatch"
     OUTPUT = "output"
     COMPLETE = "complete"

@@ -20,7 +20,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence, Set
-from typing import Any
+from typing import Any, NoReturn
 
 import trio
 
@@ -222,20 +222,19 @@ class Orchestrator:
     async def _attend(self, request: Request) -> None:
         """Run as the request's own task: send its input, and enforce its deadline and its connection's minimum rate."""
         with request.lifetime:
-            with request.pending_input.scope:
-                await self._send_inputs(request)
-            await trio.sleep_forever()
+            await self._send_inputs(request)
         if not request.closed:
             if trio.current_time() >= request.expires:
                 self._cut(request, errors.DeadlineExceeded(request.deadline_s))
             else:
                 self._cut(request, self.readers.slow_consumer(request, "read_bytes_s"))
 
-    async def _send_inputs(self, request: Request) -> None:
+    async def _send_inputs(self, request: Request) -> NoReturn:
         while True:
             stage = await request.pending_input.next()
             try:
-                await send_input(request, stage, self._edges)
+                with request.pending_input.sending():
+                    await send_input(request, stage, self._edges)
             except errors.InvalidRequest as error:
                 if not request.lifecycle.ended:
                     self._end(request, Event.FAIL, error)

@@ -108,15 +108,20 @@ class Readers:
             StopAsyncIteration: After the last piece.
             RequestError: The error that ended the request, after the pieces before it.
         """
+        await trio.lowlevel.checkpoint_if_cancelled()
         self._apply(request, self.unread.ask(request.account, trio.current_time()))
+        parked = False
         while not request.readable:
             if request.error is not None:
                 raise request.error
             if request.lifecycle.ended:
                 raise StopAsyncIteration
             await request.output_wakeup.park()
+            parked = True
         piece = request.pieces.popleft()
         self._apply(request, self.unread.read(request.account, piece.nbytes, trio.current_time()))
+        if not parked:
+            await trio.lowlevel.cancel_shielded_checkpoint()
         return piece
 
     @trio.lowlevel.enable_ki_protection
@@ -163,7 +168,9 @@ class Readers:
                 request.paused_stages.remove(stage)
 
     def _watch_rate(self, request: Request) -> None:
-        request.lifetime.deadline = min(request.expires, self.unread.too_slow_at(request.account))
+        deadline = min(request.expires, self.unread.too_slow_at(request.account))
+        if deadline != request.lifetime.deadline:  # setting it is dear
+            request.lifetime.deadline = deadline
 
     def slow_consumer(self, request: Request, limit: str) -> SlowConsumer:
         """Return the error for a request whose reader exceeds this limit."""

@@ -18,10 +18,10 @@ from dataclasses import dataclass
 
 from omni_actors.orchestrator.routes import Route
 from omni_actors.protocol.messages import CLIENT, Address
-from omni_actors.transitions import next_state
+from omni_actors.transitions import TableKey, next_state
 
 
-class Phase(enum.Enum):
+class Phase(TableKey):
     """The phase of one stage in one request."""
 
     QUEUED = "queued"
@@ -37,7 +37,7 @@ class Phase(enum.Enum):
     """A replica was sent a new ``Start`` and has not confirmed it: no input is sent to it yet."""
 
 
-class StageEvent(enum.Enum):
+class StageEvent(TableKey):
     DISPATCH = "dispatch"
     INPUT_COMPLETE = "input_complete"
     UNREPLAYABLE = "unreplayable"
@@ -73,6 +73,9 @@ class ClientOutput(enum.Enum):
     ALL = "all"
 
 
+_OPEN = (ClientOutput.NONE, ClientOutput.SOME)
+
+
 @dataclass
 class StageState:
     """One stage's part in a request. All but ``phase`` and ``output`` belong to the incarnation that holds it."""
@@ -97,7 +100,7 @@ class StageState:
     @property
     def output_open(self) -> bool:
         """Whether the client still waits for output of this stage."""
-        return self.output in (ClientOutput.NONE, ClientOutput.SOME)
+        return self.output in _OPEN
 
 
 class ReplayState:
@@ -172,7 +175,7 @@ class ReplayState:
     @property
     def open_outputs(self) -> set[str]:
         """The stages of which the client still waits for output."""
-        return {name for name, stage in self.stages.items() if stage.output_open}
+        return {name for name, stage in self.stages.items() if stage.output in _OPEN}
 
     def is_held_by(self, address: Address) -> bool:
         stage = self.stages.get(address.stage)

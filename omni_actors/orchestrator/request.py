@@ -5,9 +5,10 @@ from __future__ import annotations
 import collections
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, get_args
 
 import msgspec
 import trio
@@ -25,6 +26,7 @@ from omni_actors.protocol.messages import StageStats
 
 OnFailure: TypeAlias = Literal["replay", "fail"]
 """Whether a request is replayed or ends when a worker that it needs dies."""
+ON_FAILURE = get_args(OnFailure)
 
 
 class PendingInput:
@@ -33,8 +35,7 @@ class PendingInput:
     def __init__(self) -> None:
         self._stages = collections.deque[str]()
         self._wakeup = trio.lowlevel.ParkingLot()
-        self.scope = trio.CancelScope()
-        """Around sending the input; cancelled when the request ends."""
+        self._sending: trio.CancelScope | None = None
 
     def __bool__(self) -> bool:
         return bool(self._stages)
@@ -51,9 +52,19 @@ class PendingInput:
         return self._stages.popleft()
 
     def close(self) -> None:
-        """Send nothing more."""
+        """Send nothing more. Cancels ``sending``."""
         self._stages.clear()
-        self.scope.cancel()
+        if self._sending is not None:
+            self._sending.cancel()
+
+    @contextmanager
+    def sending(self) -> Iterator[None]:
+        """Surround the sending to a stage."""
+        try:
+            with trio.CancelScope() as self._sending:
+                yield
+        finally:
+            self._sending = None
 
 
 @dataclass(eq=False)
@@ -153,8 +164,9 @@ class Request:
     @property
     def readable(self) -> bool:
         """Whether a piece can be read now. The final piece waits for the end, when the statistics are complete."""
-        more_follows = len(self.pieces) > 1 or self.replay_state.open_outputs
-        return bool(self.pieces) and bool(more_follows or self.lifecycle.ended)
+        if not self.pieces:
+            return False
+        return self.lifecycle.ended or len(self.pieces) > 1 or bool(self.replay_state.open_outputs)
 
 
 EndRequest: TypeAlias = Callable[[Request, Event, RequestError | None], None]

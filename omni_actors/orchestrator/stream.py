@@ -73,7 +73,6 @@ class OutputStream:
         return self
 
     async def __anext__(self) -> Piece:
-        await trio.lowlevel.checkpoint()
         return await self._readers.next(self.request)
 
     def __del__(self) -> None:

@@ -84,16 +84,12 @@ class Mailbox:
             raise MailboxFull(self._capacity) from None
         self._waiting += 1
 
-    def available(self) -> Iterator[Envelope]:
-        """Yield what can be received from ``incoming`` without waiting. Only for the task that receives from it."""
-        return _available(self.incoming)
-
     def unread(self) -> Iterator[messages.ControlMessage]:
         """Yield the messages that a dead peer has sent and that were not received from ``incoming``.
 
         Only for the task that receives from ``incoming``. Their descriptors are closed.
         """
-        for message, fds in self.available():
+        for message, fds in available(self.incoming):
             close_all(fds)
             yield message
         yield from self._unpacking
@@ -125,7 +121,7 @@ class Mailbox:
 
     def _queued(self, first: Encoded) -> Iterator[Encoded]:
         """Yield what is queued now. Messages no longer count as waiting once they are taken from here."""
-        for posted in chain([first], _available(self._out_receive)):
+        for posted in chain([first], available(self._out_receive)):
             self._waiting -= 1
             yield posted
 
@@ -182,8 +178,8 @@ class Mailbox:
         return []
 
 
-def _available(channel: trio.MemoryReceiveChannel[T]) -> Iterator[T]:
-    """Yield what can be received without waiting."""
+def available(channel: trio.MemoryReceiveChannel[T]) -> Iterator[T]:
+    """Yield what can be received from a channel without waiting."""
     with suppress(trio.WouldBlock, trio.EndOfChannel):
         while True:
             yield channel.receive_nowait()
@@ -224,6 +220,6 @@ async def open_mailbox(sock: socket.socket, capacity: int) -> AsyncIterator[Mail
             finally:
                 mailbox._open.cancel()
     finally:
-        for _, fds in chain(_available(mailbox._out_receive), mailbox.available()):
+        for _, fds in chain(available(mailbox._out_receive), available(mailbox.incoming)):
             close_all(fds)
         sock.close()

@@ -16,17 +16,16 @@ Rules
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Mapping
 
 import trio
 
 from omni_actors.protocol.messages import Address
 from omni_actors.supervisor.process import Worker
-from omni_actors.transitions import next_state
+from omni_actors.transitions import TableKey, next_state
 
 
-class IncarnationState(enum.Enum):
+class IncarnationState(TableKey):
     STARTING = "starting"
     """The supervisor spawns the worker, and the worker loads its engine."""
     READY = "ready"
@@ -39,7 +38,7 @@ class IncarnationState(enum.Enum):
     """The process is reaped and its rings are closed. Also the state before a replica's first incarnation."""
 
 
-class IncarnationEvent(enum.Enum):
+class IncarnationEvent(TableKey):
     READY = "ready"
     STOP = "stop"
     DIE = "die"

@@ -30,6 +30,7 @@ from omni_actors.config import Stage
 from omni_actors.errors import Death, StageFailed, WorkerExit
 from omni_actors.log_events import ReplicaGivenUp, WorkerDied, WorkerRecovered, WorkerRestarted, record
 from omni_actors.protocol import messages
+from omni_actors.protocol.mailbox import available
 from omni_actors.supervisor import restart
 from omni_actors.supervisor.edges import Edges, receive_frames
 from omni_actors.supervisor.heartbeat import watch_progress
@@ -41,6 +42,8 @@ from ringbuf import Consumer, RingClosed, RingError
 
 NOT_STARTED = 127
 """Exit code, with pid 0, of a worker that could not be started: the code that a shell uses."""
+MESSAGES_A_TURN = 16
+"""The most messages of one worker that are handled before other tasks run."""
 
 
 class Supervisor:
@@ -191,6 +194,8 @@ class Supervisor:
             with reading:
                 async for message, _ in worker.mailbox.incoming:
                     self._handle(replica, message)
+                    for waiting, _ in itertools.islice(available(worker.mailbox.incoming), MESSAGES_A_TURN - 1):
+                        self._handle(replica, waiting)
                 if worker.mailbox.fault is not None:
                     replica.kill(worker.mailbox.fault)
             exit, reason = await worker.wait_ending(), replica.incarnation.reason

@@ -7,7 +7,7 @@ import math
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import trio
 
@@ -20,7 +20,7 @@ from omni_actors.media import MultiModalData
 from omni_actors.metrics import Metrics
 from omni_actors.orchestrator.orchestrator import Orchestrator
 from omni_actors.orchestrator.pieces import Input
-from omni_actors.orchestrator.request import OnFailure, Request
+from omni_actors.orchestrator.request import ON_FAILURE, OnFailure, Request
 from omni_actors.orchestrator.routes import Node, plan, routes_of, topological
 from omni_actors.supervisor.edges import Edges
 from omni_actors.supervisor.process import LocalSpawner, Spawner
@@ -233,7 +233,7 @@ class OmniSystem:
         deadline_s = self.pipeline.limits.deadline_s if deadline_s is None else deadline_s
         if not 0 <= deadline_s < math.inf:
             raise InvalidRequest(f"deadline_s: expected seconds from 0 on, found {deadline_s}", param="deadline_s")
-        if on_failure not in get_args(OnFailure):
+        if on_failure not in ON_FAILURE:
             raise InvalidRequest(f'on_failure: found {on_failure!r}; accepted: "replay", "fail"', param="on_failure")
         stream = self._orchestrator.submit(
             inputs=inputs, route=route, params=by_stage, deadline_s=deadline_s, name=request_id, on_failure=on_failure

@@ -25,7 +25,7 @@ import trio
 
 from omni_actors.errors import WorkerExit
 from omni_actors.protocol import messages
-from omni_actors.protocol.mailbox import Envelope, Mailbox, MailboxFull
+from omni_actors.protocol.mailbox import Envelope, Mailbox, MailboxFull, available
 from omni_actors.stages.base import StageContext, StageEngine, StageFailure, StageOutput
 from omni_actors.supervisor.process import Worker
 from omni_actors.worker.control import AttachRing, Command, Control
@@ -124,9 +124,8 @@ class SimulatedWorker(Worker):
 
     def unread(self) -> Iterator[messages.ControlMessage]:
         """As ``Mailbox.unread``."""
-        with suppress(trio.WouldBlock, trio.EndOfChannel):
-            while True:
-                yield self.incoming.receive_nowait()[0]
+        for message, _ in available(self.incoming):
+            yield message
 
     def kill(self) -> None:
         self.die(signal="SIGKILL")
