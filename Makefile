@@ -12,6 +12,7 @@
 # make bench-recovery   and of what the death of a worker costs a client
 # make setup-vllm   vLLM's CPU build, in an environment of its own (.venv-vllm), for the vllm engines
 # make test-vllm    set that up and run their tests
+# make test-vllm-kills   SIGKILL at every tenth output of the stages on vLLM; takes most of an hour
 # make clean   remove all that these made here (converted models stay in the user's cache)
 #
 # Only Python 3.11+ (PYTHON=…), make and a package registry are needed; everything goes into .venv.
@@ -29,7 +30,7 @@ export PIP_NO_INPUT := 1
 # $(call phase,what,command): says what goes on and how long it took. Fails as the command does.
 phase = @echo "==> $(1)"; begin=$$(date +%s); $(2) && echo "    done in $$(( $$(date +%s) - begin )) s"
 
-.PHONY: help setup demo serve test test-perf test-kills test-portable lint bench bench-omni bench-ring bench-pipeline bench-recovery setup-vllm test-vllm clean
+.PHONY: help setup demo serve test test-perf test-kills test-portable lint bench bench-omni bench-ring bench-pipeline bench-recovery setup-vllm test-vllm test-vllm-kills clean
 .DELETE_ON_ERROR:
 
 help:
@@ -121,7 +122,10 @@ $(VLLM)/installed: pyproject.toml requirements/vllm.txt requirements/models.txt 
 	@touch $@
 
 test-vllm: setup-vllm
-	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest tests/vllm $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest tests/vllm -m "not kills" $(PYTEST_ARGS)
+
+test-vllm-kills: setup-vllm
+	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest tests/vllm -m kills $(PYTEST_ARGS)
 
 clean:
 	rm -rf .venv $(VLLM) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist answer.wav

@@ -30,7 +30,8 @@ from tests.support.killed_stages import DTYPES, Heard, Killed, hear
 MARGINS = {
     # The amplitude of the noise, and a tenth for rounding.
     "float32": 1.1e-3,
-    "bfloat16": 3e-2,
+    # Logits of prompt and answer in one forward deviate by up to 3.5e-2 of the largest from those token by token.
+    "bfloat16": 5e-2,
 }
 """The largest lag of a token (``forced_decoding``)."""
 SOUND_MARGIN = 0.05
