@@ -128,7 +128,7 @@ BROKEN: dict[str, tuple[str, str, int | None, str, object, str]] = {
         3,
         "stage",
         "stage",
-        "one of description, limits, name, stages; did you mean 'stages'?",
+        "one of cpu_sharing, description, limits, name, stages; did you mean 'stages'?",
     ),
     "the source of the document inside it": (
         "name: two",
@@ -136,7 +136,7 @@ BROKEN: dict[str, tuple[str, str, int | None, str, object, str]] = {
         2,
         "file",
         "file",
-        "one of description, limits",
+        "one of cpu_sharing, description, limits",
     ),
     "empty": (GOOD, "", None, "(document)", None, "mapping"),
     "a list": (GOOD, "- 1\n", None, "(document)", [1], "mapping"),
@@ -327,6 +327,17 @@ def test_parse_overrides_refuses_a_malformed_assignment(assignment: str) -> None
     with pytest.raises(ConfigError, match=r"^--set: ") as caught:
         config.parse_overrides([assignment])
     assert caught.value.file == "--set"
+
+
+def test_cores_are_shared_by_rules_where_a_stage_computes_on_the_cpu_unless_configured(good: Path) -> None:
+    on_gpus = {"stages.first.device": "cuda:0", "stages.second.device": "cuda:1"}
+    assert config.load(good).shares_cores
+    assert config.load(good, {"stages.first.device": "cuda:0"}).shares_cores
+    assert not config.load(good, on_gpus).shares_cores
+    assert config.load(good, {**on_gpus, "cpu_sharing": True}).shares_cores
+    off = config.load(good, {"cpu_sharing": False})
+    assert not off.shares_cores
+    assert off.spins is None
 
 
 def test_cores_are_divided_among_the_workers_unless_threads_are_configured(

@@ -130,6 +130,9 @@ class Sections(Section, frozen=True, kw_only=True):
     description: str = ""
     stages: dict[Name, Stage]
     limits: Limits = Limits()
+    cpu_sharing: bool | None = None
+    """Whether the workers and the parent share the machine's cores by rules ("Cores" in ``docs/architecture.md``). Null
+    means: if a stage computes on the CPU."""
 
 
 class Pipeline(Sections, frozen=True, kw_only=True):
@@ -140,6 +143,7 @@ class Pipeline(Sections, frozen=True, kw_only=True):
         description: One line for ``omni-actors config list``.
         stages: The stages by name, in the order in which the supervisor starts them.
         limits: Bounds of the running system.
+        cpu_sharing: Whether the workers share the machine's cores by rules; None: if a stage computes on the CPU.
         file: Where the pipeline was read from, for error messages. It is not part of the document.
 
     >>> echo = Stage(engine="echo", accepts=("messages",), emits="text")
@@ -155,8 +159,20 @@ class Pipeline(Sections, frozen=True, kw_only=True):
         return self.stages[stage].threads or max(1, _cores() // workers)  # a standby computes in place of a replica
 
     @property
-    def spins(self) -> bool:
-        """Whether native threads may spin while they wait: all multi-threaded workers fit on the cores together."""
+    def shares_cores(self) -> bool:
+        """Whether the workers and the parent share the machine's cores by rules (``cpu_sharing``)."""
+        if self.cpu_sharing is None:
+            return any(stage.device == "cpu" for stage in self.stages.values())
+        return self.cpu_sharing
+
+    @property
+    def spins(self) -> bool | None:
+        """Whether native threads may spin while they wait: all multi-threaded workers fit on the cores together.
+
+        None without CPU sharing: the native libraries decide.
+        """
+        if not self.shares_cores:
+            return None
         threads = [self.threads(name) * stage.replicas for name, stage in self.stages.items() if self.threads(name) > 1]
         return sum(threads) <= _cores()
 

@@ -37,6 +37,7 @@ WORKERS = 128
 CORES, URGENCIES = WORKERS, 2 * WORKERS
 """Offsets of the second and the third bytes. The first bytes, the threads, begin at 0."""
 SIZE = 3 * WORKERS
+NO_PAGE = -1
 MAX_BYTE = 255
 YIELD_MAX_S, YIELD_SHARE = 1.0, 0.1
 YIELD_POLL_S = 0.02
@@ -46,10 +47,10 @@ _current_core = ctypes.CDLL(None).sched_getcpu
 
 
 class CpuSharingPage:
-    """The spawner's side of the page. The memory exists while there are workers; ``fd`` is -1 otherwise."""
+    """The spawner's side of the page. The memory exists while there are workers; ``fd`` is ``NO_PAGE`` otherwise."""
 
     def __init__(self) -> None:
-        self.fd = -1
+        self.fd = NO_PAGE
         self._map: mmap.mmap | None = None
         self._workers: list[int] = []
 
@@ -75,7 +76,7 @@ class CpuSharingPage:
         if not self._workers:
             self._map.close()
             os.close(self.fd)
-            self._map, self.fd = None, -1
+            self._map, self.fd = None, NO_PAGE
 
     def move_off_busy_core(self) -> None:
         """Move the calling thread off a core on which an engine runs, if another core is free."""
@@ -91,6 +92,10 @@ class NoCpuSharing:
 
     yield_poll_s: float | None = None
     """Seconds after which a loop that yields its step checks again; None while it does not yield."""
+    threads = 1
+    """The most threads that the engine computes with."""
+    nice = 0
+    """Workers with a lower value go first."""
 
     def __enter__(self) -> None: ...
     def __exit__(self, *_: object) -> None: ...
@@ -100,6 +105,10 @@ class NoCpuSharing:
     def should_yield(self) -> bool:
         """Return whether to leave the context without a step, so that a more urgent worker computes first."""
         return False
+
+    def thread_budget(self) -> int:
+        """Return how many threads to compute with from now on."""
+        return self.threads
 
 
 class CpuSharing(NoCpuSharing):
@@ -113,10 +122,6 @@ class CpuSharing(NoCpuSharing):
         os.close(fd)
         self._number = number
         self._core_count = len(os.sched_getaffinity(0))
-        self.threads = 1
-        """The most threads that the engine computes with."""
-        self.nice = 0
-        """Workers with a lower value go first."""
         self._yield_left_s = YIELD_MAX_S
         """How long it may still yield."""
         self._entered = self._left = time.monotonic()
@@ -138,7 +143,7 @@ class CpuSharing(NoCpuSharing):
         self._left = time.monotonic()
 
     def thread_budget(self) -> int:
-        """Return how many threads to compute with from now on: at most ``threads``, and the cores that others leave."""
+        """Return at most ``threads``, and at least one: the cores that other workers leave."""
         others = sum(self._map[:WORKERS]) - self._map[self._number]
         budget = max(1, min(self.threads, self._core_count - others))
         self._publish(budget, _core_byte())

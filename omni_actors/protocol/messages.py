@@ -61,8 +61,8 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     device: str = "cpu"
     resumable: bool = False
     """Whether the engine names its decisions, which then travel with its chunks (``stages.base``, rule 6)."""
-    spins: bool = False
-    """Whether idle native threads may wait by spinning for a moment (see ``Pipeline.spins``)."""
+    spins: bool | None = False
+    """Whether idle native threads may wait by spinning for a moment; None: as their library has it (``Pipeline``)."""
 
 
 class _Control(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):

@@ -26,7 +26,7 @@ import trio
 from multiprocess import context, popen_spawn_posix, reduction, spawn, util
 
 from omni_actors.errors import OmniError, WorkerExit
-from omni_actors.platform.cpu_sharing import CpuSharingPage
+from omni_actors.platform.cpu_sharing import NO_PAGE, CpuSharingPage
 from omni_actors.platform.death_mutex import DeathMutex, exit_of_dying
 from omni_actors.protocol.mailbox import Mailbox, open_mailbox
 from omni_actors.protocol.messages import Address
@@ -225,9 +225,13 @@ class _CoreMover(trio.abc.Instrument):
 
 
 class LocalSpawner:
-    """Spawns workers as child processes, for one event loop at a time. The loop yields its core to their engines."""
+    """Spawns workers as child processes, for one event loop at a time.
 
-    def __init__(self) -> None:
+    cpu_sharing: whether the workers and the loop share the machine's cores by the rules of ``cpu_sharing``.
+    """
+
+    def __init__(self, *, cpu_sharing: bool = True) -> None:
+        self._cpu_sharing = cpu_sharing
         self._cpu_sharing_page = CpuSharingPage()
         self._core_mover = _CoreMover(self._cpu_sharing_page)
 
@@ -236,9 +240,7 @@ class LocalSpawner:
         """Start a worker process (see ``Spawner.spawn``). Called on trio's own thread (rule 3)."""
         with ExitStack() as undo, ExitStack() as child_ends:
             try:
-                number = self._cpu_sharing_page.join()
-                undo.callback(self._leave, number)
-                trio.lowlevel.add_instrument(self._core_mover)  # no effect if it is there already
+                number = self._join_page(undo) if self._cpu_sharing else 0
                 ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
                 undo.callback(ours.close)
                 child_ends.callback(theirs.close)
@@ -254,7 +256,7 @@ class LocalSpawner:
                 "control_fd": _InheritedFd(theirs.fileno()),
                 "stderr_fd": _InheritedFd(stderr_write),
                 "death_mutex_fd": _InheritedFd(death_mutex.fd),
-                "cpu_sharing_fd": _InheritedFd(self._cpu_sharing_page.fd),
+                "cpu_sharing_fd": _InheritedFd(self._cpu_sharing_page.fd) if self._cpu_sharing else NO_PAGE,
                 "number": number,
                 "parent_pid": os.getpid(),
             }
@@ -283,9 +285,15 @@ class LocalSpawner:
                         await worker.wait_dead()
                     process.close()
 
-    def _leave(self, number: int) -> None:
+    def _join_page(self, undo: ExitStack) -> int:
+        number = self._cpu_sharing_page.join()
+        undo.callback(self._leave_page, number)
+        trio.lowlevel.add_instrument(self._core_mover)  # no effect if it is there already
+        return number
+
+    def _leave_page(self, number: int) -> None:
         self._cpu_sharing_page.leave(number)
-        if self._cpu_sharing_page.fd == -1:
+        if self._cpu_sharing_page.fd == NO_PAGE:
             with suppress(KeyError):  # trio has dropped, and logged, an instrument that failed
                 trio.lowlevel.remove_instrument(self._core_mover)
 

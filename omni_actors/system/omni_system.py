@@ -101,7 +101,9 @@ class OmniSystem:
         is freed. An exception of the block is raised as it is, not in an exception group.
         """
         pipeline = configuration.load(config, {**overrides, **more_overrides} if overrides else more_overrides)
-        system = cls(pipeline, machine.resolve_models(pipeline), spawner or LocalSpawner())
+        system = cls(
+            pipeline, machine.resolve_models(pipeline), spawner or LocalSpawner(cpu_sharing=pipeline.shares_cores)
+        )
         body_error: BaseException | None = None
         async with trio.open_nursery() as nursery:
             await nursery.start(system._orchestrator.run, system._supervisor.replicas)

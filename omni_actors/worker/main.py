@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from omni_actors.platform import death_mutex
-from omni_actors.platform.cpu_sharing import CpuSharing
+from omni_actors.platform.cpu_sharing import NO_PAGE, CpuSharing, NoCpuSharing
 from omni_actors.protocol import messages
 from omni_actors.stages.base import StageContext, StageEngine, WarmsUp
 from omni_actors.worker.control import ControlSocket
@@ -48,7 +48,7 @@ def worker_main(
     """Run the process. It ends by ``os._exit``, so that exit handlers of native libraries cannot delay its end.
 
     control_fd, stderr_fd, death_mutex_fd, cpu_sharing_fd: inherited descriptors, which the worker now owns.
-    number: the worker's row in the page of ``cpu_sharing``.
+    number: the worker's row in the page of ``cpu_sharing``; without CPU sharing there is no page (-1).
     parent_pid: the process that spawned it.
     """
     for stop_signal in STOP_SIGNALS:  # with a handler, not SIG_IGN: programs that an engine starts do not inherit it
@@ -60,7 +60,7 @@ def worker_main(
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent_pid:  # the parent died before prctl took effect
         os._exit(0)
-    cpu_sharing = CpuSharing(cpu_sharing_fd, number)
+    cpu_sharing = NoCpuSharing() if cpu_sharing_fd == NO_PAGE else CpuSharing(cpu_sharing_fd, number)
     os.set_inheritable(control_fd, False)
     sock = socket.socket(fileno=control_fd)
     sock.setblocking(False)
@@ -78,7 +78,7 @@ def worker_main(
 class _EngineThread(threading.Thread):
     """Loads the engine and runs its loop until ``Stop``."""
 
-    def __init__(self, control: ControlSocket, cpu_sharing: CpuSharing, death_mutex_fd: int) -> None:
+    def __init__(self, control: ControlSocket, cpu_sharing: NoCpuSharing, death_mutex_fd: int) -> None:
         super().__init__(name="engine", daemon=True)
         self._control, self._cpu_sharing, self._death_mutex_fd = control, cpu_sharing, death_mutex_fd
         self.ended = os.eventfd(0, os.EFD_CLOEXEC)
@@ -97,7 +97,7 @@ class _EngineThread(threading.Thread):
             signal.pause()
 
 
-def _serve(control: ControlSocket, cpu_sharing: CpuSharing) -> None:
+def _serve(control: ControlSocket, cpu_sharing: NoCpuSharing) -> None:
     """Load the engine and serve until ``Stop``. Raises what the engine raises."""
     configure = control.configure()
     spec = configure.spec
@@ -117,7 +117,7 @@ def _serve(control: ControlSocket, cpu_sharing: CpuSharing) -> None:
         raise
 
 
-def _load(spec: messages.WorkerSpec, cpu_sharing: CpuSharing, control: ControlSocket) -> StageEngine:
+def _load(spec: messages.WorkerSpec, cpu_sharing: NoCpuSharing, control: ControlSocket) -> StageEngine:
     """Build the engine and warm it up, so that no request pays for either."""
     os.nice(spec.nice)  # on Linux: for this thread and those that it starts
     prepare_libraries(spec.threads, spins=spec.spins)
@@ -144,14 +144,15 @@ def _load(spec: messages.WorkerSpec, cpu_sharing: CpuSharing, control: ControlSo
     return engine
 
 
-def prepare_libraries(threads: int, *, spins: bool) -> None:
-    """Set the environment variables that native libraries read when they are loaded."""
+def prepare_libraries(threads: int, *, spins: bool | None) -> None:
+    """Set the environment variables that native libraries read when they are loaded. spins: see ``WorkerSpec``."""
     os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")  # it would also leave a file in the temporary directory
     for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         os.environ[variable] = str(threads)
-    os.environ["OMP_WAIT_POLICY"] = "PASSIVE"  # spinning threads take cores from other processes
     # MKL's conditional numerical reproducibility: results do not depend on the alignment of operands. As measured, the
     # results of attention then do not depend on the number of threads either, which MKL does not guarantee.
     os.environ.setdefault("MKL_CBWR", "AUTO")
+    if spins is not None:
+        os.environ["OMP_WAIT_POLICY"] = "PASSIVE"  # spinning threads take cores from other processes
     if spins:
         os.environ["GOMP_SPINCOUNT"] = str(SPIN_COUNT)

@@ -44,6 +44,20 @@ class BudgetEngine(EchoEngine):
             yield StageOutput(output.request_id, {}, {"text": str(self._thread_budget())}, output.last)
 
 
+class SharingEngine(EchoEngine):
+    """Answers with how its worker shares cores. Workers import it by name."""
+
+    def __init__(self, context: StageContext) -> None:
+        super().__init__(context)
+        sharing = getattr(context.thread_budget, "__self__", None)
+        self._answer = f"{type(sharing).__name__}, OpenMP threads wait {os.environ.get('OMP_WAIT_POLICY')}"
+
+    def step(self) -> Iterator[StageOutput | StageFailure]:
+        for output in super().step():
+            assert isinstance(output, StageOutput)
+            yield StageOutput(output.request_id, {}, {"text": self._answer}, output.last)
+
+
 PIPELINE = f"""\
 name: budgets
 stages:
@@ -177,6 +191,21 @@ async def test_the_event_loop_moves_off_busy_cores_at_each_wake_up_while_there_a
         calls.clear()
         await trio.lowlevel.checkpoint()
         assert not calls
+
+
+@pytest.mark.parametrize("shared", [True, False])
+async def test_one_setting_turns_the_sharing_of_cores_off(shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[CpuSharingPage] = []
+    monkeypatch.setattr(CpuSharingPage, "move_off_busy_core", lambda page: calls.append(page))
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    stage = Stage(engine=f"{__name__}:SharingEngine", accepts=("messages",), emits="text")
+    async with OmniSystem.open(Pipeline(name="one", stages={"only": stage}, cpu_sharing=shared)) as omni:
+        answer = "".join([output.delta async for output in omni.generate("how?") if isinstance(output.delta, str)])
+    assert bool(calls) is shared
+    if shared:
+        assert answer == "CpuSharing, OpenMP threads wait PASSIVE"
+    else:
+        assert answer == "NoCpuSharing, OpenMP threads wait None"
 
 
 @pytest.mark.skipif(CORES < 2, reason="one core cannot be shared")
