@@ -20,6 +20,7 @@ from omni_actors.config import Limits, Pipeline, Stage
 from omni_actors.errors import InvalidRequest, Overloaded
 from tests.support.echo_systems import pid_of, until
 from tests.support.served_engines import LEVEL, RATE, WORD_S
+from tests.support.shared_system import SharedSystem, open_shared_system, with_shared_system
 
 WATCHDOG_S = 60.0
 
@@ -36,49 +37,63 @@ def speaking(**limits: Any) -> Pipeline:
     )
 
 
-async def test_an_answer_is_collected_once_and_may_be_asked_for_again() -> None:
-    async with OmniSystem.open(speaking()) as omni:
-        generation = omni.generate("hello")
-        assert await generation.text() == "hello"
-        assert await generation.audio() is None
-        answer = await generation.collect()
-        assert (answer.text, answer.audio, answer.index, answer.error) == ("hello", None, 0, None)
-        assert answer.metrics is not None
-        assert set(answer.metrics.stages) == {"text"}
-        assert answer.data.keys() == {"text"}
+@pytest.fixture(scope="module")
+def shared_system(fixture_processes: set[int]) -> Iterator[SharedSystem]:
+    with open_shared_system(lambda: OmniSystem.open(speaking()), fixture_processes) as shared_system:
+        yield shared_system
 
-        sound = await omni.generate(script="one two three", modalities=("audio",)).audio()
-        assert sound is not None
-        assert sound.sample_rate == RATE
-        assert sound.duration_s == pytest.approx(3 * WORD_S)
-        np.testing.assert_allclose(sound.samples, LEVEL)
+
+@with_shared_system
+async def test_an_answer_is_collected_once_and_may_be_asked_for_again(omni: OmniSystem) -> None:
+    generation = omni.generate("hello")
+    assert await generation.text() == "hello"
+    assert await generation.audio() is None
+    answer = await generation.collect()
+    assert (answer.text, answer.audio, answer.index, answer.error) == ("hello", None, 0, None)
+    assert answer.metrics is not None
+    assert set(answer.metrics.stages) == {"text"}
+    assert answer.data.keys() == {"text"}
+
+    sound = await omni.generate(script="one two three", modalities=("audio",)).audio()
+    assert sound is not None
+    assert sound.sample_rate == RATE
+    assert sound.duration_s == pytest.approx(3 * WORD_S)
+    np.testing.assert_allclose(sound.samples, LEVEL)
 
 
 @pytest.mark.parametrize("suffix", ["wav", "flac", "ogg", "mp3"])
-async def test_save_writes_the_sound_in_the_format_of_the_suffix(suffix: str, tmp_path: Path) -> None:
-    async with OmniSystem.open(speaking()) as omni:
+def test_save_writes_the_sound_in_the_format_of_the_suffix(
+    shared_system: SharedSystem, suffix: str, tmp_path: Path
+) -> None:
+    async def save(omni: OmniSystem) -> None:
         generation = omni.generate(script="one two three", modalities=("audio",))
         saved = await generation.save(tmp_path / f"a.{suffix}")
         assert saved is not None
         assert await generation.audio() is saved
         assert await generation.save(tmp_path / f"b.{suffix}") is saved, "also from a collected answer"
+
+    shared_system.run(save)
     for name in "ab":
         info = soundfile.info(tmp_path / f"{name}.{suffix}")
         assert (info.format, info.samplerate) == (suffix.upper(), RATE)
         assert info.duration == pytest.approx(3 * WORD_S, abs=0.1), "an mp3 is padded"
 
 
-async def test_save_refuses_an_unknown_format_before_it_reads_and_writes_no_empty_file(tmp_path: Path) -> None:
-    async with OmniSystem.open(speaking()) as omni:
+def test_save_refuses_an_unknown_format_before_it_reads_and_writes_no_empty_file(
+    shared_system: SharedSystem, tmp_path: Path
+) -> None:
+    async def save(omni: OmniSystem) -> None:
         generation = omni.generate("hello")
         with pytest.raises(ValueError, match=r"accepted: \.flac, \.mp3, \.ogg, \.wav"):
             await generation.save(tmp_path / "answer.txt")
         assert await generation.save(tmp_path / "answer.wav") is None
         assert await generation.text() == "hello"
+
+    shared_system.run(save)
     assert os.listdir(tmp_path) == []
 
 
-@pytest.mark.parametrize("concurrency", [None, 3, 1000])
+@pytest.mark.parametrize("concurrency", [None, 3, pytest.param(1000, marks=pytest.mark.slow)])
 async def test_map_answers_many_prompts_without_being_refused(concurrency: int | None) -> None:
     prompts = [f"prompt {number}" for number in range(100)]
     most = 0
@@ -114,17 +129,17 @@ async def test_map_waits_while_other_requests_fill_the_system() -> None:
                 assert {answer.text async for answer in answers} == {"a", "b"}
 
 
-async def test_map_raises_the_error_of_a_request_or_keeps_it_as_an_answer() -> None:
+@with_shared_system
+async def test_map_raises_the_error_of_a_request_or_keeps_it_as_an_answer(omni: OmniSystem) -> None:
     prompts: list[Any] = ["a", 5, "b"]
-    async with OmniSystem.open(speaking()) as omni:
-        with pytest.raises(InvalidRequest, match="prompt: expected"):  # noqa: PT012
-            async with omni.map(prompts) as answers:
-                async for _ in answers:
-                    pass
-        async with omni.map(prompts, keep_errors=True) as answers:
-            found = {answer.index: answer async for answer in answers}
-        assert (found[0].text, found[2].text) == ("a", "b")
-        assert isinstance(found[1].error, InvalidRequest)
+    with pytest.raises(InvalidRequest, match="prompt: expected"):  # noqa: PT012
+        async with omni.map(prompts) as answers:
+            async for _ in answers:
+                pass
+    async with omni.map(prompts, keep_errors=True) as answers:
+        found = {answer.index: answer async for answer in answers}
+    assert (found[0].text, found[2].text) == ("a", "b")
+    assert isinstance(found[1].error, InvalidRequest)
 
 
 async def test_leaving_map_aborts_its_requests() -> None:
@@ -152,11 +167,15 @@ async def test_leaving_map_aborts_its_requests() -> None:
         ({"prompt": "hi", "deadline_s": -1}, "deadline_s"),
     ],
 )
-async def test_an_argument_of_a_wrong_type_is_an_invalid_request(arguments: dict[str, Any], param: str) -> None:
-    async with OmniSystem.open(speaking()) as omni:
+def test_an_argument_of_a_wrong_type_is_an_invalid_request(
+    shared_system: SharedSystem, arguments: dict[str, Any], param: str
+) -> None:
+    async def generate(omni: OmniSystem) -> None:
         with pytest.raises(InvalidRequest) as refusal:
             omni.generate(**arguments)
         assert refusal.value.param == param
+
+    shared_system.run(generate)
 
 
 async def test_overrides_are_taken_as_a_mapping_and_as_keywords() -> None:
@@ -170,7 +189,8 @@ def test_the_package_lists_its_names() -> None:
     assert all(getattr(omni_actors, name) is not None for name in omni_actors.__all__)
 
 
-async def test_map_raises_an_error_of_the_prompts_as_it_is() -> None:
+@with_shared_system
+async def test_map_raises_an_error_of_the_prompts_as_it_is(omni: OmniSystem) -> None:
     def prompts() -> Iterator[str]:
         yield "one"
         raise ZeroDivisionError
@@ -180,6 +200,5 @@ async def test_map_raises_an_error_of_the_prompts_as_it_is() -> None:
             async for _ in answers:
                 pass
 
-    async with OmniSystem.open("echo") as omni:
-        with pytest.raises(ZeroDivisionError):
-            await answers_of(omni)
+    with pytest.raises(ZeroDivisionError):
+        await answers_of(omni)

@@ -9,11 +9,11 @@ Rules
 from __future__ import annotations
 
 import ast
+import functools
 import json
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import NamedTuple
@@ -164,22 +164,31 @@ def module_name(path: Path) -> str:
 SOURCES = {module_name(path): path for top in ("ringbuf", "omni_actors") for path in sorted((ROOT / top).rglob("*.py"))}
 
 
+@functools.cache
 def tree_of(module: str) -> ast.Module:
     return ast.parse(SOURCES[module].read_text(encoding="utf-8"), str(SOURCES[module]))
 
 
-def imports_of(module: str) -> Iterator[Import]:
+@functools.cache
+def nodes_of(module: str) -> list[ast.AST]:
+    """The imports, classes and calls of a module. Several tests look at them, and walking a tree is slow."""
+    kinds = (ast.Import, ast.ImportFrom, ast.ClassDef, ast.Call)
+    return [node for node in ast.walk(tree_of(module)) if isinstance(node, kinds)]
+
+
+@functools.cache
+def imports_of(module: str) -> list[Import]:
     """Every module that ``module`` names in an import statement. ``from package import submodule`` is the submodule."""
-    for node in ast.walk(tree_of(module)):
+    found = []
+    for node in nodes_of(module):
         if isinstance(node, ast.Import):
-            for alias in node.names:
-                yield Import(alias.name, node.lineno)
+            found += [Import(alias.name, node.lineno) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{module}:{node.lineno}: relative import"
             source = node.module or ""
             names = (f"{source}.{alias.name}" for alias in node.names)
-            for name in {name if name in SOURCES else source for name in names}:
-                yield Import(name, node.lineno)
+            found += [Import(name, node.lineno) for name in {name if name in SOURCES else source for name in names}]
+    return found
 
 
 def owner(module: str, table: dict[str, set[str]]) -> str | None:
@@ -203,29 +212,32 @@ def test_the_table_has_no_cycle() -> None:
     assert not upward
 
 
-@pytest.mark.parametrize("row", LAYERS)
-def test_every_row_has_a_module(row: str) -> None:
-    assert row in {layer(module) for module in SOURCES}
+def test_every_row_has_a_module() -> None:
+    assert LAYERS.keys() <= {layer(module) for module in SOURCES}
 
 
-@pytest.mark.parametrize("module", SOURCES)
-def test_a_module_imports_only_what_its_layer_may(module: str) -> None:
-    mine = layer(module)
-    assert mine is not None, f"{module} has no row in LAYERS: add it to a layer"
-    ours = [found for found in imports_of(module) if found.module.split(".")[0] in ("ringbuf", "omni_actors")]
-    wrong = [f"line {found.line}: {found.module}" for found in ours if layer(found.module) not in {mine, *LAYERS[mine]}]
-    assert not wrong, f"{module} (layer {mine}) may import only {sorted(LAYERS[mine])}"
+def test_a_module_imports_only_what_its_layer_may() -> None:
+    wrong = []
+    for module in SOURCES:
+        mine = layer(module)
+        assert mine is not None, f"{module} has no row in LAYERS: add it to a layer"
+        for found in imports_of(module):
+            is_ours = found.module.split(".")[0] in ("ringbuf", "omni_actors")
+            if is_ours and layer(found.module) not in {mine, *LAYERS[mine]}:
+                wrong.append(f"{module}:{found.line} (layer {mine}): {found.module}")
+    assert not wrong, "a layer may import itself and what its row in LAYERS names"
 
 
-@pytest.mark.parametrize("module", SOURCES)
-def test_a_module_imports_no_forbidden_library(module: str) -> None:
-    mine = owner(module, FORBIDDEN_LIBRARIES)
-    assert mine is not None
-    wrong = [
-        f"line {found.line}: {found.module}"
-        for found in imports_of(module)
-        if found.module.split(".")[0] in FORBIDDEN_LIBRARIES[mine]
-    ]
+def test_no_module_imports_a_forbidden_library() -> None:
+    wrong = []
+    for module in SOURCES:
+        mine = owner(module, FORBIDDEN_LIBRARIES)
+        assert mine is not None, f"{module} has no row in FORBIDDEN_LIBRARIES"
+        wrong += [
+            f"{module}:{found.line}: {found.module}"
+            for found in imports_of(module)
+            if found.module.split(".")[0] in FORBIDDEN_LIBRARIES[mine]
+        ]
     assert not wrong
 
 
@@ -246,24 +258,23 @@ PRIVATE_IMPORTS = {
 }
 
 
-@pytest.mark.parametrize("module", SOURCES)
-def test_a_module_imports_nothing_private_of_another_package(module: str) -> None:
+def test_no_module_imports_what_is_private_to_another_package() -> None:
     wrong = []
-    for node in ast.walk(tree_of(module)):
-        if not isinstance(node, ast.Import | ast.ImportFrom):
-            continue
-        source = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
-        for alias in node.names:
-            owner = private_owner(source + alias.name)
-            inside = owner is None or f"{module}.".startswith(f"{owner}.")
-            if not inside and (module, owner) not in PRIVATE_IMPORTS:
-                wrong.append(f"line {node.lineno}: {source}{alias.name}")
+    for module in SOURCES:
+        for node in nodes_of(module):
+            if not isinstance(node, ast.Import | ast.ImportFrom):
+                continue
+            source = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
+            for alias in node.names:
+                owner = private_owner(source + alias.name)
+                inside = owner is None or f"{module}.".startswith(f"{owner}.")
+                if not inside and (module, owner) not in PRIVATE_IMPORTS:
+                    wrong.append(f"{module}:{node.lineno}: {source}{alias.name}")
     assert not wrong
 
 
-@pytest.mark.parametrize("module", SOURCES)
-def test_a_module_opens_with_its_rules(module: str) -> None:
-    assert ast.get_docstring(tree_of(module)), f"{module} has no docstring"
+def test_every_module_opens_with_its_rules() -> None:
+    assert not [module for module in SOURCES if not ast.get_docstring(tree_of(module))], "these have no docstring"
 
 
 def words(text: str) -> set[str]:
@@ -277,11 +288,15 @@ def docstrings(tree: ast.Module) -> set[ast.expr]:
     }
 
 
-@pytest.mark.parametrize("module", [name for name in SOURCES if layer(name) == "omni_actors.orchestrator"])
-def test_the_orchestrator_names_no_stage_and_no_model(module: str) -> None:
+def test_the_orchestrator_names_no_stage_and_no_model() -> None:
+    modules = [name for name in SOURCES if layer(name) == "omni_actors.orchestrator"]
+    assert not [found for module in modules for found in stages_and_models_named_in(module)]
+
+
+def stages_and_models_named_in(module: str) -> list[str]:
     tree = tree_of(module)
     documentation = docstrings(tree)
-    wrong = []
+    found = []
     for node in ast.walk(tree):
         match node:
             case ast.Constant(value=str(text)) if node not in documentation:
@@ -293,23 +308,23 @@ def test_the_orchestrator_names_no_stage_and_no_model(module: str) -> None:
             case _:
                 continue
         if words(text) & STAGE_AND_MODEL_NAMES:
-            wrong.append(f"line {node.lineno}: {text!r}")
-    assert not wrong
+            found.append(f"{module}:{node.lineno}: {text!r}")
+    return found
 
 
-CLASSES = {node.name for module in SOURCES for node in ast.walk(tree_of(module)) if isinstance(node, ast.ClassDef)}
 POSITIONAL_FIELDS = 4
 
 
-@pytest.mark.parametrize("module", SOURCES)
-def test_an_object_of_many_fields_is_constructed_by_keyword(module: str) -> None:
+def test_an_object_of_many_fields_is_constructed_by_keyword() -> None:
     """Two fields of one type that change places go unnoticed by the type checker."""
+    classes = {node.name for module in SOURCES for node in nodes_of(module) if isinstance(node, ast.ClassDef)}
     wrong = []
-    for node in ast.walk(tree_of(module)):
-        match node:
-            case ast.Call(func=ast.Name(id=name) | ast.Attribute(attr=name), args=args):
-                if name in CLASSES and len(args) > POSITIONAL_FIELDS:
-                    wrong.append(f"line {node.lineno}: {name} with {len(args)} positional arguments")
+    for module in SOURCES:
+        for node in nodes_of(module):
+            match node:
+                case ast.Call(func=ast.Name(id=name) | ast.Attribute(attr=name), args=args):
+                    if name in classes and len(args) > POSITIONAL_FIELDS:
+                        wrong.append(f"{module}:{node.lineno}: {name} with {len(args)} positional arguments")
     assert not wrong
 
 

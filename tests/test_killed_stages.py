@@ -105,7 +105,9 @@ def test_the_margins_of_bfloat16_have_room_for_rounding(
             assert np.mean(each) < OF_MEAN * MARGINS["bfloat16", part] / 1.5
 
 
-@pytest.mark.parametrize("family", REFERENCES)
+@pytest.mark.parametrize(
+    "family", [pytest.param(each, marks=() if each == "qwen3" else pytest.mark.slow) for each in REFERENCES]
+)
 def test_forced_decoding_finds_what_is_missing_or_there_twice(family: str, tmp_path: Path) -> None:
     """The lags of such an answer are above all margins, and those of the reference's own answer are 0."""
     asked = Omni("noisy", family, checkpoint(family, tmp_path))

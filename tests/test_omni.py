@@ -21,6 +21,8 @@ from tests.support.shared_system import SharedSystem, open_shared_system, with_s
 from tests.support.spoken_answers import SPOKEN, STORY, read, sound_of, text_of
 from tiny_models import qwen3 as tiny
 
+pytestmark = pytest.mark.slow  # make test has the same stages in one process: stages/qwen3/test_parity.py
+
 
 def pipeline(model: Path) -> Pipeline:
     def stage(engine: str, **more: Any) -> Stage:
@@ -90,7 +92,6 @@ async def test_an_image_and_a_recording_change_the_text_and_the_speech(omni: Omn
     assert not np.array_equal(sound_of(both), sound_of(blind))
 
 
-@pytest.mark.slow
 @with_shared_system
 async def test_eight_concurrent_requests_get_the_answers_of_each_alone(omni: OmniSystem) -> None:
     asked = [(STORY[: 12 + 4 * n], {**SPOKEN, "talker_max_tokens": 20 + 5 * n, "seed": n}) for n in range(8)]
@@ -110,7 +111,6 @@ async def test_eight_concurrent_requests_get_the_answers_of_each_alone(omni: Omn
         assert_same_sound(sound_of(together[n]), sound_of(outputs))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "killed",
     [
@@ -143,7 +143,6 @@ def test_a_killed_stage_changes_nothing_for_the_client(shared_system: SharedSyst
     shared_system.run(work)
 
 
-@pytest.mark.slow
 @with_shared_system
 async def test_a_thinker_killed_in_mid_answer_goes_on_behind_its_last_token(omni: OmniSystem) -> None:
     params = {**SPOKEN, "max_tokens": 300, "temperature": 1.0, "seed": 7}

@@ -77,7 +77,7 @@ def check_innocent(number: int, outputs: list[Output] | OmniError) -> Output:
 
 
 @pytest.mark.parametrize(
-    "how", [pytest.param({"raise": "feed"}, marks=pytest.mark.slow), {"raise": "step"}, {"exit": 3}]
+    "how", [*(pytest.param({"raise": where}, marks=pytest.mark.slow) for where in ("feed", "step")), {"exit": 3}]
 )
 def test_poison_fails_and_the_five_requests_beside_it_complete(
     shared_system: SharedSystem, how: dict[str, Any]

@@ -104,7 +104,7 @@ async def test_a_stopped_worker_is_killed_and_replaced(omni: OmniSystem) -> None
     assert len(await read(ask(omni))) == 1
 
 
-@pytest.mark.parametrize("loop", ["python", "c"])
+@pytest.mark.parametrize("loop", [pytest.param("python", marks=pytest.mark.slow), "c"])
 def test_an_endless_loop_in_a_step_is_ended_with_its_reason(shared_system: SharedSystem, loop: str) -> None:
     async def work(omni: OmniSystem) -> None:
         before = generations(omni)["only"]
@@ -116,6 +116,7 @@ def test_an_endless_loop_in_a_step_is_ended_with_its_reason(shared_system: Share
     shared_system.run(work)
 
 
+@pytest.mark.slow  # supervisor/test_heartbeat.py shows it in virtual time
 async def test_neither_a_slow_worker_nor_one_that_waits_for_it_is_killed() -> None:
     """The upstream stage has more to send than may wait, so it stands still for as long as the slow stage takes."""
     overrides = {

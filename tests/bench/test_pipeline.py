@@ -23,6 +23,7 @@ def command(*arguments: str) -> str:
     return subprocess.run(program, cwd=ROOT, env=environment, check=True, capture_output=True, text=True).stdout
 
 
+@pytest.mark.slow
 def test_a_quick_run_measures_ours_and_the_bare_queues(tmp_path: Path) -> None:
     written = tmp_path / "figures.json"
     command("--only", "ours", "--only", "Queue", "--json", str(written))

@@ -15,6 +15,7 @@ from tests.support.http_listener import listening
 NO_PROCESS = cast("subprocess.Popen[str]", None)
 
 
+@pytest.mark.slow
 async def test_normal_clients_are_measured_alone_and_beside_every_kind_of_hostile_client() -> None:
     counts = dict.fromkeys(readers.HOSTILE, 1)
     phases, ends, counters = await readers.measure(

@@ -23,6 +23,7 @@ def figures(file: Path, *arguments: str) -> dict[str, list[dict[str, Any]]]:
     return written
 
 
+@pytest.mark.slow
 def test_a_quick_run_measures_a_death_with_each_takeover(tmp_path: Path) -> None:
     rows = {(row["stage"], row["takeover"]): row for row in figures(tmp_path / "figures.json", "--quick")["silence"]}
     assert rows.keys() == {(stage, takeover) for stage in (UNDISTURBED, "middle") for takeover in TAKEOVERS}

@@ -18,6 +18,7 @@ from bench.ring.report import Figures
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.slow
 def test_a_quick_run_measures_every_part_of_every_transport_asked_for(tmp_path: Path) -> None:
     cores = sorted(os.sched_getaffinity(0))
     command = [sys.executable, "-m", "bench.ring", "--quick", "--only", "ours: send", "--only", "multiprocessing.Pipe"]

@@ -32,7 +32,9 @@ from tests.support.echo_systems import pid_of, read, until
 from tests.support.shared_system import SharedSystem, with_shared_system
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(
+    "stage", [pytest.param(stage, marks=() if stage == "second" else pytest.mark.slow) for stage in STAGES]
+)
 def test_a_death_at_any_point_changes_no_output(shared_system: SharedSystem, stage: str) -> None:
     """Before the first chunk is fed, between two outputs, and after the last output but before ``Finished``."""
 
@@ -114,6 +116,7 @@ async def test_a_request_completes_without_a_restarted_stage_that_is_not_needed(
         os.kill(first, signal.SIGCONT)
 
 
+@pytest.mark.slow
 async def test_another_replica_takes_over_and_without_one_the_request_waits_until_its_deadline() -> None:
     never = {"stages.second.restart.backoff_s": NEVER_S, "stages.second.restart.backoff_max_s": NEVER_S}
     async with OmniSystem.open(pipeline(), **never, **{"stages.second.replicas": 2}) as omni:

@@ -65,8 +65,14 @@ def submit(omni: OmniSystem) -> Any:
     return omni.submit({"script": [Input({"n": n}) for n in range(PIECES)]}, ("text", "audio"))
 
 
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("at", [0, 3, PIECES * FAN_OUT - 1])
+DEATHS = [(stage, at) for at in (0, 3, PIECES * FAN_OUT - 1) for stage in STAGES]
+
+
+@pytest.mark.parametrize(
+    ("stage", "at"),
+    # Each stage and each output once in `make test`.
+    [pytest.param(*death, marks=() if number % 4 == 0 else pytest.mark.slow) for number, death in enumerate(DEATHS)],
+)
 async def test_a_death_at_any_output(stage: str, at: int, tmp_path: Path) -> None:
     dies = {stage: {"dies_at": at, "marker": str(tmp_path / "died")}}
     async with OmniSystem.open(pipeline(dies)) as omni:
@@ -75,8 +81,14 @@ async def test_a_death_at_any_output(stage: str, at: int, tmp_path: Path) -> Non
         assert generations(omni) == {**dict.fromkeys(STAGES, 1), stage: 2}
 
 
-@pytest.mark.parametrize("stages", [*itertools.combinations(STAGES, 2), STAGES], ids="-".join)
-@pytest.mark.parametrize("replicas", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize(
+    ("stages", "replicas"),
+    [
+        (STAGES, 2),
+        *(pytest.param(pair, 2, marks=pytest.mark.slow) for pair in itertools.combinations(STAGES, 2)),
+        *(pytest.param(stages, 1, marks=pytest.mark.slow) for stages in (*itertools.combinations(STAGES, 2), STAGES)),
+    ],
+)
 async def test_several_stages_that_die_at_once(stages: tuple[str, ...], replicas: int) -> None:
     async with OmniSystem.open(pipeline({}, replicas)) as omni:
         for _ in range(3):

@@ -46,7 +46,9 @@ async def read_and_kill_pid(omni: OmniSystem, pid: int) -> list[Output]:
     return outputs
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(
+    "stage", [pytest.param(stage, marks=() if stage == "second" else pytest.mark.slow) for stage in STAGES]
+)
 async def test_a_standby_takes_over_before_the_dead_worker_is_back(stage: str, tmp_path: Path) -> None:
     blocked = tmp_path / "blocked"
     async with OmniSystem.open(with_standby(blocked)) as omni:

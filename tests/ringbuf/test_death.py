@@ -240,6 +240,7 @@ def test_a_producer_that_dies_at_any_step_of_whole_messages(host: ChildHost) -> 
     assert steps >= SENDING | {"end", "store record word 3", "fill a reservation's second half"}
 
 
+@pytest.mark.slow
 def test_a_producer_that_dies_at_any_step_of_fragments(host: ChildHost) -> None:
     steps = at_every_step(host, "send fragments", False, outlive_producer(STREAM, until_asleep(PRODUCER, CONSUMER)))
     assert steps >= SENDING | ASLEEP
@@ -260,6 +261,7 @@ def test_a_consumer_that_dies_at_any_step_of_whole_messages(host: ChildHost) -> 
     assert steps >= RECEIVING | {"end", "read a payload"}
 
 
+@pytest.mark.slow
 def test_a_consumer_that_dies_at_any_step_of_fragments(host: ChildHost) -> None:
     steps = at_every_step(
         host, "receive fragments", False, outlive_consumer(STREAM, 0, until_asleep(CONSUMER, PRODUCER))

@@ -151,7 +151,7 @@ BUGS = {
 }
 
 
-EXPENSIVE = ("unsent", "wrap")
+EXPENSIVE = ("unsent", "wrap", "producer succeeded in fragments")
 
 
 @pytest.mark.parametrize(

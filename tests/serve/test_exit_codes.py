@@ -49,7 +49,7 @@ def listening_socket_of(server: Server) -> Iterator[socket.socket]:
         yield listener
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM])
 def test_a_signal_and_a_complete_drain_are_0(start: Start, number: signal.Signals) -> None:
     with start(config=MIND) as server:
         assert server.ends_by(number) == (0, "")

@@ -119,6 +119,7 @@ def test_a_death_and_its_recovery_in_json(start_json: Callable[..., Any]) -> Non
     assert 0 < restarted["since_death_s"] <= recovered["lost_s"] <= replayed["lost_s"] < WATCHDOG_S
 
 
+@pytest.mark.slow
 def test_a_replica_that_was_given_up_and_serves_again_in_json(start_json: Callable[..., Any]) -> None:
     with start_json("-s", "stages.mind.restart={intensity: 0, retry_s: 0.5}") as server:
         os.kill(server.pid_of("mind"), signal.SIGKILL)

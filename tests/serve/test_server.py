@@ -32,6 +32,11 @@ name: studio
 stages:
   mind: {engine: echo, accepts: [messages], emits: text}
 """
+MOUTH = """\
+name: studio
+stages:
+  mouth: {engine: "tests.support.served_engines:Speaker", accepts: [script], emits: audio}
+"""
 ENDLESS = ("-s", "stages.mind.options.fan_out=1000000", "-s", "stages.mind.options.step_s=0.01")
 HELLO: Any = [{"role": "user", "content": "hello"}]
 
@@ -266,14 +271,15 @@ def test_one_stage_that_dies_too_often_leaves_the_others_serving(start: Start) -
         assert answer.choices[0].message.content == "hello" * 3
 
 
+@pytest.mark.slow
 def test_a_stage_that_is_not_tried_again_promises_no_time(start: Start) -> None:
-    with start("-s", "stages.mouth.restart={intensity: 0, retry_s: 0}") as server:
+    with start("-s", "stages.mouth.restart={intensity: 0, retry_s: 0}", config=MOUTH) as server:
         answer = server.http.post("/v1/audio/speech", json={"model": "studio", "input": "a deadly word"})
         assert (answer.status_code, "retry-after" in answer.headers) == (503, False)
 
 
 def test_a_stage_that_was_given_up_serves_again_after_its_retry(start: Start) -> None:
-    with start("-s", "stages.mouth.restart={intensity: 0, retry_s: 0.5}") as server:
+    with start("-s", "stages.mouth.restart={intensity: 0, retry_s: 0.5}", config=MOUTH) as server:
         speech = {"model": "studio", "input": "a deadly word"}
         assert server.http.post("/v1/audio/speech", json=speech).status_code == 503
         server.wait(lambda: server.status() == "ready", "the stage to be tried again")
@@ -281,7 +287,7 @@ def test_a_stage_that_was_given_up_serves_again_after_its_retry(start: Start) ->
 
 
 def test_exit_on_failed_stage_ends_the_server_with_its_reason(start: Start) -> None:
-    with start("--exit-on-failed-stage", "-s", "stages.mouth.restart={intensity: 0}") as server:
+    with start("--exit-on-failed-stage", "-s", "stages.mouth.restart={intensity: 0}", config=MOUTH) as server:
         server.http.post("/v1/audio/speech", json={"model": "studio", "input": "a deadly word"})
         assert server.wait_end() == 1
         assert "stage 'mouth'" in server.stderr

@@ -32,7 +32,7 @@ _MODELS = {"whisper": "whisper-tiny.en", "hibari_acoustic": "hibari"}
 def open_stage(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., StageEngine]:
     """(engine name, model=None, **options) -> a new engine, for the test to close: what a worker does with a stage.
 
-    Without ``model``: the engine's built-in one, or a tiny one with random weights.
+    Without ``model``: the engine's built-in one, or a tiny one with random weights and options that cost little.
     """
 
     @functools.cache
@@ -58,6 +58,8 @@ def open_stage(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., StageE
             model = assets.prepare(_MODELS[name], print)
         elif model is None and name == "llm":
             model, options = random_llama(), {"context": 128, **options}
+        elif model is None and name == "qwen2_5_token2wav":
+            model, options = random_qwen2_5(), {"steps": 2, **options}
         elif model is None and name.startswith("qwen2_5_"):
             model = random_qwen2_5()
         elif model is None and name.startswith("qwen3_"):

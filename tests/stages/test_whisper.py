@@ -38,7 +38,7 @@ def at(rate: int, index: int = 0) -> dict[str, Any]:
     return {"sample_rate": rate, "index": index}
 
 
-@pytest.mark.parametrize("rate", [8000, 16000, 44100])
+@pytest.mark.parametrize("rate", [*(pytest.param(rate, marks=pytest.mark.slow) for rate in (8000, 16000)), 44100])
 def test_speech_at_any_sample_rate_is_transcribed(driver: Any, speak: Speak, rate: int) -> None:
     """The tests below use 24 kHz."""
     import soxr
@@ -76,6 +76,7 @@ def test_a_recording_is_transcribed_before_the_next_one_is_complete(driver: Any,
     driver.abort(1)
 
 
+@pytest.mark.slow
 def test_a_long_recording_does_not_delay_a_short_one(driver: Any, speak: Speak) -> None:
     long = np.concatenate([speak(PARIS), speak(SHIPS)] * 8)
     assert 30 < len(long) / 24000 < 60

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import textwrap
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -89,12 +89,10 @@ ENGINES = """
 
 
 @pytest.fixture(scope="module", autouse=True)
-def what_is_there_already_is_no_garbage() -> Iterator[None]:
+def what_is_there_already_is_no_garbage() -> None:
     """Each run collects garbage, twice: it takes a quarter of a second where tests before have loaded torch."""
     gc.collect()
     gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture(scope="session")

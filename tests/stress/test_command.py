@@ -34,6 +34,7 @@ def stress(monkeypatch: pytest.MonkeyPatch, mark: str, baseline: Workload) -> Ca
     return lambda config, *arguments: CliRunner().invoke(main, ["stress", config, *patient, *arguments])
 
 
+@pytest.mark.slow
 def test_a_search_ends_with_its_budget_and_writes_figures(stress: Callable[..., Result], tmp_path: Path) -> None:
     file = tmp_path / "figures.json"
     done = stress("echo", "--faults", "1", "--operations", "2", "--seed", "18", "--json", str(file))

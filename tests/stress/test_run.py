@@ -60,7 +60,7 @@ def test_a_sound_system_passes_and_each_fault_is_counted_and_timed(baseline: Wor
     ("engine", "schedule", "kinds", "words"),
     [
         ("Stutters", ONE_KILL, {"lost", "duplicated"}, "3840 bytes, 2880 expected"),
-        ("Mute", ONE_KILL, {"hung"}, "has no outcome"),
+        pytest.param("Mute", ONE_KILL, {"hung"}, "has no outcome", marks=pytest.mark.slow),
         ("Faint", NO_FAULT, {"disturbed"}, "the harness did not kill it"),
         ("Daemon", ONE_KILL, {"leaked"}, "sleep 300"),
     ],
@@ -142,6 +142,7 @@ def test_ended_requests_and_deaths_are_judged_and_forgotten(baseline: Workload, 
     assert "second.0: pid" in violation.what
 
 
+@pytest.mark.slow
 def test_a_soak_reads_memory_and_throughput(baseline: Workload, mark: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A soak of two faults, however long these take."""
     for name, seconds in {"EVERY_S": 0.1, "BETWEEN_FAULTS_S": 0.1, "WARM_UP_S": 0.1, "FAULT_FREE_S": 1.0}.items():

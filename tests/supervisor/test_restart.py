@@ -126,7 +126,7 @@ async def test_simultaneous_deaths_restart_each_worker_once(autojump_clock: trio
             assert set(system.generations().values()) == {2}
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [*range(2), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 4))])
 async def test_all_replicas_are_restarted_whenever_they_die(autojump_clock: trio.testing.MockClock, seed: int) -> None:
     """Also those that are loading, waiting to start, or being stopped with another."""
     draw = random.Random(seed)

@@ -17,6 +17,10 @@ from tests.support.engine_cases import Case
 from tests.support.engine_driver import for_stages
 
 
+def _slow(value: Any, name: str) -> Any:
+    return pytest.param(value, id=name, marks=pytest.mark.slow)
+
+
 class EngineConformance:
     """A subclass runs with the fixtures ``case`` and ``driver`` of its module."""
 
@@ -94,8 +98,14 @@ class EngineConformance:
         assert exact_chunks(chunk_by_chunk()) == exact_chunks(expected)
         assert_same_results(chunks(beside_another()), chunks(expected))
 
-    @pytest.mark.parametrize("alone", [True, False], ids=["alone", "beside another"])
-    @pytest.mark.parametrize("share", [0, 0.01, 0.5, 0.99, 1], ids=["none", "one", "half", "all but one", "all"])
+    @pytest.mark.parametrize("alone", [_slow(True, "alone"), pytest.param(False, id="beside another")])
+    @pytest.mark.parametrize(
+        "share",
+        [
+            *(pytest.param(0, id="none"), _slow(0.01, "one"), pytest.param(0.5, id="half")),
+            *(_slow(0.99, "all but one"), pytest.param(1, id="all")),
+        ],
+    )
     def test_a_resumable_engine_goes_on_behind_its_journal(
         self, case: Case, driver: Any, share: float, alone: bool
     ) -> None:

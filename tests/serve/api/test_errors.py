@@ -29,6 +29,7 @@ from omni_actors.errors import (
 )
 from omni_actors.serve.api.errors import renaming, to_http_error
 from omni_actors.serve.http.errors import HTTPError
+from tests.support.http_server import NO_TLS
 
 CHAT, SPEECH, TRANSCRIPTIONS = "/v1/chat/completions", "/v1/audio/speech", "/v1/audio/transcriptions"
 
@@ -277,14 +278,14 @@ def test_a_client_that_never_ends_its_body_does_not_affect_others(studio: Any) -
 def test_a_request_without_the_key_is_refused(slow: Any, header: str | None, path: str) -> None:
     headers = {b"authorization": header.encode()} if header else {}
     method, content = ("POST", b"x" * 2_000_000) if path == CHAT else ("GET", b"")
-    with httpx.Client(base_url=slow.url, timeout=60) as stranger:
+    with httpx.Client(base_url=slow.url, timeout=60, verify=NO_TLS) as stranger:
         answer = stranger.request(method, path, headers=headers, content=content)
     assert refusal(answer, 401)["code"] == "invalid_api_key"
     assert answer.headers["www-authenticate"] == "Bearer"
 
 
 def test_health_is_open_and_a_key_opens_the_rest(slow: Any) -> None:
-    with httpx.Client(base_url=slow.url, timeout=60) as stranger:
+    with httpx.Client(base_url=slow.url, timeout=60, verify=NO_TLS) as stranger:
         assert stranger.get("/health").status_code == 200
     with slow.openai() as client:
         assert [model.id for model in client.models.list()] == ["studio"]

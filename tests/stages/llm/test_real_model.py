@@ -36,6 +36,7 @@ QUESTIONS = [
 
 
 @pytest.mark.voice
+@pytest.mark.slow
 def test_the_capital_of_france_is_paris(real: LLMEngine) -> None:
     text, end = answer(real, QUESTIONS[-1], max_tokens=32)
     assert "Paris" in text

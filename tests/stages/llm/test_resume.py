@@ -68,13 +68,19 @@ def check_every_cut(driver: Driver, prompt: str, **params: Any) -> list[Any]:
     return expected
 
 
-@pytest.mark.parametrize("params", PARAMS.values(), ids=PARAMS)
+@pytest.mark.parametrize(
+    "params",
+    [
+        pytest.param(params, id=name, marks=pytest.mark.slow if name in ("greedy", "penalised") else ())
+        for name, params in PARAMS.items()
+    ],
+)
 def test_an_answer_is_the_same_wherever_it_is_resumed(driver: Driver, params: dict[str, Any]) -> None:
     expected = check_every_cut(driver, PROMPTS[2], **params)
     assert expected[-1].data["completion_tokens"] >= params.get("min_tokens", 1)
 
 
-@pytest.mark.parametrize("size", [1, 3, 8])
+@pytest.mark.parametrize("size", [*(pytest.param(size, marks=pytest.mark.slow) for size in (1, 8)), 3])
 def test_a_stop_string_may_begin_in_the_decided_part(driver: Driver, engine: LLMEngine, size: int) -> None:
     full, _ = answered(engine, PROMPTS[2], 20)
     for start in range(4, len(full) - size, 5):

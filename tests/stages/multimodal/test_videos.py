@@ -175,7 +175,13 @@ def test_a_broken_file_or_another_format_is_refused(data: bytes) -> None:
     assert "video 0: this file cannot be read; accepted: mov, mp4" in str(refusal)
 
 
-@pytest.mark.parametrize(("format", "codec"), [("mp4", "libx264"), ("webm", "libvpx-vp9"), ("avi", "mpeg4")])
+@pytest.mark.parametrize(
+    ("format", "codec"),
+    [
+        ("mp4", "libx264"),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in (("webm", "libvpx-vp9"), ("avi", "mpeg4"))),
+    ],
+)
 def test_a_file_with_any_changed_bytes_is_decoded_or_refused(format: str, codec: str) -> None:
     rng, file = random.Random(7), video_file(20, format=format, codec=codec)
     outcomes = set()

@@ -47,11 +47,10 @@ def answer(driver: Driver, journal: tuple[Decisions, ...] = (), **params: Any) -
 @pytest.mark.parametrize(
     "params",
     [
-        {"ignore_eos": True},
-        {"ignore_eos": True, "temperature": 1.0, "seed": 5, "repetition_penalty": 1.2},
-        {"ignore_eos": True, "stop": (" !?",)},
+        pytest.param({"ignore_eos": True}, id="greedy", marks=pytest.mark.slow),
+        pytest.param({"ignore_eos": True, "temperature": 1.0, "seed": 5, "repetition_penalty": 1.2}, id="sampled"),
+        pytest.param({"ignore_eos": True, "stop": (" !?",)}, id="stop string", marks=pytest.mark.slow),
     ],
-    ids=["greedy", "sampled", "stop string"],
 )
 def test_text_and_rows_are_the_same_wherever_they_are_resumed(driver: Driver, params: dict[str, Any]) -> None:
     params = {"max_tokens": 40, **params}

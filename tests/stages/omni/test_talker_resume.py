@@ -80,7 +80,9 @@ def decided(outputs: list[Any]) -> list[Any]:
     return [output.decisions for output in outputs]
 
 
-@pytest.mark.parametrize("sampling", [SAMPLED, GREEDY], ids=["sampled", "greedy"])
+@pytest.mark.parametrize(
+    "sampling", [pytest.param(SAMPLED, id="sampled"), pytest.param(GREEDY, id="greedy", marks=pytest.mark.slow)]
+)
 def test_a_resumed_request_gives_the_outputs_of_an_undisturbed_one(talker: Talker, sampling: dict[str, float]) -> None:
     expected = talker.run(1, **sampling)
     assert len(expected) == 24
@@ -151,7 +153,7 @@ def test_an_answer_without_a_row_ends_again(talker: Talker) -> None:
         assert not talker.engine.busy
 
 
-@pytest.mark.parametrize("size", [8, 24])
+@pytest.mark.parametrize("size", [8, pytest.param(24, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("fed", [False, True])
 @pytest.mark.parametrize("stepped", [False, True])
 def test_a_resumed_request_can_be_aborted(talker: Talker, size: int, fed: bool, stepped: bool) -> None:

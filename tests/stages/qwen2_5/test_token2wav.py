@@ -78,7 +78,7 @@ def sound(outputs: list[Any]) -> Wave:
     ("count", "options"),
     [
         pytest.param(200, {"steps": 4, "chunk_blocks": 1}, marks=pytest.mark.slow),
-        (110, {"steps": 2, "chunk_blocks": 2}),
+        pytest.param(110, {"steps": 2, "chunk_blocks": 2}, marks=pytest.mark.slow),
         pytest.param(168, {"steps": 2, "chunk_blocks": 7}, marks=pytest.mark.slow),  # whole blocks and whole chunks
         (90, {"steps": 2, "chunk_blocks": 1}),
         (30, {}),  # less than the look-ahead

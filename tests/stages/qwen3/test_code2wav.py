@@ -85,7 +85,10 @@ def sound(outputs: list[Any]) -> np.ndarray[Any, Any]:
 
 @pytest.mark.parametrize(
     ("count", "chunk_frames"),
-    [(60, (1,)), (60, (4,)), (320, (25,)), (320, (300,)), (60, (2, 4, 8, 16, 25))],
+    [
+        *(pytest.param(60, (1,), marks=pytest.mark.slow), (60, (4,)), (320, (25,))),
+        *(pytest.param(320, (300,), marks=pytest.mark.slow), (60, (2, 4, 8, 16, 25))),
+    ],
     ids=str,
 )
 def test_streamed_samples_equal_those_of_one_forward(
@@ -104,6 +107,7 @@ def test_streamed_samples_equal_those_of_one_forward(
     assert all(chunk <= chunk_frames[-1] * 1920 for chunk in samples)
 
 
+@pytest.mark.slow
 def test_streamed_samples_equal_those_of_one_forward_at_the_real_window_and_depth(
     tmp_path: Path, open_stage: Callable[..., Any], drive: Any
 ) -> None:
@@ -131,6 +135,7 @@ def test_decode_reference_gives_the_references_samples(reference: Any, opened: C
     assert_same_sound(output.tensors["audio"], expected)
 
 
+@pytest.mark.slow
 @given(seed=st.integers(0, 2**32))
 @settings(max_examples=4, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_requests_that_join_and_leave_get_the_samples_of_each_alone(
@@ -169,7 +174,7 @@ def short_sighted(tmp_path_factory: pytest.TempPathFactory, open_stage: Callable
         yield engine
 
 
-@pytest.mark.parametrize("needed_from", [0, 1, 5, 14, 15, 16])
+@pytest.mark.parametrize("needed_from", [*(pytest.param(n, marks=pytest.mark.slow) for n in (0, 1, 14, 15)), 5, 16])
 def test_a_resumed_request_goes_on_from_the_first_needed_output(
     short_sighted: Any, drive: Any, monkeypatch: pytest.MonkeyPatch, needed_from: int
 ) -> None:
