@@ -2,6 +2,7 @@
 
 OmniError
 ├── ConfigError           a pipeline that cannot work; raised before any process is started
+├── SystemClosed          a call to a system that is closed
 ├── RequestError          a request ended without completing
 │   ├── InvalidRequest    the request is wrong and has to be changed (HTTP 400)
 │   ├── Overloaded        the system is full (HTTP 429)
@@ -38,6 +39,18 @@ class ConfigError(OmniError):
     def __init__(self, file: str, path: str, found: Any, accepted: str) -> None:
         self.file, self.path, self.found, self.accepted = file, path, found, accepted
         super().__init__(f"{file}: {path}: found {found!r}; accepted: {accepted}")
+
+
+class SystemClosed(OmniError, RuntimeError):
+    """The system is closed. ``__cause__`` is the exception that ended it, if that was not ``close``.
+
+    Attributes:
+        reason: Why, in words.
+    """
+
+    def __init__(self, reason: str = "the system is closed") -> None:
+        self.reason = reason
+        super().__init__(reason)
 
 
 class RequestError(OmniError):

@@ -39,6 +39,11 @@ class Metrics:
         self._gauges = gauges
         self.registry.register(self)
 
+    def read_through(self, run: Callable[[Callable[[], Gauges]], Gauges]) -> None:
+        """Let scrapes in other threads read the figures: ``run`` calls a function in the system's thread."""
+        gauges = self._gauges
+        self._gauges = lambda: run(lambda: list(gauges()))
+
     def exposition(self) -> bytes:
         """Return all metrics in the text format that a Prometheus server scrapes."""
         return generate_latest(self.registry)

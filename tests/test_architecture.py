@@ -85,6 +85,12 @@ LAYERS: dict[str, set[str]] = {
         *LEAVES,
         *ENGINE_DATA,
     },
+    "omni_actors.background": {"omni_actors.system", *LEAVES},
+    "omni_actors.face": {"omni_actors.background", "omni_actors.generation", "omni_actors.system", *LEAVES},
+    **{
+        f"omni_actors.{face}": {"omni_actors.face", "omni_actors.generation", "omni_actors.system"}
+        for face in ("sync", "aio")
+    },
     "omni_actors": {"omni_actors.generation", "omni_actors.media", "omni_actors.system", *LEAVES},
     "omni_actors.command_line": {"omni_actors.errors"},
     "omni_actors.serve.http": set(),

@@ -11,10 +11,12 @@ import trio
 from omni_actors import OmniSystem
 
 MODULES = (
+    "omni_actors.aio",
     "omni_actors.config",
     "omni_actors.validation",
     "omni_actors.config.schema",
     "omni_actors.generation",
+    "omni_actors.sync",
     "omni_actors.system.omni_system",
 )
 NAMES = {"OmniSystem": OmniSystem, "trio": trio}

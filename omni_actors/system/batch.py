@@ -31,16 +31,16 @@ async def answers(
         try:
             async with own_end:
                 for index, prompt in numbered:
-                    await own_end.send(await _answer(submit, prompt, index))
+                    await own_end.send(await answer(submit, prompt, index))
         except Exception as error:  # noqa: BLE001 - a wrong argument, or an iterator of prompts that raises
             failure = failure or error
             nursery.cancel_scope.cancel()
 
     async def received() -> AsyncIterator[Answer]:
-        async for answer in receive:
-            if answer.error is not None and not keep_errors:
-                raise answer.error
-            yield answer
+        async for complete in receive:
+            if complete.error is not None and not keep_errors:
+                raise complete.error
+            yield complete
 
     async with trio.open_nursery() as nursery:
         async with send:
@@ -55,13 +55,18 @@ async def answers(
         raise failure
 
 
-async def _answer(submit: Callable[[Any], Generation], prompt: Any, index: int) -> Answer:
+async def answer(submit: Callable[[Any], Generation], prompt: Any, index: int) -> Answer:
+    """Return the answer to one prompt, with its ``index`` and, if the request failed, its error.
+
+    It waits while the system is full. Cancellation aborts the request. Raises what ``submit`` raises, but for a
+    RequestError.
+    """
     while True:
         try:
-            answer = await submit(prompt).collect()
+            collected = await submit(prompt).collect()
         except Overloaded as error:  # by requests of other callers, or by control messages that are still unread
             await trio.sleep(error.retry_after_s)
         except RequestError as error:
             return Answer(index=index, error=error)
         else:
-            return msgspec.structs.replace(answer, index=index)
+            return msgspec.structs.replace(collected, index=index)

@@ -127,6 +127,7 @@ class OmniSystem:
 
     def generate(
         self,
+        /,
         prompt: str | Messages | None = None,
         *,
         multi_modal_data: MultiModalData | None = None,
@@ -175,6 +176,7 @@ class OmniSystem:
 
     def map(
         self,
+        /,
         prompts: Iterable[str | Messages],
         *,
         concurrency: int | None = None,
@@ -211,6 +213,7 @@ class OmniSystem:
 
     def submit(
         self,
+        /,
         inputs: Mapping[str, Sequence[Input]],
         modalities: Sequence[str],
         *,

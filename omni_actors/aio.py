@@ -1,0 +1,193 @@
+"""The asyncio face of a system: for services and notebooks that run asyncio.
+
+>>> async def main():
+...     async with AsyncOmni.open("echo") as omni:
+...         async for output in omni.generate("hello"):
+...             print(output.stage, output.modality, output.delta)
+>>> asyncio.run(main())
+first text hello
+
+The system runs in a thread of its own (see ``background``); any event loop may use it. Cancellation passes in both
+directions: cancelling a task that reads an answer aborts its request in every stage, and the end of a request, or of
+the system, is raised in the task that waits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterable
+from concurrent.futures import Future
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from omni_actors import generation
+from omni_actors.face import Answering, Face, Reading, like, opens_like
+from omni_actors.generation import Answer, AudioChunk, Output
+from omni_actors.system import Health, Messages, OmniSystem
+
+T = TypeVar("T")
+
+
+class AsyncOmni(Face):
+    """A running pipeline, for asyncio. ``AsyncOmni.open`` starts one.
+
+    The methods are those of ``OmniSystem``. All of them raise SystemClosed after ``close``. Those that are not
+    coroutines block the event loop for one turn of the system's: typically a tenth of a millisecond.
+    """
+
+    @classmethod
+    @opens_like(OmniSystem.open)
+    def open(cls, *args: Any, **kwargs: Any) -> Opening:
+        """Start a pipeline: ``async with AsyncOmni.open(…) as omni``, or ``omni = await AsyncOmni.open(…)``.
+
+        Cancelling the wait leaves nothing behind.
+        """
+        return Opening(partial(cls, *args, **kwargs))
+
+    async def close(self) -> None:
+        """Close the system, and return when every worker has been reaped. Later calls have no effect.
+
+        What another task waits for meanwhile raises SystemClosed. The system closes also if this wait is cancelled.
+        Raises the exception that ended the system before, if there was one.
+        """
+        if self.background.stop():
+            await _settled(self.background.ended)
+
+    @like(OmniSystem.generate)
+    def generate(self, *args: Any, **kwargs: Any) -> AsyncGeneration:
+        """Submit a request. It returns at once; reading the returned object reads the answer."""
+        return AsyncGeneration(self, self.submitted(OmniSystem.generate, *args, **kwargs))
+
+    @like(OmniSystem.submit)
+    def submit(self, *args: Any, **kwargs: Any) -> AsyncGeneration:
+        """Submit a request for a pipeline of your own."""
+        return AsyncGeneration(self, self.submitted(OmniSystem.submit, *args, **kwargs))
+
+    @like(OmniSystem.map)
+    def map(self, prompts: Iterable[str | Messages], **arguments: Any) -> AsyncAnswers:
+        """Answer many prompts. The returned iterator is a block too; without one, dropping it aborts what runs.
+
+        The prompts are taken in the thread of the event loop.
+        """
+        return AsyncAnswers(self, prompts, **arguments)
+
+    @like(OmniSystem.check_health)
+    async def check_health(self) -> Health:
+        """Return ``health()``, or raise ``dead_error`` if the system is ``errored``."""
+        return await self._wait(OmniSystem.check_health)
+
+    @like(OmniSystem.wait_ready)
+    async def wait_ready(self) -> None:
+        """Wait until every replica is ready or failed."""
+        await self._wait(OmniSystem.wait_ready)
+
+    @like(OmniSystem.wait_changed)
+    async def wait_changed(self) -> None:
+        """Wait until the state or the note of any replica changes. Raises SystemClosed when the system closes."""
+        await self._wait(OmniSystem.wait_changed)
+
+    async def _wait(self, work: Callable[[OmniSystem], Awaitable[T]]) -> T:
+        return await asyncio.wrap_future(self.background.start(work))
+
+
+class Opening:
+    """The opening of a system: await it once, or use it as a block."""
+
+    def __init__(self, begin: Callable[[], AsyncOmni]) -> None:
+        self._begin = begin
+
+    def __await__(self) -> Generator[Any, None, AsyncOmni]:
+        return self.__aenter__().__await__()
+
+    async def __aenter__(self) -> AsyncOmni:
+        self._omni = self._begin()
+        try:
+            await _settled(self._omni.background.opened)
+        except BaseException:
+            await self._omni.close()
+            raise
+        return self._omni
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._omni.close()
+
+
+class AsyncGeneration(Reading, AsyncIterator[Output]):
+    """The answer to one request, as an asynchronous iterator of ``Output``. See ``generation.Generation``.
+
+    Iteration raises the ``RequestError`` that ended the request. Dropping the object, for instance by leaving the loop
+    early, aborts the request; so does cancelling a task that reads it. (To wait for an output for a limited time, put
+    ``asyncio.shield`` around the read.)
+    """
+
+    async def __anext__(self) -> Output:
+        return await self._read(self._inner.__anext__)
+
+    @like(generation.Generation.collect)
+    async def collect(self) -> Answer:
+        """Read the rest of the answer and return it."""
+        return await self._read(self._inner.collect)
+
+    @like(generation.Generation.text)
+    async def text(self) -> str:
+        """Read the rest of the answer and return its text."""
+        return await self._read(self._inner.text)
+
+    @like(generation.Generation.audio)
+    async def audio(self) -> AudioChunk | None:
+        """Read the rest of the answer and return its sound."""
+        return await self._read(self._inner.audio)
+
+    @like(generation.Generation.save)
+    async def save(self, path: str | Path) -> AudioChunk | None:
+        """Read the rest of the answer and write its sound to a file as it arrives."""
+        return await self._read(lambda: self._inner.save(path))
+
+    async def _read(self, read: Callable[[], Awaitable[T]]) -> T:
+        try:
+            return await asyncio.wrap_future(self._face.background.start(lambda _: read()))
+        except asyncio.CancelledError:
+            self.abort()
+            raise
+
+
+class AsyncAnswers(AsyncIterator[Answer]):
+    """The answers of ``AsyncOmni.map``, in the order in which they are complete: an iterator, and a block."""
+
+    def __init__(self, omni: AsyncOmni, prompts: Iterable[str | Messages], **arguments: Any) -> None:
+        self._complete: asyncio.Queue[Future[Answer]] = asyncio.Queue()
+        announce = partial(_put, asyncio.get_running_loop(), self._complete)
+        self._answering = Answering(omni, prompts, announce=announce, **arguments)
+
+    async def __anext__(self) -> Answer:
+        try:
+            if self._answering.fill():
+                return self._answering.take(await self._complete.get())
+        except BaseException:
+            self.close()
+            raise
+        raise StopAsyncIteration
+
+    def close(self) -> None:
+        """Abort the requests that are not complete."""
+        self._answering.close()
+
+    async def __aenter__(self) -> AsyncAnswers:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.close()
+
+
+async def _settled(future: Future[T]) -> T:
+    """Wait for a future that several callers wait for: cancelling the wait leaves it alone."""
+    settled = asyncio.wrap_future(future)
+    settled.add_done_callback(lambda each: each.cancelled() or each.exception())  # a cancelled wait does not ask for it
+    return await asyncio.shield(settled)
+
+
+def _put(loop: asyncio.AbstractEventLoop, queue: asyncio.Queue[Future[Answer]], future: Future[Answer]) -> None:
+    with suppress(RuntimeError):  # the loop is closed, and its tasks with it
+        loop.call_soon_threadsafe(queue.put_nowait, future)

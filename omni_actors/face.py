@@ -1,0 +1,224 @@
+"""What the blocking face (``sync``) and the asyncio face (``aio``) of a system have in common.
+
+A face offers the methods of ``OmniSystem`` under the same names, with the same arguments. The signature and the
+documentation of the arguments are those of ``OmniSystem``: see ``like``.
+"""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import suppress
+from functools import partial
+from itertools import islice
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+from omni_actors.background import Background
+from omni_actors.config import Pipeline
+from omni_actors.errors import StageFailed, SystemClosed
+from omni_actors.generation import Answer, Generation
+from omni_actors.metrics import Metrics
+from omni_actors.system import Health, OmniSystem, batch
+
+P = ParamSpec("P")
+R = TypeVar("R")
+S = TypeVar("S")
+
+
+def like(
+    original: Callable[Concatenate[Any, P], object],
+) -> Callable[[Callable[Concatenate[S, ...], R]], Callable[Concatenate[S, P], R]]:
+    """Decorate a method of a face: it takes the arguments of ``original``, and its documentation includes theirs."""
+
+    def decorate(method: Callable[Concatenate[S, ...], R]) -> Callable[Concatenate[S, P], R]:
+        _document(method, original)
+        return method
+
+    return decorate
+
+
+def opens_like(
+    original: Callable[P, object],
+) -> Callable[[Callable[Concatenate[type[S], ...], R]], Callable[Concatenate[type[S], P], R]]:
+    """Decorate the class method of a face that takes the arguments of ``original``, a class method."""
+
+    def decorate(method: Callable[Concatenate[type[S], ...], R]) -> Callable[Concatenate[type[S], P], R]:
+        _document(method, original)
+        return method
+
+    return decorate
+
+
+def _document(method: Callable[..., object], original: Callable[..., object]) -> None:
+    signature, own = inspect.signature(original), inspect.signature(method)
+    parameters = list(signature.parameters.values())
+    if inspect.ismethod(original):  # a class method: its ``cls`` is bound
+        parameters.insert(0, next(iter(own.parameters.values())))
+    method.__signature__ = signature.replace(  # type: ignore[attr-defined]
+        parameters=parameters, return_annotation=own.return_annotation
+    )
+    described = inspect.cleandoc(original.__doc__ or "").partition(">>>")[0].rstrip()
+    method.__doc__ = f"{inspect.getdoc(method)}\n\nAs ``{original.__qualname__}``:\n\n{described}"
+
+
+class Face:
+    """A system in the background, and the methods that neither face waits in for the models.
+
+    Each call waits for the system's event loop, typically a tenth of a millisecond. It may be made in any thread, and
+    raises SystemClosed after the end of the system. Dropping the last reference to the face and its generations closes
+    the system.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Begin to open a system. The arguments are those of ``OmniSystem.open``."""
+        self.background = Background(partial(OmniSystem.open, *args, **kwargs))
+        weakref.finalize(self, self.background.stop).atexit = False
+
+    def submitted(
+        self, submit: Callable[Concatenate[OmniSystem, P], Generation], *args: P.args, **kwargs: P.kwargs
+    ) -> Generation:
+        """Return the generation that a method of ``OmniSystem`` returns."""
+        return self.background.call(lambda system: submit(system, *args, **kwargs))
+
+    @like(OmniSystem.abort)
+    def abort(self, *args: Any, **kwargs: Any) -> None:
+        """End a request now."""
+        self.background.call(lambda system: system.abort(*args, **kwargs))
+
+    @like(OmniSystem.abort_all)
+    def abort_all(self, *args: Any, **kwargs: Any) -> None:
+        """End every request now."""
+        self.background.call(lambda system: system.abort_all(*args, **kwargs))
+
+    @like(OmniSystem.make_room)
+    def make_room(self) -> bool:
+        """Make room for a request."""
+        return self.background.call(OmniSystem.make_room)
+
+    @like(OmniSystem.health)
+    def health(self) -> Health:
+        """Return the state of the system."""
+        return self.background.call(OmniSystem.health)
+
+    @property
+    def pipeline(self) -> Pipeline:
+        """The pipeline that runs, with every default."""
+        return self.background.opened.result().pipeline
+
+    @property
+    def metrics(self) -> Metrics:
+        """The system's metrics. They may be read in any thread."""
+        return self.background.opened.result().metrics
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the system is open and not ``errored``."""
+        try:
+            return self.background.call(lambda system: system.is_running)
+        except SystemClosed:
+            return False
+
+    @property
+    def errored(self) -> bool:
+        """As ``OmniSystem.errored``."""
+        return self.background.call(lambda system: system.errored)
+
+    @property
+    def dead_error(self) -> StageFailed | None:
+        """As ``OmniSystem.dead_error``."""
+        return self.background.call(lambda system: system.dead_error)
+
+    @property
+    def in_flight(self) -> int:
+        """As ``OmniSystem.in_flight``."""
+        return self.background.call(lambda system: system.in_flight)
+
+    @property
+    def retry_after_s(self) -> float:
+        """As ``OmniSystem.retry_after_s``."""
+        return self.background.call(lambda system: system.retry_after_s)
+
+    @property
+    def descriptors(self) -> int:
+        """As ``OmniSystem.descriptors``."""
+        return self.background.call(lambda system: system.descriptors)
+
+
+class Reading:
+    """A generation of a face."""
+
+    def __init__(self, face: Face, inner: Generation) -> None:
+        self._face, self._inner = face, inner
+        """face: kept, because dropping it closes the system."""
+
+    @property
+    def request_id(self) -> str:
+        """The request's identifier, as ``abort`` of the face takes it."""
+        return self._inner.request_id
+
+    @like(Generation.abort)
+    def abort(self) -> None:
+        """End the request now, in every stage; reading it then raises ``Aborted``."""
+        with suppress(SystemClosed):  # then it has ended
+            self._face.background.call(lambda _: self._inner.abort())
+
+
+class Answering:
+    """The requests of one ``map``: at most ``concurrency`` run, or are complete and wait for the caller.
+
+    The prompts are taken in the caller's thread, so that an iterable that waits does not stop the system. Dropping the
+    object closes it.
+
+    Args:
+        announce: Called with the future of each answer that is complete, in any thread. It must not refer to this
+            object.
+    """
+
+    def __init__(
+        self,
+        face: Face,
+        prompts: Iterable[Any],
+        *,
+        announce: Callable[[Future[Answer]], object],
+        concurrency: int | None = None,
+        keep_errors: bool = False,
+        **arguments: Any,
+    ) -> None:
+        most = face.pipeline.limits.max_requests
+        self._face, self._announce, self._keep_errors, self._arguments = face, announce, keep_errors, arguments
+        self._concurrency = max(1, min(concurrency or most, most))
+        self._numbered: Iterator[tuple[int, Any]] = enumerate(prompts)
+        self._futures: set[Future[Answer]] = set()
+
+    def fill(self) -> bool:
+        """Start as many prompts as there is room for. Return whether there is an answer to wait for."""
+        for index, prompt in islice(self._numbered, self._concurrency - len(self._futures)):
+            future = self._face.background.start(partial(_answer, prompt, index, self._arguments))
+            self._futures.add(future)
+            future.add_done_callback(self._announce)
+        return bool(self._futures)
+
+    def take(self, future: Future[Answer]) -> Answer:
+        """Return an answer, after its place was given to the next prompt. Raises what the loop over ``map`` raises."""
+        self._futures.discard(future)
+        answer = future.result()
+        if answer.error is not None and not self._keep_errors:
+            raise answer.error
+        self.fill()
+        return answer
+
+    def close(self) -> None:
+        """Abort the requests that are not complete, and take no more prompts."""
+        self._numbered = iter(())
+        while self._futures:
+            self._futures.pop().cancel()
+
+    def __del__(self) -> None:
+        if hasattr(self, "_futures"):  # the prompts are iterable
+            self.close()
+
+
+def _answer(prompt: Any, index: int, arguments: Mapping[str, Any], system: OmniSystem) -> Awaitable[Answer]:
+    return batch.answer(lambda prompt: system.generate(prompt, **arguments), prompt, index)

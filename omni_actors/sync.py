@@ -1,0 +1,194 @@
+"""The blocking face of a system: for scripts, threads and notebooks.
+
+>>> with Omni.open("echo") as omni:
+...     for output in omni.generate("hello"):
+...         print(output.stage, output.modality, output.delta)
+first text hello
+
+The system runs in a thread of its own (see ``background``). Any number of threads may use one ``Omni``. Ctrl-C ends a
+call that waits, and aborts its request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from queue import SimpleQueue
+from types import TracebackType
+from typing import Any, TypeVar
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from omni_actors import generation
+from omni_actors.face import Answering, Face, Reading, like, opens_like
+from omni_actors.generation import Answer, AudioChunk, Output
+from omni_actors.system import Health, Messages, OmniSystem
+
+T = TypeVar("T")
+
+
+class Omni(Face):
+    """A running pipeline, for callers that block. ``Omni.open`` starts one; it is also a context manager.
+
+    The methods are those of ``OmniSystem``, and ``answer_all``. All of them raise SystemClosed after ``close``.
+    """
+
+    @classmethod
+    @opens_like(OmniSystem.open)
+    def open(cls, *args: Any, **kwargs: Any) -> Omni:
+        """Start a pipeline, and return when it is open. Interrupting it leaves nothing behind."""
+        omni = cls(*args, **kwargs)
+        try:
+            omni.background.opened.result()
+        except BaseException:
+            omni.close()
+            raise
+        return omni
+
+    def close(self) -> None:
+        """Close the system, and return when every worker has been reaped. Later calls have no effect.
+
+        What another thread waits for meanwhile raises SystemClosed. Raises the exception that ended the system before,
+        if there was one.
+        """
+        if self.background.stop():
+            self.background.ended.result()
+
+    def __enter__(self) -> Omni:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @like(OmniSystem.generate)
+    def generate(self, *args: Any, **kwargs: Any) -> Generation:
+        """Submit a request. It returns at once; reading the returned object reads the answer."""
+        return Generation(self, self.submitted(OmniSystem.generate, *args, **kwargs))
+
+    @like(OmniSystem.submit)
+    def submit(self, *args: Any, **kwargs: Any) -> Generation:
+        """Submit a request for a pipeline of your own."""
+        return Generation(self, self.submitted(OmniSystem.submit, *args, **kwargs))
+
+    @like(OmniSystem.map)
+    def map(self, prompts: Iterable[str | Messages], **arguments: Any) -> Answers:
+        """Answer many prompts. The returned iterator is a block too; without one, dropping it aborts what runs.
+
+        The prompts are taken in the thread of the caller.
+        """
+        return Answers(self, prompts, **arguments)
+
+    def answer_all(self, prompts: Iterable[str | Messages], *, progress: bool = True, **arguments: Any) -> list[Answer]:
+        """Answer a list of prompts, and return the answers in the order of the prompts.
+
+        Args:
+            prompts: Questions or conversations.
+            progress: Whether to show a progress bar on standard error, where that is a terminal or a notebook.
+            arguments: Those of ``map``: concurrency, keep_errors, modalities, max_tokens, …
+
+        Raises what the loop over ``map`` raises; the requests that are not complete are then aborted.
+        """
+        asked = list(prompts)
+        bar, text = BarColumn(), TextColumn("answers")
+        columns = (text, bar, MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+        with (
+            Progress(*columns, console=Console(stderr=True), disable=not progress) as shown,
+            self.map(asked, **arguments) as answers,
+        ):
+            return sorted(shown.track(answers, total=len(asked)), key=lambda answer: answer.index)
+
+    @like(OmniSystem.check_health)
+    def check_health(self) -> Health:
+        """Return ``health()``, or raise ``dead_error`` if the system is ``errored``."""
+        return self._wait(OmniSystem.check_health)
+
+    @like(OmniSystem.wait_ready)
+    def wait_ready(self) -> None:
+        """Wait until every replica is ready or failed."""
+        self._wait(OmniSystem.wait_ready)
+
+    @like(OmniSystem.wait_changed)
+    def wait_changed(self) -> None:
+        """Wait until the state or the note of any replica changes. Raises SystemClosed when the system closes."""
+        self._wait(OmniSystem.wait_changed)
+
+    def _wait(self, work: Callable[[OmniSystem], Awaitable[T]]) -> T:
+        future = self.background.start(work)
+        try:
+            return future.result()
+        finally:
+            future.cancel()  # has an effect only if the wait was interrupted
+
+
+class Generation(Reading, Iterator[Output]):
+    """The answer to one request, as an iterator of ``Output``. See ``generation.Generation``.
+
+    Iteration raises the ``RequestError`` that ended the request. Dropping the object, for instance by leaving the loop
+    early, aborts the request. An interrupted read (Ctrl-C) aborts it too.
+    """
+
+    def __next__(self) -> Output:
+        try:
+            return self._read(self._inner.__anext__)
+        except StopAsyncIteration:
+            raise StopIteration from None
+
+    @like(generation.Generation.collect)
+    def collect(self) -> Answer:
+        """Read the rest of the answer and return it."""
+        return self._read(self._inner.collect)
+
+    @like(generation.Generation.text)
+    def text(self) -> str:
+        """Read the rest of the answer and return its text."""
+        return self._read(self._inner.text)
+
+    @like(generation.Generation.audio)
+    def audio(self) -> AudioChunk | None:
+        """Read the rest of the answer and return its sound."""
+        return self._read(self._inner.audio)
+
+    @like(generation.Generation.save)
+    def save(self, path: str | Path) -> AudioChunk | None:
+        """Read the rest of the answer and write its sound to a file as it arrives."""
+        return self._read(lambda: self._inner.save(path))
+
+    def _read(self, read: Callable[[], Awaitable[T]]) -> T:
+        try:
+            return self._face.background.start(lambda _: read()).result()
+        except Exception:
+            raise
+        except BaseException:  # interrupted
+            self.abort()
+            raise
+
+
+class Answers(Iterator[Answer]):
+    """The answers of ``Omni.map``, in the order in which they are complete: an iterator, and a context manager."""
+
+    def __init__(self, omni: Omni, prompts: Iterable[str | Messages], **arguments: Any) -> None:
+        self._complete: SimpleQueue[Future[Answer]] = SimpleQueue()
+        self._answering = Answering(omni, prompts, announce=self._complete.put, **arguments)
+
+    def __next__(self) -> Answer:
+        try:
+            if self._answering.fill():
+                return self._answering.take(self._complete.get())
+        except BaseException:
+            self.close()
+            raise
+        raise StopIteration
+
+    def close(self) -> None:
+        """Abort the requests that are not complete."""
+        self._answering.close()
+
+    def __enter__(self) -> Answers:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
