@@ -23,6 +23,10 @@ stage that is dead or idle. A request completes without its idle stages.
 If a living stage whose output is needed failed at its part of an earlier replay, the verdict is Fail with its reason.
 A resumable stage starts again from its journal: it puts out again what a consumer lacks, and goes on from there.
 
+Output is *in use* if the client has some of it, or of what was computed from it, or if a living stage may still send
+that. A stage that is not recoverable gives another output when it starts again: the client's text and its speech would
+then belong to two answers.
+
 Otherwise, if any stage starts again, the first row that applies decides:
 
     the request was submitted with on_failure="fail"                                       Fail
@@ -141,12 +145,12 @@ def idle_stages(state: ReplayState) -> Set[str]:
 
 @dataclass
 class _Survey:
-    """The stages whose output is needed, those that start again, and those of the latter whose output is in use."""
+    """The stages whose output is needed, those that start again, and those whose output is in use."""
 
     needed: set[str] = field(default_factory=set)
     restarts: set[str] = field(default_factory=set)
     in_use: set[str] = field(default_factory=set)
-    """The client, a living stage, or a restarting stage that is in use itself may have computed with the output."""
+    """The client has some of the output, or of what was computed from it, or a living stage may still send that."""
 
 
 def _survey(state: ReplayState) -> _Survey:
@@ -157,11 +161,17 @@ def _survey(state: ReplayState) -> _Survey:
         needed = stage.output_open or any(name not in state.stages[each].inputs_complete for each in downstream)
         if needed:
             survey.needed.add(name)
+        consumers = set(state.route.targets[name]) - {CLIENT}
+        consumed = any(each in survey.in_use or _sends(state, survey, each) for each in consumers)
+        if stage.output in (ClientOutput.SOME, ClientOutput.ALL) or consumed:
+            survey.in_use.add(name)
         if needed and not stage.held:
             survey.restarts.add(name)
-            consumed = any(each in survey.in_use or state.stages[each].held for each in downstream)
-            if stage.output is ClientOutput.SOME or consumed:
-                survey.in_use.add(name)
         elif not needed or stage.phase is Phase.FINISHED:
             done.add(name)
     return survey
+
+
+def _sends(state: ReplayState, survey: _Survey, stage: str) -> bool:
+    """Whether a living stage may still send what it has computed."""
+    return state.stages[stage].held and stage in survey.needed
