@@ -9,8 +9,8 @@ dropped      the harness stopped reading it; its system must have forgotten it
 StageCrashed a worker of a stage on its route died while it was in flight, and: it asked to fail, or was replayed
              ``limits.replays`` times, or asked its engine to die, or a stage that died cannot be replayed
 Unavailable  a stage on its route was given up
-Quarantined  it asked its engine to die, as an equal request did before; or workers of the stage died so often that an
-             equal request seemed to be the cause
+Quarantined  it asked its engine to die, as an equal request did before; or workers of the stages on its route died so
+             often that an equal request seemed to be the cause
 other        a violation
 ============ ==========================================================================================================
 
@@ -127,8 +127,8 @@ def _check_error(
         case StageUnavailable(stage=stage):
             fair = stage in given_up and stage in request.template.stages
             return None if fair else Violation("lost", f"{facts}, but the stage was not given up")
-        case Quarantined(stage=stage):
-            fair = request.hooks is not None or sum(death.stage == stage for death in deaths) > 1
+        case Quarantined():
+            fair = request.hooks is not None or sum(death.stage in request.template.stages for death in deaths) > 1
             return None if fair else Violation("lost", f"{facts}, but it did not crash its engine")
         case StageCrashed():
             touched = [death for death in deaths if _touches(death, request)]
