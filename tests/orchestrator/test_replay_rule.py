@@ -231,9 +231,7 @@ IN_USE = Fail("stage 'b' is neither deterministic nor resumable, and its earlier
         pytest.param({"b": LOST, "c": LOST}, {}, Replay(("b", "c")), id="no living stage has any"),
         pytest.param({"b": LOST, "c": LOST}, {"b": SOME}, IN_USE, id="the client has some"),
         pytest.param({"b": LOST, "c": LOST}, {"c": SOME}, IN_USE, id="the client has what was computed from it"),
-        pytest.param(
-            {"b": LOST, "c": FINISHED}, {"c": ALL}, IN_USE, id="the client has all that was made of it"
-        ),
+        pytest.param({"b": LOST, "c": FINISHED}, {"c": ALL}, IN_USE, id="the client has all that was made of it"),
         pytest.param({"c": LOST}, {"b": SOME, "c": SOME}, Replay(("c",)), id="it lives and sends again"),
         pytest.param({"b": LOST, "c": LOST}, {"b": ALL}, IN_USE, id="the client has all of it"),
         pytest.param({"b": LOST, "c": FINISHED}, {"c": NONE}, IN_USE, id="a stage has finished and sends again"),
