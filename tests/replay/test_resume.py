@@ -13,6 +13,7 @@ import pytest
 import trio
 
 from omni_actors.config import Limits, Pipeline, Restart, Stage
+from omni_actors.errors import StageCrashed
 from omni_actors.generation import Output
 from omni_actors.orchestrator.pieces import Input
 from omni_actors.system import OmniSystem
@@ -79,6 +80,46 @@ async def test_a_death_at_any_output(stage: str, at: int, tmp_path: Path) -> Non
         check_continuous(await read(submit(omni)))
         await wait_restarted(omni, {stage: 2})
         assert generations(omni) == {**dict.fromkeys(STAGES, 1), stage: 2}
+
+
+def deterministic_behind_resumable(**options: Any) -> Pipeline:
+    """options: of the resumable stage. The deterministic one repeats its outputs."""
+    quick = Restart(intensity=1000, backoff_s=0.01, backoff_max_s=0.01)
+    first = Stage(
+        engine="tests.support.deciding_engine:DecidingEngine",
+        options={"fan_out": 20, "step_s": 0.002, **options},
+        resumable=True,
+        accepts=("script",),
+        restart=quick,
+    )
+    second = Stage(engine="echo", inputs=("first",), emits="audio", restart=quick)
+    return Pipeline(name="repeating", stages={"first": first, "second": second})
+
+
+def submit_repeating(omni: OmniSystem) -> Any:
+    return omni.submit({"script": [Input({"n": n}) for n in range(PIECES)]}, ("audio",))
+
+
+@pytest.mark.parametrize("killed", [("first",), ("second",), ("first", "second")], ids="-".join)
+async def test_a_deterministic_stage_repeats_what_a_journal_repeats(killed: tuple[str, ...]) -> None:
+    async with OmniSystem.open(deterministic_behind_resumable()) as omni:
+        outputs = await read_and_kill(omni, submit_repeating(omni), *killed)
+    assert [output.data["trail"][0][0] for output in outputs] == list(range(PIECES * 20))
+
+
+@pytest.mark.parametrize("killed", ["first", "second"])
+async def test_a_deterministic_stage_behind_rounded_chunks_survives_one_death(killed: str) -> None:
+    """A living consumer gets only the chunks that it lacks, and a living producer sends its own again."""
+    async with OmniSystem.open(deterministic_behind_resumable(rounds=True)) as omni:
+        outputs = await read_and_kill(omni, submit_repeating(omni), killed)
+    assert [output.data["trail"][0][0] for output in outputs] == list(range(PIECES * 20))
+
+
+async def test_a_deterministic_stage_that_repeats_rounded_chunks_otherwise_ends_the_request() -> None:
+    """Both have died: the journal has no floats, and two different outputs are not joined."""
+    async with OmniSystem.open(deterministic_behind_resumable(rounds=True)) as omni:
+        with pytest.raises(StageCrashed, match="differs between the original and the replay"):
+            await read_and_kill(omni, submit_repeating(omni), "first", "second")
 
 
 @pytest.mark.parametrize(

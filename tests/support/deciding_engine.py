@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from omni_actors.stages import base
 
@@ -24,6 +25,8 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The number of the output behind which the worker kills itself, once."""
     marker: str = ""
     """The file that it makes before it kills itself."""
+    rounds: bool = False
+    """Outputs have a tensor ``row`` of one float, which differs each time in its last digits."""
     blocked_by: str = ""
     """Loading waits while this file exists."""
 
@@ -71,7 +74,8 @@ class DecidingEngine:
             data = {"trail": [*trail, [request.outputs, *decisions]]}
             if last:
                 del self._requests[request_id]
-            yield base.StageOutput(request_id, data=data, last=last, decisions=decisions)
+            tensors = {"row": _rounded(request.outputs)} if self._options.rounds else {}
+            yield base.StageOutput(request_id, tensors, data, last, decisions)
             if request.outputs == self._options.dies_at and not Path(self._options.marker).exists():
                 Path(self._options.marker).touch()
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -79,3 +83,7 @@ class DecidingEngine:
 
     def close(self) -> None:
         self._requests.clear()
+
+
+def _rounded(value: int) -> np.ndarray[Any, np.dtype[np.float32]]:
+    return np.array([(1 + value) * (1 + secrets.randbits(20) * 1e-9)], np.float32)

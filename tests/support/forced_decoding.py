@@ -5,7 +5,8 @@ The *lag* of a decision is the least relative noise of the logits, as a part of 
 - A greedy choice: two logits move towards each other, by a part ``lag`` of the largest one each.
 - A drawn choice: all logits may move, those below the draw by ``+x`` and those above it by ``-x``, or the other way
   round. With temperature T that moves the place F of a token in the cumulative distribution to
-  F e^(x/T) / (F e^(x/T) + (1 - F) e^(-x/T)), so by tanh(x/T) / 2 at most. The edge of a nucleus (top-p) moves as far.
+  F e^(x/T) / (F e^(x/T) + (1 - F) e^(-x/T)), so by tanh(x/T) / 2 at most. The edge of a nucleus (top-p) moves as far,
+  so a token beyond the edge lags by what moves the edge there.
 """
 
 from __future__ import annotations
@@ -28,18 +29,21 @@ def lag(logits: Tensor, sampler: Sampler, token: int) -> float:
     if not sampling.temperature:
         return float(allowed.max() - allowed[token]) / largest / 2
     place = sampler.draw()
-    return min(_drawn_lag(allowed, each, token, place) for each in _nuclei(sampling)) * sampling.temperature / largest
+    lags = (max(moved, _drawn_lag(allowed, nucleus, token, place)) for moved, nucleus in _nuclei(sampling))
+    return min(lags) * sampling.temperature / largest
 
 
-NUCLEUS = 0.02
+EDGES = (2e-3, 5e-3, 0.01, 0.02, 0.05, 0.1)
 """How far the edge of a nucleus is moved to see whether that explains a choice."""
 
 
-def _nuclei(sampling: Sampling) -> Iterator[Sampling]:
-    yield sampling
+def _nuclei(sampling: Sampling) -> Iterator[tuple[float, Sampling]]:
+    """Yield nuclei with moved edges, each with the noise, times 1 / T, that moves the edge so far."""
+    yield 0.0, sampling
     if sampling.top_p < 1:
-        for top_p in (sampling.top_p - NUCLEUS, sampling.top_p + NUCLEUS):
-            yield msgspec.structs.replace(sampling, top_p=top_p)
+        for move in EDGES:
+            for top_p in (sampling.top_p - move, min(sampling.top_p + move, 1.0)):
+                yield math.atanh(2 * move), msgspec.structs.replace(sampling, top_p=top_p)
 
 
 def _drawn_lag(logits: Tensor, sampling: Sampling, token: int, place: float) -> float:
