@@ -16,7 +16,7 @@ import torch
 
 from omni_actors import OmniSystem
 from tests.support.killed_omni import CODES, MARGINS, OF_MEAN, REFERENCES, TOKENS, Omni, checkpoint
-from tests.support.killed_stages import DTYPES, EVERY, IN_TURN, Killed
+from tests.support.killed_stages import DTYPES, EVERY, IN_TURN, Killed, kill_at_every_tenth_output
 from tests.support.killed_voice import Voice
 from tests.support.rounding import OwnDecisions, deviations
 from tests.support.shared_system import SharedSystem
@@ -61,13 +61,7 @@ CASES = [
 def test_a_stage_killed_at_every_tenth_output(
     opened: tuple[Killed, SharedSystem], stage: str, record_property: Callable[[str, object], None]
 ) -> None:
-    killed, shared_system = opened
-
-    async def work(omni: OmniSystem) -> None:
-        for name, figure in (await killed.kill_at_every_tenth_output(omni, stage)).items():
-            record_property(name, figure)
-
-    shared_system.run(work)
+    kill_at_every_tenth_output(*opened, stage, record_property)
 
 
 @pytest.mark.slow

@@ -169,7 +169,7 @@ class Readers:
 
     def _watch_rate(self, request: Request) -> None:
         deadline = min(request.expires, self.unread.too_slow_at(request.account))
-        if deadline != request.lifetime.deadline:  # setting it is dear
+        if deadline != request.lifetime.deadline:  # setting it takes longer than all else here
             request.lifetime.deadline = deadline
 
     def slow_consumer(self, request: Request, limit: str) -> SlowConsumer:

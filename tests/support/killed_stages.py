@@ -17,7 +17,7 @@ from __future__ import annotations
 import itertools
 import os
 import signal
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
 from typing import Any, ClassVar, NamedTuple
 
@@ -182,6 +182,18 @@ class Killed:
             else:
                 self.check(heard, params)
         return counts
+
+
+def kill_at_every_tenth_output(
+    killed: Killed, shared_system: SharedSystem, stage: str, record_property: Callable[[str, object], None]
+) -> None:
+    """Run one case, and record its figures in the report of the test."""
+
+    async def work(omni: OmniSystem) -> None:
+        for name, figure in (await killed.kill_at_every_tenth_output(omni, stage)).items():
+            record_property(name, figure)
+
+    shared_system.run(work)
 
 
 def _check_ends(outputs: list[Output]) -> None:

@@ -28,7 +28,7 @@ from tests.support.stage_context import stage_context
 CHOOSERS = {"thinker": language, "talker": talker, "predictor": predictor}
 """The modules whose ``choose`` decides, by the part of a model."""
 Logits = dict[str, list[Tensor]]
-"""Of each part's decisions, (vocabulary,) each; -inf for what it may not decide."""
+"""For each part of a model, the logits of its decisions, (vocabulary,) each; a forbidden choice has -inf."""
 
 
 class OwnDecisions:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from omni_actors import OmniSystem
-from tests.support.killed_stages import DTYPES, IN_TURN, Killed
+from tests.support.killed_stages import DTYPES, IN_TURN, Killed, kill_at_every_tenth_output
 from tests.support.killed_vllm import OmniOnVLLM, VoiceOnVLLM
 from tests.support.shared_system import SharedSystem
 
@@ -42,13 +42,7 @@ CASES = [
 def test_a_stage_killed_at_every_tenth_output(
     opened: tuple[Killed, SharedSystem], stage: str, record_property: Callable[[str, object], None]
 ) -> None:
-    killed, shared_system = opened
-
-    async def work(omni: OmniSystem) -> None:
-        for name, figure in (await killed.kill_at_every_tenth_output(omni, stage)).items():
-            record_property(name, figure)
-
-    shared_system.run(work)
+    kill_at_every_tenth_output(*opened, stage, record_property)
 
 
 @pytest.mark.parametrize("opened", [pytest.param(("qwen3", "noisy"), id="qwen3-noisy")], indirect=True)
