@@ -25,8 +25,13 @@ TopP = Annotated[float, Meta(gt=0, le=1)]
 TopK = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Penalty = Annotated[float, Meta(ge=0.1, le=10)]
 """A factor on logits. Within these bounds no float16 logit overflows; values in use lie between 0.5 and 2."""
+CountPenalty = Annotated[float, Meta(ge=-2, le=2)]
+"""A difference of logits, in OpenAI's range."""
 Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 """The range that torch's generators, vLLM and OpenAI's API accept."""
 TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 StopString = Annotated[str, Meta(min_length=1, max_length=256)]
 Name = Annotated[str, Meta(max_length=128)]
+Bias = Annotated[float, Meta(ge=-100, le=100)]
+LogitBias = Annotated[dict[Name | TokenId, Bias], Meta(max_length=1024)]
+"""By token id. JSON has ids as strings."""

@@ -6,15 +6,18 @@ The engine is resumable: the decisions of an output are the tokens since the pre
 prefills its prompt as ever, in the same chunks, and then its decided tokens in chunks too. The outputs come again token
 by token, by the code that every token takes. The last decided token is decoded: its forward gives the next decision.
 
+Log probabilities come from the logits, which a prefill computes for its last position alone. So a request that asks for
+them decodes its decided tokens again, one by one.
+
 Outputs: ``{"text": piece}``, and at the end ``{"text": rest, "finish_reason": "stop" | "length", "prompt_tokens": n,
 "completion_tokens": n}``. A piece never ends inside a character or a stop string. ``completion_tokens`` counts the end
-token.
+token. With ``logprobs``, each token gives an output with its ``logprobs`` (see ``logprobs``), with text or without.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any, TypeVar
 
@@ -22,6 +25,7 @@ import msgspec
 from torch import Tensor
 
 from omni_actors.stages import base
+from omni_actors.stages.autoregressive.logprobs import token_logprobs
 from omni_actors.stages.autoregressive.options import TextParams
 from omni_actors.stages.autoregressive.prompt_engine import C, PromptEngine, PromptRequest
 from omni_actors.stages.autoregressive.sampling import RandomNumbers, Sampler, Sampling, choose, not_finite
@@ -36,10 +40,12 @@ class TextRequest(PromptRequest[C], ScheduledSequence):
     def __init__(self, request: base.StageRequest, params: TextParams, collector: C) -> None:
         super().__init__(request, params, collector)
         sampling = msgspec.convert(params, Sampling, from_attributes=True)
-        self.sampler = None if sampling.is_greedy else Sampler(sampling, RandomNumbers(params.seed))
+        bias = _token_biases(params)
+        is_plain = sampling.is_greedy and not bias
+        self.sampler = None if is_plain else Sampler(sampling, RandomNumbers(params.seed), bias=bias)
         self.decided = deque(token for decisions in request.journal for token in decisions)
         """The tokens of the journal that the answer does not have yet."""
-        self.uncomputed = list(self.decided)
+        self.uncomputed = list(self.decided) if params.logprobs is None else []
         """Tokens that the model has not computed yet, in order: those of the answer, and the rest of ``decided``."""
         self.decisions: list[int] = []
         """The answer's tokens since the last output."""
@@ -89,19 +95,25 @@ class LanguageEngine(PromptEngine[R]):
         del request.collector
         params = request.params
         end_tokens = self._vocabulary.end_tokens(params)
-        if unknown := [token for token in params.stop_token_ids if token >= self._vocabulary.size]:
-            message = f"stop_token_ids: the model has no token {unknown[0]}; it has {self._vocabulary.size}"
-            raise base.InvalidRequest(message, param="stop_token_ids")
+        self._require_known("stop_token_ids", params.stop_token_ids)
+        self._require_known("logit_bias", _token_biases(params))
         if params.min_tokens > params.max_tokens:
             message = f"min_tokens: {params.min_tokens} is more than max_tokens, {params.max_tokens}"
             raise base.InvalidRequest(message, param="min_tokens")
         if request.sampler:
             request.sampler.see(tokens)
             request.sampler.end_tokens = end_tokens
-        request.prefill_left, request.ready = len(tokens), len(tokens) + len(request.decided)
+        replayed = len(request.decided) if params.logprobs is None else 0
+        request.prefill_left, request.ready = len(tokens), len(tokens) + replayed
         limit = min(params.max_tokens, self._context - len(tokens))
         request.answer = AnswerText(self._vocabulary, len(tokens), limit, params)
         self._scheduler.add(request)
+
+    def _require_known(self, param: str, tokens: Iterable[int]) -> None:
+        """Raise ``InvalidRequest`` if the model does not have one of these tokens."""
+        if unknown := [token for token in tokens if token >= self._vocabulary.size]:
+            message = f"{param}: the model has no token {unknown[0]}; it has {self._vocabulary.size}"
+            raise base.InvalidRequest(message, param=param)
 
     def abort(self, request_id: base.RequestId) -> None:
         request = self._requests.pop(request_id, None)
@@ -139,7 +151,7 @@ class LanguageEngine(PromptEngine[R]):
         elif request.prefill_left:
             if downstream := self._downstream(request):
                 yield base.StageOutput(request.id, downstream=downstream)
-        elif request.decided:
+        elif request.decided and request.params.logprobs is None:
             request.prefill_left = len(request.decided) - 1
             yield from self._replay(request, 1)
         else:
@@ -157,19 +169,29 @@ class LanguageEngine(PromptEngine[R]):
 
     def _next(self, requests: list[R], logits: Tensor) -> Iterator[base.StageOutput | base.StageFailure]:
         """Choose each request's next token from logits (requests, vocabulary); remove the requests that end."""
-        for request, token in zip(requests, choose(logits, [request.sampler for request in requests]), strict=True):
-            if token is None:
+        samplers = [None if request.decided else request.sampler for request in requests]
+        for request, chosen, row in zip(requests, choose(logits, samplers), logits, strict=True):
+            if (token := chosen) is None:
                 yield self._failed(request, not_finite())
-            else:
-                request.uncomputed.append(token)
-                request.ready = 1
-                yield from self._append(request, token)
+                continue
+            if request.decided:
+                token = request.decided.popleft()
+                if request.sampler:
+                    request.sampler.replay(token)
+            request.uncomputed.append(token)
+            request.ready = 1
+            yield from self._append(request, token, row)
 
-    def _append(self, request: R, token: int) -> Iterator[base.StageOutput | base.StageFailure]:
-        """Add a token to the answer; remove the request if the answer ends."""
+    def _append(
+        self, request: R, token: int, logits: Tensor | None = None
+    ) -> Iterator[base.StageOutput | base.StageFailure]:
+        """Add a token to the answer; remove the request if the answer ends. logits: from which it was chosen."""
+        count = request.params.logprobs
         try:
             with request_work():
                 data = request.answer.push(token)
+                if logits is not None and count is not None:
+                    data["logprobs"] = [token_logprobs(logits, token, count, self._vocabulary)]
         except base.InvalidRequest as error:
             yield self._failed(request, error)
             return
@@ -186,6 +208,14 @@ class LanguageEngine(PromptEngine[R]):
         """End a request by its own fault; return its failure."""
         self.abort(request.id)
         return base.StageFailure(request.id, error)
+
+
+def _token_biases(params: TextParams) -> dict[int, float]:
+    """Return ``logit_bias`` by token. Raises ``InvalidRequest``."""
+    biases = params.logit_bias or {}
+    if wrong := [name for name in biases if not (isinstance(name, int) or (name.isascii() and name.isdecimal()))]:
+        raise base.InvalidRequest(f"logit_bias: {wrong[0]!r} is not a token id", param="logit_bias")
+    return {int(token): bias for token, bias in biases.items()}
 
 
 def refuse_beyond_context(tokens: int, found: str, context: int) -> None:

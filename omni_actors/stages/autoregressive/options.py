@@ -47,5 +47,13 @@ class TextParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Whether the answer continues after the model's end tokens."""
     stop_token_ids: Annotated[tuple[bounds.TokenId, ...], Meta(max_length=256)] = ()
     """More tokens that end the answer. They are not part of its text."""
+    presence_penalty: bounds.CountPenalty = 0.0
+    """Subtracted from the logits of the tokens that the answer already has."""
+    frequency_penalty: bounds.CountPenalty = 0.0
+    """Subtracted from the logit of a token as many times as the answer has the token."""
+    logit_bias: bounds.LogitBias | None = None
+    """Numbers that are added to the logits of tokens, by token id."""
+    logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    """How many of the most likely tokens each output token reports with their log probabilities. None: no report."""
     skip_special_tokens: bool = True
     """Whether special tokens are left out of the text."""

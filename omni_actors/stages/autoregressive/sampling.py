@@ -7,8 +7,9 @@ Rules
    decided earlier (``Sampler.replay``) without drawing for them again.
 3. The draw inverts the cumulative distribution over tokens in order of id, not of probability. Rounding depends a
    little on the batch's shape, and two nearly equal tokens that swap ranks must not change the text.
-4. The order is that of transformers' logits processors: repetition penalty (Keskar et al., 2019), suppressed tokens,
-   temperature, top-k (Fan et al., 2018), top-p (Holtzman et al., 2020), min-p (Nguyen et al., 2024).
+4. The order is that of transformers' logits processors: bias, repetition penalty (Keskar et al., 2019), frequency and
+   presence penalty, suppressed tokens, temperature, top-k (Fan et al., 2018), top-p (Holtzman et al., 2020), min-p
+   (Nguyen et al., 2024).
 5. A row without a finite largest logit (it has NaN or +inf, or only -inf) gives None and changes no other row: that
    request fails alone. Every other row gives a token, whatever its logits and parameters are.
 """
@@ -17,7 +18,8 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 import torch
@@ -41,11 +43,16 @@ class Sampling(msgspec.Struct, frozen=True):
     min_p: float = 0.0
     min_tokens: int = 0
     """The sampler chooses none of its end tokens before it has chosen this many tokens."""
+    presence_penalty: float = 0.0
+    """Subtracted from the logits of the tokens that were chosen already."""
+    frequency_penalty: float = 0.0
+    """Subtracted from the logit of a token as many times as the token was chosen already."""
 
     @property
     def is_greedy(self) -> bool:
         """Whether the choice is the plain maximum."""
-        return self.temperature == 0 and self.repetition_penalty == 1 and self.min_tokens == 0
+        counts = self.presence_penalty or self.frequency_penalty
+        return self.temperature == 0 and self.repetition_penalty == 1 and self.min_tokens == 0 and not counts
 
 
 class RandomNumbers:
@@ -71,13 +78,21 @@ class Sampler:
     """Chooses one sequence's tokens.
 
     source: its random numbers; samplers of one request may share them. suppressed: bool (vocabulary,), tokens that it
-    never chooses. ``end_tokens``: see ``Sampling.min_tokens``.
+    never chooses. bias: added to the logits of these tokens. ``end_tokens``: see ``Sampling.min_tokens``.
     """
 
-    def __init__(self, sampling: Sampling, source: RandomNumbers, suppressed: Tensor | None = None) -> None:
+    def __init__(
+        self,
+        sampling: Sampling,
+        source: RandomNumbers,
+        suppressed: Tensor | None = None,
+        bias: Mapping[int, float] | None = None,
+    ) -> None:
         self.sampling, self._source, self._suppressed = sampling, source, suppressed
         self.end_tokens: frozenset[int] = frozenset()
+        self._bias = bias or {}
         self._chosen = 0
+        self._counts: Counter[int] = Counter()
         self._seen: set[int] = set()
         self._seen_index = torch.empty(0, dtype=torch.int64)
 
@@ -91,6 +106,8 @@ class Sampler:
         """Count a chosen token."""
         self._chosen += 1
         self.see([token])
+        if self.sampling.presence_penalty or self.sampling.frequency_penalty:
+            self._counts[token] += 1
 
     def replay(self, token: int) -> None:
         """Count a token that was decided earlier, and leave out the random number that was drawn for it."""
@@ -99,11 +116,16 @@ class Sampler:
             self._source.skip(1)
 
     def allowed(self, logits: Tensor) -> Tensor:
-        """Return the logits (vocabulary,) after the repetition penalty, those of excluded tokens at -inf."""
+        """Return the logits (vocabulary,) after bias and penalties, those of excluded tokens at -inf."""
+        if self._bias:
+            logits = _added(logits, self._bias)
         if self._seen:
             found, penalty = logits[self._seen_index], self.sampling.repetition_penalty
             found = torch.where(found < 0, found * penalty, found / penalty).clamp(max=_LARGEST)
             logits = logits.index_put((self._seen_index,), found)
+        if self._counts:
+            once, each = self.sampling.presence_penalty, self.sampling.frequency_penalty
+            logits = _added(logits, {token: -once - each * count for token, count in self._counts.items()})
         if self._suppressed is not None:
             logits = logits.masked_fill(self._suppressed, float("-inf"))
         if self._chosen < self.sampling.min_tokens and self.end_tokens:
@@ -118,6 +140,12 @@ class Sampler:
     def __call__(self, logits: Tensor) -> int | None:
         """Choose a token id from one sequence's logits (vocabulary,); None if the largest logit is not finite."""
         return choose(logits[None], [self])[0]
+
+
+def _added(logits: Tensor, numbers: Mapping[int, float]) -> Tensor:
+    """Return the logits (vocabulary,) with these numbers added to those of these tokens."""
+    known = [token for token in numbers if token < len(logits)]
+    return logits.index_add(0, torch.tensor(known, dtype=torch.long), torch.tensor([numbers[token] for token in known]))
 
 
 def weights(logits: Tensor, sampling: Sampling) -> Tensor:

@@ -32,7 +32,6 @@ class VLLMTalkerOptions(TalkerOptions, frozen=True, forbid_unknown_fields=True):
 Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Logprobs = Annotated[int, Meta(ge=-1, le=100_000)]
 """-1: the whole vocabulary. vLLM's own limit (max_logprobs) is 20 unless ``engine_args`` sets it."""
-Bias = Annotated[float, Meta(ge=-100, le=100)]
 TokenIds = Annotated[list[TokenId], Meta(max_length=16_384)]
 Settings = Annotated[dict[Name, Any], Meta(max_length=64)]
 
@@ -40,8 +39,6 @@ Settings = Annotated[dict[Name, Any], Meta(max_length=64)]
 class VLLMSampling(TextParams, frozen=True, forbid_unknown_fields=True):
     """The fields of vLLM's SamplingParams. Those that other engines have too keep our defaults."""
 
-    presence_penalty: Annotated[float, Meta(ge=-2, le=2)] = 0.0
-    frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] = 0.0
     logprobs: Logprobs | None = None
     """How many of the most likely tokens each output token reports with their log probabilities."""
     prompt_logprobs: Logprobs | None = None
@@ -50,7 +47,6 @@ class VLLMSampling(TextParams, frozen=True, forbid_unknown_fields=True):
     logprob_token_ids: TokenIds | None = None
     structured_outputs: Settings | None = None
     """One of json, regex, choice, grammar, json_object, structural_tag, with its settings."""
-    logit_bias: Annotated[dict[Name | TokenId, Bias], Meta(max_length=1024)] | None = None
     allowed_token_ids: TokenIds | None = None
     bad_words: Annotated[list[StopString], Meta(max_length=256)] | None = None
     extra_args: Settings | None = None

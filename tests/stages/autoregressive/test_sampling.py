@@ -134,3 +134,17 @@ def test_a_sampler_that_replays_goes_on_as_if_it_had_chosen(temperature: float) 
         assert token is not None
         second.replay(token)
     assert [second(row) for row in rows[10:]] == expected[10:]
+
+
+def test_a_bias_is_added_to_the_logits() -> None:
+    draw = Sampler(Sampling(), RandomNumbers(1), bias={2: 5.0, 0: -100.0, 99: 1.0})
+    torch.testing.assert_close(draw.allowed(torch.tensor([200.0, 1.0, 2.0])), torch.tensor([100.0, 1.0, 7.0]))
+
+
+def test_count_penalties_grow_with_the_answer_and_not_with_the_prompt() -> None:
+    draw = sampler(presence_penalty=0.5, frequency_penalty=0.25)
+    draw.see([0, 1, 2])
+    logits = torch.tensor([4.0, 3.0, 2.0])
+    torch.testing.assert_close(draw.allowed(logits), logits)
+    assert [draw(logits) for _ in range(4)] == [0, 0, 0, 1]
+    torch.testing.assert_close(draw.allowed(logits), logits - torch.tensor([1.25, 0.75, 0.0]))

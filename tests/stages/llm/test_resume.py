@@ -30,6 +30,8 @@ PARAMS = {
     "penalised": {"max_tokens": 20, "repetition_penalty": 1.5},
     "sampled": {**SAMPLED, "top_p": 0.9, "top_k": 40, "repetition_penalty": 1.3},
     "min_tokens": {**SAMPLED, "min_tokens": 9, "stop_token_ids": tuple(range(0, 280, 2))},
+    "counted": {**SAMPLED, "frequency_penalty": 0.7, "presence_penalty": 0.4, "logit_bias": {"40": 3.0, "41": -100}},
+    "logprobs": {**SAMPLED, "frequency_penalty": 0.7, "logprobs": 2},
     "one token": {"max_tokens": 1},
 }
 
