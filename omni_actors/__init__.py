@@ -10,18 +10,29 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from omni_actors.config import Pipeline
-    from omni_actors.errors import OmniError
+    from omni_actors.errors import OmniError, Unsupported
     from omni_actors.generation import Answer, AudioChunk, Generation, Output
     from omni_actors.media import VideoClip
-    from omni_actors.system import OmniSystem
+    from omni_actors.system import OmniSystem, Reply
 
 __version__ = "0.1.0"
-__all__ = ["Answer", "AudioChunk", "Generation", "OmniError", "OmniSystem", "Output", "Pipeline", "VideoClip"]
+__all__ = [
+    "Answer",
+    "AudioChunk",
+    "Generation",
+    "OmniError",
+    "OmniSystem",
+    "Output",
+    "Pipeline",
+    "Reply",
+    "Unsupported",
+    "VideoClip",
+]
 
 _HOME = {
     **dict.fromkeys(("Answer", "AudioChunk", "Generation", "Output"), "omni_actors.generation"),
-    "OmniError": "omni_actors.errors",
-    "OmniSystem": "omni_actors.system",
+    **dict.fromkeys(("OmniError", "Unsupported"), "omni_actors.errors"),
+    **dict.fromkeys(("OmniSystem", "Reply"), "omni_actors.system"),
     "Pipeline": "omni_actors.config",
     "VideoClip": "omni_actors.media",
 }

@@ -15,19 +15,32 @@ the system, is raised in the task that waits.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator, Iterable
 from concurrent.futures import Future
 from contextlib import suppress
-from functools import partial
+from functools import partial, update_wrapper
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from omni_actors import generation
 from omni_actors.face import Answering, Face, Reading, like, opens_like
 from omni_actors.generation import Answer, AudioChunk, Output
 from omni_actors.system import Health, Messages, OmniSystem
 
+P = ParamSpec("P")
 T = TypeVar("T")
+
+
+def _waiting(
+    original: Callable[Concatenate[OmniSystem, P], Awaitable[T]],
+) -> Callable[Concatenate[AsyncOmni, P], Coroutine[Any, Any, T]]:
+    """Return the asyncio method for an asynchronous method of ``OmniSystem``."""
+
+    async def method(omni: AsyncOmni, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return await omni._wait(lambda system: original(system, *args, **kwargs))
+
+    update_wrapper(method, original)
+    return method
 
 
 class AsyncOmni(Face):
@@ -87,6 +100,9 @@ class AsyncOmni(Face):
     async def wait_changed(self) -> None:
         """Wait until the state or the note of any replica changes. Raises SystemClosed when the system closes."""
         await self._wait(OmniSystem.wait_changed)
+
+    call = _waiting(OmniSystem.call)
+    set_desired = _waiting(OmniSystem.set_desired)
 
     async def _wait(self, work: Callable[[OmniSystem], Awaitable[T]]) -> T:
         return await asyncio.wrap_future(self.background.start(work))

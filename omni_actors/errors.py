@@ -5,6 +5,7 @@ OmniError
 ├── SystemClosed          a call to a system that is closed
 ├── RequestError          a request ended without completing
 │   ├── InvalidRequest    the request is wrong and has to be changed (HTTP 400)
+│   │   └── Unsupported   a stage does not have the capability that is asked of it
 │   ├── Overloaded        the system is full (HTTP 429)
 │   ├── DeadlineExceeded  the request's deadline passed
 │   ├── SlowConsumer      the client did not read its output in time
@@ -12,6 +13,10 @@ OmniError
 │   ├── StageCrashed      a worker that held the request died
 │   ├── Quarantined       the same request has ended workers a short time ago
 │   └── StageUnavailable  a stage of the request's route has failed
+├── CallError             a replica did not answer a call
+│   ├── CallTimedOut      it did not answer in time
+│   ├── TooManyCalls      it has too many calls to answer already
+│   └── WorkerLost        it has no worker, or its worker died before it answered
 └── StageFailed           a stage could not load, or used up its restarts
 """
 
@@ -75,6 +80,20 @@ class InvalidRequest(RequestError):
     def __init__(self, message: str, *, param: str | None = None, code: str = "invalid_value") -> None:
         self.message, self.param, self.code = message, param, code
         super().__init__(message)
+
+
+class Unsupported(InvalidRequest):
+    """A stage does not have a capability that was asked of it.
+
+    Attributes:
+        stage: The stage.
+        capability: The capability, by the name that ``call`` takes.
+        why: Why the stage does not have it.
+    """
+
+    def __init__(self, stage: str, capability: str, why: str) -> None:
+        self.stage, self.capability, self.why = stage, capability, why
+        super().__init__(f"stage {stage!r} does not support {capability!r}: {why}", code="unsupported")
 
 
 class Overloaded(RequestError):
@@ -220,6 +239,55 @@ class Quarantined(RequestError):
         super().__init__(
             f"the same request has ended the workers of stage {stage!r}; it is refused for the next {ends_in_s:.0f} s"
         )
+
+
+class CallError(OmniError):
+    """A replica did not answer a call.
+
+    Attributes:
+        stage, replica: Which replica.
+        capability: What the call asked for.
+    """
+
+    def __init__(self, stage: str, replica: int, capability: str, why: str) -> None:
+        self.stage, self.replica, self.capability = stage, replica, capability
+        super().__init__(f"stage {stage!r} (replica {replica}) did not answer {capability!r}: {why}")
+
+
+class CallTimedOut(CallError):
+    """A replica did not answer a call in time. It may still carry the call out later.
+
+    Attributes:
+        timeout_s: How long the call waited, in seconds.
+    """
+
+    def __init__(self, stage: str, replica: int, capability: str, timeout_s: float) -> None:
+        self.timeout_s = timeout_s
+        super().__init__(stage, replica, capability, f"it took longer than {timeout_s:g} s")
+
+
+class TooManyCalls(CallError):
+    """A replica was not sent a call, because it has not answered many earlier ones.
+
+    Attributes:
+        limit: How many calls a worker may have to answer at a time. Calls that timed out count until it answers them.
+    """
+
+    def __init__(self, stage: str, replica: int, capability: str, limit: int) -> None:
+        self.limit = limit
+        super().__init__(stage, replica, capability, f"it has {limit} calls to answer already")
+
+
+class WorkerLost(CallError):
+    """A replica has no worker at the moment, or its worker ended before it answered.
+
+    Attributes:
+        exit: How the worker ended; None if no worker has ended.
+    """
+
+    def __init__(self, stage: str, replica: int, capability: str, exit: WorkerExit | None) -> None:
+        self.exit = exit
+        super().__init__(stage, replica, capability, "it has no worker" + ("" if exit is None else f"; {exit}"))
 
 
 class StageFailed(OmniError):

@@ -6,6 +6,7 @@ documentation of the arguments are those of ``OmniSystem``: see ``like``.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import weakref
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
@@ -51,6 +52,16 @@ def opens_like(
     return decorate
 
 
+def at_once(original: Callable[Concatenate[OmniSystem, P], R]) -> Callable[Concatenate[Face, P], R]:
+    """Return the method of a face for a synchronous method of ``OmniSystem``."""
+
+    def method(face: Face, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        return face.background.call(lambda system: original(system, *args, **kwargs))
+
+    functools.update_wrapper(method, original)
+    return method
+
+
 def _document(method: Callable[..., object], original: Callable[..., object]) -> None:
     signature, own = inspect.signature(original), inspect.signature(method)
     parameters = list(signature.parameters.values())
@@ -91,6 +102,8 @@ class Face:
     def abort_all(self, *args: Any, **kwargs: Any) -> None:
         """End every request now."""
         self.background.call(lambda system: system.abort_all(*args, **kwargs))
+
+    drop_desired = at_once(OmniSystem.drop_desired)
 
     @like(OmniSystem.make_room)
     def make_room(self) -> bool:

@@ -13,10 +13,11 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from concurrent.futures import Future
+from functools import update_wrapper
 from pathlib import Path
 from queue import SimpleQueue
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -26,7 +27,18 @@ from omni_actors.face import Answering, Face, Reading, like, opens_like
 from omni_actors.generation import Answer, AudioChunk, Output
 from omni_actors.system import Health, Messages, OmniSystem
 
+P = ParamSpec("P")
 T = TypeVar("T")
+
+
+def _waiting(original: Callable[Concatenate[OmniSystem, P], Awaitable[T]]) -> Callable[Concatenate[Omni, P], T]:
+    """Return the blocking method for an asynchronous method of ``OmniSystem``."""
+
+    def method(omni: Omni, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return omni._wait(lambda system: original(system, *args, **kwargs))
+
+    update_wrapper(method, original)
+    return method
 
 
 class Omni(Face):
@@ -113,6 +125,9 @@ class Omni(Face):
     def wait_changed(self) -> None:
         """Wait until the state or the note of any replica changes. Raises SystemClosed when the system closes."""
         self._wait(OmniSystem.wait_changed)
+
+    call = _waiting(OmniSystem.call)
+    set_desired = _waiting(OmniSystem.set_desired)
 
     def _wait(self, work: Callable[[OmniSystem], Awaitable[T]]) -> T:
         future = self.background.start(work)

@@ -41,6 +41,13 @@ class Decided(msgspec.Struct, frozen=True, array_like=True):
     entries: tuple[Decisions, ...]
 
 
+class Desired(msgspec.Struct, frozen=True, array_like=True):
+    """A part of the desired state of a stage: the capability that establishes it, and the call's arguments."""
+
+    capability: str
+    arguments: dict[str, Any]
+
+
 class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Everything that a worker process needs to know to run one replica of a stage.
 
@@ -78,6 +85,8 @@ class Configure(_Control, frozen=True):
     spec: WorkerSpec
     fence: int
     """The newest request number: the worker drops chunks of requests up to this number that it did not start."""
+    desired: tuple[Desired, ...] = ()
+    """The desired state of its stage. The worker establishes it, in this order, before it is ready."""
 
 
 class Connect(_Control, frozen=True):
@@ -165,6 +174,14 @@ class Ping(_Control, frozen=True):
     number: int
 
 
+class Call(_Control, frozen=True):
+    """Use a capability of the engine, between two steps. The engine loop answers with ``Answer``."""
+
+    number: int
+    capability: str
+    arguments: dict[str, Any] = {}
+
+
 class Stop(_Control, frozen=True):
     """Close the engine and end the process. Running requests are dropped."""
 
@@ -190,6 +207,23 @@ class Pong(_Control, frozen=True):
     number: int
     gauges: dict[str, float] = {}
     """The engine's own measurements (``stages.base.Measured``)."""
+
+
+class CallRefusal(msgspec.Struct, frozen=True):
+    """Why a call has no value: the facts of ``Unsupported`` (message: why) or ``InvalidRequest``."""
+
+    message: str
+    unsupported: bool = False
+    param: str | None = None
+    code: str = "invalid_value"
+
+
+class Answer(_Control, frozen=True):
+    """The answer to the ``Call`` with the same number: a value, encoded with msgpack, or a refusal."""
+
+    number: int
+    value: msgspec.Raw = msgspec.Raw(b"\xc0")
+    refusal: CallRefusal | None = None
 
 
 class LoadFailed(_Control, frozen=True):
@@ -273,11 +307,11 @@ class Refused(_Control, frozen=True):
     code: str
 
 
-LoopCommand: TypeAlias = Start | JournalPart | Switch | Resend | Pause | Resume | Abort | Ping | Stop
+LoopCommand: TypeAlias = Start | JournalPart | Switch | Resend | Pause | Resume | Abort | Ping | Call | Stop
 """What a worker passes on to its engine loop."""
 RequestNotice: TypeAlias = Started | JournalPart | Switched | InputComplete | Finished | Refused | Unreplayable
 ControlMessage: TypeAlias = (
-    Configure | Connect | LoopCommand | Loading | Ready | Pong | LoadFailed | EngineFailed | RequestNotice
+    Configure | Connect | LoopCommand | Loading | Ready | Pong | Answer | LoadFailed | EngineFailed | RequestNotice
 )
 
 MAX_BYTES = 128 * 1024

@@ -259,6 +259,31 @@ class Measured(Protocol):
 
 
 @runtime_checkable
+class Controllable(Protocol):
+    """An engine may also have capabilities beside requests, such as adapters or a cache that can be reset.
+
+    A caller of ``OmniSystem.call`` uses them. ``stages.engine`` has an implementation.
+    """
+
+    def capabilities(self) -> Mapping[str, str | None]:
+        """Return the names of the capabilities.
+
+        The value is None for one that the engine has; otherwise the reason why it does not have it. Callers get
+        ``Unsupported`` with that reason, or with a general one for a name that is missing here.
+        """
+        ...
+
+    def call(self, capability: str, arguments: Mapping[str, Any]) -> Any:
+        """Use a capability that the engine has, and return a value that msgpack can encode, of 100 KiB at most.
+
+        Called between steps, while requests are active; and before the first request, to establish the desired state
+        of the stage. A success is returned only after the capability was really carried out.
+        Raises InvalidRequest: the arguments are wrong, and nothing has changed. Any other exception ends the worker.
+        """
+        ...
+
+
+@runtime_checkable
 class WarmsUp(Protocol):
     """An engine may also have costs that only its first request would pay, such as kernels that are built when used."""
 

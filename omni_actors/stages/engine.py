@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable, Mapping
 from typing import Any, Generic, TypeVar
 
 from omni_actors.stages.base import Chunk, InvalidRequest, RequestId, StageRequest
@@ -10,10 +12,27 @@ R = TypeVar("R")
 
 
 class Engine(Generic[R]):
-    """A ``StageEngine`` without ``busy`` and ``step``. ``_requests`` has the records of the requests that go on."""
+    """A ``StageEngine`` without ``busy`` and ``step``. ``_requests`` has the records of the requests that go on.
+
+    It implements ``base.Controllable``: a subclass adds its capabilities to ``_capabilities``.
+    """
 
     def __init__(self) -> None:
         self._requests: dict[RequestId, R] = {}
+        self._capabilities: dict[str, Callable[..., Any] | str] = {}
+        """By name: the function, which takes the arguments of a call as keywords; or why the engine has none."""
+
+    def capabilities(self) -> Mapping[str, str | None]:
+        return {name: each if isinstance(each, str) else None for name, each in self._capabilities.items()}
+
+    def call(self, capability: str, arguments: Mapping[str, Any]) -> Any:
+        function = self._capabilities[capability]
+        assert not isinstance(function, str), "the engine has the capability"
+        try:
+            bound = inspect.signature(function).bind(**arguments)
+        except TypeError as error:
+            raise InvalidRequest(f"{capability}: {error}") from error
+        return function(*bound.args, **bound.kwargs)
 
     def _new_request(self, request: StageRequest) -> R:
         """Make the record of a new request. Raises ``InvalidRequest``."""

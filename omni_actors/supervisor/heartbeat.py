@@ -25,9 +25,11 @@ async def watch_progress(replica: Replica) -> None:
     while True:
         incarnation.ping += 1
         incarnation.pong = trio.Event()
+        # A call that is posted already, such as new weights, may take as long as its caller waits.
+        timeout_s = max(stage.step_timeout_s, incarnation.calls.remaining_s())
         replica.post(Ping(incarnation.ping))
-        if not await set_within(stage.step_timeout_s, incarnation.pong):
-            replica.kill(f"no progress for {stage.step_timeout_s:g} s (step_timeout_s)")
+        if not await set_within(timeout_s, incarnation.pong):
+            replica.kill(f"no progress for {timeout_s:g} s (step_timeout_s)")
             return
         await trio.sleep(stage.step_timeout_s / PARTS)
 

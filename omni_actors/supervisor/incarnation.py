@@ -21,6 +21,7 @@ from collections.abc import Mapping
 import trio
 
 from omni_actors.protocol.messages import Address
+from omni_actors.supervisor.calls import Calls
 from omni_actors.supervisor.process import Worker
 from omni_actors.transitions import TableKey, next_state
 
@@ -83,6 +84,7 @@ class Incarnation:
         """When its engine loop last answered a ping, on trio's clock; 0.0 before its first answer."""
         self.gauges: Mapping[str, float] = {}
         """The engine's measurements in its last answer."""
+        self.calls = Calls()
         self.load_error: str | None = None
         self.failed_request: int | None = None
         """The request for which the engine's call raised, if the worker could report it."""
@@ -115,6 +117,7 @@ class Incarnation:
         if self._state is _State.READY:
             self.ready.set()
         elif self._state is _State.ENDED:
+            self.calls.lose(None)
             self.ended.set()
 
     def stop(self) -> None:

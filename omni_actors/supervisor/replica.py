@@ -9,11 +9,13 @@ import collections
 import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from omni_actors.config import Restart, Stage
 from omni_actors.errors import Death, StageFailed
 from omni_actors.protocol.mailbox import MailboxFull
 from omni_actors.protocol.messages import Address, ControlMessage, WorkerSpec
+from omni_actors.supervisor.calls import PendingCall
 from omni_actors.supervisor.incarnation import Incarnation, IncarnationState
 from omni_actors.supervisor.process import Worker
 
@@ -99,6 +101,18 @@ class Replica:
                 worker.mailbox.post(message, fds)
             except MailboxFull as error:
                 self.kill(str(error))
+
+    def call(self, capability: str, arguments: Mapping[str, Any], timeout_s: float) -> PendingCall:
+        """Post a call to the worker, in order with all other messages. The caller waits for the reply.
+
+        A worker that loads answers when it is ready. arguments: must be small enough for a control message.
+        """
+        pending = PendingCall(self.address, capability, timeout_s)
+        if self.worker is None:
+            pending.lose(self.history[-1].exit if self.history else None)
+        elif (message := self.incarnation.calls.begin(pending, arguments)) is not None:
+            self.post(message)
+        return pending
 
     def kill(self, reason: str) -> None:
         """Kill the current worker, for this reason. Harmless if it is dead already."""

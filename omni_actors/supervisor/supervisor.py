@@ -32,6 +32,7 @@ from omni_actors.log_events import ReplicaGivenUp, WorkerDied, WorkerRecovered, 
 from omni_actors.protocol import messages
 from omni_actors.protocol.mailbox import available
 from omni_actors.supervisor import restart
+from omni_actors.supervisor.calls import DesiredState
 from omni_actors.supervisor.edges import Edges, receive_frames
 from omni_actors.supervisor.heartbeat import watch_progress
 from omni_actors.supervisor.incarnation import Incarnation, IncarnationEvent, IncarnationState
@@ -52,6 +53,7 @@ class Supervisor:
     specs: the workers to run, in topological order of their stages.
     stages: the configuration of each stage.
     mailbox_capacity: how many control messages may wait for one worker before it is killed.
+    desired: what the workers of each stage are to have beside requests.
     """
 
     def __init__(
@@ -63,10 +65,12 @@ class Supervisor:
         spawner: Spawner,
         listener: Listener,
         mailbox_capacity: int,
+        desired: DesiredState | None = None,
     ) -> None:
         self.replicas = {spec.address: Replica(spec, stages[spec.address.stage]) for spec in specs}
         self._inputs = {spec.address.stage: stages[spec.address.stage].inputs for spec in specs}
         self._edges, self._spawner, self._listener, self._mailbox_capacity = edges, spawner, listener, mailbox_capacity
+        self.desired = desired or DesiredState()
         self._nursery: trio.Nursery | None = None
         self.changes = trio.lowlevel.ParkingLot()
         """Woken whenever a replica's state or note changes."""
@@ -178,7 +182,8 @@ class Supervisor:
 
     async def _serve(self, replica: Replica, worker: Worker) -> None:
         """Configure and connect a worker, and deliver its messages and outputs until it dies."""
-        worker.mailbox.post(messages.Configure(replica.spec, self._listener.newest_request()))
+        desired = self.desired.of(replica.address.stage)
+        worker.mailbox.post(messages.Configure(replica.spec, self._listener.newest_request(), desired))
         try:
             output = self._edges.connect_worker(replica.address, replica.post, replica.kill)
         except OSError as error:
@@ -236,6 +241,8 @@ class Supervisor:
             case messages.Pong(number, gauges) if number == incarnation.ping:
                 incarnation.gauges, incarnation.last_pong_at = gauges, trio.current_time()
                 incarnation.pong.set()
+            case messages.Answer():
+                incarnation.calls.answer(message)
             case _ if isinstance(message, messages.RequestNotice):
                 try:
                     self._listener.on_message(replica.address, message)
@@ -274,6 +281,7 @@ class Supervisor:
         replica.died_at = now if replica.died_at is None else replica.died_at
         replica.history.append(Death(replica.generation, time.time(), exit))
         incarnation.advance(IncarnationEvent.DIE)
+        incarnation.calls.lose(exit)
         counts = incarnation.stopped_with_another or self._listener.on_worker_died(
             replica.address, exit, incarnation.failed_request
         )

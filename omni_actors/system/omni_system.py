@@ -22,17 +22,19 @@ from omni_actors.orchestrator.orchestrator import Orchestrator
 from omni_actors.orchestrator.pieces import Input
 from omni_actors.orchestrator.request import ON_FAILURE, OnFailure, Request
 from omni_actors.orchestrator.routes import Node, plan, routes_of, topological
+from omni_actors.supervisor.calls import MAX_CALLS
 from omni_actors.supervisor.edges import Edges
 from omni_actors.supervisor.process import LocalSpawner, Spawner
 from omni_actors.supervisor.replica import ReplicaState
 from omni_actors.supervisor.supervisor import Supervisor
 from omni_actors.system import batch, machine, workers
+from omni_actors.system.control import Control
 from omni_actors.system.gauges import gauges
 from omni_actors.system.health import Health, ReplicaHealth, replica_health
 from omni_actors.system.parameters import Messages, Parameters
 
 
-class OmniSystem:
+class OmniSystem(Control):
     """A running pipeline. ``OmniSystem.open`` starts one.
 
     >>> async def main():
@@ -60,8 +62,8 @@ class OmniSystem:
         )
         # One half of a mailbox is for what each request may cause: Start with its journal, Abort, Resend or Switch
         # after the restart of another stage, Resume after Pause. While the other half is full, requests are neither
-        # admitted nor paused.
-        capacity = 12 * pipeline.limits.max_requests + 4 * len(self._nodes) + 16
+        # admitted nor paused. Calls have room of their own, twice, because of the two halves.
+        capacity = 12 * pipeline.limits.max_requests + 4 * len(self._nodes) + 2 * MAX_CALLS + 16
         self._supervisor = Supervisor(
             workers.worker_specs(pipeline, models, topological(self._nodes)),
             pipeline.stages,

@@ -30,6 +30,7 @@ from omni_actors.platform.cpu_sharing import NoCpuSharing
 from omni_actors.protocol import chunks, messages
 from omni_actors.protocol.journal import Journal
 from omni_actors.stages import base
+from omni_actors.worker import calls
 from omni_actors.worker.active import ActiveRequest
 from omni_actors.worker.control import AttachRing, Control
 from omni_actors.worker.incoming import Incoming
@@ -172,6 +173,8 @@ class EngineLoop:
                 case messages.Ping(number):
                     measured = engine.gauges() if isinstance(engine, base.Measured) else {}
                     self._control.add(messages.Pong(number, {name: float(value) for name, value in measured.items()}))
+                case messages.Call() as call:
+                    self._control.add(calls.answer(engine, call))
                 case messages.Stop():
                     self.stopping = True
         return bool(commands)

@@ -1,0 +1,153 @@
+"""Calls to workers: the parent's side of ``Call`` and ``Answer``.
+
+Rules
+1. Each call to each replica ends with one ``Reply``: a value, a refusal of the engine, or a ``CallError``.
+2. A worker has at most ``MAX_CALLS`` calls to answer; its mailbox has room for them beside its requests' messages. A
+   call that timed out counts until the worker answers it or dies.
+3. Every worker of a stage, also one that starts later, gets the stage's desired state with its first message. A change
+   of that state is posted to the workers that run. Control messages arrive in order, so a request that is dispatched
+   after a change meets an engine that has it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import trio
+
+from omni_actors.errors import (
+    CallTimedOut,
+    InvalidRequest,
+    OmniError,
+    TooManyCalls,
+    Unsupported,
+    WorkerExit,
+    WorkerLost,
+)
+from omni_actors.protocol.messages import Address, Answer, Call, Desired
+
+MAX_CALLS = 16
+LARGEST_DESIRED = 64 * 1024
+"""Most bytes of one stage's desired state, encoded: it travels in ``Configure``."""
+
+
+@dataclass(frozen=True)
+class Reply:
+    """How a call ended at one replica.
+
+    Attributes:
+        value: What the engine returned; None if there is an error.
+        error: Why there is no value: ``Unsupported``, ``InvalidRequest`` (the engine refused the arguments) or a
+            ``CallError``.
+    """
+
+    value: Any = None
+    error: OmniError | None = None
+
+    def result(self) -> Any:
+        """Return the value, or raise the error."""
+        if self.error is not None:
+            raise self.error
+        return self.value
+
+
+class PendingCall:
+    """A call to one replica, until its caller has the reply."""
+
+    def __init__(self, address: Address, capability: str, timeout_s: float) -> None:
+        self.address, self.capability, self._timeout_s = address, capability, timeout_s
+        self.deadline = trio.current_time() + timeout_s
+        """Until when the caller waits, on trio's clock."""
+        self._reply: Reply | None = None
+        self._ended = trio.Event()
+
+    def end(self, reply: Reply) -> None:
+        """Give the call its reply."""
+        self._reply = reply
+        self._ended.set()
+
+    def lose(self, exit: WorkerExit | None) -> None:
+        """End the call: the worker will not answer. exit: how it ended, or the one before it; None if none has."""
+        self.end(Reply(error=WorkerLost(self.address.stage, self.address.replica, self.capability, exit)))
+
+    async def wait(self) -> Reply:
+        """Wait for the reply until the call's timeout. Cancelling the wait does not cancel the call."""
+        with trio.move_on_at(self.deadline):
+            await self._ended.wait()
+        if self._reply is not None:
+            return self._reply
+        stage, replica = self.address.stage, self.address.replica
+        return Reply(error=CallTimedOut(stage, replica, self.capability, self._timeout_s))
+
+
+class Calls:
+    """The calls that one worker has not answered yet."""
+
+    def __init__(self) -> None:
+        self._pending: dict[int, PendingCall] = {}
+        self._numbers = itertools.count(1)
+
+    def remaining_s(self) -> float:
+        """Return for how many more seconds a caller waits for an answer of this worker; 0.0 if none does."""
+        latest = max((call.deadline for call in self._pending.values()), default=0.0)
+        return max(0.0, latest - trio.current_time())
+
+    def begin(self, pending: PendingCall, arguments: Mapping[str, Any]) -> Call | None:
+        """Return the message to post. None: the worker has too many calls to answer, and the call has ended."""
+        if len(self._pending) >= MAX_CALLS:
+            stage, replica = pending.address.stage, pending.address.replica
+            pending.end(Reply(error=TooManyCalls(stage, replica, pending.capability, MAX_CALLS)))
+            return None
+        number = next(self._numbers)
+        self._pending[number] = pending
+        return Call(number, pending.capability, dict(arguments))
+
+    def answer(self, answer: Answer) -> None:
+        """Take an answer of the worker. An unknown number is ignored."""
+        if (pending := self._pending.pop(answer.number, None)) is None:
+            return
+        refusal = answer.refusal
+        if refusal is None:
+            pending.end(Reply(msgspec.msgpack.decode(answer.value)))
+        elif refusal.unsupported:
+            pending.end(Reply(error=Unsupported(pending.address.stage, pending.capability, refusal.message)))
+        else:
+            pending.end(Reply(error=InvalidRequest(refusal.message, param=refusal.param, code=refusal.code)))
+
+    def lose(self, exit: WorkerExit | None) -> None:
+        """End all calls: the worker answers no more."""
+        pending, self._pending = self._pending, {}
+        for call in pending.values():
+            call.lose(exit)
+
+
+class DesiredState:
+    """What every worker of a stage is to have beside requests, now and after each restart: adapters, for example."""
+
+    def __init__(self) -> None:
+        self._parts: dict[str, dict[tuple[str, str], Desired]] = {}
+
+    def of(self, stage: str) -> tuple[Desired, ...]:
+        """Return the desired state of a stage, in the order in which its parts were first set."""
+        return tuple(self._parts.get(stage, {}).values())
+
+    def get(self, stage: str, capability: str, key: str = "") -> Mapping[str, Any] | None:
+        """Return the arguments of one part, or None."""
+        part = self._parts.get(stage, {}).get((capability, key))
+        return None if part is None else part.arguments
+
+    def set(self, stage: str, capability: str, arguments: Mapping[str, Any] | None, key: str = "") -> None:
+        """Set one part, or remove it (None). Raises InvalidRequest if the stage's state becomes too large to send."""
+        parts = dict(self._parts.get(stage, {}))
+        if arguments is None:
+            parts.pop((capability, key), None)
+        else:
+            parts[capability, key] = Desired(capability, dict(arguments))
+        size = len(msgspec.msgpack.encode(list(parts.values())))
+        if arguments is not None and size > LARGEST_DESIRED:
+            raise InvalidRequest(f"{capability}: the desired state of stage {stage!r} exceeds {LARGEST_DESIRED} bytes")
+        self._parts[stage] = parts

@@ -1,0 +1,36 @@
+"""The echo engine with a few capabilities, for tests of calls."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from omni_actors.stages.base import InvalidRequest, StageContext
+from omni_actors.stages.echo.engine import EchoEngine
+
+FACTORY = f"{__name__}:ControllableEcho"
+
+
+class ControllableEcho(EchoEngine):
+    """Remembers notes by name, and fails on request."""
+
+    def __init__(self, context: StageContext) -> None:
+        super().__init__(context)
+        self._notes: dict[str, str] = {}
+        self._capabilities |= {
+            "note": self._note,
+            "notes": lambda: {"pid": os.getpid(), "notes": self._notes},
+            "active": lambda: sorted(self._requests),
+            "large": lambda size: "x" * size,
+            "crash": self._crash,
+            "sleep": "there is nothing to offload",
+        }
+
+    def _note(self, name: str, text: str) -> str:
+        if not text:
+            raise InvalidRequest("an empty note", param="text")
+        self._notes[name] = text
+        return text
+
+    def _crash(self) -> Any:
+        raise RuntimeError("the call asked for a crash")

@@ -1,0 +1,78 @@
+"""Calls as the engine loop answers them."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from omni_actors.errors import InvalidRequest, Unsupported
+from omni_actors.protocol.messages import Answer, Call, CallRefusal, Desired
+from omni_actors.worker.calls import LARGEST_VALUE, answer, establish
+from tests.support.controllable_engine import ControllableEcho
+from tests.support.engine_loop_harness import LoopHarness, receive, send
+from tests.support.stage_context import stage_context
+
+
+def value_of(message: object) -> object:
+    assert isinstance(message, Answer)
+    assert message.refusal is None
+    return msgspec.msgpack.decode(message.value)
+
+
+def test_a_call_is_answered_between_steps_in_the_order_of_the_commands(harness: LoopHarness) -> None:
+    into, out = harness.input(), harness.output()
+    harness.run(ControllableEcho(stage_context()))
+    harness.post(Call(1, "active"))
+    harness.start(7)
+    harness.post(Call(2, "active"))
+    assert [value_of(harness.next_message()) for _ in range(2)] == [[], [7]]
+    send(into, 7, 0, text="x", last=True)
+    assert receive(out).data["text"] == "x"
+
+
+@pytest.mark.parametrize(
+    ("call", "refusal"),
+    [
+        (Call(3, "sleep"), CallRefusal("there is nothing to offload", unsupported=True)),
+        (
+            Call(3, "fly"),
+            CallRefusal("its engine ControllableEcho does not offer it", unsupported=True),
+        ),
+        (Call(3, "note", {"name": "a", "text": ""}), CallRefusal("an empty note", param="text")),
+        (Call(3, "note", {"text": "x"}), CallRefusal("note: missing a required argument: 'name'")),
+        (
+            Call(3, "large", {"size": LARGEST_VALUE}),
+            CallRefusal(
+                f"the answer has {LARGEST_VALUE + 5} bytes; at most {LARGEST_VALUE} can be sent",
+                code="answer_too_large",
+            ),
+        ),
+    ],
+)
+def test_a_refusal(call: Call, refusal: CallRefusal) -> None:
+    assert answer(ControllableEcho(stage_context()), call) == Answer(3, refusal=refusal)
+
+
+def test_another_exception_ends_the_loop(harness: LoopHarness) -> None:
+    harness.run(ControllableEcho(stage_context()))
+    harness.post(Call(1, "crash"))
+    assert isinstance(harness.wait_ended(), RuntimeError)
+
+
+def test_the_desired_state_is_established_in_order() -> None:
+    engine = ControllableEcho(stage_context())
+    notes = [Desired("note", {"name": name, "text": text}) for name, text in ("ab", "cd", "ae")]
+    establish(engine, "here", notes)
+    assert value_of(answer(engine, Call(1, "notes")))["notes"] == {"a": "e", "c": "d"}  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    ("desired", "error"),
+    [
+        (Desired("fly", {}), Unsupported),
+        (Desired("note", {"name": "a", "text": ""}), InvalidRequest),
+    ],
+)
+def test_a_desired_state_that_cannot_be_established_is_an_error(desired: Desired, error: type[Exception]) -> None:
+    with pytest.raises(error):
+        establish(ControllableEcho(stage_context()), "here", [desired])
