@@ -5,6 +5,7 @@ OmniError
 ├── SystemClosed          a call to a system that is closed
 ├── RequestError          a request ended without completing
 │   ├── InvalidRequest    the request is wrong and has to be changed (HTTP 400)
+│   │   ├── InvalidAdapter  a LoRA adapter cannot be used
 │   │   └── Unsupported   a stage does not have the capability that is asked of it
 │   ├── Overloaded        the system is full (HTTP 429)
 │   ├── DeadlineExceeded  the request's deadline passed
@@ -94,6 +95,19 @@ class Unsupported(InvalidRequest):
     def __init__(self, stage: str, capability: str, why: str) -> None:
         self.stage, self.capability, self.why = stage, capability, why
         super().__init__(f"stage {stage!r} does not support {capability!r}: {why}", code="unsupported")
+
+
+class InvalidAdapter(InvalidRequest):
+    """A LoRA adapter cannot be used.
+
+    Attributes:
+        adapter: Its directory, or the name by which it was asked for.
+        reason: Why it cannot be used.
+    """
+
+    def __init__(self, adapter: str, reason: str) -> None:
+        self.adapter, self.reason = adapter, reason
+        super().__init__(f"LoRA adapter {adapter!r}: {reason}", param="lora", code="invalid_adapter")
 
 
 class Overloaded(RequestError):

@@ -12,6 +12,7 @@ from msgspec import Meta
 
 # Options, chosen by the operator.
 Positive = Annotated[int, Meta(ge=1)]
+Count = Annotated[int, Meta(ge=0)]
 Seconds = Annotated[float, Meta(ge=0)]
 PositiveSeconds = Annotated[float, Meta(gt=0)]
 Dtype: TypeAlias = Literal["float32", "bfloat16", "float16"]

@@ -25,6 +25,8 @@ import msgspec
 from torch import Tensor
 
 from omni_actors.stages import base
+from omni_actors.stages.adapters.batched import BatchedAdapters
+from omni_actors.stages.adapters.engine import AdaptedEngine
 from omni_actors.stages.autoregressive.logprobs import token_logprobs
 from omni_actors.stages.autoregressive.options import TextParams
 from omni_actors.stages.autoregressive.prompt_engine import C, PromptEngine, PromptRequest
@@ -60,11 +62,17 @@ class TextRequest(PromptRequest[C], ScheduledSequence):
 R = TypeVar("R", bound=TextRequest[Any])
 
 
-class LanguageEngine(PromptEngine[R]):
-    """A ``StageEngine`` whose outputs are text. context: the tokens of a prompt and its answer together."""
+class LanguageEngine(AdaptedEngine[R], PromptEngine[R]):
+    """A ``StageEngine`` whose outputs are text.
 
-    def __init__(self, scheduler: Scheduler[R], vocabulary: Vocabulary, context: int) -> None:
+    context: the tokens of a prompt and its answer together. adapters: those of the model that ``_forward`` runs.
+    """
+
+    def __init__(
+        self, scheduler: Scheduler[R], vocabulary: Vocabulary, context: int, adapters: BatchedAdapters
+    ) -> None:
         super().__init__()
+        self._adapters = adapters
         self._scheduler, self._vocabulary, self._context = scheduler, vocabulary, context
 
     # for subclasses, besides ``_new_request`` and ``_encode``, which returns the tokens of the prompt's positions
@@ -116,9 +124,9 @@ class LanguageEngine(PromptEngine[R]):
             raise base.InvalidRequest(message, param=param)
 
     def abort(self, request_id: base.RequestId) -> None:
-        request = self._requests.pop(request_id, None)
-        if request is not None:
+        if (request := self._requests.get(request_id)) is not None:
             self._scheduler.remove(request)
+        super().abort(request_id)
 
     def step(self) -> Iterator[base.StageOutput | base.StageFailure]:
         for row, count in self._scheduler.prefill_chunks():
@@ -139,7 +147,7 @@ class LanguageEngine(PromptEngine[R]):
 
     def close(self) -> None:
         super().close()
-        del self._scheduler
+        del self._scheduler, self._adapters
 
     def _prefill(self, row: int, count: int) -> Iterator[base.StageOutput | base.StageFailure]:
         request = self._scheduler.rows[row]

@@ -8,6 +8,7 @@ import msgspec
 from msgspec import Meta
 
 from omni_actors.stages import bounds
+from omni_actors.stages.adapters.options import Lora
 
 
 class TextOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -22,6 +23,8 @@ class TextOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     dtype: bounds.Dtype = "float32"
     system_prompt: str = ""
     """System message for a conversation that has none."""
+    idle_loras: bounds.Count = 8
+    """LoRA adapters whose weights stay in memory while no request uses them; pinned ones are not counted."""
 
 
 class TextParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -57,3 +60,5 @@ class TextParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How many of the most likely tokens each output token reports with their log probabilities. None: no report."""
     skip_special_tokens: bool = True
     """Whether special tokens are left out of the text."""
+    lora: Lora | None = None
+    """The LoRA adapter of this request."""

@@ -28,6 +28,7 @@ class _PackedLinear(nn.Module):
         super().__init__()
         self.weight = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), rows)
         self.bias = linear.bias
+        self.in_features, self.out_features = linear.in_features, linear.out_features
 
     def forward(self, states: Tensor) -> Tensor:
         result: Tensor = torch.ops.mkldnn._linear_pointwise(states, self.weight, self.bias, "none", [], "")

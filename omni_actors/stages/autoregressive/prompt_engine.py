@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, Generic, Protocol, TypeVar
 
+from omni_actors.stages.adapters.files import named
 from omni_actors.stages.base import Chunk, StageFailure, StageOutput, StageRequest
 from omni_actors.stages.engine import Engine
 from omni_actors.stages.refusal import request_work
@@ -26,6 +27,7 @@ class PromptRequest(Generic[C]):
 
     def __init__(self, request: StageRequest, params: Any, collector: C) -> None:
         self.id, self.params, self.collector = request.request_id, params, collector
+        self.adapter = named(params.lora)
         self.downstream = request.downstream
         """Whether a downstream stage takes part in the request."""
 

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
 from omni_actors.stages import assets
+from omni_actors.stages.adapters.batched import BatchedAdapters
 from omni_actors.stages.autoregressive.cache import SlottedCache
 from omni_actors.stages.autoregressive.language import LanguageEngine, TextRequest, refuse_beyond_context
 from omni_actors.stages.autoregressive.options import TextOptions, TextParams
@@ -37,7 +38,8 @@ class LLMEngine(LanguageEngine[TextRequest[Prompt]]):
         self._model, self._system_prompt = model, options.system_prompt
         self._cache = SlottedCache(options.max_batch, options.context, model.dtype, model.device)
         batch = Scheduler[TextRequest[Prompt]](self._cache, options.max_batch, options.prefill_chunk)
-        super().__init__(batch, Vocabulary(tokenizer, model.generation_config.eos_token_id), options.context)
+        vocabulary = Vocabulary(tokenizer, model.generation_config.eos_token_id)
+        super().__init__(batch, vocabulary, options.context, BatchedAdapters(model, part="", idle=options.idle_loras))
 
     def _new_request(self, request: StageRequest) -> TextRequest[Prompt]:
         return TextRequest(request, validated(request.params, TextParams), Prompt(request.sources))
@@ -50,16 +52,18 @@ class LLMEngine(LanguageEngine[TextRequest[Prompt]]):
 
     @torch.inference_mode()
     def _forward(self, rows: list[int], count: int) -> Tensor:
-        tokens = [self._scheduler.rows[row].take(count) for row in rows]
+        requests = [self._scheduler.rows[row] for row in rows]
+        tokens = [request.take(count) for request in requests]
         positions, mask = self._cache.extend(rows, count)
-        output = self._model(
-            input_ids=torch.tensor(tokens, device=self._model.device),
-            position_ids=positions,
-            attention_mask=mask,
-            past_key_values=self._cache,
-            use_cache=True,
-            logits_to_keep=1,
-        )
+        with self._adapters.applied([request.adapter for request in requests]):
+            output = self._model(
+                input_ids=torch.tensor(tokens, device=self._model.device),
+                position_ids=positions,
+                attention_mask=mask,
+                past_key_values=self._cache,
+                use_cache=True,
+                logits_to_keep=1,
+            )
         logits: Tensor = output.logits[:, -1]
         return logits
 

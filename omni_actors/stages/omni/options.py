@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import msgspec
 
+from omni_actors.stages.adapters.options import Lora
 from omni_actors.stages.autoregressive.options import TextParams
-from omni_actors.stages.bounds import Dtype, Name, Penalty, Positive, Seed, Temperature, Tokens, TopK, TopP
+from omni_actors.stages.bounds import Count, Dtype, Name, Penalty, Positive, Seed, Temperature, Tokens, TopK, TopP
 
 
 class ThinkerParams(TextParams, frozen=True, forbid_unknown_fields=True):
@@ -28,6 +29,8 @@ class TalkerOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     prefill_chunk: Positive = 256
     """Prompt positions that one step prefills."""
     dtype: Dtype = "float32"
+    idle_loras: Count = 8
+    """LoRA adapters whose weights stay in memory while no request uses them; pinned ones are not counted."""
 
 
 class TalkerParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -43,3 +46,5 @@ class TalkerParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     talker_repetition_penalty: Penalty = 1.05
     """Applies to first codes that were already generated."""
     seed: Seed | None = None
+    lora: Lora | None = None
+    """The LoRA adapter of this request."""

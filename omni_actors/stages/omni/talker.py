@@ -26,11 +26,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from omni_actors.stages import base
+from omni_actors.stages.adapters.batched import BatchedAdapters
+from omni_actors.stages.adapters.engine import AdaptedEngine
 from omni_actors.stages.autoregressive.cache import SlottedCache
 from omni_actors.stages.autoregressive.sampling import choose, not_finite
 from omni_actors.stages.autoregressive.scheduler import Scheduler
 from omni_actors.stages.checkpoint import load_part, whole_config
-from omni_actors.stages.engine import Engine
 from omni_actors.stages.omni.options import TalkerOptions
 from omni_actors.stages.omni.talker_request import TalkerRequest
 from omni_actors.stages.refusal import beyond_context, request_work
@@ -42,7 +43,7 @@ END = -1
 """The decision that an output is the last one."""
 
 
-class OmniTalker(Engine[R]):
+class OmniTalker(AdaptedEngine[R]):
     """A talker. ``context.model``: a checkpoint directory, of which it loads the ``talker`` weights."""
 
     MODEL: ClassVar[type[PreTrainedModel]]
@@ -54,6 +55,7 @@ class OmniTalker(Engine[R]):
         super().__init__()
         self._options = options
         model: Any = load_part(self.MODEL, context, "talker", options.dtype)
+        self._adapters = BatchedAdapters(model, part="talker", idle=options.idle_loras)
         self._whole: Any = whole_config(context.model_directory)
         self._model, self._config, self._device = model, model.config, model.device
         self._width: int = self._whole.thinker_config.text_config.hidden_size
@@ -126,7 +128,7 @@ class OmniTalker(Engine[R]):
     def _take(self, request: R, chunk: base.Chunk) -> None:
         if request.ended:
             return
-        with request_work("rows"):
+        with request_work("rows"), self._adapters.applied([request.adapter]):
             self._accept(request, {name: to_torch(tensor) for name, tensor in chunk.tensors.items()})
         request.open.update(chunk)
         if chunk.last and not request.open:
@@ -137,8 +139,9 @@ class OmniTalker(Engine[R]):
         request.advance()
 
     def abort(self, request_id: base.RequestId) -> None:
-        if request := self._requests.pop(request_id, None):
+        if request := self._requests.get(request_id):
             self._leave_batch(request)
+        super().abort(request_id)
         self._due = [output for output in self._due if output.request_id != request_id]
 
     def step(self) -> Iterator[base.StageOutput | base.StageFailure]:
@@ -171,7 +174,7 @@ class OmniTalker(Engine[R]):
 
     def close(self) -> None:
         super().close()
-        del self._scheduler, self._cache, self._model
+        del self._scheduler, self._cache, self._model, self._adapters
 
     @torch.inference_mode()
     def _accept(self, request: R, tensors: dict[str, Tensor]) -> None:
@@ -221,7 +224,8 @@ class OmniTalker(Engine[R]):
     def _decode(self, rows: list[int]) -> Iterator[base.StageOutput | base.StageFailure]:
         requests = [self._scheduler.rows[row] for row in rows]
         hidden = self._forward(rows, torch.stack([request.take(1) for request in requests]))
-        logits = self._model.codec_head(hidden)
+        with self._adapters.applied([request.adapter for request in requests]):
+            logits = self._model.codec_head(hidden)
         chosen = choose(logits, [request.sampler for request in requests])
         codes = {at: code for at, code in enumerate(chosen) if code is not None}
         for at, request in enumerate(requests):
@@ -251,13 +255,14 @@ class OmniTalker(Engine[R]):
             axes = (positions + deltas[:, None]).expand(3, -1, -1)
         for request in requests:
             request.cached += count
-        hidden: Tensor = self._model.model(
-            inputs_embeds=self._project(inputs),
-            position_ids=axes.to(inputs.device),
-            attention_mask=mask,
-            past_key_values=self._cache,
-            use_cache=True,
-        ).last_hidden_state[:, -1]
+        with self._adapters.applied([request.adapter for request in requests]):
+            hidden: Tensor = self._model.model(
+                inputs_embeds=self._project(inputs),
+                position_ids=axes.to(inputs.device),
+                attention_mask=mask,
+                past_key_values=self._cache,
+                use_cache=True,
+            ).last_hidden_state[:, -1]
         return hidden
 
 

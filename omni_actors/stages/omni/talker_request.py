@@ -13,6 +13,7 @@ from collections import deque
 import torch
 from torch import Tensor
 
+from omni_actors.stages.adapters.files import named
 from omni_actors.stages.autoregressive.sampling import RandomNumbers, Sampler, Sampling
 from omni_actors.stages.autoregressive.scheduler import ScheduledSequence
 from omni_actors.stages.base import StageRequest
@@ -42,6 +43,7 @@ class TalkerRequest(ScheduledSequence):
 
     def __init__(self, request: StageRequest, params: TalkerParams, suppressed: Tensor) -> None:
         self.id, self.params = request.request_id, params
+        self.adapter = named(params.lora)
         self.open = OpenSources(request.sources)
         self.inputs: list[Tensor] = []
         """The inputs of positions that are not computed yet, (k, width) each."""

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from omni_actors.stages.adapters.batched import BatchedAdapters
 from omni_actors.stages.autoregressive.cache import SlottedCache
 from omni_actors.stages.autoregressive.language import LanguageEngine, TextRequest, refuse_beyond_context
 from omni_actors.stages.autoregressive.options import TextOptions
@@ -71,7 +72,9 @@ class OmniThinker(OmniPromptEngine[R], LanguageEngine[R]):
         self._model, self._language, self._device = model, model.model.language_model, model.device
         self._cache = SlottedCache(options.max_batch, options.context, model.dtype, model.device)
         vocabulary = Vocabulary(self._processor.tokenizer, model.generation_config.eos_token_id)
-        super().__init__(Scheduler(self._cache, options.max_batch, options.prefill_chunk), vocabulary, options.context)
+        scheduler: Scheduler[R] = Scheduler(self._cache, options.max_batch, options.prefill_chunk)
+        adapters = BatchedAdapters(model, part="thinker", idle=options.idle_loras)
+        super().__init__(scheduler, vocabulary, options.context, adapters)
 
     # for the families, besides ``_handoff_header`` and ``_talker_positions``
 
@@ -112,7 +115,7 @@ class OmniThinker(OmniPromptEngine[R], LanguageEngine[R]):
         request = self._scheduler.rows[row]
         try:
             if not request.cached:
-                with request_work("messages"):
+                with request_work("messages"), self._adapters.applied([request.adapter]):
                     self._encode_media(request)
         except InvalidRequest as error:
             self.abort(request.id)
@@ -134,20 +137,21 @@ class OmniThinker(OmniPromptEngine[R], LanguageEngine[R]):
             embeds = self._embed([request.take(count) for request in requests])
             deltas = torch.tensor([request.delta for request in requests], device=self._device)
             axes = (positions + deltas[:, None]).expand(3, -1, -1)
-        hidden = self._language(
-            inputs_embeds=embeds,
-            position_ids=axes,
-            attention_mask=mask,
-            past_key_values=self._cache,
-            use_cache=True,
-            **more,
-        ).last_hidden_state
+        with self._adapters.applied([request.adapter for request in requests]):
+            hidden = self._language(
+                inputs_embeds=embeds,
+                position_ids=axes,
+                attention_mask=mask,
+                past_key_values=self._cache,
+                use_cache=True,
+                **more,
+            ).last_hidden_state
+            logits: Tensor = self._model.lm_head(hidden[:, -1])
         self._after_forward(requests, embeds, hidden)
         if in_prompt:
             request.cached += count
             if request.prompt_is_cached:
                 del request.embeds
-        logits: Tensor = self._model.lm_head(hidden[:, -1])
         return logits
 
     @torch.inference_mode()

@@ -127,7 +127,8 @@ class TalkerEngine(OmniTalker[_Request]):
             return
         requests, codes = [requests[at] for at in going], [codes[at] for at in going]
         embedded = self._model.get_input_embeddings()(torch.tensor(codes, device=hidden.device))
-        others, frames = self._predictor(hidden[going], embedded, [request.residual for request in requests])
+        with self._adapters.applied([request.adapter for request in requests]):
+            others, frames = self._predictor(hidden[going], embedded, [request.residual for request in requests])
         for request, code, rest, frame in zip(requests, codes, others, frames[:, None], strict=True):
             if rest is None:
                 yield self._failed(request)

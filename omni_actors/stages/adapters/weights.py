@@ -1,0 +1,89 @@
+"""The weights of a LoRA adapter, checked against the linear layers of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import safetensors.torch
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from omni_actors.errors import InvalidAdapter
+from omni_actors.stages.adapters.files import WEIGHTS, AdapterFiles
+
+PARTS = ("thinker", "talker", "token2wav", "code2wav")
+"""The parts of omni models. The weights of an adapter of a whole model begin with their names."""
+_PREFIX = "base_model.model."
+_DOWN, _UP = ".lora_A.weight", ".lora_B.weight"
+
+
+class LoraLayer(NamedTuple):
+    """One layer's update: ``states @ down @ up * scale``. Float32, as PEFT keeps adapters of half-precision models."""
+
+    down: Tensor
+    """(inputs, rank)"""
+    up: Tensor
+    """(rank, outputs)"""
+    scale: float
+
+
+def load(
+    files: AdapterFiles, shapes: Mapping[str, tuple[int, int]], part: str, device: torch.device
+) -> dict[str, LoraLayer]:
+    """Return the layers of an adapter, by the path of the module that each updates.
+
+    shapes: the outputs and inputs of each linear layer of the model. part: the part of an omni model that the model is;
+    "" for a model without parts. Weights of other parts are left out.
+    Raises InvalidAdapter.
+    """
+    tensors = _tensors(files)
+    modules = {_module(files, name) for name in tensors}
+    layers = {}
+    for module in sorted(modules):
+        first, _, rest = module.partition(".")
+        if part and first in PARTS and first != part:
+            continue
+        path = rest if part and first == part else module
+        if path not in shapes:
+            raise InvalidAdapter(files.directory, f"{WEIGHTS}: the model has no linear layer {path!r}")
+        layers[path] = _layer(files, module, tensors, shapes[path], device)
+    if not layers:
+        raise InvalidAdapter(files.directory, f"{WEIGHTS}: there are no weights" + (f" of the {part}" if part else ""))
+    return layers
+
+
+def _tensors(files: AdapterFiles) -> dict[str, Tensor]:
+    try:
+        return safetensors.torch.load(files.weights)
+    except SafetensorError as error:
+        raise InvalidAdapter(files.directory, f"{WEIGHTS}: {error}") from error
+
+
+def _module(files: AdapterFiles, name: str) -> str:
+    module = name.removeprefix(_PREFIX)
+    for suffix in (_DOWN, _UP):
+        if module.endswith(suffix):
+            return module.removesuffix(suffix)
+    raise InvalidAdapter(files.directory, f"{WEIGHTS}: {name!r} is no update of a linear layer (lora_A, lora_B)")
+
+
+def _layer(
+    files: AdapterFiles, module: str, tensors: Mapping[str, Tensor], shape: tuple[int, int], device: torch.device
+) -> LoraLayer:
+    rank, (outputs, inputs) = files.config.rank(module), shape
+    pair = []
+    for suffix, expected in ((_DOWN, (rank, inputs)), (_UP, (outputs, rank))):
+        name = f"{module}{suffix}"
+        weight = tensors.get(_PREFIX + name, tensors.get(name))
+        if weight is None:
+            raise InvalidAdapter(files.directory, f"{WEIGHTS}: {name!r} is missing")
+        if weight.shape != expected or not weight.is_floating_point():
+            found = f"{weight.dtype} {tuple(weight.shape)}"
+            raise InvalidAdapter(files.directory, f"{WEIGHTS}: {name}: found {found}; accepted: floats {expected}")
+        weight = weight.to(device, torch.float32)
+        if not weight.isfinite().all():
+            raise InvalidAdapter(files.directory, f"{WEIGHTS}: {name}: some numbers are not finite")
+        pair.append(weight.T.contiguous())
+    return LoraLayer(pair[0], pair[1], files.config.scale(module))
