@@ -55,7 +55,7 @@ LAYERS: dict[str, set[str]] = {
     },
     "omni_actors.config": {
         *("omni_actors.errors", "omni_actors.validation", "omni_actors.protocol.messages"),
-        "omni_actors.stages.registry",
+        *("omni_actors.stages.registry", "omni_actors.stages.assets"),
     },
     "omni_actors.protocol": {
         "omni_actors.errors",

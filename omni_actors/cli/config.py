@@ -40,8 +40,9 @@ def list_configs() -> None:
 def explain(config: str, show_all: bool, as_json: bool, assignments: tuple[str, ...]) -> None:
     """Print the configured values of CONFIG, their origin, and the memory that the workers need on each device.
 
-    The memory is that of the weights and of the full key-value cache, as the checkpoint's files state it; bytes in
-    JSON. What this machine lacks to run the pipeline is reported on standard error, with exit code 2.
+    CONFIG is a pipeline (a name or a file) or a model (a directory or a name on a hub). The memory is that of the
+    weights and of the full key-value cache, as the checkpoint's files state it; bytes in JSON. What this machine lacks
+    to run the pipeline is reported on standard error, with exit code 2.
     """
     with click_errors():
         overrides = configuration.parse_overrides(assignments)

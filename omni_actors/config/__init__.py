@@ -16,8 +16,9 @@ import msgspec
 import yaml
 
 from omni_actors.config.checks import pipeline_from
-from omni_actors.config.document import DEFAULT, Assignments, Document, config_names, leaves, problem_of
+from omni_actors.config.document import DEFAULT, Assignments, Document, leaves, problem_of
 from omni_actors.config.schema import Limits, Pipeline, Restart, Stage
+from omni_actors.config.sources import config_names, read
 from omni_actors.errors import ConfigError
 
 __all__ = ["Explained", "Limits", "Pipeline", "Restart", "Stage", "config_names", "explain", "load", "parse_overrides"]
@@ -29,7 +30,8 @@ class Explained(msgspec.Struct, frozen=True):
     Attributes:
         path: Dotted path in the document, such as "stages.llm.threads".
         value: The value, as plain Python data.
-        origin: "default", "FILE:LINE", "overrides", or "--set" for an override from the command line.
+        origin: "default", "FILE:LINE", "overrides", or "--set" for an override from the command line. What follows from
+            a model has the path of its ``config.json``, and the choice of a device "this machine".
     """
 
     path: str
@@ -41,14 +43,16 @@ def load(config: str | Path | Pipeline, overrides: Mapping[str, Any] | None = No
     """Read and check a pipeline.
 
     Args:
-        config: The name of a shipped pipeline (see ``config_names``), the path of a YAML file, or a ``Pipeline``.
-        overrides: Dotted path to value, applied before the check: ``{"stages.llm.threads": 2}``.
+        config: The name of a shipped pipeline (see ``config_names``), the path of a YAML file, a model (a checkpoint
+            directory, a built-in model, or "owner/name" in the local Hugging Face cache), or a ``Pipeline``.
+        overrides: Dotted path to value, applied before the check: ``{"stages.llm.threads": 2}``. "model" and
+            "tokenizer" stand for those of all stages.
 
     Returns:
         The pipeline. It is complete: every default is filled in.
 
     Raises:
-        ConfigError: The file cannot be read, or the pipeline cannot work.
+        ConfigError: The file cannot be read, the model is not here or unknown, or the pipeline cannot work.
 
     >>> load("echo", {"stages.first.threads": 2}).stages["first"].threads
     2
@@ -96,6 +100,6 @@ def parse_overrides(assignments: Iterable[str]) -> Assignments:
 
 
 def _checked(config: str | Path | Pipeline, overrides: Mapping[str, Any] | None) -> tuple[Pipeline, Document]:
-    document = Document.of_pipeline(config) if isinstance(config, Pipeline) else Document.read(str(config))
+    document = Document.of_pipeline(config) if isinstance(config, Pipeline) else read(str(config))
     document.override(overrides or {})
     return pipeline_from(document), document

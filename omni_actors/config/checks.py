@@ -86,6 +86,8 @@ def _check_engine(pipeline: Pipeline, name: str, document: Document) -> None:
         raise document.error(f"{path}.options", "more", f"options of at most {OPTIONS_BYTES} bytes")
     if spec.needs_model and stage.model is None:
         raise document.error(f"{path}.model", None, "a model, which this engine needs")
+    if stage.tokenizer is not None and not (spec.has_tokenizer or is_path):
+        raise document.error(f"{path}.tokenizer", stage.tokenizer, "no tokenizer, because this engine has none")
     if spec.options is not None:
         _convert(stage.options, spec.options, f"{path}.options", document)
     if spec.params is not None:

@@ -2,15 +2,20 @@
 
 A value's path is its keys, joined by dots: "stages.llm.inputs". Errors name the origin of the value at a path, or of
 the nearest mapping around it.
+
+Rules for a document or overrides that change a document
+1. Mappings are merged key by key. Any other value, a list too, replaces the earlier one.
+2. A stage that is null is removed.
+3. Options belong to their engine: a stage that gets another engine keeps none of its options.
+4. ``model`` and ``tokenizer`` at the top level stand for those of all stages that have one.
 """
 
 from __future__ import annotations
 
 import difflib
-import os
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +24,10 @@ import yaml
 
 from omni_actors.config.schema import Pipeline
 from omni_actors.errors import ConfigError
+from omni_actors.stages.registry import ENGINES
 
+SHORTHANDS = ("model", "tokenizer")
+"""Keys of a stage that may stand at the top level instead (rule 4)."""
 DEFAULT = "default"
 """Origin of a value that is written nowhere."""
 OVERRIDES = "overrides"
@@ -41,9 +49,13 @@ class Document:
     origins: dict[str, str]
 
     @classmethod
-    def read(cls, name: str) -> Document:
-        """Read the shipped pipeline ``name``, or the YAML file at that path. Raises ConfigError."""
-        path = _find(name)
+    def made(cls, values: dict[str, Any], origin: str) -> Document:
+        """Return a document whose values all have the same origin."""
+        return cls(values, origin, {path: origin for path, _ in leaves(values)})
+
+    @classmethod
+    def parsed(cls, path: Path) -> Document:
+        """Return the YAML file at ``path`` as a document. Raises ConfigError."""
         values, lines = _parse(path)
         return cls(values, str(path), {key: f"{path}:{line}" for key, line in lines.items()})
 
@@ -52,18 +64,31 @@ class Document:
         """Return the document of a pipeline that was made in Python, or read before."""
         values: dict[str, Any] = msgspec.to_builtins(pipeline)
         del values["file"]
-        return cls(values, pipeline.file, {path: pipeline.file for path, _ in leaves(values)})
+        return cls.made(values, pipeline.file)
+
+    def extended_by(self, other: Document) -> Document:
+        """Change this document as ``other`` says, which becomes its source, and return it. Raises ConfigError."""
+        self.file = other.file
+        for key in SHORTHANDS:
+            if key in other.values:
+                self.set_all(key, other.values.pop(key), other.origins[key])
+        self._merge("", self.values, other.values)
+        self.origins |= {path: origin for path, origin in other.origins.items() if path not in SHORTHANDS}
+        return self
 
     def override(self, overrides: Mapping[str, Any]) -> None:
         """Replace the values at the given paths. Raises ConfigError for a path that cannot exist."""
         origin = overrides.origin if isinstance(overrides, Assignments) else OVERRIDES
-        for path, value in overrides.items():
-            self._assign(path, value, origin)
-            for old in [old for old in self.origins if f"{old}.".startswith(f"{path}.")]:
-                del self.origins[old]
-            self.origins |= dict.fromkeys((path, *(leaf for leaf, _ in leaves(value, path))), origin)
+        for path, value in sorted(overrides.items(), key=_general_first):
+            if path in SHORTHANDS:
+                self.set_all(path, value, origin)
+                continue
+            if _is_engine(path):
+                self._change_engine(path.removesuffix(".engine"), value)
+            self.assign(path, value, origin)
 
-    def _assign(self, path: str, value: Any, origin: str) -> None:
+    def assign(self, path: str, value: Any, origin: str) -> None:
+        """Replace the value at ``path``. Raises ConfigError for a path that cannot exist."""
         *parents, last = path.split(".")
         stages = self.values.get("stages")
         if len(parents) > 1 and parents[0] == "stages" and isinstance(stages, dict) and parents[1] not in stages:
@@ -75,6 +100,61 @@ class Document:
                 accepted = "a mapping, because the override names a key inside it"
                 raise ConfigError(origin, ".".join(parents[:depth]), target, accepted)
         target[last] = value
+        self._forget_origins(path)
+        self.origins |= dict.fromkeys((path, *(leaf for leaf, _ in leaves(value, path))), origin)
+
+    def remove(self, path: str) -> None:
+        """Remove the value at ``path``, if there is one."""
+        *parents, last = path.split(".")
+        target = self.values
+        for key in parents:
+            target = target.get(key, {})
+        target.pop(last, None)
+        self._forget_origins(path)
+
+    def set_all(self, key: str, value: Any, origin: str) -> None:
+        """Set ``key``, one of ``SHORTHANDS``, of all stages that it concerns. Raises ConfigError if that is unclear."""
+        stages = {name: stage for name, stage in self._stages().items() if isinstance(stage, dict)}
+        if key == "tokenizer":
+            names = [name for name, stage in stages.items() if _has_tokenizer(stage)]
+            accepted = "only in a pipeline with a stage that has a tokenizer"
+        else:
+            models = {name: stage["model"] for name, stage in stages.items() if stage.get("model") is not None}
+            names = list(models) if all(each == next(iter(models.values())) for each in models.values()) else []
+            accepted = "only in a pipeline whose stages have one model; name the stage"
+            accepted += "".join(f": stages.{name}.model" for name in list(models)[:1])
+        if not names:
+            raise ConfigError(origin, key, value, accepted)
+        for name in names:
+            self.assign(f"stages.{name}.{key}", value, origin)
+
+    def _stages(self) -> dict[str, Any]:
+        stages = self.values.get("stages")
+        return stages if isinstance(stages, dict) else {}
+
+    def _merge(self, path: str, old: dict[str, Any], new: dict[str, Any]) -> None:
+        """Merge ``new`` into ``old``, this document's mapping at ``path``."""
+        for key, value in new.items():
+            inner = f"{path}.{key}".lstrip(".")
+            if path == "stages" and value is None:
+                self.remove(inner)
+                continue
+            if path == "stages" and isinstance(value, dict) and "engine" in value:
+                self._change_engine(inner, value["engine"])
+            if isinstance(value, dict) and isinstance(old.get(key), dict):
+                self._merge(inner, old[key], value)
+            else:
+                self._forget_origins(inner)
+                old[key] = value
+
+    def _change_engine(self, stage: str, engine: Any) -> None:
+        configured = self._stages().get(stage.removeprefix("stages."))
+        if isinstance(configured, dict) and configured.get("engine") != engine:
+            self.remove(f"{stage}.options")
+
+    def _forget_origins(self, path: str) -> None:
+        for old in [old for old in self.origins if f"{old}.".startswith(f"{path}.")]:
+            del self.origins[old]
 
     def error(self, path: str, found: Any, accepted: str) -> ConfigError:
         """Return the error for the value at ``path``, with the origin of that value."""
@@ -82,11 +162,6 @@ class Document:
         while written and written not in self.origins:
             written = written.rpartition(".")[0]
         return ConfigError(self.origins[written] if written else self.file, path or "(document)", found, accepted)
-
-
-def config_names() -> list[str]:
-    """Return the names of the pipelines that ship with omni_actors."""
-    return sorted(path.stem for path in _config_dir().glob("*.yaml"))
 
 
 def one_of(found: object, accepted: Iterable[str]) -> str:
@@ -110,22 +185,18 @@ def problem_of(error: yaml.YAMLError | ValueError) -> str:
     return "a tab is not allowed here; use spaces" if "'\\t'" in problem else problem
 
 
-def _config_dir() -> Path:
-    package = Path(str(resources.files("omni_actors")))
-    packaged = package / "configs"
-    return packaged if packaged.is_dir() else package.parent / "configs"
+def _is_engine(path: str) -> bool:
+    return re.fullmatch(r"stages\.[^.]+\.engine", path) is not None
 
 
-def _find(name: str) -> Path:
-    path = Path(name)
-    if path.suffix in {".yaml", ".yml"} or os.sep in name:
-        if path.is_file():
-            return path
-        raise ConfigError(name, "(file)", name, "the path of a YAML file that exists")
-    shipped = _config_dir() / f"{name}.yaml"
-    if shipped.is_file():
-        return shipped
-    raise ConfigError(name, "(name)", name, f"the path of a YAML file, or {one_of(name, config_names())}")
+def _general_first(override: tuple[str, Any]) -> int:
+    """Return the place of an override among others: what stands for several stages, engines, all other values."""
+    return 0 if override[0] in SHORTHANDS else 1 if _is_engine(override[0]) else 2
+
+
+def _has_tokenizer(stage: Mapping[str, Any]) -> bool:
+    spec = ENGINES.get(str(stage.get("engine")))
+    return spec is not None and spec.has_tokenizer
 
 
 def _parse(path: Path) -> tuple[dict[str, Any], dict[str, int]]:

@@ -78,6 +78,8 @@ class Stage(Section, frozen=True, kw_only=True):
     """An engine of the registry, or "package.module:factory" for one of your own."""
     model: str | None = None
     """A directory, the name of a model that an installed package carries, or "owner/name" on a model hub."""
+    tokenizer: str | None = None
+    """The tokenizer, named as ``model`` is; null means the model's own."""
     accepts: tuple[Name, ...] = ()
     """Kinds of input that the stage receives from the client."""
     inputs: tuple[str, ...] = ()

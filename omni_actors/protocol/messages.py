@@ -59,6 +59,8 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Import path of the engine's factory, "package.module:callable"."""
     model: str | None = None
     """Directory of the model, if the engine needs one."""
+    tokenizer: str | None = None
+    """Directory of the tokenizer, if it is not the model's."""
     options: dict[str, Any] = {}
     """The engine's options, validated and complete."""
     threads: int = 1

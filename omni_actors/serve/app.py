@@ -102,7 +102,9 @@ def build(
 def _starlette() -> Starlette:
     """Return the application without its gate: the routes, and the response to each kind of exception."""
     routes = [Route(path, handler, methods=["POST"]) for path, (handler, _) in MODEL_ROUTES.items()]
-    routes += [Route(path, handler, methods=["GET"]) for path, handler in STATUS_ROUTES.items()]
+    for path, handler in STATUS_ROUTES.items():
+        # A model's name may have a slash.
+        routes.append(Route(path.replace("{model}", "{model:path}"), handler, methods=["GET"]))
     app = Starlette(
         routes=routes,
         exception_handlers={

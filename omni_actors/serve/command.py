@@ -84,7 +84,9 @@ def serve_command(
     verbose: bool,
     **options: Any,
 ) -> None:
-    """Serve the pipeline CONFIG (a name or a path) with an API compatible with OpenAI's."""
+    """Serve the pipeline CONFIG (a name or a path) with an API compatible with OpenAI's.
+
+    CONFIG may also be a model: a directory, or a name on a hub."""
     from omni_actors.serve.media.loader import MediaLoader  # the web stack, which other commands need not import
     from omni_actors.serve.server import serve
 

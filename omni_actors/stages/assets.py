@@ -131,6 +131,11 @@ def names_a_model(name: str) -> bool:
     return name in _ASSETS or (_HUB_NAME.fullmatch(name) is not None and not Path(name).is_file())
 
 
+def is_hub_name(name: str) -> bool:
+    """Return whether ``name`` has the form of a model on the hub."""
+    return name not in _ASSETS and _HUB_NAME.fullmatch(name) is not None
+
+
 def cache_dir() -> Path:
     """Return the directory of converted models. It may not exist yet."""
     if own := os.environ.get("OMNI_ACTORS_CACHE"):

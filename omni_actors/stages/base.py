@@ -75,6 +75,8 @@ class StageContext(msgspec.Struct, frozen=True):
     """Returns how many native threads to compute with from now on, at most ``threads``, because other workers share the
     cores. Call it in a step as often as you can follow it. Only for engines whose results depend on the
     number of threads by no more than rounding. None: not supported here."""
+    tokenizer: Path | None = None
+    """The tokenizer's directory, if it is not the model's."""
 
     @property
     def model_directory(self) -> Path:
@@ -82,6 +84,11 @@ class StageContext(msgspec.Struct, frozen=True):
         if self.model is None:
             raise ValueError(f"stage {self.stage!r}: this engine needs a model, a directory")
         return self.model
+
+    @property
+    def tokenizer_directory(self) -> Path:
+        """The directory that has the tokenizer: ``tokenizer``, or the model's. Raises ValueError as that does."""
+        return self.tokenizer or self.model_directory
 
 
 class StageRequest(msgspec.Struct, frozen=True):

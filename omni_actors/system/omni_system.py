@@ -89,11 +89,13 @@ class OmniSystem(Control):
         """Start a pipeline, and stop it when the block ends.
 
         Args:
-            config: The name of a shipped pipeline, the path of a YAML file, or a ``Pipeline``.
+            config: The name of a shipped pipeline, the path of a YAML file, a model (a checkpoint directory, or a name
+                on a hub that is in the local cache), or a ``Pipeline``.
             wait_ready: Whether the block begins only after every stage has loaded.
             spawner: Starts the workers; by default processes of this machine.
-            overrides: Dotted path to value: ``overrides={"stages.llm.threads": 2}``.
-            more_overrides: The same as keywords: ``**{"stages.llm.threads": 2}``.
+            overrides: Dotted path to value: ``overrides={"stages.llm.threads": 2}``. "model" and "tokenizer" stand for
+                those of all stages.
+            more_overrides: The same as keywords: ``model="/data/mine"``, ``**{"stages.llm.threads": 2}``.
 
         Raises:
             ConfigError: The pipeline cannot work, or a library or model is missing. No process was started.

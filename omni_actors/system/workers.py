@@ -7,6 +7,7 @@ from pathlib import Path
 
 from omni_actors.config import Pipeline
 from omni_actors.protocol.messages import CLIENT, Address, WorkerSpec
+from omni_actors.stages import assets
 from omni_actors.supervisor.edges import EdgeSpec
 
 WORKER_DESCRIPTORS, RING_DESCRIPTORS = 8, 4
@@ -32,6 +33,7 @@ def worker_specs(pipeline: Pipeline, models: Mapping[str, Path], order: Sequence
             address=Address(name, replica),
             factory=pipeline.spec(name).factory,
             model=str(models[name]) if name in models else None,
+            tokenizer=_directory(pipeline.stages[name].tokenizer),
             options=pipeline.options(name),
             threads=pipeline.threads(name),
             nice=pipeline.stages[name].nice,
@@ -42,6 +44,10 @@ def worker_specs(pipeline: Pipeline, models: Mapping[str, Path], order: Sequence
         for name in order
         for replica in range(pipeline.stages[name].workers)
     ]
+
+
+def _directory(model: str | None) -> str | None:
+    return None if model is None else str(assets.resolve(model))
 
 
 def descriptors(pipeline: Pipeline) -> int:

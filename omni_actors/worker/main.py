@@ -127,6 +127,7 @@ def _load(spec: messages.WorkerSpec, cpu_sharing: NoCpuSharing, control: Control
     context = StageContext(
         stage=spec.address.stage,
         model=Path(spec.model) if spec.model else None,
+        tokenizer=Path(spec.tokenizer) if spec.tokenizer else None,
         options=spec.options,
         threads=spec.threads,
         thread_budget=cpu_sharing.thread_budget,

@@ -61,13 +61,15 @@ def test_health_models_and_metrics(studio: Any) -> None:
 
 
 def test_it_listens_while_it_loads_and_reports_it(start: Start) -> None:
-    with start("-s", "stages.mind.options.load_s=3600", config=MIND, ready=False) as server:
+    slow = ("-s", "stages.mind.options.load_s=3600", "-s", "name=studio/mind")
+    with start(*slow, config=MIND, ready=False) as server:
         health = server.http.get("/health")
         assert (health.status_code, health.json()["status"]) == (503, "loading")
-        answer = server.http.post("/v1/chat/completions", json={"model": "studio", "messages": HELLO})
+        answer = server.http.post("/v1/chat/completions", json={"model": "studio/mind", "messages": HELLO})
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "loading")
         assert int(answer.headers["retry-after"]) >= 1
         assert server.http.get("/v1/models").status_code == 200
+        assert server.http.get("/v1/models/studio/mind").json()["id"] == "studio/mind"
         server.wait(lambda: server.replica("mind")["pid"] is not None, "its worker to be started")
         assert server.ends_by(signal.SIGINT) == (0, "")
 

@@ -84,9 +84,11 @@ def open_engine(context: StageContext) -> LLMEngine:
     # Importing torch's compiler creates this directory. Without the variable it would be one in /tmp that stays.
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(assets.cache_dir() / "torchinductor"))
     context.report("reading the tokenizer")
-    tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+    tokenizer = AutoTokenizer.from_pretrained(context.tokenizer_directory, local_files_only=True)
     if tokenizer.chat_template is None:
-        raise ValueError(f"{directory}: there is no chat template; the llm engine serves conversations only")
+        raise ValueError(
+            f"{context.tokenizer_directory}: there is no chat template; the llm engine serves conversations only"
+        )
     context.report("reading the weights")
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # it would fill the end of stderr, which explains a crash
     model: Any = AutoModelForCausalLM.from_pretrained(

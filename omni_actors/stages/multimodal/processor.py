@@ -76,8 +76,8 @@ _FAMILIES: Mapping[str, type[Any]] = {"qwen3_omni_moe": _Qwen3Processor, "qwen2_
 class OmniProcessor:
     """Processes prompts with the tokenizer, chat template and feature extractors of one checkpoint."""
 
-    def __init__(self, directory: Path, *, limits: MediaLimits | None = None) -> None:
-        """Load from a checkpoint directory. Nothing is downloaded.
+    def __init__(self, directory: Path, *, tokenizer: Path | None = None, limits: MediaLimits | None = None) -> None:
+        """Load from a checkpoint directory. Nothing is downloaded. tokenizer: its directory, if it is another one.
 
         Raises ValueError: the checkpoint is of another family or has no chat template. OSError: its files cannot be
         read.
@@ -89,7 +89,7 @@ class OmniProcessor:
         family = _FAMILIES[config.model_type]
         processor_config, _ = family.get_processor_dict(directory, local_files_only=True)
         video_config, _ = VideoProcessorMixin.get_video_processor_dict(directory, local_files_only=True)
-        self.tokenizer: Any = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+        self.tokenizer: Any = AutoTokenizer.from_pretrained(tokenizer or directory, local_files_only=True)
         self._template = processor_config.get("chat_template") or self.tokenizer.chat_template
         if self._template is None:
             raise ValueError(f"{directory}: there is no chat template")

@@ -9,14 +9,13 @@ Rules
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from omni_actors.stages.autoregressive.prompt_engine import PromptEngine, PromptRequest
-from omni_actors.stages.base import InvalidRequest, RequestId, StageFailure, StageOutput
+from omni_actors.stages.base import InvalidRequest, RequestId, StageContext, StageFailure, StageOutput
 from omni_actors.stages.multimodal.limits import MediaLimits
 from omni_actors.stages.multimodal.processor import OmniInputs, OmniProcessor
 from omni_actors.stages.multimodal.prompt import OmniPrompt
@@ -48,11 +47,14 @@ class OmniPromptEngine(PromptEngine[R]):
     _config: Any
     """The whole model's configuration."""
 
-    def _open_processors(self, model: Path, context: int, system_prompt: str) -> None:
-        """Load the processors of the checkpoint directory ``model``. context: the most tokens of a prompt, plus 1."""
+    def _open_processors(self, stage: StageContext, context: int, system_prompt: str) -> None:
+        """Load the processors of the stage's checkpoint. context: the most tokens of a prompt, plus 1."""
         limits = MediaLimits(tokens=context - 1)
-        self._processor = OmniProcessor(model, limits=limits)
-        self._media_processor = OmniProcessor(model, limits=limits)  # a tokenizer must not be used in two threads
+        model, tokenizer = stage.model_directory, stage.tokenizer
+        self._processor = OmniProcessor(model, tokenizer=tokenizer, limits=limits)
+        self._media_processor = OmniProcessor(
+            model, tokenizer=tokenizer, limits=limits
+        )  # a tokenizer must not be used in two threads
         self._media_thread = MediaThread()
         self._system_prompt = system_prompt
 

@@ -66,7 +66,7 @@ class OmniThinker(OmniPromptEngine[R], LanguageEngine[R]):
         """Raises msgspec.ValidationError (options), WrongCheckpoint, OSError (the checkpoint's files)."""
         options = msgspec.convert(context.options, TextOptions)
         context.report("reading the processor")
-        self._open_processors(context.model_directory, options.context, options.system_prompt)
+        self._open_processors(context, options.context, options.system_prompt)
         model: Any = load_part(self.MODEL, context, "thinker", options.dtype)
         self._config = whole_config(context.model_directory)
         self._model, self._language, self._device = model, model.model.language_model, model.device

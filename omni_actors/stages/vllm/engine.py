@@ -87,6 +87,8 @@ class VLLMEngine(PromptEngine[R]):
         if self._resumes:
             processors = [*given.get("logits_processors", ()), DecidedTokens]
             given = {**given, "logits_processors": processors}
+        if context.tokenizer is not None:
+            fixed = {**fixed, "tokenizer": str(context.tokenizer)}
         arguments = engine_args(context.stage, model, given, fixed)
         context.report(f"vLLM {vllm.__version__} is reading the weights")
         config = json.loads((model / "config.json").read_text())

@@ -67,7 +67,7 @@ class Thinker(OmniPromptEngine[R], VLLMEngine[R]):
         )
         context.report("reading the processor")
         self._config = config
-        self._open_processors(context.model_directory, self._context, self._options.system_prompt)
+        self._open_processors(context, self._context, self._options.system_prompt)
         ends = self._llm.model_config.try_get_generation_config().get("eos_token_id") or ()
         ends = [ends] if isinstance(ends, int) else ends
         self._vocabulary = Vocabulary(self._processor.tokenizer, [*end_tokens, *ends])

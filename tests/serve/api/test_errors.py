@@ -219,6 +219,7 @@ def test_a_small_file_of_a_long_silence_is_not_unpacked(studio: Any, recording: 
         ("POST", "/v1/embeddings", 404),
         ("GET", "/v1/models/", 404),
         ("GET", "/v1/models/gpt-4o", 404),
+        ("GET", "/v1/models/openai/gpt-4o", 404),
         ("GET", CHAT, 405),
         ("POST", "/v1/models", 405),
         ("DELETE", "/health", 405),
