@@ -65,8 +65,8 @@ def explain(config: str | Path | Pipeline, overrides: Mapping[str, Any] | None =
 
     Takes and raises what ``load`` does.
 
-    >>> explain("echo", {"stages.first.threads": 2})[9]
-    Explained(path='stages.first.threads', value=2, origin='overrides')
+    >>> [row for row in explain("echo", {"stages.first.threads": 2}) if row.origin == "overrides"]
+    [Explained(path='stages.first.threads', value=2, origin='overrides')]
     """
     pipeline, document = _checked(config, overrides)
     values = Document.of_pipeline(pipeline).values
