@@ -22,8 +22,8 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from omni_actors.errors import RequestError
-from omni_actors.generation import Generation
 from omni_actors.serve.api.errors import to_http_error
+from omni_actors.serve.api.generations import Relayed
 from omni_actors.serve.http.buffered_socket import PIECE_BYTES
 
 SSE = "text/event-stream"
@@ -53,7 +53,7 @@ class StreamedResponse(Response):
     """A response that is sent while its generation makes it.
 
     Args:
-        generation: the generation that ``pieces`` reads.
+        generation: the generation, or the generations, that ``pieces`` reads.
         pieces: the pieces of the body. A stream of server-sent events must yield complete events.
         media_type: the content type. The default is that of server-sent events.
         on_late_error: returns the last piece after an error. None: cut the connection.
@@ -61,7 +61,7 @@ class StreamedResponse(Response):
 
     def __init__(
         self,
-        generation: Generation,
+        generation: Relayed,
         pieces: Pieces,
         media_type: str = SSE,
         on_late_error: Callable[[RequestError], bytes] | None = error_event,
@@ -111,7 +111,7 @@ class StreamedResponse(Response):
 class WholeResponse(Response):
     """A response that was made of all outputs of its generation; see rule 4."""
 
-    def __init__(self, generation: Generation, response: Response) -> None:
+    def __init__(self, generation: Relayed, response: Response) -> None:
         super().__init__()
         self._generation, self._response = generation, response
 
@@ -145,7 +145,7 @@ class WholeResponse(Response):
 
 
 @contextmanager
-def collecting(generation: Generation) -> Iterator[None]:
+def collecting(generation: Relayed) -> Iterator[None]:
     """Wrap reading a whole generation and making its response, which ``WholeResponse`` then sends.
 
     An exception in the block aborts the generation.

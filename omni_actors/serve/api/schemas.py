@@ -2,7 +2,8 @@
 
 Rules
 1. A null counts as an absent field.
-2. A field of OpenAI's API that this server does not implement is refused by name, unless its value has no effect.
+2. A field of OpenAI's API that this server or its engines do not implement is refused by name, unless its value has no
+   effect.
 3. Any other field is a parameter of the pipeline's engines ("top_k"), which accept or refuse it.
 """
 
@@ -19,6 +20,7 @@ from msgspec.inspect import ListType, LiteralType, StructType, Type, UnionType
 
 from omni_actors.config import Pipeline
 from omni_actors.serve.api.errors import from_validation
+from omni_actors.serve.api.tools import Tool, ToolCall, ToolChoice
 from omni_actors.serve.http.errors import HTTPError, bad_request, quote_value
 from omni_actors.serve.media.audio import AudioFormat
 from omni_actors.system import OmniSystem
@@ -42,9 +44,9 @@ IGNORED_FIELDS = frozenset(
 
 UNSUPPORTED_FIELDS: dict[str, tuple[Any, ...]] = {
     "n": (1,),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "logit_bias": ({},),
+    "best_of": (1,),
+    "echo": (False,),
+    "suffix": ("",),
     "logprobs": (False,),
     "top_logprobs": (0,),
     "response_format": ({"type": "text"},),
@@ -63,6 +65,9 @@ UNSUPPORTED_FIELDS: dict[str, tuple[Any, ...]] = {
 }
 """Fields that this server does not implement, and the values that are accepted because they have no effect. The
 chat template of a model adds its special tokens, so ``add_special_tokens`` would repeat them."""
+WITHOUT_EFFECT: dict[str, Any] = {"presence_penalty": 0, "frequency_penalty": 0, "logit_bias": {}}
+"""Parameters of some engines, and the value of each that every engine accepts."""
+MAX_CHOICES = 128
 
 
 class TextPart(msgspec.Struct, frozen=True, tag="text"):
@@ -100,8 +105,33 @@ class VideoPart(msgspec.Struct, frozen=True, tag="video_url"):
 
 
 class ChatMessage(msgspec.Struct, frozen=True):
-    role: Literal["system", "developer", "user", "assistant"]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[TextPart | AudioPart | ImagePart | VideoPart] | None = None
+    tool_calls: list[ToolCall] | None = None
+    """Calls that the assistant made."""
+    tool_call_id: str | None = None
+    """The call whose result a message with the role "tool" is."""
+
+
+class JSONSchema(msgspec.Struct, frozen=True):
+    schema: dict[str, Any]
+    name: str = ""
+    description: str = ""
+    strict: bool | None = None
+
+
+class TextFormat(msgspec.Struct, frozen=True, tag_field="type", tag="text"):
+    """Any text."""
+
+
+class JSONFormat(msgspec.Struct, frozen=True, tag_field="type", tag="json_object"):
+    """Any JSON object."""
+
+
+class JSONSchemaFormat(msgspec.Struct, frozen=True, tag_field="type", tag="json_schema"):
+    """JSON that a schema describes."""
+
+    json_schema: JSONSchema
 
 
 class AudioParams(msgspec.Struct, frozen=True):
@@ -130,6 +160,11 @@ class TextBody(msgspec.Struct, frozen=True, kw_only=True):
     stream_options: StreamOptions = StreamOptions()
     max_tokens: int | None = None
     stop: str | Annotated[list[str], Meta(max_length=4)] | None = None
+    n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] = 1
+    """Answers to each prompt. With a seed, each has its own: seed, seed + 1, …"""
+    seed: Any = None
+    """An integer, which the engines check."""
+    response_format: TextFormat | JSONFormat | JSONSchemaFormat = TextFormat()
 
 
 class ChatRequest(TextBody, frozen=True, kw_only=True):
@@ -140,12 +175,17 @@ class ChatRequest(TextBody, frozen=True, kw_only=True):
     audio: AudioParams = AudioParams()
     max_completion_tokens: int | None = None
     mm_processor_kwargs: ProcessorKwargs = ProcessorKwargs()
+    logprobs: bool = False
+    top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    tools: Annotated[list[Tool], Meta(max_length=128)] = []
+    tool_choice: ToolChoice | None = None
 
 
 class CompletionRequest(TextBody, frozen=True, kw_only=True):
-    """The body of /v1/completions. One prompt, as text."""
+    """The body of /v1/completions. prompt: one or several, as text."""
 
-    prompt: Text
+    prompt: Text | Annotated[list[Text], Meta(min_length=1, max_length=MAX_CHOICES)]
+    logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
 
 
 class SpeechRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -203,6 +243,8 @@ def parse(fields: Mapping[str, Any], schema: type[Body], *, strict: bool = True)
     params: dict[str, Any] = {}
     for name, value in fields.items():
         if name in schema.__struct_fields__ or name in IGNORED_FIELDS:
+            continue
+        if name in WITHOUT_EFFECT and value == WITHOUT_EFFECT[name]:
             continue
         if name not in UNSUPPORTED_FIELDS:
             if name in RESERVED_NAMES:

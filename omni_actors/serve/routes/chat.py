@@ -1,77 +1,54 @@
 """POST /v1/chat/completions.
 
 Rules
-1. The text of a spoken answer is its transcript. Then ``content`` is null, as in OpenAI's API.
-2. The server does not keep the audio of an answer: it expires when it is made.
-3. The server does not keep a request's files either: when the answer begins, nothing here refers to the body or to its
-   files.
-4. A file that no stage accepts is refused before it is fetched or decoded.
+1. The server does not keep a request's files: when the answer begins, nothing here refers to the body or to its files.
+2. A file that no stage accepts is refused before it is fetched or decoded.
+3. A tool that the model must call is a matter of structure: the model can write nothing but a call.
 """
 
 from __future__ import annotations
 
-import uuid
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
 from omni_actors.config import Pipeline
-from omni_actors.generation import AudioChunk, Generation, Output
 from omni_actors.serve.access.admission import SCOPE_KEY, AdmissionTicket
 from omni_actors.serve.api import responses, schemas
 from omni_actors.serve.api.errors import renaming
+from omni_actors.serve.api.generations import Generations
 from omni_actors.serve.api.json_body import read_json
+from omni_actors.serve.api.tools import NamedTool, arguments_object, call_schema
 from omni_actors.serve.http.errors import bad_request
-from omni_actors.serve.media.audio import AudioEncoder, decode
-from omni_actors.serve.media.base64_data import to_base64
+from omni_actors.serve.media.audio import decode
 from omni_actors.serve.media.loader import MediaLoader, MediaReference
-from omni_actors.serve.routes.common import Completion, open_body, stop_list
-
-
-class _ChatCompletion(Completion):
-    """Turns a generation's outputs into the objects of the response.
-
-    names: the client's name of each parameter, by the engines' name.
-    """
-
-    def __init__(self, body: schemas.ChatRequest, names: Mapping[str, str]) -> None:
-        super().__init__("chatcmpl", "chat.completion.chunk" if body.stream else "chat.completion", body.model)
-        self.audio_id = f"audio_{uuid.uuid4().hex}"
-        self.has_audio = "audio" in body.modalities
-        self.is_streamed, self.include_usage = body.stream, body.stream_options.include_usage
-        self.names = names
-        format = "pcm" if body.audio.format == "pcm16" else body.audio.format
-        self.encoder = AudioEncoder(format, streamed=body.stream)
-
-    async def convert(self, output: Output) -> tuple[str, bytes]:
-        """Return the text and the encoded audio that an output adds."""
-        audio = await self.encoder.push(output.delta) if isinstance(output.delta, AudioChunk) else b""
-        return self.add(output), audio
+from omni_actors.serve.routes.chat_answer import ChatCompletion, events, whole_response
+from omni_actors.serve.routes.common import begin_choices, open_body, text_parameters
 
 
 async def chat(request: Request) -> Response:
     """Answer a conversation, as one JSON object or as server-sent events."""
-    completion, generation = await _start(request)
+    completion, generations = await _start(request)
     with renaming(completion.names):
         if completion.is_streamed:
-            return await responses.StreamedResponse(generation, _events(completion, generation)).start()
-        with responses.collecting(generation):
-            return responses.WholeResponse(generation, await _whole(completion, generation))
+            return await responses.StreamedResponse(generations, events(completion, generations)).start()
+        with responses.collecting(generations):
+            return responses.WholeResponse(generations, await whole_response(completion, generations))
 
 
-async def _start(request: Request) -> tuple[_ChatCompletion, Generation]:
+async def _start(request: Request) -> tuple[ChatCompletion, Generations]:
     media: MediaLoader = request.app.state.media
     ticket: AdmissionTicket = request.scope[SCOPE_KEY]
     system, body, params = open_body(request, await read_json(request), schemas.ChatRequest)
-    if body.stream and "audio" in body.modalities and body.audio.format == "flac":
-        message = "audio.format: 'flac' cannot be streamed; accepted: 'wav', 'mp3', 'opus', 'pcm16'"
-        raise bad_request(message, "audio.format", "unsupported_parameter")
+    _require_possible(body)
     params, names = parameters_of(body, params, system.pipeline)
-    completion = _ChatCompletion(body, names)
-    messages, references = _split_media(body.messages)
+    completion = ChatCompletion(body, names)
+    messages, references = _split_media(body.messages, system.pipeline)
     _require_accepted(references, system.pipeline)
     data: dict[str, list[Any]] = {"audio": []}
     for reference, file in zip(references, await media.load(references, ticket), strict=True):
@@ -81,8 +58,31 @@ async def _start(request: Request) -> tuple[_ChatCompletion, Generation]:
     ticket.release()
     with renaming(completion.names):
         modalities = ("text", "audio") if completion.has_audio else ("text",)
-        generation = system.generate(messages, multi_modal_data=data, modalities=modalities, **params)
-    return completion, generation
+        submit = partial(system.generate, messages, multi_modal_data=data, modalities=modalities, **params)
+        return completion, begin_choices(system, body, [submit])
+
+
+def _require_possible(body: schemas.ChatRequest) -> None:
+    """Refuse fields that exclude each other. Raises HTTPError."""
+    has_audio = "audio" in body.modalities
+    if body.stream and has_audio and body.audio.format == "flac":
+        message = "audio.format: 'flac' cannot be streamed; accepted: 'wav', 'mp3', 'opus', 'pcm16'"
+        raise bad_request(message, "audio.format", "unsupported_parameter")
+    if has_audio and body.n > 1:
+        raise bad_request("n: a spoken answer has one choice; accepted: 1", "n", "unsupported_parameter")
+    if body.top_logprobs is not None and body.top_logprobs and not body.logprobs:
+        raise bad_request("top_logprobs: needs logprobs: true", "top_logprobs", "invalid_value")
+    if body.tool_choice in (None, "none", "auto"):
+        return
+    known = [tool.function.name for tool in body.tools]
+    if isinstance(body.tool_choice, NamedTool) and body.tool_choice.function.name not in known:
+        message = f"tool_choice.function.name: {body.tool_choice.function.name!r} is not one of the tools"
+        raise bad_request(message, "tool_choice.function.name", "invalid_value")
+    if not known:
+        raise bad_request("tool_choice: there are no tools to choose from", "tool_choice", "invalid_value")
+    if not isinstance(body.response_format, schemas.TextFormat):
+        message = "response_format: the answer is a call of a tool; accepted: {'type': 'text'}"
+        raise bad_request(message, "response_format", "unsupported_parameter")
 
 
 def parameters_of(
@@ -94,9 +94,10 @@ def parameters_of(
     """
     voice = body.audio.voice if "audio" in body.modalities and schemas.has_speakers(pipeline) else None
     given = [  # the engines' name, the client's name, the value; the last value counts
-        ("max_tokens", "max_tokens", body.max_tokens),
+        *text_parameters(body),
         ("max_tokens", "max_completion_tokens", body.max_completion_tokens),
-        ("stop", "stop", stop_list(body)),
+        ("logprobs", "logprobs", body.top_logprobs or 0 if body.logprobs else None),
+        *_tool_parameters(body),
         ("speaker", "audio.voice", voice),
         ("use_audio_in_video", "mm_processor_kwargs.use_audio_in_video", body.mm_processor_kwargs.use_audio_in_video),
         *((name, name, value) for name, value in others.items()),
@@ -108,13 +109,41 @@ def parameters_of(
     return params, names
 
 
-def _split_media(messages: Sequence[schemas.ChatMessage]) -> tuple[list[dict[str, Any]], list[MediaReference]]:
+def _tool_parameters(body: schemas.ChatRequest) -> list[tuple[str, str, Any]]:
+    """Return the engines' parameters for tools: the engines' name, the client's name, the value."""
+    if not body.tools or body.tool_choice == "none":
+        return []
+    found: list[tuple[str, str, Any]] = [("tools", "tools", msgspec.to_builtins(body.tools))]
+    schema: dict[str, Any] | None = None
+    if isinstance(body.tool_choice, NamedTool):
+        name = body.tool_choice.function.name
+        schema = next(tool.function.parameters for tool in body.tools if tool.function.name == name)
+        schema = schema or {"type": "object"}
+    elif body.tool_choice == "required":
+        schema = call_schema(body.tools)
+    if schema is not None:
+        found.append(("structured_outputs", "tool_choice", {"json": schema}))
+    return found
+
+
+def takes_tools(pipeline: Pipeline) -> bool:
+    """Return whether an engine of the pipeline can be given tools."""
+    schemas_ = [pipeline.spec(stage).params for stage in pipeline.stages]
+    return any("tools" in schema.__struct_fields__ for schema in schemas_ if schema is not None)
+
+
+def _split_media(
+    messages: Sequence[schemas.ChatMessage], pipeline: Pipeline
+) -> tuple[list[dict[str, Any]], list[MediaReference]]:
     """Return the conversation as the pipeline takes it, with files by index, and the files. Raises HTTPError."""
     conversation: list[dict[str, Any]] = []
     files: list[MediaReference] = []
     count: Counter[str] = Counter()
     for i, message in enumerate(messages):
         content: Any = message.content
+        calls = _tool_fields(message, f"messages[{i}]", pipeline)
+        if content is None and message.tool_calls:
+            content = ""
         if content is None:
             text = f"messages[{i}].content is missing; for a spoken answer, send its transcript"
             raise bad_request(text, f"messages[{i}].content", "missing_required_parameter")
@@ -129,8 +158,29 @@ def _split_media(messages: Sequence[schemas.ChatMessage]) -> tuple[list[dict[str
                     count[file.kind] += 1
                     files.append(file)
             content = parts
-        conversation.append({"role": "system" if message.role == "developer" else message.role, "content": content})
+        role = "system" if message.role == "developer" else message.role
+        conversation.append({"role": role, "content": content, **calls})
     return conversation, files
+
+
+def _tool_fields(message: schemas.ChatMessage, param: str, pipeline: Pipeline) -> dict[str, Any]:
+    """Return what a message says about calls of tools, as the pipeline takes it. Raises HTTPError."""
+    is_result = message.role == "tool"
+    if not is_result and not message.tool_calls:
+        return {}
+    if not takes_tools(pipeline):
+        field = f"{param}.role" if is_result else f"{param}.tool_calls"
+        accepted = "; accepted: 'system', 'developer', 'user', 'assistant'" if is_result else ""
+        text = f"{field}: no stage of {pipeline.name!r} takes tools{accepted}"
+        raise bad_request(text, field, "unsupported_parameter")
+    if is_result:
+        return {"tool_call_id": message.tool_call_id or ""}
+    calls = []
+    for at, call in enumerate(message.tool_calls or ()):
+        arguments = arguments_object(call, f"{param}.tool_calls[{at}].function.arguments")
+        function = {"name": call.function.name, "arguments": arguments}
+        calls.append({"id": call.id, "type": "function", "function": function})
+    return {"tool_calls": calls}
 
 
 def _reference(part: schemas.AudioPart | schemas.ImagePart | schemas.VideoPart, param: str) -> MediaReference:
@@ -144,56 +194,10 @@ def _reference(part: schemas.AudioPart | schemas.ImagePart | schemas.VideoPart, 
 
 
 def _require_accepted(files: Sequence[MediaReference], pipeline: Pipeline) -> None:
-    """Check rule 4. Raises HTTPError."""
+    """Check rule 2. Raises HTTPError."""
     accepted = {kind for stage in pipeline.stages.values() for kind in stage.accepts}
     for file in files:
         if file.kind not in accepted:
             known = ", ".join(map(repr, sorted(accepted)))
             message = f"{file.param}: {pipeline.name!r} does not accept {file.kind}; accepted: {known}"
             raise bad_request(message, file.param, "unsupported_input")
-
-
-async def _whole(completion: _ChatCompletion, generation: Generation) -> Response:
-    texts: list[str] = []
-    async for output in generation:
-        text, _ = await completion.convert(output)
-        texts.append(text)
-    text = "".join(texts)
-    message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
-    if completion.has_audio:
-        message["content"] = None
-        message["audio"] = {
-            "id": completion.audio_id,
-            "data": to_base64(await completion.encoder.finish()),
-            "transcript": text,
-            "expires_at": completion.created,
-        }
-    whole = completion.choice(completion.finish_reason, message=message) | {"usage": completion.usage}
-    return responses.JSONResponse(whole)
-
-
-async def _events(completion: _ChatCompletion, generation: Generation) -> responses.Pieces:
-    def chunk(delta: Mapping[str, Any], finish_reason: str | None = None) -> bytes:
-        return responses.event(completion.choice(finish_reason, delta=delta))
-
-    def audio_chunk(**fields: Any) -> bytes:
-        return chunk({"audio": {"id": completion.audio_id, **fields}})
-
-    is_first = True
-    async for output in generation:
-        if is_first:
-            is_first = False
-            yield chunk({"role": "assistant", "content": None if completion.has_audio else ""})
-        text, audio = await completion.convert(output)
-        if text:
-            yield audio_chunk(transcript=text) if completion.has_audio else chunk({"content": text})
-        if audio:
-            yield audio_chunk(data=to_base64(audio))
-    if completion.has_audio:
-        if audio := await completion.encoder.finish():
-            yield audio_chunk(data=to_base64(audio))
-        yield audio_chunk(expires_at=completion.created)
-    yield chunk({}, completion.finish_reason)
-    if completion.include_usage:
-        yield responses.event(completion.usage_object())
-    yield responses.DONE

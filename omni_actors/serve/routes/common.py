@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from starlette.requests import Request
 
-from omni_actors.generation import Output
+from omni_actors.generation import Generation, Output
 from omni_actors.serve.api import schemas
+from omni_actors.serve.api.generations import Generations
+from omni_actors.serve.http.errors import bad_request
 from omni_actors.system import OmniSystem
 
 
@@ -27,41 +30,94 @@ def open_body(
     return system, body, params
 
 
-def stop_list(body: schemas.TextBody) -> list[str] | None:
-    """Return the stop texts of a request, of which a client may give one as a string."""
-    return [body.stop] if isinstance(body.stop, str) else body.stop
+def text_parameters(body: schemas.TextBody) -> list[tuple[str, str, Any]]:
+    """Return what the fields of ``TextBody`` mean to the engines: their name, the client's name, the value."""
+    stop = [body.stop] if isinstance(body.stop, str) else body.stop
+    match body.response_format:
+        case schemas.JSONSchemaFormat(json_schema=wanted):
+            structure: dict[str, Any] | None = {"json": wanted.schema}
+        case schemas.JSONFormat():
+            structure = {"json_object": True}
+        case _:
+            structure = None
+    return [
+        ("max_tokens", "max_tokens", body.max_tokens),
+        ("stop", "stop", stop),
+        ("structured_outputs", "response_format", structure),
+    ]
+
+
+def begin_choices(
+    system: OmniSystem, body: schemas.TextBody, submits: Sequence[Callable[..., Generation]]
+) -> Generations:
+    """Begin ``n`` generations of each submission, which takes the seed. Raises HTTPError, and as ``generate`` does.
+
+    The choices of the first submission come first.
+    """
+    count, most = body.n * len(submits), system.pipeline.limits.max_requests
+    if count > most:
+        message = f"n: {count} answers in all were asked for; this server works on {most} at a time"
+        raise bad_request(message, "n", "too_many_choices")
+    seeds = [_seed(body.seed, at) for at in range(body.n)]
+    return Generations.begin([partial(submit, seed=seed) for submit in submits for seed in seeds])
+
+
+def _seed(first: Any, at: int) -> Any:
+    """Return the seed of choice ``at``, within the range of signed 64-bit numbers."""
+    if type(first) is not int or not at:
+        return first
+    return (first + at + 2**63) % 2**64 - 2**63
 
 
 class Completion:
-    """The objects of OpenAI's chat and completion APIs for one answer.
+    """The objects of OpenAI's chat and completion APIs for one response.
 
     Args:
-        prefix: of the answer's id.
+        prefix: of the response's id.
         kind: the type of the objects.
-        model: the model's name.
-
-    finish_reason, usage: those that the outputs so far have.
+        body: the request.
+        prompts: how many it has. Each has ``body.n`` choices.
     """
 
-    def __init__(self, prefix: str, kind: str, model: str) -> None:
+    def __init__(self, prefix: str, kind: str, body: schemas.TextBody, prompts: int = 1) -> None:
         self.created = int(time.time())
-        self._head = {"id": f"{prefix}-{uuid.uuid4().hex}", "object": kind, "created": self.created, "model": model}
-        self.finish_reason = "stop"
-        self.usage: dict[str, int] | None = None
+        self._head = {"id": f"{prefix}-{uuid.uuid4().hex}", "object": kind, "created": self.created}
+        self._head["model"] = body.model
+        self._n = body.n
+        self.count = prompts * body.n
+        """The number of choices."""
+        self.finish_reasons = ["stop"] * self.count
+        """Of each choice, as far as it is known."""
+        self._tokens: dict[int, tuple[int, int]] = {}
+        """The tokens of the prompt and of the answer, by choice."""
 
-    def add(self, output: Output) -> str:
-        """Take an output into account, and return the text that it adds."""
-        self.finish_reason = output.data.get("finish_reason", self.finish_reason)
+    def add(self, index: int, output: Output) -> str:
+        """Take an output of a choice into account, and return the text that it adds."""
+        self.finish_reasons[index] = output.data.get("finish_reason", self.finish_reasons[index])
         if "completion_tokens" in output.data:
-            prompt, completion = output.data["prompt_tokens"], output.data["completion_tokens"]
-            total = prompt + completion
-            self.usage = {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": total}
+            self._tokens[index] = output.data["prompt_tokens"], output.data["completion_tokens"]
         return output.delta if isinstance(output.delta, str) else ""
 
-    def choice(self, finish_reason: str | None, **content: Any) -> dict[str, Any]:
-        """Return an object with one choice. Only that of a whole answer has a usage."""
-        choice = {"index": 0, **content, "finish_reason": finish_reason, "logprobs": None}
-        return {**self._head, "choices": [choice], "usage": None}
+    @property
+    def usage(self) -> dict[str, int] | None:
+        """The tokens so far, each prompt counted once; None if no engine counts them."""
+        if not self._tokens:
+            return None
+        prompt = sum(tokens for index, (tokens, _) in self._tokens.items() if index % self._n == 0)
+        completion = sum(tokens for _, tokens in self._tokens.values())
+        return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+
+    def choice(self, index: int, finish_reason: str | None, **content: Any) -> dict[str, Any]:
+        """Return a choice. content: its text, message or delta, and its logprobs if it has any."""
+        return {"index": index, "logprobs": None, **content, "finish_reason": finish_reason}
+
+    def chunk(self, index: int, finish_reason: str | None = None, **content: Any) -> dict[str, Any]:
+        """Return the object of a stream that has a part of one choice."""
+        return {**self._head, "choices": [self.choice(index, finish_reason, **content)], "usage": None}
+
+    def whole(self, choices: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Return the object of a whole response."""
+        return {**self._head, "choices": choices, "usage": self.usage}
 
     def usage_object(self) -> dict[str, Any]:
         """Return the last object of a stream whose client asked for the usage."""

@@ -1,42 +1,83 @@
-"""POST /v1/completions: the older text API. The prompt becomes one user message, through the model's chat template."""
+"""POST /v1/completions: the older text API. A prompt becomes one user message, through the model's chat template."""
 
 from __future__ import annotations
+
+from functools import partial
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from omni_actors.generation import Generation
+from omni_actors.generation import Output
 from omni_actors.serve.access.admission import SCOPE_KEY
 from omni_actors.serve.api import responses
 from omni_actors.serve.api.errors import renaming
+from omni_actors.serve.api.generations import Generations
 from omni_actors.serve.api.json_body import read_json
+from omni_actors.serve.api.logprobs import completion_logprobs
 from omni_actors.serve.api.schemas import CompletionRequest
-from omni_actors.serve.routes.common import Completion, open_body, stop_list
+from omni_actors.serve.routes.common import Completion, begin_choices, open_body, text_parameters
+
+
+class _TextCompletion(Completion):
+    """The objects of a response to ``body``."""
+
+    def __init__(self, body: CompletionRequest, prompts: int) -> None:
+        super().__init__("cmpl", "text_completion", body, prompts)
+        self._offsets = [0] * self.count
+        """The characters of each choice's tokens that had log probabilities."""
+
+    def add_logprobs(self, index: int, output: Output) -> dict[str, Any] | None:
+        """Return the log probabilities of an output's tokens."""
+        if "logprobs" not in output.data:
+            return None
+        found = completion_logprobs(output.data["logprobs"], self._offsets[index])
+        self._offsets[index] += sum(map(len, found["tokens"]))
+        return found
 
 
 async def completions(request: Request) -> Response:
-    """Continue a prompt, as one JSON object or as server-sent events."""
+    """Continue one or several prompts, as one JSON object or as server-sent events."""
     system, body, params = open_body(request, await read_json(request), CompletionRequest)
-    given = {"max_tokens": body.max_tokens, "stop": stop_list(body)}
-    params |= {name: value for name, value in given.items() if value is not None}
+    given = [*text_parameters(body), ("logprobs", "logprobs", body.logprobs)]
+    params |= {name: value for name, _, value in given if value is not None}
+    names = {"input": "prompt", "messages": "prompt", **{name: client_name for name, client_name, _ in given}}
+    prompts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
     request.scope[SCOPE_KEY].release()
-    completion = Completion("cmpl", "text_completion", body.model)
-    with renaming({"input": "prompt", "messages": "prompt"}):
-        generation = system.generate(body.prompt, modalities=("text",), **params)
+    completion = _TextCompletion(body, len(prompts))
+    with renaming(names):
+        submits = [partial(system.generate, prompt, modalities=("text",), **params) for prompt in prompts]
+        generations = begin_choices(system, body, submits)
         if body.stream:
-            events = _events(completion, generation, include_usage=body.stream_options.include_usage)
-            return await responses.StreamedResponse(generation, events).start()
-        with responses.collecting(generation):
-            text = "".join([completion.add(output) async for output in generation])
-            whole = completion.choice(completion.finish_reason, text=text) | {"usage": completion.usage}
-            return responses.WholeResponse(generation, responses.JSONResponse(whole))
+            events = _events(completion, generations, include_usage=body.stream_options.include_usage)
+            return await responses.StreamedResponse(generations, events).start()
+        with responses.collecting(generations):
+            return responses.WholeResponse(generations, await _whole(completion, generations))
 
 
-async def _events(completion: Completion, generation: Generation, *, include_usage: bool) -> responses.Pieces:
-    async for output in generation:
-        if text := completion.add(output):
-            yield responses.event(completion.choice(None, text=text))
-    yield responses.event(completion.choice(completion.finish_reason, text=""))
+async def _whole(completion: _TextCompletion, generations: Generations) -> Response:
+    texts = [""] * completion.count
+    logprobs: dict[int, dict[str, Any]] = {}
+    async for index, output in generations.outputs():
+        texts[index] += completion.add(index, output)
+        if found := completion.add_logprobs(index, output):
+            for key, values in found.items():
+                logprobs.setdefault(index, {}).setdefault(key, []).extend(values)
+    reasons = completion.finish_reasons
+    choices = [
+        completion.choice(index, reasons[index], text=text, logprobs=logprobs.get(index))
+        for index, text in enumerate(texts)
+    ]
+    return responses.JSONResponse(completion.whole(choices))
+
+
+async def _events(completion: _TextCompletion, generations: Generations, *, include_usage: bool) -> responses.Pieces:
+    async for index, output in generations.outputs():
+        text, logprobs = completion.add(index, output), completion.add_logprobs(index, output)
+        if text or logprobs:
+            yield responses.event(completion.chunk(index, text=text, logprobs=logprobs))
+    for index, reason in enumerate(completion.finish_reasons):
+        yield responses.event(completion.chunk(index, reason, text=""))
     if include_usage:
         yield responses.event(completion.usage_object())
     yield responses.DONE

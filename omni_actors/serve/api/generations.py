@@ -1,0 +1,145 @@
+"""Several generations that one HTTP response relays together, such as the choices of ``n``.
+
+Rules
+1. An output is read when it is there, whichever generation it belongs to: no generation waits for another.
+2. One generation is the usual case, and costs nothing more than the generation itself.
+3. A failure of one generation ends all of them.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Protocol
+
+import trio
+
+from omni_actors.errors import RequestError
+from omni_actors.generation import Generation, Output
+
+
+class Delivery(Protocol):
+    """What tells whether the wait for a connection was cancelled, as ``trio.CancelScope`` does."""
+
+    @property
+    def cancelled_caught(self) -> bool: ...
+
+
+class RelayedStream(Protocol):
+    """What a response needs of ``OutputStream``."""
+
+    @property
+    def undelivered_bytes(self) -> int: ...
+
+    def relay(self, *, whole: bool) -> None: ...
+
+    def delivered(self, size: int) -> None: ...
+
+    def delivering(self) -> AbstractContextManager[Delivery]: ...
+
+
+class Relayed(Protocol):
+    """What a response needs of a ``Generation``."""
+
+    @property
+    def stream(self) -> RelayedStream: ...
+
+    def abort(self) -> None: ...
+
+
+class Generations:
+    """The generations of one response, by index. It is ``Relayed`` itself."""
+
+    def __init__(self, generations: Sequence[Generation]) -> None:
+        self._all = generations
+        self.stream: RelayedStream = generations[0].stream if len(generations) == 1 else _Streams(generations)
+
+    @classmethod
+    def begin(cls, submits: Sequence[Callable[[], Generation]]) -> Generations:
+        """Submit all requests, or none: an error of one aborts those before it. Raises as ``OmniSystem.generate``."""
+        begun: list[Generation] = []
+        try:
+            for submit in submits:
+                begun.append(submit())  # noqa: PERF401  # an error in between needs the list so far
+        except BaseException:
+            for generation in begun:
+                generation.abort()
+            raise
+        return cls(begun)
+
+    def abort(self) -> None:
+        """End all requests now. It has no effect on those that are complete."""
+        for generation in self._all:
+            generation.abort()
+
+    async def outputs(self) -> AsyncGenerator[tuple[int, Output], None]:
+        """Yield each output with its generation's index. Raises the error of the first generation that fails."""
+        if len(self._all) == 1:
+            async for output in self._all[0]:
+                yield 0, output
+            return
+        going = dict(enumerate(self._all))
+        read: deque[tuple[int, Output | RequestError | None]] = deque()
+        while going:
+            async with trio.open_nursery() as nursery:
+                for index, generation in going.items():
+                    nursery.start_soon(_read, index, generation, read, nursery.cancel_scope)
+            while read:
+                index, found = read.popleft()
+                if isinstance(found, RequestError):
+                    raise found
+                elif found is None:
+                    del going[index]
+                else:
+                    yield index, found
+
+
+async def _read(
+    index: int,
+    generation: Generation,
+    read: deque[tuple[int, Output | RequestError | None]],
+    others: trio.CancelScope,
+) -> None:
+    """Read the next output, an error or the end (None); then end the other reads, which lose nothing."""
+    try:
+        read.append((index, await anext(generation, None)))
+    except RequestError as error:
+        read.append((index, error))
+    others.cancel()
+
+
+class _Deliveries:
+    def __init__(self, scopes: Sequence[Delivery]) -> None:
+        self._scopes = scopes
+
+    @property
+    def cancelled_caught(self) -> bool:
+        return any(scope.cancelled_caught for scope in self._scopes)
+
+
+class _Streams:
+    """The streams of several generations."""
+
+    def __init__(self, generations: Sequence[Generation]) -> None:
+        self._all = [generation.stream for generation in generations]
+
+    @property
+    def undelivered_bytes(self) -> int:
+        return sum(stream.undelivered_bytes for stream in self._all)
+
+    def relay(self, *, whole: bool) -> None:
+        for stream in self._all:
+            stream.relay(whole=whole)
+
+    def delivered(self, size: int) -> None:
+        """Record that the connection has accepted ``size`` bytes, of the first streams first."""
+        for stream in self._all:
+            part = min(size, stream.undelivered_bytes)
+            stream.delivered(part)
+            size -= part
+
+    @contextmanager
+    def delivering(self) -> Iterator[Delivery]:
+        with ExitStack() as stack:
+            yield _Deliveries([stack.enter_context(stream.delivering()) for stream in self._all])

@@ -1,0 +1,160 @@
+"""Tools of the chat API: their schemas, and the calls in a model's text.
+
+Rules
+1. A model of the Hermes and Qwen families writes a call as ``<tool_call>{"name": …, "arguments": {…}}</tool_call>``.
+2. Text that is not such a call stays text, also between the tags.
+3. White space beside a call is not part of the answer.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from omni_actors.serve.http.errors import bad_request
+
+Name = Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+
+
+class FunctionDefinition(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A function that the model may call. parameters: a JSON schema."""
+
+    name: Name
+    description: str = ""
+    parameters: dict[str, Any] = {}
+    strict: bool | None = None
+
+
+class Tool(msgspec.Struct, frozen=True, tag_field="type", tag="function"):
+    function: FunctionDefinition
+
+
+class FunctionName(msgspec.Struct, frozen=True):
+    name: Name
+
+
+class NamedTool(msgspec.Struct, frozen=True, tag_field="type", tag="function"):
+    """The choice of one function."""
+
+    function: FunctionName
+
+
+ToolChoice = Literal["none", "auto", "required"] | NamedTool
+
+
+class FunctionCall(msgspec.Struct, frozen=True):
+    """arguments: a JSON object, as text."""
+
+    name: Name
+    arguments: str
+
+
+class ToolCall(msgspec.Struct, frozen=True, tag_field="type", tag="function"):
+    """A call that the model made."""
+
+    id: str
+    function: FunctionCall
+
+    @classmethod
+    def of(cls, name: str, arguments: str) -> ToolCall:
+        """Return a call with an id of its own."""
+        return cls(f"call_{uuid.uuid4().hex[:24]}", FunctionCall(name, arguments))
+
+
+class _Written(msgspec.Struct):
+    """A call, as the model writes it."""
+
+    name: Name
+    arguments: dict[str, Any] = {}
+
+
+def call_schema(tools: Sequence[Tool]) -> dict[str, Any]:
+    """Return the JSON schema of a call of one of these tools, as the model writes it."""
+    calls = [
+        {
+            "type": "object",
+            "properties": {
+                "name": {"const": tool.function.name},
+                "arguments": tool.function.parameters or {"type": "object"},
+            },
+            "required": ["name", "arguments"],
+            "additionalProperties": False,
+        }
+        for tool in tools
+    ]
+    return calls[0] if len(calls) == 1 else {"anyOf": calls}
+
+
+def written_call(text: str) -> ToolCall | None:
+    """Return the call that this text is; None if it is no call."""
+    try:
+        call = msgspec.json.decode(text.strip(), type=_Written)
+    except (msgspec.DecodeError, UnicodeError):
+        return None
+    return ToolCall.of(call.name, msgspec.json.encode(call.arguments).decode())
+
+
+def arguments_object(call: ToolCall, param: str) -> dict[str, Any]:
+    """Return the arguments of a call in a client's message. Raises HTTPError."""
+    try:
+        return msgspec.json.decode(call.function.arguments or "{}", type=dict[str, Any])
+    except (msgspec.DecodeError, UnicodeError) as error:
+        raise bad_request(f"{param}: not a JSON object: {error}", param) from error
+
+
+class ToolCallFilter:
+    """Separates the calls from the text of one answer, piece by piece. Text that may begin a call is pending."""
+
+    def __init__(self) -> None:
+        self._pending = ""
+        self._is_open = False
+        """Whether the pending text follows the opening tag of a call."""
+        self._follows_call = False
+        """Whether there was only white space since the last call."""
+
+    def push(self, text: str) -> tuple[str, list[ToolCall]]:
+        """Add text; return the text that is final, and the calls that are complete."""
+        self._pending += text
+        texts, calls = [], []
+        while True:
+            tag = _CLOSE if self._is_open else _OPEN
+            before, found, after = self._pending.partition(tag)
+            if not found:
+                break
+            if not self._is_open:
+                texts.append(self._text(before.rstrip()))
+            elif (call := written_call(before)) is not None:
+                calls.append(call)
+                self._follows_call = True
+            else:
+                texts.append(_OPEN + before + _CLOSE)
+            self._pending, self._is_open = after, not self._is_open
+        if not self._is_open:
+            texts.append(self._take_text())
+        return "".join(texts), calls
+
+    def finish(self) -> tuple[str, list[ToolCall]]:
+        """Return the pending text, or the call that it is: some models leave out the last closing tag."""
+        pending, self._pending = self._pending, ""
+        if self._is_open and (call := written_call(pending)) is not None:
+            return "", [call]
+        return (_OPEN + pending if self._is_open else self._text(pending)), []
+
+    def _take_text(self) -> str:
+        """Take the pending text up to white space and a beginning of the opening tag at its end."""
+        size = next((n for n in range(len(_OPEN) - 1, 0, -1) if self._pending.endswith(_OPEN[:n])), 0)
+        cut = len(self._pending[: len(self._pending) - size].rstrip())
+        text, self._pending = self._pending[:cut], self._pending[cut:]
+        return self._text(text)
+
+    def _text(self, text: str) -> str:
+        """Return the text without white space that follows a call."""
+        if self._follows_call:
+            text = text.lstrip()
+            self._follows_call = not text
+        return text

@@ -1,0 +1,209 @@
+"""The answer to a conversation as the objects of the chat API.
+
+Rules
+1. The text of a spoken answer is its transcript. Then ``content`` is null, as in OpenAI's API.
+2. The server does not keep the audio of an answer: it expires when it is made.
+3. A call of a tool is sent when it is complete. The arguments of the one tool that the model must call are sent as the
+   model writes them.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+from starlette.responses import Response
+
+from omni_actors.generation import AudioChunk, Output
+from omni_actors.serve.api import responses, schemas
+from omni_actors.serve.api.generations import Generations
+from omni_actors.serve.api.logprobs import chat_logprobs
+from omni_actors.serve.api.tools import NamedTool, ToolCall, ToolCallFilter, written_call
+from omni_actors.serve.media.audio import AudioEncoder
+from omni_actors.serve.media.base64_data import to_base64
+from omni_actors.serve.routes.common import Completion
+
+
+class _Calls:
+    """The calls of tools in the text of one choice."""
+
+    def __init__(self, body: schemas.ChatRequest) -> None:
+        self.count = 0
+        self._filter = ToolCallFilter() if body.tools and body.tool_choice in (None, "auto") else None
+        self._named = body.tool_choice.function.name if isinstance(body.tool_choice, NamedTool) else None
+        self._required: list[str] | None = [] if body.tool_choice == "required" else None
+
+    def push(self, text: str) -> tuple[str, list[dict[str, Any]]]:
+        """Take text of the model; return what of it is text of the answer, and the objects of calls."""
+        if self._named is not None:
+            return "", self._arguments(text) if text else []
+        if self._required is not None:
+            self._required.append(text)
+            return "", []
+        if self._filter is None:
+            return text, []
+        text, calls = self._filter.push(text)
+        return text, [self._object(call) for call in calls]
+
+    def finish(self) -> tuple[str, list[dict[str, Any]]]:
+        """Return as ``push`` what the end of the text shows."""
+        if self._required is not None:
+            text = "".join(self._required)
+            call = written_call(text)
+            return (text, []) if call is None else ("", [self._object(call)])
+        if self._filter is None:
+            return "", []
+        text, calls = self._filter.finish()
+        return text, [self._object(call) for call in calls]
+
+    def finish_reason(self, reason: str) -> str:
+        """Return the reason that the client receives. A call that the client itself named ends with "stop"."""
+        return "tool_calls" if self.count and self._named is None and reason == "stop" else reason
+
+    def _object(self, call: ToolCall) -> dict[str, Any]:
+        self.count += 1
+        return {"index": self.count - 1, **msgspec.to_builtins(call)}
+
+    def _arguments(self, text: str) -> list[dict[str, Any]]:
+        assert self._named is not None
+        if not self.count:
+            return [self._object(ToolCall.of(self._named, text))]
+        return [{"index": 0, "function": {"arguments": text}}]
+
+
+class _Addition:
+    """What an output, or the end of a choice, adds to the choice."""
+
+    def __init__(self, text: str = "", calls: list[dict[str, Any]] | None = None) -> None:
+        self.text, self.calls, self.audio = text, calls or [], b""
+        self.logprobs: dict[str, Any] | None = None
+
+
+class ChatCompletion(Completion):
+    """Turns the outputs of generations into the objects of the response.
+
+    names: the client's name of each parameter, by the engines' name.
+    """
+
+    def __init__(self, body: schemas.ChatRequest, names: Mapping[str, str]) -> None:
+        super().__init__("chatcmpl", "chat.completion.chunk" if body.stream else "chat.completion", body)
+        self.audio_id = f"audio_{uuid.uuid4().hex}"
+        self.has_audio = "audio" in body.modalities
+        self.is_streamed, self.include_usage = body.stream, body.stream_options.include_usage
+        self.names = names
+        format = "pcm" if body.audio.format == "pcm16" else body.audio.format
+        self.encoder = AudioEncoder(format, streamed=body.stream)
+        self._top_logprobs = body.top_logprobs or 0
+        self._calls = [_Calls(body) for _ in range(self.count)]
+
+    async def convert(self, index: int, output: Output) -> _Addition:
+        """Return what an output adds to a choice."""
+        addition = _Addition(*self._calls[index].push(self.add(index, output)))
+        if isinstance(output.delta, AudioChunk):
+            addition.audio = await self.encoder.push(output.delta)
+        if "logprobs" in output.data:
+            addition.logprobs = chat_logprobs(output.data["logprobs"], self._top_logprobs)
+        return addition
+
+    def finish(self, index: int) -> _Addition:
+        """Return what the end of a choice adds to it."""
+        return _Addition(*self._calls[index].finish())
+
+    def finish_reason(self, index: int) -> str:
+        """Return why a choice ended."""
+        return self._calls[index].finish_reason(self.finish_reasons[index])
+
+
+class _WholeChoice:
+    """A choice whose parts are collected."""
+
+    def __init__(self) -> None:
+        self.text = ""
+        self.calls: list[dict[str, Any]] = []
+        self.logprobs: dict[str, Any] | None = None
+
+    def add(self, addition: _Addition) -> None:
+        self.text += addition.text
+        for call in addition.calls:
+            index = call.pop("index")
+            if index < len(self.calls):
+                self.calls[index]["function"]["arguments"] += call["function"]["arguments"]
+            else:
+                self.calls.append(call)
+        if self.logprobs is None:
+            self.logprobs = addition.logprobs
+        elif addition.logprobs is not None:
+            self.logprobs["content"] += addition.logprobs["content"]
+
+    @property
+    def message(self) -> dict[str, Any]:
+        message: dict[str, Any] = {"role": "assistant", "content": self.text, "refusal": None}
+        if self.calls:
+            message |= {"content": self.text or None, "tool_calls": self.calls}
+        return message
+
+
+async def whole_response(completion: ChatCompletion, generations: Generations) -> Response:
+    """Read the generations to their end, and return one JSON object."""
+    choices = [_WholeChoice() for _ in range(completion.count)]
+    async for index, output in generations.outputs():
+        choices[index].add(await completion.convert(index, output))
+    objects = []
+    for index, choice in enumerate(choices):
+        choice.add(completion.finish(index))
+        message = choice.message
+        if completion.has_audio:
+            message["content"] = None
+            message["audio"] = {
+                "id": completion.audio_id,
+                "data": to_base64(await completion.encoder.finish()),
+                "transcript": choice.text,
+                "expires_at": completion.created,
+            }
+        reason = completion.finish_reason(index)
+        objects.append(completion.choice(index, reason, message=message, logprobs=choice.logprobs))
+    return responses.JSONResponse(completion.whole(objects))
+
+
+async def events(completion: ChatCompletion, generations: Generations) -> responses.Pieces:
+    """Yield the events of a streamed response."""
+    begun: set[int] = set()
+    async for index, output in generations.outputs():
+        if index not in begun:
+            begun.add(index)
+            delta = {"role": "assistant", "content": None if completion.has_audio else ""}
+            yield responses.event(completion.chunk(index, delta=delta))
+        for event in _deltas(completion, index, await completion.convert(index, output)):
+            yield event
+    for index in range(completion.count):
+        for event in _deltas(completion, index, completion.finish(index)):
+            yield event
+        if completion.has_audio:
+            if audio := await completion.encoder.finish():
+                yield _audio_event(completion, index, data=to_base64(audio))
+            yield _audio_event(completion, index, expires_at=completion.created)
+        yield responses.event(completion.chunk(index, completion.finish_reason(index), delta={}))
+    if completion.include_usage:
+        yield responses.event(completion.usage_object())
+    yield responses.DONE
+
+
+def _deltas(completion: ChatCompletion, index: int, addition: _Addition) -> list[bytes]:
+    """Return the events of what was added to a choice."""
+    found = []
+    if addition.text and completion.has_audio:
+        found.append(_audio_event(completion, index, transcript=addition.text))
+    elif addition.text or addition.logprobs:
+        delta = {"content": addition.text}
+        found.append(responses.event(completion.chunk(index, delta=delta, logprobs=addition.logprobs)))
+    if addition.calls:
+        found.append(responses.event(completion.chunk(index, delta={"tool_calls": addition.calls})))
+    if addition.audio:
+        found.append(_audio_event(completion, index, data=to_base64(addition.audio)))
+    return found
+
+
+def _audio_event(completion: ChatCompletion, index: int, **fields: Any) -> bytes:
+    return responses.event(completion.chunk(index, delta={"audio": {"id": completion.audio_id, **fields}}))

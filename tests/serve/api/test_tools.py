@@ -1,0 +1,49 @@
+"""Calls of tools in a model's text, in pieces of any size."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from omni_actors.serve.api.tools import ToolCallFilter
+
+WEATHER = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
+TIME = '<tool_call>{"name": "time"}</tool_call>'
+CITY = ("weather", {"city": "Rome"})
+TEXTS: list[tuple[str, str, list[Any]]] = [
+    # the model's text, the answer's text, the calls
+    ("hello", "hello", []),
+    ("a < b, <tool_ca", "a < b, <tool_ca", []),
+    (WEATHER, "", [CITY]),
+    (f"I look.\n{WEATHER}\n{TIME}", "I look.", [CITY, ("time", {})]),
+    (f"{TIME} done", "done", [("time", {})]),
+    (WEATHER.removesuffix("</tool_call>"), "", [CITY]),
+    ("<tool_call>no call</tool_call>!", "<tool_call>no call</tool_call>!", []),
+    ("<tool_call>no call", "<tool_call>no call", []),
+    ('<tool_call>{"name": 7}</tool_call>', '<tool_call>{"name": 7}</tool_call>', []),
+    ('<tool_call>{"name": "x", "arguments": []}', '<tool_call>{"name": "x", "arguments": []}', []),
+]
+
+
+@pytest.mark.parametrize(("text", "expected", "calls"), TEXTS)
+@given(sizes=st.lists(st.integers(1, 9), min_size=1))
+def test_calls_are_found_however_the_text_is_cut(text: str, expected: str, calls: list[Any], sizes: list[int]) -> None:
+    calls_filter, found, texts = ToolCallFilter(), [], []
+    at = turn = 0
+    while at < len(text):
+        size = sizes[turn % len(sizes)]
+        piece, more = calls_filter.push(text[at : at + size])
+        texts.append(piece)
+        found += more
+        at, turn = at + size, turn + 1
+    piece, more = calls_filter.finish()
+    assert "".join([*texts, piece]) == expected
+    assert [(call.function.name, json.loads(call.function.arguments)) for call in [*found, *more]] == calls
+
+
+def test_text_that_cannot_begin_a_call_is_not_pending() -> None:
+    assert ToolCallFilter().push("hello <b>")[0] == "hello <b>"
