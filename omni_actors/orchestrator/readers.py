@@ -24,6 +24,10 @@ from omni_actors.orchestrator.unread import Account, Unread
 from omni_actors.protocol.messages import Address, Pause, Resume
 from omni_actors.supervisor.replica import Replica
 
+PIECES_A_TURN = 16
+"""The most queued pieces that a reader gets before other tasks run. In one turn of the event loop, a piece of each
+stage may arrive: a reader that gets fewer than arrive would fall behind, however promptly it asks."""
+
 
 class Readers:
     """The readers of all requests that are not closed.
@@ -100,7 +104,7 @@ class Readers:
 
     @trio.lowlevel.enable_ki_protection
     async def next(self, request: Request) -> Piece:
-        """Return the next piece, and wait for it if necessary.
+        """Return the next piece, and wait for it if necessary. Other tasks run after ``PIECES_A_TURN`` pieces.
 
         Cancellation: the piece is returned or stays queued.
 
@@ -110,18 +114,19 @@ class Readers:
         """
         await trio.lowlevel.checkpoint_if_cancelled()
         self._apply(request, self.unread.ask(request.account, trio.current_time()))
-        parked = False
         while not request.readable:
             if request.error is not None:
                 raise request.error
             if request.lifecycle.ended:
                 raise StopAsyncIteration
             await request.output_wakeup.park()
-            parked = True
+            request.pieces_in_turn = 0
         piece = request.pieces.popleft()
         self._apply(request, self.unread.read(request.account, piece.nbytes, trio.current_time()))
-        if not parked:
+        request.pieces_in_turn += 1
+        if request.pieces_in_turn == PIECES_A_TURN:
             await trio.lowlevel.cancel_shielded_checkpoint()
+            request.pieces_in_turn = 0
         return piece
 
     @trio.lowlevel.enable_ki_protection

@@ -121,6 +121,8 @@ class Request:
     """Received and not read yet."""
     output_wakeup: trio.lowlevel.ParkingLot = field(default_factory=trio.lowlevel.ParkingLot)
     """Woken when a piece arrives, and when the request ends."""
+    pieces_in_turn: int = 0
+    """Pieces that the reader has got since other tasks could run."""
     account: Account = field(default_factory=Account)
     """The bytes that the client does not have yet."""
     delivery: trio.CancelScope | None = None
