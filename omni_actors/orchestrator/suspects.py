@@ -158,6 +158,7 @@ class Suspects:
                 handled = self._advance_calls
                 if self._trials.clear_expired(self._last_pong_at):
                     self._dispatcher.dispatch_waiting()
+                self._continue_trials()
                 for stage in {group.stage for group in self._trials.groups()}:
                     self._try(stage)
                 self._changed.unpark_all()
@@ -193,6 +194,15 @@ class Suspects:
             self._trials.drain(group, min(serving, key=lambda address: loads[address]), now)
         else:
             self._begin(group, (unused or serving)[0], alone=bool(unused))
+
+    def _continue_trials(self) -> None:
+        """Let tried requests start again in other stages, whose workers died during the trial."""
+        for address, group in self._trials.running.items():
+            for request in group.on_trial:
+                stages = request.replay_state.waiting
+                if stages and group.stage not in stages and (placement := self._placement.place(stages)) is not None:
+                    self._trials.begin(group, address, trio.current_time(), alone=group.is_alone)
+                    self._dispatcher.dispatch(request, placement)
 
     def _begin(self, group: Group, address: Address, *, alone: bool) -> None:
         placements = {

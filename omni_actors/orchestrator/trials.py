@@ -8,17 +8,19 @@ Rules
 2. Suspects with the same fingerprint form a unit. One of them is tried, and the others share its result.
 3. Suspects wait in groups. One group of a stage is on trial at a time, on a replica that takes no other request
    meanwhile. A unit is cleared when the stage has finished its tried request. A group is cleared when its probation is
-   over and its worker has answered a ping since; so a worker that hangs does not clear its group.
+   over and its worker has answered a ping since; so a worker that hangs does not clear its group. If another stage of a
+   tried request starts again, the probation does too.
 4. A group that is known to contain a culprit is halved. The less suspicious half is tried first: units that were
-   suspects in fewer deaths, that have fewer requests, and that are older.
+   suspects in fewer deaths, that have fewer requests, and that are older. If a suspect leaves without a result, it may
+   have been the culprit: the others are tried in halves too, each of which may contain none.
 5. If the group was alone on its replica, a death on trial belongs to that group. A death that only one unit can have
    caused is charged to that unit, the culprit: each death in which it was a suspect uses up a replay of its requests.
    Other requests lose no replay.
 6. A culprit runs alone. It waits until no other request has used the stage for ``STAGE_QUIET_S``. If that takes longer
    than ``CULPRIT_WAIT_S``, a culprit with one death gets a replica that is drained for it, and one with more deaths
-   ends. The time before the stage last began to serve does not count. If the drain takes longer than
-   ``REPLICA_DRAIN_S``, the culprit waits again, for twice as long. Any other group waits ``GROUP_WAIT_S`` for
-   an unused replica, then runs beside other requests.
+   ends. If the drain takes longer than ``REPLICA_DRAIN_S``, the culprit waits again, for twice as long. Any other group
+   waits ``GROUP_WAIT_S`` for an unused replica, then runs beside other requests. The time before the stage last began
+   to serve does not count.
 7. With each death, the probation of a group doubles, up to ``LONGEST_PROBATION_S``. So a request that crashes its
    worker late is found too, if it does so within that time.
 8. This module does no I/O and has no clock: time is an argument, in seconds.
@@ -108,8 +110,8 @@ class Group:
         if self.other_half is not None:
             self.other_half.has_culprit, self.other_half = False, None
 
-    def halve(self, now: float) -> Group:
-        """Split off the less suspicious half and return it."""
+    def halve(self, since: float) -> Group:
+        """Split off the less suspicious half and return it. since: when it began to wait."""
         ranked = sorted(self.units, key=lambda name: _suspicion(self.units[name]))
         half, taken = sum(map(len, self.units.values())) / 2, 0
         first: dict[str, list[Request]] = {}
@@ -118,7 +120,7 @@ class Group:
                 break
             first[name] = self.units.pop(name)
             taken += len(first[name])
-        return Group(self.stage, first, has_culprit=False, since=now, other_half=self)
+        return Group(self.stage, first, has_culprit=False, since=since, other_half=self)
 
 
 def _suspicion(unit: Sequence[Request]) -> tuple[int, int, int]:
@@ -232,7 +234,8 @@ class Trials:
     def drop(self, request: Request) -> None:
         """Remove a request that ended without a result.
 
-        It may have been the culprit. So if its unit ends with it, the rest of its group may contain none.
+        It may have been the culprit. So if its unit ends with it, the rest of its group may contain none, and neither
+        may the half that was known to contain it if this one did not.
         """
         group = self.group_of.get(request)
         if group is None:
@@ -242,6 +245,11 @@ class Trials:
             if was_tried:
                 self.return_replica(group.address)
             return
+        for doubtful in (group, group.other_half):
+            if doubtful is not None and doubtful.has_culprit and len(doubtful.units) > 1:
+                half = self._split(doubtful, doubtful.since)
+                half.other_half = None
+                self.waiting.append(half)
         group.has_culprit = False
         group.clear_other_half()
 
@@ -294,11 +302,14 @@ class Trials:
         elif not is_unused and not wait_is_over:
             return None
         if group.has_culprit and not group.is_culprit:
-            half = group.halve(now)
-            self.group_of.update(dict.fromkeys(half.requests, half))
-            return half
+            return self._split(group, now)
         self.waiting.remove(group)
         return group
+
+    def _split(self, group: Group, since: float) -> Group:
+        half = group.halve(since)
+        self.group_of.update(dict.fromkeys(half.requests, half))
+        return half
 
     def exhausted(self, stage: str, now: float) -> list[Group]:
         """Return the culprits of a stage that have caused more than one death and found no quiet moment in time."""
@@ -326,7 +337,7 @@ class Trials:
         self.return_replica(group.address)
 
     def begin(self, group: Group, address: Address, now: float, *, alone: bool = True) -> None:
-        """Put a group on trial at a replica. alone: whether the replica works on no other request."""
+        """Put a group on trial at a replica, or begin its probation again. alone: whether nothing else runs there."""
         group.address, group.on_trial, group.is_alone = address, group.candidates, alone
         group.ends_at = now + min(LONGEST_PROBATION_S, PROBATION_S * 2.0 ** (group.suspected_deaths - 1))
         self.running[address] = group
@@ -366,7 +377,5 @@ class Trials:
         return -math.inf if request in list(group.requests) else time + STAGE_QUIET_S
 
     def _waits_until(self, group: Group) -> float:
-        if not group.is_culprit:
-            return group.since + GROUP_WAIT_S
         began = max(group.since, self.serving_since.get(group.stage, group.since))
-        return began + CULPRIT_WAIT_S * 2.0**group.failed_drains
+        return began + (CULPRIT_WAIT_S * 2.0**group.failed_drains if group.is_culprit else GROUP_WAIT_S)

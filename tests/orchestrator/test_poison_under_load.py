@@ -15,11 +15,13 @@ from omni_actors.generation import Generation
 from omni_actors.orchestrator import request
 from omni_actors.orchestrator.pieces import Input
 from omni_actors.orchestrator.trials import CULPRIT_WAIT_S, PROBATION_S, REPLICA_DRAIN_S
+from omni_actors.protocol.messages import Address
 from omni_actors.stages.base import Chunk
 from omni_actors.stages.echo.engine import EchoEngine
 from omni_actors.stress.simulation.spawner import SimulatedSpawner
 from omni_actors.stress.simulation.worker import WorkerBehavior
 from omni_actors.system import OmniSystem
+from tests.support.simulated_system import PIECES, numbers, open_simulated_system, read, until
 
 LOAD_S, TURN_S, POISON_AFTER_S = 5.0, 0.1, 8.0
 
@@ -203,6 +205,22 @@ async def test_a_long_reload_does_not_count_as_waiting(
     traffic = await run_traffic({"stderr": "blamed"}, engine=f"{__name__}:FailsOnce", load_s=load_s, seconds=200.0)
     waits_until = load_s + POISON_AFTER_S + load_s + CULPRIT_WAIT_S
     assert waits_until <= min(traffic.completed) < waits_until + REPLICA_DRAIN_S + PROBATION_S
+
+
+async def test_a_tried_request_starts_again_in_another_stage_at_once(autojump_clock: trio.testing.MockClock) -> None:
+    """The worker of the first stage is killed while a request is on trial in the second."""
+    async with open_simulated_system() as system:
+        generation = system.ask()
+        await until(lambda: system.unread > 0)
+        system.spawner.living[Address("second", 0)].die(signal="SIGSEGV")
+        await until(lambda: system.omni.health().stages["second"][0].restarts == 1 and system.omni.health().ready)
+        began = trio.current_time()
+        system.spawner.living[Address("first", 0)].kill()
+        outputs = await read(generation)
+        assert numbers(outputs) == list(range(PIECES))
+        assert trio.current_time() - began < PROBATION_S, "it did not wait for the end of its trial"
+        assert outputs[-1].metrics is not None
+        assert outputs[-1].metrics.replays == 2
 
 
 @pytest.mark.parametrize(("replays", "on_failure"), [(0, "replay"), (2, "fail")])

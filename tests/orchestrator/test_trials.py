@@ -16,6 +16,7 @@ from omni_actors.orchestrator.request import Request
 from omni_actors.orchestrator.routes import Route
 from omni_actors.orchestrator.trials import (
     CULPRIT_WAIT_S,
+    GROUP_WAIT_S,
     PROBATION_S,
     REPLICA_DRAIN_S,
     STAGE_QUIET_S,
@@ -224,6 +225,41 @@ def test_when_a_suspect_leaves_the_others_are_not_known_to_hold_the_culprit() ->
     assert not group.is_culprit
     stage.run()
     assert stage.done == [left]
+
+
+@pytest.mark.parametrize("place", range(8))
+def test_a_suspect_that_leaves_costs_no_further_death(place: int) -> None:
+    """The client of one suspect leaves during the reload; the others are tried in halves as if it had not."""
+    requests = [request(number) for number in range(9)]
+    stage = Stage({requests[place]})
+    stage.die(requests)
+    stage.trials.drop(requests[8])
+    stage.run()
+    assert stage.ended == [requests[place]]
+    assert stage.deaths <= 1 + math.log2(8)
+
+
+def test_a_half_whose_suspect_leaves_on_trial_leaves_the_other_half_halved() -> None:
+    requests = [request(number) for number in range(6)]
+    stage = Stage(set())
+    stage.die(requests)
+    half = stage.trials.next(STAGE, 0.0, is_unused=True, others_wait=False)
+    assert half is not None
+    stage.trials.begin(half, WORKER, 0.0)
+    stage.trials.drop(half.candidates[0])
+    others = [each for each in stage.trials.groups() if each is not half]
+    assert sorted(len(each.units) for each in others) == [1, 2]
+    assert not any(each.has_culprit for each in stage.trials.groups())
+
+
+def test_a_group_waits_for_an_unused_replica_since_the_reload() -> None:
+    """Beside other requests, a death would not tell which of them all had caused it."""
+    trials = Trials()
+    trials.worker_died(WORKER, [request(1), request(2)], None, 0.0)
+    trials.serving_since[STAGE] = 60.0
+    assert trials.next(STAGE, 60.0, is_unused=False, others_wait=True) is None
+    assert trials.next_time(60.0) == 60.0 + GROUP_WAIT_S
+    assert trials.next(STAGE, 60.0 + GROUP_WAIT_S, is_unused=False, others_wait=True) is not None
 
 
 def test_when_the_tried_request_leaves_another_one_of_its_unit_is_tried() -> None:
