@@ -25,7 +25,8 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 from omni_actors import generation
 from omni_actors.face import Answering, Face, Reading, like, opens_like
 from omni_actors.generation import Answer, AudioChunk, Output
-from omni_actors.system import Health, Messages, OmniSystem
+from omni_actors.prompts import Prompt
+from omni_actors.system import Health, OmniSystem
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -79,7 +80,7 @@ class AsyncOmni(Face):
         return AsyncGeneration(self, self.submitted(OmniSystem.submit, *args, **kwargs))
 
     @like(OmniSystem.map)
-    def map(self, prompts: Iterable[str | Messages], **arguments: Any) -> AsyncAnswers:
+    def map(self, prompts: Iterable[Prompt], **arguments: Any) -> AsyncAnswers:
         """Answer many prompts. The returned iterator is a block too; without one, dropping it aborts what runs.
 
         The prompts are taken in the thread of the event loop.
@@ -172,7 +173,7 @@ class AsyncGeneration(Reading, AsyncIterator[Output]):
 class AsyncAnswers(AsyncIterator[Answer]):
     """The answers of ``AsyncOmni.map``, in the order in which they are complete: an iterator, and a block."""
 
-    def __init__(self, omni: AsyncOmni, prompts: Iterable[str | Messages], **arguments: Any) -> None:
+    def __init__(self, omni: AsyncOmni, prompts: Iterable[Prompt], **arguments: Any) -> None:
         self._complete: asyncio.Queue[Future[Answer]] = asyncio.Queue()
         announce = partial(_put, asyncio.get_running_loop(), self._complete)
         self._answering = Answering(omni, prompts, announce=announce, **arguments)

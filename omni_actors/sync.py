@@ -25,7 +25,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from omni_actors import generation
 from omni_actors.face import Answering, Face, Reading, like, opens_like
 from omni_actors.generation import Answer, AudioChunk, Output
-from omni_actors.system import Health, Messages, OmniSystem
+from omni_actors.prompts import Prompt
+from omni_actors.system import Health, OmniSystem
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -85,18 +86,18 @@ class Omni(Face):
         return Generation(self, self.submitted(OmniSystem.submit, *args, **kwargs))
 
     @like(OmniSystem.map)
-    def map(self, prompts: Iterable[str | Messages], **arguments: Any) -> Answers:
+    def map(self, prompts: Iterable[Prompt], **arguments: Any) -> Answers:
         """Answer many prompts. The returned iterator is a block too; without one, dropping it aborts what runs.
 
         The prompts are taken in the thread of the caller.
         """
         return Answers(self, prompts, **arguments)
 
-    def answer_all(self, prompts: Iterable[str | Messages], *, progress: bool = True, **arguments: Any) -> list[Answer]:
+    def answer_all(self, prompts: Iterable[Prompt], *, progress: bool = True, **arguments: Any) -> list[Answer]:
         """Answer a list of prompts, and return the answers in the order of the prompts.
 
         Args:
-            prompts: Questions or conversations.
+            prompts: Questions, conversations or raw prompts.
             progress: Whether to show a progress bar on standard error, where that is a terminal or a notebook.
             arguments: Those of ``map``: concurrency, keep_errors, modalities, max_tokens, …
 
@@ -183,7 +184,7 @@ class Generation(Reading, Iterator[Output]):
 class Answers(Iterator[Answer]):
     """The answers of ``Omni.map``, in the order in which they are complete: an iterator, and a context manager."""
 
-    def __init__(self, omni: Omni, prompts: Iterable[str | Messages], **arguments: Any) -> None:
+    def __init__(self, omni: Omni, prompts: Iterable[Prompt], **arguments: Any) -> None:
         self._complete: SimpleQueue[Future[Answer]] = SimpleQueue()
         self._answering = Answering(omni, prompts, announce=self._complete.put, **arguments)
 

@@ -75,7 +75,9 @@ LAYERS: dict[str, set[str]] = {
     },
     "omni_actors.generation": {"omni_actors.orchestrator", "omni_actors.protocol", "ringbuf", *LEAVES},
     "omni_actors.media": {"omni_actors.generation", "omni_actors.orchestrator", "ringbuf", *LEAVES},
+    "omni_actors.prompts": {"omni_actors.media", "omni_actors.orchestrator", *LEAVES},
     "omni_actors.system": {
+        "omni_actors.prompts",
         "omni_actors.media",
         "omni_actors.generation",
         "omni_actors.orchestrator",
@@ -88,7 +90,9 @@ LAYERS: dict[str, set[str]] = {
     "omni_actors.background": {"omni_actors.system", *LEAVES},
     "omni_actors.face": {"omni_actors.background", "omni_actors.generation", "omni_actors.system", *LEAVES},
     **{
-        f"omni_actors.{face}": {"omni_actors.face", "omni_actors.generation", "omni_actors.system"}
+        f"omni_actors.{face}": {
+            *("omni_actors.face", "omni_actors.generation", "omni_actors.prompts", "omni_actors.system"),
+        }
         for face in ("sync", "aio")
     },
     "omni_actors": {"omni_actors.generation", "omni_actors.media", "omni_actors.system", *LEAVES},

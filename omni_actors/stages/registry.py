@@ -7,6 +7,7 @@ its options and parameters on unchecked, and the engine validates them in the wo
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -21,6 +22,45 @@ from omni_actors.stages.qwen2_5 import options as qwen2_5
 from omni_actors.stages.qwen3 import options as qwen3
 from omni_actors.stages.vllm import options as vllm
 from omni_actors.stages.whisper.options import WhisperOptions, WhisperParams
+
+
+class RawPromptUse(msgspec.Struct, frozen=True, kw_only=True):
+    """A raw prompt (``stages.raw_prompt``) that a request brings to a stage.
+
+    Attributes:
+        kind: "prompt" (text), "prompt_token_ids" or "prompt_embeds".
+        options: The stage's options.
+        upstream: Whether other stages feed the stage in this request.
+        downstream: Whether the stage feeds other stages in this request.
+    """
+
+    kind: str
+    options: Mapping[str, Any]
+    upstream: bool
+    downstream: bool
+
+
+def _no_raw_prompt(use: RawPromptUse) -> str | None:
+    return "its engine reads no prompts"
+
+
+def _raw_prompt_of_text(use: RawPromptUse) -> str | None:
+    return "a raw prompt has no place for what other stages send" if use.upstream else None
+
+
+def _raw_prompt_of_thinker(use: RawPromptUse) -> str | None:
+    if use.kind == "prompt_embeds" and use.downstream:
+        return "the talker needs the tokens of the prompt"
+    return None
+
+
+def _on_vllm(lacks: Callable[[RawPromptUse], str | None]) -> Callable[[RawPromptUse], str | None]:
+    def lacks_on_vllm(use: RawPromptUse) -> str | None:
+        if use.kind == "prompt_embeds" and not use.options["engine_args"].get("enable_prompt_embeds"):
+            return "it needs engine_args.enable_prompt_embeds: true"
+        return lacks(use)
+
+    return lacks_on_vllm
 
 
 class EngineSpec(msgspec.Struct, frozen=True):
@@ -48,6 +88,8 @@ class EngineSpec(msgspec.Struct, frozen=True):
     far (``stages.base``, rule 6). No replayed chunk is compared then, and consumers get only the chunks they lack."""
     has_tokenizer: bool = False
     """Whether the engine reads a tokenizer, which a stage may name apart from its model."""
+    lacks_raw_prompt: Callable[[RawPromptUse], str | None] | None = None
+    """Returns why the engine cannot take a raw prompt, or None if it can. None: not known, so the engine checks it."""
     libraries: tuple[str, ...] = ()
     """Import names of the libraries that the engine needs besides those of a plain install."""
     extra: str = "voice"
@@ -63,21 +105,33 @@ def _shipped(
     params: type[msgspec.Struct] = NoParams,
     *,
     resumable: bool = False,
+    lacks_raw_prompt: Callable[[RawPromptUse], str | None] | None = _no_raw_prompt,
     **more: Any,
 ) -> EngineSpec:
     """Return the row of an engine of this package. factory: its path below ``omni_actors.stages``."""
     path = f"omni_actors.stages.{factory}"
-    return EngineSpec(path, options, params, resumable=resumable, deterministic=not resumable, **more)
+    more |= {"deterministic": not resumable, "lacks_raw_prompt": lacks_raw_prompt}
+    return EngineSpec(path, options, params, resumable=resumable, **more)
 
 
 _torch = partial(_shipped, libraries=("torch", "transformers"), resumable=True)
-_thinker = partial(_torch, extra="omni", checkpoint_part="thinker", has_tokenizer=True)
+_thinker = partial(
+    _torch, extra="omni", checkpoint_part="thinker", has_tokenizer=True, lacks_raw_prompt=_raw_prompt_of_thinker
+)
 _talker = partial(_torch, extra="omni", checkpoint_part="talker")
-_vllm = partial(_shipped, libraries=("vllm",), extra="vllm", resumable=True, has_tokenizer=True)
+_vllm = partial(_shipped, libraries=("vllm",), extra="vllm", resumable=True)
+_vllm_thinker = partial(_vllm, has_tokenizer=True, lacks_raw_prompt=_on_vllm(_raw_prompt_of_thinker))
 
 ENGINES: dict[str, EngineSpec] = {
-    "echo": _shipped("echo.engine:EchoEngine", EchoOptions, needs_model=False),
-    "llm": _torch("llm.engine:open_engine", TextOptions, TextParams, checkpoint_part="", has_tokenizer=True),
+    "echo": _shipped("echo.engine:EchoEngine", EchoOptions, needs_model=False, lacks_raw_prompt=None),
+    "llm": _torch(
+        "llm.engine:open_engine",
+        TextOptions,
+        TextParams,
+        checkpoint_part="",
+        has_tokenizer=True,
+        lacks_raw_prompt=_raw_prompt_of_text,
+    ),
     "whisper": _shipped("whisper.engine:WhisperEngine", WhisperOptions, WhisperParams, libraries=("faster_whisper",)),
     "hibari_acoustic": _shipped(
         "hibari.acoustic:AcousticEngine",
@@ -103,10 +157,16 @@ ENGINES: dict[str, EngineSpec] = {
         extra="omni",
         checkpoint_part="token2wav",
     ),
-    "vllm": _vllm("vllm.factories:open_text", vllm.VLLMOptions, vllm.VLLMParams),
-    "vllm_qwen3_thinker": _vllm("vllm.factories:open_qwen3_thinker", vllm.VLLMOptions, vllm.VLLMThinkerParams),
-    "vllm_qwen3_talker": _vllm(
-        "vllm.factories:open_qwen3_talker", vllm.VLLMTalkerOptions, omni.TalkerParams, has_tokenizer=False
+    "vllm": _vllm(
+        "vllm.factories:open_text",
+        vllm.VLLMOptions,
+        vllm.VLLMParams,
+        has_tokenizer=True,
+        lacks_raw_prompt=_on_vllm(_raw_prompt_of_text),
     ),
-    "vllm_qwen2_5_thinker": _vllm("vllm.factories:open_qwen2_5_thinker", vllm.VLLMOptions, vllm.VLLMThinkerParams),
+    "vllm_qwen3_thinker": _vllm_thinker("vllm.factories:open_qwen3_thinker", vllm.VLLMOptions, vllm.VLLMThinkerParams),
+    "vllm_qwen3_talker": _vllm("vllm.factories:open_qwen3_talker", vllm.VLLMTalkerOptions, omni.TalkerParams),
+    "vllm_qwen2_5_thinker": _vllm_thinker(
+        "vllm.factories:open_qwen2_5_thinker", vllm.VLLMOptions, vllm.VLLMThinkerParams
+    ),
 }

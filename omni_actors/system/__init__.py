@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from omni_actors.prompts import Messages
 from omni_actors.supervisor.calls import Reply
 from omni_actors.system.health import Health, PastExit, ReplicaHealth
 from omni_actors.system.omni_system import OmniSystem
-from omni_actors.system.parameters import Messages
 
 __all__ = ["Health", "Messages", "OmniSystem", "PastExit", "ReplicaHealth", "Reply"]

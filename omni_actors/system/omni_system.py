@@ -12,7 +12,7 @@ from typing import Any
 import trio
 
 from omni_actors import config as configuration
-from omni_actors import media
+from omni_actors import prompts as prompt_inputs
 from omni_actors.config import Pipeline
 from omni_actors.errors import InvalidRequest, StageFailed
 from omni_actors.generation import Answer, Generation, RequestMetrics
@@ -21,17 +21,18 @@ from omni_actors.metrics import Metrics
 from omni_actors.orchestrator.orchestrator import Orchestrator
 from omni_actors.orchestrator.pieces import Input
 from omni_actors.orchestrator.request import ON_FAILURE, OnFailure, Request
-from omni_actors.orchestrator.routes import Node, plan, routes_of, topological
+from omni_actors.orchestrator.routes import Node, Route, plan, routes_of, topological
+from omni_actors.prompts import Prompt
 from omni_actors.supervisor.calls import MAX_CALLS
 from omni_actors.supervisor.edges import Edges
 from omni_actors.supervisor.process import LocalSpawner, Spawner
 from omni_actors.supervisor.replica import ReplicaState
 from omni_actors.supervisor.supervisor import Supervisor
-from omni_actors.system import batch, machine, workers
+from omni_actors.system import batch, capabilities, machine, workers
 from omni_actors.system.control import Control
 from omni_actors.system.gauges import gauges
 from omni_actors.system.health import Health, ReplicaHealth, replica_health
-from omni_actors.system.parameters import Messages, Parameters
+from omni_actors.system.parameters import Parameters
 
 
 class OmniSystem(Control):
@@ -132,7 +133,7 @@ class OmniSystem(Control):
     def generate(
         self,
         /,
-        prompt: str | Messages | None = None,
+        prompt: Prompt | None = None,
         *,
         multi_modal_data: MultiModalData | None = None,
         script: str | None = None,
@@ -145,7 +146,8 @@ class OmniSystem(Control):
         """Submit a request. It returns at once; reading the returned object reads the answer.
 
         Args:
-            prompt: A question, or a conversation (see ``Messages``).
+            prompt: A question, a conversation (see ``Messages``), or a raw prompt that passes the chat template:
+                ``{"prompt": text}``, ``{"prompt_token_ids": ids}`` or ``{"prompt_embeds": array}`` (see ``prompts``).
             multi_modal_data: ``{"audio": AudioChunk, "image": …, "video": …}``, for each kind one item or a list; see
                 ``media.MultiModalData``. A question follows all of them; a conversation refers to them by index.
             script: Text that is spoken as it is. It replaces the prompt.
@@ -162,18 +164,19 @@ class OmniSystem(Control):
 
         Raises:
             InvalidRequest: An argument is wrong, or no route leads from the input to the modalities.
+            Unsupported: A stage of the route cannot take such a prompt; it names the stage.
             Overloaded: ``limits.max_requests`` requests are running. A request never waits for admission; ``map``
                 submits any number of prompts without this error.
             Quarantined: The same request has ended workers a short time ago.
             StageUnavailable: A stage that the request needs has failed.
         """
-        inputs = media.pieces(multi_modal_data or {})
-        if prompt is not None:
-            inputs["messages"] = [Input({"messages": media.conversation(prompt, inputs)})]
+        inputs = prompt_inputs.pieces(prompt, multi_modal_data)
         if script is not None:
             if not isinstance(script, str):
                 raise InvalidRequest(f"script: expected text, found {script!r}", param="script")
             inputs["script"] = [Input({"text": script})]
+        if (kind := prompt_inputs.raw_kind(prompt)) is not None:
+            capabilities.require_raw_prompt(self.pipeline, self._planned(inputs, modalities), kind)
         return self.submit(
             inputs, modalities, request_id=request_id, deadline_s=deadline_s, on_failure=on_failure, **params
         )
@@ -181,7 +184,7 @@ class OmniSystem(Control):
     def map(
         self,
         /,
-        prompts: Iterable[str | Messages],
+        prompts: Iterable[Prompt],
         *,
         concurrency: int | None = None,
         keep_errors: bool = False,
@@ -190,7 +193,7 @@ class OmniSystem(Control):
         """Answer many prompts, several at a time, without exceeding ``limits.max_requests``.
 
         Args:
-            prompts: Questions or conversations. They are taken from the iterable as they are needed.
+            prompts: Questions, conversations or raw prompts. They are taken from the iterable as they are needed.
             concurrency: Requests at a time; at most, and by default, ``limits.max_requests``.
             keep_errors: False: the loop raises the error of the first request that fails. True: it continues, and
                 returns such a request as an ``Answer`` with its ``error``.
@@ -234,10 +237,7 @@ class OmniSystem(Control):
 
         Returns and raises what ``generate`` does.
         """
-        if isinstance(modalities, str):
-            accepted = f"modalities: expected a sequence of names such as ({modalities!r},), found {modalities!r}"
-            raise InvalidRequest(accepted, param="modalities")
-        route = self._route(frozenset(kind for kind, pieces in inputs.items() if pieces), frozenset(modalities))
+        route = self._planned(inputs, modalities)
         by_stage = self._parameters.by_stage(route.stages, params)
         deadline_s = self.pipeline.limits.deadline_s if deadline_s is None else deadline_s
         if not 0 <= deadline_s < math.inf:
@@ -248,6 +248,12 @@ class OmniSystem(Control):
             inputs=inputs, route=route, params=by_stage, deadline_s=deadline_s, name=request_id, on_failure=on_failure
         )
         return Generation(stream, self.pipeline, self._observe)
+
+    def _planned(self, inputs: Mapping[str, Sequence[Input]], modalities: Sequence[str]) -> Route:
+        if isinstance(modalities, str):
+            accepted = f"modalities: expected a sequence of names such as ({modalities!r},), found {modalities!r}"
+            raise InvalidRequest(accepted, param="modalities")
+        return self._route(frozenset(kind for kind, pieces in inputs.items() if pieces), frozenset(modalities))
 
     def abort(self, request_id: str) -> None:
         """End a request now, in every stage; reading it then raises ``Aborted``. No effect if it has ended."""

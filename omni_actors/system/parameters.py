@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import msgspec
 
 from omni_actors.config import Pipeline
 from omni_actors.errors import InvalidRequest
 from omni_actors.validation import split_path
-
-Messages: TypeAlias = Sequence[Mapping[str, Any]]
-"""A conversation, as in OpenAI's chat API: ``{"role": "user", "content": "…"}``. The content may be a list of parts:
-``{"type": "text", "text": "…"}``, or ``{"type": "audio", "index": 0}`` for the first of ``multi_modal_data["audio"]``;
-"image" and "video" likewise."""
 
 
 class Parameters:

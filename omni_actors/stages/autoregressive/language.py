@@ -17,7 +17,7 @@ token. With ``logprobs``, each token gives an output with its ``logprobs`` (see 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar
 
@@ -75,7 +75,8 @@ class LanguageEngine(AdaptedEngine[R], PromptEngine[R]):
         self._adapters = adapters
         self._scheduler, self._vocabulary, self._context = scheduler, vocabulary, context
 
-    # for subclasses, besides ``_new_request`` and ``_encode``, which returns the tokens of the prompt's positions
+    # for subclasses, besides ``_new_request`` and ``_encode``, which returns the token of each position of the prompt
+    # (None: there is only an embedding)
 
     def _forward(self, rows: list[int], count: int) -> Tensor:
         """Compute the next ``count`` positions of each row; return the last one's logits, (rows, vocabulary).
@@ -97,7 +98,7 @@ class LanguageEngine(AdaptedEngine[R], PromptEngine[R]):
     def busy(self) -> bool:
         return self._scheduler.busy
 
-    def _join_batch(self, request: R, tokens: list[int]) -> None:
+    def _join_batch(self, request: R, tokens: Sequence[int | None]) -> None:
         if not tokens:
             raise base.InvalidRequest("the prompt has no tokens", param="messages")
         del request.collector
@@ -109,7 +110,7 @@ class LanguageEngine(AdaptedEngine[R], PromptEngine[R]):
             message = f"min_tokens: {params.min_tokens} is more than max_tokens, {params.max_tokens}"
             raise base.InvalidRequest(message, param="min_tokens")
         if request.sampler:
-            request.sampler.see(tokens)
+            request.sampler.see(token for token in tokens if token is not None)
             request.sampler.end_tokens = end_tokens
         replayed = len(request.decided) if params.logprobs is None else 0
         request.prefill_left, request.ready = len(tokens), len(tokens) + replayed

@@ -72,7 +72,9 @@ class _Failures(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename=
 
 
 def _with_answer(data: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Add the text of the last message, if ``data`` has messages."""
+    """Add the text of a raw prompt, or of the last message, if ``data`` has one."""
+    if "prompt" in data:
+        return {**data, "text": data["prompt"]}
     if not data.get("messages"):
         return data
     content = data["messages"][-1].get("content") or ""

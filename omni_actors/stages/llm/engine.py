@@ -1,6 +1,7 @@
 """The ``llm`` engine: a causal language model on transformers, text to text, with continuous batching.
 
-A prompt is a conversation, and a position is a token. ``autoregressive`` has the scheduler, the cache and the sampling.
+A prompt is a conversation or a raw prompt (``raw_prompt``). A position is a token, or an embedding of the prompt.
+``autoregressive`` has the scheduler, the cache and the sampling.
 """
 
 from __future__ import annotations
@@ -28,7 +29,14 @@ from omni_actors.stages.llm.prompt import Prompt
 from omni_actors.stages.refusal import validated
 
 
-class LLMEngine(LanguageEngine[TextRequest[Prompt]]):
+class LLMRequest(TextRequest[Prompt]):
+    """One request."""
+
+    embeds: Tensor | None = None
+    """The embeddings of the prompt positions that are not computed yet, (n, hidden); None: positions are tokens."""
+
+
+class LLMEngine(LanguageEngine[LLMRequest]):
     """A ``StageEngine`` from text to text; ``LanguageEngine`` documents its outputs.
 
     model: a causal language model of transformers, in evaluation mode. tokenizer: its tokenizer, with a chat template.
@@ -37,27 +45,34 @@ class LLMEngine(LanguageEngine[TextRequest[Prompt]]):
     def __init__(self, model: Any, tokenizer: Any, options: TextOptions) -> None:
         self._model, self._system_prompt = model, options.system_prompt
         self._cache = SlottedCache(options.max_batch, options.context, model.dtype, model.device)
-        batch = Scheduler[TextRequest[Prompt]](self._cache, options.max_batch, options.prefill_chunk)
+        batch = Scheduler[LLMRequest](self._cache, options.max_batch, options.prefill_chunk)
         vocabulary = Vocabulary(tokenizer, model.generation_config.eos_token_id)
         super().__init__(batch, vocabulary, options.context, BatchedAdapters(model, part="", idle=options.idle_loras))
 
-    def _new_request(self, request: StageRequest) -> TextRequest[Prompt]:
-        return TextRequest(request, validated(request.params, TextParams), Prompt(request.sources))
+    def _new_request(self, request: StageRequest) -> LLMRequest:
+        return LLMRequest(request, validated(request.params, TextParams), Prompt(request.sources))
 
-    def _encode(self, request: TextRequest[Prompt]) -> list[int]:
-        tokens = request.collector.encode(self._vocabulary, self._system_prompt, self._context)
+    def _encode(self, request: LLMRequest) -> list[int | None]:
+        prompt = request.collector
+        if prompt.raw.is_embedded:
+            size = prompt.raw.least_tokens(1)
+            refuse_beyond_context(size, f"{size} embeddings", self._context)
+            hidden, penalty = self._model.get_input_embeddings().embedding_dim, request.params.repetition_penalty
+            request.embeds = prompt.raw.embeds(hidden, self._model.dtype, penalty)
+            return [None] * size
+        tokens = prompt.encode(self._vocabulary, self._system_prompt, self._context)
         refuse_beyond_context(len(tokens), f"{len(tokens)} tokens", self._context)
         request.uncomputed = tokens + request.uncomputed
-        return tokens
+        return [*tokens]
 
     @torch.inference_mode()
     def _forward(self, rows: list[int], count: int) -> Tensor:
         requests = [self._scheduler.rows[row] for row in rows]
-        tokens = [request.take(count) for request in requests]
+        inputs = self._inputs(requests, count)
         positions, mask = self._cache.extend(rows, count)
         with self._adapters.applied([request.adapter for request in requests]):
             output = self._model(
-                input_ids=torch.tensor(tokens, device=self._model.device),
+                **inputs,
                 position_ids=positions,
                 attention_mask=mask,
                 past_key_values=self._cache,
@@ -66,6 +81,14 @@ class LLMEngine(LanguageEngine[TextRequest[Prompt]]):
             )
         logits: Tensor = output.logits[:, -1]
         return logits
+
+    def _inputs(self, requests: list[LLMRequest], count: int) -> dict[str, Tensor]:
+        """Return the model's inputs for the next ``count`` positions of each request."""
+        request, device = requests[0], self._model.device
+        if request.embeds is not None and len(request.embeds):  # the request is the only one
+            taken, request.embeds = request.embeds[:count], request.embeds[count:]
+            return {"inputs_embeds": taken[None].to(device)}
+        return {"input_ids": torch.tensor([request.take(count) for request in requests], device=device)}
 
     def close(self) -> None:
         super().close()

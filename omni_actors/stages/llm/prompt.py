@@ -1,7 +1,8 @@
 """The text of a prompt, from a request's chunks.
 
 Rules
-1. A chunk of the client has messages of the conversation (see ``multimodal.conversation``).
+1. A chunk of the client has messages of the conversation (see ``multimodal.conversation``), or a part of a raw prompt
+   (see ``raw_prompt``), which is the whole prompt then.
 2. A chunk of an upstream stage has a piece of a transcript: ``data["text"]``, of the recording ``data["index"]``.
 3. Recordings without a conversation are the user's question.
 4. The model gets text only: an audio part is replaced by its transcript, and newlines join the parts of a message.
@@ -22,6 +23,7 @@ from omni_actors.stages.autoregressive.text import Vocabulary
 from omni_actors.stages.base import CLIENT, Chunk, InvalidRequest
 from omni_actors.stages.multimodal import conversation
 from omni_actors.stages.multimodal.conversation import AudioPart, MediaPart, Message, TextPart
+from omni_actors.stages.raw_prompt import RawPrompt
 from omni_actors.stages.refusal import validated
 from omni_actors.stages.sources import OpenSources
 
@@ -39,6 +41,7 @@ class Prompt:
     def __init__(self, sources: Sequence[str]) -> None:
         self._open = OpenSources(sources)
         self._has_transcripts = set(sources) != {CLIENT}
+        self.raw = RawPrompt()
         self.messages: list[Message] = []
         """The messages that the client has sent."""
         self._transcripts: defaultdict[int, str] = defaultdict(str)
@@ -46,7 +49,9 @@ class Prompt:
     def feed(self, chunk: Chunk) -> bool:
         """Take a chunk. Return whether the input is complete. Raises InvalidRequest."""
         if chunk.source == CLIENT:
+            self.raw.feed(chunk)
             self.messages += validated(chunk.data, conversation.ConversationData).messages
+            self.raw.require_alone(self.messages)
         else:
             piece = validated(chunk.data, TranscriptData)
             self._transcripts[piece.index] += piece.text
@@ -60,6 +65,8 @@ class Prompt:
         its length, and all other requests wait meanwhile. A message has at least one token in any chat template.
         Raises InvalidRequest: as ``render``, or the prompt cannot fit into the context.
         """
+        if self.raw:
+            return self._raw_tokens(vocabulary, context)
         count = len(self.messages)
         refuse_beyond_context(count, f"{count} messages of at least 1 token", context)
         text = self.render(vocabulary.tokenizer, system_prompt)
@@ -67,6 +74,13 @@ class Prompt:
         refuse_beyond_context(least, f"{len(text)} characters, which are at least {least} tokens,", context)
         tokens: list[int] = vocabulary.tokenizer.encode(text, add_special_tokens=False)
         return tokens
+
+    def _raw_tokens(self, vocabulary: Vocabulary, context: int) -> list[int]:
+        if self._has_transcripts:
+            raise InvalidRequest("audio was sent, and a raw prompt has no place for its transcript", param="prompt")
+        least = self.raw.least_tokens(vocabulary.longest)
+        refuse_beyond_context(least, f"at least {least} tokens", context)
+        return self.raw.tokens(vocabulary.tokenizer, vocabulary.size)
 
     def render(self, tokenizer: Any, system_prompt: str) -> str:
         """Return the prompt's text, special tokens included, up to where the model's answer begins.

@@ -5,7 +5,9 @@ Rules
    replaces its video processor.
 2. A message is text. A control token in it ("<|im_start|>", "<|image_pad|>") is encoded as plain characters, so that a
    client can write neither a turn of another role nor a placeholder for an image that was not sent.
-3. An input beyond a limit is refused before it is decoded, resized or tokenized, if its size is known by then.
+3. A raw prompt passes the template, and its control tokens count. Its placeholders stand for the media of their kind in
+   order of index. An embedding needs no processing.
+4. An input beyond a limit is refused before it is decoded, resized or tokenized, if its size is known by then.
 """
 
 from __future__ import annotations
@@ -32,17 +34,22 @@ from omni_actors.stages.multimodal.limits import MediaLimits
 from omni_actors.stages.multimodal.prompt import Media, OmniPrompt
 from omni_actors.stages.refusal import beyond_context
 
+NO_TOKEN = -1
+"""In the place of a token id: the position has only an embedding."""
+
 
 class OmniInputs(msgspec.Struct, frozen=True):
     """The processed prompt.
 
     ids: its tokens, with a placeholder for each row of an encoder's output. tensors: by the names of the forward's
     arguments. use_audio_in_video: whether videos have their sound in the prompt; false if none of them has any.
+    is_embedded: the prompt is embeddings (``RawPrompt.embeds``), and each of ``ids`` is ``NO_TOKEN``.
     """
 
     ids: list[int]
     tensors: dict[str, torch.Tensor]
     use_audio_in_video: bool
+    is_embedded: bool = False
 
 
 class _WithoutTorchvision:
@@ -105,8 +112,9 @@ class OmniProcessor:
         kinds = ("audio", "image", "video")
         self._placeholders: dict[str, str] = {kind: getattr(self._processor, f"{kind}_token") for kind in kinds}
         self._placeholder_ids: dict[int, str] = {getattr(self._processor, f"{kind}_token_id"): kind for kind in kinds}
-        self._longest = max(map(len, self.tokenizer.get_vocab()))
-        """Characters of the longest token in the vocabulary."""
+        vocabulary = self.tokenizer.get_vocab()
+        self._longest, self._size = max(map(len, vocabulary)), max(vocabulary.values()) + 1
+        """Characters of the longest token in the vocabulary, and the number of its tokens."""
         self._limits = limits or MediaLimits()
         truncates = family.audio_kwargs.get("truncation", True)
         """Whether the feature extractor cuts recordings at the length of its window."""
@@ -126,15 +134,38 @@ class OmniProcessor:
         system_prompt: for a conversation without one. use_audio_in_video: whether videos bring their sound.
         Raises InvalidRequest.
         """
+        if prompt.raw:
+            return self._raw(prompt, use_audio_in_video)
         conversation = with_system_prompt(prompt.messages, system_prompt)
         places = _places(conversation, prompt.media)
         # Each message has at least one token besides those of its text.
         self._check_length(sum(1 + math.ceil(sum(map(len, m.texts)) / self._longest) for m in conversation))
         decoded = self._decoder.decode(places, prompt.media, use_audio_in_video)
+        return self._with_media(self._tokens(conversation), places, decoded)
+
+    def _raw(self, prompt: OmniPrompt, use_audio_in_video: bool) -> OmniInputs:
+        least = prompt.raw.least_tokens(self._longest)
+        self._check_length(least)
+        if prompt.raw.is_embedded:
+            if prompt.media:
+                raise InvalidRequest("embeds: they are a whole prompt: no media come with them", param="embeds")
+            return OmniInputs([NO_TOKEN] * least, {}, use_audio_in_video=False, is_embedded=True)
+        if not (ids := prompt.raw.tokens(self.tokenizer, self._size)):
+            raise InvalidRequest("the prompt has no tokens", param="prompt")
+        counts = dict.fromkeys(self._placeholders, 0)
+        places = []
+        for kind in (self._placeholder_ids[id_] for id_ in ids if id_ in self._placeholder_ids):
+            places.append((kind, counts[kind]))
+            counts[kind] += 1
+        _check_places(places, prompt.media, "placeholder")
+        return self._with_media(ids, places, self._decoder.decode(places, prompt.media, use_audio_in_video))
+
+    def _with_media(self, ids: Sequence[int], places: Sequence[tuple[str, int]], decoded: Decoded) -> OmniInputs:
+        """Process the media, and put what they take among the ids in place of their placeholders."""
         expansions, tensors = self._process(places, decoded) if places else ([], {})
-        ids = self._expanded(self._tokens(conversation), places, expansions)
-        self._check_length(len(ids))
-        return OmniInputs(ids, tensors, decoded.has_video_sound)
+        expanded = self._expanded(ids, places, expansions)
+        self._check_length(len(expanded))
+        return OmniInputs(expanded, tensors, decoded.has_video_sound)
 
     def _process(
         self, places: Sequence[tuple[str, int]], decoded: Decoded
@@ -200,15 +231,22 @@ def _places(conversation: Sequence[Message], media: Media) -> list[tuple[str, in
         if message.role != "user" and any(message.media):
             # A talker gets the user's turns only, and would look for all media in those.
             raise _refusal(f"a message of the role {message.role!r} has media; only user messages may have media")
-    for kind, index in places:
-        if index not in media.of(kind):
-            raise _refusal(f"the messages refer to {kind} {index}, which was not sent")
-    unplaced = sorted({(kind, index) for kind in ("audio", "image", "video") for index in media.of(kind)} - set(places))
-    if unplaced:
-        raise _refusal(f"no message refers to {unplaced[0][0]} {unplaced[0][1]}, which was sent")
+    _check_places(places, media)
     if not places and not any(text.strip() for m in conversation if m.role != "system" for text in m.texts):
         raise _refusal("the prompt is empty: no user message has text or media")
     return places
+
+
+def _check_places(places: Sequence[tuple[str, int]], media: Media, place: str = "message") -> None:
+    """Raise InvalidRequest if a place has no input, or an input no place. place: what a place is called."""
+    param = "messages" if place == "message" else "prompt"
+    for kind, index in places:
+        if index not in media.of(kind):
+            raise InvalidRequest(f"a {place} refers to {kind} {index}, which was not sent", param=param)
+    unplaced = sorted({(kind, index) for kind in ("audio", "image", "video") for index in media.of(kind)} - set(places))
+    if unplaced:
+        found = "{} {}".format(*unplaced[0])
+        raise InvalidRequest(f"no {place} refers to {found}, which was sent", param=param)
 
 
 def _content(message: Message) -> str | list[dict[str, str]]:

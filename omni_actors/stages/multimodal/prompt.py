@@ -3,7 +3,8 @@
 Chunks, in any order; ``data["index"]`` counts the request's inputs of one kind from 0:
 
 ======== ==============================================================================================================
-messages ``data["messages"]``: a part of the conversation (see ``conversation``), in order
+messages ``data["messages"]``: a part of the conversation (see ``conversation``), in order; or a part of a raw prompt
+         (see ``raw_prompt``), with a placeholder of the model's own for each medium, by kind in order of index
 audio    ``tensors["audio"]``, ``data["sample_rate"]`` (see ``audio``); a recording may have several chunks
 image    ``tensors["image"]``, uint8 (height, width, 3); or ``tensors["encoded_image"]``, uint8 (n,), a file's bytes
 video    ``tensors["video"]``, uint8 (frames, height, width, 3), and ``data["fps"]``; or ``tensors["encoded_video"]``,
@@ -26,6 +27,7 @@ from msgspec import Meta
 from omni_actors.stages.base import Chunk, InvalidRequest
 from omni_actors.stages.multimodal import conversation
 from omni_actors.stages.multimodal.audio import Recording, Recordings, copy_samples
+from omni_actors.stages.raw_prompt import RawPrompt
 from omni_actors.stages.refusal import validated
 from omni_actors.stages.sources import OpenSources
 from ringbuf import Tensor
@@ -78,6 +80,7 @@ class OmniPrompt:
         self._messages: list[conversation.Message] = []
         self._recordings = Recordings()
         self.media = Media()
+        self.raw = RawPrompt()
 
     def feed(self, chunk: Chunk) -> bool:
         """Take a chunk. Return whether the input is complete. Raises InvalidRequest."""
@@ -89,7 +92,9 @@ class OmniPrompt:
         elif "audio" in tensors:
             self._recordings.feed(tensors["audio"], chunk.data)
         else:
+            self.raw.feed(chunk)
             self._messages += validated(chunk.data, conversation.ConversationData).messages
+            self.raw.require_alone(self._messages)
         self._open.update(chunk)
         if self._open:
             return False

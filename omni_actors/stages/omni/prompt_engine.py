@@ -119,7 +119,21 @@ class OmniPromptEngine(PromptEngine[R]):
         )
         request.ids, request.grids = torch.tensor(inputs.ids), position_grids(inputs.tensors)
         request.is_media = is_media(request.ids, self._config)
+        if inputs.is_embedded and request.downstream:
+            raise InvalidRequest("embeds: the talker needs the tokens of the prompt", param="embeds")
         prompt = self._prepare(request, inputs)
         if request.downstream:
-            request.handoff = TalkerHandoff(len(request.ids), self._talker_positions(request))
+            positions = self._talker_positions(request)
+            _check_positions(positions, request)
+            request.handoff = TalkerHandoff(len(request.ids), positions)
         return prompt
+
+
+def _check_positions(positions: Tensor | None, request: OmniRequest) -> None:
+    """Raise InvalidRequest if a raw prompt does not have what a talker takes. positions: of ``_talker_positions``."""
+    if positions is None:
+        return
+    if not positions[-1]:
+        raise InvalidRequest("prompt: for speech it has to end with the beginning of the answer's turn", param="prompt")
+    if (request.is_media & ~positions).any():
+        raise InvalidRequest("prompt: for speech, media may be in the user's turns only", param="prompt")

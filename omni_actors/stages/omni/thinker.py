@@ -44,7 +44,7 @@ class ThinkerRequest(OmniRequest, TextRequest[OmniPrompt]):
     delta: float
     """Rotary position minus index, of positions after the prompt."""
     embeds: Tensor
-    """The model's inputs of the prompt, (n, hidden), while it is prefilled."""
+    """The model's inputs of the prompt, (n, hidden), while it is prefilled. Those of a raw prompt may be given."""
     cached = 0
     """Prompt positions in the cache."""
 
@@ -103,13 +103,18 @@ class OmniThinker(OmniPromptEngine[R], LanguageEngine[R]):
 
     # LanguageEngine
 
-    def _prepare(self, request: R, inputs: OmniInputs) -> list[int]:
+    def _prepare(self, request: R, inputs: OmniInputs) -> list[int | None]:
         refuse_beyond_context(len(inputs.ids), f"{len(inputs.ids)} tokens", self._context)
         request.inputs = inputs
+        if inputs.is_embedded:
+            table, penalty = self._language.embed_tokens.weight, request.params.repetition_penalty
+            request.embeds = request.collector.raw.embeds(table.shape[1], table.dtype, penalty)
         request.positions, request.delta = rotary_positions(
             self._model, request.ids, request.grids, use_audio_in_video=inputs.use_audio_in_video
         )
-        return inputs.ids
+        if request.positions.shape[1] != len(inputs.ids):
+            raise InvalidRequest("prompt: its placeholders are not arranged as the model expects them", param="prompt")
+        return [None] * len(inputs.ids) if inputs.is_embedded else [*inputs.ids]
 
     def _prefill(self, row: int, count: int) -> Iterator[StageOutput | StageFailure]:
         request = self._scheduler.rows[row]
@@ -158,7 +163,8 @@ class OmniThinker(OmniPromptEngine[R], LanguageEngine[R]):
     def _encode_media(self, request: R) -> None:
         """Fill ``embeds`` and drop the processor's tensors. It changes nothing that requests share."""
         ids, tensors, thinker = request.ids.to(self._device), request.inputs.tensors, self._config.thinker_config
-        encoders, embeds, visual = self._model.model, self._embed(ids), []
+        embeds = request.embeds.to(self._device) if request.inputs.is_embedded else self._embed(ids)
+        encoders, visual = self._model.model, []
         if (features := tensors.get("input_features")) is not None:
             audio = encoders.get_audio_features(
                 features.to(self._device, self._model.dtype), tensors["feature_attention_mask"].to(self._device)

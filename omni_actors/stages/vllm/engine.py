@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 import msgspec
 import vllm
 from vllm import LLMEngine, SamplingParams
+from vllm.inputs.engine import embeds_input
 
 from omni_actors.stages.autoregressive.prompt_engine import C, PromptEngine, PromptRequest
 from omni_actors.stages.base import (
@@ -33,6 +34,7 @@ from omni_actors.stages.base import (
     StageOutput,
     StageRequest,
 )
+from omni_actors.stages.raw_prompt import RawPrompt
 from omni_actors.stages.refusal import beyond_context
 from omni_actors.stages.vllm import _internals
 from omni_actors.stages.vllm.arguments import CLIENT_ERRORS, engine_args, refusal, sampling_params
@@ -128,6 +130,17 @@ class VLLMEngine(PromptEngine[R]):
             if request.prompt_tokens >= self._context:
                 raise beyond_context(str(error)) from error
             raise refusal(error) from error
+
+    def _embeds_input(self, prompt: RawPrompt, repetition_penalty: float) -> Any:
+        """Return vLLM's input for embeddings. vLLM does not check them: wrong ones would end the worker.
+
+        vLLM would count a repetition penalty for the ids that an earlier request left in the row.
+        """
+        model = self._llm.model_config
+        if not model.enable_prompt_embeds:
+            message = "embeds are taken only by a stage with engine_args.enable_prompt_embeds: true"
+            raise InvalidRequest(message, param="embeds")
+        return embeds_input(prompt.embeds(model.get_hidden_size(), model.dtype, repetition_penalty))
 
     def abort(self, request_id: RequestId) -> None:
         request = self._requests.pop(request_id, None)

@@ -91,7 +91,9 @@ class Thinker(OmniPromptEngine[R], VLLMEngine[R]):
     def _prepare(self, request: R, inputs: OmniInputs) -> Any:
         """Return vLLM's ``EngineInput``."""
         request.prompt_tokens = len(inputs.ids)
-        return to_prompt(inputs, self._config.thinker_config)
+        if not inputs.is_embedded:
+            return to_prompt(inputs, self._config.thinker_config)
+        return self._embeds_input(request.collector.raw, request.sampling.repetition_penalty)
 
     def _join_batch(self, request: R, prompt: Any) -> None:
         limit = min(request.params.max_tokens, self._context - request.prompt_tokens)

@@ -1,0 +1,146 @@
+"""Prompts: from what a caller writes to pieces of input.
+
+A question is text, and a conversation is a list of messages: the model's chat template renders both. A *raw prompt*
+passes the template. It is a mapping with one of the keys of ``RAW``, as in vLLM.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias, TypedDict
+
+import numpy as np
+
+from omni_actors import media
+from omni_actors.errors import InvalidRequest
+from omni_actors.media import MultiModalData
+from omni_actors.orchestrator.pieces import Input
+
+Messages: TypeAlias = Sequence[Mapping[str, Any]]
+"""A conversation, as in OpenAI's chat API: ``{"role": "user", "content": "…"}``. The content may be a list of parts:
+``{"type": "text", "text": "…"}``, or ``{"type": "audio", "index": 0}`` for the first of ``multi_modal_data["audio"]``;
+"image" and "video" likewise."""
+
+
+class _WithMedia(TypedDict, total=False):
+    multi_modal_data: MultiModalData
+
+
+class ConversationPrompt(_WithMedia):
+    """A conversation with its own media."""
+
+    messages: Messages
+
+
+class TextPrompt(_WithMedia):
+    """A text that the model continues. Special tokens in it count, and so do the model's placeholders for media: the
+    first "<|image_pad|>" is image 0."""
+
+    prompt: str
+
+
+class TokensPrompt(_WithMedia):
+    """The token ids of a prompt, integers (n,), with placeholders as in ``TextPrompt``."""
+
+    prompt_token_ids: Any
+
+
+class EmbedsPrompt(TypedDict):
+    """The model's input embeddings of a prompt, floating point (n, hidden): an array of numpy or a tensor of torch."""
+
+    prompt_embeds: Any
+
+
+Prompt: TypeAlias = str | Messages | ConversationPrompt | TextPrompt | TokensPrompt | EmbedsPrompt
+
+RAW = ("prompt", "prompt_token_ids", "prompt_embeds")
+"""The keys of raw prompts, which are also the names of what an engine can or cannot take (``errors.Unsupported``)."""
+_KINDS = ("messages", *RAW)
+
+
+def is_list_of_prompts(prompt: Any) -> bool:
+    """Return whether ``prompt`` is a list of prompts, and neither one prompt nor a conversation."""
+    if isinstance(prompt, str | Mapping) or not isinstance(prompt, Sequence):
+        return False
+    return any(isinstance(each, str | Sequence) or _is_keyed(each) for each in prompt)
+
+
+def raw_kind(prompt: Any) -> str | None:
+    """Return the key of a raw prompt; None for a question, a conversation and no prompt."""
+    return next((kind for kind in RAW if kind in prompt), None) if isinstance(prompt, Mapping) else None
+
+
+def pieces(prompt: Any, multi_modal_data: MultiModalData | None) -> dict[str, list[Input]]:
+    """Return the pieces of input of a prompt and its media, by kind.
+
+    prompt: a ``Prompt``, or None for media alone. multi_modal_data: the media of a prompt that has no own.
+    Raises InvalidRequest: the prompt or a medium is of a wrong type.
+    """
+    if not _is_keyed(prompt):
+        inputs = media.pieces(multi_modal_data or {})
+        if prompt is not None:
+            inputs["messages"] = [Input({"messages": media.conversation(prompt, inputs)})]
+        return inputs
+    if unknown := sorted(map(str, prompt.keys() - {*_KINDS, "multi_modal_data"})):
+        raise _refusal(f"prompt: unknown key {unknown[0]!r}; accepted: {', '.join(_KINDS)}, multi_modal_data")
+    kind, *more = [kind for kind in _KINDS if kind in prompt]
+    own = prompt.get("multi_modal_data")
+    if more or (own and multi_modal_data):
+        twice = (kind, *more) if more else ("multi_modal_data", "multi_modal_data")
+        raise _refusal(f"prompt: one of {twice[0]} and {twice[1]} was expected, and both were given")
+    inputs = media.pieces(own or multi_modal_data or {})
+    if inputs and kind == "prompt_embeds":
+        raise InvalidRequest("prompt_embeds are a whole prompt: no media come with them", param="prompt_embeds")
+    inputs["messages"] = [_PIECES[kind](prompt[kind], inputs)]
+    return inputs
+
+
+def _is_keyed(prompt: Any) -> bool:
+    return isinstance(prompt, Mapping) and any(kind in prompt for kind in _KINDS)
+
+
+def _messages(messages: Any, inputs: Mapping[str, Sequence[Input]]) -> Input:
+    if isinstance(messages, str):
+        raise InvalidRequest(f"messages: expected a list of messages, found {messages!r:.200}", param="messages")
+    return Input({"messages": media.conversation(messages, inputs)})
+
+
+def _text(text: Any, _: object) -> Input:
+    if not isinstance(text, str):
+        raise InvalidRequest(f"prompt: expected text, found {text!r:.200}", param="prompt")
+    return Input({"prompt": text})
+
+
+def _token_ids(given: Any, _: object) -> Input:
+    found = _array(given, "prompt_token_ids")
+    fits = found.dtype.kind in "iu" and found.ndim == 1 and found.size > 0
+    if not fits or found.min() < 0 or found.max() >= 2**31:
+        message = f"prompt_token_ids: token ids (n,) were expected, found {found.dtype} {found.shape}"
+        raise InvalidRequest(message, param="prompt_token_ids")
+    return Input({}, {"token_ids": np.ascontiguousarray(found, np.int64)})
+
+
+def _embeds(given: Any, _: object) -> Input:
+    found = _array(given, "prompt_embeds")
+    if found.dtype.name not in ("float16", "float32", "float64") or found.ndim != 2 or not found.size:
+        message = f"prompt_embeds: floating point (n, hidden) was expected, found {found.dtype} {found.shape}"
+        raise InvalidRequest(message, param="prompt_embeds")
+    return Input({}, {"embeds": np.ascontiguousarray(found)})
+
+
+_PIECES = {"messages": _messages, "prompt": _text, "prompt_token_ids": _token_ids, "prompt_embeds": _embeds}
+
+
+def _array(given: Any, param: str) -> np.ndarray[Any, Any]:
+    """Return ``given`` as an array of numpy; a tensor of torch in bfloat16, which numpy lacks, in float32."""
+    if hasattr(given, "detach"):  # torch, which the parent does not import
+        given = given.detach().cpu()
+        given = given.float() if str(given.dtype) == "torch.bfloat16" else given
+    try:
+        return np.asarray(given)
+    except (ValueError, TypeError, OverflowError) as error:
+        raise InvalidRequest(f"{param}: an array was expected: {error}", param=param) from error
+
+
+def _refusal(message: str) -> InvalidRequest:
+    return InvalidRequest(message, param="prompt")

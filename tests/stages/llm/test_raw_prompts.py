@@ -1,0 +1,151 @@
+"""Raw prompts of the llm engine: text past the chat template, token ids, and embeddings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from omni_actors.stages.base import Decisions, InvalidRequest
+from omni_actors.stages.llm.engine import LLMEngine
+from tests.stages.llm.tiny_engine import CONTEXT, PROMPTS, Results, assert_empty, transformers_of, user
+from tests.support.engine_driver import Driver
+
+pytestmark = pytest.mark.usefixtures("clear_choices")
+
+TEXT = "the quick brown fox <|im_start|>jumps"
+KINDS = ("prompt", "prompt_token_ids", "prompt_embeds")
+
+
+def raw_chunk(path: Path, kind: str, tokens: list[int]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return data and tensors of a chunk that has ``TEXT``, or these tokens."""
+    if kind == "prompt":
+        return {"prompt": TEXT}, {}
+    if kind == "prompt_token_ids":
+        return {}, {"token_ids": np.array(tokens)}
+    table = transformers_of(path)[1].get_input_embeddings().weight.detach().numpy()
+    return {}, {"embeds": table[tokens]}
+
+
+def expected(path: Path, max_tokens: int) -> tuple[list[int], str]:
+    """The prompt's tokens, and transformers' own greedy continuation."""
+    tokenizer, model = transformers_of(path)
+    batch = tokenizer(TEXT, return_tensors="pt")
+    size = batch["input_ids"].shape[1]
+    tokens = model.generate(batch["input_ids"], max_new_tokens=max_tokens, do_sample=False)[0].tolist()
+    return tokens[:size], tokenizer.decode(tokens[size:], skip_special_tokens=True)
+
+
+@pytest.fixture
+def driver(drive: Callable[..., Driver], engine: LLMEngine) -> Driver:
+    return drive(engine)
+
+
+def answer(driver: Driver, chunk: Any, journal: Sequence[Decisions] = (), **params: Any) -> list[Any]:
+    driver.start(0, journal=tuple(journal), **params)
+    driver.feed(0, *chunk, last=True)
+    outputs: list[Any] = driver.run()[0]
+    return outputs
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_raw_prompt_is_continued_as_transformers_continues_it(driver: Driver, tiny: Path, kind: str) -> None:
+    """Its forwards are prefill chunks of 7 positions, so the prompt takes several."""
+    tokens, text = expected(tiny, 12)
+    assert len(tokens) > 14
+    outputs = answer(driver, raw_chunk(tiny, kind, tokens), max_tokens=12)
+    assert "".join(output.data["text"] for output in outputs) == text
+    assert outputs[-1].data["prompt_tokens"] == len(tokens)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_answer_to_a_raw_prompt_is_the_same_wherever_it_is_resumed(driver: Driver, tiny: Path, kind: str) -> None:
+    chunk = raw_chunk(tiny, kind, expected(tiny, 1)[0])
+    params = {"temperature": 1.0, "seed": 3, "max_tokens": 20}
+    whole = answer(driver, chunk, **params)
+    journal = [output.decisions for output in whole]
+    for cut in range(0, len(whole) + 1, 3):
+        assert answer(driver, chunk, journal[:cut], **params) == whole, f"cut {cut}"
+
+
+def test_raw_prompts_and_conversations_share_a_batch(driver: Driver, engine: LLMEngine, tiny: Path) -> None:
+    tokens, text = expected(tiny, 12)
+    driver.start(9, max_tokens=12)
+    driver.feed(9, user(PROMPTS[2]), last=True)
+    alone = driver.run()[9]
+    for number, kind in enumerate(KINDS):
+        driver.start(number, max_tokens=12)
+        driver.feed(number, *raw_chunk(tiny, kind, tokens), last=True)
+    driver.start(9, max_tokens=12)
+    driver.feed(9, user(PROMPTS[2]), last=True)
+    found = driver.run()
+    assert found[9] == alone
+    assert {"".join(output.data["text"] for output in found[number]) for number in range(len(KINDS))} == {text}
+
+
+def test_the_parts_of_several_chunks_are_joined(driver: Driver, tiny: Path) -> None:
+    tokens, text = expected(tiny, 12)
+    for kind in ("prompt_token_ids", "prompt_embeds"):
+        driver.start(0, max_tokens=12)
+        driver.feed(0, *raw_chunk(tiny, kind, tokens[:5]))
+        driver.feed(0, *raw_chunk(tiny, kind, tokens[5:]), last=True)
+        assert "".join(output.data["text"] for output in driver.run()[0]) == text
+
+
+@pytest.mark.parametrize(
+    ("data", "tensors", "params", "param", "words"),
+    [
+        ({"prompt": ""}, {}, {}, "messages", "no tokens"),
+        ({"prompt": 3}, {}, {}, "prompt", "expected text"),
+        ({"prompt": "a", **user("b")}, {}, {}, "prompt", "no messages"),
+        ({"prompt": "a"}, {"token_ids": np.array([1])}, {}, "prompt", "not several"),
+        ({"prompt": "a b " * 600}, {}, {}, "messages", "context holds"),
+        ({}, {"token_ids": np.array([1, 10**6])}, {}, "prompt_token_ids", "no token 1000000"),
+        ({}, {"token_ids": np.array([1, -1])}, {}, "prompt_token_ids", "no token -1"),
+        ({}, {"token_ids": np.array([1.0])}, {}, "prompt_token_ids", "float64"),
+        ({}, {"token_ids": np.array([[1]])}, {}, "prompt_token_ids", "int64"),
+        ({}, {"token_ids": np.ones(CONTEXT, np.int64)}, {}, "messages", "context holds"),
+        ({}, {"embeds": np.ones((4, 31), np.float32)}, {}, "embeds", "rows of 31 numbers; the model takes 32"),
+        ({}, {"embeds": np.ones((CONTEXT, 32), np.float32)}, {}, "messages", "embeddings"),
+        ({}, {"embeds": np.full((4, 32), np.nan, np.float32)}, {}, "embeds", "finite"),
+        ({}, {"embeds": np.ones((4, 32), np.float32)}, {"repetition_penalty": 1.2}, "repetition_penalty", "have none"),
+    ],
+)
+def test_a_wrong_raw_prompt_is_refused(
+    engine: LLMEngine,
+    driver: Driver,
+    data: dict[str, Any],
+    tensors: dict[str, Any],
+    params: dict[str, Any],
+    param: str,
+    words: str,
+) -> None:
+    driver.start(0, **params)
+    with pytest.raises(InvalidRequest, match=words) as refused:
+        driver.feed(0, data, tensors, last=True)
+    assert refused.value.param == param
+    driver.live.discard(0)
+    assert_empty(engine)
+
+
+def test_a_raw_prompt_has_no_place_for_a_transcript(engine: LLMEngine, driver: Driver) -> None:
+    driver.start(0, sources=("client", "ear"))
+    driver.feed(0, {"prompt": "a"}, last=True)
+    with pytest.raises(InvalidRequest, match="no place for its transcript"):
+        driver.feed(0, {"text": "b"}, last=True, source="ear")
+    driver.live.discard(0)
+    assert_empty(engine)
+
+
+def test_results_of_hostile_embeddings_fail_their_own_request(driver: Driver) -> None:
+    """Numbers so large that no logit is finite."""
+    driver.start(0)
+    driver.feed(0, tensors={"embeds": np.full((4, 32), 3e38, np.float32)}, last=True)
+    results = Results()
+    while driver.engine.busy:
+        results.step(driver.engine)  # type: ignore[arg-type]
+    assert 0 in results.failed or 0 in results.ends
+    driver.live.discard(0)
