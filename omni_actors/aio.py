@@ -104,6 +104,9 @@ class AsyncOmni(Face):
 
     call = _waiting(OmniSystem.call)
     set_desired = _waiting(OmniSystem.set_desired)
+    add_lora = _waiting(OmniSystem.add_lora)
+    remove_lora = _waiting(OmniSystem.remove_lora)
+    pin_lora = _waiting(OmniSystem.pin_lora)
 
     async def _wait(self, work: Callable[[OmniSystem], Awaitable[T]]) -> T:
         return await asyncio.wrap_future(self.background.start(work))

@@ -115,6 +115,8 @@ class Face:
         """Return the state of the system."""
         return self.background.call(OmniSystem.health)
 
+    list_loras = at_once(OmniSystem.list_loras)
+
     @property
     def pipeline(self) -> Pipeline:
         """The pipeline that runs, with every default."""

@@ -129,6 +129,9 @@ class Omni(Face):
 
     call = _waiting(OmniSystem.call)
     set_desired = _waiting(OmniSystem.set_desired)
+    add_lora = _waiting(OmniSystem.add_lora)
+    remove_lora = _waiting(OmniSystem.remove_lora)
+    pin_lora = _waiting(OmniSystem.pin_lora)
 
     def _wait(self, work: Callable[[OmniSystem], Awaitable[T]]) -> T:
         future = self.background.start(work)

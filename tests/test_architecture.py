@@ -47,11 +47,12 @@ LAYERS: dict[str, set[str]] = {
     "omni_actors.stages.assets": {"omni_actors.errors"},
     "omni_actors.stages.bounds": set(),
     OPTIONS: {"omni_actors.stages.bounds"},
+    "omni_actors.stages.adapters.files": {"omni_actors.errors", OPTIONS},
     "omni_actors.stages.registry": {"omni_actors.stages.base", OPTIONS},
     "omni_actors.stages.memory": {"omni_actors.stages.registry"},
     "omni_actors.stages": {
         *("omni_actors.errors", "omni_actors.validation", "ringbuf", OPTIONS),
-        *(f"omni_actors.stages.{name}" for name in ("base", "assets", "bounds")),
+        *(f"omni_actors.stages.{name}" for name in ("base", "assets", "bounds", "adapters.files")),
     },
     "omni_actors.config": {
         *("omni_actors.errors", "omni_actors.validation", "omni_actors.protocol.messages"),
@@ -86,6 +87,7 @@ LAYERS: dict[str, set[str]] = {
         "ringbuf",
         *LEAVES,
         *ENGINE_DATA,
+        *("omni_actors.stages.adapters.files", OPTIONS),
     },
     "omni_actors.background": {"omni_actors.system", *LEAVES},
     "omni_actors.face": {"omni_actors.background", "omni_actors.generation", "omni_actors.system", *LEAVES},
@@ -149,7 +151,10 @@ FORBIDDEN_LIBRARIES: dict[str, set[str]] = {
     "omni_actors.stages.base": HEAVY | {"trio"},
     **{
         module: HEAVY | {"trio"}
-        for module in (OPTIONS, *(f"omni_actors.stages.{name}" for name in ("bounds", "memory", "registry")))
+        for module in (
+            OPTIONS,
+            *(f"omni_actors.stages.{name}" for name in ("bounds", "memory", "registry", "adapters.files")),
+        )
     },
 }
 """The libraries that no import statement of a layer may name. The longest matching name counts."""

@@ -15,7 +15,7 @@ import msgspec
 
 from omni_actors.stages.autoregressive.options import TextOptions, TextParams
 from omni_actors.stages.base import NoOptions, NoParams
-from omni_actors.stages.echo.options import EchoOptions
+from omni_actors.stages.echo.options import EchoOptions, EchoParams
 from omni_actors.stages.hibari import options as hibari
 from omni_actors.stages.omni import options as omni
 from omni_actors.stages.qwen2_5 import options as qwen2_5
@@ -123,7 +123,7 @@ _vllm = partial(_shipped, libraries=("vllm",), extra="vllm", resumable=True)
 _vllm_thinker = partial(_vllm, has_tokenizer=True, lacks_raw_prompt=_on_vllm(_raw_prompt_of_thinker))
 
 ENGINES: dict[str, EngineSpec] = {
-    "echo": _shipped("echo.engine:EchoEngine", EchoOptions, needs_model=False, lacks_raw_prompt=None),
+    "echo": _shipped("echo.engine:EchoEngine", EchoOptions, EchoParams, needs_model=False, lacks_raw_prompt=None),
     "llm": _torch(
         "llm.engine:open_engine",
         TextOptions,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from omni_actors.prompts import Messages
 from omni_actors.supervisor.calls import Reply
 from omni_actors.system.health import Health, PastExit, ReplicaHealth
+from omni_actors.system.loras import LoraInfo
 from omni_actors.system.omni_system import OmniSystem
 
-__all__ = ["Health", "Messages", "OmniSystem", "PastExit", "ReplicaHealth", "Reply"]
+__all__ = ["Health", "LoraInfo", "Messages", "OmniSystem", "PastExit", "ReplicaHealth", "Reply"]

@@ -29,13 +29,13 @@ from omni_actors.supervisor.process import LocalSpawner, Spawner
 from omni_actors.supervisor.replica import ReplicaState
 from omni_actors.supervisor.supervisor import Supervisor
 from omni_actors.system import batch, capabilities, machine, workers
-from omni_actors.system.control import Control
 from omni_actors.system.gauges import gauges
 from omni_actors.system.health import Health, ReplicaHealth, replica_health
+from omni_actors.system.loras import LoraControl, LoraTable
 from omni_actors.system.parameters import Parameters
 
 
-class OmniSystem(Control):
+class OmniSystem(LoraControl):
     """A running pipeline. ``OmniSystem.open`` starts one.
 
     >>> async def main():
@@ -52,7 +52,7 @@ class OmniSystem(Control):
             name: Node(accepts=s.accepts, inputs=s.inputs, emits=s.emits) for name, s in pipeline.stages.items()
         }
         self._route = functools.cache(functools.partial(plan, self._nodes))
-        self._parameters = Parameters(pipeline)
+        self._parameters, self._loras = Parameters(pipeline), LoraTable(pipeline)
         self._edges = Edges(workers.edge_specs(pipeline), spawner)
         self._orchestrator = Orchestrator(
             self._edges,
@@ -157,7 +157,8 @@ class OmniSystem(Control):
             on_failure: "replay": after the death of a worker its work for this request is repeated, and the answer
                 continues as if nothing had happened; if that is impossible the request ends with ``StageCrashed``.
                 "fail": the request ends with ``StageCrashed`` at once.
-            params: Parameters of the engines, such as max_tokens, temperature, seed or speed. None means not given.
+            params: Parameters of the engines, such as max_tokens, temperature, seed or speed; ``lora`` is the name of a
+                LoRA adapter (see ``add_lora``). None means not given.
 
         Returns:
             The answer. Dropping it aborts the request. The inputs must not change before the request has ended.
@@ -169,6 +170,7 @@ class OmniSystem(Control):
                 submits any number of prompts without this error.
             Quarantined: The same request has ended workers a short time ago.
             StageUnavailable: A stage that the request needs has failed.
+            Unsupported: No stage of the request has the LoRA adapter.
         """
         inputs = prompt_inputs.pieces(prompt, multi_modal_data)
         if script is not None:
@@ -239,6 +241,7 @@ class OmniSystem(Control):
         """
         route = self._planned(inputs, modalities)
         by_stage = self._parameters.by_stage(route.stages, params)
+        self._loras.resolve(by_stage)
         deadline_s = self.pipeline.limits.deadline_s if deadline_s is None else deadline_s
         if not 0 <= deadline_s < math.inf:
             raise InvalidRequest(f"deadline_s: expected seconds from 0 on, found {deadline_s}", param="deadline_s")

@@ -6,7 +6,9 @@ Rules
    answered with its last message as ``data["text"]``.
 2. Chunks of several sources are taken in turn, one of each source that has not ended, independent of when they arrive.
 3. A step gives one output of every ready request and costs ``step_s`` once: so batching looks from outside.
-4. The request's last output is the last one of the chunk that ends the last open source. A request without sources
+4. With a LoRA adapter, the stage adds ``[NAME DIGEST]`` to each text: the hash of the files that it has read. It
+   checks the files as a real engine does.
+5. The request's last output is the last one of the chunk that ends the last open source. A request without sources
    gives one empty output.
 
 A chunk can cause a failure, with a mapping ``data["echo"]`` of
@@ -38,7 +40,9 @@ import numpy as np
 from msgspec import Meta
 
 from omni_actors.stages import base
-from omni_actors.stages.echo.options import EchoOptions
+from omni_actors.stages.adapters import files
+from omni_actors.stages.adapters.options import KEEP, LOAD, Adapter, KeptAdapters
+from omni_actors.stages.echo.options import EchoOptions, EchoParams
 from omni_actors.stages.engine import PausableEngine
 from omni_actors.stages.refusal import request_work, validated
 from ringbuf import Tensor
@@ -90,7 +94,9 @@ class _Pending(msgspec.Struct):
 
 
 class _Request:
-    def __init__(self, sources: tuple[str, ...]) -> None:
+    def __init__(self, sources: tuple[str, ...], mark: str) -> None:
+        self.mark = mark
+        """What the request's adapter adds to each text."""
         self._turns = deque(sources)
         """Sources with chunks to come or to be taken. The next chunk is taken from the first."""
         self._ended: set[str] = set()
@@ -132,11 +138,15 @@ class EchoEngine(PausableEngine[_Request]):
         super().__init__()
         self._stage = context.stage
         self._options = msgspec.convert(context.options, EchoOptions)
+        self._marks: dict[Adapter, str] = {}
+        """What each adapter that requests may name adds to a text."""
+        self._capabilities |= {LOAD: self._load_adapter, KEEP: self._keep_adapters}
         context.report("pretending to load")
         time.sleep(self._options.load_s)
 
     def _new_request(self, request: base.StageRequest) -> _Request:
-        return _Request(request.sources)
+        adapter = files.named(validated(request.params, EchoParams).lora)
+        return _Request(request.sources, "" if adapter is None else self._mark(adapter))
 
     def _take(self, request: _Request, chunk: base.Chunk) -> None:
         pending = self._copy(chunk)
@@ -159,6 +169,8 @@ class EchoEngine(PausableEngine[_Request]):
                 del self._requests[request_id]
                 return base.StageFailure(request_id, failure)
             tensors, data = dict(head.tensors), head.data
+            if request.mark and data.get("text"):
+                data = {**data, "text": data["text"] + request.mark}
             head.outputs_left -= 1
             if not head.outputs_left:
                 request.remove_head()
@@ -168,6 +180,23 @@ class EchoEngine(PausableEngine[_Request]):
         if request.complete:
             del self._requests[request_id]
         return base.StageOutput(request_id, tensors, data, request.complete)
+
+    def _mark(self, adapter: Adapter) -> str:
+        """Return what an adapter adds to a text. Raises ``InvalidRequest``."""
+        return self._marks.get(adapter) or f"[{adapter.name} {files.read_again(adapter).digest[:8]}]"
+
+    def _load_adapter(self, adapter: Mapping[str, Any]) -> None:
+        self._mark(validated(adapter, Adapter))
+
+    def _keep_adapters(self, adapters: list[Any], pinned: list[str]) -> None:
+        kept = validated({"adapters": adapters, "pinned": pinned}, KeptAdapters)
+        marks = {}
+        for adapter in kept.adapters:
+            try:
+                marks[adapter] = self._mark(adapter)
+            except base.InvalidRequest as error:  # the requests that name it are refused
+                print(error, file=sys.stderr, flush=True)
+        self._marks = marks
 
     def _copy(self, chunk: base.Chunk) -> _Pending:
         """Copy a chunk. Raises InvalidRequest."""

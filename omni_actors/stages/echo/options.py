@@ -1,4 +1,4 @@
-"""The options of the ``echo`` engine. It takes no request parameters."""
+"""The options and request parameters of the ``echo`` engine."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from omni_actors.stages.adapters.options import Lora
 from omni_actors.stages.bounds import Positive, Seconds
 
 
@@ -23,3 +24,10 @@ class EchoOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Size of a uint8 tensor ``payload`` that is added to each output; 0 adds none."""
     load_s: Seconds = 0.0
     """Duration of loading."""
+
+
+class EchoParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The request parameters of ``echo``."""
+
+    lora: Lora | None = None
+    """The LoRA adapter of this request. It adds its name and the hash of its files to each text."""
