@@ -6,7 +6,7 @@ and every collection has a largest length.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
 from msgspec import Meta
 
@@ -36,3 +36,5 @@ Name = Annotated[str, Meta(max_length=128)]
 Bias = Annotated[float, Meta(ge=-100, le=100)]
 LogitBias = Annotated[dict[Name | TokenId, Bias], Meta(max_length=1024)]
 """By token id. JSON has ids as strings."""
+Settings = Annotated[dict[Name, Any], Meta(max_length=64)]
+"""A mapping that the engine checks. It is also bounded by the size of a request's encoded parameters."""

@@ -115,8 +115,9 @@ def _shipped(
 
 
 _torch = partial(_shipped, libraries=("torch", "transformers"), resumable=True)
+_language = partial(_torch, libraries=("torch", "transformers", "llguidance"))
 _thinker = partial(
-    _torch, extra="omni", checkpoint_part="thinker", has_tokenizer=True, lacks_raw_prompt=_raw_prompt_of_thinker
+    _language, extra="omni", checkpoint_part="thinker", has_tokenizer=True, lacks_raw_prompt=_raw_prompt_of_thinker
 )
 _talker = partial(_torch, extra="omni", checkpoint_part="talker")
 _vllm = partial(_shipped, libraries=("vllm",), extra="vllm", resumable=True)
@@ -124,7 +125,7 @@ _vllm_thinker = partial(_vllm, has_tokenizer=True, lacks_raw_prompt=_on_vllm(_ra
 
 ENGINES: dict[str, EngineSpec] = {
     "echo": _shipped("echo.engine:EchoEngine", EchoOptions, EchoParams, needs_model=False, lacks_raw_prompt=None),
-    "llm": _torch(
+    "llm": _language(
         "llm.engine:open_engine",
         TextOptions,
         TextParams,

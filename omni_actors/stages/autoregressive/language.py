@@ -32,6 +32,7 @@ from omni_actors.stages.autoregressive.options import TextParams
 from omni_actors.stages.autoregressive.prompt_engine import C, PromptEngine, PromptRequest
 from omni_actors.stages.autoregressive.sampling import RandomNumbers, Sampler, Sampling, choose, not_finite
 from omni_actors.stages.autoregressive.scheduler import ScheduledSequence, Scheduler
+from omni_actors.stages.autoregressive.structure import PARAM, Structure, StructureTokenizer
 from omni_actors.stages.autoregressive.text import AnswerText, Vocabulary
 from omni_actors.stages.refusal import beyond_context, request_work
 
@@ -43,7 +44,7 @@ class TextRequest(PromptRequest[C], ScheduledSequence):
         super().__init__(request, params, collector)
         sampling = msgspec.convert(params, Sampling, from_attributes=True)
         bias = _token_biases(params)
-        is_plain = sampling.is_greedy and not bias
+        is_plain = sampling.is_greedy and not bias and params.structured_outputs is None
         self.sampler = None if is_plain else Sampler(sampling, RandomNumbers(params.seed), bias=bias)
         self.decided = deque(token for decisions in request.journal for token in decisions)
         """The tokens of the journal that the answer does not have yet."""
@@ -74,6 +75,7 @@ class LanguageEngine(AdaptedEngine[R], PromptEngine[R]):
         super().__init__()
         self._adapters = adapters
         self._scheduler, self._vocabulary, self._context = scheduler, vocabulary, context
+        self._structure_tokenizer: StructureTokenizer | None = None
 
     # for subclasses, besides ``_new_request`` and ``_encode``, which returns the token of each position of the prompt
     # (None: there is only an embedding)
@@ -112,11 +114,24 @@ class LanguageEngine(AdaptedEngine[R], PromptEngine[R]):
         if request.sampler:
             request.sampler.see(token for token in tokens if token is not None)
             request.sampler.end_tokens = end_tokens
+            request.sampler.structure = self._structure(params)
         replayed = len(request.decided) if params.logprobs is None else 0
         request.prefill_left, request.ready = len(tokens), len(tokens) + replayed
         limit = min(params.max_tokens, self._context - len(tokens))
         request.answer = AnswerText(self._vocabulary, len(tokens), limit, params)
         self._scheduler.add(request)
+
+    def _structure(self, params: TextParams) -> Structure | None:
+        """Return the structure of an answer. Raises ``InvalidRequest``."""
+        if params.structured_outputs is None:
+            return None
+        if params.ignore_eos or params.min_tokens:
+            name = "ignore_eos" if params.ignore_eos else "min_tokens"
+            raise base.InvalidRequest(f"{name}: the end of the answer follows from its structure", param=name)
+        with request_work(PARAM):
+            if self._structure_tokenizer is None:
+                self._structure_tokenizer = StructureTokenizer(self._vocabulary.tokenizer, sorted(self._vocabulary.end))
+            return Structure(self._structure_tokenizer, params.structured_outputs)
 
     def _require_known(self, param: str, tokens: Iterable[int]) -> None:
         """Raise ``InvalidRequest`` if the model does not have one of these tokens."""

@@ -58,6 +58,8 @@ class TextParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Numbers that are added to the logits of tokens, by token id."""
     logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     """How many of the most likely tokens each output token reports with their log probabilities. None: no report."""
+    structured_outputs: bounds.Settings | None = None
+    """The form of the answer: json (a schema), json_object, regex, choice or grammar; vLLM takes structural_tag too."""
     skip_special_tokens: bool = True
     """Whether special tokens are left out of the text."""
     lora: Lora | None = None

@@ -20,6 +20,7 @@ import hashlib
 import secrets
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Protocol
 
 import msgspec
 import torch
@@ -55,6 +56,18 @@ class Sampling(msgspec.Struct, frozen=True):
         return self.temperature == 0 and self.repetition_penalty == 1 and self.min_tokens == 0 and not counts
 
 
+class TokenMask(Protocol):
+    """Says which tokens may come next, by those that came before (``structure.Structure``)."""
+
+    def mask(self, logits: Tensor) -> Tensor:
+        """Return the logits (vocabulary,) with those of tokens that cannot follow at -inf."""
+        ...
+
+    def accept(self, token: int) -> None:
+        """Count a token."""
+        ...
+
+
 class RandomNumbers:
     """A request's random numbers. seed: any number, of which the lowest 64 bits count; None: one from the system."""
 
@@ -79,6 +92,7 @@ class Sampler:
 
     source: its random numbers; samplers of one request may share them. suppressed: bool (vocabulary,), tokens that it
     never chooses. bias: added to the logits of these tokens. ``end_tokens``: see ``Sampling.min_tokens``.
+    ``structure`` excludes the tokens that cannot follow.
     """
 
     def __init__(
@@ -90,6 +104,7 @@ class Sampler:
     ) -> None:
         self.sampling, self._source, self._suppressed = sampling, source, suppressed
         self.end_tokens: frozenset[int] = frozenset()
+        self.structure: TokenMask | None = None
         self._bias = bias or {}
         self._chosen = 0
         self._counts: Counter[int] = Counter()
@@ -108,6 +123,8 @@ class Sampler:
         self.see([token])
         if self.sampling.presence_penalty or self.sampling.frequency_penalty:
             self._counts[token] += 1
+        if self.structure is not None:
+            self.structure.accept(token)
 
     def replay(self, token: int) -> None:
         """Count a token that was decided earlier, and leave out the random number that was drawn for it."""
@@ -131,6 +148,8 @@ class Sampler:
         if self._chosen < self.sampling.min_tokens and self.end_tokens:
             known = [token for token in sorted(self.end_tokens) if token < logits.shape[-1]]
             logits = logits.index_fill(0, torch.tensor(known, dtype=torch.long), float("-inf"))
+        if self.structure is not None:
+            logits = self.structure.mask(logits)
         return logits
 
     def draw(self) -> float:

@@ -8,7 +8,7 @@ import msgspec
 from msgspec import Meta
 
 from omni_actors.stages.autoregressive.options import TextParams
-from omni_actors.stages.bounds import Name, StopString, TokenId
+from omni_actors.stages.bounds import Settings, StopString, TokenId
 from omni_actors.stages.omni.options import TalkerOptions
 
 
@@ -33,7 +33,6 @@ Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Logprobs = Annotated[int, Meta(ge=-1, le=100_000)]
 """-1: the whole vocabulary. vLLM's own limit (max_logprobs) is 20 unless ``engine_args`` sets it."""
 TokenIds = Annotated[list[TokenId], Meta(max_length=16_384)]
-Settings = Annotated[dict[Name, Any], Meta(max_length=64)]
 
 
 class VLLMSampling(TextParams, frozen=True, forbid_unknown_fields=True):
@@ -45,8 +44,6 @@ class VLLMSampling(TextParams, frozen=True, forbid_unknown_fields=True):
     prompt_logprob_start: Count | None = None
     prompt_logprob_token_ids: Annotated[list[TokenIds], Meta(max_length=4096)] | None = None
     logprob_token_ids: TokenIds | None = None
-    structured_outputs: Settings | None = None
-    """One of json, regex, choice, grammar, json_object, structural_tag, with its settings."""
     allowed_token_ids: TokenIds | None = None
     bad_words: Annotated[list[StopString], Meta(max_length=256)] | None = None
     extra_args: Settings | None = None
