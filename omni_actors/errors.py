@@ -7,6 +7,7 @@ OmniError
 │   ├── InvalidRequest    the request is wrong and has to be changed (HTTP 400)
 │   │   ├── InvalidAdapter  a LoRA adapter cannot be used
 │   │   └── Unsupported   a stage does not have the capability that is asked of it
+│   ├── InputFailed       the iterator of a live input raised an exception
 │   ├── Overloaded        the system is full (HTTP 429)
 │   ├── DeadlineExceeded  the request's deadline passed
 │   ├── SlowConsumer      the client did not read its output in time
@@ -108,6 +109,19 @@ class InvalidAdapter(InvalidRequest):
     def __init__(self, adapter: str, reason: str) -> None:
         self.adapter, self.reason = adapter, reason
         super().__init__(f"LoRA adapter {adapter!r}: {reason}", param="lora", code="invalid_adapter")
+
+
+class InputFailed(RequestError):
+    """An iterator of the caller, which gave a request's live input, raised an exception.
+
+    Attributes:
+        kind: The kind of input, such as "script" or "audio".
+        cause: The exception; also ``__cause__``.
+    """
+
+    def __init__(self, kind: str, cause: Exception) -> None:
+        self.kind, self.cause = kind, cause
+        super().__init__(f"the iterator of the {kind} raised {type(cause).__name__}: {cause}")
 
 
 class Overloaded(RequestError):

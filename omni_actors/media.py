@@ -8,7 +8,8 @@ Rules
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -17,7 +18,7 @@ import numpy as np
 
 from omni_actors.errors import InvalidRequest
 from omni_actors.generation import AudioChunk
-from omni_actors.orchestrator.pieces import Input
+from omni_actors.orchestrator.pieces import Input, Inputs, Segments
 
 __all__ = ["File", "MultiModalData", "VideoClip", "conversation", "pieces"]
 
@@ -29,7 +30,7 @@ File: TypeAlias = bytes | bytearray | memoryview | Path
 MultiModalData: TypeAlias = Mapping[str, Any]
 """Kind of data to one item or a list of items:
 
-audio  ``AudioChunk``
+audio  ``AudioChunk``; or an asynchronous iterator of ``AudioChunk``, the parts of one recording, as the last item
 image  uint8 (height, width, 3), a Pillow image, or a ``File``
 video  ``VideoClip``, or a ``File``
 """
@@ -51,7 +52,7 @@ class VideoClip(msgspec.Struct, frozen=True):
     audio: AudioChunk | None = None
 
 
-def pieces(given: MultiModalData) -> dict[str, list[Input]]:
+def pieces(given: MultiModalData) -> dict[str, Sequence[Input] | Segments]:
     """Return the pieces of input by kind, without the kinds that have no item.
 
     A ``Path`` is read now. Raises InvalidRequest for an unknown kind, an item of a wrong type or shape, and a file that
@@ -60,16 +61,20 @@ def pieces(given: MultiModalData) -> dict[str, list[Input]]:
     if unknown := sorted(set(given) - set(KINDS)):
         accepted = ", ".join(map(repr, KINDS))
         raise _refusal(f"unknown kind of data {unknown[0]!r}; accepted: {accepted}")
-    inputs = {}
+    inputs: dict[str, Sequence[Input] | Segments] = {}
     for kind, to_input in zip(KINDS, (_audio, _image, _video), strict=True):
         items = given.get(kind, ())
         items = items if isinstance(items, list | tuple) else [items]
-        if items:
-            inputs[kind] = [to_input(item, index) for index, item in enumerate(items)]
+        *first, live = items if kind == "audio" and items and isinstance(items[-1], AsyncIterable) else (*items, None)
+        found = [to_input(item, index) for index, item in enumerate(first)]
+        if live is not None:
+            inputs[kind] = Segments(source=live, to_piece=partial(_audio, index=len(found)), first=found)
+        elif found:
+            inputs[kind] = found
     return inputs
 
 
-def conversation(prompt: Any, inputs: Mapping[str, Sequence[Input]]) -> list[Any]:
+def conversation(prompt: Any, inputs: Inputs) -> list[Any]:
     """Return the messages of ``prompt``. A question becomes one message: all of ``inputs``, then the question.
 
     Raises InvalidRequest: ``prompt`` is neither a str nor a sequence of messages.
@@ -79,10 +84,14 @@ def conversation(prompt: Any, inputs: Mapping[str, Sequence[Input]]) -> list[Any
     if not isinstance(prompt, str):
         raise InvalidRequest(f"prompt: expected text or a list of messages, found {prompt!r:.200}", param="prompt")
     parts: list[dict[str, Any]] = [
-        {"type": kind, "index": index} for kind in KINDS for index in range(len(inputs.get(kind, ())))
+        {"type": kind, "index": index} for kind in KINDS for index in range(_count(inputs.get(kind, ())))
     ]
     content = [*parts, {"type": "text", "text": prompt}] if parts else prompt
     return [{"role": "user", "content": content}]
+
+
+def _count(items: Sequence[Input] | Segments) -> int:
+    return len(items.first) + 1 if isinstance(items, Segments) else len(items)
 
 
 def _audio(item: Any, index: int) -> Input:

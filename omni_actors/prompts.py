@@ -6,7 +6,7 @@ passes the template. It is a mapping with one of the keys of ``RAW``, as in vLLM
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterable, Mapping, Sequence
 from typing import Any, TypeAlias, TypedDict
 
 import numpy as np
@@ -14,7 +14,7 @@ import numpy as np
 from omni_actors import media
 from omni_actors.errors import InvalidRequest
 from omni_actors.media import MultiModalData
-from omni_actors.orchestrator.pieces import Input
+from omni_actors.orchestrator.pieces import Input, Inputs, Segments
 
 Messages: TypeAlias = Sequence[Mapping[str, Any]]
 """A conversation, as in OpenAI's chat API: ``{"role": "user", "content": "…"}``. The content may be a list of parts:
@@ -70,15 +70,17 @@ def raw_kind(prompt: Any) -> str | None:
     return next((kind for kind in RAW if kind in prompt), None) if isinstance(prompt, Mapping) else None
 
 
-def pieces(prompt: Any, multi_modal_data: MultiModalData | None) -> dict[str, list[Input]]:
+def pieces(prompt: Any, multi_modal_data: MultiModalData | None) -> dict[str, Sequence[Input] | Segments]:
     """Return the pieces of input of a prompt and its media, by kind.
 
-    prompt: a ``Prompt``, or None for media alone. multi_modal_data: the media of a prompt that has no own.
+    prompt: a ``Prompt``, an iterator of the parts of a question, or None for media alone. multi_modal_data: the media of a prompt that has no own.
     Raises InvalidRequest: the prompt or a medium is of a wrong type.
     """
     if not _is_keyed(prompt):
         inputs = media.pieces(multi_modal_data or {})
-        if prompt is not None:
+        if isinstance(prompt, AsyncIterable):
+            inputs["messages"] = _live_question(prompt, inputs)
+        elif prompt is not None:
             inputs["messages"] = [Input({"messages": media.conversation(prompt, inputs)})]
         return inputs
     if unknown := sorted(map(str, prompt.keys() - {*_KINDS, "multi_modal_data"})):
@@ -95,11 +97,48 @@ def pieces(prompt: Any, multi_modal_data: MultiModalData | None) -> dict[str, li
     return inputs
 
 
+def script(text: str | AsyncIterable[str]) -> Sequence[Input] | Segments:
+    """Return the input for a text to speak, which may arrive in parts. Raises InvalidRequest if it is neither."""
+    if isinstance(text, AsyncIterable):
+        return Segments(source=text, to_piece=lambda part: Input({"text": _part(part, "script")}))
+    return [Input({"text": _part(text, "script")})]
+
+
+def live(given: Sequence[Input] | AsyncIterable[Input] | Segments) -> Sequence[Input] | Segments:
+    """Return input of one kind, with an iterator of its pieces as ``Segments``."""
+    return Segments(source=given, to_piece=_piece) if isinstance(given, AsyncIterable) else given
+
+
+def _live_question(parts: AsyncIterable[str], inputs: Inputs) -> Segments:
+    """Return the input for a question that arrives in parts. It is sent when it is complete."""
+    arrived = list[str]()
+
+    def take(part: Any) -> None:
+        arrived.append(_part(part, "prompt"))
+
+    def finish() -> Input:
+        return Input({"messages": media.conversation("".join(arrived), inputs)})
+
+    return Segments(source=parts, to_piece=take, finish=finish)
+
+
+def _piece(found: Any) -> Input:
+    if not isinstance(found, Input):
+        raise InvalidRequest(f"a piece of input was expected, not {type(found).__name__}")
+    return found
+
+
+def _part(found: Any, param: str) -> str:
+    if not isinstance(found, str):
+        raise InvalidRequest(f"{param}: expected text, found {found!r:.200}", param=param)
+    return found
+
+
 def _is_keyed(prompt: Any) -> bool:
     return isinstance(prompt, Mapping) and any(kind in prompt for kind in _KINDS)
 
 
-def _messages(messages: Any, inputs: Mapping[str, Sequence[Input]]) -> Input:
+def _messages(messages: Any, inputs: Inputs) -> Input:
     if isinstance(messages, str):
         raise InvalidRequest(f"messages: expected a list of messages, found {messages!r:.200}", param="messages")
     return Input({"messages": media.conversation(messages, inputs)})

@@ -94,7 +94,7 @@ class Dispatcher:
             if CLIENT in request.route.targets[stage]:
                 request.chunk_sequences[stage] = ChunkSequence(request.number, stage)
             self._post_start(request, stage)
-        request.pending_input.add(*request.route.entries)
+        request.input.send_to(request.route.entries)
 
     def _restart(self, request: Request, placement: Mapping[str, Address]) -> None:
         stages, deaths = request.replay_state.waiting, request.deaths
@@ -180,7 +180,7 @@ class Dispatcher:
         request.replay_state.started(address.stage)
         for source in request.route.sources[address.stage]:
             if source == CLIENT:
-                request.pending_input.add(address.stage)
+                request.input.send_again(address.stage)
             elif source in request.resumption.stages:
                 continue  # its ``Start`` is yet to be posted, with this replica among the targets
             elif (source_address := request.replay_state.stages[source].address) is not None:

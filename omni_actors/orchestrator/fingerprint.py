@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
+from omni_actors.errors import InvalidRequest
 from omni_actors.orchestrator.pieces import Input
 from omni_actors.orchestrator.routes import Route
 from omni_actors.protocol import chunks
@@ -17,6 +18,42 @@ from omni_actors.protocol import chunks
 SAMPLES, SAMPLE_BYTES = 64, 16 * 1024
 """A buffer longer than their product is hashed in part: its length, so many samples of this size, and its end. So a
 fingerprint takes a few milliseconds at most."""
+
+
+def encode_piece(piece: Input, *, request: int, source: str, seq: int, last: bool) -> list[memoryview]:
+    """Return the chunk that carries a piece of input. Raises InvalidRequest if it cannot be encoded."""
+    try:
+        header = chunks.ChunkHeader(request=request, source=source, seq=seq, last=last, data=dict(piece.data))
+        return chunks.encode(header, piece.tensors)
+    except Exception as error:
+        raise InvalidRequest(f"the input cannot be encoded: {error}") from error
+
+
+class Fingerprint:
+    """The fingerprint of one request, of which the input is added piece by piece.
+
+    Args:
+        route: The stages of the request.
+        params: The parameters for each stage, encoded with msgpack.
+    """
+
+    def __init__(self, route: Route, params: Mapping[str, msgspec.Raw]) -> None:
+        self._digest = hashlib.blake2b(digest_size=16)
+        for stage in route.stages:
+            share = msgspec.msgpack.decode(params[stage])
+            share.pop("seed", None)
+            _add(self._digest, memoryview(msgspec.msgpack.encode([stage, share])))
+
+    def add(self, kind: str, piece: Input) -> int:
+        """Add the next piece, and return its size in bytes. Raises InvalidRequest if it cannot be encoded."""
+        buffers = encode_piece(piece, request=0, source=kind, seq=0, last=False)
+        for buffer in buffers:
+            _add(self._digest, buffer)
+        return sum(buffer.nbytes for buffer in buffers)
+
+    def hexdigest(self) -> str:
+        """Return the fingerprint of what was added so far."""
+        return self._digest.hexdigest()
 
 
 def fingerprint(route: Route, inputs: Mapping[str, Sequence[Input]], params: Mapping[str, msgspec.Raw]) -> str | None:
@@ -27,21 +64,14 @@ def fingerprint(route: Route, inputs: Mapping[str, Sequence[Input]], params: Map
         inputs: Pieces by kind.
         params: The parameters for each stage, encoded with msgpack.
     """
-    digest = hashlib.blake2b(digest_size=16)
-    for stage in route.stages:
-        share = msgspec.msgpack.decode(params[stage])
-        share.pop("seed", None)
-        _add(digest, memoryview(msgspec.msgpack.encode([stage, share])))
+    found = Fingerprint(route, params)
     for kind in sorted(inputs):
         for piece in inputs[kind]:
             try:
-                header = chunks.ChunkHeader(request=0, source=kind, seq=0, last=False, data=dict(piece.data))
-                buffers = chunks.encode(header, piece.tensors)
-            except Exception:  # noqa: BLE001 - whatever the error is, the request ends with it when its input is sent
+                found.add(kind, piece)
+            except InvalidRequest:  # the request ends with this error when its input is sent
                 return None
-            for buffer in buffers:
-                _add(digest, buffer)
-    return digest.hexdigest()
+    return found.hexdigest()
 
 
 def _add(digest: hashlib.blake2b, buffer: memoryview) -> None:

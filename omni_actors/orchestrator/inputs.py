@@ -1,22 +1,30 @@
-"""Sends a request's input into the pipeline. The input is the client's: any of it may be invalid."""
+"""Moves the input of requests into the pipeline. The input is the client's: any of it may be invalid."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import traceback
+from collections.abc import AsyncIterator, Callable, Mapping
+from typing import Any, NoReturn
 
 import msgspec
 import trio
 
-from omni_actors.errors import InvalidRequest
+from omni_actors.config import Limits
+from omni_actors.errors import InputFailed, InvalidRequest, RequestError
+from omni_actors.orchestrator.fingerprint import Fingerprint, encode_piece
+from omni_actors.orchestrator.lifecycle import Event
+from omni_actors.orchestrator.pieces import Input
 from omni_actors.orchestrator.replay_state import Phase
-from omni_actors.orchestrator.request import Request
-from omni_actors.protocol import chunks
+from omni_actors.orchestrator.request import EndRequest, Request
+from omni_actors.orchestrator.request_input import RetainedInput
 from omni_actors.protocol.messages import CLIENT, MAX_BYTES
 from omni_actors.supervisor.edges import Edges
 
 PARAMS_BYTES = MAX_BYTES // 2
 """Largest encoded size of a request's parameters for one stage: they travel in one control message."""
+
+_ENDED = object()
+"""Returned when an iterator has ended."""
 
 
 def encode_params(params: Mapping[str, Mapping[str, Any]]) -> dict[str, msgspec.Raw]:
@@ -35,34 +43,137 @@ def encode_params(params: Mapping[str, Mapping[str, Any]]) -> dict[str, msgspec.
     return encoded
 
 
-async def send_input(request: Request, stage: str, edges: Edges) -> None:
-    """Send a stage its part of the input, from the first piece on, all of it to one incarnation.
+class InputMover:
+    """Sends the input of requests to their stages, and reads live input as fast as the stages take it.
 
-    Returns early if the incarnation dies, or has not confirmed a repeated ``Start`` yet: the stage is sent its whole
-    input when it has. Raises InvalidRequest if a piece cannot be encoded. Cancellation: some pieces may be sent.
+    Args:
+        edges: The rings between the parent and the workers.
+        limits: The bounds of what is retained.
+        end: Ends a request.
+        require_admissible: Raises Quarantined if what has arrived of a request's live input is refused.
     """
-    progress = request.replay_state.stages[stage]
-    address = progress.address
-    edge = edges.inputs.get(address) if address else None
-    if edge is None or progress.phase is Phase.RESTARTING:
-        return
-    assert request.number is not None, "it is placed"
-    pieces = [piece for kind in request.route.entries[stage] for piece in request.inputs[kind]]
-    for seq, piece in enumerate(pieces):
-        if seq:
-            await trio.lowlevel.checkpoint()  # other tasks run between pieces; the first piece is sent at once
-        else:
-            await trio.lowlevel.checkpoint_if_cancelled()
-        try:
-            header = chunks.ChunkHeader(
-                request=request.number, source=CLIENT, seq=seq, last=seq == len(pieces) - 1, data=dict(piece.data)
-            )
-            buffers = chunks.encode(header, piece.tensors)
-        except Exception as error:
-            raise InvalidRequest(f"the input cannot be encoded: {error}") from error
-        try:
-            await edge.send(buffers)
-        except trio.ClosedResourceError:
+
+    def __init__(
+        self, edges: Edges, limits: Limits, *, end: EndRequest, require_admissible: Callable[[Request], None]
+    ) -> None:
+        self._edges, self._limits, self._end, self._require_admissible = edges, limits, end, require_admissible
+        self._retained = RetainedInput()
+
+    def close(self, request: Request) -> None:
+        """Stop sending and reading a request's input, and free it."""
+        request.input.close(self._retained)
+
+    async def send(self, request: Request) -> NoReturn:
+        """Send a request's input until cancelled, to each stage that lacks some. Invalid input ends the request."""
+        while True:
+            stage = await request.input.next_stage()
+            try:
+                with request.input.sending():
+                    await self._send_to(request, stage)
+            except InvalidRequest as error:
+                self._fail(request, error)
+            placed = request.replay_state.placement.keys() & request.route.entries.keys()
+            request.input.drop_sent(placed, self._retained, keep=request.on_failure == "replay")
+
+    async def _send_to(self, request: Request, stage: str) -> None:
+        """Send a stage what its incarnation lacks of the input that has arrived.
+
+        Returns early if the incarnation dies, or has not confirmed a repeated ``Start`` yet: the stage is sent its
+        input from the first piece on when it has. Raises InvalidRequest if a piece cannot be encoded. Cancellation:
+        some pieces may be sent.
+        """
+        progress, cursor = request.replay_state.stages[stage], request.input.cursor(stage)
+        address = progress.address
+        edge = self._edges.inputs.get(address) if address else None
+        if edge is None or progress.phase is Phase.RESTARTING:
             return
-        size = sum(buffer.nbytes for buffer in buffers)
-        request.sent_bytes[str(address)] = request.sent_bytes.get(str(address), 0) + size
+        assert request.number is not None, "it is placed"
+        is_first = True
+        while request.input.cursor(stage) is cursor and (due := request.input.next_piece(stage)) is not None:
+            if is_first:  # it is sent at once; between pieces, other tasks run
+                await trio.lowlevel.checkpoint_if_cancelled()
+            else:
+                await trio.lowlevel.checkpoint()
+            is_first = False
+            piece, last = due
+            buffers = encode_piece(piece, request=request.number, source=CLIENT, seq=cursor.sent, last=last)
+            try:
+                await edge.send(buffers)
+            except trio.ClosedResourceError:
+                return
+            cursor.position += 1
+            cursor.sent += 1
+            size = sum(buffer.nbytes for buffer in buffers)
+            request.sent_bytes[str(address)] = request.sent_bytes.get(str(address), 0) + size
+
+    @trio.lowlevel.enable_ki_protection
+    async def read(self, request: Request, kind: str) -> None:
+        """Read the live input of one kind until it ends or the request does, and close its iterator.
+
+        An exception of the iterator ends the request with InputFailed, a wrong segment with InvalidRequest. An
+        exception that the iterator raises when it is closed after the end of the request is printed on stderr.
+        """
+        try:
+            with request.input.reading(kind):
+                await self._read(request, kind)
+        except RequestError as error:
+            self._fail(request, error)
+        except Exception as error:  # noqa: BLE001 - from the iterator's end
+            if request.lifecycle.ended:
+                traceback.print_exception(error)
+            self._fail(request, _input_failed(kind, error))
+
+    async def _read(self, request: Request, kind: str) -> None:
+        segments = request.input.segments[kind]
+        try:
+            iterator = aiter(segments.source)
+        except Exception as error:
+            raise _input_failed(kind, error) from error
+        try:
+            await self._until_taken(request)
+            while (segment := await _next(iterator, kind)) is not _ENDED:
+                self._take(request, kind, segments.to_piece(segment))
+                await trio.lowlevel.checkpoint()  # the iterator may not wait
+                await self._until_taken(request)
+            self._take(request, kind, segments.finish())
+            request.input.end(kind)
+        finally:
+            if (close := getattr(iterator, "aclose", None)) is not None:
+                await close()
+
+    def _take(self, request: Request, kind: str, piece: Input | None) -> None:
+        """Add a piece that has arrived. Raises InvalidRequest, Quarantined."""
+        if piece is None:
+            return
+        if request.live_fingerprint is None:
+            request.live_fingerprint = Fingerprint(request.route, request.params)
+            for each, fixed in request.input.fixed.items():
+                for known in fixed:
+                    request.live_fingerprint.add(each, known)
+        size = request.live_fingerprint.add(kind, piece)
+        self._require_admissible(request)
+        evicted = request.input.append(kind, piece, size, self._limits, self._retained)
+        if evicted is not None:
+            request.replay_state.input_evicted = evicted
+
+    async def _until_taken(self, request: Request) -> None:
+        while not request.takes_input:
+            await request.input.wait_sent()
+
+    def _fail(self, request: Request, error: RequestError) -> None:
+        if not request.lifecycle.ended:
+            self._end(request, Event.FAIL, error)
+
+
+async def _next(iterator: AsyncIterator[Any], kind: str) -> Any:
+    """Return the next segment, or ``_ENDED``. Raises InputFailed for an exception of the iterator."""
+    try:
+        return await anext(iterator, _ENDED)
+    except Exception as error:
+        raise _input_failed(kind, error) from error
+
+
+def _input_failed(kind: str, error: Exception) -> InputFailed:
+    failed = InputFailed(kind, error)
+    failed.__cause__ = error
+    return failed

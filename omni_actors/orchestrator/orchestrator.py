@@ -19,17 +19,17 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Mapping, Sequence, Set
-from typing import Any, NoReturn
+from collections.abc import Callable, Mapping, Set
+from typing import Any
 
 import trio
 
 from omni_actors import errors
 from omni_actors.config import Limits
 from omni_actors.orchestrator.dispatch import Dispatcher
-from omni_actors.orchestrator.inputs import encode_params, send_input
+from omni_actors.orchestrator.inputs import InputMover, encode_params
 from omni_actors.orchestrator.lifecycle import Event
-from omni_actors.orchestrator.pieces import Input, Piece
+from omni_actors.orchestrator.pieces import Inputs, Piece
 from omni_actors.orchestrator.placement import Placement
 from omni_actors.orchestrator.readers import Readers
 from omni_actors.orchestrator.replay_execution import ReplayExecution
@@ -75,7 +75,7 @@ class Orchestrator:
         resumable_stages: Set[str] = frozenset(),
         on_end: Callable[[Request], None],
     ) -> None:
-        self._edges, self._limits, self._on_end = edges, limits, on_end
+        self._limits, self._on_end = limits, on_end
         trials = Trials()
         placement = self._placement = Placement(self.load, reserved=trials.running.keys())
         self.readers = Readers(limits, replicas=placement.replicas, cut=self._cut, on_close=self._closed)
@@ -89,6 +89,9 @@ class Orchestrator:
             suspects=self._suspects,
             end=self._end,
             recoverable=deterministic_stages | resumable_stages,
+        )
+        self._inputs = InputMover(
+            edges, limits, end=self._end, require_admissible=self._suspects.require_admissible_input
         )
         self.failed_stages: Mapping[str, errors.StageFailed] = self._replays.failed_stages
         """Stages without a replica left, in the order in which they were given up."""
@@ -117,7 +120,7 @@ class Orchestrator:
     @trio.lowlevel.enable_ki_protection
     def submit(
         self,
-        inputs: Mapping[str, Sequence[Input]],
+        inputs: Inputs,
         route: Route,
         params: Mapping[str, Mapping[str, Any]],
         deadline_s: float,
@@ -126,7 +129,7 @@ class Orchestrator:
     ) -> OutputStream:
         """Admit a request and return the stream of its outputs. Does not wait.
 
-        inputs: pieces by kind; they must not change before the request ends.
+        inputs: pieces by kind; they must not change before the request ends. Live input is read while it runs.
         route: from ``routes.plan``.
         params: parameters for each stage of the route.
         deadline_s: seconds until the request ends with DeadlineExceeded.
@@ -157,6 +160,8 @@ class Orchestrator:
         self._open[request.name] = request
         self.readers.admit(request)
         self._nursery.start_soon(self._attend, request)
+        for kind in request.input.segments:
+            self._nursery.start_soon(self._inputs.read, request, kind)
         self._dispatcher.queued[request] = None
         if not self._suspects.join(request):
             self._dispatcher.try_dispatch(request)
@@ -222,24 +227,12 @@ class Orchestrator:
     async def _attend(self, request: Request) -> None:
         """Run as the request's own task: send its input, and enforce its deadline and its connection's minimum rate."""
         with request.lifetime:
-            await self._send_inputs(request)
+            await self._inputs.send(request)
         if not request.closed:
             if trio.current_time() >= request.expires:
                 self._cut(request, errors.DeadlineExceeded(request.deadline_s))
             else:
                 self._cut(request, self.readers.slow_consumer(request, "read_bytes_s"))
-
-    async def _send_inputs(self, request: Request) -> NoReturn:
-        while True:
-            stage = await request.pending_input.next()
-            try:
-                with request.pending_input.sending():
-                    await send_input(request, stage, self._edges)
-            except errors.InvalidRequest as error:
-                if not request.lifecycle.ended:
-                    self._end(request, Event.FAIL, error)
-            if request.on_failure == "fail" and not request.pending_input:
-                request.inputs = {}
 
     # Called by the supervisor (``Listener``)
 
@@ -327,8 +320,7 @@ class Orchestrator:
     def _end(self, request: Request, event: Event, error: errors.RequestError | None) -> None:
         request.lifecycle.advance(event)
         request.error = error
-        request.inputs = {}
-        request.pending_input.close()
+        self._inputs.close(request)
         request.finished = time.monotonic()
         self._retry_after.add(request.finished - request.submitted)
         self._dispatcher.remove(request)

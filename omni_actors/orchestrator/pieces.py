@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import AsyncIterable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 
 @dataclass(frozen=True)
@@ -13,6 +13,28 @@ class Input:
 
     data: Mapping[str, Any]
     tensors: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Segments:
+    """Live input of one kind: its pieces arrive while the request runs.
+
+    Attributes:
+        source: Its iterator yields the segments. It is read by one task, and closed when the request ends.
+        to_piece: Makes a piece of a segment; None if the segment only adds to what ``finish`` returns. Raises
+            InvalidRequest.
+        first: Pieces that are there already.
+        finish: Returns a last piece after the last segment. Raises InvalidRequest.
+    """
+
+    source: AsyncIterable[Any]
+    to_piece: Callable[[Any], Input | None]
+    first: Sequence[Input] = ()
+    finish: Callable[[], Input | None] = lambda: None
+
+
+Inputs: TypeAlias = Mapping[str, Sequence[Input] | Segments]
+"""A request's input by kind: all of its pieces, or live input."""
 
 
 @dataclass(frozen=True)

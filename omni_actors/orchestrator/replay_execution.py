@@ -96,6 +96,7 @@ class ReplayExecution:
             limit=self._limits.replays,
         )
         state.wait_for(verdict.stages if isinstance(verdict, Replay) else ())
+        request.input.recheck()
         match verdict:
             case Untouched():
                 if state.is_complete(waived=idle_stages(state)):

@@ -34,6 +34,7 @@ Otherwise, if any stage starts again, the first row that applies decides:
     the latest death is charged to the request, which has used up its ``limit`` replays    Fail, with that reason
     one of these stages is not recoverable, and its earlier output is in use               Fail, with that reason
     a living stage that feeds one of them has evicted its retained chunks                  Fail, with that reason
+    the client feeds one of them, and live input was evicted                               Fail, with that reason
     otherwise                                                                              Replay
 """
 
@@ -119,6 +120,8 @@ def decide_replay(
         if name in survey.in_use and name not in recoverable:
             return Fail(f"stage {name!r} is neither deterministic nor resumable, and its earlier output is in use")
         for source in state.route.sources[name]:
+            if source == CLIENT and state.input_evicted is not None:
+                return Fail(state.input_evicted)
             if source != CLIENT and (reason := state.stages[source].evicted) is not None:
                 return Fail(f"stage {source!r}: {reason}")
     return Replay(restarts)

@@ -108,6 +108,8 @@ class ReplayState:
 
     def __init__(self, route: Route) -> None:
         self.route = route
+        self.input_evicted: str | None = None
+        """Why the parent cannot send the client's input again; None while it can."""
         self.stages = {
             stage: StageState(output=ClientOutput.NONE if CLIENT in route.targets[stage] else ClientOutput.NOT_WANTED)
             for stage in route.stages

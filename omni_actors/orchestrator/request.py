@@ -5,19 +5,19 @@ from __future__ import annotations
 import collections
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import InitVar, dataclass, field
 from typing import Literal, TypeAlias, get_args
 
 import msgspec
 import trio
 
 from omni_actors.errors import RequestError, StageCrashed
-from omni_actors.orchestrator.fingerprint import fingerprint
+from omni_actors.orchestrator.fingerprint import Fingerprint, fingerprint
 from omni_actors.orchestrator.lifecycle import Event, Lifecycle
-from omni_actors.orchestrator.pieces import Input, Piece
-from omni_actors.orchestrator.replay_state import ReplayState
+from omni_actors.orchestrator.pieces import Inputs, Piece
+from omni_actors.orchestrator.replay_state import Phase, ReplayState
+from omni_actors.orchestrator.request_input import RequestInput
 from omni_actors.orchestrator.resumption import Resumption
 from omni_actors.orchestrator.routes import Route
 from omni_actors.orchestrator.unread import Account
@@ -27,44 +27,6 @@ from omni_actors.protocol.messages import StageStats
 OnFailure: TypeAlias = Literal["replay", "fail"]
 """Whether a request is replayed or ends when a worker that it needs dies."""
 ON_FAILURE = get_args(OnFailure)
-
-
-class PendingInput:
-    """The stages whose part of a request's input is still to be sent, each from its first piece on."""
-
-    def __init__(self) -> None:
-        self._stages = collections.deque[str]()
-        self._wakeup = trio.lowlevel.ParkingLot()
-        self._sending: trio.CancelScope | None = None
-
-    def __bool__(self) -> bool:
-        return bool(self._stages)
-
-    def add(self, *stages: str) -> None:
-        """Let the request's task send these stages their part of the input."""
-        self._stages.extend(stages)
-        self._wakeup.unpark_all()
-
-    async def next(self) -> str:
-        """Wait for a stage and take it off."""
-        while not self._stages:
-            await self._wakeup.park()
-        return self._stages.popleft()
-
-    def close(self) -> None:
-        """Send nothing more. Cancels ``sending``."""
-        self._stages.clear()
-        if self._sending is not None:
-            self._sending.cancel()
-
-    @contextmanager
-    def sending(self) -> Iterator[None]:
-        """Surround the sending to a stage."""
-        try:
-            with trio.CancelScope() as self._sending:
-                yield
-        finally:
-            self._sending = None
 
 
 @dataclass(eq=False)
@@ -94,8 +56,7 @@ class Request:
 
     name: str
     route: Route
-    inputs: Mapping[str, Sequence[Input]]
-    """Pieces by kind. A request that may be replayed keeps them until it ends."""
+    inputs: InitVar[Inputs]
     params: Mapping[str, msgspec.Raw]
     """The parameters for each stage, encoded with msgpack."""
     deadline_s: float
@@ -111,7 +72,12 @@ class Request:
     lifetime: trio.CancelScope = field(default_factory=trio.CancelScope)
     """Around the request's own task. Its deadline is ``expires`` or, if earlier, the connection's (see ``Readers``)."""
 
-    pending_input: PendingInput = field(default_factory=PendingInput)
+    # Input
+
+    input: RequestInput = field(init=False)
+    """A request that may be replayed keeps it until it ends."""
+    live_fingerprint: Fingerprint | None = None
+    """Of live input, as far as it has arrived; None before its first piece."""
 
     # Output
 
@@ -150,13 +116,32 @@ class Request:
     """What is known of the decisions of resumable stages, and which stages wait for more."""
     deaths: Deaths = field(default_factory=Deaths)
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, inputs: Inputs) -> None:
+        self.input = RequestInput(inputs, self.route.entries)
         self.replay_state = ReplayState(self.route)
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """See ``fingerprint``. A request without input, or whose input cannot be encoded, equals no other."""
-        return (fingerprint(self.route, self.inputs, self.params) if self.inputs else None) or self.name
+        """See ``fingerprint``. A request without input, or whose input cannot be encoded, equals no other.
+
+        Of live input, it covers what has arrived when it is first asked for, so that it does not change in a trial.
+        """
+        return self.known_fingerprint or self.name
+
+    @property
+    def known_fingerprint(self) -> str | None:
+        """The fingerprint of the input that has arrived; None if there is none, or it cannot be encoded."""
+        if self.live_fingerprint is not None:
+            return self.live_fingerprint.hexdigest()
+        if self.input.segments or not self.input.fixed:
+            return None
+        return fingerprint(self.route, self.input.fixed, self.params)
+
+    @property
+    def takes_input(self) -> bool:
+        """Whether every stage that the input enters was sent all of it that has arrived, and none starts again."""
+        phases = {self.replay_state.stages[stage].phase for stage in self.route.entries}
+        return self.input.all_sent and phases.isdisjoint({Phase.QUEUED, Phase.WAITING, Phase.RESTARTING})
 
     @property
     def closed(self) -> bool:

@@ -42,12 +42,24 @@ class Suspects:
 
     def require_admissible(self, request: Request) -> None:
         """Raise Quarantined if the fingerprint of a new request is quarantined."""
+        if request.input.segments:
+            return
         # A request that is not replayed frees its input early; the fingerprint for its quarantine is computed before.
         if self._quarantine or (request.on_failure == "fail" and self._limits.quarantine_s):
             self._quarantine.check(request.fingerprint, trio.current_time())
 
+    def require_admissible_input(self, request: Request) -> None:
+        """Raise Quarantined if what has arrived of a request's live input is what a convicted culprit had sent."""
+        if self._quarantine and (known := request.known_fingerprint) is not None:
+            self._quarantine.check(known, trio.current_time())
+
     def join(self, request: Request) -> bool:
-        """Add a new request to the suspects if its fingerprint is that of one. Return whether it waits for a trial."""
+        """Add a new request to the suspects if its fingerprint is that of one. Return whether it waits for a trial.
+
+        A request with live input does not: no part of that has arrived.
+        """
+        if request.input.segments:
+            return False
         if self._trials and self._trials.join(request):
             return True
         if not self._quarantine or (known := self._quarantine.pop(request.fingerprint)) is None:
@@ -81,8 +93,7 @@ class Suspects:
             self._trials.clear(request)
         else:
             if group.is_culprit and not self._trials.requests_of_unit(request):
-                now = trio.current_time()
-                self._quarantine.add(request.fingerprint, Culprit(group.stage, group.suspected_deaths), now)
+                self._remember(request, Culprit(group.stage, group.suspected_deaths))
             self._trials.drop(request)
         self._dispatcher.dispatch_waiting()
         self.advance()
@@ -110,19 +121,23 @@ class Suspects:
         group = self._trials.group_of.get(request)
         if group is None or not group.is_culprit or request.deaths.suspected <= max(1, self._limits.replays):
             return False
-        self._quarantine.add(request.fingerprint, Culprit(group.stage), trio.current_time())
+        self._remember(request, Culprit(group.stage))
         for each in self._trials.requests_of_unit(request):
             self._end_quarantined(each, group.stage)
         return True
+
+    def _remember(self, request: Request, culprit: Culprit) -> None:
+        """Remember a culprit. More of its live input may have arrived than when it became a suspect."""
+        fingerprint = request.live_fingerprint.hexdigest() if request.live_fingerprint else request.fingerprint
+        self._quarantine.add(fingerprint, culprit, trio.current_time())
 
     def _end_quarantined(self, request: Request, stage: str) -> None:
         self._end(request, Event.FAIL, Quarantined(stage, self._limits.quarantine_s))
 
     def _end_exhausted(self, group: Group) -> None:
         """Quarantine and end a culprit that cannot be tried apart from other requests."""
-        for fingerprint in group.units:
-            self._quarantine.add(fingerprint, Culprit(group.stage), trio.current_time())
         for each in list(group.requests):
+            self._remember(each, Culprit(group.stage))
             deaths = each.deaths
             if deaths.latest is None:
                 self._end_quarantined(each, group.stage)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterable, AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from omni_actors.generation import Answer, Generation, RequestMetrics
 from omni_actors.media import MultiModalData
 from omni_actors.metrics import Metrics
 from omni_actors.orchestrator.orchestrator import Orchestrator
-from omni_actors.orchestrator.pieces import Input
+from omni_actors.orchestrator.pieces import Input, Inputs, Segments
 from omni_actors.orchestrator.request import ON_FAILURE, OnFailure, Request
 from omni_actors.orchestrator.routes import Node, Route, plan, routes_of, topological
 from omni_actors.prompts import Prompt
@@ -133,10 +133,10 @@ class OmniSystem(LoraControl):
     def generate(
         self,
         /,
-        prompt: Prompt | None = None,
+        prompt: Prompt | AsyncIterable[str] | None = None,
         *,
         multi_modal_data: MultiModalData | None = None,
-        script: str | None = None,
+        script: str | AsyncIterable[str] | None = None,
         modalities: Sequence[str] = ("text",),
         request_id: str | None = None,
         deadline_s: float | None = None,
@@ -148,9 +148,11 @@ class OmniSystem(LoraControl):
         Args:
             prompt: A question, a conversation (see ``Messages``), or a raw prompt that passes the chat template:
                 ``{"prompt": text}``, ``{"prompt_token_ids": ids}`` or ``{"prompt_embeds": array}`` (see ``prompts``).
+                An iterator of the parts of a question is read to its end before a language model begins.
             multi_modal_data: ``{"audio": AudioChunk, "image": …, "video": …}``, for each kind one item or a list; see
                 ``media.MultiModalData``. A question follows all of them; a conversation refers to them by index.
-            script: Text that is spoken as it is. It replaces the prompt.
+            script: Text that is spoken as it is. It replaces the prompt. It may be an asynchronous iterator of parts,
+                cut anywhere: each sentence is spoken as soon as it is complete. (See ``submit`` for iterators.)
             modalities: What to return, by the names that the pipeline's stages emit: "text", "audio", "transcript".
             request_id: An identifier of your own, for ``abort``; by default one is made.
             deadline_s: Seconds until the request ends with ``DeadlineExceeded``; by default ``limits.deadline_s``.
@@ -174,9 +176,7 @@ class OmniSystem(LoraControl):
         """
         inputs = prompt_inputs.pieces(prompt, multi_modal_data)
         if script is not None:
-            if not isinstance(script, str):
-                raise InvalidRequest(f"script: expected text, found {script!r}", param="script")
-            inputs["script"] = [Input({"text": script})]
+            inputs["script"] = prompt_inputs.script(script)
         if (kind := prompt_inputs.raw_kind(prompt)) is not None:
             capabilities.require_raw_prompt(self.pipeline, self._planned(inputs, modalities), kind)
         return self.submit(
@@ -223,7 +223,7 @@ class OmniSystem(LoraControl):
     def submit(
         self,
         /,
-        inputs: Mapping[str, Sequence[Input]],
+        inputs: Mapping[str, Sequence[Input] | AsyncIterable[Input] | Segments],
         modalities: Sequence[str],
         *,
         request_id: str | None = None,
@@ -234,12 +234,16 @@ class OmniSystem(LoraControl):
         """Submit a request for a pipeline of your own.
 
         Args:
-            inputs: Pieces of input, by the kinds that the pipeline's stages accept.
+            inputs: Pieces of input, by the kinds that the pipeline's stages accept: a list, or an asynchronous iterator
+                for pieces that arrive while the request runs. One task reads it, at most as fast as the stages take its
+                pieces, and closes it when the request ends. Its end ends the input; an exception ends the request with
+                ``InputFailed``. A replay sends the pieces again; beyond ``limits.retain_bytes`` they are not kept.
             modalities, request_id, deadline_s, on_failure, params: As for ``generate``.
 
         Returns and raises what ``generate`` does.
         """
-        route = self._planned(inputs, modalities)
+        pieces = {kind: prompt_inputs.live(given) for kind, given in inputs.items()}
+        route = self._planned(pieces, modalities)
         by_stage = self._parameters.by_stage(route.stages, params)
         self._loras.resolve(by_stage)
         deadline_s = self.pipeline.limits.deadline_s if deadline_s is None else deadline_s
@@ -248,11 +252,11 @@ class OmniSystem(LoraControl):
         if on_failure not in ON_FAILURE:
             raise InvalidRequest(f'on_failure: found {on_failure!r}; accepted: "replay", "fail"', param="on_failure")
         stream = self._orchestrator.submit(
-            inputs=inputs, route=route, params=by_stage, deadline_s=deadline_s, name=request_id, on_failure=on_failure
+            inputs=pieces, route=route, params=by_stage, deadline_s=deadline_s, name=request_id, on_failure=on_failure
         )
         return Generation(stream, self.pipeline, self._observe)
 
-    def _planned(self, inputs: Mapping[str, Sequence[Input]], modalities: Sequence[str]) -> Route:
+    def _planned(self, inputs: Inputs, modalities: Sequence[str]) -> Route:
         if isinstance(modalities, str):
             accepted = f"modalities: expected a sequence of names such as ({modalities!r},), found {modalities!r}"
             raise InvalidRequest(accepted, param="modalities")

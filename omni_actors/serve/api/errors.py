@@ -13,6 +13,7 @@ from omni_actors.serve.http.errors import MAX_MESSAGE, HTTPError, bad_request, t
 from omni_actors.validation import split_path
 
 _STATUSES: dict[type[errors.OmniError], tuple[int, str]] = {
+    errors.InputFailed: (400, "input_failed"),
     errors.Overloaded: (429, "overloaded"),
     errors.SlowConsumer: (400, "slow_consumer"),
     errors.StageUnavailable: (503, "stage_unavailable"),

@@ -1,0 +1,201 @@
+"""A request's input: what has arrived of it, and how far each stage was sent it.
+
+Rules
+1. The pieces that are there from the beginning come first, kind by kind; then live input, in the order of its arrival.
+   A stage is sent the pieces of its kinds in this order, from the first one on each time it starts.
+2. A stage that takes live input is sent an empty piece at the end. So no piece waits for the next one to show that it
+   is not the last, and a replay sends the same chunks.
+3. A segment is read when every stage that the input enters was sent all that has arrived. So a full ring, a stage that
+   starts again, and a request that waits for a replica hold the iterator back.
+4. Live input is retained for a replay, up to ``limits.retain_bytes`` for one request and
+   ``limits.worker_retain_bytes`` for all. Beyond that, what every stage was sent is evicted, for good.
+5. No I/O here, and no clock.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import trio
+
+from omni_actors.config import Limits
+from omni_actors.orchestrator.pieces import Input, Inputs, Segments
+
+_END = ""
+"""The kind of the empty piece that ends live input."""
+_END_PIECE = Input({})
+
+
+@dataclass
+class RetainedInput:
+    """The live input that all requests retain, in bytes."""
+
+    nbytes: int = 0
+
+
+@dataclass(eq=False)
+class Cursor:
+    """How far one incarnation was sent the input."""
+
+    position: int = 0
+    """The number of pieces, of any kind, that it has or that are not for it."""
+    sent: int = 0
+    """The number of pieces that it was sent."""
+
+
+class RequestInput:
+    """The input of one request.
+
+    Args:
+        inputs: The pieces, or the live input, by kind.
+        entries: For each stage that the client feeds, the kinds of input that it gets.
+    """
+
+    def __init__(self, inputs: Inputs, entries: Mapping[str, Sequence[str]]) -> None:
+        self._entries = entries
+        self.segments = {kind: given for kind, given in inputs.items() if isinstance(given, Segments)}
+        """The live input, by kind."""
+        self.fixed = {kind: given.first if isinstance(given, Segments) else given for kind, given in inputs.items()}
+        """The pieces that are there from the beginning, by kind; empty when they are not needed any more."""
+        self._log = [(kind, piece, 0) for kind in sorted(self.fixed) for piece in self.fixed[kind]]
+        """Kind, piece, and the bytes that are retained of it: 0 if the caller has it anyway."""
+        self._counts = Counter(kind for kind, *_ in self._log)
+        self._dropped = 0
+        """The number of pieces that were at the beginning of ``_log`` and are not kept any more."""
+        self._arriving = set(self.segments)
+        """The kinds of live input that have not ended."""
+        self._cursors = {stage: Cursor() for stage in entries}
+        self._retained = 0
+        """The sum of the bytes in ``_log``."""
+        self._evicting = False
+        self._due = dict[str, None]()
+        """The stages that may lack pieces that have arrived."""
+        self._sending: trio.CancelScope | None = None
+        self._reading = {kind: trio.CancelScope() for kind in self.segments}
+        self._wakeup, self._sent = trio.lowlevel.ParkingLot(), trio.lowlevel.ParkingLot()
+
+    # Arrival
+
+    def append(self, kind: str, piece: Input, size: int, limits: Limits, all_retained: RetainedInput) -> str | None:
+        """Add a piece of live input that has arrived. size: in bytes. Return why input is evicted, if that begins."""
+        self._log.append((kind, piece, size))
+        self._retained += size
+        all_retained.nbytes += size
+        self.send_to(stage for stage, kinds in self._entries.items() if kind in kinds)
+        if self._evicting:
+            return None
+        if self._retained > limits.retain_bytes:
+            self._evicting = True
+            return f"more than {limits.retain_bytes} bytes of its input have arrived (limits.retain_bytes)"
+        if all_retained.nbytes > limits.worker_retain_bytes:
+            self._evicting = True
+            return f"the input of all requests exceeds {limits.worker_retain_bytes} bytes (limits.worker_retain_bytes)"
+        return None
+
+    def end(self, kind: str) -> None:
+        """Record that live input of a kind has ended."""
+        self._arriving.discard(kind)
+        if not self._arriving:
+            self._log.append((_END, _END_PIECE, 0))
+            self.send_to(stage for stage in self._entries if self._is_live(stage))
+
+    @contextmanager
+    def reading(self, kind: str) -> Iterator[None]:
+        """Surround the reading of live input. ``close`` cancels it."""
+        with self._reading[kind]:
+            yield
+
+    # Sending
+
+    def send_to(self, stages: Iterable[str]) -> None:
+        """Let the request's task send these stages what they lack."""
+        self._due.update(dict.fromkeys(stages))
+        self._wakeup.unpark_all()
+
+    def send_again(self, stage: str) -> None:
+        """Let the request's task send a stage that starts again all of its input."""
+        self._cursors[stage] = Cursor()
+        self.send_to([stage])
+
+    async def next_stage(self) -> str:
+        """Wait for a stage that may lack pieces, and take it off."""
+        while not self._due:
+            await self._wakeup.park()
+        stage = next(iter(self._due))
+        del self._due[stage]
+        return stage
+
+    @contextmanager
+    def sending(self) -> Iterator[None]:
+        """Surround the sending to a stage. ``close`` cancels it."""
+        try:
+            with trio.CancelScope() as self._sending:
+                yield
+        finally:
+            self._sending = None
+            self.recheck()
+
+    def cursor(self, stage: str) -> Cursor:
+        """Return how far the stage's incarnation was sent the input. Another one begins when the stage starts again."""
+        return self._cursors[stage]
+
+    def next_piece(self, stage: str) -> tuple[Input, bool] | None:
+        """Return the next piece that a stage lacks and whether it is its last; None if no more has arrived."""
+        cursor, kinds = self._cursors[stage], self._entries[stage]
+        is_live = self._is_live(stage)
+        while 0 <= (index := cursor.position - self._dropped) < len(self._log):
+            kind, piece, _ = self._log[index]
+            if kind in kinds:
+                return piece, not is_live and cursor.sent + 1 == sum(self._counts[each] for each in kinds)
+            if kind == _END and is_live:
+                return piece, True
+            cursor.position += 1
+        return None
+
+    @property
+    def all_sent(self) -> bool:
+        """Whether no stage is being sent pieces, or is to be."""
+        return not self._due and self._sending is None
+
+    async def wait_sent(self) -> None:
+        """Wait until something was sent, or ``recheck`` was called."""
+        await self._sent.park()
+
+    def recheck(self) -> None:
+        """Let those that ``wait_sent`` look again: another stage may need input now, or a stage may need it no more."""
+        self._sent.unpark_all()
+
+    # Memory
+
+    def drop_sent(self, stages: Iterable[str], all_retained: RetainedInput, *, keep: bool) -> None:
+        """Drop the pieces that each of ``stages`` was sent, unless they are kept for a replay and not evicted."""
+        if keep and not self._evicting:
+            return
+        least = min((self._cursors[stage].position for stage in stages), default=0)
+        if least > self._dropped:
+            self._drop(least - self._dropped, all_retained)
+
+    def close(self, all_retained: RetainedInput) -> None:
+        """Send nothing more and read nothing more. The iterators are closed; nothing is kept."""
+        self._due.clear()
+        self._drop(len(self._log), all_retained)
+        self.fixed = {}
+        if self._sending is not None:
+            self._sending.cancel()
+        for scope in self._reading.values():
+            scope.cancel()
+
+    def _drop(self, count: int, all_retained: RetainedInput) -> None:
+        freed = sum(size for *_, size in self._log[:count])
+        del self._log[:count]
+        self._dropped += count
+        self._retained -= freed
+        all_retained.nbytes -= freed
+        if not self._log:
+            self.fixed = {}
+
+    def _is_live(self, stage: str) -> bool:
+        return any(kind in self.segments for kind in self._entries[stage])
