@@ -73,7 +73,8 @@ def raw_kind(prompt: Any) -> str | None:
 def pieces(prompt: Any, multi_modal_data: MultiModalData | None) -> dict[str, Sequence[Input] | Segments]:
     """Return the pieces of input of a prompt and its media, by kind.
 
-    prompt: a ``Prompt``, an iterator of the parts of a question, or None for media alone. multi_modal_data: the media of a prompt that has no own.
+    prompt: a ``Prompt``, an iterator of the parts of a question, or None for media alone.
+    multi_modal_data: the media of a prompt that has no own.
     Raises InvalidRequest: the prompt or a medium is of a wrong type.
     """
     if not _is_keyed(prompt):
