@@ -2,7 +2,8 @@
 
 Rules
 1. A request is numbered at dispatch, so that request numbers reach every worker in increasing order.
-2. ``Start`` is posted to every stage of a route, the last stage first, before any input is sent.
+2. ``Start`` is posted to every stage of a route, the last stage first, before any input is sent. It wakes only workers
+   that get input from the client; the others are woken by their first chunk.
 3. A stage that starts again receives nothing until it has confirmed with ``Started``; then its sources send from their
    first chunk.
 4. A resumable stage that starts again gets its journal before ``Start`` (see ``resumption``), and sends each consumer
@@ -159,7 +160,8 @@ class Dispatcher:
                 replayed=stage in restarting,
                 worker_retain_bytes=self._limits.worker_retain_bytes,
                 needed_from=self._needed_from(request, stage, targets) if stage in self._resumable else (),
-            )
+            ),
+            wakes=stage in request.route.entries or stage in restarting,
         )
         self._readers.started(request, stage)
 
@@ -205,7 +207,9 @@ class Dispatcher:
         for name, stage in request.replay_state.stages.items():
             has_chunks = stage.phase is not Phase.FINISHED or self._retains(request, name)
             if stage.address is not None and (has_chunks or self._resumes(request)):
-                self.placement.replicas[stage.address].post(Abort(request.number))
+                self.placement.replicas[stage.address].post(
+                    Abort(request.number), wakes=stage.phase is not Phase.FINISHED
+                )
 
     def _resumes(self, request: Request) -> bool:
         """Whether workers keep decisions of this request, even when they have finished it."""

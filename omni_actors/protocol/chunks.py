@@ -80,7 +80,8 @@ class ChunkSequence:
         self._request, self._source = request, source
         self._digests = array("I")
         """The digest of each accepted chunk; 0 if the source is resumable."""
-        self._complete = False
+        self.complete = False
+        """Whether the last chunk was accepted."""
 
     @property
     def received(self) -> int:
@@ -93,7 +94,7 @@ class ChunkSequence:
         Raises ChunkCorrupted if a chunk is missing before it or the number is negative, ReplayDiverged if a
         deterministic source sent it before with other content.
         """
-        if self._complete:
+        if self.complete:
             return False
         seq, due = header.seq, self.received
         if not 0 <= seq <= due:
@@ -103,7 +104,7 @@ class ChunkSequence:
         digest = _digest(header, tensors) if header.decisions is None else 0
         if seq == due:
             self._digests.append(digest)
-            self._complete = header.last
+            self.complete = header.last
             return True
         if digest != self._digests[seq]:
             raise ReplayDiverged(f"chunk {seq} of stage {self._source!r} differs between the original and the replay")

@@ -249,11 +249,14 @@ class LocalSpawner:
                 child_ends.callback(os.close, stderr_write)
                 death_mutex = DeathMutex()
                 undo.callback(death_mutex.close)
+                bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+                undo.callback(os.close, bell)
             except OSError as error:
                 raise SpawnFailed(f"no channels for a worker of {address}: {error}") from error
             ours.setblocking(False)
             arguments = {
                 "control_fd": _InheritedFd(theirs.fileno()),
+                "bell_fd": _InheritedFd(bell),
                 "stderr_fd": _InheritedFd(stderr_write),
                 "death_mutex_fd": _InheritedFd(death_mutex.fd),
                 "cpu_sharing_fd": _InheritedFd(self._cpu_sharing_page.fd) if self._cpu_sharing else NO_PAGE,
@@ -274,7 +277,7 @@ class LocalSpawner:
                     raise SpawnFailed(f"no process for {address}: {error}") from error
                 raise
             child_ends.close()
-            async with open_mailbox(ours, mailbox_capacity) as mailbox, trio.open_nursery() as nursery:
+            async with open_mailbox(ours, mailbox_capacity, bell) as mailbox, trio.open_nursery() as nursery:
                 worker = LocalWorker(process, mailbox, pidfd=pidfd, death_mutex=death_mutex, stderr_fd=stderr_read)
                 nursery.start_soon(worker._watch)
                 try:

@@ -91,14 +91,14 @@ class Replica:
         """Whether the worker does not keep up with its control messages."""
         return self.worker is not None and self.worker.mailbox.congested
 
-    def post(self, message: ControlMessage, fds: Sequence[int] = ()) -> None:
-        """Send a control message to the worker, if there is one.
+    def post(self, message: ControlMessage, fds: Sequence[int] = (), *, wakes: bool = True) -> None:
+        """Send a control message to the worker, if there is one. wakes: see ``Mailbox.post``.
 
         A worker that has stopped reading is killed: it is restarted, and its requests end with the cause.
         """
         if (worker := self.worker) is not None:
             try:
-                worker.mailbox.post(message, fds)
+                worker.mailbox.post(message, fds, wakes=wakes)
             except MailboxFull as error:
                 self.kill(str(error))
 

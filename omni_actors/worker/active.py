@@ -44,6 +44,11 @@ class ActiveRequest:
         received = all(sequence.received for sequence in self._sequences.values())
         return self.first_output_due and not self.paused and received
 
+    def awaits(self, source: str) -> bool:
+        """Whether chunks of a source are still to come."""
+        sequence = self._sequences.get(source)
+        return sequence is not None and not sequence.complete
+
     @property
     def has_journals(self) -> bool:
         """Whether it has decisions of stages upstream."""

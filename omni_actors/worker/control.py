@@ -6,10 +6,12 @@ that runs, and the messages of a turn are sent together.
 
 from __future__ import annotations
 
+import os
 import select
 import socket
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import TypeAlias
 
 from omni_actors.protocol import messages, packets
@@ -35,6 +37,10 @@ class Control(ABC):
     @abstractmethod
     def fileno(self) -> int:
         """Return a descriptor that is readable while commands wait."""
+
+    @abstractmethod
+    def bell(self) -> int:
+        """Return a descriptor that is readable when a command waits that is to wake the loop."""
 
     @abstractmethod
     def commands(self) -> Sequence[Command]:
@@ -67,11 +73,12 @@ class ControlSocket(Control):
     When the parent is gone, the loop stops.
 
     sock: a non-blocking AF_UNIX socket of type SOCK_SEQPACKET.
+    bell: the eventfd that the parent rings after a message that is to wake the loop (``protocol.mailbox``, rule 7).
     """
 
-    def __init__(self, sock: socket.socket) -> None:
+    def __init__(self, sock: socket.socket, bell: int) -> None:
         super().__init__()
-        self._socket = sock
+        self._socket, self._bell = sock, bell
         self._unread: list[Command] = []
         """Commands that came in one packet with ``Configure``."""
 
@@ -88,8 +95,13 @@ class ControlSocket(Control):
     def fileno(self) -> int:
         return self._socket.fileno()
 
+    def bell(self) -> int:
+        return self._bell
+
     def commands(self) -> Sequence[Command]:
         arrived, self._unread = self._unread, []
+        with suppress(BlockingIOError):
+            os.eventfd_read(self._bell)
         try:
             while (packet := packets.receive(self._socket)) is not None:
                 arrived += _commands(*packet)

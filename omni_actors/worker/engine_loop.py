@@ -2,8 +2,9 @@
 
 Rules
 1. A chunk is fed to the engine in place, and an output is copied once, into a ring. No other thread touches either.
-2. The loop sleeps in one poll() over its control connection, the doorbells of its incoming rings and, where output
-   waits for room, of its outgoing rings. Only rule 7 adds a timeout.
+2. The loop sleeps in one poll() over the bell of its control connection, the doorbells of its incoming rings and, where
+   output waits for room, of its outgoing rings. Only rule 7 adds a timeout. A ``Start`` for a stage without input from
+   the client rings no bell: the first chunk wakes the loop. For a stage with such input the ``Start`` does.
 3. Commands are handled before chunks. Still, a chunk may arrive before its ``Start``, since they travel separately.
    Request numbers grow with every ``Start``: a chunk with a number above the newest started request waits, and a chunk
    with a lower number whose request is not active is stale.
@@ -124,15 +125,25 @@ class EngineLoop:
 
     def park(self, *, receiving: bool) -> list[int]:
         """Return the doorbells to sleep on after a turn without progress. [] if there is something to do already."""
-        bells = [self._control.fileno()]
+        bells = [self._control.bell()]
         bells += [out.producer.fileno() for out in self._outgoing.values() if out.waiting_bytes]
         if receiving:
-            for edge in self._incoming.values():
-                if edge.early is None and not edge.ended:
+            if any(edge.early is not None for edge in self._incoming.values()):
+                bells.append(self._control.fileno())  # the ``Start`` that it waits for may ring no bell
+            for producer, edge in self._incoming.items():
+                if (
+                    edge.early is None
+                    and not edge.ended
+                    and (producer.stage != messages.CLIENT or self._awaits_client())
+                ):
                     if not edge.consumer.park():
                         return []
                     bells.append(edge.consumer.fileno())
         return bells
+
+    def _awaits_client(self) -> bool:
+        """Whether an active request waits for input from the client. That of others follows a ``Start`` that wakes."""
+        return any(active.awaits(messages.CLIENT) for active in self._active.values())
 
     def close(self) -> None:
         """Close every edge, which the other ends notice. Idempotent."""

@@ -44,7 +44,13 @@ LONGEST_NOTE = 1000
 
 
 def worker_main(
-    control_fd: int, stderr_fd: int, death_mutex_fd: int, cpu_sharing_fd: int, number: int, parent_pid: int
+    control_fd: int,
+    bell_fd: int,
+    stderr_fd: int,
+    death_mutex_fd: int,
+    cpu_sharing_fd: int,
+    number: int,
+    parent_pid: int,
 ) -> NoReturn:
     """Run the process. It ends by ``os._exit``, so that exit handlers of native libraries cannot delay its end.
 
@@ -65,7 +71,7 @@ def worker_main(
     os.set_inheritable(control_fd, False)
     sock = socket.socket(fileno=control_fd)
     sock.setblocking(False)
-    engine = _EngineThread(ControlSocket(sock), cpu_sharing, death_mutex_fd)
+    engine = _EngineThread(ControlSocket(sock, bell_fd), cpu_sharing, death_mutex_fd)
     engine.start()
     poll = select.poll()
     poll.register(engine.ended, select.POLLIN)

@@ -22,10 +22,12 @@ async def test_a_stage_starts_again_when_every_answer_is_there(
     seen: list[tuple[str, type[ControlMessage]]] = []
     post, notify = SimulatedWorker.post, SimulatedWorker.notify
 
-    def recording_post(self: SimulatedWorker, message: ControlMessage, fds: tuple[int, ...] = ()) -> None:
+    def recording_post(
+        self: SimulatedWorker, message: ControlMessage, fds: tuple[int, ...] = (), *, wakes: bool = True
+    ) -> None:
         if isinstance(message, Switch | JournalPart | Start):
             seen.append((self.address.stage, type(message)))
-        post(self, message, fds)
+        post(self, message, fds, wakes=wakes)
 
     def recording_notify(self: SimulatedWorker, message: ControlMessage) -> None:
         if isinstance(message, Switched):

@@ -212,6 +212,55 @@ async def test_messages_that_are_posted_together_are_one_packet_if_they_fit() ->
     os.close(write_end)
 
 
+def bell_rang(bell: int) -> bool:
+    try:
+        return bool(os.eventfd_read(bell))
+    except BlockingIOError:
+        return False
+
+
+async def test_only_messages_that_wake_the_peer_ring_its_bell_and_all_come_in_order() -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    for end in (ours, theirs):
+        end.setblocking(False)
+    bell = os.eventfd(0, os.EFD_NONBLOCK)
+    with theirs:
+        async with open_mailbox(ours, 8, bell) as mailbox:
+            mailbox.post(Abort(1), wakes=False)
+            assert messages.unpack(theirs.recv(messages.MAX_PACKET_BYTES)) == [Abort(1)], "written at once"
+            await trio.testing.wait_all_tasks_blocked()
+            assert not bell_rang(bell)
+            mailbox.post(Abort(2))
+            mailbox.post(Abort(3), wakes=False)
+            assert await read(theirs) == ([Abort(2), Abort(3)], 0)
+            await trio.testing.wait_all_tasks_blocked()
+            assert bell_rang(bell)
+            mailbox.post(Abort(4), wakes=False)
+            await trio.testing.wait_all_tasks_blocked()
+            assert not bell_rang(bell)
+    os.close(bell)
+
+
+async def test_messages_that_wake_nothing_ring_the_bell_when_the_socket_is_full() -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    for end in (ours, theirs):
+        end.setblocking(False)
+    bell = os.eventfd(0, os.EFD_NONBLOCK)
+    with theirs:
+        async with open_mailbox(ours, 10_000, bell) as mailbox:
+            posted = 0
+            while not mailbox.congested:
+                mailbox.post(Abort(posted), wakes=False)
+                posted += 1
+            await trio.testing.wait_all_tasks_blocked()
+            assert bell_rang(bell)
+            received: list[ControlMessage] = []
+            while len(received) < posted:
+                received += (await read(theirs))[0]
+            assert received == [Abort(number) for number in range(posted)]
+    os.close(bell)
+
+
 async def test_a_mailbox_loses_nothing_when_its_block_is_left_before_it_is_sent() -> None:
     before = len(open_descriptors())
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)

@@ -53,7 +53,7 @@ class SimulatedWorker:
     def alive(self) -> bool:
         return self._exit is None
 
-    def post(self, message: ControlMessage, fds: Sequence[int] = ()) -> None:
+    def post(self, message: ControlMessage, fds: Sequence[int] = (), *, wakes: bool = True) -> None:
         match message:
             case Configure():
                 self._nursery.start_soon(self._later, self.load_s, Ready(self.load_s))

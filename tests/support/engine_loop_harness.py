@@ -46,10 +46,14 @@ class Watched(EngineLoop):
     def __init__(self, *args: Any, resumable: bool) -> None:
         super().__init__(*args, resumable=resumable)
         self.asleep: queue.Queue[bool] = queue.Queue()
+        self.bells = 0
+        """How many descriptors the last sleep was on."""
 
     def park(self, *, receiving: bool) -> list[int]:
+        bells = super().park(receiving=receiving)
+        self.bells = len(bells)
         self.asleep.put(receiving)
-        return super().park(receiving=receiving)
+        return bells
 
 
 class QueuedControl(Control):
@@ -59,19 +63,25 @@ class QueuedControl(Control):
         super().__init__()
         self.messages: queue.Queue[ControlMessage] = queue.Queue()
         self._commands: collections.deque[Command] = collections.deque()
-        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._arrived, self._bell = (os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC) for _ in range(2))
 
-    def post(self, *commands: Command) -> None:
+    def post(self, *commands: Command, wakes: bool = True) -> None:
         """Queue commands, to be handled in one turn. Without any, the loop only wakes up."""
         self._commands.extend(commands)
-        os.eventfd_write(self._bell, 1)
+        os.eventfd_write(self._arrived, 1)
+        if wakes:
+            os.eventfd_write(self._bell, 1)
 
     def fileno(self) -> int:
+        return self._arrived
+
+    def bell(self) -> int:
         return self._bell
 
     def commands(self) -> list[Command]:
-        with suppress(BlockingIOError):
-            os.eventfd_read(self._bell)
+        for bell in (self._arrived, self._bell):
+            with suppress(BlockingIOError):
+                os.eventfd_read(bell)
         return [self._commands.popleft() for _ in range(len(self._commands))]
 
     def _write(self, notices: Sequence[ControlMessage]) -> None:
@@ -79,6 +89,7 @@ class QueuedControl(Control):
             self.messages.put(message)
 
     def close(self) -> None:
+        os.close(self._arrived)
         os.close(self._bell)
 
 
@@ -131,6 +142,7 @@ class LoopHarness:
         replayed: bool = False,
         worker_retain_bytes: int = 1 << 30,
         needed_from: tuple[int, ...] = (),
+        wakes: bool = True,
     ) -> None:
         self.post(
             Start(
@@ -143,8 +155,13 @@ class LoopHarness:
                 replayed=replayed,
                 worker_retain_bytes=worker_retain_bytes,
                 needed_from=needed_from,
-            )
+            ),
+            wakes=wakes,
         )
+
+    def rings_slept_on(self) -> int:
+        """Return on how many doorbells of rings the loop slept last."""
+        return self.loop.bells - 1
 
     def next_message(self) -> ControlMessage:
         return self.messages.get(timeout=WATCHDOG_S)

@@ -88,6 +88,34 @@ def test_a_chunk_before_its_start_waits_and_delays_the_chunks_after_it(harness: 
     assert {receive(out).data["text"], receive(out).data["text"]} == {"early", "behind"}
 
 
+def test_a_start_that_rings_no_bell_is_read_when_the_chunk_arrives_before_or_after_it(harness: LoopHarness) -> None:
+    above, out = harness.input(source="above"), harness.output()
+    harness.run(echo())
+    harness.wait_asleep()
+    harness.start(1, ("above",), wakes=False)
+    send(above, 1, 0, source="above", text="after its start", last=True)
+    assert receive(out).data["text"] == "after its start"
+    send(above, 2, 0, source="above", text="before its start", last=True)
+    harness.wait_asleep()
+    assert out.try_recv() is None
+    harness.start(2, ("above",), wakes=False)
+    assert receive(out).data["text"] == "before its start"
+
+
+def test_the_loop_sleeps_on_the_clients_edge_only_while_a_request_waits_for_its_input(harness: LoopHarness) -> None:
+    into, out = harness.input(), harness.output()
+    harness.run(echo())
+    harness.wait_asleep()
+    assert harness.rings_slept_on() == 0
+    harness.start(1)
+    harness.wait_asleep()
+    assert harness.rings_slept_on() == 1
+    send(into, 1, 0, text="all", last=True)
+    assert receive(out).data["text"] == "all"
+    harness.wait_asleep()
+    assert harness.rings_slept_on() == 0
+
+
 def test_an_early_chunk_delays_no_other_edge(harness: LoopHarness) -> None:
     early, other, out = harness.input(), harness.input(source="above"), harness.output()
     harness.run(echo())
@@ -281,6 +309,7 @@ def test_a_gap_in_a_sequence_is_corruption(harness: LoopHarness, seqs: tuple[int
 def test_a_frame_that_is_no_chunk_is_corruption(harness: LoopHarness) -> None:
     into = harness.input()
     harness.run(echo())
+    harness.start(1)
     into.send(*ringbuf.encode_bundle({"not": "a chunk"}, {}))
     assert isinstance(harness.wait_ended(), ChunkCorrupted)
 

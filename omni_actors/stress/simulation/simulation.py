@@ -26,7 +26,8 @@ from omni_actors.stress.simulation.determinism import deterministic, report_unra
 from omni_actors.stress.simulation.faults import DYING_S, FaultInjector
 from omni_actors.stress.simulation.journal import Journal
 from omni_actors.stress.simulation.requests import SimulatedClient
-from omni_actors.stress.simulation.scenarios import PATIENCE_S, SCENARIOS, SHUTDOWN_S, scenario
+from omni_actors.stress.simulation.scenarios import PATIENCE_S, SCENARIOS, SHUTDOWN_S, STEP_S, scenario
+from omni_actors.supervisor.heartbeat import PARTS
 from omni_actors.system import OmniSystem
 
 MAX_STEPS, MAX_S = 100_000, 10 * PATIENCE_S
@@ -168,7 +169,7 @@ class Simulation(trio.abc.Instrument):
             await self._wait_settled()
             self._client.submit_probes()
             await self._wait_settled()
-            await trio.sleep(1.0)  # the last control messages arrive
+            await trio.sleep(1.0 + STEP_S / PARTS)  # the last control messages arrive, at the latest before a ping
         if patience.cancelled_caught:
             for worker in self._faults.spawner.living.values():
                 if worker.hung:

@@ -19,7 +19,7 @@ import select
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TypeAlias, cast
+from typing import NamedTuple, TypeAlias, cast
 
 import trio
 
@@ -42,6 +42,14 @@ class PlannedKill(BaseException):
 
 class PlannedEngineError(RuntimeError):
     """An exception that the engine raises on request."""
+
+
+class _Posted(NamedTuple):
+    """A message on its way to the worker."""
+
+    packet: bytes
+    fds: tuple[int, ...]
+    wakes: bool
 
 
 @dataclass(frozen=True)
@@ -71,7 +79,7 @@ class SimulatedWorker(Worker):
         super().__init__(pid, cast(Mailbox, self))
         self.address, self.behavior, self._note = address, behavior, note
         self.fault = None
-        self._inbox_send, self._inbox = trio.open_memory_channel[tuple[bytes, tuple[int, ...]]](mailbox_capacity)
+        self._inbox_send, self._inbox = trio.open_memory_channel[_Posted](mailbox_capacity)
         self._reports, self.incoming = trio.open_memory_channel[Envelope](math.inf)
         self._capacity = mailbox_capacity
         self._scope = trio.CancelScope(shield=True)
@@ -82,7 +90,8 @@ class SimulatedWorker(Worker):
         self._control = _SimulatedControl(self)
         self._arrived: list[tuple[messages.ControlMessage, tuple[int, ...]]] = []
         """What its control socket holds."""
-        self.command_bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self.arrived_bell, self.command_bell = (os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC) for _ in range(2))
+        """Readable while its control socket holds anything, and a command that wakes it."""
         self.rings: list[Ring] = []
         self.planned_death: tuple[int, BaseException] | None = None
         """After how many more fault points (see rule 2) it dies inside a turn, and of what."""
@@ -109,7 +118,7 @@ class SimulatedWorker(Worker):
         """As ``Mailbox.congested``."""
         return 2 * self._inbox_send.statistics().current_buffer_used >= self._capacity
 
-    def post(self, message: messages.ControlMessage, fds: Sequence[int] = ()) -> None:
+    def post(self, message: messages.ControlMessage, fds: Sequence[int] = (), *, wakes: bool = True) -> None:
         """As ``Mailbox.post``."""
         if not self.alive:
             return
@@ -117,7 +126,7 @@ class SimulatedWorker(Worker):
         owned = tuple(os.dup(fd) for fd in fds)
         self._fds.update(owned)
         try:
-            self._inbox_send.send_nowait((packet, owned))
+            self._inbox_send.send_nowait(_Posted(packet, owned, wakes))
         except trio.WouldBlock:
             raise MailboxFull(self._capacity) from None
         if type(message) is self.dies_of:
@@ -170,7 +179,7 @@ class SimulatedWorker(Worker):
 
     async def run(self) -> None:
         with self._scope:
-            message, _ = await self._next()
+            message, _, _ = await self._next()
             assert isinstance(message, messages.Configure), message
             self.loop = EngineLoop(message.spec.address, message.fence, self._control, resumable=message.spec.resumable)
             async with trio.open_nursery() as nursery:
@@ -180,24 +189,27 @@ class SimulatedWorker(Worker):
             await trio.sleep(self.behavior.dying_s)
         self._dead.set()
 
-    async def _next(self) -> tuple[messages.ControlMessage, tuple[int, ...]]:
-        packet, fds = await self._inbox.receive()
+    async def _next(self) -> tuple[messages.ControlMessage, tuple[int, ...], bool]:
+        packet, fds, wakes = await self._inbox.receive()
         while self.frozen:
             await self._continued.park()
         (message,) = messages.unpack(messages.pack([packet]))
-        return message, fds
+        return message, fds, wakes
 
     async def _deliver(self) -> None:
         """Move messages to the socket, later than they were posted: what was sent through a ring may arrive earlier."""
         while True:
-            message = await self._next()
-            self._arrived.append(message)
-            os.eventfd_write(self.command_bell, 1)
+            message, fds, wakes = await self._next()
+            self._arrived.append((message, fds))
+            os.eventfd_write(self.arrived_bell, 1)
+            if wakes:
+                os.eventfd_write(self.command_bell, 1)
 
     def commands(self) -> list[Command]:
         """As ``Control.commands``."""
-        with suppress(BlockingIOError):
-            os.eventfd_read(self.command_bell)
+        for bell in (self.arrived_bell, self.command_bell):
+            with suppress(BlockingIOError):
+                os.eventfd_read(bell)
         arrived, self._arrived = self._arrived, []
         return [self._command(message, fds) for message, fds in arrived]
 
@@ -303,6 +315,7 @@ class SimulatedWorker(Worker):
         for fd in self._fds:
             os.close(fd)
         self._bells.close()
+        os.close(self.arrived_bell)
         os.close(self.command_bell)
 
 
@@ -314,6 +327,9 @@ class _SimulatedControl(Control):
         self._worker = worker
 
     def fileno(self) -> int:
+        return self._worker.arrived_bell
+
+    def bell(self) -> int:
         return self._worker.command_bell
 
     def commands(self) -> Sequence[Command]:
