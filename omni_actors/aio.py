@@ -107,6 +107,9 @@ class AsyncOmni(Face):
     add_lora = _waiting(OmniSystem.add_lora)
     remove_lora = _waiting(OmniSystem.remove_lora)
     pin_lora = _waiting(OmniSystem.pin_lora)
+    pause_generation = _waiting(OmniSystem.pause_generation)
+    resume_generation = _waiting(OmniSystem.resume_generation)
+    is_paused = _waiting(OmniSystem.is_paused)
 
     async def _wait(self, work: Callable[[OmniSystem], Awaitable[T]]) -> T:
         return await asyncio.wrap_future(self.background.start(work))

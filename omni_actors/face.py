@@ -6,10 +6,11 @@ documentation of the arguments are those of ``OmniSystem``: see ``like``.
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import inspect
 import weakref
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Generator, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
@@ -21,7 +22,7 @@ from omni_actors.config import Pipeline
 from omni_actors.errors import StageFailed, SystemClosed
 from omni_actors.generation import Answer, Generation
 from omni_actors.metrics import Metrics
-from omni_actors.system import Health, OmniSystem, batch
+from omni_actors.system import Freed, Health, OmniSystem, batch
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -94,9 +95,9 @@ class Face:
         return self.background.call(lambda system: submit(system, *args, **kwargs))
 
     @like(OmniSystem.abort)
-    def abort(self, *args: Any, **kwargs: Any) -> None:
-        """End a request now."""
-        self.background.call(lambda system: system.abort(*args, **kwargs))
+    def abort(self, *args: Any, **kwargs: Any) -> Aborting:
+        """End requests now."""
+        return Aborting(self, self.background.call(lambda system: system.abort(*args, **kwargs)))
 
     @like(OmniSystem.abort_all)
     def abort_all(self, *args: Any, **kwargs: Any) -> None:
@@ -159,6 +160,24 @@ class Face:
     def descriptors(self) -> int:
         """As ``OmniSystem.descriptors``."""
         return self.background.call(lambda system: system.descriptors)
+
+
+class Aborting(Awaitable[Freed]):
+    """Requests that were aborted. ``result``, or awaiting it, waits until they are freed; neither is needed."""
+
+    def __init__(self, face: Face, inner: Awaitable[Freed]) -> None:
+        self._face, self._inner = face, inner
+
+    def result(self) -> Freed:
+        """Wait until the workers have freed the requests, and return what was freed."""
+        return self._face.background.start(self._wait).result()
+
+    def __await__(self) -> Generator[Any, None, Freed]:
+        """As ``result``, in asyncio."""
+        return asyncio.wrap_future(self._face.background.start(self._wait)).__await__()
+
+    async def _wait(self, _: OmniSystem) -> Freed:
+        return await self._inner
 
 
 class Reading:

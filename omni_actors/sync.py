@@ -132,6 +132,9 @@ class Omni(Face):
     add_lora = _waiting(OmniSystem.add_lora)
     remove_lora = _waiting(OmniSystem.remove_lora)
     pin_lora = _waiting(OmniSystem.pin_lora)
+    pause_generation = _waiting(OmniSystem.pause_generation)
+    resume_generation = _waiting(OmniSystem.resume_generation)
+    is_paused = _waiting(OmniSystem.is_paused)
 
     def _wait(self, work: Callable[[OmniSystem], Awaitable[T]]) -> T:
         future = self.background.start(work)

@@ -10,10 +10,13 @@ from typing import Any
 
 import pytest
 import trio
+import trio.testing
 
 from omni_actors import Pipeline, Reply, Unsupported
 from omni_actors.config import Stage
-from omni_actors.errors import CallTimedOut, InvalidRequest, TooManyCalls, WorkerLost
+from omni_actors.errors import Aborted, CallTimedOut, InvalidRequest, TooManyCalls, WorkerLost
+from omni_actors.generation import Generation
+from omni_actors.orchestrator.pieces import Input
 from omni_actors.supervisor.calls import MAX_CALLS
 from omni_actors.system import OmniSystem
 from tests.support.controllable_engine import FACTORY
@@ -24,7 +27,7 @@ PIPELINE = Pipeline(
     name="controlled",
     stages={
         "plain": Stage(engine="echo", accepts=("script",)),
-        "able": Stage(engine=FACTORY, inputs=("plain",), emits="text", standby=1),
+        "able": Stage(engine=FACTORY, inputs=("plain",), emits="text", standby=1, deterministic=True),
     },
 )
 
@@ -136,3 +139,81 @@ async def test_a_refused_change_leaves_the_desired_state_as_it_was() -> None:
         os.kill(pid_of(omni, "plain"), signal.SIGKILL)
         await wait_generation(omni, 0, 2)
         assert notes(await omni.call("notes")) == [{"a": "1"}] * 2
+
+
+# aborting and pausing
+
+
+def ask(omni: OmniSystem, text: str = "x", **options: Any) -> Generation:
+    return omni.submit({"script": [Input({"text": text, **options})]}, ("text",))
+
+
+async def test_an_abort_answers_what_the_workers_have_freed() -> None:
+    async with opened() as omni:
+        await omni.pause_generation("keep")
+        assert await omni.is_paused()
+        await omni.resume_generation()
+        assert not await omni.is_paused()
+        os.kill(pid_of(omni, "able"), signal.SIGSTOP)
+        os.kill(pid_of(omni, "able", 1), signal.SIGSTOP)
+        first, second = ask(omni), ask(omni)
+        aborting = omni.abort([first.request_id, second.request_id, "unknown"])
+        assert omni.in_flight == 0, "it is aborted before it is awaited"
+        for replica in (0, 1):
+            os.kill(pid_of(omni, "able", replica), signal.SIGCONT)
+        freed = await aborting
+        assert freed.requests == {name: ["plain", "able"] for name in (first.request_id, second.request_id)}
+        assert {stage: [reply.value["requests"] for reply in replies] for stage, replies in freed.replies.items()} == {
+            "plain": [0],
+            "able": [0],
+        }
+        with pytest.raises(Aborted):
+            await first.collect()
+        omni.abort(second.request_id)  # harmless
+        assert (await omni.abort("unknown")).requests == {}
+
+
+@pytest.mark.parametrize("mode", ["abort", "wait", "keep"])
+async def test_new_requests_wait_while_generation_is_paused(mode: Any) -> None:
+    async with opened() as omni:
+        running = ask(omni, "running")
+        if mode == "keep":
+            await omni.pause_generation("wait")
+            assert await running.text() == "running"
+        await omni.pause_generation(mode)
+        if mode == "abort":
+            with pytest.raises(Aborted, match="paused"):
+                await running.text()
+        elif mode == "wait":
+            assert omni.in_flight == 0, "it was waited for"
+            assert await running.text() == "running"
+        held = ask(omni, "held")
+        os.kill(pid_of(omni, "able"), signal.SIGKILL)
+        await wait_generation(omni, 0, 2)
+        assert omni.in_flight == 1
+        assert [reply.value["requests"] for reply in (await omni.call("worker_status"))["able"]] == [0, 0]
+        await omni.resume_generation()
+        assert await held.text() == "held"
+
+
+async def test_a_kept_request_goes_on_exactly_where_it_was_also_after_a_death() -> None:
+    async with opened() as omni:
+        running = omni.submit({"script": [Input({"text": str(each)}) for each in range(200)]}, ("text",))
+        first = await running.__anext__()
+        replies = await omni.pause_generation("keep")
+        assert {reply.error for each in replies.values() for reply in each} == {None}
+        await trio.testing.wait_all_tasks_blocked(0.1)
+        pieces = len(running.stream.request.pieces)
+        os.kill(pid_of(omni, "able"), signal.SIGKILL)
+        await wait_generation(omni, 0, 2)
+        await trio.testing.wait_all_tasks_blocked(0.1)
+        assert len(running.stream.request.pieces) == pieces, "a worker that starts meanwhile is frozen too"
+        await omni.resume_generation()
+        assert f"{first.delta}{await running.text()}" == "".join(map(str, range(200)))
+
+
+async def test_an_unknown_mode_is_refused() -> None:
+    async with opened() as omni:
+        with pytest.raises(InvalidRequest, match="mode"):
+            await omni.pause_generation("later")  # type: ignore[arg-type]
+        assert not await omni.is_paused()

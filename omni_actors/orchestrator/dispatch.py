@@ -42,6 +42,8 @@ class Dispatcher:
         self.dispatched: dict[int, Request] = {}
         """The dispatched requests that have not ended, by number."""
         self.replay_log = ReplayLog()
+        self.held = False
+        """Whether requests that were never dispatched wait, because generation is paused."""
         self.newest = 0
         """The highest request number given out so far."""
         self._loads = collections.Counter[Address]()
@@ -55,6 +57,10 @@ class Dispatcher:
     def waiting(self) -> int:
         """The number of requests that wait for a ready replica, to be dispatched or replayed."""
         return len(self.queued) + sum(bool(request.replay_state.waiting) for request in self.dispatched.values())
+
+    def holds_back(self, request: Request) -> bool:
+        """Whether a request waits until generation is resumed."""
+        return self.held and request.number is None
 
     def load(self, address: Address) -> int:
         """Return the number of requests placed on a replica."""
@@ -73,6 +79,8 @@ class Dispatcher:
     def try_dispatch(self, request: Request) -> None:
         """Dispatch a request if it waits, is no suspect, and all stages that it waits for have ready replicas."""
         stages = request.replay_state.waiting
+        if self.holds_back(request):
+            return
         if stages and request not in self.trials.group_of and (placement := self.placement.place(stages)) is not None:
             self.dispatch(request, placement)
 

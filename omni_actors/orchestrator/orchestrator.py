@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Collection, Mapping, Set
 from typing import Any
 
 import trio
@@ -99,6 +99,8 @@ class Orchestrator:
         self._open: dict[str, Request] = {}
         """The requests that are not closed, by name; the oldest first."""
         self._retry_after = RetryAfterEstimator()
+        self._ends = trio.lowlevel.ParkingLot()
+        """Woken when a request ends."""
         self._nursery: trio.Nursery | None = None
 
     @trio.lowlevel.enable_ki_protection
@@ -201,10 +203,36 @@ class Orchestrator:
         """Return the number of requests placed on a replica."""
         return self._dispatcher.load(address)
 
-    def abort_named(self, name: str) -> None:
-        """Abort the request of this name, if one is in flight."""
-        if (request := self._open.get(name)) is not None:
-            self.abort(request)
+    def abort_named(self, name: str) -> Collection[messages.Address] | None:
+        """Abort the request of this name. Return the replicas that held it; None: no such request is in flight."""
+        if (request := self._open.get(name)) is None:
+            return None
+        held_by = () if request.lifecycle.ended else tuple(request.replay_state.placement.values())
+        self.abort(request)
+        return held_by
+
+    # Pausing
+
+    @property
+    def is_held(self) -> bool:
+        """Whether new requests are admitted and wait, because generation is paused."""
+        return self._dispatcher.held
+
+    @trio.lowlevel.enable_ki_protection
+    def hold(self, *, held: bool) -> None:
+        """Let requests that were not dispatched yet wait, or dispatch them."""
+        self._dispatcher.held = held
+        if not held:
+            self._suspects.advance()
+            self._dispatcher.dispatch_waiting()
+
+    async def wait_ended(self, stages: Collection[str] | None = None) -> None:
+        """Wait until no dispatched request uses one of ``stages``; None: any stage."""
+        while any(
+            stages is None or not set(stages).isdisjoint(request.route.stages)
+            for request in self._dispatcher.dispatched.values()
+        ):
+            await self._ends.park()
 
     @trio.lowlevel.enable_ki_protection
     def abort(self, request: Request) -> None:
@@ -325,6 +353,7 @@ class Orchestrator:
         self._retry_after.add(request.finished - request.submitted)
         self._dispatcher.remove(request)
         request.output_wakeup.unpark_all()
+        self._ends.unpark_all()
         if isinstance(error, DROPPING_ERRORS):
             self.readers.drop(request)
         else:

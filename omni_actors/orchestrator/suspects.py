@@ -223,7 +223,7 @@ class Suspects:
         placements = {
             each: self._placement.place(each.replay_state.waiting, address)
             for each in group.candidates
-            if group.stage in each.replay_state.waiting
+            if group.stage in each.replay_state.waiting and not self._dispatcher.holds_back(each)
         }
         if not placements or None in placements.values():
             self._trials.put_back(group)

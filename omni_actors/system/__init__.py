@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from omni_actors.prompts import Messages
 from omni_actors.supervisor.calls import Reply
+from omni_actors.system.control import Freed
 from omni_actors.system.health import Health, PastExit, ReplicaHealth
 from omni_actors.system.loras import LoraInfo
 from omni_actors.system.omni_system import OmniSystem
 
-__all__ = ["Health", "LoraInfo", "Messages", "OmniSystem", "PastExit", "ReplicaHealth", "Reply"]
+__all__ = ["Freed", "Health", "LoraInfo", "Messages", "OmniSystem", "PastExit", "ReplicaHealth", "Reply"]

@@ -7,12 +7,14 @@ Rules
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Awaitable, Callable, Collection, Generator, Iterable, Mapping, Sequence
+from typing import Any, Literal, TypeAlias, get_args
 
 import msgspec
+import trio
 
 from omni_actors.errors import InvalidRequest
+from omni_actors.orchestrator.orchestrator import Orchestrator
 from omni_actors.supervisor.calls import PendingCall, Reply
 from omni_actors.supervisor.supervisor import Supervisor
 
@@ -23,11 +25,115 @@ LARGEST_ARGUMENTS = 64 * 1024
 Replies: TypeAlias = dict[str, list[Reply]]
 """By stage, the reply of each of its replicas in their order, standbys included."""
 
+PauseMode: TypeAlias = Literal["abort", "wait", "keep"]
+PAUSE_MODES = get_args(PauseMode)
+
+
+class Freed(msgspec.Struct, frozen=True):
+    """What an abort has freed.
+
+    Attributes:
+        requests: For each request that was in flight, the stages that held it.
+        replies: The replies of the workers that held one. A value is sent after the worker has freed the requests:
+            ``requests`` that are left, ``rss_bytes``, ``device_bytes``. A worker that died has freed everything.
+    """
+
+    requests: dict[str, list[str]]
+    replies: Replies
+
+
+class Aborting(Awaitable[Freed]):
+    """Requests that were aborted. Awaiting it waits until the workers have freed them."""
+
+    def __init__(self, requests: dict[str, list[str]], confirm: Callable[[], Awaitable[Replies]]) -> None:
+        self._requests, self._confirm = requests, confirm
+
+    def __await__(self) -> Generator[Any, None, Freed]:
+        return self._wait().__await__()
+
+    async def _wait(self) -> Freed:
+        return Freed(self._requests, await self._confirm())
+
 
 class Control:
     """The methods of ``OmniSystem`` that do not concern single requests."""
 
     _supervisor: Supervisor
+    _orchestrator: Orchestrator
+
+    # aborting and pausing
+
+    def abort(self, request_id: str | Iterable[str]) -> Aborting:
+        """End a request now, or several, in every stage; reading one then raises ``Aborted``.
+
+        Args:
+            request_id: One identifier or several. One that is not in flight is ignored.
+
+        Returns:
+            An object that need not be awaited. Awaiting it waits, for 10 s at most, until the workers have freed the
+            requests, and returns what was freed (``Freed``).
+        """
+        names = [request_id] if isinstance(request_id, str) else list(request_id)
+        held = {name: by for name in names if (by := self._orchestrator.abort_named(name)) is not None}
+        addresses = {address for by in held.values() for address in by}
+        requests = {name: [address.stage for address in by] for name, by in held.items()}
+
+        async def confirm() -> Replies:
+            await trio.lowlevel.checkpoint()
+            replicas = self._supervisor.replicas
+            posted = [
+                replicas[each].call("worker_status", {}, CALL_TIMEOUT_S) for each in replicas if each in addresses
+            ]
+            return await self._replies(posted)
+
+        return Aborting(requests, confirm)
+
+    def abort_all(self, reason: str) -> None:
+        """End every request now; reading one then raises ``Aborted`` with ``reason``."""
+        self._orchestrator.abort_all(reason)
+
+    async def pause_generation(self, mode: PauseMode = "abort") -> Replies:
+        """Stop generating: requests that are submitted from now on are admitted and wait for ``resume_generation``.
+
+        Their deadlines count meanwhile, and they take places of ``limits.max_requests``.
+
+        Args:
+            mode: What happens to the requests that run. "abort": they end with ``Aborted``. "wait": they run to their
+                end, which this method waits for. "keep": every worker makes no step until generation is resumed, and
+                then goes on exactly where it was; their deadlines count.
+
+        Returns:
+            With "keep", the reply of each worker: from then on it makes no step. A worker without a reply makes no
+            step after the one that it is in. Otherwise nothing.
+
+        Cancelling the wait leaves generation paused.
+        """
+        if mode not in PAUSE_MODES:
+            raise InvalidRequest(f"mode: found {mode!r}; accepted: {', '.join(map(repr, PAUSE_MODES))}", param="mode")
+        await trio.lowlevel.checkpoint()
+        self._orchestrator.hold(held=True)
+        if mode == "abort":
+            self._orchestrator.abort_all("generation was paused")
+        elif mode == "wait":
+            await self._orchestrator.wait_ended()
+        else:
+            return await self.set_desired("freeze", {"frozen": True})
+        return {}
+
+    async def resume_generation(self) -> None:
+        """Generate again after ``pause_generation``. Has no effect if generation is not paused."""
+        await trio.lowlevel.checkpoint()
+        if any(self._supervisor.desired.get(stage, "freeze") is not None for stage in self._stages(None)):
+            self.drop_desired("freeze")
+            self._begin_calls("freeze", {"frozen": False}, self._stages(None), CALL_TIMEOUT_S)
+        self._orchestrator.hold(held=False)
+
+    async def is_paused(self) -> bool:
+        """Return whether generation is paused."""
+        await trio.lowlevel.checkpoint()
+        return self._orchestrator.is_held
+
+    # calls
 
     async def call(
         self,

@@ -262,14 +262,6 @@ class OmniSystem(LoraControl):
             raise InvalidRequest(accepted, param="modalities")
         return self._route(frozenset(kind for kind, pieces in inputs.items() if pieces), frozenset(modalities))
 
-    def abort(self, request_id: str) -> None:
-        """End a request now, in every stage; reading it then raises ``Aborted``. No effect if it has ended."""
-        self._orchestrator.abort_named(request_id)
-
-    def abort_all(self, reason: str) -> None:
-        """End every request now; reading one then raises ``Aborted`` with ``reason``."""
-        self._orchestrator.abort_all(reason)
-
     # state
 
     @property

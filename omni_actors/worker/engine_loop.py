@@ -31,8 +31,8 @@ from omni_actors.platform.cpu_sharing import NoCpuSharing
 from omni_actors.protocol import chunks, messages
 from omni_actors.protocol.journal import Journal
 from omni_actors.stages import base
-from omni_actors.worker import calls
 from omni_actors.worker.active import ActiveRequest
+from omni_actors.worker.calls import WorkerCalls
 from omni_actors.worker.control import AttachRing, Control
 from omni_actors.worker.incoming import Incoming
 from omni_actors.worker.outgoing import Outgoing, Retention
@@ -77,6 +77,7 @@ class EngineLoop:
         """Requests that have finished here and not ended, if they have decisions of stages upstream."""
         self._journals: dict[int, Journal] = {}
         """The journals of requests whose ``Start`` follows at once."""
+        self.calls = WorkerCalls(lambda: len(self._active))
         self._retention = Retention()
         """Outputs of the requests that may be replayed; also of those that are finished here and have not ended."""
         self._complete: list[messages.InputComplete] = []
@@ -108,7 +109,7 @@ class EngineLoop:
         congested = self._flush() > CONGESTED_BYTES
         if not congested:
             progressed |= self._receive(engine)
-            if engine.busy and not self._cpu_sharing.should_yield():
+            if engine.busy and not self.calls.frozen and not self._cpu_sharing.should_yield():
                 self._announce_first_output()
                 self._step(engine)
                 progressed = True
@@ -185,7 +186,7 @@ class EngineLoop:
                     measured = engine.gauges() if isinstance(engine, base.Measured) else {}
                     self._control.add(messages.Pong(number, {name: float(value) for name, value in measured.items()}))
                 case messages.Call() as call:
-                    self._control.add(calls.answer(engine, call))
+                    self._control.add(self.calls.answer(engine, call))
                 case messages.Stop():
                     self.stopping = True
         return bool(commands)

@@ -28,7 +28,6 @@ from omni_actors.platform import death_mutex
 from omni_actors.platform.cpu_sharing import NO_PAGE, CpuSharing, NoCpuSharing
 from omni_actors.protocol import messages
 from omni_actors.stages.base import StageContext, StageEngine, WarmsUp
-from omni_actors.worker.calls import establish
 from omni_actors.worker.control import ControlSocket
 from omni_actors.worker.engine_loop import EngineLoop
 
@@ -113,7 +112,7 @@ def _serve(control: ControlSocket, cpu_sharing: NoCpuSharing) -> None:
     began = time.monotonic()
     try:
         engine = _load(spec, cpu_sharing, control)
-        establish(engine, spec.address.stage, configure.desired)
+        loop.calls.establish(engine, spec.address.stage, configure.desired)
     except Exception as error:
         control.send(messages.LoadFailed(f"{type(error).__name__}: {error}"[:LONGEST_ERROR]))
         raise

@@ -22,6 +22,7 @@ class ControllableEcho(EchoEngine):
             "notes": lambda: {"pid": os.getpid(), "notes": self._notes},
             "active": lambda: sorted(self._requests),
             "large": lambda size: "x" * size,
+            "itself": lambda: self,
             "crash": self._crash,
             "sleep": "there is nothing to offload",
         }

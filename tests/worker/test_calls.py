@@ -7,10 +7,14 @@ import pytest
 
 from omni_actors.errors import InvalidRequest, Unsupported
 from omni_actors.protocol.messages import Answer, Call, CallRefusal, Desired
-from omni_actors.worker.calls import LARGEST_VALUE, answer, establish
+from omni_actors.worker.calls import LARGEST_VALUE, WorkerCalls
 from tests.support.controllable_engine import ControllableEcho
 from tests.support.engine_loop_harness import LoopHarness, receive, send
 from tests.support.stage_context import stage_context
+
+
+def worker_calls() -> WorkerCalls:
+    return WorkerCalls(lambda: 0)
 
 
 def value_of(message: object) -> object:
@@ -50,7 +54,31 @@ def test_a_call_is_answered_between_steps_in_the_order_of_the_commands(harness: 
     ],
 )
 def test_a_refusal(call: Call, refusal: CallRefusal) -> None:
-    assert answer(ControllableEcho(stage_context()), call) == Answer(3, refusal=refusal)
+    assert worker_calls().answer(ControllableEcho(stage_context()), call) == Answer(3, refusal=refusal)
+
+
+def test_a_value_that_cannot_be_sent_is_a_refusal() -> None:
+    refusal = worker_calls().answer(ControllableEcho(stage_context()), Call(3, "itself")).refusal
+    assert refusal is not None
+    assert refusal.code == "answer_not_encodable"
+
+
+def test_a_frozen_loop_receives_and_answers_and_does_not_step(harness: LoopHarness) -> None:
+    into, out = harness.input(), harness.output()
+    harness.run(ControllableEcho(stage_context()))
+    harness.post(Call(1, "freeze", {"frozen": True}))
+    harness.start(7)
+    send(into, 7, 0, text="x", last=True)
+    assert value_of(harness.next_message()) is None
+    harness.wait_asleep()
+    harness.post(Call(2, "worker_status"))
+    status = value_of(harness.next_message())
+    assert isinstance(status, dict)
+    assert (status["requests"], status["device_bytes"]) == (1, 0)
+    assert status["rss_bytes"] > 1_000_000
+    assert out.try_recv() is None
+    harness.post(Call(3, "freeze", {"frozen": False}))
+    assert receive(out).data["text"] == "x"
 
 
 def test_another_exception_ends_the_loop(harness: LoopHarness) -> None:
@@ -62,8 +90,8 @@ def test_another_exception_ends_the_loop(harness: LoopHarness) -> None:
 def test_the_desired_state_is_established_in_order() -> None:
     engine = ControllableEcho(stage_context())
     notes = [Desired("note", {"name": name, "text": text}) for name, text in ("ab", "cd", "ae")]
-    establish(engine, "here", notes)
-    assert value_of(answer(engine, Call(1, "notes")))["notes"] == {"a": "e", "c": "d"}  # type: ignore[index]
+    worker_calls().establish(engine, "here", notes)
+    assert value_of(worker_calls().answer(engine, Call(1, "notes")))["notes"] == {"a": "e", "c": "d"}  # type: ignore[index]
 
 
 @pytest.mark.parametrize(
@@ -75,4 +103,4 @@ def test_the_desired_state_is_established_in_order() -> None:
 )
 def test_a_desired_state_that_cannot_be_established_is_an_error(desired: Desired, error: type[Exception]) -> None:
     with pytest.raises(error):
-        establish(ControllableEcho(stage_context()), "here", [desired])
+        worker_calls().establish(ControllableEcho(stage_context()), "here", [desired])

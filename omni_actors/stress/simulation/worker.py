@@ -28,7 +28,6 @@ from omni_actors.protocol import messages
 from omni_actors.protocol.mailbox import Envelope, Mailbox, MailboxFull, available
 from omni_actors.stages.base import StageContext, StageEngine, StageFailure, StageOutput
 from omni_actors.supervisor.process import Worker
-from omni_actors.worker.calls import establish
 from omni_actors.worker.control import AttachRing, Command, Control
 from omni_actors.worker.engine_loop import EngineLoop
 from ringbuf import Ring
@@ -251,7 +250,7 @@ class SimulatedWorker(Worker):
             )
             engine: StageEngine = pkgutil.resolve_name(configure.spec.factory)(context)
             _add_fault_points(engine, self._fault_point)
-            establish(engine, configure.spec.address.stage, configure.desired)
+            loop.calls.establish(engine, configure.spec.address.stage, configure.desired)
             self.engine = engine
             self._control.add(messages.Ready(self.behavior.load_s))
             self.ready_at = trio.current_time()
