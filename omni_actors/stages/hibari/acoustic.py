@@ -1,7 +1,7 @@
 """hibari's acoustic network as a stage: text to spectral features, one sentence at a time.
 
 Input, from the client or from a language model: ``data["text"]``, a piece of a script or all of it. A client's script
-has at most ``LONGEST_SCRIPT`` characters, because it arrives all at once; a language model's context bounds its text.
+has at most ``LONGEST_SCRIPT`` characters, all pieces together; a language model's context bounds its text.
 
 Output, for each sentence of F frames (80 a second), in chunks of ``chunk_frames`` frames. A chunk has the frames
 [start, start + f): ``data`` has ``sentence`` (its number), ``start``, ``frames`` (F) and, in the sentence's first
