@@ -13,10 +13,11 @@ from typing import Any
 
 import msgspec
 
-from omni_actors.stages.autoregressive.options import TextOptions, TextParams
+from omni_actors.stages.autoregressive.options import TextOptions
 from omni_actors.stages.base import NoOptions, NoParams
 from omni_actors.stages.echo.options import EchoOptions, EchoParams
 from omni_actors.stages.hibari import options as hibari
+from omni_actors.stages.llm.options import LLMParams
 from omni_actors.stages.omni import options as omni
 from omni_actors.stages.qwen2_5 import options as qwen2_5
 from omni_actors.stages.qwen3 import options as qwen3
@@ -128,7 +129,7 @@ ENGINES: dict[str, EngineSpec] = {
     "llm": _language(
         "llm.engine:open_engine",
         TextOptions,
-        TextParams,
+        LLMParams,
         checkpoint_part="",
         has_tokenizer=True,
         lacks_raw_prompt=_raw_prompt_of_text,

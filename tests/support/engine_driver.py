@@ -31,9 +31,11 @@ class Driver:
         *,
         journal: tuple[Decisions, ...] = (),
         needed_from: int = 0,
+        downstream: bool = True,
         **params: Any,
     ) -> None:
-        self.engine.start(StageRequest(request_id, sources, params, journal=journal, needed_from=needed_from))
+        resumed: dict[str, Any] = {"journal": journal, "needed_from": needed_from}
+        self.engine.start(StageRequest(request_id, sources, params, downstream=downstream, **resumed))
         self.live.add(request_id)
 
     def feed(

@@ -1,13 +1,15 @@
 """The ``llm`` engine: a causal language model on transformers, text to text, with continuous batching.
 
 A prompt is a conversation or a raw prompt (``raw_prompt``). A position is a token, or an embedding of the prompt.
+With ``pooling``, the one output is ``tensors["embedding"]``, float32 (hidden,), with ``{"prompt_tokens": n}``: the mean
+of the hidden states of all positions, or that of the last one.
 ``autoregressive`` has the scheduler, the cache and the sampling.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
@@ -20,11 +22,14 @@ from omni_actors.stages import assets
 from omni_actors.stages.adapters.batched import BatchedAdapters
 from omni_actors.stages.autoregressive.cache import SlottedCache
 from omni_actors.stages.autoregressive.language import LanguageEngine, TextRequest, refuse_beyond_context
-from omni_actors.stages.autoregressive.options import TextOptions, TextParams
+from omni_actors.stages.autoregressive.options import TextOptions
 from omni_actors.stages.autoregressive.packed import pack_linears
+from omni_actors.stages.autoregressive.sampling import not_finite
 from omni_actors.stages.autoregressive.scheduler import Scheduler
 from omni_actors.stages.autoregressive.text import Vocabulary
-from omni_actors.stages.base import StageContext, StageRequest
+from omni_actors.stages.base import InvalidRequest, StageContext, StageFailure, StageOutput, StageRequest
+from omni_actors.stages.llm import tokenizing
+from omni_actors.stages.llm.options import LLMParams
 from omni_actors.stages.llm.prompt import Prompt
 from omni_actors.stages.refusal import validated
 
@@ -34,6 +39,8 @@ class LLMRequest(TextRequest[Prompt]):
 
     embeds: Tensor | None = None
     """The embeddings of the prompt positions that are not computed yet, (n, hidden); None: positions are tokens."""
+    pooled: Tensor | None = None
+    """What was pooled of the hidden states so far, float32 (hidden,)."""
 
 
 class LLMEngine(LanguageEngine[LLMRequest]):
@@ -48,9 +55,14 @@ class LLMEngine(LanguageEngine[LLMRequest]):
         batch = Scheduler[LLMRequest](self._cache, options.max_batch, options.prefill_chunk)
         vocabulary = Vocabulary(tokenizer, model.generation_config.eos_token_id)
         super().__init__(batch, vocabulary, options.context, BatchedAdapters(model, part="", idle=options.idle_loras))
+        self._capabilities |= tokenizing.capabilities(vocabulary, self._system_prompt, self._context)
 
     def _new_request(self, request: StageRequest) -> LLMRequest:
-        return LLMRequest(request, validated(request.params, TextParams), Prompt(request.sources))
+        params = validated(request.params, LLMParams)
+        if params.pooling is not None and request.downstream:
+            message = "pooling: an embedding is for the client, and downstream stages read text"
+            raise InvalidRequest(message, param="pooling")
+        return LLMRequest(request, params, Prompt(request.sources))
 
     def _encode(self, request: LLMRequest) -> list[int | None]:
         prompt = request.collector
@@ -60,27 +72,51 @@ class LLMEngine(LanguageEngine[LLMRequest]):
             hidden, penalty = self._model.get_input_embeddings().embedding_dim, request.params.repetition_penalty
             request.embeds = prompt.raw.embeds(hidden, self._model.dtype, penalty)
             return [None] * size
-        tokens = prompt.encode(self._vocabulary, self._system_prompt, self._context)
+        tokens = prompt.encode(self._vocabulary, self._system_prompt, self._context, request.params.tools)
         refuse_beyond_context(len(tokens), f"{len(tokens)} tokens", self._context)
         request.uncomputed = tokens + request.uncomputed
         return [*tokens]
 
     @torch.inference_mode()
     def _forward(self, rows: list[int], count: int) -> Tensor:
+        logits: Tensor = self._run(self._model, rows, count, logits_to_keep=1).logits[:, -1]
+        return logits
+
+    def _run(self, model: Any, rows: list[int], count: int, **more: Any) -> Any:
+        """Run the model or its decoder on the next ``count`` positions of each row."""
         requests = [self._scheduler.rows[row] for row in rows]
         inputs = self._inputs(requests, count)
         positions, mask = self._cache.extend(rows, count)
         with self._adapters.applied([request.adapter for request in requests]):
-            output = self._model(
+            return model(
                 **inputs,
                 position_ids=positions,
                 attention_mask=mask,
                 past_key_values=self._cache,
                 use_cache=True,
-                logits_to_keep=1,
+                **more,
             )
-        logits: Tensor = output.logits[:, -1]
-        return logits
+
+    def _prefill(self, row: int, count: int) -> Iterator[StageOutput | StageFailure]:
+        request = self._scheduler.rows[row]
+        if request.params.pooling is None:
+            yield from super()._prefill(row, count)
+            return
+        self._pool(request, row, count)
+        request.prefill_left -= count
+        request.ready -= count
+        if not request.prefill_left:
+            size = self._cache.lengths[row]
+            self.abort(request.id)
+            yield _embedding(request, size)
+
+    @torch.inference_mode()
+    def _pool(self, request: LLMRequest, row: int, count: int) -> None:
+        hidden = self._run(self._model.get_decoder(), [row], count).last_hidden_state[0].float()
+        if request.params.pooling == "last":
+            request.pooled = hidden[-1]
+        else:
+            request.pooled = hidden.sum(0) if request.pooled is None else request.pooled + hidden.sum(0)
 
     def _inputs(self, requests: list[LLMRequest], count: int) -> dict[str, Tensor]:
         """Return the model's inputs for the next ``count`` positions of each request."""
@@ -93,6 +129,17 @@ class LLMEngine(LanguageEngine[LLMRequest]):
     def close(self) -> None:
         super().close()
         del self._model, self._cache
+
+
+def _embedding(request: LLMRequest, size: int) -> StageOutput | StageFailure:
+    """Return the output of a request whose prompt of ``size`` positions was pooled."""
+    assert request.pooled is not None
+    vector = request.pooled / size if request.params.pooling == "mean" else request.pooled
+    if request.params.normalize:
+        vector = torch.nn.functional.normalize(vector, dim=0)
+    if not vector.isfinite().all():
+        return StageFailure(request.id, not_finite())
+    return StageOutput(request.id, {"embedding": vector.cpu().numpy()}, {"prompt_tokens": size}, last=True)
 
 
 def open_engine(context: StageContext) -> LLMEngine:

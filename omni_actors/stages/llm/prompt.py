@@ -6,16 +6,19 @@ Rules
 2. A chunk of an upstream stage has a piece of a transcript: ``data["text"]``, of the recording ``data["index"]``.
 3. Recordings without a conversation are the user's question.
 4. The model gets text only: an audio part is replaced by its transcript, and newlines join the parts of a message.
+5. Tools, calls of tools and their results are for chat templates that know tools.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jinja2
+import jinja2.meta
 import msgspec
 
 from omni_actors.stages.autoregressive.language import refuse_beyond_context
@@ -58,18 +61,22 @@ class Prompt:
         self._open.update(chunk)
         return not self._open
 
-    def encode(self, vocabulary: Vocabulary, system_prompt: str, context: int) -> list[int]:
-        """Return the prompt's tokens, which may still be too many for the context.
+    def encode(
+        self, vocabulary: Vocabulary, system_prompt: str, context: int, tools: Sequence[Mapping[str, Any]] = ()
+    ) -> list[int]:
+        """Return the prompt's tokens, which may still be too many for the context. tools: see ``render``.
 
         A prompt that cannot fit is refused as early as possible: rendering and tokenizing take time in proportion to
         its length, and all other requests wait meanwhile. A message has at least one token in any chat template.
         Raises InvalidRequest: as ``render``, or the prompt cannot fit into the context.
         """
         if self.raw:
+            if tools:
+                raise InvalidRequest("tools: a chat template renders them, and a raw prompt passes it", param="tools")
             return self._raw_tokens(vocabulary, context)
         count = len(self.messages)
         refuse_beyond_context(count, f"{count} messages of at least 1 token", context)
-        text = self.render(vocabulary.tokenizer, system_prompt)
+        text = self.render(vocabulary.tokenizer, system_prompt, tools)
         least = math.ceil(len(text) / vocabulary.longest)
         refuse_beyond_context(least, f"{len(text)} characters, which are at least {least} tokens,", context)
         tokens: list[int] = vocabulary.tokenizer.encode(text, add_special_tokens=False)
@@ -82,21 +89,26 @@ class Prompt:
         refuse_beyond_context(least, f"at least {least} tokens", context)
         return self.raw.tokens(vocabulary.tokenizer, vocabulary.size)
 
-    def render(self, tokenizer: Any, system_prompt: str) -> str:
+    def render(self, tokenizer: Any, system_prompt: str, tools: Sequence[Mapping[str, Any]] = ()) -> str:
         """Return the prompt's text, special tokens included, up to where the model's answer begins.
 
-        tokenizer: a transformers tokenizer with a chat template. system_prompt: for a conversation without one.
-        Raises InvalidRequest: there is nothing to answer, or the chat template refuses the conversation.
+        tokenizer: a transformers tokenizer with a chat template. system_prompt: for a conversation without one. tools:
+        the functions that the model may call.
+        Raises InvalidRequest: there is nothing to answer, or the chat template refuses the conversation or the tools.
         """
         sent = self.messages or [Message("user", [AudioPart(index) for index in sorted(self._transcripts)])]
         messages = [
-            {"role": message.role, "content": self._text(message)}
+            {"role": message.role, "content": self._text(message), **message.tool_fields}
             for message in conversation.with_system_prompt(sent, system_prompt)
         ]
+        if tools or any(message.tool_fields for message in sent):
+            _require_tools(tokenizer.get_chat_template(tools=list(tools) or None))
         if not any(message["content"].strip() for message in messages if message["role"] != "system"):
             raise InvalidRequest("the prompt is empty: no user message has text", param="messages")
         try:
-            text: str = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+            text: str = tokenizer.apply_chat_template(
+                messages, tools=list(tools) or None, add_generation_prompt=True, tokenize=False
+            )
         except jinja2.TemplateError as error:
             # Some templates refuse conversations such as two user messages in a row.
             message = f"the model's chat template refuses the conversation: {error}"
@@ -116,3 +128,16 @@ class Prompt:
         if not self._has_transcripts:
             raise InvalidRequest("audio was sent, and no upstream stage transcribes it", param="messages")
         return self._transcripts[part.index].strip()
+
+
+def _require_tools(template: str) -> None:
+    """Raise InvalidRequest if a chat template does not render tools."""
+    if not _knows_tools(template):
+        message = "tools: the model's chat template does not know tools"
+        raise InvalidRequest(message, param="tools", code="unsupported_parameter")
+
+
+@functools.lru_cache(maxsize=4)
+def _knows_tools(template: str) -> bool:
+    parsed = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).parse(template)  # nothing is rendered
+    return "tools" in jinja2.meta.find_undeclared_variables(parsed)

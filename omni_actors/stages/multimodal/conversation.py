@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
 from msgspec import Meta
@@ -44,8 +44,20 @@ MediaPart: TypeAlias = AudioPart | ImagePart | VideoPart
 class Message(msgspec.Struct, frozen=True):
     """A message. content: its text, or its parts in order."""
 
-    role: Literal["system", "user", "assistant"]
+    role: Literal["system", "user", "assistant", "tool"]
     content: str | list[TextPart | AudioPart | ImagePart | VideoPart]
+    tool_calls: list[dict[str, Any]] = []
+    """The calls of tools that an assistant's message makes, as chat templates take them."""
+    tool_call_id: str | None = None
+    """The call whose result a tool's message is."""
+
+    @property
+    def tool_fields(self) -> dict[str, Any]:
+        """What the message has to do with tools; empty for most."""
+        fields: dict[str, Any] = {"tool_calls": self.tool_calls} if self.tool_calls else {}
+        if self.role == "tool":
+            fields["tool_call_id"] = self.tool_call_id or ""
+        return fields
 
     @property
     def parts(self) -> list[TextPart | AudioPart | ImagePart | VideoPart]:

@@ -94,6 +94,8 @@ class OmniPrompt:
         else:
             self.raw.feed(chunk)
             self._messages += validated(chunk.data, conversation.ConversationData).messages
+            if any(message.tool_fields for message in self._messages):
+                raise InvalidRequest("messages: this model's conversations have no tools", param="messages")
             self.raw.require_alone(self._messages)
         self._open.update(chunk)
         if self._open:

@@ -9,6 +9,7 @@ from msgspec import Meta
 
 from omni_actors.stages.autoregressive.options import TextParams
 from omni_actors.stages.bounds import Settings, StopString, TokenId
+from omni_actors.stages.llm.options import Tools
 from omni_actors.stages.omni.options import TalkerOptions
 
 
@@ -64,6 +65,7 @@ class VLLMParams(VLLMSampling, frozen=True, forbid_unknown_fields=True):
 
     n: Annotated[int, Meta(ge=1, le=128)] = 1
     """Number of answers. With several, each piece has the number of its answer in ``index``."""
+    tools: Tools = ()
     detokenize: bool = True
     """False: pieces have ``token_ids`` instead of ``text``."""
     spaces_between_special_tokens: bool = True

@@ -17,6 +17,7 @@ from vllm.inputs.engine import tokens_input
 
 from omni_actors.stages.autoregressive.text import Vocabulary
 from omni_actors.stages.base import StageContext, StageOutput, StageRequest
+from omni_actors.stages.llm import tokenizing
 from omni_actors.stages.llm.prompt import Prompt
 from omni_actors.stages.refusal import request_work, validated
 from omni_actors.stages.vllm.engine import VLLMEngine, VLLMRequest, logprobs_of
@@ -33,13 +34,17 @@ class TextEngine(VLLMEngine[VLLMRequest[Prompt]]):
         if tokenizer.chat_template is None:
             raise ValueError(f"{context.model}: no chat template; this engine serves conversations only")
         self._vocabulary = Vocabulary(tokenizer, None)
+        system_prompt = self._options.system_prompt
+        self._capabilities |= tokenizing.capabilities(self._vocabulary, system_prompt, self._context)
 
     def _new_request(self, request: StageRequest) -> VLLMRequest[Prompt]:
         return VLLMRequest(request, validated(request.params, VLLMParams), Prompt(request.sources))
 
     def _encode(self, request: VLLMRequest[Prompt]) -> Any:
         if not request.collector.raw.is_embedded:
-            ids = request.collector.encode(self._vocabulary, self._options.system_prompt, self._context)
+            ids = request.collector.encode(
+                self._vocabulary, self._options.system_prompt, self._context, request.params.tools
+            )
             request.prompt_tokens = len(ids)
             return tokens_input(ids)
         raw, penalty = request.collector.raw, request.sampling.repetition_penalty

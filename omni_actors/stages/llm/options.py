@@ -1,0 +1,22 @@
+"""The request parameters that language models have besides those of all text-generating engines."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, TypeAlias
+
+from msgspec import Meta
+
+from omni_actors.stages.autoregressive.options import TextParams
+
+Tools: TypeAlias = Annotated[tuple[dict[str, Any], ...], Meta(max_length=128)]
+"""Functions that the model may call, as in OpenAI's chat API. The chat template renders them."""
+
+
+class LLMParams(TextParams, frozen=True, forbid_unknown_fields=True):
+    """The request parameters of ``llm``."""
+
+    tools: Tools = ()
+    pooling: Literal["mean", "last"] | None = None
+    """What to make of the hidden states of the prompt's positions in place of an answer: one embedding."""
+    normalize: bool = True
+    """Whether an embedding has the length 1."""
