@@ -15,10 +15,10 @@ from rich.table import Table
 
 from bench.pipeline import report, trace
 from bench.pipeline.load import Cell, Contender, Failure, Plan, measure
-from bench.pipeline.ours import Ours
+from bench.pipeline.ours import Ours, RingsOnly
 from bench.pipeline.peers import MpQueues, RayActors, ZmqMsgpack
 
-CONTENDERS: tuple[Contender, ...] = (Ours(), MpQueues(), ZmqMsgpack(), RayActors())
+CONTENDERS: tuple[Contender, ...] = (Ours(), RingsOnly(), MpQueues(), ZmqMsgpack(), RayActors())
 REFERENCE = MpQueues.name
 IN_FLIGHT, SIZES = (1, 64, 1_000, 10_000), (1024, 1024 * 1024)
 MOST_BYTES = 2 * 1024**3

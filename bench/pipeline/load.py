@@ -12,10 +12,11 @@ from __future__ import annotations
 import multiprocessing
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
-from typing import NamedTuple, Protocol
+from multiprocessing.context import ForkProcess
+from typing import Any, NamedTuple, Protocol
 
 import psutil
 
@@ -159,3 +160,17 @@ def _measure(contender: Contender, cell: Cell, plan: Plan, result: Connection) -
         result.send(Failure(f"not installed: {error.name}"))
     except Exception as error:  # noqa: BLE001 - one contender must not lose the others' figures
         result.send(Failure(f"{type(error).__name__}: {error}"))
+
+
+@contextmanager
+def running(stage: Callable[[Any, Any], None], ends: Iterable[tuple[Any, Any]]) -> Iterator[None]:
+    """Run a process for each pair of ends. Leaving the block kills them."""
+    processes: list[ForkProcess] = [fork.Process(target=stage, args=pair) for pair in ends]
+    for process in processes:
+        process.start()
+    try:
+        yield
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()

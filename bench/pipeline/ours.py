@@ -1,16 +1,24 @@
-"""Our contender: an ``OmniSystem`` with three ``echo`` stages and a trio task for each client."""
+"""Our contender: an ``OmniSystem`` with three ``echo`` stages and a trio task for each client. And what it is made of:
+trio and the rings, without a system that could lose a stage and still answer."""
 
 from __future__ import annotations
+
+from itertools import pairwise
 
 import numpy as np
 import trio
 
-from bench.pipeline.load import Meter
+from bench.pipeline.load import Meter, running
 from omni_actors import OmniSystem
 from omni_actors.config import Limits, Pipeline, Stage
 from omni_actors.orchestrator.pieces import Input
+from omni_actors.protocol import chunks
+from omni_actors.supervisor.edges import InputEdge, receive_frames
+from ringbuf import Ring
 
 MODALITIES = ("text",)
+STAGES = 3
+RING_BYTES = 64 * 1024**2
 UNREAD_BYTES = 4 * 1024**3
 """More than any load has in flight, so that no request ends for a bound that the peers do not have."""
 
@@ -52,3 +60,58 @@ class Ours:
                     clients.start_soon(client)
             with meter.idle() as idle_s:
                 await trio.sleep(idle_s)
+
+
+class RingsOnly:
+    """Our rings, chunks and event loop, and nothing else: what no design of the rest can be faster than.
+
+    The parent sends a chunk to the first of three processes and awaits the one that the third sends, with a trio task
+    for each client. There is no ``Start``, admission, deadline, statistics or account; no death is noticed.
+    """
+
+    name = "our rings and trio alone"
+
+    def run(self, meter: Meter) -> None:
+        rings = [Ring.create(RING_BYTES) for _ in range(STAGES + 1)]
+        with running(_repeat, pairwise(rings)):
+            trio.run(self._run, meter, rings[0], rings[-1])
+
+    async def _run(self, meter: Meter, there: Ring, back: Ring) -> None:
+        edge, payload = InputEdge(there.claim_producer(), kill=print), np.frombuffer(meter.payload, np.uint8)
+        answers: dict[int, tuple[trio.Event, list[int]]] = {}
+
+        async def receive() -> None:
+            async for frame in receive_frames(back.claim_consumer()):
+                with frame:
+                    header, tensors = chunks.decode(memoryview(bytearray(frame.data)))
+                event, sizes = answers.pop(header.request)
+                sizes.append(tensors["body"].data.nbytes)
+                event.set()
+
+        async def client() -> None:
+            while (number := meter.submit()) is not None:
+                answers[number] = answer = trio.Event(), list[int]()
+                await edge.send(chunks.encode(_header(number, "client"), {"body": payload}))
+                await answer[0].wait()
+                meter.complete(number, *answer[1])
+
+        async with trio.open_nursery() as receiving:
+            receiving.start_soon(receive)
+            async with trio.open_nursery() as clients:
+                for _ in range(meter.cell.in_flight):
+                    clients.start_soon(client)
+            with meter.idle() as idle_s:
+                await trio.sleep(idle_s)
+            receiving.cancel_scope.cancel()
+
+
+def _header(number: int, source: str) -> chunks.ChunkHeader:
+    return chunks.ChunkHeader(request=number, source=source, seq=0, last=True, data={"number": number})
+
+
+def _repeat(source: Ring, target: Ring) -> None:
+    consumer, producer = source.claim_consumer(), target.claim_producer()
+    while True:
+        with consumer.recv() as frame:
+            header, tensors = chunks.decode(frame.data)
+            producer.send(*chunks.encode(_header(header.request, "stage"), tensors))

@@ -10,16 +10,14 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable
 from itertools import pairwise
-from multiprocessing.context import ForkProcess
 from multiprocessing.queues import Queue
 from typing import Any, TypeAlias
 
 import msgspec
 
-from bench.pipeline.load import Meter, fork
+from bench.pipeline.load import Meter, fork, running
 
 STAGES = 3
 Message: TypeAlias = tuple[int, bytes]
@@ -33,7 +31,7 @@ class MpQueues:
 
     def run(self, meter: Meter) -> None:
         queues: list[Queue[Message]] = [fork.Queue() for _ in range(STAGES + 1)]
-        with _processes(_repeat, pairwise(queues)):
+        with running(_repeat, pairwise(queues)):
             under_way = meter.cell.in_flight
             for _ in range(under_way):
                 self._send(meter, queues[0])
@@ -63,7 +61,7 @@ class ZmqMsgpack:
         folder = tempfile.mkdtemp(prefix="zmq-")
         addresses = [f"ipc://{folder}/{number}" for number in range(STAGES + 1)]
         try:
-            with _processes(_repeat_zmq, pairwise(addresses)):
+            with running(_repeat_zmq, pairwise(addresses)):
                 asyncio.run(self._run(meter, addresses))
         finally:
             shutil.rmtree(folder)
@@ -148,20 +146,6 @@ async def _load(meter: Meter, ask: Callable[[int], Awaitable[Message]]) -> None:
     await asyncio.gather(*(client() for _ in range(meter.cell.in_flight)))
     with meter.idle() as idle_s:
         await asyncio.sleep(idle_s)
-
-
-@contextmanager
-def _processes(stage: Callable[[Any, Any], None], ends: Iterable[tuple[Any, Any]]) -> Iterator[None]:
-    """Run a process for each pair of ends. Leaving the block kills them."""
-    processes: list[ForkProcess] = [fork.Process(target=stage, args=pair) for pair in ends]
-    for process in processes:
-        process.start()
-    try:
-        yield
-    finally:
-        for process in processes:
-            process.kill()
-            process.join()
 
 
 def _repeat(source: Queue[Message], target: Queue[Message]) -> None:
