@@ -13,6 +13,7 @@ Rules
 from __future__ import annotations
 
 import collections
+import time
 from collections.abc import Iterable, Mapping, Set
 
 import trio
@@ -94,7 +95,7 @@ class Dispatcher:
     def _start(self, request: Request, placement: Mapping[str, Address]) -> None:
         del self.queued[request]
         self.newest += 1
-        request.number = self.newest
+        request.number, request.dispatched = self.newest, time.monotonic()
         self.dispatched[request.number] = request
         request.lifecycle.advance(Event.DISPATCH)
         request.replay_state.dispatched(placement)
@@ -111,6 +112,7 @@ class Dispatcher:
         self.replay_log.add(deaths.latest, trio.current_time() - deaths.latest_at)
         request.replays += 1
         request.restarted_stages.update(stages)
+        deaths.restarted(stages)
         deaths.charged_replays += deaths.latest_charged
         deaths.latest_charged = False
         request.replay_state.restarted(placement)
@@ -188,6 +190,7 @@ class Dispatcher:
         A source that starts again itself learns its targets from its own ``Start``.
         """
         request.replay_state.started(address.stage)
+        request.deaths.started(address.stage)
         for source in request.route.sources[address.stage]:
             if source == CLIENT:
                 request.input.send_again(address.stage)

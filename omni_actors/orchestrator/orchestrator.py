@@ -128,6 +128,7 @@ class Orchestrator:
         deadline_s: float,
         name: str | None = None,
         on_failure: OnFailure = "replay",
+        trace: Any = None,
     ) -> OutputStream:
         """Admit a request and return the stream of its outputs. Does not wait.
 
@@ -137,6 +138,7 @@ class Orchestrator:
         deadline_s: seconds until the request ends with DeadlineExceeded.
         name: a name that no other request in flight has; None makes one.
         on_failure: "replay" or "fail", after the death of a worker that the request needs.
+        trace: kept with the request, for ``on_end``.
 
         Raises InvalidRequest (parameters, a name in use), Overloaded, Quarantined, StageUnavailable, and RuntimeError
         unless ``run`` is running.
@@ -154,6 +156,7 @@ class Orchestrator:
             submitted=time.monotonic(),
             on_failure=on_failure if self._limits.replays else "fail",
             expires=trio.current_time() + deadline_s,
+            trace=trace,
         )
         self._suspects.require_admissible(request)
         if self.in_flight >= self._limits.max_requests and not self.readers.make_room():
@@ -338,10 +341,14 @@ class Orchestrator:
         request.replay_state.output_arrived(stage, last=header.last)
         request.lifecycle.advance(Event.OUTPUT)
         now, size = time.monotonic(), payload.nbytes
+        if request.deaths.losses:
+            request.deaths.output_arrived(stage, now)
         piece = Piece(stage=stage, data=header.data, tensors=tensors, last=header.last, arrived=now, nbytes=size)
         self.readers.arrive(request, piece)
-        if header.last and not request.lifecycle.ended:
-            self._replays.progressed(request)
+        if header.last:
+            request.last_data[stage] = header.data
+            if not request.lifecycle.ended:
+                self._replays.progressed(request)
 
     # The end of requests
 

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Set
 
-import trio
-
 from omni_actors.config import Limits
 from omni_actors.errors import StageCrashed, StageFailed, StageUnavailable, WorkerExit
 from omni_actors.orchestrator.dispatch import Dispatcher
@@ -44,8 +42,8 @@ class ReplayExecution:
         for request in list(self._dispatcher.dispatched.values()):
             if request.replay_state.is_held_by(address):
                 self._dispatcher.lose(request, address)
-                request.deaths.latest = StageCrashed(address.stage, address.replica, generation, exit)
-                request.deaths.latest_at = trio.current_time()
+                crash = StageCrashed(address.stage, address.replica, generation, exit)
+                request.deaths.add(crash, request.stats.get(address.stage))
                 self._decide(request)
                 is_done = request.replay_state.stages[address.stage].phase is Phase.LOST
                 if is_done and not request.lifecycle.ended:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import collections
 import functools
 import math
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import InitVar, dataclass, field
-from typing import Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
 import msgspec
 import trio
@@ -30,9 +31,27 @@ ON_FAILURE = get_args(OnFailure)
 
 
 @dataclass(eq=False)
+class Loss:
+    """The death of one worker that held a request. Times are CLOCK_MONOTONIC."""
+
+    crash: StageCrashed
+    at: float
+    stats: StageStats | None
+    """The stage's statistics, if it had finished."""
+    restarted: float | None = None
+    """When the stage was dispatched again; None if it was not."""
+    started: float | None = None
+    """When the next incarnation confirmed that."""
+    resumed: float | None = None
+    """When the client's side received the next new output of the stage."""
+
+
+@dataclass(eq=False)
 class Deaths:
     """The deaths of workers that held one request, and how they count against it (see ``trials``)."""
 
+    losses: list[Loss] = field(default_factory=list)
+    """All of them, the earliest first."""
     latest: StageCrashed | None = None
     latest_at: float = 0.0
     """When it was, on trio's clock."""
@@ -41,6 +60,28 @@ class Deaths:
     charged_replays: int = 0
     suspected: int = 0
     """The number of deaths that the request may have caused."""
+
+    def add(self, crash: StageCrashed, stats: StageStats | None) -> None:
+        """Record a death. stats: those of the stage, if it had finished."""
+        self.losses.append(Loss(crash, time.monotonic(), stats))
+        self.latest, self.latest_at = crash, trio.current_time()
+
+    def restarted(self, stages: Collection[str]) -> None:
+        """Record that these stages were dispatched again."""
+        for loss in self.losses:
+            if loss.restarted is None and loss.crash.stage in stages:
+                loss.restarted = time.monotonic()
+
+    def started(self, stage: str) -> None:
+        """Record that the next incarnation of a stage has started."""
+        latest = next(loss for loss in reversed(self.losses) if loss.crash.stage == stage)
+        latest.started = time.monotonic()
+
+    def output_arrived(self, stage: str, now: float) -> None:
+        """Record that a new output of a stage has arrived. now: CLOCK_MONOTONIC."""
+        for loss in self.losses:
+            if loss.restarted is not None and loss.resumed is None and loss.crash.stage == stage:
+                loss.resumed = now
 
     def error(self, reason: str | None, *, retryable: bool = True) -> StageCrashed:
         """Return the error of a request that ends because of its latest death. reason: why it is not replayed."""
@@ -67,6 +108,8 @@ class Request:
     """The deadline, on trio's clock."""
     number: int | None = None
     """Given at dispatch; larger than all numbers before."""
+    dispatched: float | None = None
+    """When; CLOCK_MONOTONIC."""
     lifecycle: Lifecycle = field(default_factory=Lifecycle)
     error: RequestError | None = None
     lifetime: trio.CancelScope = field(default_factory=trio.CancelScope)
@@ -102,6 +145,10 @@ class Request:
     """Statistics of the stages that have finished."""
     sent_bytes: dict[str, int] = field(default_factory=dict)
     """Input bytes that the parent sent to each replica."""
+    last_data: dict[str, Mapping[str, Any]] = field(default_factory=dict)
+    """The small data of each stage's last output to the client."""
+    trace: Any = None
+    """The OpenTelemetry context that the request's trace continues; None: the request is not traced."""
     finished: float | None = None
     """When the request ended; CLOCK_MONOTONIC."""
     replays: int = 0

@@ -26,6 +26,7 @@ from omni_actors.serve.http.errors import HTTPError, internal_error
 from omni_actors.serve.media.loader import MediaLoader
 from omni_actors.serve.routes import chat, completions, speech, status, transcription
 from omni_actors.serve.settings import ServerSettings
+from omni_actors.serve.tracing import TraceContext
 from omni_actors.system import OmniSystem
 
 LOADING_RETRY_S = 1
@@ -95,8 +96,9 @@ def build(
         routes={*MODEL_ROUTES, *STATUS_ROUTES},
         admit=admit,
     )
+    traced: ASGIApp = TraceContext(gate) if system.is_tracing_enabled else gate
     has_key = settings.api_key is not None
-    return OriginCheck(gate, origins=settings.allow_origins, hosts=settings.allow_hosts, has_key=has_key)
+    return OriginCheck(traced, origins=settings.allow_origins, hosts=settings.allow_hosts, has_key=has_key)
 
 
 def _starlette() -> Starlette:

@@ -65,6 +65,11 @@ def _allow(flag: str, name: str, help: str, **options: Any) -> _Option:
 @_setting("--drain-s", click.FloatRange(min=0), "Time for requests in progress to end.")
 @_setting("--max-connections", AT_LEAST_1, "Limit of connections. It is lower if the process may open few files.")
 @_setting("--max-connections-per-address", AT_LEAST_1, "Limit for one address. Raise it behind a proxy.")
+@click.option(
+    "--otlp-endpoint",
+    metavar="URL",
+    help="Send traces to this OpenTelemetry collector (OTLP over HTTP). By default the OTEL_* variables decide.",
+)
 @click.option("--exit-on-failed-stage", is_flag=True, help="Exit with code 1 when a stage is given up.")
 @click.option(
     "--log-format",

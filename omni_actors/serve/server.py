@@ -40,6 +40,7 @@ from omni_actors.serve.http.descriptors import DescriptorBudget
 from omni_actors.serve.http.listener import HTTPListener, SocketLost
 from omni_actors.serve.media.loader import MediaLoader
 from omni_actors.serve.settings import API_KEY_VARIABLE, DEFAULTS, ServerSettings
+from omni_actors.serve.tracing import open_provider
 from omni_actors.system import OmniSystem
 
 DUPLICATE_SIGNAL_S = 0.25
@@ -88,7 +89,10 @@ async def serve(
             with _listening_socket(settings.host, settings.port) as sock:
                 if settings.api_key is None:
                     warn_if_public(sock)
-                async with OmniSystem.open(pipeline, wait_ready=False) as system:
+                async with (
+                    open_provider(settings.otlp_endpoint) as tracer_provider,
+                    OmniSystem.open(pipeline, wait_ready=False, tracer_provider=tracer_provider) as system,
+                ):
                     server = _Server(system, settings, stop, announce)
                     most = descriptors.max_connections(settings.max_connections, reserved=system.descriptors)
                     await server.run(sock, media or MediaLoader(), max_connections=most)

@@ -28,8 +28,10 @@ class ServerSettings:
         max_connections: the limit of connections, which is lower if the process may not open so many files.
         max_connections_per_address: the limit of connections from one address.
         exit_on_failed_stage: raise StageFailed when a stage is given up, instead of trying it again.
+        otlp_endpoint: the URL of the OpenTelemetry collector (OTLP/HTTP) that receives traces. None: that of the
+            environment, or no traces.
 
-    Raises ValueError for a bad key, origin or host. The attributes have the normalized ones.
+    Raises ValueError for a bad key, origin, host or endpoint. The attributes have the normalized ones.
     """
 
     host: str = "127.0.0.1"
@@ -42,6 +44,7 @@ class ServerSettings:
     max_connections: int = 1024
     max_connections_per_address: int = 512
     exit_on_failed_stage: bool = False
+    otlp_endpoint: str | None = None
 
     def __post_init__(self) -> None:
         normalized = {
@@ -51,6 +54,8 @@ class ServerSettings:
         }
         for name, value in normalized.items():
             object.__setattr__(self, name, value)
+        if self.otlp_endpoint is not None and not self.otlp_endpoint.startswith(("http://", "https://")):
+            raise ValueError(f"{self.otlp_endpoint!r} is not a URL such as http://localhost:4318")
 
 
 def normalize_key(given: str) -> str:

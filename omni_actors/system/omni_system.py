@@ -7,7 +7,7 @@ import math
 from collections.abc import AsyncIterable, AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import trio
 
@@ -15,12 +15,12 @@ from omni_actors import config as configuration
 from omni_actors import prompts as prompt_inputs
 from omni_actors.config import Pipeline
 from omni_actors.errors import InvalidRequest, StageFailed
-from omni_actors.generation import Answer, Generation, RequestMetrics
+from omni_actors.generation import Answer, Generation
 from omni_actors.media import MultiModalData
 from omni_actors.metrics import Metrics
 from omni_actors.orchestrator.orchestrator import Orchestrator
 from omni_actors.orchestrator.pieces import Input, Inputs, Segments
-from omni_actors.orchestrator.request import ON_FAILURE, OnFailure, Request
+from omni_actors.orchestrator.request import ON_FAILURE, OnFailure
 from omni_actors.orchestrator.routes import Node, Route, plan, routes_of, topological
 from omni_actors.prompts import Prompt
 from omni_actors.supervisor.calls import MAX_CALLS
@@ -29,10 +29,16 @@ from omni_actors.supervisor.process import LocalSpawner, Spawner
 from omni_actors.supervisor.replica import ReplicaState
 from omni_actors.supervisor.supervisor import Supervisor
 from omni_actors.system import batch, capabilities, machine, workers
+from omni_actors.system.ended import EndedRequests, tracing_with
 from omni_actors.system.gauges import gauges
 from omni_actors.system.health import Health, ReplicaHealth, replica_health
 from omni_actors.system.loras import LoraControl, LoraTable
 from omni_actors.system.parameters import Parameters
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import TracerProvider  # of the extra "tracing"
+
+    from omni_actors.system.tracing import Tracing
 
 
 class OmniSystem(LoraControl):
@@ -46,7 +52,9 @@ class OmniSystem(LoraControl):
     first text hello
     """
 
-    def __init__(self, pipeline: Pipeline, models: Mapping[str, Path], spawner: Spawner) -> None:
+    def __init__(
+        self, pipeline: Pipeline, models: Mapping[str, Path], spawner: Spawner, tracing: Tracing | None = None
+    ) -> None:
         self.pipeline = pipeline
         self._nodes = {
             name: Node(accepts=s.accepts, inputs=s.inputs, emits=s.emits) for name, s in pipeline.stages.items()
@@ -59,7 +67,7 @@ class OmniSystem(LoraControl):
             limits=pipeline.limits,
             deterministic_stages={name for name in self._nodes if pipeline.deterministic(name)},
             resumable_stages={name for name in self._nodes if pipeline.resumable(name)},
-            on_end=self._count,
+            on_end=lambda request: self._ended.closed(request),
         )
         # One half of a mailbox is for what each request may cause: Start with its journal, Abort, Resend or Switch
         # after the restart of another stage, Resume after Pause. While the other half is full, requests are neither
@@ -74,6 +82,7 @@ class OmniSystem(LoraControl):
             mailbox_capacity=capacity,
         )
         self.metrics = Metrics(lambda: gauges(self._orchestrator, self._supervisor.replicas.values(), self._edges))
+        self._ended = EndedRequests(self.metrics, tracing)
         self._running = False
 
     @classmethod
@@ -85,6 +94,7 @@ class OmniSystem(LoraControl):
         wait_ready: bool = True,
         spawner: Spawner | None = None,
         overrides: Mapping[str, Any] | None = None,
+        tracer_provider: TracerProvider | None = None,
         **more_overrides: Any,
     ) -> AsyncIterator[OmniSystem]:
         """Start a pipeline, and stop it when the block ends.
@@ -96,6 +106,8 @@ class OmniSystem(LoraControl):
             spawner: Starts the workers; by default processes of this machine.
             overrides: Dotted path to value: ``overrides={"stages.llm.threads": 2}``. "model" and "tokenizer" stand for
                 those of all stages.
+            tracer_provider: Receives a trace of each request (OpenTelemetry, the extra "tracing"); None: no traces. It
+                is not shut down here.
             more_overrides: The same as keywords: ``model="/data/mine"``, ``**{"stages.llm.threads": 2}``.
 
         Raises:
@@ -106,9 +118,9 @@ class OmniSystem(LoraControl):
         is freed. An exception of the block is raised as it is, not in an exception group.
         """
         pipeline = configuration.load(config, {**overrides, **more_overrides} if overrides else more_overrides)
-        system = cls(
-            pipeline, machine.resolve_models(pipeline), spawner or LocalSpawner(cpu_sharing=pipeline.shares_cores)
-        )
+        models = machine.resolve_models(pipeline)
+        spawner = spawner or LocalSpawner(cpu_sharing=pipeline.shares_cores)
+        system = cls(pipeline, models, spawner, tracing_with(tracer_provider, pipeline))
         body_error: BaseException | None = None
         async with trio.open_nursery() as nursery:
             await nursery.start(system._orchestrator.run, system._supervisor.replicas)
@@ -141,6 +153,7 @@ class OmniSystem(LoraControl):
         request_id: str | None = None,
         deadline_s: float | None = None,
         on_failure: OnFailure = "replay",
+        trace_headers: Mapping[str, str] | None = None,
         **params: Any,
     ) -> Generation:
         """Submit a request. It returns at once; reading the returned object reads the answer.
@@ -159,6 +172,8 @@ class OmniSystem(LoraControl):
             on_failure: "replay": after the death of a worker its work for this request is repeated, and the answer
                 continues as if nothing had happened; if that is impossible the request ends with ``StageCrashed``.
                 "fail": the request ends with ``StageCrashed`` at once.
+            trace_headers: ``traceparent`` and ``tracestate``: the W3C context that the request's trace continues. By
+                default that is the current span; a malformed context is ignored.
             params: Parameters of the engines, such as max_tokens, temperature, seed or speed; ``lora`` is the name of a
                 LoRA adapter (see ``add_lora``). None means not given.
 
@@ -180,7 +195,13 @@ class OmniSystem(LoraControl):
         if (kind := prompt_inputs.raw_kind(prompt)) is not None:
             capabilities.require_raw_prompt(self.pipeline, self._planned(inputs, modalities), kind)
         return self.submit(
-            inputs, modalities, request_id=request_id, deadline_s=deadline_s, on_failure=on_failure, **params
+            inputs,
+            modalities,
+            request_id=request_id,
+            deadline_s=deadline_s,
+            on_failure=on_failure,
+            trace_headers=trace_headers,
+            **params,
         )
 
     def map(
@@ -229,6 +250,7 @@ class OmniSystem(LoraControl):
         request_id: str | None = None,
         deadline_s: float | None = None,
         on_failure: OnFailure = "replay",
+        trace_headers: Mapping[str, str] | None = None,
         **params: Any,
     ) -> Generation:
         """Submit a request for a pipeline of your own.
@@ -238,7 +260,7 @@ class OmniSystem(LoraControl):
                 for pieces that arrive while the request runs. One task reads it, at most as fast as the stages take its
                 pieces, and closes it when the request ends. Its end ends the input; an exception ends the request with
                 ``InputFailed``. A replay sends the pieces again; beyond ``limits.retain_bytes`` they are not kept.
-            modalities, request_id, deadline_s, on_failure, params: As for ``generate``.
+            modalities, request_id, deadline_s, on_failure, trace_headers, params: As for ``generate``.
 
         Returns and raises what ``generate`` does.
         """
@@ -252,9 +274,15 @@ class OmniSystem(LoraControl):
         if on_failure not in ON_FAILURE:
             raise InvalidRequest(f'on_failure: found {on_failure!r}; accepted: "replay", "fail"', param="on_failure")
         stream = self._orchestrator.submit(
-            inputs=pieces, route=route, params=by_stage, deadline_s=deadline_s, name=request_id, on_failure=on_failure
+            inputs=pieces,
+            route=route,
+            params=by_stage,
+            deadline_s=deadline_s,
+            name=request_id,
+            on_failure=on_failure,
+            trace=None if (tracing := self._ended.tracing) is None else tracing.context(trace_headers),
         )
-        return Generation(stream, self.pipeline, self._observe)
+        return Generation(stream, self.pipeline, self._ended.answered)
 
     def _planned(self, inputs: Inputs, modalities: Sequence[str]) -> Route:
         if isinstance(modalities, str):
@@ -335,18 +363,7 @@ class OmniSystem(LoraControl):
         if not self._running:
             raise RuntimeError("the system is closed")
 
-    # metrics
-
-    def _count(self, request: Request) -> None:
-        self.metrics.requests.labels(type(request.error).__name__ if request.error else "done").inc()
-        self.metrics.replays.inc(request.replays)
-
-    def _observe(self, metrics: RequestMetrics) -> None:
-        self.metrics.latency.observe(metrics.total_s)
-        for histogram, value in (
-            (self.metrics.ttft, metrics.ttft_s),
-            (self.metrics.ttfa, metrics.ttfa_s),
-            (self.metrics.rtf, metrics.rtf),
-        ):
-            if value is not None:
-                histogram.observe(value)
+    @property
+    def is_tracing_enabled(self) -> bool:
+        """Whether the system was opened with a tracer provider."""
+        return self._ended.tracing is not None

@@ -50,6 +50,11 @@ class ActiveRequest:
         return sequence is not None and not sequence.complete
 
     @property
+    def first_needed(self) -> int:
+        """The number of the first output that a target lacks."""
+        return min((self.needed_from.get(target, 0) for target in self.targets), default=0)
+
+    @property
     def has_journals(self) -> bool:
         """Whether it has decisions of stages upstream."""
         return bool(self._journals)

@@ -330,7 +330,8 @@ class EngineLoop:
         buffers = chunks.encode(header, {**output.tensors, **downstream})
         size = sum(buffer.nbytes for buffer in buffers)
         active.seq += 1
-        active.first_output = active.first_output or time.monotonic()
+        if active.first_output is None and header.seq >= active.first_needed:
+            active.first_output = time.monotonic()
         if active.first_output_due and (output.data or output.tensors):
             active.first_output_due = False
             self._announce_first_output()

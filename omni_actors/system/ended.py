@@ -1,0 +1,54 @@
+"""What is kept of ended requests: counts and times in the metrics and, with a tracer provider, their traces."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from omni_actors.config import Pipeline
+from omni_actors.generation import RequestMetrics
+from omni_actors.metrics import Metrics
+from omni_actors.orchestrator.request import Request
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import TracerProvider  # of the extra "tracing"
+
+    from omni_actors.system.tracing import Tracing
+
+
+class EndedRequests:
+    """Records the requests of one system.
+
+    Args:
+        metrics: Those of the system.
+        tracing: Makes the traces; None: there are none.
+    """
+
+    def __init__(self, metrics: Metrics, tracing: Tracing | None) -> None:
+        self._metrics, self.tracing = metrics, tracing
+
+    def closed(self, request: Request) -> None:
+        """Record a request that has ended, and whose client has everything or was cut off."""
+        self._metrics.requests.labels(type(request.error).__name__ if request.error else "done").inc()
+        self._metrics.replays.inc(request.replays)
+        if self.tracing is not None:
+            self.tracing.record(request)
+
+    def answered(self, measured: RequestMetrics) -> None:
+        """Record the measurements of a request whose client has read its whole answer."""
+        self._metrics.latency.observe(measured.total_s)
+        for histogram, value in (
+            (self._metrics.ttft, measured.ttft_s),
+            (self._metrics.ttfa, measured.ttfa_s),
+            (self._metrics.rtf, measured.rtf),
+        ):
+            if value is not None:
+                histogram.observe(value)
+
+
+def tracing_with(provider: TracerProvider | None, pipeline: Pipeline) -> Tracing | None:
+    """Return what traces the requests of a pipeline with ``provider``; None without one."""
+    if provider is None:
+        return None
+    from omni_actors.system.tracing import Tracing  # imports OpenTelemetry, which only the extra installs
+
+    return Tracing(provider, pipeline)
