@@ -16,6 +16,7 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 import trio
+from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from omni_actors.errors import ConfigError
@@ -27,7 +28,6 @@ ENDPOINT_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_
 SERVICE_NAME = "omni_actors"
 """The name of the service, unless OTEL_SERVICE_NAME or OTEL_RESOURCE_ATTRIBUTES has one."""
 FLUSH_S = 3.0
-_CONTEXT_HEADERS = (b"traceparent", b"tracestate")
 
 log = logging.getLogger("omni_actors.serve")
 
@@ -41,13 +41,10 @@ class TraceContext:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         from opentelemetry.context import attach, detach
 
-        from omni_actors.system.tracing import remote_context
+        from omni_actors.system.tracing import CONTEXT_HEADERS, remote_context
 
-        headers: dict[str, str] = {}
-        for name, value in scope["headers"]:
-            if name in _CONTEXT_HEADERS:  # one that was sent twice is joined, as HTTP has it
-                earlier = headers.get(name.decode())
-                headers[name.decode()] = value.decode("latin-1") if earlier is None else f"{earlier},{value.decode('latin-1')}"
+        found = Headers(scope=scope)  # a header that was sent twice is joined, as HTTP has it
+        headers = {name: ",".join(found.getlist(name)) for name in CONTEXT_HEADERS if name in found}
         token = attach(remote_context(headers))
         try:
             await self._app(scope, receive, send)
