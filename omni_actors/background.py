@@ -18,6 +18,7 @@ import threading
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future, InvalidStateError, wait
 from contextlib import AbstractAsyncContextManager, suppress
+from contextvars import copy_context
 from functools import partial
 from typing import Any, TypeVar
 
@@ -98,7 +99,8 @@ class Background:
         if self._stopped or self._token is None:
             raise SystemClosed
         try:
-            self._token.run_sync_soon(callback)
+            # In the caller's context: a trace continues the caller's current span.
+            self._token.run_sync_soon(partial(copy_context().run, callback))
         except trio.RunFinishedError:
             raise SystemClosed from self.ended.exception()
 

@@ -147,6 +147,11 @@ class Face:
         return self.background.call(lambda system: system.dead_error)
 
     @property
+    def is_tracing_enabled(self) -> bool:
+        """As ``OmniSystem.is_tracing_enabled``."""
+        return self.background.call(lambda system: system.is_tracing_enabled)
+
+    @property
     def in_flight(self) -> int:
         """As ``OmniSystem.in_flight``."""
         return self.background.call(lambda system: system.in_flight)

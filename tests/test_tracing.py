@@ -17,6 +17,7 @@ from opentelemetry.trace import SpanKind, StatusCode
 from omni_actors import OmniSystem
 from omni_actors.errors import Aborted, InvalidRequest, StageCrashed
 from omni_actors.stages import assets
+from omni_actors.sync import Omni
 from omni_actors.system import tracing
 from tests.support.echo_systems import ask, pid_of, read, wait_restarted
 from tests.support.shared_system import SharedSystem, open_shared_system
@@ -109,6 +110,16 @@ def test_a_request_continues_the_current_span(shared_system: SharedSystem, spans
         assert context_of(request).trace_id == caller.get_span_context().trace_id
 
     shared_system.run(work)
+
+
+def test_a_request_of_another_thread_continues_its_current_span() -> None:
+    mine = Spans()
+    with Omni.open("echo", tracer_provider=mine.provider) as omni:
+        assert omni.is_tracing_enabled
+        with mine.provider.get_tracer("caller").start_as_current_span("caller"):
+            assert omni.generate("x").text() == "x"
+    trace = mine.take()
+    assert [span.name for span in trace.parts(trace.root)] == ["generate_content echo"]
 
 
 def test_an_error_and_its_facts(shared_system: SharedSystem, spans: Spans) -> None:
