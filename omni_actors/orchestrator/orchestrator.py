@@ -128,7 +128,6 @@ class Orchestrator:
         deadline_s: float,
         name: str | None = None,
         on_failure: OnFailure = "replay",
-        trace: Any = None,
     ) -> OutputStream:
         """Admit a request and return the stream of its outputs. Does not wait.
 
@@ -138,7 +137,6 @@ class Orchestrator:
         deadline_s: seconds until the request ends with DeadlineExceeded.
         name: a name that no other request in flight has; None makes one.
         on_failure: "replay" or "fail", after the death of a worker that the request needs.
-        trace: kept with the request, for ``on_end``.
 
         Raises InvalidRequest (parameters, a name in use), Overloaded, Quarantined, StageUnavailable, and RuntimeError
         unless ``run`` is running.
@@ -156,7 +154,6 @@ class Orchestrator:
             submitted=time.monotonic(),
             on_failure=on_failure if self._limits.replays else "fail",
             expires=trio.current_time() + deadline_s,
-            trace=trace,
         )
         self._suspects.require_admissible(request)
         if self.in_flight >= self._limits.max_requests and not self.readers.make_room():

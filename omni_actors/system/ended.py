@@ -30,7 +30,7 @@ class EndedRequests:
         """Record a request that has ended, and whose client has everything or was cut off."""
         self._metrics.requests.labels(type(request.error).__name__ if request.error else "done").inc()
         self._metrics.replays.inc(request.replays)
-        if self.tracing is not None:
+        if self.tracing is not None and request.trace is not None:
             self.tracing.record(request)
 
     def answered(self, measured: RequestMetrics) -> None:

@@ -106,8 +106,7 @@ class OmniSystem(LoraControl):
             spawner: Starts the workers; by default processes of this machine.
             overrides: Dotted path to value: ``overrides={"stages.llm.threads": 2}``. "model" and "tokenizer" stand for
                 those of all stages.
-            tracer_provider: Receives a trace of each request (OpenTelemetry, the extra "tracing"); None: no traces. It
-                is not shut down here.
+            tracer_provider: OpenTelemetry's; it receives a trace of each request, and is not shut down here.
             more_overrides: The same as keywords: ``model="/data/mine"``, ``**{"stages.llm.threads": 2}``.
 
         Raises:
@@ -118,9 +117,8 @@ class OmniSystem(LoraControl):
         is freed. An exception of the block is raised as it is, not in an exception group.
         """
         pipeline = configuration.load(config, {**overrides, **more_overrides} if overrides else more_overrides)
-        models = machine.resolve_models(pipeline)
         spawner = spawner or LocalSpawner(cpu_sharing=pipeline.shares_cores)
-        system = cls(pipeline, models, spawner, tracing_with(tracer_provider, pipeline))
+        system = cls(pipeline, machine.resolve_models(pipeline), spawner, tracing_with(tracer_provider, pipeline))
         body_error: BaseException | None = None
         async with trio.open_nursery() as nursery:
             await nursery.start(system._orchestrator.run, system._supervisor.replicas)
@@ -172,8 +170,7 @@ class OmniSystem(LoraControl):
             on_failure: "replay": after the death of a worker its work for this request is repeated, and the answer
                 continues as if nothing had happened; if that is impossible the request ends with ``StageCrashed``.
                 "fail": the request ends with ``StageCrashed`` at once.
-            trace_headers: ``traceparent`` and ``tracestate``: the W3C context that the request's trace continues. By
-                default that is the current span; a malformed context is ignored.
+            trace_headers: A W3C trace context to continue (``traceparent``, ``tracestate``); default: the current span.
             params: Parameters of the engines, such as max_tokens, temperature, seed or speed; ``lora`` is the name of a
                 LoRA adapter (see ``add_lora``). None means not given.
 
@@ -194,14 +191,9 @@ class OmniSystem(LoraControl):
             inputs["script"] = prompt_inputs.script(script)
         if (kind := prompt_inputs.raw_kind(prompt)) is not None:
             capabilities.require_raw_prompt(self.pipeline, self._planned(inputs, modalities), kind)
+        params["trace_headers"] = trace_headers  # an argument of ``submit``, as the others
         return self.submit(
-            inputs,
-            modalities,
-            request_id=request_id,
-            deadline_s=deadline_s,
-            on_failure=on_failure,
-            trace_headers=trace_headers,
-            **params,
+            inputs, modalities, request_id=request_id, deadline_s=deadline_s, on_failure=on_failure, **params
         )
 
     def map(
@@ -274,14 +266,10 @@ class OmniSystem(LoraControl):
         if on_failure not in ON_FAILURE:
             raise InvalidRequest(f'on_failure: found {on_failure!r}; accepted: "replay", "fail"', param="on_failure")
         stream = self._orchestrator.submit(
-            inputs=pieces,
-            route=route,
-            params=by_stage,
-            deadline_s=deadline_s,
-            name=request_id,
-            on_failure=on_failure,
-            trace=None if (tracing := self._ended.tracing) is None else tracing.context(trace_headers),
+            inputs=pieces, route=route, params=by_stage, deadline_s=deadline_s, name=request_id, on_failure=on_failure
         )
+        if (tracing := self._ended.tracing) is not None:
+            stream.request.trace = tracing.context(trace_headers)
         return Generation(stream, self.pipeline, self._ended.answered)
 
     def _planned(self, inputs: Inputs, modalities: Sequence[str]) -> Route:
