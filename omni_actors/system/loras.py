@@ -154,7 +154,7 @@ class LoraControl(Control):
 
         Other adapters that no request uses may be removed from memory (``idle_loras`` of the stage's options), and are
         then read again for the next request. Replacing an adapter ends its pinning.
-        Raises InvalidAdapter: there is no adapter of this name.
+        Raises InvalidAdapter: there is no adapter of this name. InvalidRequest: an engine can pin no more adapters.
         """
         async with self._loras.change:
             info = msgspec.structs.replace(self._loras.get(name), pinned=True)
@@ -173,8 +173,11 @@ class LoraControl(Control):
             kept, was = (_kept(loras, stage) for loras in (changed, before))
             if kept != was:
                 try:
-                    await self.set_desired(KEEP, kept, stages=(stage,), timeout_s=timeout_s)
-                except InvalidRequest:  # they are too many to be sent
+                    replies = await self.set_desired(KEEP, kept, stages=(stage,), timeout_s=timeout_s)
+                    for reply in replies[stage]:
+                        if isinstance(reply.error, InvalidRequest):
+                            raise reply.error
+                except InvalidRequest:
                     self._loras.by_name = before
                     raise
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 
 from omni_actors.stages.adapters.files import read
 from omni_actors.stages.adapters.options import Adapter
@@ -23,6 +27,30 @@ def save_adapter(model: Any, directory: Path, *, seed: int = 0, **config: Any) -
     with warnings.catch_warnings():  # PEFT uses names that transformers has deprecated
         warnings.simplefilter("ignore")
         get_peft_model(model, LoraConfig(**settings)).save_pretrained(directory, save_embedding_layers=False)
+    return directory
+
+
+def write_adapter(
+    directory: Path, checkpoint: Path, targets: Sequence[str], *, part: str = "", rank: int = 4, seed: int = 0
+) -> Path:
+    """Write a random adapter without PEFT. targets: endings of the names of the checkpoint's linear layers.
+
+    part: the beginning of the names, which PEFT's names lack if it wrapped only that part of the model.
+    """
+    torch.manual_seed(seed)
+    tensors = {}
+    with safe_open(checkpoint / "model.safetensors", "pt") as file:
+        for name in file.keys():  # noqa: SIM118 - the file is no mapping
+            module = name.removesuffix(".weight").removeprefix(part)
+            if name.startswith(part) and module.endswith(tuple(targets)):
+                outputs, inputs = file.get_slice(name).get_shape()
+                tensors[f"base_model.model.{module}.lora_A.weight"] = torch.randn(rank, inputs) / inputs**0.5
+                tensors[f"base_model.model.{module}.lora_B.weight"] = torch.randn(outputs, rank) * 0.15
+    assert tensors
+    directory.mkdir()
+    save_file(tensors, directory / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "target_modules": [*targets]}
+    (directory / "adapter_config.json").write_text(json.dumps(config))
     return directory
 
 

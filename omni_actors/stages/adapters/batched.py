@@ -27,7 +27,7 @@ from omni_actors.stages.adapters.weights import LoraLayer
 
 
 class BatchedAdapters:
-    """The adapters of one model.
+    """The adapters of one model: an ``AdapterStore``.
 
     part: the part of an omni model that the model is; "": it has no parts. idle: how many adapters stay loaded that no
     request uses and that are not pinned.
@@ -50,11 +50,6 @@ class BatchedAdapters:
         """The rows of the present forward that have an adapter, by adapter."""
 
     def keep(self, kept: KeptAdapters, in_use: Collection[Adapter]) -> None:
-        """Load the adapters that requests may name from now on, and free the others unless they are ``in_use``.
-
-        An adapter that cannot be loaded is reported on stderr, because a worker that starts again must still serve
-        the other requests. The requests that name it are refused.
-        """
         before, self._kept = self._kept, set(kept.adapters)
         self._pinned = {each for each in kept.adapters if each.name in kept.pinned}
         for adapter in kept.adapters:
@@ -66,12 +61,11 @@ class BatchedAdapters:
         self.trim(in_use)
 
     def use(self, adapter: Adapter, in_use: Collection[Adapter]) -> None:
-        """Load an adapter, for a request or to check it. in_use: those of all requests. Raises InvalidAdapter."""
         self._load(adapter)
         self.trim({adapter, *in_use})
 
     def trim(self, in_use: Collection[Adapter]) -> None:
-        """Free the adapters that rule 3 does not keep. in_use: those of all requests."""
+        """Free the adapters that rule 3 does not keep."""
         removable = [each for each in self._loaded if each not in in_use and each not in self._pinned]
         idle = [each for each in removable if each in self._kept]
         surplus = idle[: max(0, len(idle) - self._idle)]
@@ -82,7 +76,6 @@ class BatchedAdapters:
 
     @property
     def loaded(self) -> Collection[Adapter]:
-        """The adapters whose weights are in memory."""
         return self._loaded.keys()
 
     @contextmanager

@@ -63,7 +63,7 @@ class TextRequest(PromptRequest[C], ScheduledSequence):
 R = TypeVar("R", bound=TextRequest[Any])
 
 
-class LanguageEngine(AdaptedEngine[R], PromptEngine[R]):
+class LanguageEngine(AdaptedEngine[R, BatchedAdapters], PromptEngine[R]):
     """A ``StageEngine`` whose outputs are text.
 
     context: the tokens of a prompt and its answer together. adapters: those of the model that ``_forward`` runs.

@@ -43,7 +43,7 @@ END = -1
 """The decision that an output is the last one."""
 
 
-class OmniTalker(AdaptedEngine[R]):
+class OmniTalker(AdaptedEngine[R, BatchedAdapters]):
     """A talker. ``context.model``: a checkpoint directory, of which it loads the ``talker`` weights."""
 
     MODEL: ClassVar[type[PreTrainedModel]]

@@ -12,7 +12,8 @@ from __future__ import annotations
 import inspect
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pkgutil import resolve_name
 from typing import Any
@@ -49,6 +50,9 @@ NAMES = (
     "vllm.multimodal.inputs:MultiModalKwargsItems.from_hf_inputs",
     "vllm.multimodal.inputs:PlaceholderRange.offset",
     "vllm.model_executor.models.qwen2_5_omni_thinker:create_qwen2_5_omni_thinker_field_factory",
+    "vllm.lora.punica_wrapper.punica_cpu:PunicaWrapperCPU.add_lora_linear",
+    "vllm.lora.punica_wrapper.punica_cpu:PunicaWrapperCPU.add_lora_logits",
+    "vllm.lora.punica_wrapper.punica_cpu:PunicaWrapperCPU.add_lora_embedding",
     "vllm.v1.metrics.reader:Counter.value",
     "vllm.v1.metrics.reader:Gauge.value",
 )
@@ -197,13 +201,14 @@ class Sessions:
 
 
 class StageWorker(_Base):  # type: ignore[misc]
-    """vLLM's worker, with two corrections.
+    """vLLM's worker, with three corrections.
 
     1. A CPU can prefill a seeded request in chunks. vLLM draws a token after each chunk and rewinds the request's
        generator, which raises an exception on a CPU. Here the request has no generator while vLLM draws a token that
        it then discards.
     2. The worker leaves no file behind. vLLM lets its ranks rendezvous at a file in the temporary directory, which a
        killed process never removes. With one rank, anonymous memory takes the place of the file.
+    3. On a CPU, a request without a LoRA adapter is not given another request's (``punica``).
     """
 
     def __init__(self, **kwargs: Any) -> None:
@@ -213,7 +218,8 @@ class StageWorker(_Base):  # type: ignore[misc]
         super().__init__(**kwargs)
 
     def load_model(self, **kwargs: Any) -> None:
-        super().load_model(**kwargs)
+        with _corrected_punica() if current_platform.is_cpu() else nullcontext():
+            super().load_model(**kwargs)
         runner = self.model_runner
         missing = [f"model_runner.{name}" for name in RUNNER_ATTRIBUTES if not hasattr(runner, name)]
         batch = runner.input_batch
@@ -230,6 +236,16 @@ class StageWorker(_Base):  # type: ignore[misc]
         output = super().sample_tokens(grammar_output)
         batch.generators.update(set_aside)
         return output
+
+
+@contextmanager
+def _corrected_punica() -> Iterator[None]:
+    """Let vLLM use our ``PunicaWrapper`` for the model that is loaded meanwhile."""
+    current_platform.get_punica_wrapper = lambda: "omni_actors.stages.vllm.punica.PunicaWrapper"
+    try:
+        yield
+    finally:
+        del current_platform.get_punica_wrapper
 
 
 class HiddenStateWorker(StageWorker):

@@ -24,6 +24,8 @@ import vllm
 from vllm import LLMEngine, SamplingParams
 from vllm.inputs.engine import embeds_input
 
+from omni_actors.stages.adapters.engine import AdaptedEngine
+from omni_actors.stages.adapters.options import KEEP, LOAD
 from omni_actors.stages.autoregressive.prompt_engine import C, PromptEngine, PromptRequest
 from omni_actors.stages.base import (
     Decisions,
@@ -37,6 +39,7 @@ from omni_actors.stages.base import (
 from omni_actors.stages.raw_prompt import RawPrompt
 from omni_actors.stages.refusal import beyond_context
 from omni_actors.stages.vllm import _internals
+from omni_actors.stages.vllm.adapters import DISABLED, VLLMAdapters
 from omni_actors.stages.vllm.arguments import CLIENT_ERRORS, engine_args, refusal, sampling_params
 from omni_actors.stages.vllm.decided import DecidedTokens, force
 from omni_actors.stages.vllm.options import VLLMOptions, VLLMSampling
@@ -72,7 +75,7 @@ class VLLMRequest(PromptRequest[C]):
 R = TypeVar("R", bound=VLLMRequest[Any])
 
 
-class VLLMEngine(PromptEngine[R]):
+class VLLMEngine(AdaptedEngine[R, VLLMAdapters], PromptEngine[R]):
     """A ``StageEngine`` on vLLM. ``context.model``: a checkpoint directory. A subclass defines the kind of input."""
 
     def __init__(self, context: StageContext, **fixed: Any) -> None:
@@ -97,6 +100,10 @@ class VLLMEngine(PromptEngine[R]):
         _internals.register_in_process(config.get("architectures") or ())
         self._llm = LLMEngine.from_engine_args(arguments)
         self._context: int = self._llm.model_config.max_model_len
+        lora = self._llm.vllm_config.lora_config
+        self._adapters = VLLMAdapters(self._llm, 0 if lora is None else lora.max_loras)
+        if lora is None:
+            self._capabilities |= {LOAD: DISABLED, KEEP: DISABLED}
 
     # for subclasses, besides ``_new_request`` and ``_encode`` (sets ``prompt_tokens``, returns vLLM's ``EngineInput``)
 
@@ -124,7 +131,11 @@ class VLLMEngine(PromptEngine[R]):
         del request.collector
         try:
             request.internal_id = self._llm.add_request(
-                str(request.id), prompt, request.sampling, priority=request.params.priority
+                str(request.id),
+                prompt,
+                request.sampling,
+                lora_request=self._adapters.name_of(request.adapter),
+                priority=request.params.priority,
             )
         except CLIENT_ERRORS as error:
             if request.prompt_tokens >= self._context:
@@ -143,10 +154,11 @@ class VLLMEngine(PromptEngine[R]):
         return embeds_input(prompt.embeds(model.get_hidden_size(), model.dtype, repetition_penalty))
 
     def abort(self, request_id: RequestId) -> None:
-        request = self._requests.pop(request_id, None)
+        request = self._requests.get(request_id)
         if request is not None and request.internal_id:
             self._llm.abort_request([str(request_id)])
             self._free_ended()
+        super().abort(request_id)
 
     def step(self) -> Iterator[StageOutput | StageFailure]:
         outputs = self._llm.step()

@@ -23,6 +23,7 @@ from vllm import LLMEngine
 from vllm.config import PoolerConfig
 from vllm.platforms import current_platform
 
+from omni_actors.stages.adapters.options import KEEP, LOAD
 from omni_actors.stages.autoregressive.cache import SlottedCache
 from omni_actors.stages.autoregressive.scheduler import Scheduler
 from omni_actors.stages.base import StageContext
@@ -85,6 +86,8 @@ class Qwen3Talker(TalkerEngine):
         [self._layers] = self._llm.apply_model(lambda model: model)
         self._vllm_sessions = _internals.Sessions(self._llm)
         self._sessions: dict[TalkerRequest, _Session] = {}
+        why = "vLLM runs its layers as sessions, which take no adapters"
+        self._capabilities |= {LOAD: why, KEEP: why}
         self._names = map(str, itertools.count())
         self._free_ids = [row * options.context for row in range(rows)]
         # The keys and values are in vLLM's cache. This one only counts positions.

@@ -1,0 +1,85 @@
+"""LoRA adapters of an engine on vLLM, which applies them itself: ``engine_args: {enable_lora: true}``.
+
+Rules
+1. vLLM knows an adapter by a number and a name. Each version gets its own, so that a request keeps the version with
+   which it began.
+2. vLLM keeps ``max_cpu_loras`` adapters in memory and reads others again when they are needed. Before a request begins,
+   an adapter that is not in memory is read here, which checks its hash, and added to vLLM again.
+3. A pinned adapter occupies one of vLLM's ``max_loras`` slots for good. One slot stays free for other adapters.
+4. What vLLM raises for an adapter that it cannot load becomes ``InvalidAdapter``, with vLLM's message.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Collection
+from typing import Any
+
+from vllm.lora.request import LoRARequest
+
+from omni_actors.errors import InvalidAdapter, InvalidRequest
+from omni_actors.stages.adapters import files
+from omni_actors.stages.adapters.options import Adapter, KeptAdapters
+
+DISABLED = "its engine_args do not have enable_lora: true"
+"""Why an engine on vLLM serves no adapters."""
+_LOADING_ERRORS = (ValueError, TypeError, KeyError, RuntimeError, OSError, AssertionError)
+
+
+class VLLMAdapters:
+    """The adapters of one ``LLMEngine``: an ``AdapterStore``. slots: vLLM's ``max_loras``."""
+
+    def __init__(self, llm: Any, slots: int) -> None:
+        self._llm, self._slots = llm, slots
+        self._names: dict[Adapter, LoRARequest] = {}
+        """vLLM's name of each version that was loaded and not removed."""
+        self._kept: set[Adapter] = set()
+        self._newest = 0
+
+    @property
+    def loaded(self) -> Collection[Adapter]:
+        return self._names.keys()
+
+    def name_of(self, adapter: Adapter | None) -> LoRARequest | None:
+        """Return what vLLM's ``add_request`` takes. The adapter is in use."""
+        return None if adapter is None else self._names[adapter]
+
+    def use(self, adapter: Adapter, in_use: Collection[Adapter]) -> None:
+        self._load(adapter)
+        self.trim({adapter, *in_use})
+
+    def keep(self, kept: KeptAdapters, in_use: Collection[Adapter]) -> None:
+        """As in ``AdapterStore``. Raises InvalidRequest if the pinned adapters leave no slot for others."""
+        pinned = [each for each in kept.adapters if each.name in kept.pinned]
+        if pinned and len(pinned) >= self._slots:
+            message = f"{len(pinned)} pinned adapters leave no slot for others; engine_args.max_loras is {self._slots}"
+            raise InvalidRequest(message, param="pinned")
+        self._kept = set(kept.adapters)
+        for adapter in kept.adapters:
+            try:
+                self._load(adapter)
+            except InvalidAdapter as error:  # the requests that name it are refused
+                print(error, file=sys.stderr)
+            else:
+                if adapter in pinned:
+                    self._llm.pin_lora(self._names[adapter].lora_int_id)
+        self.trim(in_use)
+
+    def trim(self, in_use: Collection[Adapter]) -> None:
+        for adapter in self._names.keys() - self._kept - set(in_use):
+            self._llm.remove_lora(self._names.pop(adapter).lora_int_id)
+
+    def _load(self, adapter: Adapter) -> None:
+        """Let vLLM load an adapter that is not in its memory. Raises InvalidAdapter."""
+        made = self._names.get(adapter)
+        if made is not None and made.lora_int_id in self._llm.list_loras():
+            return
+        files.read_again(adapter)
+        if made is None:
+            self._newest += 1
+            made = LoRARequest(f"{adapter.name}@{adapter.digest}", self._newest, adapter.directory)
+        try:
+            self._llm.add_lora(made)
+        except _LOADING_ERRORS as error:
+            raise InvalidAdapter(adapter.directory, f"vLLM: {error}") from error
+        self._names[adapter] = made
