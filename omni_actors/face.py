@@ -21,6 +21,7 @@ from omni_actors.background import Background
 from omni_actors.config import Pipeline
 from omni_actors.errors import StageFailed, SystemClosed
 from omni_actors.generation import Answer, Generation
+from omni_actors.iterators import for_trio
 from omni_actors.metrics import Metrics
 from omni_actors.system import Freed, Health, OmniSystem, batch
 
@@ -91,8 +92,13 @@ class Face:
     def submitted(
         self, submit: Callable[Concatenate[OmniSystem, P], Generation], *args: P.args, **kwargs: P.kwargs
     ) -> Generation:
-        """Return the generation that a method of ``OmniSystem`` returns."""
-        return self.background.call(lambda system: submit(system, *args, **kwargs))
+        """Return the generation that a method of ``OmniSystem`` returns.
+
+        Iterators of segments are read in threads, or in the caller's event loop (see ``iterators``).
+        """
+        ask: Callable[..., Generation] = submit
+        replaced, named = [for_trio(each) for each in args], {name: for_trio(each) for name, each in kwargs.items()}
+        return self.background.call(lambda system: ask(system, *replaced, **named))
 
     @like(OmniSystem.abort)
     def abort(self, *args: Any, **kwargs: Any) -> Aborting:

@@ -90,7 +90,10 @@ LAYERS: dict[str, set[str]] = {
         *("omni_actors.stages.adapters.files", OPTIONS),
     },
     "omni_actors.background": {"omni_actors.system", *LEAVES},
-    "omni_actors.face": {"omni_actors.background", "omni_actors.generation", "omni_actors.system", *LEAVES},
+    "omni_actors.iterators": {"omni_actors.errors"},
+    "omni_actors.face": {
+        *("omni_actors.background", "omni_actors.generation", "omni_actors.iterators", "omni_actors.system", *LEAVES),
+    },
     **{
         f"omni_actors.{face}": {
             *("omni_actors.face", "omni_actors.generation", "omni_actors.prompts", "omni_actors.system"),
