@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import httpx
 import pytest
 import trio
 
@@ -16,6 +17,9 @@ from omni_actors.config import Pipeline, Stage
 from omni_actors.errors import InvalidAdapter, InvalidRequest, Unsupported
 from omni_actors.generation import Generation
 from omni_actors.orchestrator.pieces import Input
+from omni_actors.serve.app import build
+from omni_actors.serve.media.loader import MediaLoader
+from omni_actors.serve.settings import ServerSettings
 from omni_actors.stages.adapters.files import read
 from omni_actors.sync import Omni
 from omni_actors.system import OmniSystem
@@ -139,6 +143,29 @@ async def test_files_that_have_changed_are_refused_by_a_restarted_worker(tmp_pat
         with pytest.raises(InvalidRequest, match="have changed since it was added"):
             await ask(omni, "a").text()
         assert await ask(omni, None).text() == "x"
+
+
+async def test_an_adapter_is_a_model_of_the_http_server(tmp_path: Path) -> None:
+    pipeline = Pipeline(name="base", stages={"only": Stage(engine="echo", accepts=("messages",), emits="text")})
+    async with OmniSystem.open(pipeline) as omni:
+        await omni.add_lora("marked", saved(tmp_path, "1"))
+        app = build(omni, ServerSettings(), media=MediaLoader(), has_loaded=lambda: True)
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://localhost") as client:
+            models = (await client.get("/v1/models")).json()["data"]
+            assert [(each["id"], each.get("parent")) for each in models] == [("base", None), ("marked", "base")]
+            assert (await client.get("/v1/models/marked")).json() == models[1]
+            for route, key in (("chat/completions", "messages"), ("completions", "prompt")):
+                question = "x" if key == "prompt" else [{"role": "user", "content": "x"}]
+                for model, expected in (("base", "x"), ("marked", "x" + mark("marked", tmp_path))):
+                    found = (await client.post(f"/v1/{route}", json={"model": model, key: question})).json()
+                    [choice] = found["choices"]
+                    assert (choice.get("text") or choice["message"]["content"]) == expected
+                    assert found["model"] == model
+            body = {"model": "base", "prompt": "x", "lora": {"name": "marked", "directory": "/", "digest": ""}}
+            assert (await client.post("/v1/completions", json=body)).status_code == 400
+            unknown = await client.post("/v1/completions", json={"model": "other", "prompt": "x"})
+            assert unknown.status_code == 404
+            assert "this server serves 'base', 'marked'" in unknown.text
 
 
 def test_the_blocking_face_has_the_methods(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
@@ -68,6 +68,8 @@ chat template of a model adds its special tokens, so ``add_special_tokens`` woul
 WITHOUT_EFFECT: dict[str, Any] = {"presence_penalty": 0, "frequency_penalty": 0, "logit_bias": {}}
 """Parameters of some engines, and the value of each that every engine accepts."""
 MAX_CHOICES = 128
+MAX_LISTED = 20
+"""Names of models that an error lists."""
 
 
 class TextPart(msgspec.Struct, frozen=True, tag="text"):
@@ -306,8 +308,9 @@ def _below(node: Type, key: str) -> list[Type]:
     return []
 
 
-def require_model(asked: str, served: str) -> None:
-    """Raises HTTPError 404 if the client asks for another model."""
-    if asked != served:
-        message = f"the model {quote_value(asked)} does not exist; this server serves {served!r}"
+def require_model(asked: str, served: Sequence[str]) -> None:
+    """Raises HTTPError 404 if the client asks for another model than the pipeline and its LoRA adapters."""
+    if asked not in served:
+        known = ", ".join(map(repr, served[:MAX_LISTED]))
+        message = f"the model {quote_value(asked)} does not exist; this server serves {known}"
         raise HTTPError(404, message, param="model", code="model_not_found")

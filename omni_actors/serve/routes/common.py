@@ -22,11 +22,16 @@ def open_body(
 ) -> tuple[OmniSystem, schemas.Body, dict[str, Any]]:
     """Return the system, the validated body, and the engines' parameters in it. Raises HTTPError.
 
+    The name of a LoRA adapter as the model becomes the parameter ``lora``.
+
     fields, schema, strict: see ``schemas.parse``.
     """
     system: OmniSystem = request.app.state.system
     body, params = schemas.parse(fields, schema, strict=strict)
-    schemas.require_model(body.model, system.pipeline.name)
+    adapters: list[str] = [info.name for info in system.list_loras()]
+    schemas.require_model(body.model, [system.pipeline.name, *adapters])
+    if body.model in adapters:
+        params["lora"] = body.model
     return system, body, params
 
 

@@ -59,17 +59,21 @@ async def metrics(request: Request) -> Response:
 
 
 async def models(request: Request) -> Response:
-    """List the one model, which is the pipeline."""
-    return JSONResponse({"object": "list", "data": [_model(request)]})
+    """List the pipeline, which is a model, and its LoRA adapters."""
+    return JSONResponse({"object": "list", "data": list(_models(request).values())})
 
 
 async def model(request: Request) -> Response:
-    """Describe the model. 404 for any other name."""
-    system: OmniSystem = request.app.state.system
-    require_model(request.path_params["model"], system.pipeline.name)
-    return JSONResponse(_model(request))
+    """Describe a model. 404 for an unknown name."""
+    known, asked = _models(request), request.path_params["model"]
+    require_model(asked, list(known))
+    return JSONResponse(known[asked])
 
 
-def _model(request: Request) -> dict[str, object]:
+def _models(request: Request) -> dict[str, dict[str, object]]:
+    """Return the models that requests may name. An adapter has the pipeline as its parent, as in vLLM's server."""
     state = request.app.state
-    return {"id": state.system.pipeline.name, "object": "model", "created": state.created, "owned_by": "omni_actors"}
+    base = state.system.pipeline.name
+    common = {"object": "model", "created": state.created, "owned_by": "omni_actors"}
+    adapters = {info.name: {"id": info.name, **common, "parent": base} for info in state.system.list_loras()}
+    return {base: {"id": base, **common}, **adapters}

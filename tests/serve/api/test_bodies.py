@@ -46,11 +46,11 @@ def take(path: str, body: bytes, content_type: str = MULTIPART) -> dict[str, Any
     if path == "transcription":
         file, fields = trio.run(read_form, request(body, content_type), "file")
         asked, params = parse(fields, TranscriptionRequest, strict=False)
-        require_model(asked.model, "studio")
+        require_model(asked.model, ["studio"])
         return {**params, "file": file}
     schema: Any = {"chat": ChatRequest, "speech": SpeechRequest}[path]
     asked, params = parse(trio.run(read_json, request(body)), schema)
-    require_model(asked.model, "studio")
+    require_model(asked.model, ["studio"])
     return params
 
 
