@@ -24,7 +24,7 @@ from omni_actors.serve.api.openapi import document
 from omni_actors.serve.api.responses import JSONResponse
 from omni_actors.serve.http.errors import HTTPError, internal_error
 from omni_actors.serve.media.loader import MediaLoader
-from omni_actors.serve.routes import chat, completions, speech, status, transcription
+from omni_actors.serve.routes import chat, completions, embeddings, speech, status, tokens, transcription
 from omni_actors.serve.settings import ServerSettings
 from omni_actors.serve.tracing import TraceContext
 from omni_actors.system import OmniSystem
@@ -38,16 +38,23 @@ _Handler = Callable[[Request], Awaitable[Response]]
 
 
 async def _openapi(request: Request) -> Response:
-    return JSONResponse(document({path: schema for path, (_, schema) in MODEL_ROUTES.items()}, STATUS_ROUTES))
+    posts = {path: schema for path, (_, schema) in (MODEL_ROUTES | CALL_ROUTES).items()}
+    return JSONResponse(document(posts, STATUS_ROUTES))
 
 
 MODEL_ROUTES: dict[str, tuple[_Handler, type[msgspec.Struct]]] = {
     "/v1/chat/completions": (chat.chat, schemas.ChatRequest),
     "/v1/completions": (completions.completions, schemas.CompletionRequest),
+    "/v1/embeddings": (embeddings.embeddings, schemas.EmbeddingRequest),
     "/v1/audio/speech": (speech.speech, schemas.SpeechRequest),
     "/v1/audio/transcriptions": (transcription.transcription, schemas.TranscriptionRequest),
 }
-"""The routes that need the pipeline's stages, and the schemas of their bodies. They accept POST."""
+"""The routes that make requests, and the schemas of their bodies. They accept POST."""
+CALL_ROUTES: dict[str, tuple[_Handler, type[msgspec.Struct]]] = {
+    "/detokenize": (tokens.detokenize, schemas.DetokenizeRequest),
+    "/tokenize": (tokens.tokenize, schemas.TokenizeRequest),
+}
+"""The routes that call engines beside requests, and the schemas of their bodies. They accept POST."""
 STATUS_ROUTES = {
     "/health": status.health,
     "/metrics": status.metrics,
@@ -77,12 +84,12 @@ def build(
     arriving.set_function(lambda: len(admission.tickets))
 
     def admit(path: str) -> AdmissionTicket | None:
-        if path not in MODEL_ROUTES:
+        if path not in MODEL_ROUTES and path not in CALL_ROUTES:
             return None
         if not has_loaded():
             message = "the model is loading; see /health"
             raise HTTPError(503, message, code="loading", retry_after_s=LOADING_RETRY_S)
-        return admission.admit()
+        return admission.admit(needs_place=path in MODEL_ROUTES)
 
     app = _starlette()
     app.state.system, app.state.media = system, media
@@ -93,7 +100,7 @@ def build(
         api_key=settings.api_key,
         max_body_bytes=settings.max_body_bytes,
         public={"/health", "/ping"},
-        routes={*MODEL_ROUTES, *STATUS_ROUTES},
+        routes={*MODEL_ROUTES, *CALL_ROUTES, *STATUS_ROUTES},
         admit=admit,
     )
     traced: ASGIApp = TraceContext(gate) if system.is_tracing_enabled else gate
@@ -103,7 +110,7 @@ def build(
 
 def _starlette() -> Starlette:
     """Return the application without its gate: the routes, and the response to each kind of exception."""
-    routes = [Route(path, handler, methods=["POST"]) for path, (handler, _) in MODEL_ROUTES.items()]
+    routes = [Route(path, handler, methods=["POST"]) for path, (handler, _) in (MODEL_ROUTES | CALL_ROUTES).items()]
     for path, handler in STATUS_ROUTES.items():
         # A model's name may have a slash.
         routes.append(Route(path.replace("{model}", "{model:path}"), handler, methods=["GET"]))

@@ -8,5 +8,17 @@ from omni_actors.system.control import Freed
 from omni_actors.system.health import Health, PastExit, ReplicaHealth
 from omni_actors.system.loras import LoraInfo
 from omni_actors.system.omni_system import OmniSystem
+from omni_actors.system.texts import Embedding, Tokens
 
-__all__ = ["Freed", "Health", "LoraInfo", "Messages", "OmniSystem", "PastExit", "ReplicaHealth", "Reply"]
+__all__ = [
+    "Embedding",
+    "Freed",
+    "Health",
+    "LoraInfo",
+    "Messages",
+    "OmniSystem",
+    "PastExit",
+    "ReplicaHealth",
+    "Reply",
+    "Tokens",
+]

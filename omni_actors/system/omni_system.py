@@ -34,6 +34,7 @@ from omni_actors.system.gauges import gauges
 from omni_actors.system.health import Health, ReplicaHealth, replica_health
 from omni_actors.system.loras import LoraControl, LoraTable
 from omni_actors.system.parameters import Parameters
+from omni_actors.system.texts import TextControl
 
 if TYPE_CHECKING:
     from opentelemetry.trace import TracerProvider  # of the extra "tracing"
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
     from omni_actors.system.tracing import Tracing
 
 
-class OmniSystem(LoraControl):
+class OmniSystem(TextControl, LoraControl):
     """A running pipeline. ``OmniSystem.open`` starts one.
 
     >>> async def main():

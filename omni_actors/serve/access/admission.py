@@ -12,7 +12,8 @@ Rules
 3. The bytes of all arriving requests (bodies, and the files that they name) share one budget, and count as they arrive:
    a declared size costs nothing. If the budget is used up, the slowest upload that is older than ``UPLOAD_GRACE_S`` is
    ended. If there is none, the request that needs memory is refused.
-4. A ticket releases its place and its bytes together, once: when the system takes the request over, or when the
+4. A request that only calls engines takes no place (``needs_place``), so that it is answered while the system is full.
+5. A ticket releases its place and its bytes together, once: when the system takes the request over, or when the
    request ends before that.
 """
 
@@ -48,10 +49,11 @@ class AdmissionControl:
         """The bytes of all tickets, and how many of them have a place. Kept as sums, because each piece of a body needs
         them."""
 
-    def admit(self) -> AdmissionTicket:
-        """Return a ticket for a request whose head has arrived. Raises HTTPError 429."""
-        self.check_place()
-        ticket = AdmissionTicket(self)
+    def admit(self, *, needs_place: bool = True) -> AdmissionTicket:
+        """Return a ticket for a request whose head has arrived. Raises HTTPError 429 if it needs a place."""
+        if needs_place:
+            self.check_place()
+        ticket = AdmissionTicket(self, needs_place=needs_place)
         self.tickets.add(ticket)
         return ticket
 
@@ -83,8 +85,8 @@ class AdmissionTicket:
     its body is to be read. was_ended: the upload was ended to make room for other requests.
     """
 
-    def __init__(self, admission: AdmissionControl) -> None:
-        self._admission = admission
+    def __init__(self, admission: AdmissionControl, *, needs_place: bool = True) -> None:
+        self._admission, self._needs_place = admission, needs_place
         self.since = trio.current_time()
         self.upload = trio.CancelScope()
         self.bytes = 0
@@ -108,7 +110,9 @@ class AdmissionTicket:
             self._admission.bytes += size
 
     def take_place(self) -> None:
-        """Take a place, because the body is complete. Raises HTTPError 429."""
+        """Take a place, if it needs one, because the body is complete. Raises HTTPError 429."""
+        if not self._needs_place:
+            return
         self._admission.check_place()
         self.has_place = True
         self._admission.places += 1

@@ -21,6 +21,9 @@ _STATUSES: dict[type[errors.OmniError], tuple[int, str]] = {
     errors.Quarantined: (422, "quarantined"),
     errors.DeadlineExceeded: (504, "deadline_exceeded"),
     errors.Aborted: (503, "aborted"),
+    errors.CallTimedOut: (504, "call_timed_out"),
+    errors.TooManyCalls: (503, "too_many_calls"),
+    errors.WorkerLost: (503, "worker_lost"),
 }
 """The status and the code of each error."""
 NO_RETRY = {"x-should-retry": "false"}
@@ -37,6 +40,19 @@ def to_http_error(error: errors.OmniError) -> HTTPError:
     retry_after_s = getattr(error, "retry_after_s", None)
     headers = NO_RETRY if status == 422 else None
     return HTTPError(status, str(error), code=code, retry_after_s=retry_after_s, headers=headers)
+
+
+@contextmanager
+def unsupported_as_501() -> Iterator[None]:
+    """Let ``Unsupported`` leave a block as an HTTPError 501. For routes that a client can do without.
+
+    Routes that answer prompts give 400 instead: there it concerns a field of the request.
+    """
+    try:
+        yield
+    except errors.Unsupported as error:
+        facts = {"stage": error.stage, "capability": error.capability, "why": error.why}
+        raise HTTPError(501, str(error), code=error.code, headers=NO_RETRY, facts=facts) from error
 
 
 @contextmanager

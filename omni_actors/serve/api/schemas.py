@@ -29,7 +29,7 @@ MAX_SPEECH_CHARACTERS = 4096
 """OpenAI's own limit."""
 MAX_SHORT = 1 << 16
 """The most characters of a field's name, and of a string that is not content: an error may quote all of it."""
-CONTENT = frozenset({"content", "text", "data", "prompt", "url"})
+CONTENT = frozenset({"content", "text", "data", "prompt", "url", "arguments"})
 """The fields that carry content."""
 
 Text = Annotated[str, Meta(min_length=1)]
@@ -70,6 +70,8 @@ WITHOUT_EFFECT: dict[str, Any] = {"presence_penalty": 0, "frequency_penalty": 0,
 MAX_CHOICES = 128
 MAX_LISTED = 20
 """Names of models that an error lists."""
+MAX_EMBEDDINGS = 2048
+"""OpenAI's own limit."""
 
 
 class TextPart(msgspec.Struct, frozen=True, tag="text"):
@@ -154,10 +156,15 @@ class ProcessorKwargs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     use_audio_in_video: bool | None = None
 
 
-class TextBody(msgspec.Struct, frozen=True, kw_only=True):
-    """The fields that the bodies of the chat and the completion API share."""
+class ModelBody(msgspec.Struct, frozen=True, kw_only=True):
+    """What the bodies of all model routes have."""
 
     model: str
+
+
+class TextBody(ModelBody, frozen=True, kw_only=True):
+    """The fields that the bodies of the chat and the completion API share."""
+
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
     max_tokens: int | None = None
@@ -190,23 +197,49 @@ class CompletionRequest(TextBody, frozen=True, kw_only=True):
     logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
 
 
-class SpeechRequest(msgspec.Struct, frozen=True, kw_only=True):
+class SpeechRequest(ModelBody, frozen=True, kw_only=True):
     """The body of /v1/audio/speech. voice: see ``has_speakers``."""
 
-    model: str
     input: Annotated[str, Meta(max_length=MAX_SPEECH_CHARACTERS)]
     voice: Any = None
     response_format: AudioFormat = "mp3"
     stream_format: Literal["audio"] = "audio"
 
 
-class TranscriptionRequest(msgspec.Struct, frozen=True, kw_only=True):
+class TranscriptionRequest(ModelBody, frozen=True, kw_only=True):
     """The fields of /v1/audio/transcriptions except the file. A form's values are strings."""
 
-    model: str
     response_format: Literal["json", "text"] = "json"
     stream: bool = False
     temperature: Annotated[float, Meta(ge=0, le=0)] = 0.0
+
+
+class EmbeddingRequest(ModelBody, frozen=True, kw_only=True):
+    """The body of /v1/embeddings. input: one or several texts, or lists of token ids."""
+
+    input: Text | Annotated[list[Text | int | list[int]], Meta(min_length=1, max_length=MAX_EMBEDDINGS)]
+    encoding_format: Literal["float", "base64"] = "float"
+    pooling: Literal["mean", "last"] = "mean"
+    normalize: bool = True
+
+
+class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """The body of /tokenize: a prompt, or a conversation of texts."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    tools: list[Tool] = []
+    add_special_tokens: bool = True
+    add_generation_prompt: Literal[True] = True
+    return_token_strs: bool = False
+
+
+class DetokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """The body of /detokenize."""
+
+    model: str | None = None
+    tokens: list[int]
 
 
 class ErrorDetails(msgspec.Struct, frozen=True):
@@ -224,7 +257,8 @@ class ErrorObject(msgspec.Struct, frozen=True):
     error: ErrorDetails
 
 
-Body = TypeVar("Body", ChatRequest, CompletionRequest, SpeechRequest, TranscriptionRequest)
+Body = TypeVar("Body", bound=msgspec.Struct)
+OfModel = TypeVar("OfModel", bound=ModelBody)
 
 RESERVED_NAMES = {
     name for call in (OmniSystem.generate, OmniSystem.submit) for name in inspect.signature(call).parameters

@@ -22,7 +22,7 @@ MAX_MESSAGE = 500
 MAX_QUOTE = 80
 """The most characters of a client's text in a message."""
 
-_TYPES = {429: "rate_limit_error", 500: "server_error", 503: "server_error", 504: "server_error"}
+_TYPES = {429: "rate_limit_error", 500: "server_error", 501: "server_error", 503: "server_error", 504: "server_error"}
 
 _quoting = reprlib.Repr()
 _quoting.maxstring = _quoting.maxother = _quoting.maxlong = MAX_QUOTE
@@ -37,6 +37,7 @@ class HTTPError(Exception):
         param, code: see OpenAI's error object. Its type follows from the status.
         retry_after_s: sent as the header Retry-After, in whole seconds.
         headers: more headers of the response.
+        facts: more fields of the error object, as text.
     """
 
     def __init__(
@@ -48,8 +49,10 @@ class HTTPError(Exception):
         code: str | None = None,
         retry_after_s: float | None = None,
         headers: Mapping[str, str] | None = None,
+        facts: Mapping[str, str] | None = None,
     ) -> None:
         self.status, self.code = status, code
+        self.facts = {name: truncate(value, MAX_MESSAGE) for name, value in (facts or {}).items()}
         self.type = _TYPES.get(status, "invalid_request_error")
         self.message = truncate(message, MAX_MESSAGE)
         self.param = None if param is None else truncate(param, MAX_QUOTE)
@@ -61,7 +64,7 @@ class HTTPError(Exception):
     def body(self) -> bytes:
         """Return OpenAI's error object as JSON."""
         error = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
-        return msgspec.json.encode({"error": error})
+        return msgspec.json.encode({"error": error | self.facts})
 
     def response(self) -> Response:
         return Response(self.body(), self.status, self.headers, media_type="application/json")

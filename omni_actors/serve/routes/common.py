@@ -18,8 +18,8 @@ from omni_actors.system import OmniSystem
 
 
 def open_body(
-    request: Request, fields: Mapping[str, Any], schema: type[schemas.Body], *, strict: bool = True
-) -> tuple[OmniSystem, schemas.Body, dict[str, Any]]:
+    request: Request, fields: Mapping[str, Any], schema: type[schemas.OfModel], *, strict: bool = True
+) -> tuple[OmniSystem, schemas.OfModel, dict[str, Any]]:
     """Return the system, the validated body, and the engines' parameters in it. Raises HTTPError.
 
     The name of a LoRA adapter as the model becomes the parameter ``lora``.
@@ -28,11 +28,15 @@ def open_body(
     """
     system: OmniSystem = request.app.state.system
     body, params = schemas.parse(fields, schema, strict=strict)
-    adapters: list[str] = [info.name for info in system.list_loras()]
-    schemas.require_model(body.model, [system.pipeline.name, *adapters])
-    if body.model in adapters:
+    schemas.require_model(body.model, model_names(system))
+    if body.model != system.pipeline.name:
         params["lora"] = body.model
     return system, body, params
+
+
+def model_names(system: OmniSystem) -> list[str]:
+    """Return the models that requests may name: the pipeline, and its LoRA adapters."""
+    return [system.pipeline.name, *(info.name for info in system.list_loras())]
 
 
 def text_parameters(body: schemas.TextBody) -> list[tuple[str, str, Any]]:

@@ -222,8 +222,8 @@ def test_a_small_file_of_a_long_silence_is_not_unpacked(studio: Any, recording: 
     ("method", "path", "status"),
     [
         ("GET", "/v1", 404),
-        ("GET", "/v1/embeddings", 404),
-        ("POST", "/v1/embeddings", 404),
+        ("GET", "/v1/images", 404),
+        ("POST", "/v1/images", 404),
         ("GET", "/v1/models/", 404),
         ("GET", "/v1/models/gpt-4o", 404),
         ("GET", "/v1/models/openai/gpt-4o", 404),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import omni_actors
-from omni_actors.serve.app import MODEL_ROUTES, STATUS_ROUTES
+from omni_actors.serve.app import CALL_ROUTES, MODEL_ROUTES, STATUS_ROUTES
 from omni_actors.serve.routes.status import overall_status
 from omni_actors.system import Health, ReplicaHealth
 from tests.support.http_server import Server
@@ -19,7 +19,7 @@ def test_ping_and_version(studio: Server) -> None:
 
 def test_openapi_describes_every_route_and_its_body(studio: Server) -> None:
     found = studio.http.get("/openapi.json").json()
-    assert set(found["paths"]) == {*MODEL_ROUTES, *STATUS_ROUTES}
+    assert set(found["paths"]) == {*MODEL_ROUTES, *CALL_ROUTES, *STATUS_ROUTES}
     for path in MODEL_ROUTES:
         [content] = found["paths"][path]["post"]["requestBody"]["content"].values()
         name = content["schema"]["$ref"].removeprefix("#/components/schemas/")
