@@ -228,8 +228,8 @@ class Driver:
         stage = crash.stage
         if stage in self.watch.given_up:
             return
-        deaths = judge.max_deaths_by_one_request(self._workload.pipeline.limits)
-        self.requested_deaths[stage] += 1 if crash.on_failure == "fail" else deaths
+        limits = self._workload.pipeline.limits
+        self.requested_deaths[stage] += judge.max_deaths_by_one_request(limits, crash.on_failure)
         fault, hooks = CRASHES[crash.how]
         injection = self._inject(fault + (", replayed" if crash.on_failure == "replay" else ""), stage)
         template = self._workload.probe(stage)

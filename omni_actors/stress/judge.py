@@ -96,9 +96,27 @@ class Rules:
     replayed: frozenset[str]
 
 
-def max_deaths_by_one_request(limits: Limits) -> int:
-    """The most workers that one request may end: it uses up its replays, and the suspects are halved down to it."""
-    return 1 + max(limits.replays, math.ceil(math.log2(limits.max_requests)))
+def max_deaths_by_one_request(limits: Limits, on_failure: OnFailure, disturbances: int = 0) -> int:
+    """Return the most workers that one request may end, by the rules of ``orchestrator.trials``.
+
+    A request that is not replayed ends one. For others:
+
+    1. The first death makes suspects of ``max_requests`` requests at most.
+    2. Each further death on trial is that of a half, because a whole group is tried only if it is not known to contain
+       the culprit. So after ceil(log2(``max_requests``)) more deaths the culprit was tried as the only suspect.
+    3. If other requests ran beside that trial, its death is charged to none. But the culprit was in more deaths than
+       any other suspect now: the others are tried first, and it dies alone once more.
+    4. A death that is charged to the culprit ends it if it was in more than ``replays`` deaths. If it was not, it runs
+       alone, and each death counts.
+
+    disturbances: deaths and stops of workers on its route that it did not cause. Each costs one more death at most.
+    After another cause's death on trial, the half with the culprit is not known to contain it, and is tried whole. And
+    while a worker upstream is down, the probation may pass before what ends the engine gets there (rule 7).
+    """
+    if on_failure == "fail" or not limits.replays:
+        return 1
+    search = math.ceil(math.log2(limits.max_requests)) + 1
+    return 1 + max(limits.replays, search + disturbances)
 
 
 def check_request(

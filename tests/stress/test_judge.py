@@ -6,6 +6,7 @@ import tracemalloc
 
 import pytest
 
+from omni_actors.config import Limits
 from omni_actors.errors import Aborted, DeadlineExceeded, RequestError, StageCrashed, WorkerExit
 from omni_actors.generation import Output
 from omni_actors.stress import judge
@@ -147,6 +148,16 @@ def test_deaths_are_explained_by_pid_or_by_number() -> None:
     assert left["second"] == 0
     assert judge.check_deaths(deaths, {0, 2}, {"second": 3}) == ([], {"second": 2})
     assert len(judge.check_deaths(deaths, set(), {})[0]) == 3
+
+
+def test_the_bound_of_the_deaths_by_one_request() -> None:
+    """The terms: the first death, the halves, one trial beside other requests, and what disturbs the search."""
+    limits = Limits(max_requests=8, replays=2)
+    assert judge.max_deaths_by_one_request(limits, "replay") == 1 + 3 + 1
+    assert judge.max_deaths_by_one_request(limits, "replay", disturbances=2) == 1 + 3 + 1 + 2
+    assert judge.max_deaths_by_one_request(Limits(max_requests=8, replays=10), "replay") == 1 + 10
+    assert judge.max_deaths_by_one_request(limits, "fail", disturbances=2) == 1
+    assert judge.max_deaths_by_one_request(Limits(replays=0), "replay") == 1
 
 
 def test_an_answer_does_not_keep_its_outputs() -> None:

@@ -41,8 +41,8 @@ class SimulatedClient(Client[SimulatedRequest]):
     def __init__(self, draw: random.Random, workload: Workload, spawner: SimulatedSpawner, journal: Journal) -> None:
         super().__init__(workload, journal.tally, trio.current_time, row_at=lambda at: journal.row)
         self._draw, self._spawner, self._journal = draw, spawner, journal
-        self.requested_deaths: Counter[str] = Counter()
-        """Deaths per stage that poison requests may cause."""
+        self._poison: dict[SimulatedRequest, str] = {}
+        """The poison requests, and the stages whose engines they break."""
 
     # requests that the schedule draws
 
@@ -66,7 +66,7 @@ class SimulatedClient(Client[SimulatedRequest]):
         """A request that makes an engine raise each time it gets there."""
         self._journal.injected("request that breaks its engine")
         stage = self._submit_with_hook("poison", "raise")
-        self.requested_deaths[stage] += judge.max_deaths_by_one_request(self._workload.pipeline.limits)
+        self._poison[self.requests[-1]] = stage
 
     def submit_invalid(self) -> None:
         self._journal.injected("request that its engine refuses")
@@ -123,6 +123,19 @@ class SimulatedClient(Client[SimulatedRequest]):
         self._journal.note(f"{request.name} is over: {request.ending}")
 
     # what their outcomes must be
+
+    def requested_deaths(self, injected: Set[int]) -> Counter[str]:
+        """Return the most deaths per stage that poison requests may have caused. injected: pids of other deaths."""
+        requested: Counter[str] = Counter()
+        for request, stage in self._poison.items():
+            route, since = request.template.stages, request.submitted
+            others = [death for death in self.watch.deaths if death.pid in injected and death.at >= since]
+            stopped = [worker for worker in self._spawner.workers if worker.rested_at >= since]
+            disturbances = sum(death.stage in route for death in others)
+            disturbances += sum(worker.address.stage in route for worker in stopped)
+            limits = self._workload.pipeline.limits
+            requested[stage] += judge.max_deaths_by_one_request(limits, request.on_failure, disturbances)
+        return requested
 
     def check_outcomes(self) -> None:
         for request in self.requests:

@@ -193,7 +193,7 @@ class Simulation(trio.abc.Instrument):
         """Check the open system. A schedule that ends early is not asked for what needs more time."""
         faults, pipeline = self._faults, self._workload.pipeline
         deaths = self._watch.deaths
-        found, _ = judge.check_deaths(deaths, faults.explained, self._client.requested_deaths)
+        found, _ = judge.check_deaths(deaths, faults.explained, self._client.requested_deaths(faults.explained))
         temporary = {name for name, each in pipeline.stages.items() if each.restart.type == "temporary"}
         given_up = self._watch.ever_given_up - faults.failed_at_start - temporary
         for violation in [*found, *judge.check_restarts(deaths, given_up, pipeline)]:
