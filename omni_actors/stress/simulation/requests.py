@@ -167,8 +167,6 @@ class SimulatedClient(Client[SimulatedRequest]):
                 return request.system_was_full
             case Overloaded(stage=stage):
                 return stage in request.congested
-            case SlowConsumer(limit="output_bytes") if self.watch.deaths:
-                return True  # what dead workers left in their rings arrives at once, before the client can read
             case SlowConsumer():
                 return request.pace_s > 0
             case InvalidRequest():
