@@ -174,7 +174,7 @@ class Suspects:
                 if self._trials.clear_expired(self._last_pong_at):
                     self._dispatcher.dispatch_waiting()
                 self._continue_trials()
-                for stage in {group.stage for group in self._trials.groups()}:
+                for stage in {group.stage for group in self._trials.groups}:
                     self._try(stage)
                 self._changed.unpark_all()
         finally:
@@ -226,7 +226,6 @@ class Suspects:
             if group.stage in each.replay_state.waiting and not self._dispatcher.holds_back(each)
         }
         if not placements or None in placements.values():
-            self._trials.put_back(group)
             return
         self._trials.begin(group, address, trio.current_time(), alone=alone)
         for request, placement in placements.items():

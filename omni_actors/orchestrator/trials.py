@@ -131,18 +131,26 @@ def _suspicion(unit: Sequence[Request]) -> tuple[int, int, int]:
 class Trials:
     """The suspects of all stages."""
 
-    waiting: list[Group] = field(default_factory=list)
-    running: dict[Address, Group] = field(default_factory=dict)
-    """The groups that a replica is reserved for: on trial there, or waiting for its drain."""
     group_of: dict[Request, Group] = field(default_factory=dict)
     """The group of each suspect."""
+    running: dict[Address, Group] = field(default_factory=dict)
+    """The groups that a replica is reserved for: on trial there, or waiting for its drain. All others wait."""
     last_use: dict[str, tuple[float, Request]] = field(default_factory=dict)
     """For each stage, when a request that is not a suspect last used it, and which request."""
     serving_since: dict[str, float] = field(default_factory=dict)
     """For each stage, when it last became able to serve after it had no ready worker."""
 
     def __bool__(self) -> bool:
-        return bool(self.waiting or self.running)
+        return bool(self.group_of)
+
+    @property
+    def groups(self) -> list[Group]:
+        """The groups of all stages."""
+        return list(dict.fromkeys(self.group_of.values()))
+
+    def waiting(self, stage: str) -> list[Group]:
+        """Return the groups of a stage that have no replica."""
+        return [group for group in self.groups if group.stage == stage and group.address is None]
 
     def note_use(self, stage: str, request: Request, now: float) -> None:
         """Record that a stage has started or finished a request."""
@@ -191,17 +199,13 @@ class Trials:
         """
         if address is not None and (group := self.running.pop(address, None)) is not None:
             group.address, group.ends_at, group.on_trial, group.is_alone = None, math.inf, (), False
-            self.waiting.append(group)
 
     def _group_for(self, stage: str, suspects: Sequence[Request], now: float) -> Group:
         """Return the known culprit's group if all suspects have its fingerprint, else a new one."""
         fingerprints = {each.fingerprint for each in suspects}
-        groups = (each for each in self.groups() if each.stage == stage and each.is_culprit)
-        group = next((each for each in groups if each.units.keys() == fingerprints), None)
-        if group is None:
-            group = Group(stage, {}, has_culprit=True, since=now)
-            if suspects:
-                self.waiting.append(group)
+        culprits = (each for each in self.groups if each.stage == stage and each.is_culprit)
+        group = next((each for each in culprits if each.units.keys() == fingerprints), None)
+        group = group or Group(stage, {}, has_culprit=True, since=now)
         for request in suspects:
             if self.group_of.get(request) is not group:
                 self._remove(request)
@@ -214,10 +218,6 @@ class Trials:
         unit.append(request)
         self.group_of[request] = group
 
-    def groups(self) -> list[Group]:
-        """Return the groups of all stages."""
-        return [*self.waiting, *self.running.values()]
-
     def add_known_culprit(self, request: Request, stage: str, deaths: int, now: float) -> None:
         """Treat a new request as a known culprit, because of the deaths that requests with its fingerprint caused."""
         request.deaths.suspected = deaths
@@ -225,7 +225,7 @@ class Trials:
 
     def join(self, request: Request) -> bool:
         """Add a waiting request to the unit of its fingerprint. Return whether there is one."""
-        for group in self.groups():
+        for group in self.groups:
             if request.fingerprint in group.units:
                 self._add(request, group)
                 return True
@@ -247,9 +247,7 @@ class Trials:
             return
         for doubtful in (group, group.other_half):
             if doubtful is not None and doubtful.has_culprit and len(doubtful.units) > 1:
-                half = self._split(doubtful, doubtful.since)
-                half.other_half = None
-                self.waiting.append(half)
+                self._split(doubtful, doubtful.since).other_half = None
         group.has_culprit = False
         group.clear_other_half()
 
@@ -274,15 +272,12 @@ class Trials:
         if unit:
             return False
         del group.units[request.fingerprint]
-        if not group.units:
-            if group.address is not None:
-                del self.running[group.address]
-            else:
-                self.waiting.remove(group)
+        if not group.units and group.address is not None:
+            del self.running[group.address]
         return True
 
     def next(self, stage: str, now: float, *, is_unused: bool, others_wait: bool) -> Group | None:
-        """Take the group off the waiting list that a stage tries next, or a culprit that needs a drained replica.
+        """Return the group that a stage tries next, or a culprit that needs a drained replica; None: none is due.
 
         Args:
             stage: The stage, which has a ready replica.
@@ -290,7 +285,7 @@ class Trials:
             is_unused: Whether a replica of the stage works on no request.
             others_wait: Whether a request that is not a suspect waits for the stage.
         """
-        waiting = [group for group in self.waiting if group.stage == stage]
+        waiting = self.waiting(stage)
         if not waiting or any(group.stage == stage for group in self.running.values()):
             return None
         group = min(waiting, key=lambda each: (each.has_culprit, each.is_culprit, each.since))
@@ -301,10 +296,7 @@ class Trials:
                 return None
         elif not is_unused and not wait_is_over:
             return None
-        if group.has_culprit and not group.is_culprit:
-            return self._split(group, now)
-        self.waiting.remove(group)
-        return group
+        return self._split(group, now) if group.has_culprit and not group.is_culprit else group
 
     def _split(self, group: Group, since: float) -> Group:
         half = group.halve(since)
@@ -315,11 +307,8 @@ class Trials:
         """Return the culprits of a stage that have caused more than one death and found no quiet moment in time."""
         return [
             group
-            for group in self.waiting
-            if group.stage == stage
-            and group.is_culprit
-            and group.suspected_deaths > 1
-            and now >= self._waits_until(group)
+            for group in self.waiting(stage)
+            if group.is_culprit and group.suspected_deaths > 1 and now >= self._waits_until(group)
         ]
 
     def drain(self, group: Group, address: Address, now: float) -> None:
@@ -342,11 +331,6 @@ class Trials:
         group.ends_at = now + min(LONGEST_PROBATION_S, PROBATION_S * 2.0 ** (group.suspected_deaths - 1))
         self.running[address] = group
 
-    def put_back(self, group: Group) -> None:
-        """Let a group from ``next`` wait again, because it cannot be tried now."""
-        if group.address is None:
-            self.waiting.append(group)
-
     def clear_expired(self, last_pong_at: Callable[[Address], float]) -> bool:
         """Clear the groups whose probation is over. Return whether there were any.
 
@@ -364,8 +348,11 @@ class Trials:
 
     def next_time(self, now: float) -> float:
         """Return the earliest time at which a trial may begin or end without another event."""
-        times = [group.ends_at if group.ends_at > now else now + PONG_CHECK_S for group in self.running.values()]
-        for group in self.waiting:
+        times = []
+        for group in self.groups:
+            if group.address is not None:
+                times.append(group.ends_at if group.ends_at > now else now + PONG_CHECK_S)
+                continue
             times.append(self._waits_until(group))
             if group.is_culprit:
                 times.append(self._quiet_at(group))
