@@ -54,7 +54,8 @@ class Limits(Section, frozen=True, kw_only=True):
     deadline_s: PositiveFloat = 600.0
     """Deadline of a request that sets none, in seconds."""
     output_bytes: Positive = 64 * 1024 * 1024
-    """Unread output of one request. A request that exceeds it ends (``SlowConsumer``)."""
+    """Unread output of one request. A request that exceeds it ends (``SlowConsumer``). The content of its stages' rings
+    may arrive at once, so ``output_bytes`` should be larger than their ``ring_bytes`` together."""
     unread_bytes: Positive = 256 * 1024 * 1024
     """Unread output of all requests. Above half of it, stages are paused."""
     window_bytes: Positive = 512 * 1024

@@ -32,6 +32,11 @@ LENGTHS = (1, 2, 5, 9)
 RING_BYTES = 4096
 LARGE = 1500
 """int32 values in a large chunk: more than a ring has room for."""
+LARGE_BYTES = 4 * LARGE + 500
+"""A large chunk with its header and trail."""
+OUTPUT_BYTES = 2 * (RING_BYTES + LARGE_BYTES) + LARGE_BYTES
+"""The most that a prompt client has not read: what two stages with output may deliver at once, which is a full ring and
+the chunk before it, and the piece that is being delivered."""
 LOAD_S, STEP_S, SHUTDOWN_S = 30.0, 40.0, 0.5
 PATIENCE_S = 400.0
 """Virtual seconds, like the others. Hangs are detected within 44, and a row of failed starts takes less."""
@@ -124,7 +129,7 @@ def _limits(draw: random.Random) -> Limits:
     return Limits(
         max_requests=draw.choice((2, 4, 8)),
         deadline_s=100_000.0,
-        output_bytes=draw.choice((20_000, 1_000_000)),
+        output_bytes=draw.choice((OUTPUT_BYTES, 1_000_000)),
         replays=draw.choice((0, 1, 2, 10)),
         retain_bytes=draw.choice((3_000, 1_000_000, 1_000_000)),
         window_bytes=draw.choice((2_000, 1_000_000)),
