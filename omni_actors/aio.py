@@ -15,15 +15,15 @@ the system, is raised in the task that waits.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator, Iterable
+from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Coroutine, Generator, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial, update_wrapper
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar, overload
 
-from omni_actors import generation
-from omni_actors.face import Answering, Face, Reading, like, opens_like
+from omni_actors import generation, generations
+from omni_actors.face import GENERATE, Answering, Face, Reading, ReadingEach, like, opens_like
 from omni_actors.generation import Answer, AudioChunk, Output
 from omni_actors.prompts import Prompt
 from omni_actors.system import Health, OmniSystem
@@ -69,10 +69,19 @@ class AsyncOmni(Face):
         if self.background.stop():
             await _settled(self.background.ended)
 
-    @like(OmniSystem.generate)
-    def generate(self, *args: Any, **kwargs: Any) -> AsyncGeneration:
+    @overload
+    def generate(self, /, prompt: Prompt | AsyncIterable[str] | None = None, **arguments: Any) -> AsyncGeneration: ...
+
+    @overload
+    def generate(self, /, prompt: Sequence[Prompt], **arguments: Any) -> AsyncGenerations: ...
+
+    @like(GENERATE)
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Submit a request. It returns at once; reading the returned object reads the answer."""
-        return AsyncGeneration(self, self.submitted(OmniSystem.generate, *args, **kwargs))
+        inner = self.submitted(GENERATE, *args, **kwargs)
+        if isinstance(inner, generations.Generations):
+            return AsyncGenerations(self, inner)
+        return AsyncGeneration(self, inner)
 
     @like(OmniSystem.submit)
     def submit(self, *args: Any, **kwargs: Any) -> AsyncGeneration:
@@ -172,11 +181,27 @@ class AsyncGeneration(Reading, AsyncIterator[Output]):
         return await self._read(lambda: self._inner.save(path))
 
     async def _read(self, read: Callable[[], Awaitable[T]]) -> T:
-        try:
-            return await asyncio.wrap_future(self._face.background.start(lambda _: read()))
-        except asyncio.CancelledError:
-            self.abort()
-            raise
+        return await _read(self, self._face, read)
+
+
+async def _read(reading: Reading | ReadingEach, face: Face, read: Callable[[], Awaitable[T]]) -> T:
+    try:
+        return await asyncio.wrap_future(face.background.start(lambda _: read()))
+    except asyncio.CancelledError:
+        reading.abort()
+        raise
+
+
+class AsyncGenerations(ReadingEach, AsyncIterator[Output]):
+    """The answers to a list of prompts, as an asynchronous iterator of outputs. See ``generations.Generations``."""
+
+    async def __anext__(self) -> Output:
+        return await _read(self, self._face, self._inner.__anext__)
+
+    @like(generations.Generations.collect)
+    async def collect(self, **arguments: Any) -> list[Answer]:
+        """Read the rest of every answer, and return them in the order of the prompts."""
+        return await _read(self, self._face, partial(self._inner.collect, **arguments))
 
 
 class AsyncAnswers(AsyncIterator[Answer]):

@@ -65,9 +65,11 @@ class RequestError(OmniError):
 
     Attributes:
         retryable: Whether the same request may succeed when it is sent again.
+        index: Position of its prompt in a list of prompts; 0 otherwise.
     """
 
     retryable = False
+    index = 0
 
 
 class InvalidRequest(RequestError):

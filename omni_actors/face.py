@@ -21,6 +21,7 @@ from omni_actors.background import Background
 from omni_actors.config import Pipeline
 from omni_actors.errors import StageFailed, SystemClosed
 from omni_actors.generation import Answer, Generation
+from omni_actors.generations import Generations
 from omni_actors.iterators import for_trio
 from omni_actors.metrics import Metrics
 from omni_actors.system import Freed, Health, OmniSystem, batch
@@ -28,6 +29,10 @@ from omni_actors.system import Freed, Health, OmniSystem, batch
 P = ParamSpec("P")
 R = TypeVar("R")
 S = TypeVar("S")
+
+
+GENERATE: Any = OmniSystem.generate
+"""Without its types, because a face types its overloads itself."""
 
 
 def like(
@@ -89,14 +94,12 @@ class Face:
         self.background = Background(partial(OmniSystem.open, *args, **kwargs))
         weakref.finalize(self, self.background.stop).atexit = False
 
-    def submitted(
-        self, submit: Callable[Concatenate[OmniSystem, P], Generation], *args: P.args, **kwargs: P.kwargs
-    ) -> Generation:
-        """Return the generation that a method of ``OmniSystem`` returns.
+    def submitted(self, submit: Callable[Concatenate[OmniSystem, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """Return what a method of ``OmniSystem`` returns.
 
         Iterators of segments are read in threads, or in the caller's event loop (see ``iterators``).
         """
-        ask: Callable[..., Generation] = submit
+        ask: Callable[..., R] = submit
         replaced, named = [for_trio(each) for each in args], {name: for_trio(each) for name, each in kwargs.items()}
         return self.background.call(lambda system: ask(system, *replaced, **named))
 
@@ -210,6 +213,24 @@ class Reading:
             self._face.background.call(lambda _: self._inner.abort())
 
 
+class ReadingEach:
+    """The generations of a list of prompts, of a face."""
+
+    def __init__(self, face: Face, inner: Generations) -> None:
+        self._face, self._inner = face, inner
+
+    @property
+    def request_ids(self) -> tuple[str, ...]:
+        """The identifier of each request, as ``abort`` of the face takes it."""
+        return self._inner.request_ids
+
+    @like(Generations.abort)
+    def abort(self) -> None:
+        """End every request now, in every stage; reading then raises ``Aborted`` for each."""
+        with suppress(SystemClosed):  # then they have ended
+            self._face.background.call(lambda _: self._inner.abort())
+
+
 class Answering:
     """The requests of one ``map``: at most ``concurrency`` run, or are complete and wait for the caller.
 
@@ -266,4 +287,4 @@ class Answering:
 
 
 def _answer(prompt: Any, index: int, arguments: Mapping[str, Any], system: OmniSystem) -> Awaitable[Answer]:
-    return batch.answer(lambda prompt: system.generate(prompt, **arguments), prompt, index)
+    return batch.answer(partial(system.generate, **arguments), prompt, index)

@@ -39,7 +39,7 @@ class AudioChunk(msgspec.Struct, frozen=True):
 
 
 class StageTimes(msgspec.Struct, frozen=True):
-    """One stage's part in a request. Times are seconds since the request was submitted.
+    """One stage's part in a request. Times are seconds since the request arrived.
 
     Attributes:
         started_s: The engine started the request.
@@ -61,7 +61,7 @@ class StageTimes(msgspec.Struct, frozen=True):
 
 
 class RequestMetrics(msgspec.Struct, frozen=True):
-    """Measurements of a request. Times are seconds since the request was submitted.
+    """Measurements of a request. Times are seconds since it arrived: was submitted, or its ``arrival_time``.
 
     Attributes:
         ttft_s: Time to the first output of modality "text"; None if there was none.
@@ -101,6 +101,10 @@ class Output(msgspec.Struct, frozen=True):
         data: Small data that the engine attached, such as "completion_tokens".
         tensors: Tensors that the engine attached. They own their memory.
         metrics: Measurements of the request, on its last output; None before.
+        total: With ``output_kind="cumulative"``: all text (str) or all sound (``AudioChunk``) of the stage so far, this
+            delta included. Outputs with an "index" in their data, such as the number of a recording, are counted by
+            index. None if there was neither, and with ``output_kind="delta"``.
+        index: Position of its prompt in a list of prompts; 0 otherwise.
     """
 
     request_id: str
@@ -111,19 +115,21 @@ class Output(msgspec.Struct, frozen=True):
     data: Mapping[str, Any]
     tensors: Mapping[str, Tensor]
     metrics: RequestMetrics | None = None
+    total: str | AudioChunk | None = None
+    index: int = 0
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
     """A collected answer.
 
     Attributes:
-        index: Position of its prompt in the prompts of ``OmniSystem.map``; 0 otherwise.
+        index: Position of its prompt in a list of prompts, or in those of ``OmniSystem.map``; 0 otherwise.
         text: All text of the answer, joined. Iterate the generation to tell several text modalities apart.
         audio: All sound of the answer, joined; None if there was none.
         data: The data of the last output of each modality, such as ``{"text": {"completion_tokens": 12}}``.
         metrics: Measurements of the request; None if it failed.
         error: The error that ended the request. Only ``OmniSystem.map(..., keep_errors=True)`` returns such answers;
-            ``text`` and ``audio`` are empty then.
+            ``text`` and ``audio`` are empty then. ``Generations.collect`` has the same argument.
     """
 
     index: int = 0
@@ -174,6 +180,30 @@ class SoundWriter:
         self._file.flush()
 
 
+class Total:
+    """The text or the sound of one stage so far."""
+
+    def __init__(self) -> None:
+        self._text, self._samples, self._rate = "", np.empty(0, np.float32), 0
+        self._size = 0
+
+    def add(self, delta: str | AudioChunk | None) -> str | AudioChunk | None:
+        """Add what is new; return all of it. Sound is a view of a buffer that later sound does not change."""
+        if isinstance(delta, str):
+            self._text += delta
+        elif delta is not None:
+            begin, self._rate = self._size, delta.sample_rate
+            self._size += len(delta.samples)
+            if self._size > len(self._samples):
+                samples = np.empty(2 * self._size, np.float32)
+                samples[:begin] = self._samples[:begin]
+                self._samples = samples
+            self._samples[begin : self._size] = delta.samples
+        if self._size:
+            return AudioChunk(self._samples[: self._size], self._rate)
+        return self._text or None
+
+
 class Generation:
     """The answer to one request, as an asynchronous iterator of ``Output``.
 
@@ -190,9 +220,17 @@ class Generation:
     ('hello', None)
     """
 
-    def __init__(self, stream: OutputStream, pipeline: Pipeline, on_final: Callable[[RequestMetrics], None]) -> None:
+    def __init__(
+        self,
+        stream: OutputStream,
+        pipeline: Pipeline,
+        on_final: Callable[[RequestMetrics], None],
+        *,
+        cumulative: bool = False,
+    ) -> None:
         self.stream, self._pipeline, self._on_final = stream, pipeline, on_final
         """stream: for a reader that relays output to a connection (see ``OutputStream.relay``)."""
+        self._totals: dict[tuple[str, Any], Total] | None = {} if cumulative else None
         self._audio_s = 0.0
         self._first: dict[str, float] = {}
         self._answer: Answer | None = None
@@ -264,9 +302,15 @@ class Generation:
         return self
 
     async def __anext__(self) -> Output:
+        while (output := await self.next_or_none()) is None:
+            pass
+        return output
+
+    async def next_or_none(self) -> Output | None:
+        """Return the next output; None for a piece that was for downstream stages only. Raises as iteration does."""
         piece = await self.stream.__anext__()
-        while not (piece.data or piece.tensors or piece.last):  # the whole piece was for downstream stages
-            piece = await self.stream.__anext__()
+        if not (piece.data or piece.tensors or piece.last):
+            return None
         request = self.stream.request
         delta = _delta(piece)
         if isinstance(delta, AudioChunk):
@@ -274,7 +318,7 @@ class Generation:
         final = request.finished is not None and not request.pieces and request.error is None
         modality = self._pipeline.stages[piece.stage].emits or ""
         if delta is not None:
-            self._first.setdefault(modality, piece.arrived - request.submitted)
+            self._first.setdefault(modality, piece.arrived - request.arrived)
         metrics = self._metrics(request) if final else None
         if metrics is not None:
             self._on_final(metrics)
@@ -287,10 +331,16 @@ class Generation:
             data=piece.data,
             tensors=piece.tensors,
             metrics=metrics,
+            total=self._total(piece, delta),
         )
 
+    def _total(self, piece: Piece, delta: str | AudioChunk | None) -> str | AudioChunk | None:
+        if self._totals is None:
+            return None
+        return self._totals.setdefault((piece.stage, piece.data.get("index")), Total()).add(delta)
+
     def _metrics(self, request: Request) -> RequestMetrics:
-        began = request.submitted
+        began = request.arrived
         return RequestMetrics(
             ttft_s=self._first.get("text"),
             ttfa_s=self._first.get("audio"),

@@ -7,7 +7,7 @@ passes the template. It is a mapping with one of the keys of ``RAW``, as in vLLM
 from __future__ import annotations
 
 from collections.abc import AsyncIterable, Mapping, Sequence
-from typing import Any, TypeAlias, TypedDict
+from typing import Any, TypeAlias, TypedDict, TypeGuard
 
 import numpy as np
 
@@ -58,7 +58,7 @@ RAW = ("prompt", "prompt_token_ids", "prompt_embeds")
 _KINDS = ("messages", *RAW)
 
 
-def is_list_of_prompts(prompt: Any) -> bool:
+def is_list_of_prompts(prompt: Any) -> TypeGuard[Sequence[Prompt]]:
     """Return whether ``prompt`` is a list of prompts, and neither one prompt nor a conversation."""
     if isinstance(prompt, str | Mapping) or not isinstance(prompt, Sequence):
         return False

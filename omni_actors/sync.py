@@ -11,19 +11,19 @@ call that waits, and aborts its request.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import AsyncIterable, Awaitable, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from functools import update_wrapper
+from functools import partial, update_wrapper
 from pathlib import Path
 from queue import SimpleQueue
 from types import TracebackType
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar, overload
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from omni_actors import generation
-from omni_actors.face import Answering, Face, Reading, like, opens_like
+from omni_actors import generation, generations
+from omni_actors.face import GENERATE, Answering, Face, Reading, ReadingEach, like, opens_like
 from omni_actors.generation import Answer, AudioChunk, Output
 from omni_actors.prompts import Prompt
 from omni_actors.system import Health, OmniSystem
@@ -75,10 +75,17 @@ class Omni(Face):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    @like(OmniSystem.generate)
-    def generate(self, *args: Any, **kwargs: Any) -> Generation:
+    @overload
+    def generate(self, /, prompt: Prompt | AsyncIterable[str] | None = None, **arguments: Any) -> Generation: ...
+
+    @overload
+    def generate(self, /, prompt: Sequence[Prompt], **arguments: Any) -> Generations: ...
+
+    @like(GENERATE)
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Submit a request. It returns at once; reading the returned object reads the answer."""
-        return Generation(self, self.submitted(OmniSystem.generate, *args, **kwargs))
+        inner = self.submitted(GENERATE, *args, **kwargs)
+        return Generations(self, inner) if isinstance(inner, generations.Generations) else Generation(self, inner)
 
     @like(OmniSystem.submit)
     def submit(self, *args: Any, **kwargs: Any) -> Generation:
@@ -181,13 +188,35 @@ class Generation(Reading, Iterator[Output]):
         return self._read(lambda: self._inner.save(path))
 
     def _read(self, read: Callable[[], Awaitable[T]]) -> T:
+        return _read(self, self._face, read)
+
+
+def _read(reading: Reading | ReadingEach, face: Face, read: Callable[[], Awaitable[T]]) -> T:
+    try:
+        return face.background.start(lambda _: read()).result()
+    except Exception:
+        raise
+    except BaseException:  # interrupted
+        reading.abort()
+        raise
+
+
+class Generations(ReadingEach, Iterator[Output]):
+    """The answers to a list of prompts, as an iterator of their outputs. See ``generations.Generations``."""
+
+    def __next__(self) -> Output:
         try:
-            return self._face.background.start(lambda _: read()).result()
-        except Exception:
-            raise
-        except BaseException:  # interrupted
-            self.abort()
-            raise
+            return self._read(self._inner.__anext__)
+        except StopAsyncIteration:
+            raise StopIteration from None
+
+    @like(generations.Generations.collect)
+    def collect(self, **arguments: Any) -> list[Answer]:
+        """Read the rest of every answer, and return them in the order of the prompts."""
+        return self._read(partial(self._inner.collect, **arguments))
+
+    def _read(self, read: Callable[[], Awaitable[T]]) -> T:
+        return _read(self, self._face, read)
 
 
 class Answers(Iterator[Answer]):

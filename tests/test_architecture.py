@@ -75,12 +75,14 @@ LAYERS: dict[str, set[str]] = {
         *LEAVES,
     },
     "omni_actors.generation": {"omni_actors.orchestrator", "omni_actors.protocol", "ringbuf", *LEAVES},
+    "omni_actors.generations": {"omni_actors.generation", *LEAVES},
     "omni_actors.media": {"omni_actors.generation", "omni_actors.orchestrator", "ringbuf", *LEAVES},
     "omni_actors.prompts": {"omni_actors.media", "omni_actors.orchestrator", *LEAVES},
     "omni_actors.system": {
         "omni_actors.prompts",
         "omni_actors.media",
         "omni_actors.generation",
+        "omni_actors.generations",
         "omni_actors.orchestrator",
         "omni_actors.supervisor",
         "omni_actors.protocol",
@@ -92,11 +94,13 @@ LAYERS: dict[str, set[str]] = {
     "omni_actors.background": {"omni_actors.system", *LEAVES},
     "omni_actors.iterators": {"omni_actors.errors"},
     "omni_actors.face": {
-        *("omni_actors.background", "omni_actors.generation", "omni_actors.iterators", "omni_actors.system", *LEAVES),
+        *("omni_actors.background", "omni_actors.generation", "omni_actors.generations", "omni_actors.system"),
+        *("omni_actors.iterators", *LEAVES),
     },
     **{
         f"omni_actors.{face}": {
-            *("omni_actors.face", "omni_actors.generation", "omni_actors.prompts", "omni_actors.system"),
+            *("omni_actors.face", "omni_actors.generation", "omni_actors.generations", "omni_actors.prompts"),
+            "omni_actors.system",
         }
         for face in ("sync", "aio")
     },

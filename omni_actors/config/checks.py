@@ -71,6 +71,11 @@ def _check_outputs(pipeline: Pipeline, document: Document) -> None:
             raise document.error(f"stages.{name}.emits", stage.emits, accepted)
         if stage.emits is not None:
             emitters[stage.emits] = name
+    for i, modality in enumerate(pipeline.modalities):
+        if modality not in emitters:
+            raise document.error(
+                f"modalities.{i}", modality, f"what a stage emits: {one_of(modality, sorted(emitters))}"
+            )
 
 
 def _check_engine(pipeline: Pipeline, name: str, document: Document) -> None:

@@ -133,6 +133,9 @@ class Sections(Section, frozen=True, kw_only=True):
     description: str = ""
     stages: dict[Name, Stage]
     limits: Limits = Limits()
+    modalities: tuple[Name, ...] = ()
+    """Modalities of a request that names none, as far as its input leads to them. By default "text" or, where the input
+    does not lead to it, all that it leads to."""
     cpu_sharing: bool | None = None
     """Whether the workers and the parent share the machine's cores by rules ("Cores" in ``docs/architecture.md``). Null
     means: if a stage computes on the CPU."""
@@ -146,6 +149,7 @@ class Pipeline(Sections, frozen=True, kw_only=True):
         description: One line for ``omni-actors config list``.
         stages: The stages by name, in the order in which the supervisor starts them.
         limits: Bounds of the running system.
+        modalities: Modalities of a request that names none.
         cpu_sharing: Whether the workers share the machine's cores by rules; None: if a stage computes on the CPU.
         file: Where the pipeline was read from, for error messages. It is not part of the document.
 

@@ -73,8 +73,11 @@ class Dispatcher:
         return request if request is not None and request.replay_state.is_held_by(address) else None
 
     def dispatch_waiting(self) -> None:
-        """Dispatch each waiting request whose stages have ready replicas, replays first. Suspects wait for a trial."""
-        for request in [*self.dispatched.values(), *self.queued]:
+        """Dispatch each waiting request whose stages have ready replicas: replays, then others in order of priority.
+
+        Suspects wait for a trial.
+        """
+        for request in [*self.dispatched.values(), *sorted(self.queued, key=lambda each: each.order)]:
             self.try_dispatch(request)
 
     def try_dispatch(self, request: Request) -> None:

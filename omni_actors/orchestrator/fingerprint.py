@@ -1,6 +1,7 @@
 """Computes a short hash of what a request asks for, equal for equal requests.
 
-A fingerprint covers the route, the input and the parameters. It leaves out the seed, which the system may have drawn.
+A fingerprint covers the route, the input and the parameters. It leaves out the seed, which the system may have drawn,
+and the priority, which changes no output.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ class Fingerprint:
         self._digest = hashlib.blake2b(digest_size=16)
         for stage in route.stages:
             share = msgspec.msgpack.decode(params[stage])
-            share.pop("seed", None)
+            for name in ("seed", "priority"):
+                share.pop(name, None)
             _add(self._digest, memoryview(msgspec.msgpack.encode([stage, share])))
 
     def add(self, kind: str, piece: Input) -> int:

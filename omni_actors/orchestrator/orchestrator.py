@@ -128,6 +128,8 @@ class Orchestrator:
         deadline_s: float,
         name: str | None = None,
         on_failure: OnFailure = "replay",
+        priority: int = 0,
+        waited_s: float = 0.0,
     ) -> OutputStream:
         """Admit a request and return the stream of its outputs. Does not wait.
 
@@ -137,13 +139,15 @@ class Orchestrator:
         deadline_s: seconds until the request ends with DeadlineExceeded.
         name: a name that no other request in flight has; None makes one.
         on_failure: "replay" or "fail", after the death of a worker that the request needs.
+        priority: a lower number is dispatched first, and in a full system takes the place of a higher one that waits.
+        waited_s: seconds that the request waited before this call; its order and its metrics count them.
 
         Raises InvalidRequest (parameters, a name in use), Overloaded, Quarantined, StageUnavailable, and RuntimeError
         unless ``run`` is running.
         """
         if self._nursery is None:
             raise RuntimeError("the system is closed")
-        encoded_params = encode_params(params)
+        encoded_params, now = encode_params(params), time.monotonic()
         self._require_admissible(route, name)
         request = Request(
             name=name or next(each for each in self._names if each not in self._open),
@@ -151,23 +155,39 @@ class Orchestrator:
             inputs=inputs,
             params=encoded_params,
             deadline_s=deadline_s,
-            submitted=time.monotonic(),
+            submitted=now,
+            arrived=now - waited_s,
+            priority=priority,
             on_failure=on_failure if self._limits.replays else "fail",
             expires=trio.current_time() + deadline_s,
         )
         self._suspects.require_admissible(request)
-        if self.in_flight >= self._limits.max_requests and not self.readers.make_room():
-            raise errors.Overloaded(self._limits.max_requests, self.retry_after_s)
-        request.lifetime.deadline = request.expires
-        self._open[request.name] = request
-        self.readers.admit(request)
+        if self.in_flight >= self._limits.max_requests and not (self.readers.make_room() or self._displace(request)):
+            raise self._overloaded()
         self._nursery.start_soon(self._attend, request)
         for kind in request.input.segments:
             self._nursery.start_soon(self._inputs.read, request, kind)
+        self._admit(request)
+        return OutputStream(request, self.readers, self.abort)
+
+    def _admit(self, request: Request) -> None:
+        request.lifetime.deadline = request.expires
+        self._open[request.name] = request
+        self.readers.admit(request)
         self._dispatcher.queued[request] = None
         if not self._suspects.join(request):
             self._dispatcher.try_dispatch(request)
-        return OutputStream(request, self.readers, self.abort)
+
+    def _displace(self, request: Request) -> bool:
+        """End a request that waits for its first dispatch with a higher number than ``request``, if there is one."""
+        victim = max(self._dispatcher.queued, key=lambda each: each.order, default=None)
+        if victim is None or victim.priority <= request.priority:
+            return False
+        self._end(victim, Event.FAIL, self._overloaded())
+        return True
+
+    def _overloaded(self, congested: str | None = None) -> errors.Overloaded:
+        return errors.Overloaded(self._limits.max_requests, self.retry_after_s, congested)
 
     def _require_admissible(self, route: Route, name: str | None) -> None:
         if name in self._open:
@@ -176,7 +196,7 @@ class Orchestrator:
             if stage in self.failed_stages:
                 raise self._replays.unavailable(stage)
         if (congested := self._placement.congested(route.stages)) is not None:
-            raise errors.Overloaded(self._limits.max_requests, self.retry_after_s, congested)
+            raise self._overloaded(congested)
 
     @property
     def in_flight(self) -> int:

@@ -104,6 +104,10 @@ class Request:
     submitted: float
     """CLOCK_MONOTONIC, comparable with the times in ``stats``."""
     on_failure: OnFailure = "replay"
+    priority: int = 0
+    """Of requests that wait, one with a lower number comes first."""
+    arrived: float = 0.0
+    """When the request reached the caller, who may have kept it before it was submitted; CLOCK_MONOTONIC."""
     expires: float = math.inf
     """The deadline, on trio's clock."""
     number: int | None = None
@@ -189,6 +193,11 @@ class Request:
         """Whether every stage that the input enters was sent all of it that has arrived, and none starts again."""
         phases = {self.replay_state.stages[stage].phase for stage in self.route.entries}
         return self.input.all_sent and phases.isdisjoint({Phase.QUEUED, Phase.WAITING, Phase.RESTARTING})
+
+    @property
+    def order(self) -> tuple[int, float]:
+        """The request's place among those that wait."""
+        return self.priority, self.arrived
 
     @property
     def closed(self) -> bool:

@@ -70,10 +70,7 @@ def plan(nodes: Mapping[str, Node], kinds: Iterable[str], modalities: Iterable[s
     order = topological(nodes)
     _require_known(kinds, {kind for node in nodes.values() for kind in node.accepts}, "input")
     _require_known(modalities, {node.emits for node in nodes.values() if node.emits}, "modalities")
-    reached: set[str] = set()
-    for name in order:
-        if kinds & set(nodes[name].accepts) or reached & set(nodes[name].inputs):
-            reached.add(name)
+    reached = _reached(nodes, kinds)
     needed: set[str] = set()
     for name in reversed(order):
         if nodes[name].emits in modalities or any(name in nodes[target].inputs for target in needed):
@@ -91,6 +88,20 @@ def plan(nodes: Mapping[str, Node], kinds: Iterable[str], modalities: Iterable[s
     sources = {name: _ends(name in entries, nodes[name].inputs, stages) for name in stages}
     targets = {name: _ends(nodes[name].emits in modalities, downstream[name], stages) for name in stages}
     return Route(stages=stages, sources=sources, targets=targets, entries=entries)
+
+
+def reachable(nodes: Mapping[str, Node], kinds: Iterable[str]) -> tuple[str, ...]:
+    """Return the modalities that input of one of these kinds leads to, upstream first."""
+    return tuple(modality for name in _reached(nodes, kinds) if (modality := nodes[name].emits))
+
+
+def _reached(nodes: Mapping[str, Node], kinds: Iterable[str]) -> tuple[str, ...]:
+    """Return the stages that input of one of these kinds reaches, upstream first."""
+    kinds, reached = frozenset(kinds), list[str]()
+    for name in topological(nodes):
+        if not kinds.isdisjoint(nodes[name].accepts) or not set(reached).isdisjoint(nodes[name].inputs):
+            reached.append(name)
+    return tuple(reached)
 
 
 def routes_of(nodes: Mapping[str, Node]) -> Iterator[Route]:

@@ -69,6 +69,11 @@ class OutputStream:
                 request.delivery = None
                 self._readers.send(request, sending=False)
 
+    @property
+    def ready(self) -> bool:
+        """Whether reading would not wait: a piece can be read, or the request has ended."""
+        return self.request.readable or self.request.lifecycle.ended
+
     def __aiter__(self) -> OutputStream:
         return self
 

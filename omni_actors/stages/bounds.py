@@ -30,6 +30,7 @@ CountPenalty = Annotated[float, Meta(ge=-2, le=2)]
 """A difference of logits, in OpenAI's range."""
 Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 """The range that torch's generators, vLLM and OpenAI's API accept."""
+Priority = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
 TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 StopString = Annotated[str, Meta(min_length=1, max_length=256)]
 Name = Annotated[str, Meta(max_length=128)]

@@ -11,11 +11,12 @@ import trio
 
 from omni_actors.errors import Overloaded, RequestError
 from omni_actors.generation import Answer, Generation
+from omni_actors.generations import Generations
 
 
 @asynccontextmanager
 async def answers(
-    submit: Callable[[Any], Generation], prompts: Iterable[Any], concurrency: int, *, keep_errors: bool
+    submit: Callable[[Any], Generation | Generations], prompts: Iterable[Any], concurrency: int, *, keep_errors: bool
 ) -> AsyncIterator[AsyncIterator[Answer]]:
     """Yield an iterator over the answers to ``prompts``, in the order in which they are complete.
 
@@ -55,7 +56,7 @@ async def answers(
         raise failure
 
 
-async def answer(submit: Callable[[Any], Generation], prompt: Any, index: int) -> Answer:
+async def answer(submit: Callable[[Any], Generation | Generations], prompt: Any, index: int) -> Answer:
     """Return the answer to one prompt, with its ``index`` and, if the request failed, its error.
 
     It waits while the system is full. Cancellation aborts the request. Raises what ``submit`` raises, but for a
@@ -63,7 +64,11 @@ async def answer(submit: Callable[[Any], Generation], prompt: Any, index: int) -
     """
     while True:
         try:
-            collected = await submit(prompt).collect()
+            generation = submit(prompt)
+            if isinstance(generation, Generations):
+                generation.abort()
+                raise TypeError("a prompt was expected, and not a list of prompts")
+            collected = await generation.collect()
         except Overloaded as error:  # by requests of other callers, or by control messages that are still unread
             await trio.sleep(error.retry_after_s)
         except RequestError as error:

@@ -10,6 +10,7 @@ import msgspec
 
 from omni_actors.config import Pipeline
 from omni_actors.errors import InvalidRequest
+from omni_actors.system.terms import SamplingParams, Terms
 from omni_actors.validation import split_path
 
 
@@ -23,23 +24,29 @@ class Parameters:
         self._schemas = {name: pipeline.spec(name).params for name in pipeline.stages}
         self._defaults = {name: self._checked(name, stage.defaults) for name, stage in pipeline.stages.items()}
 
-    def by_stage(self, stages: Iterable[str], given: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-        """Return the parameters of each of ``stages``: its defaults, and those of ``given`` that its engine knows.
+    def by_stage(
+        self, stages: Iterable[str], given: Mapping[str, Any], terms: Terms | None = None
+    ) -> dict[str, dict[str, Any]]:
+        """Return the parameters of each of ``stages``.
 
-        Parameters that are None count as not given. A seed that neither the request nor the defaults set is drawn
-        here, so that a replay uses the same one. Raises InvalidRequest for a value out of bounds, and for a parameter
-        that no stage of the request takes.
+        These are its defaults; over them what its engine knows of ``given``, and of the ``terms`` the priority; and
+        over them the stage's own ``sampling_params``. Parameters that are None count as not given. A seed that none of
+        them sets is drawn here, so that a replay uses the same one. Raises InvalidRequest for a value out of bounds,
+        a parameter that no stage of the request takes, and ``sampling_params`` that do not fit the stages.
         """
         given = {name: value for name, value in given.items() if value is not None}
+        own = self._own(terms.sampling_params if terms else None)
+        priority = {} if terms is None or terms.priority is None else {"priority": terms.priority}
         taken: set[str] = set()
         shares: dict[str, dict[str, Any]] = {}
         for stage in stages:
             schema = self._schemas[stage]
             known = given.keys() if schema is None else given.keys() & schema.__struct_fields__
             taken |= known
-            share = {**self._defaults[stage], **{name: given[name] for name in known}}
-            if known:
-                share = self._checked(stage, share)
+            share = {name: given[name] for name in known} | own.get(stage, {})
+            if schema is not None and "priority" in schema.__struct_fields__:
+                share = {**priority, **share}
+            share = self._checked(stage, {**self._defaults[stage], **share}) if share else self._defaults[stage].copy()
             if schema is not None and share.get("seed", 0) is None:
                 share["seed"] = random.getrandbits(63)
             shares[stage] = share
@@ -47,8 +54,38 @@ class Parameters:
             raise InvalidRequest(f"no stage of this request takes the parameter {unknown[0]!r}", param=unknown[0])
         return shares
 
-    def _checked(self, stage: str, share: dict[str, Any]) -> dict[str, Any]:
-        """Return ``share`` with every default of the engine; unchanged for an engine that checks its own."""
+    def _own(self, sampling_params: SamplingParams | None) -> dict[str, dict[str, Any]]:
+        """Return the parameters that the request gives each stage for itself, checked."""
+        if sampling_params is None:
+            return {}
+        if not isinstance(sampling_params, Mapping):
+            if not isinstance(sampling_params, list | tuple):
+                raise _wrong("expected a mapping or a list by stage", sampling_params)
+            if len(sampling_params) != len(self._schemas):
+                raise _wrong(f"expected one entry for each of the stages {', '.join(self._schemas)}", sampling_params)
+            sampling_params = dict(zip(self._schemas, sampling_params, strict=True))
+        own: dict[str, dict[str, Any]] = {}
+        for stage, share in sampling_params.items():
+            if stage not in self._schemas:
+                raise _wrong(f"the pipeline has the stages {', '.join(self._schemas)}", stage)
+            if not isinstance(share, Mapping | None):
+                raise _wrong("expected a mapping of parameters", share, stage)
+            own[stage] = {name: value for name, value in (share or {}).items() if value is not None}
+            self._check_names(stage, own[stage])
+            self._checked(stage, {**self._defaults[stage], **own[stage]}, f"sampling_params.{stage}.")
+        return own
+
+    def _check_names(self, stage: str, share: Mapping[str, Any]) -> None:
+        schema = self._schemas[stage]
+        if schema is not None and (unknown := sorted(map(str, share.keys() - set(schema.__struct_fields__)))):
+            known = ", ".join(schema.__struct_fields__) or "none"
+            raise _wrong(f"the stage takes the parameters {known}", unknown[0], stage)
+
+    def _checked(self, stage: str, share: dict[str, Any], where: str = "") -> dict[str, Any]:
+        """Return ``share`` with every default of the engine; unchanged for an engine that checks its own.
+
+        where: what comes before a parameter's name in an error.
+        """
         schema = self._schemas[stage]
         if schema is None:
             return share
@@ -56,6 +93,11 @@ class Parameters:
             checked: dict[str, Any] = msgspec.to_builtins(msgspec.convert(share, schema))
         except msgspec.ValidationError as error:
             message, path = split_path(error)
-            param = path.partition("[")[0] or None
+            param = where + path.partition("[")[0] or None
             raise InvalidRequest(f"{param}: {message}" if param else message, param=param) from error
         return checked
+
+
+def _wrong(expected: str, found: object, stage: str | None = None) -> InvalidRequest:
+    param = "sampling_params" if stage is None else f"sampling_params.{stage}"
+    return InvalidRequest(f"{param}: {expected}; found {found!r:.200}", param=param)

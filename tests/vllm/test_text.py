@@ -168,6 +168,22 @@ def test_requests_of_a_lower_priority_value_come_first(driver: Any, sign: int) -
     assert order == sorted(order, reverse=sign < 0)
 
 
+def test_text_and_token_ids_take_the_place_of_a_conversation(driver: Any) -> None:
+    expected = text_of(answer(driver, max_tokens=8))
+    tokenizer = driver.engine._vocabulary.tokenizer
+    messages = [{"role": "user", "content": QUESTIONS[0]}]
+    text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    for data, tensors in (({"prompt": text}, {}), ({}, {"token_ids": np.array(tokenizer.encode(text))})):
+        driver.start(1, max_tokens=8)
+        driver.feed(1, data, tensors, last=True)
+        assert text_of(driver.run()[1]) == expected
+    driver.start(1)
+    with pytest.raises(InvalidRequest, match="no token 10000000"):
+        driver.feed(1, {}, {"token_ids": np.array([10**7])}, last=True)
+    driver.live.discard(1)
+    assert not driver.engine.busy
+
+
 def embeds_of(engine: Any, smollm2: Path, question: str) -> np.ndarray[Any, np.dtype[np.float32]]:
     """Return the model's embeddings of this prompt's tokens, float32 (n, hidden)."""
     messages = [{"role": "user", "content": question}]

@@ -42,6 +42,7 @@ class TextRequest(PromptRequest[C], ScheduledSequence):
 
     def __init__(self, request: base.StageRequest, params: TextParams, collector: C) -> None:
         super().__init__(request, params, collector)
+        self.priority = params.priority
         sampling = msgspec.convert(params, Sampling, from_attributes=True)
         bias = _token_biases(params)
         is_plain = sampling.is_greedy and not bias and params.structured_outputs is None

@@ -64,3 +64,5 @@ class TextParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Whether special tokens are left out of the text."""
     lora: Lora | None = None
     """The LoRA adapter of this request."""
+    priority: bounds.Priority = 0
+    """Of requests that wait in the engine, one with a lower number comes first."""

@@ -1,12 +1,15 @@
 """Continuous-batching scheduler: it decides which positions the next forward computes, of any kind of sequence.
 
 Rules
-1. A sequence waits for a row in order of arrival. Then it has row i of the cache, where i is its index in ``rows``. A
-   sequence may leave while it waits and while it has a row.
+1. A sequence waits for a row in order of priority, the lowest number first, and then of arrival. Then it has row i of
+   the cache, where i is its index in ``rows``, until it leaves: no other sequence takes the row. A sequence may leave
+   while it waits and while it has a row.
 2. A step is some prefill chunks (``prefill_chunks``), then one decode forward for every sequence whose next position
    has its input (``decode_rows``). So a long prompt slows other sequences but never stops them, and a sequence that
    waits for input delays no other.
-3. Each prompt is prefilled in a forward of its own, in chunks of ``prefill`` positions. Where the cuts fall depends on
+3. A prefill that has begun is continued before another one begins. Those that have not begun come in order of priority.
+   So a sequence that has been computed is never kept waiting by later ones of a higher priority.
+4. Each prompt is prefilled in a forward of its own, in chunks of ``prefill`` positions. Where the cuts fall depends on
    nothing else, not even on when the input arrives. So a sequence starts from the same numbers in any batch.
 
 Chunked prefill follows Sarathi-Serve (Agrawal et al., 2024), iteration-level batching Orca (Yu et al., 2022).
@@ -14,7 +17,7 @@ Chunked prefill follows Sarathi-Serve (Agrawal et al., 2024), iteration-level ba
 
 from __future__ import annotations
 
-from collections import deque
+from bisect import insort
 from collections.abc import Iterator
 from itertools import chain, count, islice
 from typing import Generic, TypeVar
@@ -29,8 +32,16 @@ class ScheduledSequence:
     """Prompt positions that are not computed yet, whether their input has arrived or not."""
     ready = 0
     """Positions that are not computed yet and whose input has arrived."""
+    priority = 0
+    """A lower number comes first."""
     arrival_order = 0
-    """Set by the scheduler."""
+    has_begun = False
+    """Whether a position was computed. Set by the scheduler, as ``arrival_order`` is."""
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """The sequence's place among those that wait."""
+        return self.priority, self.arrival_order
 
 
 S = TypeVar("S", bound=ScheduledSequence)
@@ -45,7 +56,8 @@ class Scheduler(Generic[S]):
 
     def __init__(self, cache: SlottedCache, max_rows: int, prefill: int) -> None:
         self.rows: list[S] = []
-        self._waiting: deque[S] = deque()
+        self._waiting: list[S] = []
+        """In the order in which they get rows."""
         self._cache, self._max_rows, self._prefill = cache, max_rows, prefill
         self._arrivals = count()
 
@@ -58,7 +70,7 @@ class Scheduler(Generic[S]):
     def add(self, sequence: S) -> None:
         """Queue a sequence for a row."""
         sequence.arrival_order = next(self._arrivals)
-        self._waiting.append(sequence)
+        insort(self._waiting, sequence, key=lambda each: each.order)
 
     def remove(self, sequence: S) -> None:
         """Remove a sequence and free its row. Does nothing if the sequence is unknown."""
@@ -81,17 +93,18 @@ class Scheduler(Generic[S]):
             yield chunk
 
     def next_prefill_chunk(self) -> tuple[int, int] | None:
-        """Give free rows to waiting sequences; return the oldest sequence's next chunk as (row, positions).
+        """Give free rows to waiting sequences; return the first sequence's next chunk as (row, positions).
 
         None: the input of no whole chunk has arrived.
         """
         while self._waiting and len(self.rows) < self._max_rows:
-            self.rows.append(self._waiting.popleft())
+            self.rows.append(self._waiting.pop(0))
             self._cache.add_row()
         ready = [row for row, sequence in enumerate(self.rows) if sequence.prefill_left and self._computable(sequence)]
         if not ready:
             return None
-        row = min(ready, key=lambda row: self.rows[row].arrival_order)
+        row = min(ready, key=lambda row: (not self.rows[row].has_begun, self.rows[row].order))
+        self.rows[row].has_begun = True
         return row, self._computable(self.rows[row])
 
     def decode_rows(self) -> list[int]:

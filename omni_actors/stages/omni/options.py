@@ -9,7 +9,19 @@ import msgspec
 
 from omni_actors.stages.adapters.options import Lora
 from omni_actors.stages.autoregressive.options import TextParams
-from omni_actors.stages.bounds import Count, Dtype, Name, Penalty, Positive, Seed, Temperature, Tokens, TopK, TopP
+from omni_actors.stages.bounds import (
+    Count,
+    Dtype,
+    Name,
+    Penalty,
+    Positive,
+    Priority,
+    Seed,
+    Temperature,
+    Tokens,
+    TopK,
+    TopP,
+)
 
 
 class ThinkerParams(TextParams, frozen=True, forbid_unknown_fields=True):
@@ -46,5 +58,7 @@ class TalkerParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     talker_repetition_penalty: Penalty = 1.05
     """Applies to first codes that were already generated."""
     seed: Seed | None = None
+    priority: Priority = 0
+    """Of requests that wait in the engine, one with a lower number comes first."""
     lora: Lora | None = None
     """The LoRA adapter of this request."""

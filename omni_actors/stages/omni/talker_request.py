@@ -42,7 +42,7 @@ class TalkerRequest(ScheduledSequence):
     max_codes: int
 
     def __init__(self, request: StageRequest, params: TalkerParams, suppressed: Tensor) -> None:
-        self.id, self.params = request.request_id, params
+        self.id, self.params, self.priority = request.request_id, params, params.priority
         self.adapter = named(params.lora)
         self.open = OpenSources(request.sources)
         self.inputs: list[Tensor] = []

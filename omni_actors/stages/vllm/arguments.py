@@ -24,6 +24,7 @@ RESERVED: Mapping[str, str] = {
 DEFAULTS: Mapping[str, Any] = {
     "disable_log_stats": False,
     "enable_prefix_caching": False,  # so that an answer's last digits do not depend on earlier requests
+    "scheduling_policy": "priority",  # in order of arrival, unless requests have priorities
     "use_tqdm_on_load": False,
 }
 CLIENT_ERRORS = (VLLMClientError, ValueError, TypeError)

@@ -56,8 +56,6 @@ class VLLMSampling(TextParams, frozen=True, forbid_unknown_fields=True):
     stream_interval: Annotated[int, Meta(ge=1, le=1_000_000)] | None = None
     routed_experts_prompt_start: Count = 0
     trace_decode_token_ids: TokenIds | None = None
-    priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] = 0
-    """A lower number is scheduled first, if ``engine_args`` has scheduling_policy: priority."""
 
 
 class VLLMParams(VLLMSampling, frozen=True, forbid_unknown_fields=True):

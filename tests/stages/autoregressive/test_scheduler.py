@@ -94,6 +94,39 @@ def test_sequences_beyond_the_rows_wait_and_may_leave() -> None:
     assert step(scheduler, cache) == [third]
 
 
+def urgent(prompt: int, priority: int) -> ScheduledSequence:
+    made = sequence(prompt, prompt)
+    made.priority = priority
+    return made
+
+
+def test_rows_are_given_by_priority_and_then_by_arrival() -> None:
+    scheduler, cache = scheduler_of(rows=1)
+    running = urgent(1, priority=5)
+    scheduler.add(running)
+    assert step(scheduler, cache) == [running]
+    later, low, high, same = urgent(1, 0), urgent(1, 9), urgent(1, -1), urgent(1, 0)
+    for each in (later, low, high, same):
+        scheduler.add(each)
+    assert step(scheduler, cache) == [], "what has the row keeps it"
+    order = []
+    for _ in range(4):
+        scheduler.remove(scheduler.rows[0])
+        order += step(scheduler, cache)
+    assert order == [high, later, same, low]
+
+
+def test_a_prefill_that_has_begun_goes_on_before_urgent_ones_and_those_come_by_priority() -> None:
+    scheduler, cache = scheduler_of()
+    begun = urgent(12, priority=5)
+    scheduler.add(begun)
+    assert step(scheduler, cache) == [begun]
+    low, high = urgent(4, 1), urgent(4, 0)
+    scheduler.add(low)
+    scheduler.add(high)
+    assert [step(scheduler, cache) for _ in range(4)] == [[begun], [begun], [high], [low]]
+
+
 @pytest.mark.parametrize("rows", [1, 3])
 @given(st.data())
 def test_busy_means_a_step_computes_a_position_and_rows_match_the_cache(rows: int, data: st.DataObject) -> None:

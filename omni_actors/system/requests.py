@@ -1,0 +1,246 @@
+"""The methods of ``OmniSystem`` that submit requests."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import AsyncIterable, AsyncIterator, Iterable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from typing import Any, overload
+
+from omni_actors import prompts as prompt_inputs
+from omni_actors.config import Pipeline
+from omni_actors.errors import InvalidRequest
+from omni_actors.generation import Answer, Generation
+from omni_actors.generations import Generations
+from omni_actors.media import MultiModalData
+from omni_actors.orchestrator.orchestrator import Orchestrator
+from omni_actors.orchestrator.pieces import Input, Inputs, Segments
+from omni_actors.orchestrator.request import OnFailure
+from omni_actors.orchestrator.routes import Node, Route, plan, reachable
+from omni_actors.prompts import Prompt
+from omni_actors.system import batch, capabilities
+from omni_actors.system.ended import EndedRequests
+from omni_actors.system.loras import LoraTable
+from omni_actors.system.parameters import Parameters
+from omni_actors.system.terms import OutputKind, SamplingParams, Terms
+
+
+class Requests:
+    """The methods of ``OmniSystem`` that submit requests."""
+
+    pipeline: Pipeline
+    _orchestrator: Orchestrator
+    _loras: LoraTable
+    _ended: EndedRequests
+
+    def __init__(self, pipeline: Pipeline) -> None:
+        self.pipeline = pipeline
+        self._nodes = {
+            name: Node(accepts=s.accepts, inputs=s.inputs, emits=s.emits) for name, s in pipeline.stages.items()
+        }
+        self._route = functools.cache(functools.partial(plan, self._nodes))
+        self._parameters = Parameters(pipeline)
+
+    @overload
+    def generate(
+        self,
+        /,
+        prompt: Prompt | AsyncIterable[str] | None = None,
+        *,
+        multi_modal_data: MultiModalData | None = None,
+        script: str | AsyncIterable[str] | None = None,
+        modalities: Sequence[str] | None = None,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        deadline_s: float | None = None,
+        on_failure: OnFailure = "replay",
+        priority: int | None = None,
+        arrival_time: float | None = None,
+        output_kind: OutputKind = "delta",
+        trace_headers: Mapping[str, str] | None = None,
+        **params: Any,
+    ) -> Generation: ...
+
+    @overload
+    def generate(self, /, prompt: Sequence[Prompt], **arguments: Any) -> Generations: ...
+
+    def generate(
+        self,
+        /,
+        prompt: Prompt | Sequence[Prompt] | AsyncIterable[str] | None = None,
+        *,
+        multi_modal_data: MultiModalData | None = None,
+        script: str | AsyncIterable[str] | None = None,
+        **arguments: Any,
+    ) -> Generation | Generations:
+        """Submit a request. It returns at once; reading the returned object reads the answer.
+
+        Args:
+            prompt: A question, a conversation (see ``Messages``), or a raw prompt that passes the chat template:
+                ``{"prompt": text}``, ``{"prompt_token_ids": ids}`` or ``{"prompt_embeds": array}`` (see ``prompts``).
+                An iterator of the parts of a question is read to its end before a language model begins. A list of
+                prompts makes a request of each.
+            multi_modal_data: ``{"audio": AudioChunk, "image": …, "video": …}``, for each kind one item or a list; see
+                ``media.MultiModalData``. A question follows all of them; a conversation refers to them by index.
+            script: Text that is spoken as it is. It replaces the prompt. It may be an asynchronous iterator of parts,
+                cut anywhere: each sentence is spoken as soon as it is complete. (See ``submit`` for iterators.)
+            arguments: Those of ``submit``: modalities, sampling_params, request_id, deadline_s, on_failure, priority,
+                arrival_time, output_kind, trace_headers, and parameters of the engines, such as max_tokens or seed.
+
+        Returns:
+            The answer; for a list, ``Generations``. Dropping it aborts the request. The inputs must not change before
+            the request has ended.
+
+        Raises:
+            InvalidRequest: An argument is wrong, or no route leads from the input to the modalities.
+            Unsupported: A stage of the route cannot do what is asked, or no stage has the LoRA adapter.
+            Overloaded: ``limits.max_requests`` requests are running. A request never waits for admission; ``map``
+                submits any number of prompts without this error.
+            Quarantined: The same request has ended workers a short time ago.
+            StageUnavailable: A stage that the request needs has failed.
+        """
+        if not prompt_inputs.is_list_of_prompts(prompt):
+            return self._ask(prompt, multi_modal_data=multi_modal_data, script=script, **arguments)
+        if multi_modal_data is not None or script is not None:
+            message = "prompt: in a list, each prompt brings its own multi_modal_data, and there is no script"
+            raise InvalidRequest(message, param="prompt")
+        return self._generate_each(prompt, **arguments)
+
+    def _ask(
+        self,
+        prompt: Any,
+        *,
+        multi_modal_data: MultiModalData | None = None,
+        script: str | AsyncIterable[str] | None = None,
+        **arguments: Any,
+    ) -> Generation:
+        """As ``generate``, for one prompt only."""
+        inputs = prompt_inputs.pieces(prompt, multi_modal_data)
+        if script is not None:
+            inputs["script"] = prompt_inputs.script(script)
+        if (kind := prompt_inputs.raw_kind(prompt)) is not None:
+            capabilities.require_raw_prompt(self.pipeline, self._planned(inputs, arguments.get("modalities")), kind)
+        return self.submit(inputs, **arguments)
+
+    def _generate_each(
+        self, prompts: Sequence[Prompt], *, request_id: str | None = None, **arguments: Any
+    ) -> Generations:
+        """Submit a request for each prompt; all or none of them."""
+        members: list[Generation] = []
+        try:
+            for index, prompt in enumerate(prompts):
+                name = None if request_id is None else f"{request_id}-{index}"
+                members.append(self._ask(prompt, request_id=name, **arguments))
+        except BaseException:
+            for member in members:
+                member.abort()
+            raise
+        return Generations(members)
+
+    def map(
+        self,
+        /,
+        prompts: Iterable[Prompt],
+        *,
+        concurrency: int | None = None,
+        keep_errors: bool = False,
+        **arguments: Any,
+    ) -> AbstractAsyncContextManager[AsyncIterator[Answer]]:
+        """Answer many prompts, several at a time, without exceeding ``limits.max_requests``.
+
+        Args:
+            prompts: Questions, conversations or raw prompts. They are taken from the iterable as they are needed.
+            concurrency: Requests at a time; at most, and by default, ``limits.max_requests``.
+            keep_errors: False: the loop raises the error of the first request that fails. True: it continues, and
+                returns such a request as an ``Answer`` with its ``error``.
+            arguments: Those of ``generate``, for every prompt: modalities, deadline_s, max_tokens, …
+
+        Returns:
+            A block with an iterator. The answers come in the order in which they are complete; ``Answer.index`` is the
+            position of the prompt. If other callers fill the system, ``map`` waits instead of raising ``Overloaded``.
+            Leaving the block, also by an exception or cancellation, aborts the requests that are not complete.
+
+        >>> async def main():
+        ...     async with OmniSystem.open("echo") as omni, omni.map(["a", "b", "c"], concurrency=2) as answers:
+        ...         return {answer.index: answer.text async for answer in answers}
+        >>> sorted(trio.run(main).items())
+        [(0, 'a'), (1, 'b'), (2, 'c')]
+        """
+        most = self.pipeline.limits.max_requests
+        return batch.answers(
+            lambda prompt: self.generate(prompt, **arguments),
+            prompts,
+            concurrency=max(1, min(concurrency or most, most)),
+            keep_errors=keep_errors,
+        )
+
+    def submit(
+        self,
+        /,
+        inputs: Mapping[str, Sequence[Input] | AsyncIterable[Input] | Segments],
+        modalities: Sequence[str] | None = None,
+        *,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        deadline_s: float | None = None,
+        on_failure: OnFailure = "replay",
+        priority: int | None = None,
+        arrival_time: float | None = None,
+        output_kind: OutputKind = "delta",
+        trace_headers: Mapping[str, str] | None = None,
+        **params: Any,
+    ) -> Generation:
+        """Submit a request for a pipeline of your own.
+
+        Args:
+            inputs: Pieces of input, by the kinds that the pipeline's stages accept: a list, or an asynchronous iterator
+                for pieces that arrive while the request runs. One task reads it, at most as fast as the stages take its
+                pieces, and closes it when the request ends. Its end ends the input; an exception ends the request with
+                ``InputFailed``. A replay sends the pieces again; beyond ``limits.retain_bytes`` they are not kept.
+            modalities, sampling_params, request_id, deadline_s, on_failure, priority, arrival_time, output_kind,
+                trace_headers: See ``Terms``.
+            params: Parameters of the engines, such as max_tokens, temperature, seed or speed; ``lora`` is the name of a
+                LoRA adapter (see ``add_lora``). None means not given.
+
+        Returns and raises what ``generate`` does.
+        """
+        terms = Terms(
+            modalities=modalities,
+            sampling_params=sampling_params,
+            request_id=request_id,
+            deadline_s=deadline_s,
+            on_failure=on_failure,
+            priority=priority,
+            arrival_time=arrival_time,
+            output_kind=output_kind,
+            trace_headers=trace_headers,
+        )
+        return self._submitted({kind: prompt_inputs.live(given) for kind, given in inputs.items()}, terms, params)
+
+    def _submitted(self, pieces: Inputs, terms: Terms, params: Mapping[str, Any]) -> Generation:
+        route = self._planned(pieces, terms.modalities)
+        by_stage = self._parameters.by_stage(route.stages, params, terms)
+        self._loras.resolve(by_stage)
+        stream = self._orchestrator.submit(
+            inputs=pieces,
+            route=route,
+            params=by_stage,
+            deadline_s=self.pipeline.limits.deadline_s if terms.deadline_s is None else terms.deadline_s,
+            name=terms.request_id,
+            on_failure=terms.on_failure,
+            priority=terms.priority or 0,
+            waited_s=terms.waited_s,
+        )
+        if (tracing := self._ended.tracing) is not None:
+            stream.request.trace = tracing.context(terms.trace_headers)
+        return Generation(stream, self.pipeline, self._ended.answered, cumulative=terms.output_kind == "cumulative")
+
+    def _planned(self, inputs: Inputs, modalities: Sequence[str] | None) -> Route:
+        kinds = frozenset(kind for kind, pieces in inputs.items() if pieces)
+        if modalities is None:
+            reached = reachable(self._nodes, kinds)
+            modalities = [each for each in self.pipeline.modalities or ("text",) if each in reached] or reached
+        elif isinstance(modalities, str):
+            accepted = f"modalities: expected a sequence of names such as ({modalities!r},), found {modalities!r}"
+            raise InvalidRequest(accepted, param="modalities")
+        return self._route(kinds, frozenset(modalities))
