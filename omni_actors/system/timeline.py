@@ -85,7 +85,7 @@ class _Run:
 def timeline(request: Request, pipeline: Pipeline) -> Period:
     """Return the life of a request that has ended, from its submission to its outcome."""
     ended = _end(request)
-    whole = Period(f"generate_content {pipeline.name}", request.submitted, ended, error=request.error)
+    whole = Period("request", request.submitted, ended, error=request.error)
     whole.facts = _request_facts(request, pipeline)
     whole.deaths = [(loss.at, loss.crash) for loss in request.deaths.losses]
     dispatched = ended if request.dispatched is None else request.dispatched
@@ -196,12 +196,18 @@ def _waits(request: Request, stage: str) -> bool:
     return request.replay_state.stages[stage].phase is Phase.WAITING
 
 
-def _request_facts(request: Request, pipeline: Pipeline) -> Facts:
-    modalities = [pipeline.stages[name].emits for name in request.route.stages if CLIENT in request.route.targets[name]]
-    facts: Facts = {
+def pipeline_facts(pipeline: Pipeline) -> Facts:
+    """Return what is the same for all requests of a pipeline."""
+    return {
         "gen_ai.operation.name": "generate_content",
         "gen_ai.provider.name": "omni_actors",
         "gen_ai.request.model": pipeline.name,
+    }
+
+
+def _request_facts(request: Request, pipeline: Pipeline) -> Facts:
+    modalities = [pipeline.stages[name].emits for name in request.route.stages if CLIENT in request.route.targets[name]]
+    facts: Facts = {
         "gen_ai.output.type": "speech" if "audio" in modalities else "text",
         "omni_actors.request": request.name,
         "omni_actors.outcome": request.lifecycle.state.value,

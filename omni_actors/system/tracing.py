@@ -22,7 +22,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from omni_actors.config import Pipeline
 from omni_actors.errors import RequestError, WorkerExit
 from omni_actors.orchestrator.request import Request
-from omni_actors.system.timeline import Facts, Period, timeline
+from omni_actors.system.timeline import Facts, Period, pipeline_facts, timeline
 
 CONTEXT_HEADERS = ("traceparent", "tracestate")
 
@@ -53,6 +53,8 @@ class Tracing:
     def __init__(self, provider: TracerProvider, pipeline: Pipeline) -> None:
         self._tracer: Tracer = provider.get_tracer("omni_actors")
         self._pipeline = pipeline
+        self._facts = pipeline_facts(pipeline)
+        self._name = f"{self._facts['gen_ai.operation.name']} {pipeline.name}"
 
     def context(self, headers: Mapping[str, Any] | None) -> Context:
         """Return the context that a new request's trace continues.
@@ -71,25 +73,29 @@ class Tracing:
     def _record(self, request: Request) -> None:
         offset_ns = time.time_ns() - time.monotonic_ns()
         kind = SpanKind.SERVER if get_value(_IS_REMOTE, request.trace) else SpanKind.INTERNAL
-        self._emit(timeline(request, self._pipeline), request.trace, kind, offset_ns)
+        began = _wall_ns(request.submitted, offset_ns)
+        span = self._tracer.start_span(self._name, request.trace, kind, attributes=self._facts, start_time=began)
+        if span.is_recording():  # else the sampler leaves the request out, and its timeline need not be made
+            self._fill(span, timeline(request, self._pipeline), request.trace, offset_ns)
 
-    def _emit(self, period: Period, context: Context, kind: SpanKind, offset_ns: int) -> None:
-        """Make the span of a period, and those of its parts unless the sampler leaves it out."""
-
-        def at(seconds: float) -> int:
-            return int(seconds * 1e9) + offset_ns
-
-        span = self._tracer.start_span(period.name, context, kind, attributes=period.facts, start_time=at(period.began))
-        if not span.is_recording():
-            return
+    def _fill(self, span: Span, period: Period, context: Context, offset_ns: int) -> None:
+        """Complete the span of a period, and make those of its parts."""
+        ended = _wall_ns(period.ended, offset_ns)
+        span.set_attributes(period.facts)
         for died, crash in period.deaths:
-            span.add_event("worker_died", error_facts(crash), timestamp=at(died))
+            span.add_event("worker_died", error_facts(crash), timestamp=_wall_ns(died, offset_ns))
         if period.error is not None:
-            _record_error(span, period.error, at(period.ended))
+            _record_error(span, period.error, ended)
         within = set_span_in_context(span, context)
         for part in period.parts:
-            self._emit(part, within, SpanKind.INTERNAL, offset_ns)
-        span.end(at(period.ended))
+            began = _wall_ns(part.began, offset_ns)
+            self._fill(self._tracer.start_span(part.name, within, start_time=began), part, within, offset_ns)
+        span.end(ended)
+
+
+def _wall_ns(seconds: float, offset_ns: int) -> int:
+    """Return a time of CLOCK_MONOTONIC on the wall clock."""
+    return int(seconds * 1e9) + offset_ns
 
 
 def _record_error(span: Span, error: RequestError, at_ns: int) -> None:
