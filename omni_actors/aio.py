@@ -122,6 +122,17 @@ class AsyncOmni(Face):
     pause_generation = _waiting(OmniSystem.pause_generation)
     resume_generation = _waiting(OmniSystem.resume_generation)
     is_paused = _waiting(OmniSystem.is_paused)
+    collective_rpc = _waiting(OmniSystem.collective_rpc)
+    reset_prefix_cache = _waiting(OmniSystem.reset_prefix_cache)
+    reset_mm_cache = _waiting(OmniSystem.reset_mm_cache)
+    reset_encoder_cache = _waiting(OmniSystem.reset_encoder_cache)
+    sleep = _waiting(OmniSystem.sleep)
+    wake_up = _waiting(OmniSystem.wake_up)
+    is_sleeping = _waiting(OmniSystem.is_sleeping)
+    get_tokenizer = _waiting(OmniSystem.get_tokenizer)
+    get_supported_tasks = _waiting(OmniSystem.get_supported_tasks)
+    do_log_stats = _waiting(OmniSystem.do_log_stats)
+    shutdown = _waiting(OmniSystem.shutdown)
 
     async def _wait(self, work: Callable[[OmniSystem], Awaitable[T]]) -> T:
         return await asyncio.wrap_future(self.background.start(work))

@@ -14,6 +14,7 @@ OmniError
 │   ├── Aborted           the request was aborted
 │   ├── StageCrashed      a worker that held the request died
 │   ├── Quarantined       the same request has ended workers a short time ago
+│   ├── StageAsleep       a stage of the request's route sleeps
 │   └── StageUnavailable  a stage of the request's route has failed
 ├── CallError             a replica did not answer a call
 │   ├── CallTimedOut      it did not answer in time
@@ -343,6 +344,20 @@ class StageFailed(OmniError):
         super().__init__(f"stage {stage!r} (replica {replica}) failed: {reason}")
         if self.stderr_tail:
             self.add_note("The last lines of the worker's stderr:\n" + "\n".join(self.stderr_tail))
+
+
+class StageAsleep(RequestError):
+    """The request needs a stage that sleeps until ``wake_up``.
+
+    Attributes:
+        stage: The stage.
+    """
+
+    retryable = True
+
+    def __init__(self, stage: str) -> None:
+        self.stage = stage
+        super().__init__(f"stage {stage!r} sleeps")
 
 
 class StageUnavailable(RequestError):

@@ -146,6 +146,19 @@ class Face:
             return False
 
     @property
+    def is_stopped(self) -> bool:
+        """Whether the system was closed, or shut down."""
+        try:
+            return self.background.call(lambda system: system.is_stopped)
+        except SystemClosed:
+            return True
+
+    @property
+    def model_config(self) -> Mapping[str, Mapping[str, Any]]:
+        """As ``OmniSystem.model_config``."""
+        return self.background.opened.result().model_config
+
+    @property
     def errored(self) -> bool:
         """As ``OmniSystem.errored``."""
         return self.background.call(lambda system: system.errored)

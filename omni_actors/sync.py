@@ -145,6 +145,17 @@ class Omni(Face):
     pause_generation = _waiting(OmniSystem.pause_generation)
     resume_generation = _waiting(OmniSystem.resume_generation)
     is_paused = _waiting(OmniSystem.is_paused)
+    collective_rpc = _waiting(OmniSystem.collective_rpc)
+    reset_prefix_cache = _waiting(OmniSystem.reset_prefix_cache)
+    reset_mm_cache = _waiting(OmniSystem.reset_mm_cache)
+    reset_encoder_cache = _waiting(OmniSystem.reset_encoder_cache)
+    sleep = _waiting(OmniSystem.sleep)
+    wake_up = _waiting(OmniSystem.wake_up)
+    is_sleeping = _waiting(OmniSystem.is_sleeping)
+    get_tokenizer = _waiting(OmniSystem.get_tokenizer)
+    get_supported_tasks = _waiting(OmniSystem.get_supported_tasks)
+    do_log_stats = _waiting(OmniSystem.do_log_stats)
+    shutdown = _waiting(OmniSystem.shutdown)
 
     def _wait(self, work: Callable[[OmniSystem], Awaitable[T]]) -> T:
         future = self.background.start(work)

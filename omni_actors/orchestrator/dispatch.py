@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import collections
 import time
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Collection, Iterable, Mapping, Set
 
 import trio
 
@@ -45,6 +45,8 @@ class Dispatcher:
         self.replay_log = ReplayLog()
         self.held = False
         """Whether requests that were never dispatched wait, because generation is paused."""
+        self._ends = trio.lowlevel.ParkingLot()
+        """Woken when a request ends."""
         self.newest = 0
         """The highest request number given out so far."""
         self._loads = collections.Counter[Address]()
@@ -53,6 +55,16 @@ class Dispatcher:
     def running(self) -> list[Request]:
         """Return the requests that have not ended."""
         return [*self.queued, *self.dispatched.values()]
+
+    def using(self, stages: Collection[str] | None = None, *, queued: bool = True) -> list[Request]:
+        """Return the requests that use one of ``stages`` (None: any). queued: also those that were never dispatched."""
+        running = self.running() if queued else list(self.dispatched.values())
+        return [each for each in running if stages is None or not set(stages).isdisjoint(each.route.stages)]
+
+    async def wait_ended(self, stages: Collection[str] | None = None, *, queued: bool = False) -> None:
+        """Wait until no request uses one of ``stages``, as ``using`` counts."""
+        while self.using(stages, queued=queued):
+            await self._ends.park()
 
     @property
     def waiting(self) -> int:
@@ -213,6 +225,7 @@ class Dispatcher:
 
     def remove(self, request: Request) -> None:
         """Forget a request that has ended, and abort it in every stage that still has work or chunks of it."""
+        self._ends.unpark_all()
         if request.number is None:
             del self.queued[request]
             return

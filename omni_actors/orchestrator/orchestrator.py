@@ -26,6 +26,7 @@ import trio
 
 from omni_actors import errors
 from omni_actors.config import Limits
+from omni_actors.orchestrator.admission import Closures
 from omni_actors.orchestrator.dispatch import Dispatcher
 from omni_actors.orchestrator.inputs import InputMover, encode_params
 from omni_actors.orchestrator.lifecycle import Event
@@ -93,14 +94,13 @@ class Orchestrator:
         self._inputs = InputMover(
             edges, limits, end=self._end, require_admissible=self._suspects.require_admissible_input
         )
+        self.closures, self.wait_ended = Closures(), dispatcher.wait_ended
         self.failed_stages: Mapping[str, errors.StageFailed] = self._replays.failed_stages
         """Stages without a replica left, in the order in which they were given up."""
         self._names = map("req-{}".format, itertools.count(1))
         self._open: dict[str, Request] = {}
         """The requests that are not closed, by name; the oldest first."""
         self._retry_after = RetryAfterEstimator()
-        self._ends = trio.lowlevel.ParkingLot()
-        """Woken when a request ends."""
         self._nursery: trio.Nursery | None = None
 
     @trio.lowlevel.enable_ki_protection
@@ -142,11 +142,11 @@ class Orchestrator:
         priority: a lower number is dispatched first, and in a full system takes the place of a higher one that waits.
         waited_s: seconds that the request waited before this call; its order and its metrics count them.
 
-        Raises InvalidRequest (parameters, a name in use), Overloaded, Quarantined, StageUnavailable, and RuntimeError
-        unless ``run`` is running.
+        Raises InvalidRequest (parameters, a name in use), Overloaded, Quarantined, StageAsleep, StageUnavailable, and
+        SystemClosed unless ``run`` is running.
         """
         if self._nursery is None:
-            raise RuntimeError("the system is closed")
+            raise errors.SystemClosed
         encoded_params, now = encode_params(params), time.monotonic()
         self._require_admissible(route, name)
         request = Request(
@@ -192,6 +192,7 @@ class Orchestrator:
     def _require_admissible(self, route: Route, name: str | None) -> None:
         if name in self._open:
             raise errors.InvalidRequest(f"a request named {name!r} is in flight", param="request_id")
+        self.closures.require_open(route)
         for stage in route.stages:
             if stage in self.failed_stages:
                 raise self._replays.unavailable(stage)
@@ -246,13 +247,9 @@ class Orchestrator:
             self._suspects.advance()
             self._dispatcher.dispatch_waiting()
 
-    async def wait_ended(self, stages: Collection[str] | None = None) -> None:
-        """Wait until no dispatched request uses one of ``stages``; None: any stage."""
-        while any(
-            stages is None or not set(stages).isdisjoint(request.route.stages)
-            for request in self._dispatcher.dispatched.values()
-        ):
-            await self._ends.park()
+    def serves(self, stage: str) -> bool:
+        """Return whether a replica of a stage is ready."""
+        return bool(self._placement.serving(stage))
 
     @trio.lowlevel.enable_ki_protection
     def abort(self, request: Request) -> None:
@@ -265,9 +262,9 @@ class Orchestrator:
             self.readers.close(request)
 
     @trio.lowlevel.enable_ki_protection
-    def abort_all(self, reason: str | None = None) -> None:
-        """End every request that has not ended with ``Aborted(reason)``."""
-        for request in self._dispatcher.running():
+    def abort_all(self, reason: str | None = None, stages: Collection[str] | None = None) -> None:
+        """End every request that has not ended, and that uses one of ``stages`` (None: any), with ``Aborted``."""
+        for request in self._dispatcher.using(stages):
             if not request.lifecycle.ended:  # the end of an equal request before it may have ended it
                 self._end(request, Event.ABORT, errors.Aborted(reason))
 
@@ -377,7 +374,6 @@ class Orchestrator:
         self._retry_after.add(request.finished - request.submitted)
         self._dispatcher.remove(request)
         request.output_wakeup.unpark_all()
-        self._ends.unpark_all()
         if isinstance(error, DROPPING_ERRORS):
             self.readers.drop(request)
         else:

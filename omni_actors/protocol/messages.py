@@ -212,10 +212,11 @@ class Pong(_Control, frozen=True):
 
 
 class CallRefusal(msgspec.Struct, frozen=True):
-    """Why a call has no value: the facts of ``Unsupported`` (message: why) or ``InvalidRequest``."""
+    """Why a call has no value: the facts of ``InvalidRequest`` or ``Unsupported``."""
 
     message: str
-    unsupported: bool = False
+    unsupported: str | None = None
+    """The capability that is missing, for the reason ``message``."""
     param: str | None = None
     code: str = "invalid_value"
 

@@ -9,6 +9,14 @@ from typing import Any, Generic, TypeVar
 from omni_actors.stages.base import Chunk, InvalidRequest, RequestId, StageRequest
 
 R = TypeVar("R")
+NOT_COMMON = {
+    "collective_rpc": "the engine has no workers of its own",
+    "reset_prefix_cache": "the engine has no cache of prompt prefixes",
+    "reset_mm_cache": "the engine keeps no processed media",
+    "reset_encoder_cache": "the engine keeps no encoded media",
+    "sleep": "the engine cannot move its weights to host memory; level 2 frees them",
+}
+"""Why an engine does not have these capabilities, unless a subclass has them."""
 
 
 class Engine(Generic[R]):
@@ -19,7 +27,7 @@ class Engine(Generic[R]):
 
     def __init__(self) -> None:
         self._requests: dict[RequestId, R] = {}
-        self._capabilities: dict[str, Callable[..., Any] | str] = {}
+        self._capabilities: dict[str, Callable[..., Any] | str] = dict(NOT_COMMON)
         """By name: the function, which takes the arguments of a call as keywords; or why the engine has none."""
 
     def capabilities(self) -> Mapping[str, str | None]:

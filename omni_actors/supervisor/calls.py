@@ -113,8 +113,8 @@ class Calls:
         refusal = answer.refusal
         if refusal is None:
             pending.end(Reply(msgspec.msgpack.decode(answer.value)))
-        elif refusal.unsupported:
-            pending.end(Reply(error=Unsupported(pending.address.stage, pending.capability, refusal.message)))
+        elif refusal.unsupported is not None:
+            pending.end(Reply(error=Unsupported(pending.address.stage, refusal.unsupported, refusal.message)))
         else:
             pending.end(Reply(error=InvalidRequest(refusal.message, param=refusal.param, code=refusal.code)))
 

@@ -24,11 +24,15 @@ HISTORY = 16
 
 
 class ReplicaState(enum.Enum):
-    """loading: first start. ready: serving. restarting: down, a new worker follows. failed: given up."""
+    """loading: first start. ready: serving. restarting: down, a new worker follows. asleep: ended until it is woken.
+
+    failed: given up.
+    """
 
     LOADING = "loading"
     READY = "ready"
     RESTARTING = "restarting"
+    ASLEEP = "asleep"
     FAILED = "failed"
 
 
@@ -42,6 +46,8 @@ class Replica:
     spec: WorkerSpec
     stage: Stage
     state: ReplicaState = ReplicaState.LOADING
+    asleep: bool = False
+    """Whether it is to have no worker until it is woken."""
     generation: int = 0
     note: str = "starting"
     """What it is doing, or how its last worker ended, in words."""

@@ -19,19 +19,17 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
-from typing import Any
 
 import trio
 
 from omni_actors.config import Stage
 from omni_actors.errors import Death, StageFailed, WorkerExit
-from omni_actors.log_events import ReplicaGivenUp, WorkerDied, WorkerRecovered, WorkerRestarted, record
 from omni_actors.protocol import messages
 from omni_actors.protocol.mailbox import available
-from omni_actors.supervisor import restart
+from omni_actors.supervisor import restart, worker_log
 from omni_actors.supervisor.calls import DesiredState
 from omni_actors.supervisor.edges import Edges, receive_frames
 from omni_actors.supervisor.heartbeat import watch_progress
@@ -86,6 +84,26 @@ class Supervisor:
                 with trio.CancelScope(shield=True):
                     await self._stop(self.replicas.values())
 
+    async def stop_stages(self, stages: Collection[str]) -> None:
+        """End the workers of some stages, and start none until ``start_stages``. Not cancelled once it has begun."""
+        stopped = [each for each in self.replicas.values() if each.address.stage in stages]
+        for each in stopped:
+            each.asleep = True
+        with trio.CancelScope(shield=True):
+            await self._stop(stopped)
+        for each in stopped:
+            if each.asleep:
+                each.state, each.note = ReplicaState.ASLEEP, "asleep"
+        self.changes.unpark_all()
+
+    async def start_stages(self, stages: Collection[str]) -> None:
+        """Start workers for the replicas of some stages that ``stop_stages`` has stopped."""
+        woken = [each for each in self.replicas.values() if each.address.stage in stages and each.asleep]
+        for each in woken:
+            each.asleep, each.state, each.note = False, ReplicaState.RESTARTING, "waking up"
+            each.died_at = None
+        await self._start(woken)
+
     async def _start(self, replicas: Iterable[Replica]) -> None:
         """Start replicas in the given order: each one's spawn has begun before the next one's."""
         assert self._nursery is not None, "the supervisor runs"
@@ -133,14 +151,21 @@ class Supervisor:
         """Restart a dead replica, and those that are restarted with it."""
         others = [self.replicas[address] for address in replica.incarnation.restarts_with]
         await self._stop(others)
+        down = {each: each.incarnation for each in self.replicas.values() if each is replica or each in others}
         await trio.sleep(replica.incarnation.delay_s)
-        down = [each for each in self.replicas.values() if each is replica or each in others]
-        await self._start(each for each in down if each.state is not ReplicaState.FAILED)
+        await self._start(
+            each
+            for each, incarnation in down.items()
+            if each.state is not ReplicaState.FAILED and not _is_kept_down(each, incarnation)
+        )
 
     async def _try_again(self, replica: Replica) -> None:
         """Start one worker for a replica that was given up, once its time has come."""
+        incarnation = replica.incarnation
         if replica.retry_at is not None:
             await trio.sleep_until(replica.retry_at)
+            if _is_kept_down(replica, incarnation):
+                return
             replica.note = "starting again after it was given up"
             await self._start([replica])
 
@@ -150,8 +175,7 @@ class Supervisor:
         try:
             async with self._spawner.spawn(replica.address, self._mailbox_capacity) as worker:
                 incarnation.worker = worker
-                if (lost_s := _lost_s(replica)) is not None:
-                    record(WorkerRestarted(**_identity(replica), pid=worker.pid, since_death_s=lost_s))
+                worker_log.started(replica, worker.pid)
                 try:
                     await self._serve(replica, worker)
                 finally:
@@ -229,8 +253,7 @@ class Supervisor:
                 incarnation.advance(IncarnationEvent.READY)
                 incarnation.ready_at = trio.current_time()
                 replica.state, replica.load_s, replica.note = ReplicaState.READY, load_s, "ready"
-                if (lost_s := _lost_s(replica)) is not None and (worker := replica.worker) is not None:
-                    record(WorkerRecovered(**_identity(replica), pid=worker.pid, lost_s=lost_s))
+                worker_log.ready(replica)
                 replica.failure = replica.retry_at = replica.died_at = None
                 self._listener.on_worker_ready(replica.address)
                 self.changes.unpark_all()
@@ -297,22 +320,12 @@ class Supervisor:
             self._plan_restart(replica, now, counts=counts)
         self.changes.unpark_all()
         requests = self._listener.on_worker_lost(replica.address, replica.generation, exit)
-        self._log_death(replica, exit, requests, why)
+        stage = [each for each in self.replicas.values() if each.address.stage == replica.address.stage]
+        if any(each.state is not ReplicaState.FAILED or each.load_s is not None for each in stage):
+            worker_log.died(replica, exit, requests, why)  # else the caller of ``OmniSystem.open`` reports it
         if why is not None:
             replica.failure = StageFailed(replica.address.stage, replica.address.replica, why, replica.history)
             self._listener.on_stage_failed(replica.failure)
-
-    def _log_death(self, replica: Replica, exit: WorkerExit, requests: int, why: str | None) -> None:
-        """Log a death and, with the reason ``why``, that the replica is given up."""
-        stage = [each for each in self.replicas.values() if each.address.stage == replica.address.stage]
-        if all(each.state is ReplicaState.FAILED and each.load_s is None for each in stage):
-            return  # the stage never loaded: the caller of ``OmniSystem.open`` reports it
-        facts = {**_identity(replica), "pid": exit.pid or None, "signal": exit.signal, "exit_code": exit.exit_code}
-        reason = exit.reason if exit.pid else replica.incarnation.load_error
-        record(WorkerDied(**facts, reason=reason, requests=requests))
-        if why is not None:
-            retry_in_s = None if replica.retry_at is None else round(replica.retry_at - trio.current_time(), 3)
-            record(ReplicaGivenUp(**facts, reason=why, retry_in_s=retry_in_s))
 
     def _why_given_up(self, replica: Replica, exit: WorkerExit, *, counts: bool) -> str | None:
         policy, incarnation = replica.policy, replica.incarnation
@@ -364,14 +377,9 @@ class Supervisor:
         replica.failed_tries += 1
 
 
-def _identity(replica: Replica) -> dict[str, Any]:
-    """Return the fields of a log event that name a replica's current worker."""
-    return {"stage": replica.address.stage, "replica": replica.address.replica, "generation": replica.generation}
-
-
-def _lost_s(replica: Replica) -> float | None:
-    """Return for how many seconds a replica has not been ready since its death; None if it has not died."""
-    return None if replica.died_at is None else round(trio.current_time() - replica.died_at, 3)
+def _is_kept_down(replica: Replica, ended: Incarnation) -> bool:
+    """Whether a replica sleeps, or has been woken and started since ``ended``, its last incarnation then."""
+    return replica.asleep or replica.incarnation is not ended
 
 
 def _cannot_load(replica: Replica) -> bool:

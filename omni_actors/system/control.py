@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeAlias, get_args
 import msgspec
 import trio
 
-from omni_actors.errors import InvalidRequest
+from omni_actors.errors import InvalidRequest, SystemClosed
 from omni_actors.orchestrator.orchestrator import Orchestrator
 from omni_actors.supervisor.calls import PendingCall, Reply
 from omni_actors.supervisor.supervisor import Supervisor
@@ -60,6 +60,50 @@ class Control:
 
     _supervisor: Supervisor
     _orchestrator: Orchestrator
+
+    def __init__(self) -> None:
+        self._running = False
+        self._lifetime = trio.CancelScope()
+        """Around everything that runs for the system."""
+        self._all_ended = trio.Event()
+        """Set when nothing runs any more."""
+
+    # the end
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether the system was closed, or shut down."""
+        return self._all_ended.is_set() or self._lifetime.cancel_called
+
+    async def shutdown(self, timeout_s: float = 0.0) -> None:
+        """Drain the system and stop it: return when every worker has been reaped. The block goes on without it.
+
+        Args:
+            timeout_s: Seconds in which the requests in flight may end; those that have not are then aborted. New ones
+                are refused (``SystemClosed``) from the beginning.
+
+        A cancelled wait for the requests goes on with the stop.
+        """
+        self._orchestrator.closures.draining = True
+        try:
+            with trio.move_on_after(timeout_s):
+                await self._orchestrator.wait_ended(queued=True)
+        finally:
+            self._orchestrator.abort_all("the system is shutting down")
+            self._close()
+            self._lifetime.cancel()
+        await self._all_ended.wait()
+
+    def _close(self) -> None:
+        self._running = False
+        self._supervisor.changes.unpark_all()
+
+    async def wait_changed(self) -> None:
+        """Wait until the state or the note of any replica changes. Raises SystemClosed when the system closes."""
+        if self._running:
+            await self._supervisor.changes.park()
+        if not self._running:
+            raise SystemClosed
 
     # aborting and pausing
 
@@ -195,6 +239,45 @@ class Control:
             if refused and desired.get(stage, capability, key) == arguments:  # else it was changed meanwhile
                 desired.set(stage, capability, before[stage], key)
         return replies
+
+    async def collective_rpc(
+        self,
+        method: str,
+        timeout_s: float = CALL_TIMEOUT_S,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        stages: Collection[str] | None = None,
+    ) -> Replies:
+        """Call a method of the model's workers inside the engines that have such workers (vLLM), by its name.
+
+        A reply's value is the list of what each of the engine's ranks returned. Arguments and results must be such
+        that msgpack can encode them.
+        """
+        arguments = {"method": method, "timeout_s": timeout_s, "args": list(args), "kwargs": dict(kwargs or {})}
+        return await self.call("collective_rpc", arguments, stages=stages, timeout_s=timeout_s)
+
+    async def reset_prefix_cache(
+        self, reset_running_requests: bool = False, *, stages: Collection[str] | None = None
+    ) -> Replies:
+        """Empty the engines' caches of prompt prefixes.
+
+        Args:
+            reset_running_requests: Whether running requests give up their cached blocks too, and compute them again.
+            stages: The stages; by default all. Those without such a cache reply ``Unsupported``.
+
+        A reply's value is false if blocks are in use, so that nothing was reset.
+        """
+        arguments = {"reset_running_requests": reset_running_requests}
+        return await self.call("reset_prefix_cache", arguments, stages=stages)
+
+    async def reset_mm_cache(self, *, stages: Collection[str] | None = None) -> Replies:
+        """Empty the engines' caches of processed media. Stages without such a cache reply ``Unsupported``."""
+        return await self.call("reset_mm_cache", stages=stages)
+
+    async def reset_encoder_cache(self, *, stages: Collection[str] | None = None) -> Replies:
+        """Empty the engines' caches of encoded media. Stages without such a cache reply ``Unsupported``."""
+        return await self.call("reset_encoder_cache", stages=stages)
 
     def drop_desired(self, capability: str, *, key: str = "", stages: Collection[str] | None = None) -> None:
         """Remove a part of the stages' desired state. Workers that run keep what the call did.

@@ -33,7 +33,7 @@ class ReplicaHealth(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         replica: Number of the replica within its stage.
-        state: "loading", "ready", "restarting" or "failed".
+        state: "loading", "ready", "restarting", "asleep" or "failed".
         standby: Whether it is loaded and gets no requests while others serve its stage.
         note: What its worker is doing, in words.
         generation: Generation number of the current worker.

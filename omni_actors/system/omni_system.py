@@ -24,8 +24,10 @@ from omni_actors.system import machine, workers
 from omni_actors.system.ended import EndedRequests, tracing_with
 from omni_actors.system.gauges import gauges
 from omni_actors.system.health import Health, ReplicaHealth, replica_health
+from omni_actors.system.information import Information
 from omni_actors.system.loras import LoraControl, LoraTable
 from omni_actors.system.requests import Requests
+from omni_actors.system.sleep import SleepControl
 from omni_actors.system.texts import TextControl
 
 if TYPE_CHECKING:
@@ -34,7 +36,7 @@ if TYPE_CHECKING:
     from omni_actors.system.tracing import Tracing
 
 
-class OmniSystem(Requests, TextControl, LoraControl):
+class OmniSystem(Requests, TextControl, LoraControl, SleepControl, Information):
     """A running pipeline. ``OmniSystem.open`` starts one.
 
     >>> async def main():
@@ -49,6 +51,7 @@ class OmniSystem(Requests, TextControl, LoraControl):
         self, pipeline: Pipeline, models: Mapping[str, Path], spawner: Spawner, tracing: Tracing | None = None
     ) -> None:
         super().__init__(pipeline)
+        self._models = models
         self._loras = LoraTable(pipeline)
         self._edges = Edges(workers.edge_specs(pipeline), spawner)
         self._orchestrator = Orchestrator(
@@ -72,7 +75,6 @@ class OmniSystem(Requests, TextControl, LoraControl):
         )
         self.metrics = Metrics(lambda: gauges(self._orchestrator, self._supervisor.replicas.values(), self._edges))
         self._ended = EndedRequests(self.metrics, tracing)
-        self._running = False
 
     @classmethod
     @asynccontextmanager
@@ -110,9 +112,7 @@ class OmniSystem(Requests, TextControl, LoraControl):
         system = cls(pipeline, machine.resolve_models(pipeline), spawner, tracing_with(tracer_provider, pipeline))
         body_error: BaseException | None = None
         async with trio.open_nursery() as nursery:
-            await nursery.start(system._orchestrator.run, system._supervisor.replicas)
-            nursery.start_soon(system._supervisor.run)
-            system._running = True
+            await nursery.start(system._run)
             try:
                 if wait_ready:
                     await system.wait_ready()
@@ -120,12 +120,23 @@ class OmniSystem(Requests, TextControl, LoraControl):
             except BaseException as error:  # noqa: BLE001
                 body_error = error  # raised below, outside the nursery's exception group
             finally:
-                system._running = False
-                system._supervisor.changes.unpark_all()
+                system._close()
                 nursery.cancel_scope.shield = True  # a cancellation from outside must not replace ``body_error``
                 nursery.cancel_scope.cancel()
         if body_error is not None:
             raise body_error
+
+    async def _run(self, task_status: trio.TaskStatus[None]) -> None:
+        """Run the orchestrator and the supervisor until the system is closed."""
+        try:
+            with self._lifetime:
+                async with trio.open_nursery() as nursery:
+                    await nursery.start(self._orchestrator.run, self._supervisor.replicas)
+                    nursery.start_soon(self._supervisor.run)
+                    self._running = True
+                    task_status.started()
+        finally:
+            self._all_ended.set()
 
     # state
 
@@ -184,21 +195,14 @@ class OmniSystem(Requests, TextControl, LoraControl):
         return self.health()
 
     async def wait_ready(self) -> None:
-        """Wait until every replica is ready or failed. Raises StageFailed if a stage has failed."""
+        """Wait until every replica is ready, asleep or failed. Raises StageFailed if a stage has failed."""
+        settled = (ReplicaState.READY, ReplicaState.ASLEEP, ReplicaState.FAILED)
         while self.dead_error is None and any(
-            replica.state not in (ReplicaState.READY, ReplicaState.FAILED)
-            for replica in self._supervisor.replicas.values()
+            replica.state not in settled for replica in self._supervisor.replicas.values()
         ):
             await self.wait_changed()
         if self.dead_error is not None:
             raise self.dead_error
-
-    async def wait_changed(self) -> None:
-        """Wait until the state or the note of any replica changes. Raises RuntimeError when the system closes."""
-        if self._running:
-            await self._supervisor.changes.park()
-        if not self._running:
-            raise RuntimeError("the system is closed")
 
     @property
     def is_tracing_enabled(self) -> bool:

@@ -40,6 +40,7 @@ class Requests:
         }
         self._route = functools.cache(functools.partial(plan, self._nodes))
         self._parameters = Parameters(pipeline)
+        super().__init__()
 
     @overload
     def generate(

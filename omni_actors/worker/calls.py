@@ -20,22 +20,24 @@ LONGEST_REASON = 16_384
 
 
 class WorkerCalls:
-    """The capabilities of one worker: those of its engine, and ``freeze`` and ``worker_status``, which all have.
+    """The capabilities of one worker: those of its engine, and those of every worker (``_OWN``).
 
+    stage: its stage.
     requests: returns the number of requests that are active in the worker.
     """
 
-    def __init__(self, requests: Callable[[], int]) -> None:
-        self._requests = requests
+    def __init__(self, stage: str, requests: Callable[[], int]) -> None:
+        self._stage, self._requests = stage, requests
         self.frozen = False
         """Whether the loop makes no steps. It receives, and answers, as always."""
 
     def answer(self, engine: StageEngine, call: Call) -> Answer:
         """Carry a call out and return the answer. Raises what the engine raises, other than ``InvalidRequest``."""
-        if (why := self._why_unsupported(engine, call.capability)) is not None:
-            return Answer(call.number, refusal=CallRefusal(why[:LONGEST_REASON], unsupported=True))
         try:
             value = self._call(engine, call)
+        except Unsupported as error:
+            refusal = CallRefusal(error.why[:LONGEST_REASON], unsupported=error.capability)
+            return Answer(call.number, refusal=refusal)
         except InvalidRequest as error:
             refusal = CallRefusal(error.message[:LONGEST_REASON], param=error.param, code=error.code)
             return Answer(call.number, refusal=refusal)
@@ -49,35 +51,42 @@ class WorkerCalls:
             return Answer(call.number, refusal=CallRefusal(message, code="answer_too_large"))
         return Answer(call.number, msgspec.Raw(encoded))
 
-    def establish(self, engine: StageEngine, stage: str, desired: Sequence[Desired]) -> None:
+    def establish(self, engine: StageEngine, desired: Sequence[Desired]) -> None:
         """Bring a new engine to the desired state of its stage. Raises Unsupported, and what the engine raises."""
         for each in desired:
-            if (why := self._why_unsupported(engine, each.capability)) is not None:
-                raise Unsupported(stage, each.capability, why)
             self._call(engine, each)
-
-    def _why_unsupported(self, engine: StageEngine, capability: str) -> str | None:
-        """Return None if the worker has the capability, otherwise the reason."""
-        if capability in _OWN:
-            return None
-        capabilities = engine.capabilities() if isinstance(engine, Controllable) else {}
-        unknown = f"its engine {type(engine).__name__} does not offer it"
-        return capabilities.get(capability, unknown)
 
     def _call(self, engine: StageEngine, call: Call | Desired) -> Any:
         if (own := _OWN.get(call.capability)) is not None:
-            return own(self, **call.arguments)
-        assert isinstance(engine, Controllable)
-        return engine.call(call.capability, call.arguments)
+            return own(self, engine, **call.arguments)
+        return self._supporting(engine, call.capability).call(call.capability, call.arguments)
 
-    def _freeze(self, frozen: bool) -> None:
+    def _supporting(self, engine: StageEngine, capability: str) -> Controllable:
+        """Return the engine, if it has the capability. Raises Unsupported."""
+        capabilities = engine.capabilities() if isinstance(engine, Controllable) else {}
+        why = capabilities.get(capability, f"its engine {type(engine).__name__} does not offer it")
+        if why is not None:
+            raise Unsupported(self._stage, capability, why)
+        assert isinstance(engine, Controllable)
+        return engine
+
+    def _supports(self, engine: StageEngine, capability: str) -> bool:
+        if capability not in _OWN:
+            self._supporting(engine, capability)
+        return True
+
+    def _freeze(self, engine: StageEngine, frozen: bool) -> None:
         self.frozen = frozen
 
-    def _status(self) -> dict[str, int]:
+    def _status(self, engine: StageEngine) -> dict[str, int]:
         return {"requests": self._requests(), **memory()}
 
 
-_OWN: dict[str, Callable[..., Any]] = {"freeze": WorkerCalls._freeze, "worker_status": WorkerCalls._status}
+_OWN: dict[str, Callable[..., Any]] = {
+    "freeze": WorkerCalls._freeze,
+    "supports": WorkerCalls._supports,
+    "worker_status": WorkerCalls._status,
+}
 
 
 def memory() -> dict[str, int]:

@@ -77,7 +77,7 @@ class EngineLoop:
         """Requests that have finished here and not ended, if they have decisions of stages upstream."""
         self._journals: dict[int, Journal] = {}
         """The journals of requests whose ``Start`` follows at once."""
-        self.calls = WorkerCalls(lambda: len(self._active))
+        self.calls = WorkerCalls(address.stage, lambda: len(self._active))
         self._retention = Retention()
         """Outputs of the requests that may be replayed; also of those that are finished here and have not ended."""
         self._complete: list[messages.InputComplete] = []

@@ -112,7 +112,7 @@ def _serve(control: ControlSocket, cpu_sharing: NoCpuSharing) -> None:
     began = time.monotonic()
     try:
         engine = _load(spec, cpu_sharing, control)
-        loop.calls.establish(engine, spec.address.stage, configure.desired)
+        loop.calls.establish(engine, configure.desired)
     except Exception as error:
         control.send(messages.LoadFailed(f"{type(error).__name__}: {error}"[:LONGEST_ERROR]))
         raise

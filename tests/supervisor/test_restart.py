@@ -316,3 +316,40 @@ async def test_the_request_for_which_the_engine_raised_is_reported_once(autojump
         system.worker("a").die(exit_code=1)
         await trio.testing.wait_all_tasks_blocked()
         assert system.failed_requests == [42, None], "it is not reported for the next worker"
+
+
+# sleeping stages
+
+
+async def test_a_replica_that_is_put_to_sleep_before_its_restart_is_started_once_when_it_wakes(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    system = SimulatedSystem({"mind": ()})
+    async with system.running():
+        for woken_after_s in (0.1, 5.0):  # before and after the delay of the restart
+            system.worker("mind").die(signal="SIGKILL")
+            await trio.testing.wait_all_tasks_blocked()
+            await system.supervisor.stop_stages(["mind"])
+            assert system.supervisor.replicas[Address("mind", 0)].state is ReplicaState.ASLEEP
+            system.log.clear()
+            await trio.sleep(woken_after_s)
+            assert not system.logged("spawn")
+            await system.supervisor.start_stages(["mind"])
+            await system.settle()
+            await trio.sleep(60.0)
+            assert system.logged("spawn") == ["mind.0"]
+
+
+async def test_a_replica_that_was_given_up_sleeps_and_wakes(autojump_clock: trio.testing.MockClock) -> None:
+    system = SimulatedSystem({"mind": ()}, mind={"restart": replace(POLICY, intensity=0)})
+    async with system.running():
+        system.worker("mind").die(signal="SIGKILL")
+        await system.settle()
+        await system.supervisor.stop_stages(["mind"])
+        system.log.clear()
+        await trio.sleep(1000.0)
+        assert not system.logged("spawn")
+        await system.supervisor.start_stages(["mind"])
+        await system.settle()
+        assert system.supervisor.replicas[Address("mind", 0)].state is ReplicaState.READY
+        assert system.logged("spawn") == ["mind.0"]

@@ -9,6 +9,8 @@ from omni_actors.stages.base import InvalidRequest, StageContext
 from omni_actors.stages.echo.engine import EchoEngine
 
 FACTORY = f"{__name__}:ControllableEcho"
+SLEEPING_FACTORY = f"{__name__}:SleepingEcho"
+SLEEPING_BYTES = 64 * 1024 * 1024
 
 
 class ControllableEcho(EchoEngine):
@@ -35,3 +37,19 @@ class ControllableEcho(EchoEngine):
 
     def _crash(self) -> Any:
         raise RuntimeError("the call asked for a crash")
+
+
+class SleepingEcho(ControllableEcho):
+    """Frees a large block of memory while it sleeps."""
+
+    def __init__(self, context: StageContext) -> None:
+        super().__init__(context)
+        self._weights = bytearray(b"w" * SLEEPING_BYTES)
+        self._capabilities |= {"sleep": self._sleep, "wake_up": self._wake_up}
+
+    def _sleep(self, level: int) -> None:
+        self._weights = bytearray()
+
+    def _wake_up(self, tags: list[str] | None) -> bool:
+        self._weights = bytearray(b"w" * SLEEPING_BYTES)
+        return True

@@ -14,7 +14,7 @@ from tests.support.stage_context import stage_context
 
 
 def worker_calls() -> WorkerCalls:
-    return WorkerCalls(lambda: 0)
+    return WorkerCalls("here", lambda: 0)
 
 
 def value_of(message: object) -> object:
@@ -37,10 +37,14 @@ def test_a_call_is_answered_between_steps_in_the_order_of_the_commands(harness: 
 @pytest.mark.parametrize(
     ("call", "refusal"),
     [
-        (Call(3, "sleep"), CallRefusal("there is nothing to offload", unsupported=True)),
+        (Call(3, "sleep"), CallRefusal("there is nothing to offload", unsupported="sleep")),
+        (
+            Call(3, "supports", {"capability": "fly"}),
+            CallRefusal("its engine ControllableEcho does not offer it", unsupported="fly"),
+        ),
         (
             Call(3, "fly"),
-            CallRefusal("its engine ControllableEcho does not offer it", unsupported=True),
+            CallRefusal("its engine ControllableEcho does not offer it", unsupported="fly"),
         ),
         (Call(3, "note", {"name": "a", "text": ""}), CallRefusal("an empty note", param="text")),
         (Call(3, "note", {"text": "x"}), CallRefusal("note: missing a required argument: 'name'")),
@@ -90,7 +94,7 @@ def test_another_exception_ends_the_loop(harness: LoopHarness) -> None:
 def test_the_desired_state_is_established_in_order() -> None:
     engine = ControllableEcho(stage_context())
     notes = [Desired("note", {"name": name, "text": text}) for name, text in ("ab", "cd", "ae")]
-    worker_calls().establish(engine, "here", notes)
+    worker_calls().establish(engine, notes)
     assert value_of(worker_calls().answer(engine, Call(1, "notes")))["notes"] == {"a": "e", "c": "d"}  # type: ignore[index]
 
 
@@ -103,4 +107,4 @@ def test_the_desired_state_is_established_in_order() -> None:
 )
 def test_a_desired_state_that_cannot_be_established_is_an_error(desired: Desired, error: type[Exception]) -> None:
     with pytest.raises(error):
-        worker_calls().establish(ControllableEcho(stage_context()), "here", [desired])
+        worker_calls().establish(ControllableEcho(stage_context()), [desired])

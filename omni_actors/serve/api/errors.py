@@ -17,6 +17,7 @@ _STATUSES: dict[type[errors.OmniError], tuple[int, str]] = {
     errors.Overloaded: (429, "overloaded"),
     errors.SlowConsumer: (400, "slow_consumer"),
     errors.StageUnavailable: (503, "stage_unavailable"),
+    errors.StageAsleep: (503, "stage_asleep"),
     errors.StageCrashed: (500, "stage_crashed"),
     errors.Quarantined: (422, "quarantined"),
     errors.DeadlineExceeded: (504, "deadline_exceeded"),

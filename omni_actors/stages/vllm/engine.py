@@ -38,7 +38,7 @@ from omni_actors.stages.base import (
 )
 from omni_actors.stages.raw_prompt import RawPrompt
 from omni_actors.stages.refusal import beyond_context
-from omni_actors.stages.vllm import _internals
+from omni_actors.stages.vllm import _internals, control
 from omni_actors.stages.vllm.adapters import DISABLED, VLLMAdapters
 from omni_actors.stages.vllm.arguments import CLIENT_ERRORS, engine_args, refusal, sampling_params
 from omni_actors.stages.vllm.decided import DecidedTokens, force
@@ -104,6 +104,7 @@ class VLLMEngine(AdaptedEngine[R, VLLMAdapters], PromptEngine[R]):
         self._adapters = VLLMAdapters(self._llm, 0 if lora is None else lora.max_loras)
         if lora is None:
             self._capabilities |= {LOAD: DISABLED, KEEP: DISABLED}
+        self._capabilities |= control.capabilities(self._llm)
 
     # for subclasses, besides ``_new_request`` and ``_encode`` (sets ``prompt_tokens``, returns vLLM's ``EngineInput``)
 

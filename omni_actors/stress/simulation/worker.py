@@ -250,7 +250,7 @@ class SimulatedWorker(Worker):
             )
             engine: StageEngine = pkgutil.resolve_name(configure.spec.factory)(context)
             _add_fault_points(engine, self._fault_point)
-            loop.calls.establish(engine, configure.spec.address.stage, configure.desired)
+            loop.calls.establish(engine, configure.desired)
             self.engine = engine
             self._control.add(messages.Ready(self.behavior.load_s))
             self.ready_at = trio.current_time()

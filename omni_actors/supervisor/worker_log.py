@@ -1,0 +1,46 @@
+"""The log events of the supervisor: deaths, restarts, recoveries, and replicas that it gives up."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import trio
+
+from omni_actors.errors import WorkerExit
+from omni_actors.log_events import ReplicaGivenUp, WorkerDied, WorkerRecovered, WorkerRestarted, record
+from omni_actors.supervisor.replica import Replica
+
+
+def started(replica: Replica, pid: int) -> None:
+    """Log that a worker was started after a death."""
+    if (lost_s := _lost_s(replica)) is not None:
+        record(WorkerRestarted(**_identity(replica), pid=pid, since_death_s=lost_s))
+
+
+def ready(replica: Replica) -> None:
+    """Log that the worker that was started after a death is ready."""
+    if (lost_s := _lost_s(replica)) is not None and (worker := replica.worker) is not None:
+        record(WorkerRecovered(**_identity(replica), pid=worker.pid, lost_s=lost_s))
+
+
+def died(replica: Replica, exit: WorkerExit, requests: int, why_given_up: str | None) -> None:
+    """Log a death, and that the replica is given up if there is a reason.
+
+    requests: how many requests the worker held.
+    """
+    facts = {**_identity(replica), "pid": exit.pid or None, "signal": exit.signal, "exit_code": exit.exit_code}
+    reason = exit.reason if exit.pid else replica.incarnation.load_error
+    record(WorkerDied(**facts, reason=reason, requests=requests))
+    if why_given_up is not None:
+        retry_in_s = None if replica.retry_at is None else round(replica.retry_at - trio.current_time(), 3)
+        record(ReplicaGivenUp(**facts, reason=why_given_up, retry_in_s=retry_in_s))
+
+
+def _identity(replica: Replica) -> dict[str, Any]:
+    """Return the fields of a log event that name a replica's current worker."""
+    return {"stage": replica.address.stage, "replica": replica.address.replica, "generation": replica.generation}
+
+
+def _lost_s(replica: Replica) -> float | None:
+    """Return for how many seconds a replica has not been ready since its death; None if it has not died."""
+    return None if replica.died_at is None else round(trio.current_time() - replica.died_at, 3)

@@ -1,0 +1,104 @@
+"""What a running system tells of its pipeline: tokenizers, model configurations, tasks, and a line of statistics."""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import pkgutil
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import trio
+
+from omni_actors.config import Pipeline
+from omni_actors.errors import InvalidRequest, Unsupported
+from omni_actors.metrics import Metrics
+from omni_actors.orchestrator.routes import Node, plan
+from omni_actors.stages import assets
+from omni_actors.system.control import Control
+
+TASKS = {
+    ("messages", "text"): "generate",
+    ("messages", "audio"): "speech",
+    ("script", "audio"): "speech",
+    ("audio", "transcript"): "transcription",
+}
+"""The name of a task, by the kind of input and the modality of the output."""
+log = logging.getLogger("omni_actors.statistics")
+log.addHandler(logging.NullHandler())
+
+
+class Information(Control):
+    """The methods of ``OmniSystem`` that describe it."""
+
+    pipeline: Pipeline
+    metrics: Metrics
+    _models: Mapping[str, Path]
+    _nodes: dict[str, Node]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._logged_at, self._logged_ended = time.monotonic(), 0.0
+
+    async def get_tokenizer(self, stage: str | None = None) -> Any:
+        """Return the tokenizer of a stage, as transformers loads it (``AutoTokenizer``), in a thread.
+
+        Args:
+            stage: The stage; by default the first one whose model has a tokenizer.
+
+        Raises InvalidRequest (no such stage), Unsupported (the stage has no tokenizer). It imports transformers into
+        this process.
+        """
+        for name in self._stages(None if stage is None else (stage,)):
+            configured = self.pipeline.stages[name].tokenizer
+            directory = assets.resolve(configured) if configured is not None else self._models.get(name)
+            if directory is not None and (directory / "tokenizer_config.json").exists():
+                return await trio.to_thread.run_sync(_load_tokenizer, directory)
+        raise Unsupported(stage or next(iter(self._nodes)), "get_tokenizer", "its model has no tokenizer")
+
+    async def get_supported_tasks(self) -> tuple[str, ...]:
+        """Return what the pipeline can do: "generate" (text), "speech", "transcription"."""
+        await trio.lowlevel.checkpoint()
+        kinds = {kind for node in self._nodes.values() for kind in node.accepts}
+        modalities = {node.emits for node in self._nodes.values() if node.emits}
+        tasks = set()
+        for pair in product(kinds, modalities):
+            if (task := TASKS.get(pair)) is not None:
+                with suppress(InvalidRequest):
+                    plan(self._nodes, pair[:1], pair[1:])
+                    tasks.add(task)
+        return tuple(sorted(tasks))
+
+    @functools.cached_property
+    def model_config(self) -> Mapping[str, Mapping[str, Any]]:
+        """The contents of ``config.json`` of each stage's model, for the stages whose model has one."""
+        files = {stage: directory / "config.json" for stage, directory in self._models.items()}
+        return {stage: json.loads(file.read_text()) for stage, file in files.items() if file.exists()}
+
+    async def do_log_stats(self) -> None:
+        """Log one line of statistics, under the logger ``omni_actors.statistics`` with the level INFO."""
+        await trio.lowlevel.checkpoint()
+        samples = [sample for metric in self.metrics.requests.collect() for sample in metric.samples]
+        ended = sum(sample.value for sample in samples if sample.name.endswith("_total"))
+        now, queued = time.monotonic(), self._orchestrator.queued
+        rate = (ended - self._logged_ended) / max(1e-9, now - self._logged_at)
+        loads = {str(each): self._orchestrator.load(each) for each in self._supervisor.replicas}
+        log.info(
+            "requests: %d in flight, %d of them waiting; %d ended, %.2f per second since %.1f s ago; by replica: %s",
+            self._orchestrator.in_flight,
+            queued,
+            ended,
+            rate,
+            now - self._logged_at,
+            ", ".join(f"{address} {load}" for address, load in loads.items()),
+        )
+        self._logged_at, self._logged_ended = now, ended
+
+
+def _load_tokenizer(directory: Path) -> Any:
+    return pkgutil.resolve_name("transformers:AutoTokenizer").from_pretrained(directory, local_files_only=True)

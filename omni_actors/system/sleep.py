@@ -1,0 +1,144 @@
+"""Sleeping stages: their memory is free for other programs until they are woken.
+
+Rules
+1. A stage sleeps as a whole. Requests that need it are refused (``StageAsleep``) from the beginning of ``sleep`` until
+   ``wake_up``; those in flight are aborted or waited for first.
+2. Level 1: the engines move their weights to host memory. It is a part of the desired state, so a worker that is
+   restarted meanwhile sleeps too. Level 2: the workers end, and ``wake_up`` starts new ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Literal, TypeAlias, get_args
+
+import trio
+
+from omni_actors.errors import InvalidRequest
+from omni_actors.supervisor.calls import Reply
+from omni_actors.system.control import Control, Replies
+
+SLEEP_TIMEOUT_S = 120.0
+SleepMode: TypeAlias = Literal["abort", "wait"]
+SLEEP_MODES = get_args(SleepMode)
+LEVELS = (1, 2)
+
+
+class SleepControl(Control):
+    """The methods of ``OmniSystem`` for sleeping stages."""
+
+    async def sleep(
+        self,
+        level: int = 1,
+        *,
+        stages: Collection[str] | None = None,
+        mode: SleepMode = "abort",
+        timeout_s: float = SLEEP_TIMEOUT_S,
+    ) -> Replies:
+        """Free the memory of stages until ``wake_up``.
+
+        Args:
+            level: 1: the weights move to host memory, where the engine can do that. 2: the workers end, which frees
+                everything; waking loads the model again.
+            stages: The stages; by default all.
+            mode: Whether the requests that use these stages are aborted, or waited for.
+            timeout_s: Seconds to wait for each worker, after the requests have ended.
+
+        Returns:
+            By stage, a reply of each replica. Its value has the memory of the worker ``before`` and ``after``, each
+            with ``rss_bytes`` and ``device_bytes``. If a stage does not support level 1, its replies have the error
+            ``Unsupported``, and nothing has changed in any stage.
+
+        Raises InvalidRequest: an argument is wrong. While a stage sleeps, requests that need it are refused with
+        ``StageAsleep``. A cancelled call may leave stages asleep.
+        """
+        chosen = self._stages(stages)
+        for name, found, accepted in (("level", level, LEVELS), ("mode", mode, SLEEP_MODES)):
+            if found not in accepted:
+                message = f"{name}: found {found!r}; accepted: {', '.join(map(repr, accepted))}"
+                raise InvalidRequest(message, param=name)
+        if level == 1:
+            supported = await self.call("supports", {"capability": "sleep"}, stages=chosen)
+            if any(reply.error is not None for replies in supported.values() for reply in replies):
+                return supported
+        self._orchestrator.closures.asleep.update(chosen)
+        if mode == "abort":
+            self._orchestrator.abort_all("the stage goes to sleep", chosen)
+        await self._orchestrator.wait_ended(chosen, queued=True)
+        before = await self.call("worker_status", stages=chosen, timeout_s=timeout_s)
+        if level == 2:
+            await self._supervisor.stop_stages(chosen)
+            return {stage: [_memory(each, _ENDED) for each in before[stage]] for stage in chosen}
+        replies = {}
+        slept = await self.set_desired("sleep", {"level": level}, stages=chosen, timeout_s=timeout_s)
+        after = await self.call("worker_status", stages=chosen, timeout_s=timeout_s)
+        for stage in chosen:
+            if any(isinstance(reply.error, InvalidRequest) for reply in slept[stage]):
+                self._orchestrator.closures.asleep.discard(stage)
+            pairs = zip(slept[stage], before[stage], after[stage], strict=True)
+            replies[stage] = [call if call.error else _memory(first, last) for call, first, last in pairs]
+        return replies
+
+    async def wake_up(
+        self,
+        tags: Sequence[str] | None = None,
+        *,
+        stages: Collection[str] | None = None,
+        timeout_s: float = SLEEP_TIMEOUT_S,
+    ) -> Replies:
+        """Wake sleeping stages, and return when they serve again. Stages that do not sleep are left alone.
+
+        Args:
+            tags: Parts to wake, for engines that name parts ("weights", "kv_cache" of vLLM); None: all. A stage whose
+                workers have ended wakes as a whole only.
+            stages: The stages; by default all.
+            timeout_s: Seconds to wait for each worker that sleeps at level 1.
+
+        Returns:
+            The replies of the workers that slept at level 1; a true value: the engine is awake.
+
+        Raises InvalidRequest (an argument is wrong), StageFailed (a stage cannot load any more).
+        """
+        asleep = [stage for stage in self._stages(stages) if stage in self._orchestrator.closures.asleep]
+        level_1 = [stage for stage in asleep if self._supervisor.desired.get(stage, "sleep") is not None]
+        level_2 = [stage for stage in asleep if stage not in level_1]
+        if tags is not None and level_2:
+            raise InvalidRequest(f"tags: the workers of stage {level_2[0]!r} have ended; it wakes whole", param="tags")
+        self._orchestrator.closures.asleep.difference_update(level_2)
+        await self._supervisor.start_stages(level_2)
+        calls = self._begin_calls("wake_up", {"tags": tags and list(tags)}, level_1, timeout_s)
+        if tags is None:  # of a worker that starts from now on, nothing sleeps
+            self.drop_desired("sleep", stages=level_1)
+        replies = await self._replies(calls)
+        for stage in level_1:
+            if all(reply.value for reply in replies[stage]):
+                self.drop_desired("sleep", stages=[stage])
+                self._orchestrator.closures.asleep.discard(stage)
+        await self._wait_stages_ready(level_2)
+        return replies
+
+    async def is_sleeping(self) -> bool:
+        """Return whether any stage sleeps."""
+        await trio.lowlevel.checkpoint()
+        return bool(self._orchestrator.closures.asleep)
+
+    async def _wait_stages_ready(self, stages: Collection[str]) -> None:
+        """Wait until a replica of each stage is ready. Raises StageFailed."""
+        for stage in stages:
+            while not self._orchestrator.serves(stage):
+                if (failure := self._orchestrator.failed_stages.get(stage)) is not None:
+                    raise failure
+                await self._supervisor.changes.park()
+
+
+_ENDED = Reply({"rss_bytes": 0, "device_bytes": 0})
+
+
+def _memory(before: Reply, after: Reply) -> Reply:
+    """Return one reply of two replies to ``worker_status``."""
+    if (error := before.error or after.error) is not None:
+        return Reply(error=error)
+    names = ("rss_bytes", "device_bytes")
+    return Reply(
+        {when: {name: each.value[name] for name in names} for when, each in (("before", before), ("after", after))}
+    )

@@ -1,0 +1,163 @@
+"""Stages that sleep and wake, and the end of a system, with real workers."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import psutil
+import pytest
+import trio
+
+from omni_actors.config import Pipeline, Stage
+from omni_actors.errors import Aborted, InvalidRequest, StageAsleep, SystemClosed, Unsupported
+from omni_actors.generation import Generation
+from omni_actors.orchestrator.pieces import Input
+from omni_actors.sync import Omni
+from omni_actors.system import OmniSystem
+from tests.support.controllable_engine import FACTORY, SLEEPING_BYTES, SLEEPING_FACTORY
+
+WATCHDOG_S = 60.0
+PIPELINE = Pipeline(
+    name="asleep",
+    stages={
+        "first": Stage(engine=FACTORY, accepts=("script",), emits="text"),
+        "second": Stage(engine=SLEEPING_FACTORY, inputs=("first",), emits="audio"),
+    },
+)
+
+
+@asynccontextmanager
+async def opened() -> AsyncIterator[OmniSystem]:
+    with trio.fail_after(WATCHDOG_S):
+        async with OmniSystem.open(PIPELINE, overrides={"stages.second.restart.backoff_s": 0.01}) as omni:
+            yield omni
+
+
+def ask(omni: OmniSystem, *modalities: str) -> Generation:
+    return omni.submit({"script": [Input({"text": "x"})]}, modalities or ("text", "audio"))
+
+
+async def answered(omni: OmniSystem, *modalities: str) -> set[str]:
+    return {output.modality async for output in ask(omni, *modalities)}
+
+
+async def test_level_2_ends_the_workers_until_they_are_woken_with_their_desired_state() -> None:
+    async with opened() as omni:
+        await omni.set_desired("note", {"name": "a", "text": "1"}, stages=["second"])
+        worker = psutil.Process(omni.health().stages["second"][0].pid)
+        (reply,) = (await omni.sleep(2, stages=["second"]))["second"]
+        assert reply.result()["before"]["rss_bytes"] > SLEEPING_BYTES
+        assert reply.result()["after"] == {"rss_bytes": 0, "device_bytes": 0}
+        assert not worker.is_running()
+        assert await omni.is_sleeping()
+        assert omni.health().stages["second"][0].state == "asleep"
+        await omni.wait_ready()
+        with pytest.raises(StageAsleep, match="second"):
+            ask(omni)
+        assert await answered(omni, "text") == {"text"}, "the other stage serves"
+        with pytest.raises(InvalidRequest, match="tags"):
+            await omni.wake_up(["weights"])
+        await omni.wake_up()
+        assert not await omni.is_sleeping()
+        assert await answered(omni) == {"text", "audio"}
+        assert (await omni.call("notes", stages=["second"]))["second"][0].result()["notes"] == {"a": "1"}
+
+
+async def test_level_1_lasts_through_the_death_of_the_worker() -> None:
+    async with opened() as omni:
+        await omni.pause_generation("keep")
+        running = ask(omni)
+        (reply,) = (await omni.sleep(1, stages=["second"]))["second"]
+        with pytest.raises(Aborted, match="sleep"):
+            await running.collect()
+        await omni.resume_generation()
+        memory = reply.result()
+        assert memory["before"]["rss_bytes"] - memory["after"]["rss_bytes"] > SLEEPING_BYTES // 2
+        os.kill(omni.health().stages["second"][0].pid or 0, signal.SIGKILL)
+        while not (omni.health().ready and omni.health().stages["second"][0].generation == 2):
+            await omni.wait_changed()
+        with pytest.raises(StageAsleep):
+            ask(omni)
+        status = (await omni.call("worker_status", stages=["second"]))["second"][0].result()
+        assert status["rss_bytes"] < memory["before"]["rss_bytes"] - SLEEPING_BYTES // 2
+        assert (await omni.wake_up())["second"][0].result() is True
+        assert await answered(omni) == {"text", "audio"}
+
+
+async def test_a_stage_that_cannot_sleep_changes_nothing() -> None:
+    async with opened() as omni:
+        running = ask(omni)
+        replies = await omni.sleep(1)
+        (reply,) = replies["first"]
+        assert isinstance(reply.error, Unsupported)
+        assert (reply.error.stage, reply.error.capability, reply.error.why) == (
+            *("first", "sleep"),
+            "there is nothing to offload",
+        )
+        assert not await omni.is_sleeping()
+        assert {output.modality async for output in running} == {"text", "audio"}
+        for wrong in ({"level": 3}, {"mode": "keep"}):
+            with pytest.raises(InvalidRequest):
+                await omni.sleep(**wrong)  # type: ignore[arg-type]
+
+
+async def test_a_sleep_waits_for_the_requests_of_its_stages_only() -> None:
+    async with opened() as omni:
+        waited_for, other = ask(omni), ask(omni, "text")
+        await omni.pause_generation("keep")
+        async with trio.open_nursery() as nursery:
+            slept: dict[str, Any] = {}
+
+            async def sleep() -> None:
+                slept.update(await omni.sleep(2, stages=["second"], mode="wait"))
+
+            nursery.start_soon(sleep)
+            await trio.testing.wait_all_tasks_blocked()
+            with pytest.raises(StageAsleep):
+                ask(omni)
+            assert not slept
+            await omni.resume_generation()
+        assert slept["second"][0].error is None
+        assert {output.modality async for output in waited_for} == {"text", "audio"}
+        assert await other.text() == "x"
+
+
+async def test_a_shutdown_drains_and_then_stops() -> None:
+    async with opened() as omni:
+        pids = [replica.pid for replicas in omni.health().stages.values() for replica in replicas]
+        drained = ask(omni)
+        await omni.shutdown(timeout_s=WATCHDOG_S)
+        assert omni.is_stopped
+        assert not omni.is_running
+        assert not any(psutil.pid_exists(pid or 0) for pid in pids)
+        with pytest.raises(SystemClosed):
+            ask(omni)
+        assert {output.modality async for output in drained} == {"text", "audio"}
+        await omni.shutdown()
+
+
+async def test_a_shutdown_refuses_new_requests_at_once_and_aborts_what_does_not_end() -> None:
+    async with opened() as omni:
+        await omni.pause_generation("keep")
+        running = ask(omni)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(omni.shutdown, 0.2)
+            await trio.testing.wait_all_tasks_blocked(0.01)
+            with pytest.raises(SystemClosed, match="shutting down"):
+                ask(omni)
+        with pytest.raises(Aborted, match="shutting down"):
+            await running.collect()
+
+
+def test_a_blocking_face_shuts_down_too() -> None:
+    with Omni.open(PIPELINE) as omni:
+        assert not omni.is_stopped
+        assert omni.get_supported_tasks() == ("speech",)
+        omni.shutdown()
+        assert omni.is_stopped
+        assert not omni.is_running
+    assert omni.is_stopped
