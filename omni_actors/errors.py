@@ -107,11 +107,15 @@ class InvalidAdapter(InvalidRequest):
     Attributes:
         adapter: Its directory, or the name by which it was asked for.
         reason: Why it cannot be used.
+        misfit: Whether it is an adapter of another model. The error's code says so, too.
     """
 
-    def __init__(self, adapter: str, reason: str) -> None:
-        self.adapter, self.reason = adapter, reason
-        super().__init__(f"LoRA adapter {adapter!r}: {reason}", param="lora", code="invalid_adapter")
+    MISFIT = "adapter_of_another_model"
+
+    def __init__(self, adapter: str, reason: str, *, misfit: bool = False) -> None:
+        self.adapter, self.reason, self.misfit = adapter, reason, misfit
+        code = self.MISFIT if misfit else "invalid_adapter"
+        super().__init__(f"LoRA adapter {adapter!r}: {reason}", param="lora", code=code)
 
 
 class InputFailed(RequestError):

@@ -135,7 +135,8 @@ class LoraControl(Control):
         errors = {stage: error for stage in asked if (error := _error(stage, adapter.directory, replies[stage]))}
         fitting = tuple(stage for stage in asked if stage not in errors)
         for error in errors.values():
-            if stages is not None or not fitting or not isinstance(error, InvalidRequest):
+            is_other = isinstance(error, Unsupported) or (isinstance(error, InvalidAdapter) and error.misfit)
+            if stages is not None or not fitting or not is_other:
                 raise error
         return fitting
 
@@ -204,7 +205,6 @@ def _error(stage: str, directory: str, replies: Collection[Reply]) -> OmniError 
         if isinstance(error, Unsupported):
             return error
         if isinstance(error, InvalidRequest):
-            return InvalidAdapter(
-                directory, f"stage {stage!r}: {error.message.partition(repr(directory) + ': ')[2] or error.message}"
-            )
+            reason = error.message.partition(f"{directory!r}: ")[2] or error.message
+            return InvalidAdapter(directory, f"stage {stage!r}: {reason}", misfit=error.code == InvalidAdapter.MISFIT)
     return errors[0] if len(errors) == len(replies) else None

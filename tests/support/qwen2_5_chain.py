@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from omni_actors.stages.adapters.options import Adapter
 from omni_actors.stages.multimodal.processor import OmniProcessor
 from tests.support import qwen2_5_reference as reference
 from tests.support.closeness import assert_close, assert_same_sound
@@ -60,11 +61,14 @@ class Qwen25Chain:
             padded=padded,
         )
 
-    def answers(self, asks: Sequence[Ask], order: random.Random | None = None) -> list[Result]:
-        """Return the answer to each question. order: see ``run_chain``."""
+    def answers(
+        self, asks: Sequence[Ask], order: random.Random | None = None, loras: Sequence[Adapter | None] = ()
+    ) -> list[Result]:
+        """Return the answer to each question. order: see ``run_chain``. loras: the adapter of each."""
         engines = {"thinker": self.thinker, "talker": self.talker, "token2wav": self.token2wav}
         stages = {name: Driver(engine) for name, engine in engines.items()}
-        arrivals = [functools.partial(_arrive, stages, number, ask) for number, ask in enumerate(asks)]
+        pairs = zip(asks, loras or [None] * len(asks), strict=True)
+        arrivals = [functools.partial(_arrive, stages, number, ask, lora) for number, (ask, lora) in enumerate(pairs)]
         outputs = run_chain(stages, arrivals, order)
         return [self._result(*(outputs[name][number] for name in stages)) for number in range(len(asks))]
 
@@ -95,12 +99,17 @@ class Qwen25Chain:
         assert_same_sound(result.wave, expected.wave)
 
 
-def _arrive(stages: Mapping[str, Driver], number: int, ask: Ask) -> None:
+def _arrive(stages: Mapping[str, Driver], number: int, ask: Ask, lora: Adapter | None) -> None:
     stages["token2wav"].start(number, ("talker",), speaker=ask.speaker, seed=0)
     stages["talker"].start(
-        number, ("thinker",), speaker=ask.speaker, talker_max_tokens=ask.max_frames, talker_temperature=0.0
+        number,
+        ("thinker",),
+        speaker=ask.speaker,
+        talker_max_tokens=ask.max_frames,
+        talker_temperature=0.0,
+        lora=lora,
     )
-    stages["thinker"].start(number, max_tokens=ask.max_tokens, use_audio_in_video=ask.use_audio_in_video)
+    stages["thinker"].start(number, max_tokens=ask.max_tokens, use_audio_in_video=ask.use_audio_in_video, lora=lora)
     for chunk in ask.chunks[:-1]:
         stages["thinker"].feed(number, *chunk)
     stages["thinker"].feed(number, *ask.chunks[-1], last=True)

@@ -13,8 +13,14 @@ from torch import Tensor
 from omni_actors.errors import InvalidAdapter
 from omni_actors.stages.adapters.files import WEIGHTS, AdapterFiles
 
-PARTS = ("thinker", "talker", "token2wav", "code2wav")
-"""The parts of omni models. The weights of an adapter of a whole model begin with their names."""
+PARTS = ("thinker", "talker")
+"""The parts of omni models that serve adapters. The weights of an adapter of a whole model begin with their names."""
+_RENAMED = {
+    "model.layers.": "model.language_model.layers.",
+    "audio_tower.": "model.audio_tower.",
+    "visual.": "model.visual.",
+}
+"""The beginnings of names in a thinker before transformers 5, and since."""
 _PREFIX = "base_model.model."
 _DOWN, _UP = ".lora_A.weight", ".lora_B.weight"
 
@@ -45,13 +51,20 @@ def load(
         first, _, rest = module.partition(".")
         if part and first in PARTS and first != part:
             continue
-        path = rest if part and first == part else module
+        path = _present(rest if part and first == part else module, shapes)
         if path not in shapes:
-            raise InvalidAdapter(files.directory, f"{WEIGHTS}: the model has no linear layer {path!r}")
+            raise InvalidAdapter(files.directory, f"{WEIGHTS}: the model has no linear layer {path!r}", misfit=True)
         layers[path] = _layer(files, module, tensors, shapes[path], device)
     if not layers:
-        raise InvalidAdapter(files.directory, f"{WEIGHTS}: there are no weights" + (f" of the {part}" if part else ""))
+        found = f"there are no weights of the {part}" if part else "there are no weights"
+        raise InvalidAdapter(files.directory, f"{WEIGHTS}: {found}", misfit=True)
     return layers
+
+
+def _present(path: str, shapes: Mapping[str, tuple[int, int]]) -> str:
+    """Return the path of a module as the model has it, if that is known."""
+    renamed = [new + path.removeprefix(old) for old, new in _RENAMED.items() if path.startswith(old)]
+    return next((each for each in renamed if path not in shapes and each in shapes), path)
 
 
 def _tensors(files: AdapterFiles) -> dict[str, Tensor]:
