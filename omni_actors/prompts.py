@@ -24,6 +24,7 @@ Messages: TypeAlias = Sequence[Mapping[str, Any]]
 
 class _WithMedia(TypedDict, total=False):
     multi_modal_data: MultiModalData
+    mm_processor_kwargs: Mapping[str, Any]
 
 
 class ConversationPrompt(_WithMedia):
@@ -56,6 +57,7 @@ Prompt: TypeAlias = str | Messages | ConversationPrompt | TextPrompt | TokensPro
 RAW = ("prompt", "prompt_token_ids", "prompt_embeds")
 """The keys of raw prompts, which are also the names of what an engine can or cannot take (``errors.Unsupported``)."""
 _KINDS = ("messages", *RAW)
+_BESIDE = ("multi_modal_data", "mm_processor_kwargs")
 
 
 def is_list_of_prompts(prompt: Any) -> TypeGuard[Sequence[Prompt]]:
@@ -68,6 +70,23 @@ def is_list_of_prompts(prompt: Any) -> TypeGuard[Sequence[Prompt]]:
 def raw_kind(prompt: Any) -> str | None:
     """Return the key of a raw prompt; None for a question, a conversation and no prompt."""
     return next((kind for kind in RAW if kind in prompt), None) if isinstance(prompt, Mapping) else None
+
+
+def processor_kwargs(prompt: Any, given: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the engines' parameters that a request's ``mm_processor_kwargs`` stand for.
+
+    prompt: may bring them itself. given: those of the request, for a prompt that has no own.
+    Raises InvalidRequest.
+    """
+    own = prompt.get("mm_processor_kwargs", given) if _is_keyed(prompt) else given
+    if own is None:
+        return {}
+    if not isinstance(own, Mapping):
+        message = f"mm_processor_kwargs: expected a mapping, found {own!r:.200}"
+        raise InvalidRequest(message, param="mm_processor_kwargs")
+    kwargs = dict(own)
+    sound = {"use_audio_in_video": kwargs.pop("use_audio_in_video")} if "use_audio_in_video" in kwargs else {}
+    return {**sound, "mm_processor_kwargs": kwargs} if kwargs or not sound else sound
 
 
 def pieces(prompt: Any, multi_modal_data: MultiModalData | None) -> dict[str, Sequence[Input] | Segments]:
@@ -84,8 +103,8 @@ def pieces(prompt: Any, multi_modal_data: MultiModalData | None) -> dict[str, Se
         elif prompt is not None:
             inputs["messages"] = [Input({"messages": media.conversation(prompt, inputs)})]
         return inputs
-    if unknown := sorted(map(str, prompt.keys() - {*_KINDS, "multi_modal_data"})):
-        raise _refusal(f"prompt: unknown key {unknown[0]!r}; accepted: {', '.join(_KINDS)}, multi_modal_data")
+    if unknown := sorted(map(str, prompt.keys() - {*_KINDS, *_BESIDE})):
+        raise _refusal(f"prompt: unknown key {unknown[0]!r}; accepted: {', '.join((*_KINDS, *_BESIDE))}")
     kind, *more = [kind for kind in _KINDS if kind in prompt]
     own = prompt.get("multi_modal_data")
     if more or (own and multi_modal_data):

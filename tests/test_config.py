@@ -128,7 +128,7 @@ BROKEN: dict[str, tuple[str, str, int | None, str, object, str]] = {
         3,
         "stage",
         "stage",
-        "one of cpu_sharing, description, limits, name, stages; did you mean 'stages'?",
+        "one of cpu_sharing, description, limits, modalities, name, stages; did you mean 'stages'?",
     ),
     "the source of the document inside it": (
         "name: two",

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import trio
 
-from omni_actors import OmniSystem
+from omni_actors import OmniSystem, prompts
 from omni_actors.config import Limits, Pipeline, Stage
-from omni_actors.errors import Aborted, ConfigError, InvalidRequest, Overloaded
+from omni_actors.errors import Aborted, ConfigError, InvalidRequest, Overloaded, Unsupported
 from omni_actors.generation import AudioChunk, Generation, Total
 from omni_actors.generations import Generations
 from omni_actors.orchestrator.pieces import Input
@@ -241,6 +241,29 @@ def test_parameters_that_do_not_fit_the_stages_are_refused(own: Any, param: str,
     with pytest.raises(InvalidRequest, match=words) as refused:
         Parameters(SPOKEN).by_stage(["thinker"], {}, terms(sampling_params=own))
     assert refused.value.param == param
+
+
+def test_arguments_that_no_engine_of_a_request_takes_are_unsupported() -> None:
+    parameters = Parameters(SPOKEN)
+    for name in ("mm_processor_kwargs", "tokenization_kwargs"):
+        assert parameters.by_stage(["thinker", "talker"], {name: {}}).keys() == {"thinker", "talker"}
+        with pytest.raises(Unsupported) as refused:
+            parameters.by_stage(["talker"], {name: {}})
+        assert (refused.value.stage, refused.value.capability) == ("talker", name)
+    for unknown in ({"mm_processor_kwargs": {"crop": 3}}, {"tokenization_kwargs": {"padding": True}}):
+        with pytest.raises(InvalidRequest, match="unknown field"):
+            parameters.by_stage(["thinker"], unknown)
+
+
+def test_the_sound_of_a_video_is_asked_for_by_either_name() -> None:
+    kwargs = {"use_audio_in_video": True, "fps": 1}
+    for prompt, given in (("a", kwargs), ({"prompt": "a", "mm_processor_kwargs": kwargs}, None)):
+        found = prompts.processor_kwargs(prompt, given)
+        assert found == {"use_audio_in_video": True, "mm_processor_kwargs": {"fps": 1}}
+    assert prompts.processor_kwargs("a", {"use_audio_in_video": True}) == {"use_audio_in_video": True}
+    assert prompts.processor_kwargs("a", None) == {}
+    with pytest.raises(InvalidRequest, match="a mapping"):
+        prompts.processor_kwargs("a", 3)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from omni_actors.stages.autoregressive.options import TokenizationKwargs
 from omni_actors.stages.base import Chunk, InvalidRequest
 from omni_actors.stages.refusal import validated
 from omni_actors.stages.tensors import to_torch
@@ -68,16 +69,14 @@ class RawPrompt:
             kind = "embeds" if self.is_embedded else "prompt"
             raise InvalidRequest(f"{kind}: it is a whole prompt: no messages come with them", param=kind)
 
-    def tokens(self, tokenizer: Any, size: int, *, add_special_tokens: bool = True) -> list[int]:
+    def tokens(self, tokenizer: Any, size: int, kwargs: TokenizationKwargs) -> list[int]:
         """Return the tokens of a text or of token ids.
 
-        tokenizer: of transformers. size: of its vocabulary. add_special_tokens: whether the tokenizer adds its own to a
-        text, such as one that begins a text.
+        tokenizer: of transformers. size: of its vocabulary. kwargs: the request's, for a text.
         Raises InvalidRequest: an id is not in the vocabulary.
         """
         if self.text is not None:
-            tokens: list[int] = tokenizer.encode(self.text, add_special_tokens=add_special_tokens)
-            return tokens
+            return kwargs.cut(tokenizer.encode(self.text, add_special_tokens=kwargs.add_special_tokens))
         if unknown := [token for token in self.token_ids if not 0 <= token < size]:
             message = f"prompt_token_ids: the model has no token {unknown[0]}; it has {size}"
             raise InvalidRequest(message, param="prompt_token_ids")

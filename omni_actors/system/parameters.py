@@ -9,9 +9,12 @@ from typing import Any
 import msgspec
 
 from omni_actors.config import Pipeline
-from omni_actors.errors import InvalidRequest
+from omni_actors.errors import InvalidRequest, Unsupported
 from omni_actors.system.terms import SamplingParams, Terms
 from omni_actors.validation import split_path
+
+CAPABILITIES = {"mm_processor_kwargs", "tokenization_kwargs"}
+"""Parameters that only some engines have a use for."""
 
 
 class Parameters:
@@ -50,6 +53,8 @@ class Parameters:
             if schema is not None and share.get("seed", 0) is None:
                 share["seed"] = random.getrandbits(63)
             shares[stage] = share
+        for capability in CAPABILITIES & given.keys() - taken:
+            raise Unsupported(next(iter(shares)), capability, "no engine of this request takes such arguments")
         if unknown := sorted(given.keys() - taken):
             raise InvalidRequest(f"no stage of this request takes the parameter {unknown[0]!r}", param=unknown[0])
         return shares

@@ -112,6 +112,7 @@ class Requests:
         prompt: Any,
         *,
         multi_modal_data: MultiModalData | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
         script: str | AsyncIterable[str] | None = None,
         **arguments: Any,
     ) -> Generation:
@@ -121,7 +122,7 @@ class Requests:
             inputs["script"] = prompt_inputs.script(script)
         if (kind := prompt_inputs.raw_kind(prompt)) is not None:
             capabilities.require_raw_prompt(self.pipeline, self._planned(inputs, arguments.get("modalities")), kind)
-        return self.submit(inputs, **arguments)
+        return self.submit(inputs, **arguments, **prompt_inputs.processor_kwargs(prompt, mm_processor_kwargs))
 
     def _generate_each(
         self, prompts: Sequence[Prompt], *, request_id: str | None = None, **arguments: Any

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Sequence
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
@@ -25,6 +26,27 @@ class TextOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """System message for a conversation that has none."""
     idle_loras: bounds.Count = 8
     """LoRA adapters whose weights stay in memory while no request uses them; pinned ones are not counted."""
+
+
+class TokenizationKwargs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The arguments of a tokenizer that a client may choose, by transformers' names."""
+
+    add_special_tokens: bool = True
+    """Whether the tokenizer adds its special tokens to a raw text. A conversation has those of its template."""
+    truncation: bool = False
+    """Whether a prompt of more than ``max_length`` tokens is cut."""
+    max_length: bounds.Tokens | None = None
+    truncation_side: Literal["left", "right"] = "right"
+    """Which tokens are cut off."""
+
+    def cut(self, tokens: Sequence[int]) -> list[int]:
+        """Return the tokens that are kept."""
+        if not self.truncation or self.max_length is None or len(tokens) <= self.max_length:
+            return list(tokens)
+        return list(tokens[: self.max_length] if self.truncation_side == "right" else tokens[-self.max_length :])
+
+
+DEFAULT_TOKENIZATION = TokenizationKwargs()
 
 
 class TextParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -64,5 +86,7 @@ class TextParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Whether special tokens are left out of the text."""
     lora: Lora | None = None
     """The LoRA adapter of this request."""
+    tokenization_kwargs: TokenizationKwargs = TokenizationKwargs()
+    """How the tokenizer reads the prompt."""
     priority: bounds.Priority = 0
     """Of requests that wait in the engine, one with a lower number comes first."""

@@ -72,7 +72,8 @@ class LLMEngine(LanguageEngine[LLMRequest]):
             hidden, penalty = self._model.get_input_embeddings().embedding_dim, request.params.repetition_penalty
             request.embeds = prompt.raw.embeds(hidden, self._model.dtype, penalty)
             return [None] * size
-        tokens = prompt.encode(self._vocabulary, self._system_prompt, self._context, request.params.tools)
+        tools, kwargs = request.params.tools, request.params.tokenization_kwargs
+        tokens = prompt.encode(self._vocabulary, self._system_prompt, self._context, tools=tools, kwargs=kwargs)
         refuse_beyond_context(len(tokens), f"{len(tokens)} tokens", self._context)
         request.uncomputed = tokens + request.uncomputed
         return [*tokens]

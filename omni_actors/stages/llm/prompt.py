@@ -22,6 +22,7 @@ import jinja2.meta
 import msgspec
 
 from omni_actors.stages.autoregressive.language import refuse_beyond_context
+from omni_actors.stages.autoregressive.options import DEFAULT_TOKENIZATION, TokenizationKwargs
 from omni_actors.stages.autoregressive.text import Vocabulary
 from omni_actors.stages.base import CLIENT, Chunk, InvalidRequest
 from omni_actors.stages.multimodal import conversation
@@ -62,9 +63,17 @@ class Prompt:
         return not self._open
 
     def encode(
-        self, vocabulary: Vocabulary, system_prompt: str, context: int, tools: Sequence[Mapping[str, Any]] = ()
+        self,
+        vocabulary: Vocabulary,
+        system_prompt: str,
+        context: int,
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        kwargs: TokenizationKwargs = DEFAULT_TOKENIZATION,
     ) -> list[int]:
-        """Return the prompt's tokens, which may still be too many for the context. tools: see ``render``.
+        """Return the prompt's tokens, which may still be too many for the context.
+
+        tools: see ``render``. kwargs: the request's.
 
         A prompt that cannot fit is refused as early as possible: rendering and tokenizing take time in proportion to
         its length, and all other requests wait meanwhile. A message has at least one token in any chat template.
@@ -73,21 +82,20 @@ class Prompt:
         if self.raw:
             if tools:
                 raise InvalidRequest("tools: a chat template renders them, and a raw prompt passes it", param="tools")
-            return self._raw_tokens(vocabulary, context)
+            return self._raw_tokens(vocabulary, context, kwargs)
         count = len(self.messages)
         refuse_beyond_context(count, f"{count} messages of at least 1 token", context)
         text = self.render(vocabulary.tokenizer, system_prompt, tools)
         least = math.ceil(len(text) / vocabulary.longest)
         refuse_beyond_context(least, f"{len(text)} characters, which are at least {least} tokens,", context)
-        tokens: list[int] = vocabulary.tokenizer.encode(text, add_special_tokens=False)
-        return tokens
+        return kwargs.cut(vocabulary.tokenizer.encode(text, add_special_tokens=False))
 
-    def _raw_tokens(self, vocabulary: Vocabulary, context: int) -> list[int]:
+    def _raw_tokens(self, vocabulary: Vocabulary, context: int, kwargs: TokenizationKwargs) -> list[int]:
         if self._has_transcripts:
             raise InvalidRequest("audio was sent, and a raw prompt has no place for its transcript", param="prompt")
         least = self.raw.least_tokens(vocabulary.longest)
         refuse_beyond_context(least, f"at least {least} tokens", context)
-        return self.raw.tokens(vocabulary.tokenizer, vocabulary.size)
+        return self.raw.tokens(vocabulary.tokenizer, vocabulary.size, kwargs)
 
     def render(self, tokenizer: Any, system_prompt: str, tools: Sequence[Mapping[str, Any]] = ()) -> str:
         """Return the prompt's text, special tokens included, up to where the model's answer begins.

@@ -19,12 +19,15 @@ from omni_actors.stages.multimodal.images import check_pixels, decode_image
 from omni_actors.stages.multimodal.limits import MediaLimits
 from omni_actors.stages.multimodal.prompt import Media, Pixels, VideoInput
 from omni_actors.stages.multimodal.videos import Frames, Size, decode_sound, decode_video, sample_frames
+from omni_actors.stages.omni.options import MMProcessorKwargs
 from omni_actors.stages.refusal import beyond_context
 
 
 class Decoded(msgspec.Struct):
     """The media in the order of their places in the conversation. An input with two places is here twice."""
 
+    image_size: Mapping[str, int]
+    """The fewest and the most pixels of an image, as in ``Decoder``."""
     images: list[Pixels] = []
     """uint8 (height, width, 3) each."""
     videos: list[Frames] = []
@@ -44,13 +47,22 @@ class Decoder(msgspec.Struct, frozen=True):
 
     images: Qwen2VLImageProcessorPil
     frames: FrameProcessor
+    image_size: Mapping[str, int]
+    """"shortest_edge" and "longest_edge": the fewest and the most pixels of an image."""
     frame_size: Mapping[str, int]
-    """"shortest_edge" and "longest_edge": the fewest and the most pixels of a frame."""
+    """The same of a frame."""
     sample_rate: int
     """The sample rate of sounds, in Hz."""
     longest_s: float
     """The longest recording that the model accepts, in seconds."""
     limits: MediaLimits
+
+    def changed(self, kwargs: MMProcessorKwargs) -> Decoder:
+        """Return the decoder of a request with its own arguments. Raises InvalidRequest."""
+        image_size, frame_size = (_resized(size, kwargs) for size in (self.image_size, self.frame_size))
+        fps = kwargs.fps or self.limits.video_fps
+        limits = msgspec.structs.replace(self.limits, video_fps=fps)
+        return msgspec.structs.replace(self, image_size=image_size, frame_size=frame_size, limits=limits)
 
     def decode(self, places: Sequence[tuple[str, int]], media: Media, use_audio_in_video: bool) -> Decoded:
         """Decode the media of one conversation.
@@ -82,7 +94,7 @@ class _Decoding:
         self._use_audio_in_video = use_audio_in_video
         self._tokens = 0
         self._seconds = 0.0
-        self.decoded = Decoded()
+        self.decoded = Decoded(decoder.image_size)
 
     def add_image(self, index: int, image: Pixels | bytes) -> None:
         if isinstance(image, bytes):
@@ -92,7 +104,7 @@ class _Decoding:
             pixels = image
         processor = self._decoder.images
         factor = processor.patch_size * processor.merge_size
-        height, width = _fitted("image", index, pixels.shape, factor, processor.size)
+        height, width = _fitted("image", index, pixels.shape, factor, self._decoder.image_size)
         self._count("image", height * width // factor**2)
         if height * width < pixels.shape[0] * pixels.shape[1]:  # the processor's first step, one image at a time
             pixels = np.asarray(Image.fromarray(pixels).resize((width, height), processor.resample))
@@ -136,6 +148,15 @@ class _Decoding:
         if self._tokens > self._limits.tokens:
             message = f"the media take at least {self._tokens} tokens; the limit is {self._limits.tokens}"
             raise beyond_context(message, kind)
+
+
+def _resized(size: Mapping[str, int], kwargs: MMProcessorKwargs) -> Mapping[str, int]:
+    """Return the bounds of a picture's pixels, by default ``size``. Raises InvalidRequest."""
+    fewest, most = kwargs.min_pixels or size["shortest_edge"], kwargs.max_pixels or size["longest_edge"]
+    if fewest > most:
+        message = f"mm_processor_kwargs: min_pixels is {fewest}, which is more than max_pixels, {most}"
+        raise InvalidRequest(message, param="mm_processor_kwargs")
+    return {"shortest_edge": fewest, "longest_edge": most}
 
 
 def _fitted(kind: str, index: int, shape: Sequence[int], factor: int, size: Mapping[str, int]) -> tuple[int, int]:

@@ -25,6 +25,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from transformers.video_processing_utils import VideoProcessorMixin
 from transformers.video_utils import VideoMetadata
 
+from omni_actors.stages.autoregressive.options import DEFAULT_TOKENIZATION, TokenizationKwargs
 from omni_actors.stages.base import InvalidRequest
 from omni_actors.stages.checkpoint import whole_config
 from omni_actors.stages.multimodal.conversation import Message, TextPart, with_system_prompt
@@ -32,6 +33,7 @@ from omni_actors.stages.multimodal.decoding import Decoded, Decoder
 from omni_actors.stages.multimodal.frames import FrameProcessor
 from omni_actors.stages.multimodal.limits import MediaLimits
 from omni_actors.stages.multimodal.prompt import Media, OmniPrompt
+from omni_actors.stages.omni.options import DEFAULT_MEDIA, MMProcessorKwargs
 from omni_actors.stages.refusal import beyond_context
 
 NO_TOKEN = -1
@@ -122,35 +124,48 @@ class OmniProcessor:
         self._decoder = Decoder(
             images,
             frames,
+            image_size=images.size,
             frame_size=family.videos_kwargs["size"],
             sample_rate=sound_features.sampling_rate,
             longest_s=longest_s,
             limits=self._limits,
         )
 
-    def __call__(self, prompt: OmniPrompt, *, system_prompt: str = "", use_audio_in_video: bool = False) -> OmniInputs:
+    def __call__(
+        self,
+        prompt: OmniPrompt,
+        *,
+        system_prompt: str = "",
+        use_audio_in_video: bool = False,
+        tokenization: TokenizationKwargs = DEFAULT_TOKENIZATION,
+        media: MMProcessorKwargs = DEFAULT_MEDIA,
+    ) -> OmniInputs:
         """Decode and process a complete prompt.
 
         system_prompt: for a conversation without one. use_audio_in_video: whether videos bring their sound.
+        tokenization, media: the request's own arguments.
         Raises InvalidRequest.
         """
+        decoder = self._decoder.changed(media)
         if prompt.raw:
-            return self._raw(prompt, use_audio_in_video)
+            return self._raw(prompt, decoder, tokenization, use_audio_in_video=use_audio_in_video)
         conversation = with_system_prompt(prompt.messages, system_prompt)
         places = _places(conversation, prompt.media)
         # Each message has at least one token besides those of its text.
         self._check_length(sum(1 + math.ceil(sum(map(len, m.texts)) / self._longest) for m in conversation))
-        decoded = self._decoder.decode(places, prompt.media, use_audio_in_video)
-        return self._with_media(self._tokens(conversation), places, decoded)
+        decoded = decoder.decode(places, prompt.media, use_audio_in_video)
+        return self._with_media(tokenization.cut(self._tokens(conversation)), places, decoded)
 
-    def _raw(self, prompt: OmniPrompt, use_audio_in_video: bool) -> OmniInputs:
+    def _raw(
+        self, prompt: OmniPrompt, decoder: Decoder, tokenization: TokenizationKwargs, *, use_audio_in_video: bool
+    ) -> OmniInputs:
         least = prompt.raw.least_tokens(self._longest)
         self._check_length(least)
         if prompt.raw.is_embedded:
             if prompt.media:
                 raise InvalidRequest("embeds: they are a whole prompt: no media come with them", param="embeds")
             return OmniInputs([NO_TOKEN] * least, {}, use_audio_in_video=False, is_embedded=True)
-        if not (ids := prompt.raw.tokens(self.tokenizer, self._size)):
+        if not (ids := prompt.raw.tokens(self.tokenizer, self._size, tokenization)):
             raise InvalidRequest("the prompt has no tokens", param="prompt")
         counts = dict.fromkeys(self._placeholders, 0)
         places = []
@@ -158,7 +173,7 @@ class OmniProcessor:
             places.append((kind, counts[kind]))
             counts[kind] += 1
         _check_places(places, prompt.media, "placeholder")
-        return self._with_media(ids, places, self._decoder.decode(places, prompt.media, use_audio_in_video))
+        return self._with_media(ids, places, decoder.decode(places, prompt.media, use_audio_in_video))
 
     def _with_media(self, ids: Sequence[int], places: Sequence[tuple[str, int]], decoded: Decoded) -> OmniInputs:
         """Process the media, and put what they take among the ids in place of their placeholders."""
@@ -174,6 +189,7 @@ class OmniProcessor:
         outputs = self._processor(
             text=[self._placeholders[kind] for kind, _ in places],
             images=decoded.images or None,
+            images_kwargs={"size": dict(decoded.image_size)},
             audio=decoded.sounds or None,
             videos=[video.pixels for video in decoded.videos] or None,
             audio_from_video_indices=decoded.video_of_sound if decoded.has_video_sound else None,

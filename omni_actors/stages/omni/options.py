@@ -5,7 +5,10 @@ A thinker is the part of an omni model that reads all input and writes text; its
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
+from msgspec import Meta
 
 from omni_actors.stages.adapters.options import Lora
 from omni_actors.stages.autoregressive.options import TextParams
@@ -23,12 +26,33 @@ from omni_actors.stages.bounds import (
     TopP,
 )
 
+Pixels = Annotated[int, Meta(ge=1, le=2**31 - 1)]
+
+
+class MMProcessorKwargs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The arguments of a processor of media that a client may choose, by transformers' names.
+
+    None means what the checkpoint's processor does.
+    """
+
+    min_pixels: Pixels | None = None
+    """Fewest pixels of an image or a frame, which is enlarged to them."""
+    max_pixels: Pixels | None = None
+    """Most pixels of an image or a frame, which is shrunk to them."""
+    fps: Annotated[float, Meta(gt=0, le=60)] | None = None
+    """Frames that are taken of each second of a video. None: 2."""
+
+
+DEFAULT_MEDIA = MMProcessorKwargs()
+
 
 class ThinkerParams(TextParams, frozen=True, forbid_unknown_fields=True):
     """The request parameters of a thinker."""
 
     use_audio_in_video: bool = False
     """Whether the model also gets the sound of each video."""
+    mm_processor_kwargs: MMProcessorKwargs = MMProcessorKwargs()
+    """How images and videos are prepared for the model."""
 
 
 class TalkerOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -114,8 +114,13 @@ class OmniPromptEngine(PromptEngine[R]):
         return self._read(request, self._processor)
 
     def _read(self, request: R, processor: OmniProcessor) -> Any:
+        params = request.params
         inputs = processor(
-            request.collector, system_prompt=self._system_prompt, use_audio_in_video=request.params.use_audio_in_video
+            request.collector,
+            system_prompt=self._system_prompt,
+            use_audio_in_video=params.use_audio_in_video,
+            tokenization=params.tokenization_kwargs,
+            media=params.mm_processor_kwargs,
         )
         request.ids, request.grids = torch.tensor(inputs.ids), position_grids(inputs.tensors)
         request.is_media = is_media(request.ids, self._config)

@@ -10,7 +10,7 @@ from msgspec import Meta
 from omni_actors.stages.autoregressive.options import TextParams
 from omni_actors.stages.bounds import Settings, StopString, TokenId
 from omni_actors.stages.llm.options import Tools
-from omni_actors.stages.omni.options import TalkerOptions
+from omni_actors.stages.omni.options import MMProcessorKwargs, TalkerOptions
 
 
 class VLLMOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -75,3 +75,5 @@ class VLLMThinkerParams(VLLMSampling, frozen=True, forbid_unknown_fields=True):
 
     use_audio_in_video: bool = False
     """Whether the model also gets the sound of each video."""
+    mm_processor_kwargs: MMProcessorKwargs = MMProcessorKwargs()
+    """How images and videos are prepared for the model."""

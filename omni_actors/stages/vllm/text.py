@@ -42,8 +42,9 @@ class TextEngine(VLLMEngine[VLLMRequest[Prompt]]):
 
     def _encode(self, request: VLLMRequest[Prompt]) -> Any:
         if not request.collector.raw.is_embedded:
+            tools, kwargs = request.params.tools, request.params.tokenization_kwargs
             ids = request.collector.encode(
-                self._vocabulary, self._options.system_prompt, self._context, request.params.tools
+                self._vocabulary, self._options.system_prompt, self._context, tools=tools, kwargs=kwargs
             )
             request.prompt_tokens = len(ids)
             return tokens_input(ids)

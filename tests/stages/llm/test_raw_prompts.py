@@ -149,3 +149,32 @@ def test_results_of_hostile_embeddings_fail_their_own_request(driver: Driver) ->
         results.step(driver.engine)  # type: ignore[arg-type]
     assert 0 in results.failed or 0 in results.ends
     driver.live.discard(0)
+
+
+def test_a_prompt_is_cut_where_the_client_asks_for_it(driver: Driver, tiny: Path) -> None:
+    tokens, _ = expected(tiny, 1)
+    for side, kept in (("left", tokens[-9:]), ("right", tokens[:9])):
+        kwargs = {"truncation": True, "max_length": 9, "truncation_side": side}
+        cut = answer(driver, raw_chunk(tiny, "prompt", tokens), tokenization_kwargs=kwargs, max_tokens=5)
+        assert cut == answer(driver, raw_chunk(tiny, "prompt_token_ids", kept), max_tokens=5)
+        whole = answer(driver, (user(TEXT), {}), tokenization_kwargs={**kwargs, "max_length": 90}, max_tokens=5)
+        assert whole == answer(driver, (user(TEXT), {}), max_tokens=5)
+        assert answer(driver, (user(TEXT), {}), tokenization_kwargs=kwargs)[-1].data["prompt_tokens"] == 9
+
+
+def test_the_tokenizers_own_special_tokens_may_be_left_out(
+    engine: LLMEngine, driver: Driver, tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer, tokens = engine._vocabulary.tokenizer, expected(tiny, 1)[0]
+
+    class WithBegin:
+        def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+            return [tokens[0]] * add_special_tokens + tokenizer.encode(text, add_special_tokens=False)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(tokenizer, name)
+
+    monkeypatch.setattr(engine._vocabulary, "tokenizer", WithBegin())
+    for added in (True, False):
+        outputs = answer(driver, ({"prompt": TEXT}, {}), tokenization_kwargs={"add_special_tokens": added})
+        assert outputs[-1].data["prompt_tokens"] == len(tokens) + added

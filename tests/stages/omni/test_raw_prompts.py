@@ -95,9 +95,9 @@ def test_an_answer_to_embeddings_is_the_answer_to_their_tokens_wherever_it_is_re
         assert tuple(output.decisions for output in found) == journal
 
 
-def refuse(driver: Driver, asked: list[tuple[dict[str, Any], dict[str, Any]]]) -> None:
+def refuse(driver: Driver, asked: list[tuple[dict[str, Any], dict[str, Any]]], **params: Any) -> None:
     """Raise the refusal of a prompt. One with media is read in a step."""
-    [output] = answer(driver, asked)
+    [output] = answer(driver, asked, **params)
     raise output.error
 
 
@@ -139,3 +139,30 @@ def test_hostile_token_ids_end_no_engine(engine: Any, driver: Driver, lenient_ch
         driver.feed(number, *chunk, last=True)
         answered += not any(isinstance(output, StageFailure) for output in driver.run()[number])
     assert 0 < answered < 40
+
+
+def test_a_request_may_choose_the_size_of_pictures_and_the_rate_of_frames(engine: Any, driver: Driver) -> None:
+    def prompt_tokens(ask: Ask, **params: Any) -> int:
+        tokens: int = answer(driver, ask.chunks, max_tokens=1, **params)[-1].data["prompt_tokens"]
+        return tokens
+
+    image, video, text = Ask("a", image=((112, 112),)), Ask("a", video=8), Ask("a")
+    usual = prompt_tokens(image)
+    smaller, larger = {"min_pixels": 1, "max_pixels": 56 * 56}, {"min_pixels": 168 * 168, "max_pixels": 2**20}
+    assert prompt_tokens(text) < prompt_tokens(image, mm_processor_kwargs=smaller) < usual
+    assert prompt_tokens(image, mm_processor_kwargs=larger) > usual
+    assert prompt_tokens(image) == usual, "it was for one request"
+    assert prompt_tokens(text, mm_processor_kwargs=smaller) == prompt_tokens(text)
+    assert prompt_tokens(video, mm_processor_kwargs={"fps": 1}) < prompt_tokens(video)
+    with pytest.raises(InvalidRequest, match="more than max_pixels"):
+        refuse(driver, text.chunks, mm_processor_kwargs={"min_pixels": 9, "max_pixels": 8})
+    with pytest.raises(InvalidRequest, match="limit"):
+        refuse(driver, image.chunks, mm_processor_kwargs={"min_pixels": 2**30, "max_pixels": 2**30})
+
+
+def test_a_cut_prompt_is_answered_or_refused(engine: Any, driver: Driver) -> None:
+    kwargs = {"truncation": True, "max_length": 6, "truncation_side": "left"}
+    outputs = answer(driver, Ask(STORY).chunks, downstream=False, tokenization_kwargs=kwargs)
+    assert outputs[-1].data["prompt_tokens"] == 6
+    with pytest.raises(InvalidRequest, match="leaves out"):
+        refuse(driver, SHOWN.chunks, tokenization_kwargs=kwargs)
