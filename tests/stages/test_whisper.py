@@ -91,6 +91,26 @@ def test_a_long_recording_does_not_delay_a_short_one(driver: Any, speak: Speak) 
     assert last[1].data["duration_s"] == pytest.approx(len(long) / 24000, abs=0.01)
 
 
+@pytest.mark.slow
+def test_a_long_recording_is_transcribed_while_it_arrives(driver: Any, speak: Speak) -> None:
+    long = np.concatenate([speak(PARIS), speak(SHIPS)] * 8)
+    # Digital silence is more sensitive to the loudest sound, which is not known yet, than any recording is.
+    long += 1e-3 * np.random.default_rng(0).standard_normal(len(long)).astype(np.float32)
+    driver.start(1)
+    driver.feed(1, at(24000), {"audio": long}, last=True)
+    whole = "".join(output.data["text"] for output in driver.run()[1])
+    driver.start(2)
+    outputs = []
+    for piece in np.array_split(long, 50):
+        driver.feed(2, at(24000), {"audio": piece})
+        outputs += driver.run().get(2, [])
+    assert len(outputs) > 1
+    driver.feed(2, last=True)
+    outputs += driver.run()[2]
+    assert "".join(output.data["text"] for output in outputs) == whole
+    assert outputs[-1].data["duration_s"] == pytest.approx(len(long) / 24000, abs=0.01)
+
+
 def test_silence_gives_no_words(driver: Any) -> None:
     driver.start(1)
     driver.feed(1, at(16000), {"audio": np.zeros(16000, np.float32)}, last=True)

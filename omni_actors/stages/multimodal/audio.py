@@ -26,16 +26,23 @@ _LOUDEST = 2.0**31
 
 
 class Recording(msgspec.Struct):
-    """index: its number in the request. sample_rate: in Hz. pieces: float32 (n,) each."""
+    """index: its number in the request. sample_rate: in Hz. pieces: float32 (n,) each. taken: samples before them."""
 
     index: int
     sample_rate: int
     pieces: list[Floats]
+    taken: int = 0
 
     @property
     def duration_s(self) -> float:
-        """Seconds of the pieces together."""
-        return sum(map(len, self.pieces)) / self.sample_rate
+        """Seconds of all pieces together, also of those that were taken."""
+        return (self.taken + sum(map(len, self.pieces))) / self.sample_rate
+
+    def take_pieces(self) -> list[Floats]:
+        """Return the pieces that have arrived since the last call, and keep them no longer."""
+        pieces, self.pieces = self.pieces, []
+        self.taken += sum(map(len, pieces))
+        return pieces
 
     def resampled(self, sample_rate: int) -> Floats:
         """Return the whole recording at ``sample_rate`` Hz: float32 (n,)."""
@@ -82,6 +89,11 @@ class Recordings:
             raise audio_refusal(f"recording {recording.index} is too short: {recording.duration_s:.3f} s", "too_short")
         self._complete.append(recording)
         self.duration_s += recording.duration_s
+
+    @property
+    def arriving(self) -> Recording | None:
+        """The recording that is not complete yet, if there is one."""
+        return self._arriving
 
     def take_complete(self) -> list[Recording]:
         """Return the complete recordings, and keep them no longer."""

@@ -8,30 +8,28 @@ text and ``duration_s``, the seconds of all recordings together.
 Rules
 1. A step gives one segment (a phrase) of one request. Requests take turns, so a long recording does not delay a short
    one.
-2. Decoding is greedy or a beam search, never sampled, so the same audio always gives the same text.
-3. A recording is transcribed once it is complete: the model's window is 30 s.
+2. Decoding is greedy or a beam search, never sampled, so the same pieces of audio always give the same text.
+3. A recording that arrives in pieces is transcribed meanwhile, in windows of 30 s (see ``windows``).
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
 
 from omni_actors.stages import base
 from omni_actors.stages.engine import PausableEngine
-from omni_actors.stages.multimodal.audio import Floats, Recording, Recordings, audio_refusal
+from omni_actors.stages.multimodal.audio import Recording, Recordings, audio_refusal
 from omni_actors.stages.refusal import request_work, validated
 from omni_actors.stages.sources import OpenSources
 from omni_actors.stages.whisper.options import WhisperOptions, WhisperParams
 
 if TYPE_CHECKING:
-    from faster_whisper.transcribe import Segment
-
-SAMPLE_RATE = 16000
+    from omni_actors.stages.whisper.windows import Transcription
 
 
 class _Request:
@@ -39,16 +37,14 @@ class _Request:
         self.open = OpenSources(request.sources)
         self.language = validated(request.params, WhisperParams).language
         self.recordings = Recordings()
-        self.complete: deque[Recording] = deque()
-        self.segments: Iterator[Segment] | None = None
+        self.transcriptions: deque[Transcription] = deque()
+        """Of the recordings that have begun to arrive; the first one is the next."""
         self.index = 0
         self.paused = False
-        self.at_recording_start = False
-        """Whether the current recording has given no text yet."""
 
     @property
     def ready(self) -> bool:
-        return not self.paused and (bool(self.segments or self.complete) or not self.open)
+        return not self.paused and bool(self.transcriptions) and self.transcriptions[0].ready
 
 
 class WhisperEngine(PausableEngine[_Request]):
@@ -62,9 +58,9 @@ class WhisperEngine(PausableEngine[_Request]):
         if not (directory / "tokenizer.json").is_file():
             raise FileNotFoundError(f"{directory} has no tokenizer.json")
         context.report("loading the speech recognizer")
-        from faster_whisper import WhisperModel
+        from omni_actors.stages.whisper.windows import SAMPLE_RATE, Recognizer
 
-        self._model = WhisperModel(
+        self._model = Recognizer(
             str(directory),
             device="cpu",
             compute_type=options.compute_type,
@@ -73,7 +69,8 @@ class WhisperEngine(PausableEngine[_Request]):
         )
         self._beam_size = options.beam_size
         context.report("warming up")
-        list(self._segments(np.zeros(SAMPLE_RATE, np.float32), "en"))
+        segments, _ = self._model.transcribe(np.zeros(SAMPLE_RATE, np.float32), **self._decoding("en"))
+        list(segments)
 
     def _new_request(self, request: base.StageRequest) -> _Request:
         new = _Request(request)
@@ -91,28 +88,46 @@ class WhisperEngine(PausableEngine[_Request]):
             request.recordings.end_recording()
             if not request.recordings.duration_s:
                 raise audio_refusal("there is no audio")
-        request.complete += request.recordings.take_complete()
+        with request_work("audio"):
+            self._transcribe_arrived(request)
+
+    def _transcribe_arrived(self, request: _Request) -> None:
+        """Pass on the sound that has arrived."""
+        for recording in request.recordings.take_complete():
+            self._transcription(request, recording).complete(recording)
+        if (arriving := request.recordings.arriving) is not None:
+            self._transcription(request, arriving).take(arriving)
+
+    def _transcription(self, request: _Request, recording: Recording) -> Transcription:
+        from omni_actors.stages.whisper.windows import Transcription
+
+        if not request.transcriptions or request.transcriptions[-1].index != recording.index:
+            options = self._decoding(request.language)
+            request.transcriptions.append(Transcription(self._model, recording.index, options))
+        return request.transcriptions[-1]
 
     def step(self) -> Iterator[base.StageOutput | base.StageFailure]:
         """Transcribe the next segment of the request that has waited longest."""
         request_id = next(request_id for request_id, request in self._requests.items() if request.ready)
         request = self._requests.pop(request_id)
+        current = request.transcriptions[0]
+        request.index = current.index
         try:
             with request_work("audio"):
-                segment = self._next_segment(request)
+                segment = current.next_segment()
         except base.InvalidRequest as error:
             yield base.StageFailure(request_id, error)
             return
-        if segment is None:
-            request.segments = None
-        if segment is None and not request.complete and not request.open:
+        if current.done:
+            request.transcriptions.popleft()
+        if segment is None and not request.transcriptions and not request.open:
             data = {"text": "", "index": request.index, "duration_s": request.recordings.duration_s}
             yield base.StageOutput(request_id, data=data, last=True)
             return
         self._requests[request_id] = request  # at the end of the queue
         if segment is not None:
-            text = segment.text.lstrip() if request.at_recording_start else segment.text
-            request.at_recording_start = False
+            text = segment.text.lstrip() if current.at_start else segment.text
+            current.at_start = False
             yield base.StageOutput(request_id, data={"text": text, "index": request.index})
 
     def close(self) -> None:
@@ -120,21 +135,11 @@ class WhisperEngine(PausableEngine[_Request]):
         self._model.model.unload_model()
         del self._model
 
-    def _next_segment(self, request: _Request) -> Segment | None:
-        """Return the next segment, or None at the end of a recording."""
-        if request.segments is None and request.complete:
-            recording = request.complete.popleft()
-            request.index, request.at_recording_start = recording.index, True
-            request.segments = self._segments(recording.resampled(SAMPLE_RATE), request.language)
-        return next(request.segments, None) if request.segments else None
-
-    def _segments(self, audio: Floats, language: str | None) -> Iterator[Segment]:
-        """Transcribe audio at 16 kHz, lazily: reading a segment decodes it. language None: the model detects it."""
-        segments, _ = self._model.transcribe(
-            audio,
-            language=language,
-            beam_size=self._beam_size,
-            temperature=0.0,  # one value only: faster-whisper then never retries by sampling
-            condition_on_previous_text=False,
-        )
-        return iter(segments)
+    def _decoding(self, language: str | None) -> dict[str, Any]:
+        """Return the options of a transcription. language None: the model detects it."""
+        return {
+            "language": language,
+            "beam_size": self._beam_size,
+            "temperature": 0.0,  # one value only: faster-whisper then never retries by sampling
+            "condition_on_previous_text": False,
+        }

@@ -1,0 +1,186 @@
+"""The transcription of one recording, window by window, while the rest of it arrives.
+
+faster-whisper decodes a long recording in windows of 30 s; where a window begins depends on the timestamps that were
+decoded in the one before. It needs all features at once. This module gives it the features of one window at a time.
+
+Rules
+1. A window is decoded when all of its sound has arrived, or the recording is complete.
+2. The outputs depend on the pieces of the recording and not on when they arrive. So a recording begins when it is
+   complete or its second piece is there.
+3. A recording of one piece gives the text that faster-whisper gives for it. With several pieces, the floor of the
+   features, 80 dB below the loudest sound, is that of the sound up to the window's end: louder sound may follow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import chain, islice
+from typing import Any, TypeAlias
+
+import numpy as np
+from faster_whisper import WhisperModel
+from faster_whisper.feature_extractor import FeatureExtractor
+from faster_whisper.transcribe import Segment
+
+from omni_actors.stages.multimodal.audio import Floats, Recording
+
+SAMPLE_RATE = 16000
+_Features: TypeAlias = "np.ndarray[Any, np.dtype[np.float32]]"
+"""(mel bands, frames); 100 frames a second."""
+
+_HOP = 160
+"""Samples for each frame."""
+_WINDOW = 3000
+"""Frames of a window."""
+_BEFORE, _AFTER = 2, 3
+"""Frames before and after a window that its own frames overlap."""
+_FLOOR = 2.0
+"""80 dB in the unit of the features."""
+
+
+class _Extractor(FeatureExtractor):  # type: ignore[misc]
+    """A feature extractor that returns features as they are."""
+
+    def __call__(self, waveform: Floats, padding: int = _HOP, chunk_length: int | None = None) -> _Features:
+        features: _Features = waveform if waveform.ndim == 2 else super().__call__(waveform, padding, chunk_length)
+        return features
+
+
+class Recognizer(WhisperModel):  # type: ignore[misc]
+    """A Whisper model that decodes single windows."""
+
+    _split = WhisperModel._split_segments_by_timestamps
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.feature_extractor = _Extractor(**self.feat_kwargs)
+        self._advance = 0
+
+    def decode(self, features: _Features, **options: Any) -> tuple[Iterator[Segment], int, str]:
+        """Decode one window.
+
+        features: of n + 1 frames, of which the first n are decoded. options: of ``transcribe``.
+        Returns the segments, of which the text is not joined yet; how many frames later the next window begins; and the
+        language.
+        """
+        segments, info = self.transcribe(features, **options)
+        self._advance = features.shape[1] - 1
+        first = list(islice(segments, 1))
+        return chain(first, segments), self._advance, info.language
+
+    def _split_segments_by_timestamps(self, *args: Any, **kwargs: Any) -> Any:
+        """Called by faster-whisper once for each window. It decodes no other one behind it."""
+        segments, seek, is_single = self._split(*args, **kwargs)
+        end = self._advance
+        self._advance = seek or end  # a window without progress would be decoded again and again
+        return segments, end, is_single
+
+
+class Transcription:
+    """The transcription of one recording. options: of ``WhisperModel.transcribe``, with the language."""
+
+    def __init__(self, model: Recognizer, index: int, options: dict[str, Any]) -> None:
+        self.index = index
+        self._model, self._options = model, options
+        self._first: Floats | None = None
+        """The first piece."""
+        self._has_several = False
+        """Whether the second one has arrived."""
+        self._resampler: Any = None
+        self._pieces: list[Floats] = []
+        """Sound at ``SAMPLE_RATE`` from sample ``_begin`` on."""
+        self._begin = self._end = 0
+        self._whole: _Features | None = None
+        """The features of the whole recording, if it had one piece."""
+        self._complete = False
+        self._seek = 0
+        """The frame at which the next window begins."""
+        self._loudest = -np.inf
+        """The largest feature so far."""
+        self._segments: Iterator[Segment] | None = None
+        self.at_start = True
+        """Whether it has given no text yet."""
+
+    def take(self, recording: Recording) -> None:
+        """Take the pieces of a recording that have arrived since the last call."""
+        for piece in recording.take_pieces():
+            if self._has_several:
+                self._append(piece, recording.sample_rate)
+            elif self._first is None:
+                self._first = piece
+            else:
+                self._has_several = True
+                self._append(self._first, recording.sample_rate)
+                self._append(piece, recording.sample_rate)
+
+    def complete(self, recording: Recording) -> None:
+        """Take what is left of a recording, which is complete now."""
+        self.take(recording)
+        self._complete = True
+        if not self._has_several:
+            assert self._first is not None, "a recording has sound"
+            whole = Recording(self.index, recording.sample_rate, [self._first]).resampled(SAMPLE_RATE)
+            self._end = len(whole)
+            self._whole = self._model.feature_extractor(whole)
+        elif self._resampler is not None:
+            self._add(self._resampler.resample_chunk(np.zeros(0, np.float32), last=True))
+
+    @property
+    def ready(self) -> bool:
+        """Whether ``next_segment`` has something to do."""
+        due = (self._seek + _WINDOW + _AFTER) * _HOP
+        return self._segments is not None or self._complete or self._end >= due
+
+    @property
+    def done(self) -> bool:
+        """Whether the whole recording was transcribed, and all segments were returned."""
+        return self._segments is None and self._complete and self._seek >= self._end // _HOP
+
+    def next_segment(self) -> Segment | None:
+        """Return the next segment; decode a window if necessary. None: the window has no more."""
+        if self._segments is None:
+            frames = min(_WINDOW, self._end // _HOP - self._seek)
+            if frames <= 0:
+                return None
+            self._segments, advance, language = self._model.decode(self._features(frames), **self._options)
+            self._options["language"] = language
+            self._seek += advance
+            self._forget_sound()
+        segment = next(self._segments, None)
+        if segment is None:
+            self._segments = None
+        return segment
+
+    def _features(self, frames: int) -> _Features:
+        """Return the features of the next window: ``frames`` frames, and the one behind them."""
+        end = self._seek + frames + 1
+        if self._whole is not None:
+            return self._whole[:, self._seek : end]
+        first = max(0, self._seek - _BEFORE)
+        sound = np.concatenate(self._pieces)
+        until = (self._seek + _WINDOW + _AFTER) * _HOP - self._begin
+        found: _Features = self._model.feature_extractor(sound[first * _HOP - self._begin : until])
+        found = found[:, self._seek - first : end - first]
+        self._loudest = max(self._loudest, float(found.max()))
+        return np.maximum(found, np.float32(self._loudest - _FLOOR))
+
+    def _append(self, piece: Floats, sample_rate: int) -> None:
+        if sample_rate == SAMPLE_RATE:
+            self._add(piece)
+            return
+        if self._resampler is None:
+            import soxr
+
+            self._resampler = soxr.ResampleStream(sample_rate, SAMPLE_RATE, 1, dtype="float32")
+        self._add(self._resampler.resample_chunk(piece))
+
+    def _add(self, sound: Floats) -> None:
+        if len(sound):
+            self._pieces.append(sound)
+            self._end += len(sound)
+
+    def _forget_sound(self) -> None:
+        """Drop the sound before the next window."""
+        kept = max(0, self._seek - _BEFORE) * _HOP
+        while self._pieces and self._begin + len(self._pieces[0]) <= kept:
+            self._begin += len(self._pieces.pop(0))

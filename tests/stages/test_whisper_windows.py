@@ -1,0 +1,93 @@
+"""The windows of a recording that arrives in pieces, without a model that decodes them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from omni_actors.stages.multimodal.audio import Recording
+from tests.support.closeness import assert_close
+
+pytestmark = pytest.mark.voice
+
+
+class Model:
+    """Computes features as faster-whisper does, and "decodes" windows that begin ``advances`` frames apart."""
+
+    def __init__(self, advances: Sequence[int]) -> None:
+        from omni_actors.stages.whisper.windows import _Extractor
+
+        self.feature_extractor = _Extractor()
+        self.windows: list[np.ndarray[Any, Any]] = []
+        self._advances = itertools.cycle(advances)
+
+    def decode(self, features: np.ndarray[Any, Any], **_: Any) -> tuple[Iterator[str], int, str]:
+        self.windows.append(features)
+        return iter(["one", "two"]), min(next(self._advances), features.shape[1] - 1), "en"
+
+
+def transcribe(pieces: Sequence[np.ndarray[Any, Any]], rate: int, advances: Sequence[int]) -> tuple[Any, int]:
+    """Return the features of the windows, and how many windows were there before the recording was complete."""
+    from omni_actors.stages.whisper.windows import Transcription
+
+    model: Any = Model(advances)
+    transcription = Transcription(model, 0, {"language": None})
+    recording = Recording(0, rate, [])
+    for piece in pieces:
+        recording.pieces.append(piece)
+        transcription.take(recording)
+        while transcription.ready:
+            transcription.next_segment()
+        assert sum(map(len, transcription._pieces)) < 16000 * 32
+    early = len(model.windows)
+    assert not transcription.done
+    transcription.complete(recording)
+    while not transcription.done:
+        assert transcription.ready
+        transcription.next_segment()
+    return model.windows, early
+
+
+@pytest.mark.parametrize("rate", [16000, 24000])
+@pytest.mark.parametrize("advances", [(2870, 3000, 2412), (3000,), (1,) * 3 + (2999,)], ids=str)
+def test_the_windows_of_pieces_are_those_of_the_whole(rate: int, advances: Sequence[int]) -> None:
+    sound = np.random.default_rng(0).standard_normal(rate * 70 + 123).astype(np.float32) * 0.1
+    whole, none_early = transcribe([sound], rate, advances)
+    assert none_early == 0
+    windows, early = transcribe(np.array_split(sound, 300), rate, advances)
+    assert early >= 2
+    assert len(windows) == len(whole)
+    for found, expected in zip(windows, whole, strict=True):
+        assert_close(found, expected)
+
+
+def test_windows_do_not_depend_on_when_pieces_arrive() -> None:
+    sound = np.random.default_rng(0).standard_normal(16000 * 65).astype(np.float32) * np.linspace(0, 1, 16000 * 65)
+    pieces = np.array_split(sound.astype(np.float32), 40)
+    stepwise, _ = transcribe(pieces, 16000, (2870,))
+
+    from omni_actors.stages.whisper.windows import Transcription
+
+    model: Any = Model((2870,))
+    transcription, recording = Transcription(model, 0, {"language": None}), Recording(0, 16000, pieces)
+    transcription.complete(recording)
+    while not transcription.done:
+        transcription.next_segment()
+    for found, expected in zip(model.windows, stepwise, strict=True):
+        np.testing.assert_array_equal(found, expected)
+
+
+def test_a_recording_begins_with_its_second_piece() -> None:
+    from omni_actors.stages.whisper.windows import Transcription
+
+    model: Any = Model((3000,))
+    transcription = Transcription(model, 0, {"language": None})
+    minute = np.zeros(16000 * 60, np.float32)
+    transcription.take(Recording(0, 16000, [minute]))
+    assert not transcription.ready  # it may be the whole recording
+    transcription.take(Recording(0, 16000, [minute[:160]]))
+    assert transcription.ready
