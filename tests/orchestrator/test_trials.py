@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from omni_actors.config import Limits
 from omni_actors.errors import WorkerExit
 from omni_actors.orchestrator.pieces import Input
 from omni_actors.orchestrator.request import Request
@@ -24,6 +25,7 @@ from omni_actors.orchestrator.trials import (
     died_by_itself,
 )
 from omni_actors.protocol.messages import CLIENT, Address
+from omni_actors.stress.judge import max_deaths_by_one_request
 
 STAGE = "s"
 WORKER = Address(STAGE, 0)
@@ -259,6 +261,30 @@ def test_a_group_waits_for_an_unused_replica_since_the_reload() -> None:
     assert trials.next(STAGE, 60.0, is_unused=False, others_wait=True) is None
     assert trials.next_time(60.0) == 60.0 + GROUP_WAIT_S
     assert trials.next(STAGE, 60.0 + GROUP_WAIT_S, is_unused=False, others_wait=True) is not None
+
+
+def test_a_trial_beside_another_request_costs_one_more_death() -> None:
+    """The bound of the fault harness has a term for it (``stress.judge.max_deaths_by_one_request``)."""
+    culprit, *others, late = (request(number) for number in range(5))
+    stage = Stage({culprit})
+    trials = stage.trials
+    stage.die([culprit, *others])
+    half = trials.next(STAGE, 0.0, is_unused=True, others_wait=False)
+    assert half is trials.group_of[culprit]
+    trials.begin(half, WORKER, 0.0)
+    stage.die(half.candidates)
+    for each in others[1:]:
+        trials.clear(each)
+    quarter = trials.next(STAGE, GROUP_WAIT_S, is_unused=False, others_wait=True)
+    assert quarter is not None
+    assert quarter.candidates == [culprit]
+    trials.begin(quarter, WORKER, GROUP_WAIT_S, alone=False)
+    stage.die([culprit, late])
+    assert stage.ended == [], "either of them may have ended the worker"
+    stage.run()
+    assert (stage.ended, late in stage.done) == ([culprit], True)
+    limits = Limits(max_requests=4, replays=stage.limit)
+    assert stage.deaths == max_deaths_by_one_request(limits, "replay") == 4
 
 
 def test_when_the_tried_request_leaves_another_one_of_its_unit_is_tried() -> None:
