@@ -133,6 +133,9 @@ class AsyncOmni(Face):
     get_supported_tasks = _waiting(OmniSystem.get_supported_tasks)
     do_log_stats = _waiting(OmniSystem.do_log_stats)
     shutdown = _waiting(OmniSystem.shutdown)
+    start_weight_update = _waiting(OmniSystem.start_weight_update)
+    update_weights = _waiting(OmniSystem.update_weights)
+    finish_weight_update = _waiting(OmniSystem.finish_weight_update)
 
     async def _wait(self, work: Callable[[OmniSystem], Awaitable[T]]) -> T:
         return await asyncio.wrap_future(self.background.start(work))

@@ -156,6 +156,9 @@ class Omni(Face):
     get_supported_tasks = _waiting(OmniSystem.get_supported_tasks)
     do_log_stats = _waiting(OmniSystem.do_log_stats)
     shutdown = _waiting(OmniSystem.shutdown)
+    start_weight_update = _waiting(OmniSystem.start_weight_update)
+    update_weights = _waiting(OmniSystem.update_weights)
+    finish_weight_update = _waiting(OmniSystem.finish_weight_update)
 
     def _wait(self, work: Callable[[OmniSystem], Awaitable[T]]) -> T:
         future = self.background.start(work)

@@ -14,6 +14,7 @@ NOT_COMMON = {
     "reset_prefix_cache": "the engine has no cache of prompt prefixes",
     "reset_mm_cache": "the engine keeps no processed media",
     "reset_encoder_cache": "the engine keeps no encoded media",
+    "update_weights": "the engine loads its weights at the start only",
     "sleep": "the engine cannot move its weights to host memory; level 2 frees them",
 }
 """Why an engine does not have these capabilities, unless a subclass has them."""

@@ -151,3 +151,8 @@ class DesiredState:
         if arguments is not None and size > LARGEST_DESIRED:
             raise InvalidRequest(f"{capability}: the desired state of stage {stage!r} exceeds {LARGEST_DESIRED} bytes")
         self._parts[stage] = parts
+
+    def keep_only(self, stage: str, capability: str, key: str) -> None:
+        """Remove the parts of a capability that have another key, because this one replaces them all."""
+        parts = self._parts.get(stage, {})
+        self._parts[stage] = {name: part for name, part in parts.items() if name[0] != capability or name[1] == key}

@@ -29,6 +29,7 @@ from omni_actors.system.loras import LoraControl, LoraTable
 from omni_actors.system.requests import Requests
 from omni_actors.system.sleep import SleepControl
 from omni_actors.system.texts import TextControl
+from omni_actors.system.weights import WeightControl
 
 if TYPE_CHECKING:
     from opentelemetry.trace import TracerProvider  # of the extra "tracing"
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     from omni_actors.system.tracing import Tracing
 
 
-class OmniSystem(Requests, TextControl, LoraControl, SleepControl, Information):
+class OmniSystem(Requests, TextControl, LoraControl, SleepControl, WeightControl, Information):
     """A running pipeline. ``OmniSystem.open`` starts one.
 
     >>> async def main():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +28,14 @@ class WorkerCalls:
 
     def __init__(self, stage: str, requests: Callable[[], int]) -> None:
         self._stage, self._requests = stage, requests
+        self.weights_version: str | None = None
+        """The version of the engine's weights; None: those that it has loaded at its start."""
         self.frozen = False
         """Whether the loop makes no steps. It receives, and answers, as always."""
+
+    def with_version(self, data: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the data of an output and, if the engine's weights were replaced, their version."""
+        return {**data} if self.weights_version is None else {**data, "weights_version": self.weights_version}
 
     def answer(self, engine: StageEngine, call: Call) -> Answer:
         """Carry a call out and return the answer. Raises what the engine raises, other than ``InvalidRequest``."""
@@ -59,7 +65,10 @@ class WorkerCalls:
     def _call(self, engine: StageEngine, call: Call | Desired) -> Any:
         if (own := _OWN.get(call.capability)) is not None:
             return own(self, engine, **call.arguments)
-        return self._supporting(engine, call.capability).call(call.capability, call.arguments)
+        value = self._supporting(engine, call.capability).call(call.capability, call.arguments)
+        if call.capability == "update_weights":
+            self.weights_version = call.arguments.get("version")
+        return value
 
     def _supporting(self, engine: StageEngine, capability: str) -> Controllable:
         """Return the engine, if it has the capability. Raises Unsupported."""

@@ -322,7 +322,7 @@ class EngineLoop:
             source=self._address.stage,
             seq=active.seq,
             last=output.last,
-            data=dict(output.data),
+            data=self.calls.with_version(output.data),
             decisions=tuple(output.decisions) if self._resumable else None,
             upstream=active.pass_on(),
         )

@@ -21,14 +21,19 @@ import torch
 from torch import Tensor, nn
 
 
-class _PackedLinear(nn.Module):
+class PackedLinear(nn.Module):
     """A linear layer on packed weights."""
 
     def __init__(self, linear: nn.Linear, rows: int) -> None:
         super().__init__()
-        self.weight = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), rows)
+        self._rows, self.dtype = rows, linear.weight.dtype
+        self.pack(linear.weight.detach())
         self.bias = linear.bias
         self.in_features, self.out_features = linear.in_features, linear.out_features
+
+    def pack(self, weight: Tensor) -> None:
+        """Take a weight, (out, in), of the layer's dtype."""
+        self.weight = torch.ops.mkldnn._reorder_linear_weight(weight, self._rows)
 
     def forward(self, states: Tensor) -> Tensor:
         result: Tensor = torch.ops.mkldnn._linear_pointwise(states, self.weight, self.bias, "none", [], "")
@@ -44,7 +49,7 @@ def pack_linears(model: nn.Module, rows: int) -> bool:
     for name, module in list(model.named_modules()):
         if type(module) is nn.Linear and _can_pack(module.weight):
             parent, _, child = name.rpartition(".")
-            setattr(model.get_submodule(parent), child, _PackedLinear(module, rows))
+            setattr(model.get_submodule(parent), child, PackedLinear(module, rows))
             packed = True
     return packed
 

@@ -9,7 +9,7 @@ of the hidden states of all positions, or that of the last one.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import msgspec
@@ -27,6 +27,7 @@ from omni_actors.stages.autoregressive.packed import pack_linears
 from omni_actors.stages.autoregressive.sampling import not_finite
 from omni_actors.stages.autoregressive.scheduler import Scheduler
 from omni_actors.stages.autoregressive.text import Vocabulary
+from omni_actors.stages.autoregressive.weights import replace_weights
 from omni_actors.stages.base import InvalidRequest, StageContext, StageFailure, StageOutput, StageRequest
 from omni_actors.stages.llm import tokenizing
 from omni_actors.stages.llm.options import LLMParams
@@ -55,6 +56,7 @@ class LLMEngine(LanguageEngine[LLMRequest]):
         batch = Scheduler[LLMRequest](self._cache, options.max_batch, options.prefill_chunk)
         vocabulary = Vocabulary(tokenizer, model.generation_config.eos_token_id)
         super().__init__(batch, vocabulary, options.context, BatchedAdapters(model, part="", idle=options.idle_loras))
+        self._capabilities["update_weights"] = self._update_weights
         self._capabilities |= tokenizing.capabilities(vocabulary, self._system_prompt, self._context)
 
     def _new_request(self, request: StageRequest) -> LLMRequest:
@@ -126,6 +128,15 @@ class LLMEngine(LanguageEngine[LLMRequest]):
             taken, request.embeds = request.embeds[:count], request.embeds[count:]
             return {"inputs_embeds": taken[None].to(device)}
         return {"input_ids": torch.tensor([request.take(count) for request in requests], device=device)}
+
+    def _update_weights(self, files: Mapping[str, tuple[int, int]], version: str | None) -> dict[str, Any]:
+        if self._requests:
+            raise InvalidRequest("requests are running, and would be computed with two versions", code="busy")
+        done = replace_weights(self._model, files)
+        reset = self._capabilities.get("reset_prefix_cache")
+        if callable(reset):
+            reset()
+        return done
 
     def close(self) -> None:
         super().close()

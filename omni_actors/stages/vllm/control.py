@@ -19,6 +19,7 @@ def capabilities(llm: Any) -> dict[str, Callable[..., Any] | str]:
         "reset_mm_cache": llm.reset_mm_cache,
         "reset_encoder_cache": llm.reset_encoder_cache,
         "reset_prefix_cache": "engine_args.enable_prefix_caching is false",
+        "update_weights": "vLLM reloads weights itself: collective_rpc('reload_weights')",
         "sleep": _why_no_sleep(llm) or partial(_sleep, llm),
         "wake_up": _why_no_sleep(llm) or llm.wake_up,
     }

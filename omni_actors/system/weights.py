@@ -1,0 +1,123 @@
+"""New weights for stages that serve.
+
+Rules
+1. No request is computed with two versions: the requests of a stage end, or are aborted, before its weights change,
+   and later ones wait until it has the new ones.
+2. The new weights are a part of the desired state, so a worker that starts later has them before it is ready. The files
+   must stay as they are until then.
+3. All replicas of a stage have one version. If one refuses new weights, the others get the earlier ones back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import trio
+
+from omni_actors.errors import InvalidRequest
+from omni_actors.system.control import Control, PauseMode, Replies
+
+UPDATE_TIMEOUT_S = 300.0
+CAPABILITY = "update_weights"
+
+
+class WeightControl(Control):
+    """The methods of ``OmniSystem`` for new weights."""
+
+    _models: Mapping[str, Path]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._updating = False
+        self._paused_before = False
+
+    async def start_weight_update(self, mode: PauseMode = "wait") -> None:
+        """Pause generation for one or several calls of ``update_weights``, until ``finish_weight_update``.
+
+        mode: "wait" or "abort", what happens to the requests that run (see ``pause_generation``). Raises
+        InvalidRequest for "keep", which would compute one request with two versions.
+        """
+        if mode == "keep":
+            raise InvalidRequest('mode: found "keep"; accepted: "wait", "abort"', param="mode")
+        self._paused_before = self._orchestrator.is_held if not self._updating else self._paused_before
+        self._updating = True
+        await self.pause_generation(mode)
+
+    async def update_weights(
+        self,
+        path: str | Path,
+        *,
+        version: str | None = None,
+        stages: Collection[str],
+        mode: PauseMode = "wait",
+        timeout_s: float = UPDATE_TIMEOUT_S,
+    ) -> Replies:
+        """Replace weights of stages, in place and between requests.
+
+        Args:
+            path: A safetensors file, or a directory with such files. Names and shapes are those of the model's own
+                checkpoint; weights that are missing stay as they are. The files must not change while they are in use.
+            version: The name of the version, which every output has from then on as ``data["weights_version"]``; by
+                default the path's last part.
+            stages: The stages whose model it is.
+            mode: What happens to the requests that run, unless ``start_weight_update`` has paused generation.
+            timeout_s: Seconds to wait for each worker.
+
+        Returns:
+            The reply of each replica: the number of tensors that were ``updated``, and whether these were all
+            (``complete``). If a stage's replica refused them, the stage has its earlier weights.
+
+        Raises InvalidRequest: an argument is wrong, or there are no such files; nothing has changed.
+        """
+        chosen = self._stages(stages)
+        arguments = {"files": await trio.to_thread.run_sync(_files, Path(path)), "version": version or Path(path).name}
+        supported = await self.call("supports", {"capability": CAPABILITY}, stages=chosen)
+        if any(isinstance(reply.error, InvalidRequest) for replies in supported.values() for reply in replies):
+            return supported
+        alone = not self._updating
+        if alone:
+            await self.start_weight_update(mode)
+        try:
+            return await self._update(chosen, arguments, timeout_s)
+        finally:
+            if alone:
+                await self.finish_weight_update()
+
+    async def finish_weight_update(self) -> None:
+        """Resume generation after ``start_weight_update``, unless it was paused before. Has no effect without it."""
+        with trio.CancelScope(shield=True):
+            if self._updating and not self._paused_before:
+                await self.resume_generation()
+        self._updating = False
+
+    async def _update(self, stages: Collection[str], arguments: dict[str, Any], timeout_s: float) -> Replies:
+        key = "\n".join(arguments["files"])
+        replies = await self.set_desired(CAPABILITY, arguments, key=key, stages=stages, timeout_s=timeout_s)
+        for stage in stages:
+            if any(isinstance(reply.error, InvalidRequest) for reply in replies[stage]):
+                await self._restore(stage, timeout_s)
+            elif all(reply.error is None and reply.value["complete"] for reply in replies[stage]):
+                self._supervisor.desired.keep_only(stage, CAPABILITY, key)
+        return replies
+
+    async def _restore(self, stage: str, timeout_s: float) -> None:
+        """Give every replica of a stage the weights of its desired state again, the model's own ones first."""
+        own = {"files": await trio.to_thread.run_sync(_files, self._models[stage]), "version": None}
+        wanted = [part.arguments for part in self._supervisor.desired.of(stage) if part.capability == CAPABILITY]
+        for arguments in (own, *wanted):
+            await self.call(CAPABILITY, arguments, stages=[stage], timeout_s=timeout_s)
+
+
+def _files(path: Path) -> dict[str, tuple[int, int]]:
+    """Return the safetensors files at a path, each with its size and the time of its last change. InvalidRequest."""
+    path = path.absolute()
+    found = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
+    try:
+        statuses = {str(file): file.stat() for file in found}
+    except OSError as error:
+        raise InvalidRequest(f"path: {error}", param="path") from error
+    if not statuses:
+        raise InvalidRequest(f"path: {path} has no *.safetensors files", param="path")
+    return {name: (status.st_size, status.st_mtime_ns) for name, status in statuses.items()}

@@ -1,0 +1,97 @@
+"""New weights for a running system: versions of outputs, deaths, refusals, with real workers."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+
+from omni_actors.config import Pipeline, Stage
+from omni_actors.errors import InvalidRequest, Unsupported
+from omni_actors.generation import Answer
+from omni_actors.system import OmniSystem
+from tiny_models.llama import save_model
+
+WATCHDOG_S = 100.0
+
+
+@pytest.fixture(scope="module")
+def old(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("old"), seed=1)
+
+
+@pytest.fixture(scope="module")
+def new(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("new"), seed=2)
+
+
+@asynccontextmanager
+async def opened(model: Path) -> AsyncIterator[OmniSystem]:
+    stage = Stage(
+        engine="llm",
+        model=str(model),
+        accepts=("messages",),
+        emits="text",
+        threads=1,
+        options={"context": 128, "max_batch": 4},
+    )
+    echo = Stage(engine="echo", accepts=("script",), emits="audio")
+    pipeline = Pipeline(name="weights", stages={"mind": stage, "echo": echo})
+    with trio.fail_after(WATCHDOG_S):
+        async with OmniSystem.open(pipeline, overrides={"stages.mind.restart.backoff_s": 0.01}) as omni:
+            yield omni
+
+
+async def ask(omni: OmniSystem, tokens: int = 16) -> Answer:
+    return await omni.generate("hello", max_tokens=tokens, temperature=0.0).collect()
+
+
+def version(answer: Answer) -> Any:
+    return answer.data["text"].get("weights_version")
+
+
+async def test_new_weights_last_through_a_death_and_a_refusal(old: Path, new: Path, tmp_path: Path) -> None:
+    async with opened(new) as omni:
+        expected = (await ask(omni)).text
+    async with opened(old) as omni:
+        before = await ask(omni)
+        assert version(before) is None
+        running = omni.generate("hello", max_tokens=100, temperature=0.0)
+        (reply,) = (await omni.update_weights(new, version="two", stages=["mind"]))["mind"]
+        assert reply.result()["complete"]
+        assert not await omni.is_paused()
+        assert version(await running.collect()) is None, "it was waited for"
+        answer = await ask(omni)
+        assert (answer.text, version(answer)) == (expected, "two")
+        os.kill(omni.health().stages["mind"][0].pid or 0, signal.SIGKILL)
+        answer = await ask(omni)
+        assert (answer.text, version(answer)) == (expected, "two"), "also in a worker that starts later"
+        (tmp_path / "bad.safetensors").write_bytes(b"damaged")
+        (reply,) = (await omni.update_weights(tmp_path, stages=["mind"]))["mind"]
+        assert isinstance(reply.error, InvalidRequest)
+        answer = await ask(omni)
+        assert (answer.text, version(answer)) == (expected, "two")
+        assert isinstance((await omni.update_weights(new, stages=["echo"]))["echo"][0].error, Unsupported)
+        with pytest.raises(InvalidRequest, match="path"):
+            await omni.update_weights(tmp_path / "nothing", stages=["mind"])
+
+
+async def test_between_start_and_finish_new_requests_wait(old: Path, new: Path) -> None:
+    async with opened(old) as omni:
+        with pytest.raises(InvalidRequest, match="keep"):
+            await omni.start_weight_update("keep")
+        await omni.start_weight_update("abort")
+        held = omni.generate("hello", max_tokens=4)
+        for path, name in ((new, "two"), (old, "three")):
+            assert (await omni.update_weights(path, version=name, stages=["mind"]))["mind"][0].error is None
+            assert await omni.is_paused()
+        await omni.finish_weight_update()
+        assert version(await held.collect()) == "three"
+        await omni.finish_weight_update()
+        assert not await omni.is_paused()
