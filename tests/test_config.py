@@ -128,7 +128,7 @@ BROKEN: dict[str, tuple[str, str, int | None, str, object, str]] = {
         3,
         "stage",
         "stage",
-        "one of cpu_sharing, description, limits, modalities, name, stages; did you mean 'stages'?",
+        "one of async_chunk, cpu_sharing, description, limits, modalities, name, stages; did you mean 'stages'?",
     ),
     "the source of the document inside it": (
         "name: two",
@@ -136,7 +136,7 @@ BROKEN: dict[str, tuple[str, str, int | None, str, object, str]] = {
         2,
         "file",
         "file",
-        "one of cpu_sharing, description, limits",
+        "one of async_chunk, cpu_sharing, description, limits",
     ),
     "empty": (GOOD, "", None, "(document)", None, "mapping"),
     "a list": (GOOD, "- 1\n", None, "(document)", [1], "mapping"),

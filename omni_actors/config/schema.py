@@ -67,9 +67,11 @@ class Limits(Section, frozen=True, kw_only=True):
     quarantine_s: Annotated[float, Meta(ge=0)] = 600.0
     """Seconds for which a request is refused after requests like it ended at least two workers; 0 means not at all."""
     retain_bytes: Positive = 64 * 1024 * 1024
-    """Outputs of one request that one stage retains for a replay. A request that exceeds it cannot be replayed."""
+    """Outputs of one request that one stage retains for a replay. A request that exceeds it cannot be replayed.
+    Without ``async_chunk``, also the input of one request that one stage gathers. A request that exceeds it ends."""
     worker_retain_bytes: Positive = 256 * 1024 * 1024
-    """Outputs of all requests that one worker retains. Above it, the largest request loses its retained outputs."""
+    """Outputs of all requests that one worker retains. Above it, the largest request loses its retained outputs.
+    Without ``async_chunk``, also the input that one worker gathers."""
 
 
 class Stage(Section, frozen=True, kw_only=True):
@@ -136,6 +138,9 @@ class Sections(Section, frozen=True, kw_only=True):
     modalities: tuple[Name, ...] = ()
     """Modalities of a request that names none, as far as its input leads to them. By default "text" or, where the input
     does not lead to it, all that it leads to."""
+    async_chunk: bool = True
+    """Whether chunks pass from stage to stage as they are made. If not, each stage's engine gets the input of a request
+    when it is complete."""
     cpu_sharing: bool | None = None
     """Whether the workers and the parent share the machine's cores by rules ("Cores" in ``docs/architecture.md``). Null
     means: if a stage computes on the CPU."""
@@ -150,6 +155,7 @@ class Pipeline(Sections, frozen=True, kw_only=True):
         stages: The stages by name, in the order in which the supervisor starts them.
         limits: Bounds of the running system.
         modalities: Modalities of a request that names none.
+        async_chunk: Whether chunks pass from stage to stage as they are made.
         cpu_sharing: Whether the workers share the machine's cores by rules; None: if a stage computes on the CPU.
         file: Where the pipeline was read from, for error messages. It is not part of the document.
 

@@ -48,6 +48,13 @@ class Desired(msgspec.Struct, frozen=True, array_like=True):
     arguments: dict[str, Any]
 
 
+class Gathering(msgspec.Struct, frozen=True):
+    """Bounds, in bytes, of the input that a worker gathers: of one request, and of all requests together."""
+
+    request_bytes: int
+    worker_bytes: int
+
+
 class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Everything that a worker process needs to know to run one replica of a stage.
 
@@ -70,6 +77,8 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     device: str = "cpu"
     resumable: bool = False
     """Whether the engine names its decisions, which then travel with its chunks (``stages.base``, rule 6)."""
+    gathering: Gathering | None = None
+    """Set: the engine gets the input of a request whole. None: chunk by chunk, as it arrives."""
     spins: bool | None = False
     """Whether idle native threads may wait by spinning for a moment; None: as their library has it (``Pipeline``)."""
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from omni_actors.config import Pipeline
-from omni_actors.protocol.messages import CLIENT, Address, WorkerSpec
+from omni_actors.protocol.messages import CLIENT, Address, Gathering, WorkerSpec
 from omni_actors.stages import assets
 from omni_actors.supervisor.edges import EdgeSpec
 
@@ -28,6 +28,9 @@ def edge_specs(pipeline: Pipeline) -> list[EdgeSpec]:
 
 def worker_specs(pipeline: Pipeline, models: Mapping[str, Path], order: Sequence[str]) -> list[WorkerSpec]:
     """Return what each worker runs, stage by stage in ``order``. models: the model directory by stage."""
+    limits = pipeline.limits
+    bounds = Gathering(limits.retain_bytes, limits.worker_retain_bytes)
+    gathering = None if pipeline.async_chunk else bounds
     return [
         WorkerSpec(
             address=Address(name, replica),
@@ -40,6 +43,7 @@ def worker_specs(pipeline: Pipeline, models: Mapping[str, Path], order: Sequence
             device=pipeline.stages[name].device,
             spins=pipeline.spins,
             resumable=pipeline.resumable(name),
+            gathering=gathering,
         )
         for name in order
         for replica in range(pipeline.stages[name].workers)

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from omni_actors.protocol.chunks import ChunkHeader, ChunkSequence
 from omni_actors.protocol.journal import Journal, slices
 from omni_actors.protocol.messages import CLIENT, Address, Decided, JournalPart, StageStats, Start, Switch, Switched
+from omni_actors.stages.base import Chunk
 from ringbuf import Tensor
 
 
@@ -30,6 +31,9 @@ class ActiveRequest:
         self.first_output_due = not start.replayed and any(target.stage == CLIENT for target in start.targets)
         """Whether its client has no output of this stage yet. With a replay, the client may have it already."""
         self.paused = False
+        self.gathered: list[Chunk] = []
+        """Input that the engine gets when it is complete, where input is gathered (``worker.gathering``)."""
+        self.gathered_bytes = 0
         self.seq = 0
         """Sequence number of the next output."""
         self.started = time.monotonic()
@@ -53,6 +57,11 @@ class ActiveRequest:
     def first_needed(self) -> int:
         """The number of the first output that a target lacks."""
         return min((self.needed_from.get(target, 0) for target in self.targets), default=0)
+
+    @property
+    def input_complete(self) -> bool:
+        """Whether every source has sent its last chunk."""
+        return all(sequence.complete for sequence in self._sequences.values())
 
     @property
     def has_journals(self) -> bool:

@@ -34,6 +34,7 @@ from omni_actors.stages import base
 from omni_actors.worker.active import ActiveRequest
 from omni_actors.worker.calls import WorkerCalls
 from omni_actors.worker.control import AttachRing, Control
+from omni_actors.worker.gathering import Gatherer
 from omni_actors.worker.incoming import Incoming
 from omni_actors.worker.outgoing import Outgoing, Retention
 from ringbuf import Tensor
@@ -54,6 +55,7 @@ class EngineLoop:
     control: brings commands, and takes the messages for the parent. Those of a turn are sent at its end.
     cpu_sharing: entered by ``run`` for each turn, the sending of messages included.
     resumable: whether the engine is resumable (``stages.base``, rule 6).
+    gathering: bounds of gathered input; None: the engine gets each chunk as it arrives.
 
     ``run`` takes a whole thread. Single-threaded callers (the simulation) drive ``turn`` themselves, and ``park`` when
     it made no progress; they pass no ``cpu_sharing``, which may need a wake-up by the clock.
@@ -67,12 +69,14 @@ class EngineLoop:
         cpu_sharing: NoCpuSharing | None = None,
         *,
         resumable: bool = False,
+        gathering: messages.Gathering | None = None,
     ) -> None:
         self._address, self._newest, self._control, self._resumable = address, fence, control, resumable
         self._cpu_sharing = cpu_sharing or NoCpuSharing()
         self._incoming: dict[messages.Address, Incoming] = {}
         self._outgoing: dict[messages.Address, Outgoing] = {}
         self._active: dict[int, ActiveRequest] = {}
+        self._gatherer = Gatherer(gathering, self._active)
         self._finished: dict[int, ActiveRequest] = {}
         """Requests that have finished here and not ended, if they have decisions of stages upstream."""
         self._journals: dict[int, Journal] = {}
@@ -272,7 +276,7 @@ class EngineLoop:
                     received += frame.data.nbytes
                     active = self._active.get(header.request)
                     if active is not None and self._accept(active, header, tensors, producer):
-                        self._feed(engine, active, _chunk(header, tensors))
+                        self._feed(engine, active, _chunk(header, tensors), frame.data.nbytes)
                 if received >= RECEIVE_BYTES:
                     break
         return progressed
@@ -290,10 +294,10 @@ class EngineLoop:
             self._control.add(messages.Unreplayable(active.request, str(error), needed=True))
             return False
 
-    def _feed(self, engine: base.StageEngine, active: ActiveRequest, chunk: base.Chunk) -> None:
+    def _feed(self, engine: base.StageEngine, active: ActiveRequest, chunk: base.Chunk, size: int) -> None:
         self.handling = active.request
         try:
-            engine.feed(active.request, chunk)
+            self._gatherer.feed(engine, active, chunk, size)
         except base.InvalidRequest as error:
             self._refuse(active.request, error)
         else:

@@ -108,7 +108,9 @@ def _serve(control: ControlSocket, cpu_sharing: NoCpuSharing) -> None:
     configure = control.configure()
     spec = configure.spec
     cpu_sharing.threads, cpu_sharing.nice = spec.threads, spec.nice
-    loop = EngineLoop(spec.address, configure.fence, control, cpu_sharing, resumable=spec.resumable)
+    loop = EngineLoop(
+        spec.address, configure.fence, control, cpu_sharing, resumable=spec.resumable, gathering=spec.gathering
+    )
     began = time.monotonic()
     try:
         engine = _load(spec, cpu_sharing, control)

@@ -22,6 +22,7 @@ from omni_actors.protocol.messages import (
     ControlMessage,
     Decided,
     Decisions,
+    Gathering,
     Start,
     Stop,
 )
@@ -43,8 +44,8 @@ def echo(**options: Any) -> EchoEngine:
 class Watched(EngineLoop):
     """Puts each sleep into ``asleep``: True if the loop waits for input, False if it waits for room in its output."""
 
-    def __init__(self, *args: Any, resumable: bool) -> None:
-        super().__init__(*args, resumable=resumable)
+    def __init__(self, *args: Any, resumable: bool, gathering: Gathering | None) -> None:
+        super().__init__(*args, resumable=resumable, gathering=gathering)
         self.asleep: queue.Queue[bool] = queue.Queue()
         self.bells = 0
         """How many descriptors the last sleep was on."""
@@ -96,10 +97,12 @@ class QueuedControl(Control):
 class LoopHarness:
     """A loop with the far ends of its rings, and its messages."""
 
-    def __init__(self, cpu_sharing: NoCpuSharing | None = None, *, resumable: bool = False) -> None:
+    def __init__(
+        self, cpu_sharing: NoCpuSharing | None = None, *, resumable: bool = False, gathering: Gathering | None = None
+    ) -> None:
         self._control = QueuedControl()
         self.messages, self.post = self._control.messages, self._control.post
-        self.loop = Watched(HERE, 0, self._control, cpu_sharing, resumable=resumable)
+        self.loop = Watched(HERE, 0, self._control, cpu_sharing, resumable=resumable, gathering=gathering)
         self.error: BaseException | None = None
         self._thread: threading.Thread | None = None
         self._rings: list[Ring] = []
@@ -194,10 +197,12 @@ class LoopHarness:
 
 
 @contextmanager
-def open_harness(cpu_sharing: NoCpuSharing | None = None, *, resumable: bool = False) -> Iterator[LoopHarness]:
+def open_harness(
+    cpu_sharing: NoCpuSharing | None = None, *, resumable: bool = False, gathering: Gathering | None = None
+) -> Iterator[LoopHarness]:
     """When the block ends, the loop has ended and every descriptor is closed."""
     before = len(os.listdir("/proc/self/fd"))
-    harness = LoopHarness(cpu_sharing, resumable=resumable)
+    harness = LoopHarness(cpu_sharing, resumable=resumable, gathering=gathering)
     yield harness
     harness.close()
     assert len(os.listdir("/proc/self/fd")) <= before, "fewer, if garbage of earlier tests was collected"

@@ -180,7 +180,10 @@ class SimulatedWorker(Worker):
         with self._scope:
             message, _, _ = await self._next()
             assert isinstance(message, messages.Configure), message
-            self.loop = EngineLoop(message.spec.address, message.fence, self._control, resumable=message.spec.resumable)
+            spec = message.spec
+            self.loop = EngineLoop(
+                spec.address, message.fence, self._control, resumable=spec.resumable, gathering=spec.gathering
+            )
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._deliver)
                 await self._run_engine(message, self.loop)

@@ -1,0 +1,51 @@
+"""Feeding an engine: each chunk as it arrives, or a request's whole input at once.
+
+Whole input is kept as copies, so that the rings stay free, within the bounds of ``messages.Gathering``. A request that
+exceeds them is refused. Making its producers wait instead could block other requests, which share their rings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+
+from omni_actors.protocol import messages
+from omni_actors.stages.base import Chunk, InvalidRequest, StageEngine
+from omni_actors.worker.active import ActiveRequest
+from ringbuf import Tensor
+
+
+class Gatherer:
+    """Feeds the engine of one worker. bounds: None: chunks are fed as they arrive. active: the worker's requests."""
+
+    def __init__(self, bounds: messages.Gathering | None, active: Mapping[int, ActiveRequest]) -> None:
+        self._bounds, self._active = bounds, active
+
+    def feed(self, engine: StageEngine, request: ActiveRequest, chunk: Chunk, size: int) -> None:
+        """Feed a chunk of ``size`` bytes, or keep it; with the last one of the input, feed all.
+
+        Raises InvalidRequest: the engine refuses the request, or the input exceeds the bounds. The engine has forgotten
+        the request then.
+        """
+        if self._bounds is None:
+            engine.feed(request.request, chunk)
+            return
+        copies = {name: Tensor(each.dtype, each.shape, bytes(each.data)) for name, each in chunk.tensors.items()}
+        request.gathered.append(msgspec.structs.replace(chunk, tensors=copies))
+        request.gathered_bytes += size
+        if (why := self._excess(request, self._bounds)) is not None:
+            engine.abort(request.request)
+            raise InvalidRequest(why, code="gathered_input_too_large")
+        if request.input_complete:
+            gathered, request.gathered, request.gathered_bytes = request.gathered, [], 0
+            for each in gathered:
+                engine.feed(request.request, each)
+
+    def _excess(self, request: ActiveRequest, bounds: messages.Gathering) -> str | None:
+        if request.gathered_bytes > bounds.request_bytes:
+            return f"its input exceeds the {bounds.request_bytes} bytes that a stage gathers (limits.retain_bytes)"
+        if sum(each.gathered_bytes for each in self._active.values()) > bounds.worker_bytes:
+            limit = f"{bounds.worker_bytes} bytes (limits.worker_retain_bytes)"
+            return f"the input that one worker gathers for all requests exceeds {limit}"
+        return None
