@@ -12,19 +12,25 @@ if TYPE_CHECKING:
     from omni_actors.config import Pipeline
     from omni_actors.errors import OmniError, Unsupported
     from omni_actors.generation import Answer, AudioChunk, Generation, Output
+    from omni_actors.generations import Generations
     from omni_actors.media import VideoClip
+    from omni_actors.prompts import EmbedsPrompt, TextPrompt, TokensPrompt
     from omni_actors.system import OmniSystem, Reply
 
 __version__ = "0.1.0"
 __all__ = [
     "Answer",
     "AudioChunk",
+    "EmbedsPrompt",
     "Generation",
+    "Generations",
     "OmniError",
     "OmniSystem",
     "Output",
     "Pipeline",
     "Reply",
+    "TextPrompt",
+    "TokensPrompt",
     "Unsupported",
     "VideoClip",
 ]
@@ -33,6 +39,8 @@ _HOME = {
     **dict.fromkeys(("Answer", "AudioChunk", "Generation", "Output"), "omni_actors.generation"),
     **dict.fromkeys(("OmniError", "Unsupported"), "omni_actors.errors"),
     **dict.fromkeys(("OmniSystem", "Reply"), "omni_actors.system"),
+    "Generations": "omni_actors.generations",
+    **dict.fromkeys(("EmbedsPrompt", "TextPrompt", "TokensPrompt"), "omni_actors.prompts"),
     "Pipeline": "omni_actors.config",
     "VideoClip": "omni_actors.media",
 }

@@ -104,7 +104,10 @@ LAYERS: dict[str, set[str]] = {
         }
         for face in ("sync", "aio")
     },
-    "omni_actors": {"omni_actors.generation", "omni_actors.media", "omni_actors.system", *LEAVES},
+    "omni_actors": {
+        *("omni_actors.generation", "omni_actors.generations", "omni_actors.media", "omni_actors.prompts"),
+        *("omni_actors.system", *LEAVES),
+    },
     "omni_actors.command_line": {"omni_actors.errors"},
     "omni_actors.serve.http": set(),
     "omni_actors.serve": {

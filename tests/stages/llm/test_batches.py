@@ -215,3 +215,16 @@ def test_a_request_that_computes_nan_changes_no_other(engine: LLMEngine) -> None
     assert results.failed[1].code == "output_not_finite"
     assert (results.text(2), results.ends[2]) == expected
     assert answer(engine, PROMPTS[1], max_tokens=30) == expected
+
+
+def test_waiting_requests_begin_in_order_of_priority(engine: LLMEngine) -> None:
+    """Three have rows, and go on. Of the others the lowest number is first, then the earliest."""
+    for number in range(3):
+        submit(engine, number, PROMPTS[0], max_tokens=9, priority=9)
+    results = Results()
+    results.step(engine)
+    assert len(engine._scheduler.rows) == 3
+    for number, priority in ((3, 2), (4, 1), (5, 2), (6, -1)):
+        submit(engine, number, PROMPTS[0], max_tokens=2, priority=priority)
+    results.run(engine)
+    assert list(results.pieces)[3:] == [6, 4, 3, 5]
