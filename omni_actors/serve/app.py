@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
+from typing import NamedTuple
 
 import msgspec
 from prometheus_client import Gauge
@@ -20,11 +22,11 @@ from omni_actors.serve.access.gate import RequestGate
 from omni_actors.serve.access.origins import OriginCheck
 from omni_actors.serve.api import schemas
 from omni_actors.serve.api.errors import to_http_error
-from omni_actors.serve.api.openapi import document
+from omni_actors.serve.api.openapi import EVENTS, JSON, Operation, document
 from omni_actors.serve.api.responses import JSONResponse
 from omni_actors.serve.http.errors import HTTPError, internal_error
 from omni_actors.serve.media.loader import MediaLoader
-from omni_actors.serve.routes import chat, completions, embeddings, speech, status, tokens, transcription
+from omni_actors.serve.routes import admin, chat, completions, embeddings, speech, status, tokens, transcription
 from omni_actors.serve.settings import ServerSettings
 from omni_actors.serve.tracing import TraceContext
 from omni_actors.system import OmniSystem
@@ -38,33 +40,47 @@ _Handler = Callable[[Request], Awaitable[Response]]
 
 
 async def _openapi(request: Request) -> Response:
-    posts = {path: schema for path, (_, schema) in (MODEL_ROUTES | CALL_ROUTES).items()}
-    return JSONResponse(document(posts, STATUS_ROUTES))
+    """Return this document."""
+    return JSONResponse(request.app.state.openapi)
 
 
-MODEL_ROUTES: dict[str, tuple[_Handler, type[msgspec.Struct]]] = {
-    "/v1/chat/completions": (chat.chat, schemas.ChatRequest),
-    "/v1/completions": (completions.completions, schemas.CompletionRequest),
-    "/v1/embeddings": (embeddings.embeddings, schemas.EmbeddingRequest),
-    "/v1/audio/speech": (speech.speech, schemas.SpeechRequest),
-    "/v1/audio/transcriptions": (transcription.transcription, schemas.TranscriptionRequest),
+class _Route(NamedTuple):
+    """handler: its docstring describes the route. body: as ``openapi.Operation`` has it, and so is ``answers``."""
+
+    handler: _Handler
+    body: type[msgspec.Struct]
+    answers: tuple[str, ...] = (JSON,)
+
+
+_AUDIO = ("audio/mpeg", "audio/wav", "audio/flac", "audio/ogg", "audio/pcm")
+
+MODEL_ROUTES: dict[str, _Route] = {
+    "/v1/chat/completions": _Route(chat.chat, schemas.ChatRequest, (JSON, EVENTS)),
+    "/v1/completions": _Route(completions.completions, schemas.CompletionRequest, (JSON, EVENTS)),
+    "/v1/embeddings": _Route(embeddings.embeddings, schemas.EmbeddingRequest),
+    "/v1/audio/speech": _Route(speech.speech, schemas.SpeechRequest, _AUDIO),
+    "/v1/audio/transcriptions": _Route(
+        transcription.transcription, schemas.TranscriptionRequest, (JSON, EVENTS, "text/plain")
+    ),
 }
-"""The routes that make requests, and the schemas of their bodies. They accept POST."""
-CALL_ROUTES: dict[str, tuple[_Handler, type[msgspec.Struct]]] = {
-    "/detokenize": (tokens.detokenize, schemas.DetokenizeRequest),
-    "/tokenize": (tokens.tokenize, schemas.TokenizeRequest),
+"""The routes that make requests. They accept POST."""
+CALL_ROUTES: dict[str, _Route] = {
+    "/detokenize": _Route(tokens.detokenize, schemas.DetokenizeRequest),
+    "/tokenize": _Route(tokens.tokenize, schemas.TokenizeRequest),
 }
-"""The routes that call engines beside requests, and the schemas of their bodies. They accept POST."""
-STATUS_ROUTES = {
-    "/health": status.health,
-    "/metrics": status.metrics,
-    "/openapi.json": _openapi,
-    "/ping": status.ping,
-    "/v1/models": status.models,
-    "/v1/models/{model}": status.model,
-    "/version": status.version,
+"""The routes that call engines beside requests. They accept POST."""
+STATUS_ROUTES: dict[str, tuple[_Handler, tuple[str, ...]]] = {
+    "/health": (status.health, (JSON,)),
+    "/metrics": (status.metrics, ("text/plain",)),
+    "/openapi.json": (_openapi, (JSON,)),
+    "/ping": (status.ping, ()),
+    "/v1/models": (status.models, (JSON,)),
+    "/v1/models/{model}": (status.model, (JSON,)),
+    "/version": (status.version, (JSON,)),
 }
-"""The routes that describe the server. They accept GET."""
+"""The routes that describe the server, with the content types of their answers. They accept GET."""
+PUBLIC = {"/health", "/ping"}
+"""The routes that need no key."""
 
 
 def build(
@@ -83,15 +99,19 @@ def build(
     arriving = Gauge("omni_http_arriving", "Requests that are being read or decoded", registry=system.metrics.registry)
     arriving.set_function(lambda: len(admission.tickets))
 
+    operations = admin.OPERATIONS if settings.enable_admin else {}
+    calls = {*CALL_ROUTES, *operations}
+
     def admit(path: str) -> AdmissionTicket | None:
-        if path not in MODEL_ROUTES and path not in CALL_ROUTES:
+        if path not in MODEL_ROUTES and path not in calls:
             return None
         if not has_loaded():
             message = "the model is loading; see /health"
             raise HTTPError(503, message, code="loading", retry_after_s=LOADING_RETRY_S)
         return admission.admit(needs_place=path in MODEL_ROUTES)
 
-    app = _starlette()
+    app = _starlette(operations)
+    app.state.openapi = document(_described(operations), has_key=settings.api_key is not None)
     app.state.system, app.state.media = system, media
     app.state.created, app.state.api_key = int(time.time()), settings.api_key
     gate = RequestGate(
@@ -99,8 +119,8 @@ def build(
         system.metrics.registry,
         api_key=settings.api_key,
         max_body_bytes=settings.max_body_bytes,
-        public={"/health", "/ping"},
-        routes={*MODEL_ROUTES, *CALL_ROUTES, *STATUS_ROUTES},
+        public=PUBLIC,
+        routes={*MODEL_ROUTES, *STATUS_ROUTES, *calls},
         admit=admit,
     )
     traced: ASGIApp = TraceContext(gate) if system.is_tracing_enabled else gate
@@ -108,12 +128,28 @@ def build(
     return OriginCheck(traced, origins=settings.allow_origins, hosts=settings.allow_hosts, has_key=has_key)
 
 
-def _starlette() -> Starlette:
+def _described(operations: Mapping[str, admin.Operation]) -> dict[str, Operation]:
+    """Return the description of each route, for the OpenAPI document."""
+    described = {
+        path: Operation("post", route.body, summary_of(route.handler), route.answers)
+        for path, route in (MODEL_ROUTES | CALL_ROUTES).items()
+    }
+    for path, (handler, answers) in STATUS_ROUTES.items():
+        described[path] = Operation("get", None, summary_of(handler), answers, path in PUBLIC)
+    for path, each in operations.items():
+        summary = summary_of(getattr(OmniSystem, each.method))
+        described[path] = Operation(each.http_method.lower(), each.schema, summary)
+    return described
+
+
+def _starlette(operations: Mapping[str, admin.Operation]) -> Starlette:
     """Return the application without its gate: the routes, and the response to each kind of exception."""
-    routes = [Route(path, handler, methods=["POST"]) for path, (handler, _) in (MODEL_ROUTES | CALL_ROUTES).items()]
-    for path, handler in STATUS_ROUTES.items():
+    routes = [Route(path, route.handler, methods=["POST"]) for path, route in (MODEL_ROUTES | CALL_ROUTES).items()]
+    for path, (handler, _) in STATUS_ROUTES.items():
         # A model's name may have a slash.
         routes.append(Route(path.replace("{model}", "{model:path}"), handler, methods=["GET"]))
+    for path, each in operations.items():
+        routes.append(Route(path, admin.handler(each), methods=[each.http_method]))
     app = Starlette(
         routes=routes,
         exception_handlers={
@@ -125,6 +161,11 @@ def _starlette() -> Starlette:
     )
     app.router.redirect_slashes = False
     return app
+
+
+def summary_of(function: Callable[..., object]) -> str:
+    """Return the first sentence of a function's documentation."""
+    return (inspect.getdoc(function) or "").partition("\n\n")[0].replace("\n", " ")
 
 
 def _routing_error(request: Request, error: Exception) -> Response:

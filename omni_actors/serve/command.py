@@ -70,6 +70,7 @@ def _allow(flag: str, name: str, help: str, **options: Any) -> _Option:
     metavar="URL",
     help="Send traces to this OpenTelemetry collector (OTLP over HTTP). By default the OTEL_* variables decide.",
 )
+@click.option("--enable-admin", is_flag=True, help="Have the routes that control the server. Needs an API key.")
 @click.option("--exit-on-failed-stage", is_flag=True, help="Exit with code 1 when a stage is given up.")
 @click.option(
     "--log-format",

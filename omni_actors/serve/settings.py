@@ -27,6 +27,7 @@ class ServerSettings:
         drain_s: the time that requests in progress have to end after the first signal.
         max_connections: the limit of connections, which is lower if the process may not open so many files.
         max_connections_per_address: the limit of connections from one address.
+        enable_admin: have the routes of an operator (``routes.admin``), for which there must be a key.
         exit_on_failed_stage: raise StageFailed when a stage is given up, instead of trying it again.
         otlp_endpoint: the URL of the OpenTelemetry collector (OTLP/HTTP) that receives traces. None: that of the
             environment, or no traces.
@@ -43,6 +44,7 @@ class ServerSettings:
     drain_s: float = 5.0
     max_connections: int = 1024
     max_connections_per_address: int = 512
+    enable_admin: bool = False
     exit_on_failed_stage: bool = False
     otlp_endpoint: str | None = None
 
@@ -52,6 +54,8 @@ class ServerSettings:
             "allow_origins": frozenset(map(normalize_origin, self.allow_origins)),
             "allow_hosts": frozenset(map(normalize_host, self.allow_hosts)),
         }
+        if self.enable_admin and self.api_key is None:
+            raise ValueError(f"--enable-admin lets clients control the server; set --api-key or {API_KEY_VARIABLE}")
         for name, value in normalized.items():
             object.__setattr__(self, name, value)
         if self.otlp_endpoint is not None and not self.otlp_endpoint.startswith(("http://", "https://")):

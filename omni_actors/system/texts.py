@@ -16,7 +16,8 @@ import trio
 
 from omni_actors.config import Pipeline
 from omni_actors.errors import InvalidRequest, Overloaded, Unsupported
-from omni_actors.system.control import CALL_TIMEOUT_S, Control, Replies
+from omni_actors.supervisor.calls import Reply
+from omni_actors.system.control import CALL_TIMEOUT_S, Control
 
 if TYPE_CHECKING:
     from omni_actors.generation import Generation
@@ -172,7 +173,7 @@ class TextControl(Control):
         return first_value(await self.call(capability, arguments, stages=readers, timeout_s=timeout_s))
 
 
-def first_value(replies: Replies) -> Any:
+def first_value(replies: Mapping[str, Sequence[Reply]]) -> Any:
     """Return the first value of a replica; without one, raise the error that says most about the arguments."""
     every = [reply for stage in replies.values() for reply in stage]
     for reply in every:

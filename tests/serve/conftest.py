@@ -144,6 +144,21 @@ def slow(start: Start) -> Iterator[Server]:
         assert server.stderr == ""
 
 
+@pytest.fixture(scope="session")
+def writer(start: Start, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A tiny language model with random weights, whose chat template knows tools."""
+    from tests.stages.llm.test_tools import with_tools  # loads torch, which most tests of the server do without
+
+    model: Path = with_tools(tmp_path_factory.mktemp("writer"))
+    config = f"""\
+name: writer
+stages:
+  mind: {{engine: llm, model: "{model}", accepts: [messages], emits: text, threads: 1, options: {{context: 512}}}}
+"""
+    with start(config=config) as server:
+        yield server
+
+
 @pytest.fixture
 def client(studio: Server) -> Iterator[openai.OpenAI]:
     with studio.openai() as client:

@@ -34,9 +34,14 @@ _OTHER_BYTES = bytes(set(range(256)) - set(_VALUE_BYTES))
 _STEPS = {**dict.fromkeys(_VALUE_BYTES, 0), **dict.fromkeys(b"[{", 1), **dict.fromkeys(b"]}", -1)}
 
 
-async def read_json(request: Request) -> dict[str, Any]:
-    """Return the body's JSON object without its nulls. The body itself is not kept. Raises HTTPError 400."""
+async def read_json(request: Request, *, may_be_empty: bool = False) -> dict[str, Any]:
+    """Return the body's JSON object without its nulls. The body itself is not kept. Raises HTTPError 400.
+
+    may_be_empty: whether a body of no bytes is an empty object.
+    """
     body = await read_body(request)
+    if may_be_empty and not len(body):
+        return {}
     cost = DecodingCost()
     for at in range(0, len(body), SLICE_BYTES):
         await trio.lowlevel.checkpoint()

@@ -278,7 +278,7 @@ def parse(fields: Mapping[str, Any], schema: type[Body], *, strict: bool = True)
         raise from_validation(error, lambda place: _accepted(schema, place)) from error
     params: dict[str, Any] = {}
     for name, value in fields.items():
-        if name in schema.__struct_fields__ or name in IGNORED_FIELDS:
+        if name in schema.__struct_encode_fields__ or name in IGNORED_FIELDS:
             continue
         if name in WITHOUT_EFFECT and value == WITHOUT_EFFECT[name]:
             continue

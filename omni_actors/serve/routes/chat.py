@@ -59,7 +59,7 @@ async def _start(request: Request) -> tuple[ChatCompletion, Generations]:
     with renaming(completion.names):
         modalities = ("text", "audio") if completion.has_audio else ("text",)
         submit = partial(system.generate, messages, multi_modal_data=data, modalities=modalities, **params)
-        return completion, begin_choices(system, body, [submit])
+        return completion, begin_choices(system, body, [submit], completion.id)
 
 
 def _require_possible(body: schemas.ChatRequest) -> None:

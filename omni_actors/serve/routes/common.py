@@ -57,18 +57,22 @@ def text_parameters(body: schemas.TextBody) -> list[tuple[str, str, Any]]:
 
 
 def begin_choices(
-    system: OmniSystem, body: schemas.TextBody, submits: Sequence[Callable[..., Generation]]
+    system: OmniSystem, body: schemas.TextBody, submits: Sequence[Callable[..., Generation]], id: str
 ) -> Generations:
-    """Begin ``n`` generations of each submission, which takes the seed. Raises HTTPError, and as ``generate`` does.
+    """Begin ``n`` generations of each submission, which takes the seed and the request's identifier.
 
-    The choices of the first submission come first.
+    The choices of the first submission come first. id: of the response. It is the identifier of its only request; that
+    of one of several has the number of its choice behind it.
+    Raises HTTPError, and as ``generate`` does.
     """
     count, most = body.n * len(submits), system.pipeline.limits.max_requests
     if count > most:
         message = f"n: {count} answers in all were asked for; this server works on {most} at a time"
         raise bad_request(message, "n", "too_many_choices")
     seeds = [_seed(body.seed, at) for at in range(body.n)]
-    return Generations.begin([partial(submit, seed=seed) for submit in submits for seed in seeds])
+    begun = [partial(submit, seed=seed) for submit in submits for seed in seeds]
+    ids = [id] if count == 1 else [f"{id}-{at}" for at in range(count)]
+    return Generations.begin([partial(submit, request_id=name) for submit, name in zip(begun, ids, strict=True)])
 
 
 def _seed(first: Any, at: int) -> Any:
@@ -90,8 +94,8 @@ class Completion:
 
     def __init__(self, prefix: str, kind: str, body: schemas.TextBody, prompts: int = 1) -> None:
         self.created = int(time.time())
-        self._head = {"id": f"{prefix}-{uuid.uuid4().hex}", "object": kind, "created": self.created}
-        self._head["model"] = body.model
+        self.id = f"{prefix}-{uuid.uuid4().hex}"
+        self._head = {"id": self.id, "object": kind, "created": self.created, "model": body.model}
         self._n = body.n
         self.count = prompts * body.n
         """The number of choices."""

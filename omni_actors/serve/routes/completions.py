@@ -47,7 +47,7 @@ async def completions(request: Request) -> Response:
     completion = _TextCompletion(body, len(prompts))
     with renaming(names):
         submits = [partial(system.generate, prompt, modalities=("text",), **params) for prompt in prompts]
-        generations = begin_choices(system, body, submits)
+        generations = begin_choices(system, body, submits, completion.id)
         if body.stream:
             events = _events(completion, generations, include_usage=body.stream_options.include_usage)
             return await responses.StreamedResponse(generations, events).start()

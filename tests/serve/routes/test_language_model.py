@@ -5,15 +5,13 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import openai
 import pytest
 
-from tests.stages.llm.test_tools import with_tools
-from tests.support.http_server import Server, Start
+from tests.support.http_server import Server
 
 HELLO: Any = [{"role": "user", "content": "hello"}]
 WEATHER: Any = {
@@ -32,18 +30,6 @@ FORMAT: Any = {
     "type": "json_schema",
     "json_schema": {"name": "weather", "schema": WEATHER["function"]["parameters"]},
 }
-
-
-@pytest.fixture(scope="session")
-def writer(start: Start, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    model: Path = with_tools(tmp_path_factory.mktemp("writer"))
-    config = f"""\
-name: writer
-stages:
-  mind: {{engine: llm, model: "{model}", accepts: [messages], emits: text, threads: 1, options: {{context: 512}}}}
-"""
-    with start(config=config) as server:
-        yield server
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from openapi_spec_validator import OpenAPIV31SpecValidator, validate
 
 import omni_actors
 from omni_actors.serve.app import CALL_ROUTES, MODEL_ROUTES, STATUS_ROUTES
@@ -20,10 +21,15 @@ def test_ping_and_version(studio: Server) -> None:
 def test_openapi_describes_every_route_and_its_body(studio: Server) -> None:
     found = studio.http.get("/openapi.json").json()
     assert set(found["paths"]) == {*MODEL_ROUTES, *CALL_ROUTES, *STATUS_ROUTES}
-    for path in MODEL_ROUTES:
+    validate(found, cls=OpenAPIV31SpecValidator)
+    ids = [operation["operationId"] for path in found["paths"].values() for operation in path.values()]
+    assert len(set(ids)) == len(ids)
+    for path in {*MODEL_ROUTES} - {"/v1/audio/transcriptions"}:
         [content] = found["paths"][path]["post"]["requestBody"]["content"].values()
         name = content["schema"]["$ref"].removeprefix("#/components/schemas/")
         assert "model" in found["components"]["schemas"][name]["required"]
+    [form] = found["paths"]["/v1/audio/transcriptions"]["post"]["requestBody"]["content"].values()
+    assert form["schema"]["allOf"][1]["required"] == ["file"]
     speech = found["components"]["schemas"]["SpeechRequest"]["properties"]
     assert speech["response_format"]["default"] == "mp3"
 

@@ -1,0 +1,147 @@
+"""The control calls of an operator, under vLLM's paths where vLLM has them. They need ``--enable-admin``.
+
+Rules
+1. Each route is one method of ``OmniSystem``. The fields of its body, or of the query, are the method's arguments.
+2. A call answers for every replica of every stage that it concerns. If one failed, its error is the response. Stages
+   without a capability fail the call (501) only if no stage has it; otherwise the response names them.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Annotated, Any, Literal, NamedTuple
+
+import msgspec
+from msgspec import Meta, field
+from starlette.requests import Request
+from starlette.responses import Response
+
+from omni_actors.errors import InvalidRequest, OmniError, Unsupported
+from omni_actors.serve.api.errors import unsupported_as_501
+from omni_actors.serve.api.json_body import read_json
+from omni_actors.serve.api.responses import JSONResponse
+from omni_actors.serve.api.schemas import parse
+from omni_actors.serve.http.errors import bad_request
+from omni_actors.system import OmniSystem, Reply
+from omni_actors.system.texts import first_value
+
+Names = list[str] | None
+Seconds = Annotated[float, Meta(gt=0, le=3600)]
+
+
+class Nothing(msgspec.Struct, frozen=True):
+    """No argument."""
+
+
+class PauseRequest(msgspec.Struct, frozen=True):
+    """What happens to the requests that run: see ``OmniSystem.pause_generation``."""
+
+    mode: Literal["abort", "wait", "keep"] = "abort"
+
+
+class AbortRequest(msgspec.Struct, frozen=True):
+    """request_ids: those of responses; with ``n``, each choice has a suffix "-0", "-1", …"""
+
+    request_id: list[str] = field(name="request_ids")
+
+
+class LoadLoraRequest(msgspec.Struct, frozen=True):
+    """lora_path: a directory of the server's machine, as PEFT saves it."""
+
+    name: str = field(name="lora_name")
+    directory: str = field(name="lora_path")
+    stages: Names = None
+
+
+class LoraRequest(msgspec.Struct, frozen=True):
+    name: str = field(name="lora_name")
+
+
+class CallRequest(msgspec.Struct, frozen=True):
+    """A capability of the engines."""
+
+    capability: str
+    arguments: dict[str, Any] = {}
+    stages: Names = None
+    timeout_s: Seconds = 10.0
+
+
+class Operation(NamedTuple):
+    """A method of ``OmniSystem``, and the schema of its arguments; None: it has none, and changes nothing (GET)."""
+
+    method: str
+    schema: type[msgspec.Struct] | None
+
+    @property
+    def http_method(self) -> str:
+        return "GET" if self.schema is None else "POST"
+
+
+OPERATIONS: dict[str, Operation] = {
+    "/abort_requests": Operation("abort", AbortRequest),
+    "/call": Operation("call", CallRequest),
+    "/is_paused": Operation("is_paused", None),
+    "/list_loras": Operation("list_loras", None),
+    "/pause": Operation("pause_generation", PauseRequest),
+    "/resume": Operation("resume_generation", Nothing),
+    "/v1/load_lora_adapter": Operation("add_lora", LoadLoraRequest),
+    "/v1/pin_lora_adapter": Operation("pin_lora", LoraRequest),
+    "/v1/unload_lora_adapter": Operation("remove_lora", LoraRequest),
+}
+
+
+def handler(operation: Operation) -> Callable[[Request], Awaitable[Response]]:
+    """Return the handler of a route."""
+
+    async def handle(request: Request) -> Response:
+        system: OmniSystem = request.app.state.system
+        arguments = {} if operation.schema is None else await _arguments(request, operation.schema)
+        with unsupported_as_501():
+            result = getattr(system, operation.method)(**arguments)
+            if inspect.isawaitable(result):
+                result = await result
+            return JSONResponse({"result": _plain(result)})
+
+    return handle
+
+
+async def _arguments(request: Request, schema: type[msgspec.Struct]) -> dict[str, Any]:
+    """Return the arguments in the query and in the body, which may be empty. Raises HTTPError."""
+    fields = {**request.query_params, **await read_json(request, may_be_empty=True)}
+    found, others = parse(fields, schema, strict=False)
+    if others:
+        name = next(iter(others))
+        raise bad_request(f"unknown parameter {name!r}", name, "unknown_parameter")
+    given = {name: getattr(found, name) for name in schema.__struct_fields__}
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def _plain(result: Any) -> Any:
+    """Return a result as JSON has it. Raises the error of a replica (rule 2)."""
+    if isinstance(result, Mapping) and any(_are_replies(value) for value in result.values()):
+        return _replies(result)
+    if isinstance(result, msgspec.Struct):
+        return {name: _plain(getattr(result, name)) for name in result.__struct_fields__}
+    if isinstance(result, list | tuple):
+        return [_plain(each) for each in result]
+    return msgspec.to_builtins(result)
+
+
+def _are_replies(value: Any) -> bool:
+    return isinstance(value, list) and any(isinstance(each, Reply) for each in value)
+
+
+def _replies(replies: Mapping[str, list[Reply]]) -> dict[str, list[dict[str, Any]]]:
+    errors = [reply.error for stage in replies.values() for reply in stage if reply.error is not None]
+    if failures := [error for error in errors if not isinstance(error, Unsupported)]:
+        raise min(failures, key=lambda error: not isinstance(error, InvalidRequest))
+    first_value(replies)
+    return {stage: [_reply(reply) for reply in each] for stage, each in replies.items()}
+
+
+def _reply(reply: Reply) -> dict[str, Any]:
+    error: OmniError | None = reply.error
+    if not isinstance(error, Unsupported):
+        return {"value": msgspec.to_builtins(reply.value)}
+    return {"error": {"code": error.code, "stage": error.stage, "capability": error.capability, "why": error.why}}

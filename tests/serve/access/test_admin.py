@@ -1,0 +1,112 @@
+"""The routes of an operator: only with --enable-admin, and only with the key."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from omni_actors.serve.command import serve_command
+from omni_actors.serve.routes.admin import OPERATIONS
+from tests.support.http_server import Server, Start
+
+CONTROLLED = """\
+name: controlled
+stages:
+  mind: {engine: "tests.support.controllable_engine:ControllableEcho", accepts: [messages], emits: text}
+  plain: {engine: "tests.support.served_engines:Speaker", accepts: [script], emits: audio}
+"""
+
+
+@pytest.fixture(scope="module")
+def controlled(start: Start) -> Iterator[Server]:
+    with start("--enable-admin", config=CONTROLLED, api_key="sesame") as server:
+        server.http.headers["authorization"] = "Bearer sesame"
+        yield server
+
+
+def call(server: Server, **body: Any) -> Any:
+    return server.http.post("/call", json=body)
+
+
+def test_without_the_flag_there_are_no_such_routes(studio: Server) -> None:
+    for path, operation in OPERATIONS.items():
+        answer = studio.http.request(operation.http_method, path)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (404, "unknown_url")
+
+
+def test_the_flag_needs_a_key() -> None:
+    result = CliRunner().invoke(serve_command, ["echo", "--enable-admin"])
+    assert (result.exit_code, "--api-key" in result.stderr) == (2, True)
+
+
+@pytest.mark.parametrize("path", OPERATIONS)
+def test_each_route_needs_the_key(controlled: Server, path: str) -> None:
+    operation = OPERATIONS[path]
+    answer = controlled.http.request(operation.http_method, path, headers={"authorization": "Bearer other"})
+    assert answer.status_code == 401
+
+
+def test_a_call_answers_for_every_replica_and_names_stages_without_the_capability(controlled: Server) -> None:
+    note = {"name": "a", "text": "b"}
+    assert call(controlled, capability="note", arguments=note, stages=["mind"]).json() == {
+        "result": {"mind": [{"value": "b"}]}
+    }
+    both = call(controlled, capability="active").json()["result"]
+    assert both["mind"] == [{"value": []}]
+    [refused] = both["plain"]
+    assert refused["error"]["code"] == "unsupported"
+    assert refused["error"]["capability"] == "active"
+
+
+def test_a_capability_that_no_stage_has_is_501_with_the_reason(controlled: Server) -> None:
+    answer = call(controlled, capability="sleep", stages=["mind"])
+    error = answer.json()["error"]
+    assert answer.status_code == 501
+    assert (error["stage"], error["capability"], error["why"]) == ("mind", "sleep", "there is nothing to offload")
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "param"),
+    [
+        ("/call", {}, 400, "capability"),
+        ("/call", {"capability": "note", "stages": ["other"]}, 400, "stages"),
+        ("/call", {"capability": "note", "arguments": {"name": "a", "text": ""}, "stages": ["mind"]}, 400, "text"),
+        ("/call", {"capability": "note", "colour": 1}, 400, "colour"),
+        ("/pause", {"mode": "maybe"}, 400, "mode"),
+        ("/resume", {"mode": "wait"}, 400, "mode"),
+        ("/v1/load_lora_adapter", {"lora_name": "x"}, 400, "lora_path"),
+        ("/v1/load_lora_adapter", {"lora_name": "x", "lora_path": "/nowhere"}, 400, "lora"),
+        ("/v1/unload_lora_adapter", {"lora_name": "x"}, 400, "lora"),
+    ],
+)
+def test_wrong_calls(controlled: Server, path: str, body: dict[str, Any], status: int, param: str) -> None:
+    answer = controlled.http.post(path, json=body)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (status, param), answer.text
+
+
+def test_generation_is_paused_and_resumed(controlled: Server) -> None:
+    """The arguments may be in the query, as vLLM's are, and the body empty."""
+    assert controlled.http.get("/is_paused").json() == {"result": False}
+    assert controlled.http.post("/pause?mode=wait").json() == {"result": {}}
+    assert controlled.http.get("/is_paused").json() == {"result": True}
+    assert controlled.http.post("/resume").json() == {"result": None}
+    assert controlled.http.get("/is_paused").json() == {"result": False}
+
+
+def test_requests_are_aborted_by_the_ids_of_their_responses(controlled: Server) -> None:
+    found = controlled.http.post("/abort_requests", json={"request_ids": ["chatcmpl-unknown"]}).json()
+    assert found == {"result": {"requests": {}, "replies": {}}}
+
+
+def test_a_list_of_adapters(controlled: Server) -> None:
+    assert controlled.http.get("/list_loras").json() == {"result": []}
+
+
+def test_openapi_has_the_routes_only_where_they_are(controlled: Server, studio: Server) -> None:
+    ours, theirs = (server.http.get("/openapi.json").json()["paths"] for server in (controlled, studio))
+    assert set(ours) - set(theirs) == set(OPERATIONS)
+    assert ours["/pause"]["post"]["security"] == [{"key": []}]
+    assert "Stop generating" in ours["/pause"]["post"]["summary"]
