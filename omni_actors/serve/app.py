@@ -135,7 +135,8 @@ def _described(operations: Mapping[str, admin.Operation]) -> dict[str, Operation
         for path, route in (MODEL_ROUTES | CALL_ROUTES).items()
     }
     for path, (handler, answers) in STATUS_ROUTES.items():
-        described[path] = Operation("get", None, summary_of(handler), answers, path in PUBLIC)
+        summary = summary_of(handler)
+        described[path] = Operation("get", None, summary, answers=answers, is_public=path in PUBLIC)
     for path, each in operations.items():
         summary = summary_of(getattr(OmniSystem, each.method))
         described[path] = Operation(each.http_method.lower(), each.schema, summary)
