@@ -132,6 +132,8 @@ class AsyncOmni(Face):
     get_tokenizer = _waiting(OmniSystem.get_tokenizer)
     get_supported_tasks = _waiting(OmniSystem.get_supported_tasks)
     do_log_stats = _waiting(OmniSystem.do_log_stats)
+    start_profile = _waiting(OmniSystem.start_profile)
+    stop_profile = _waiting(OmniSystem.stop_profile)
     shutdown = _waiting(OmniSystem.shutdown)
     start_weight_update = _waiting(OmniSystem.start_weight_update)
     update_weights = _waiting(OmniSystem.update_weights)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import deque
 from typing import TYPE_CHECKING
 
 from omni_actors.config import Pipeline
 from omni_actors.generation import RequestMetrics
 from omni_actors.metrics import Metrics
 from omni_actors.orchestrator.request import Request
+from omni_actors.system.timeline import Period, timeline
 
 if TYPE_CHECKING:
     from opentelemetry.trace import TracerProvider  # of the extra "tracing"
@@ -19,12 +21,15 @@ class EndedRequests:
     """Records the requests of one system.
 
     Args:
+        pipeline: The pipeline that runs.
         metrics: Those of the system.
         tracing: Makes the traces; None: there are none.
     """
 
-    def __init__(self, metrics: Metrics, tracing: Tracing | None) -> None:
-        self._metrics, self.tracing = metrics, tracing
+    def __init__(self, pipeline: Pipeline, metrics: Metrics, tracing: Tracing | None) -> None:
+        self._pipeline, self._metrics, self.tracing = pipeline, metrics, tracing
+        self.profiled: deque[tuple[str, Period]] | None = None
+        """Names and timelines of the requests that ended since a profile began; None: no profile runs."""
 
     def closed(self, request: Request) -> None:
         """Record a request that has ended, and whose client has everything or was cut off."""
@@ -32,6 +37,8 @@ class EndedRequests:
         self._metrics.replays.inc(request.replays)
         if self.tracing is not None and request.trace is not None:
             self.tracing.record(request)
+        if self.profiled is not None:
+            self.profiled.append((request.name, timeline(request, self._pipeline)))
 
     def answered(self, measured: RequestMetrics) -> None:
         """Record the measurements of a request whose client has read its whole answer."""

@@ -26,6 +26,7 @@ from omni_actors.system.gauges import gauges
 from omni_actors.system.health import Health, ReplicaHealth, replica_health
 from omni_actors.system.information import Information
 from omni_actors.system.loras import LoraControl, LoraTable
+from omni_actors.system.profiling import ProfileControl
 from omni_actors.system.requests import Requests
 from omni_actors.system.sleep import SleepControl
 from omni_actors.system.texts import TextControl
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     from omni_actors.system.tracing import Tracing
 
 
-class OmniSystem(Requests, TextControl, LoraControl, SleepControl, WeightControl, Information):
+class OmniSystem(Requests, TextControl, LoraControl, SleepControl, WeightControl, ProfileControl, Information):
     """A running pipeline. ``OmniSystem.open`` starts one.
 
     >>> async def main():
@@ -75,7 +76,7 @@ class OmniSystem(Requests, TextControl, LoraControl, SleepControl, WeightControl
             mailbox_capacity=capacity,
         )
         self.metrics = Metrics(lambda: gauges(self._orchestrator, self._supervisor.replicas.values(), self._edges))
-        self._ended = EndedRequests(self.metrics, tracing)
+        self._ended = EndedRequests(pipeline, self.metrics, tracing)
 
     @classmethod
     @asynccontextmanager

@@ -5,8 +5,8 @@ Rules
    stages and the deaths that it went through. Nothing is recorded for it while the request runs.
 2. Times are CLOCK_MONOTONIC seconds. They come from several processes, which share that clock.
 3. A stage's period has the parts of one hop: ``queue`` (its ``Start`` waits for the engine loop), ``transfer`` (the
-   first chunk is on its way) and ``compute`` (the engine has input). Between ``queue`` and ``transfer`` the stage waits
-   for its sources.
+   first chunk is on its way) and ``compute`` (the engine has input). They follow each other; between ``queue`` and
+   ``transfer`` the stage waits for its sources.
 4. A stage whose worker died has one period for each incarnation. The one that was lost carries the death as its error.
    ``resume`` lasts from the death until the stage's next new output: the delay that the death cost. For a stage without
    output to the client, that is the first output that the next incarnation sends.
@@ -147,7 +147,7 @@ def _hop(request: Request, run: _Run, stats: StageStats) -> Iterator[Period]:
     if stats.first_input is not None and (sent := _sent(request, run, stats.first_input)) is not None:
         at, source = sent
         facts: Facts = {"omni_actors.source": source}
-        yield Period("transfer", max(run.began, at), stats.first_input, facts)
+        yield Period("transfer", max(stats.started, at), stats.first_input, facts)
     began = stats.started if stats.first_input is None else stats.first_input
     compute: Facts = {"omni_actors.step_s": stats.step_s}
     if stats.first_output is not None:

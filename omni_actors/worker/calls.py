@@ -13,6 +13,7 @@ import msgspec
 from omni_actors.errors import InvalidRequest, Unsupported
 from omni_actors.protocol.messages import Answer, Call, CallRefusal, Desired
 from omni_actors.stages.base import Controllable, StageEngine
+from omni_actors.worker.profiler import WorkerProfiler
 
 LARGEST_VALUE = 100 * 1024
 """Most bytes of an encoded value: it travels in one control message."""
@@ -28,6 +29,7 @@ class WorkerCalls:
 
     def __init__(self, stage: str, requests: Callable[[], int]) -> None:
         self._stage, self._requests = stage, requests
+        self._profiler = WorkerProfiler(stage)
         self.weights_version: str | None = None
         """The version of the engine's weights; None: those that it has loaded at its start."""
         self.frozen = False
@@ -87,12 +89,20 @@ class WorkerCalls:
     def _freeze(self, engine: StageEngine, frozen: bool) -> None:
         self.frozen = frozen
 
+    def _start_profile(self, engine: StageEngine) -> None:
+        self._profiler.start()
+
+    def _stop_profile(self, engine: StageEngine, folder: str) -> dict[str, Any]:
+        return self._profiler.stop(folder)
+
     def _status(self, engine: StageEngine) -> dict[str, int]:
         return {"requests": self._requests(), **memory()}
 
 
 _OWN: dict[str, Callable[..., Any]] = {
     "freeze": WorkerCalls._freeze,
+    "start_profile": WorkerCalls._start_profile,
+    "stop_profile": WorkerCalls._stop_profile,
     "supports": WorkerCalls._supports,
     "worker_status": WorkerCalls._status,
 }

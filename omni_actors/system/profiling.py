@@ -1,0 +1,111 @@
+"""Profiles: what requests and engines did in a time, in one file that Perfetto opens."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+from collections import deque
+from collections.abc import Collection, Iterable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import trio
+
+from omni_actors.errors import InvalidRequest
+from omni_actors.supervisor.calls import Reply
+from omni_actors.system.control import Control, Replies
+from omni_actors.system.ended import EndedRequests
+from omni_actors.system.profile_file import ProfileFile
+from omni_actors.system.timeline import Period
+
+PROFILE_TIMEOUT_S = 120.0
+"""The first profile of a worker imports torch's profiler, and a large one takes long to write."""
+MOST_REQUESTS = 10_000
+
+
+class Profile(msgspec.Struct, frozen=True):
+    """A profile that was written.
+
+    Attributes:
+        path: The file, in the format of trace events: https://ui.perfetto.dev opens it.
+        requests: How many requests are in it: those that ended meanwhile, the last 10,000 of them.
+        replies: The replies of the workers that were asked for what they computed.
+    """
+
+    path: Path
+    requests: int
+    replies: Replies
+
+
+class ProfileControl(Control):
+    """The methods of ``OmniSystem`` for profiles."""
+
+    _ended: EndedRequests
+    _profile_began_ns = 0
+    _profiled: Collection[str] = ()
+
+    async def start_profile(
+        self, stages: Collection[str] | None = None, *, timeout_s: float = PROFILE_TIMEOUT_S
+    ) -> Replies:
+        """Begin to record what requests and engines do. Memory grows with it, so a profile should last for seconds.
+
+        Args:
+            stages: Stages whose engines are profiled, by torch; by default all. Requests are recorded in all stages.
+            timeout_s: Seconds to wait for each worker.
+
+        Returns:
+            The reply of each worker. An engine that does not compute with torch replies ``Unsupported``. A worker that
+            starts later is not profiled.
+
+        Raises InvalidRequest: a stage is unknown, or a profile runs.
+        """
+        chosen = self._stages(stages)
+        if self._ended.profiled is not None:
+            raise InvalidRequest("a profile runs already", code="profile_runs")
+        self._ended.profiled = deque(maxlen=MOST_REQUESTS)
+        self._profile_began_ns, self._profiled = time.time_ns(), chosen
+        replies = await self.call("start_profile", stages=chosen, timeout_s=timeout_s)
+        self._profiled = [stage for stage in chosen if any(reply.error is None for reply in replies[stage])]
+        return replies
+
+    async def stop_profile(self, path: str | Path, *, timeout_s: float = PROFILE_TIMEOUT_S) -> Profile:
+        """End the profile and write it to one file.
+
+        Args:
+            path: The file. Its directory must exist, and the workers write there too meanwhile.
+            timeout_s: Seconds to wait for each worker.
+
+        Returns:
+            What was written. A worker that does not reply is missing in the file.
+
+        Raises InvalidRequest: no profile runs. Raises OSError: the file cannot be written; if its directory is the
+        reason, the profile goes on.
+        """
+        if self._ended.profiled is None:
+            raise InvalidRequest("no profile runs", code="no_profile")
+        path = Path(await trio.Path(path).absolute())
+        with tempfile.TemporaryDirectory(prefix=".profile-", dir=path.parent) as folder:
+            requests, self._ended.profiled = self._ended.profiled, None
+            replies = await self.call("stop_profile", {"folder": folder}, stages=self._profiled, timeout_s=timeout_s)
+            await trio.to_thread.run_sync(self._write, path, requests, replies)
+        told = {stage: [_without_file(reply) for reply in replies[stage]] for stage in replies}
+        return Profile(path, len(requests), told)
+
+    def _write(self, path: Path, requests: Iterable[tuple[str, Period]], replies: Replies) -> None:
+        """Write the file, in a thread: a profile may be large."""
+        file = ProfileFile(self._profile_began_ns)
+        offset_ns = time.time_ns() - time.monotonic_ns()
+        file.add_requests(requests, offset_ns)
+        for stage, of_stage in replies.items():
+            for replica, reply in enumerate(of_stage):
+                if reply.error is None:
+                    trace: dict[str, Any] = json.loads(Path(reply.value["file"]).read_text(encoding="utf-8"))
+                    file.add_worker(f"{stage}.{replica}", reply.value["pid"], trace)
+        file.write(path)
+
+
+def _without_file(reply: Reply) -> Reply:
+    """Return a reply without the name of a file that is gone."""
+    return reply if reply.error is not None else Reply({"pid": reply.value["pid"]})

@@ -1,0 +1,56 @@
+"""The profiler of one worker: torch's, on the engine's thread.
+
+This module imports no torch: an engine that computes with it has loaded it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from omni_actors.errors import InvalidRequest, Unsupported
+
+WITHOUT_TORCH = "its engine does not compute with torch"
+
+
+class WorkerProfiler:
+    """Profiles what the engine computes from ``start`` to ``stop``. Both are called in the engine's thread.
+
+    stage: the worker's stage.
+    """
+
+    def __init__(self, stage: str) -> None:
+        self._stage = stage
+        self._running: Any = None
+
+    def start(self) -> None:
+        """Begin a profile. Raises Unsupported without torch, and InvalidRequest if a profile runs."""
+        if "torch" not in sys.modules:
+            raise Unsupported(self._stage, "start_profile", WITHOUT_TORCH)
+        if self._running is not None:
+            raise InvalidRequest("a profile runs already", code="profile_runs")
+        torch_profiler = importlib.import_module("torch.profiler")
+        profile = torch_profiler.profile(activities=torch_profiler.supported_activities())
+        profile.start()
+        self._running = profile
+
+    def stop(self, folder: str) -> dict[str, Any]:
+        """End the profile, and write it into ``folder`` as trace events. Return the ``file`` and this ``pid``.
+
+        Raises InvalidRequest if no profile runs in this worker, or the file cannot be written.
+        """
+        if self._running is None:
+            raise InvalidRequest("no profile runs in this worker", code="no_profile")
+        profile, self._running = self._running, None
+        profile.stop()
+        pid = os.getpid()
+        file = Path(folder, f"{pid}.json")
+        try:
+            file.touch()
+            profile.export_chrome_trace(str(file))
+        except OSError as error:
+            raise InvalidRequest(f"the profile cannot be written: {error}", param="folder") from error
+        return {"file": str(file), "pid": pid}
