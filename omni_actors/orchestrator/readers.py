@@ -143,7 +143,7 @@ class Readers:
     @trio.lowlevel.enable_ki_protection
     def close(self, request: Request) -> None:
         """Record that the reader of an ended request reads no more."""
-        self._apply(request, self.unread.release(request.account, trio.current_time()))
+        self.deliver(request, request.account.undelivered)
 
     # Internal.
 

@@ -131,10 +131,6 @@ class Unread:
         """Record that the reader asks for the next piece: a stream's connection has accepted the last one."""
         if account.reader == "whole" or not account.undelivered:
             return []
-        return self.release(account, now)
-
-    def release(self, account: Account, now: float) -> list[Account]:
-        """Record that the client has everything that was read."""
         return self.deliver(account, account.undelivered, now)
 
     def deliver(self, account: Account, size: int, now: float) -> list[Account]:

@@ -52,7 +52,7 @@ def test_a_whole_answer_is_charged_until_it_is_released(unread: Unread) -> None:
         unread.read(account, 100, 0.0)
         unread.ask(account, 0.0)
     assert unread.total == 200
-    unread.release(account, 0.0)
+    unread.deliver(account, account.undelivered, 0.0)
     assert unread.total == 0
 
 
