@@ -14,6 +14,7 @@ from graphlib import TopologicalSorter
 
 from omni_actors.errors import InvalidRequest
 from omni_actors.protocol.messages import CLIENT
+from omni_actors.supervisor.restart import downstream_stages
 
 
 @dataclass(frozen=True)
@@ -43,12 +44,7 @@ class Route:
 
     def downstream_of(self, stages: Iterable[str]) -> tuple[str, ...]:
         """Return the stages that one of ``stages`` feeds, directly or through others, in topological order."""
-        feeding, found = set(stages), []
-        for stage in self.stages:
-            if not feeding.isdisjoint(self.sources[stage]):
-                feeding.add(stage)
-                found.append(stage)
-        return tuple(found)
+        return downstream_stages(stages, self.sources)
 
 
 def topological(nodes: Mapping[str, Node]) -> tuple[str, ...]:

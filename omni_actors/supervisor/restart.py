@@ -40,13 +40,14 @@ def why_never_restarted(policy: Restart, exit: WorkerExit) -> str | None:
     return None
 
 
-def downstream_stages(stage: str, inputs: Mapping[str, Iterable[str]]) -> set[str]:
-    """Return all stages that use the output of ``stage``, directly or through others.
+def downstream_stages(stages: Iterable[str], inputs: Mapping[str, Iterable[str]]) -> tuple[str, ...]:
+    """Return all stages that use the output of one of ``stages``, directly or through others, in topological order.
 
     inputs: the upstream stages of each stage, in topological order.
     """
-    reached = {stage}
-    for name, sources in inputs.items():
-        if reached & set(sources):
-            reached.add(name)
-    return reached - {stage}
+    feeding, found = set(stages), []
+    for stage, sources in inputs.items():
+        if not feeding.isdisjoint(sources):
+            feeding.add(stage)
+            found.append(stage)
+    return tuple(found)

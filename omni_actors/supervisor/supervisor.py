@@ -361,7 +361,7 @@ class Supervisor:
             return running
         if replica.policy.strategy == "one_for_one":
             return []
-        downstream = restart.downstream_stages(replica.address.stage, self._inputs)
+        downstream = restart.downstream_stages([replica.address.stage], self._inputs)
         return [each for each in running if each.address.stage in downstream]
 
     def _plan_retry(self, replica: Replica, exit: WorkerExit, now: float) -> None:
