@@ -1,0 +1,83 @@
+"""Raw prompts of the thinkers on vLLM: text with placeholders, token ids, and embeddings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from typing import Any
+
+import numpy as np
+import pytest
+
+from omni_actors.errors import InvalidRequest
+from omni_actors.stages.base import CLIENT, Decisions, StageFailure, StageRequest
+from tests.support.omni_questions import STORY, Ask
+
+SHOWN = Ask("what is this ?", audio=(0.3,), image=((64, 64),))
+
+
+@pytest.fixture(scope="module", params=["vllm_qwen3_thinker", "vllm_qwen2_5_thinker"])
+def engine(request: pytest.FixtureRequest, open_stage: Callable[..., Any]) -> Iterator[Any]:
+    with closing(open_stage(request.param, engine_args={"enable_prompt_embeds": True})) as opened:
+        yield opened
+
+
+@pytest.fixture
+def driver(engine: Any, drive: Callable[..., Any]) -> Any:
+    return drive(engine)
+
+
+def rendered(engine: Any, ask: Ask) -> str:
+    processor = engine._processor
+    parts = [{**part, part["type"]: ""} if part["type"] != "text" else part for part in ask.messages[-1]["content"]]
+    messages = [*ask.messages[:-1], {"role": "user", "content": parts}]
+    text: str = processor.tokenizer.apply_chat_template(
+        messages, chat_template=processor._template, add_generation_prompt=True, tokenize=False
+    )
+    return text
+
+
+def outputs_of(
+    driver: Any, asked: list[Any], journal: tuple[Decisions, ...] = (), *, downstream: bool = True
+) -> list[Any]:
+    params = {"max_tokens": 8, "ignore_eos": True}
+    driver.engine.start(StageRequest(1, (CLIENT,), params, downstream=downstream, journal=journal))
+    driver.live.add(1)
+    try:
+        for number, chunk in enumerate(asked):
+            driver.feed(1, *chunk, last=number == len(asked) - 1)
+    except InvalidRequest:
+        driver.live.discard(1)
+        raise
+    outputs: list[Any] = driver.run()[1]
+    assert not any(isinstance(output, StageFailure) for output in outputs), outputs
+    return outputs
+
+
+def answer(driver: Any, asked: list[Any], *, downstream: bool = True) -> tuple[str, int]:
+    """The text, and the number of tokens of the prompt."""
+    outputs = outputs_of(driver, asked, downstream=downstream)
+    return "".join(output.data.get("text", "") for output in outputs), outputs[-1].data["prompt_tokens"]
+
+
+@pytest.mark.parametrize("ask", [Ask(STORY), SHOWN], ids=["text", "media"])
+def test_a_raw_prompt_is_answered_like_its_conversation(engine: Any, driver: Any, ask: Ask) -> None:
+    expected, text = answer(driver, ask.chunks), rendered(engine, ask)
+    ids = np.array(engine._processor.tokenizer.encode(text))
+    for prompt in (({"prompt": text}, {}), ({}, {"token_ids": ids})):
+        assert answer(driver, [prompt if "messages" in chunk[0] else chunk for chunk in ask.chunks]) == expected
+
+
+def test_embeddings_are_answered_like_their_tokens_wherever_they_are_resumed(engine: Any, driver: Any) -> None:
+    ids = engine._processor.tokenizer.encode(rendered(engine, Ask(STORY)))
+    rows = engine._embed(ids).float().numpy()
+    expected = answer(driver, Ask(STORY).chunks, downstream=False)
+    assert answer(driver, [({}, {"embeds": rows})], downstream=False) == expected
+    whole = outputs_of(driver, [({}, {"embeds": rows})], downstream=False)
+    journal = tuple(output.decisions for output in whole)
+    for cut in (1, len(whole) // 2, len(whole)):
+        resumed = outputs_of(driver, [({}, {"embeds": rows})], journal[:cut], downstream=False)
+        assert [(output.data, output.decisions) for output in resumed] == [(o.data, o.decisions) for o in whole]
+    for wrong, words in ((rows[:, :3], "rows of 3 numbers"), (rows, "talker needs the tokens")):
+        with pytest.raises(InvalidRequest, match=words):
+            answer(driver, [({}, {"embeds": wrong})], downstream=wrong is rows)
