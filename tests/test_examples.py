@@ -48,19 +48,23 @@ Example: TypeAlias = Callable[..., Ran]
 
 
 @pytest.fixture(scope="module")
-def shared_system(fixture_processes: set[int], tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedSystem]:
-    """The shipped pipeline with a tiny model. The defaults set the length of the answers: the model is saved without
-    ends, so there is none among the four likeliest codes."""
-    model = str(tiny.save(tmp_path_factory.mktemp("omni"), text_eos=0.0, codec_eos=0.0))
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A tiny model, saved without ends: there is none among the four likeliest codes."""
+    return str(tiny.save(tmp_path_factory.mktemp("omni"), text_eos=0.0, codec_eos=0.0))
+
+
+@pytest.fixture(scope="module")
+def shared_system(fixture_processes: set[int], model: str) -> Iterator[SharedSystem]:
+    """The pipeline of the tiny model. The defaults set the length of the answers."""
     small: dict[str, Any] = {
         "stages.thinker.defaults": {"max_tokens": TOKENS},
         "stages.talker.defaults": {"talker_max_tokens": CODES, "talker_top_k": 4},
     }
     for stage in ("thinker", "talker", "token2wav"):
-        small |= {f"stages.{stage}.model": model, f"stages.{stage}.device": "cpu", f"stages.{stage}.threads": 1}
+        small |= {f"stages.{stage}.device": "cpu", f"stages.{stage}.threads": 1}
     for stage in ("thinker", "talker"):
         small |= {f"stages.{stage}.options.dtype": "float32", f"stages.{stage}.options.context": 2048}
-    with open_shared_system(lambda: OmniSystem.open("qwen2_5_omni", **small), fixture_processes) as shared_system:
+    with open_shared_system(lambda: OmniSystem.open(model, **small), fixture_processes) as shared_system:
         yield shared_system
 
 
@@ -215,6 +219,70 @@ def test_offline_batch_answers_a_file_of_prompts(
     assert (requests - 0.005) * (took_s - 0.05) <= 5 <= (requests + 0.005) * (took_s + 0.05)
     for rate, per_request in ((tokens, TOKENS), (audio, SPEECH / 24_000)):
         assert (requests - 0.005) * per_request - 0.005 <= rate <= (requests + 0.005) * per_request + 0.005
+
+
+QUERIES: dict[str, dict[str, Any]] = {
+    "text": {},
+    "use_audio": {"audio": ["capital.ogg"]},
+    "use_image": {"image": "landscape.png"},
+    "use_video": {"video": "sunrise.mp4"},
+    "use_multi_audios": {"audio": ["capital.ogg", "weather.ogg"]},
+    "use_mixed_modalities": {"audio": ["capital.ogg"], "image": "landscape.png", "video": "sunrise.mp4"},
+    "use_audio_in_video": {"video": "sunrise.mp4", "use_audio_in_video": True},
+}
+
+
+def arguments_of(query: str) -> dict[str, Any]:
+    """The arguments of ``generate`` for a query of qwen_omni.py."""
+    media, folder = dict(QUERIES[query]), EXAMPLES / "media"
+    more = {"use_audio_in_video": True} if media.pop("use_audio_in_video", False) else {}
+    recordings = [AudioChunk(*soundfile.read(folder / name, dtype="float32")) for name in media.pop("audio", [])]
+    files = {kind: folder / name for kind, name in media.items()}
+    return {"multi_modal_data": {"audio": recordings, **files}, **more}
+
+
+@pytest.mark.slow
+def test_qwen_omni_answers_each_type_of_query(
+    run: Example, here: Path, shared_system: SharedSystem, model: str
+) -> None:
+    texts = set()
+    for query in QUERIES:
+        asked = ("--model", model, "--query-type", query, "--output-dir", f"out/{query}", "--prompt", "what is it ?")
+        ran = run("qwen_omni.py", *asked, "--seed", "3", shared_system=shared_system)
+        assert (ran.code, ran.stderr) == (0, ""), query
+        text, sound = ask(shared_system, "what is it ?", seed=3, **arguments_of(query))
+        assert ran.stdout == text + "\n"
+        assert (here / "out" / query / "00000.txt").read_bytes().decode() == text + "\n"
+        assert_same_sound(here / "out" / query / "00000.wav", sound)
+        texts.add(text)
+    assert len(texts) == len(QUERIES), "each medium is heard or seen"
+
+
+@pytest.mark.slow
+def test_qwen_omni_asks_often_without_streaming_and_prints_times(
+    run: Example, here: Path, shared_system: SharedSystem, model: str
+) -> None:
+    asked = ("--model", model, "--query-type", "text", "--num-prompts", "3", "--no-async-chunk", "--enable-stats")
+    ran = run("qwen_omni.py", *asked, "--modalities", "text", shared_system=shared_system)
+    assert (ran.code, ran.stderr) == (0, "")
+    assert ran.pipeline is not None
+    assert not ran.pipeline.async_chunk
+    assert {file.name for file in (here / "output").iterdir()} == {f"0000{number}.txt" for number in range(3)}
+    assert [f"Request {number}, in seconds" in ran.stdout for number in range(3)] == [True] * 3
+    assert len(re.findall(r"│ thinker +│ [\d.]+ ", ran.stdout)) == 3
+
+
+def test_the_media_of_the_examples_are_small_and_readable() -> None:
+    files = [file for file in (EXAMPLES / "media").iterdir() if file.is_file()]
+    assert sum(file.stat().st_size for file in files) < 200_000
+    assert soundfile.info(EXAMPLES / "media" / "capital.ogg").duration > 1
+    assert Image.open(EXAMPLES / "media" / "landscape.png").size == (160, 120)
+
+
+def test_qwen_omni_without_its_model_tells_how_to_get_it(run: Example, here: Path) -> None:
+    ran = run("qwen_omni.py", "--model", "nobody/nothing", "--query-type", "text")
+    assert (ran.code, ran.stdout) == (1, "")
+    assert "run: hf download nobody/nothing" in ran.stderr
 
 
 @pytest.mark.parametrize(
