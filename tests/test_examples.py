@@ -276,7 +276,8 @@ def test_the_media_of_the_examples_are_small_and_readable() -> None:
     files = [file for file in (EXAMPLES / "media").iterdir() if file.is_file()]
     assert sum(file.stat().st_size for file in files) < 200_000
     assert soundfile.info(EXAMPLES / "media" / "capital.ogg").duration > 1
-    assert Image.open(EXAMPLES / "media" / "landscape.png").size == (160, 120)
+    with Image.open(EXAMPLES / "media" / "landscape.png") as image:
+        assert image.size == (160, 120)
 
 
 def test_qwen_omni_without_its_model_tells_how_to_get_it(run: Example, here: Path) -> None:
