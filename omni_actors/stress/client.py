@@ -21,6 +21,7 @@ from omni_actors.errors import RequestError
 from omni_actors.generation import Generation
 from omni_actors.orchestrator.request import Request
 from omni_actors.stress import judge
+from omni_actors.stress.adapters import oracle_name
 from omni_actors.stress.health_watch import HealthWatch
 from omni_actors.stress.oracle import ExpectedAnswer
 from omni_actors.stress.report import Row, Tally
@@ -146,7 +147,7 @@ class LoadClient(Client[judge.TrackedRequest]):
         request = judge.TrackedRequest(
             name=f"stress-{next(self._numbers)}",
             template=template,
-            answer=ExpectedAnswer(self._workload.oracle[template.name]),
+            answer=ExpectedAnswer(self._workload.oracle[oracle_name(self.omni, template)]),
             on_failure=on_failure,
             submitted=time.monotonic(),
             pace_s=pace_s,

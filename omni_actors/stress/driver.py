@@ -14,13 +14,16 @@ from __future__ import annotations
 import signal
 import time
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import assert_never
 
 import trio
 
 from omni_actors.stress import judge, schedule
+from omni_actors.stress.adapters import switch
 from omni_actors.stress.client import LoadClient
 from omni_actors.stress.faults import KillHelper, RefusingSpawner, Victim, kill_parent
 from omni_actors.stress.health_watch import HealthWatch
@@ -63,8 +66,11 @@ class Driver:
         spawner: RefusingSpawner,
         kill_helper: KillHelper,
         nursery: trio.Nursery,
+        adapters: Sequence[Path],
     ) -> None:
+        """adapters: the versions of the workload's LoRA adapter."""
         self._workload, self._load, self._nursery = workload, load, nursery
+        self._omni, self._adapters = omni, adapters
         self.spawner, self._kill_helper = spawner, kill_helper
         self.tally = Tally()
         self.watch = HealthWatch(omni)
@@ -110,6 +116,8 @@ class Driver:
                 await trio.sleep(ms / 1000)
             case schedule.Settle():
                 await self._settle()
+            case schedule.SwitchAdapter(version):
+                self._nursery.start_soon(switch, self._omni, self._adapters[version % len(self._adapters)])
             case schedule.Kill(stages):
                 self._kill("SIGKILL" if len(stages) == 1 else "SIGKILL, several at once", *stages)
             case schedule.KillLoading(stage, after):

@@ -10,12 +10,15 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import threading
 from collections.abc import Callable, Mapping, Set
 from contextlib import suppress
 from pathlib import Path
 
 MARKER = "OMNI_ACTORS_STRESS"
+_IDLE = re.compile(r"Trio thread \d+$")
+"""Threads without work, which trio ends after a while."""
 
 
 def snapshot(mark: str, directory: Path) -> dict[str, set[str]]:
@@ -28,7 +31,7 @@ def snapshot(mark: str, directory: Path) -> dict[str, set[str]]:
     return {
         "process": {str(pid) for pid in marked_processes(mark) | _children()},
         "descriptor": {f"{fd} -> {target}" for fd, target in descriptors("self")},
-        "thread": {f"{thread.name} ({thread.ident})" for thread in threading.enumerate()},
+        "thread": {f"{each.name} ({each.ident})" for each in threading.enumerate() if not _IDLE.match(each.name)},
         "segment": named | ring_mappings("self"),
         "file": {str(path.relative_to(directory)) for path in directory.rglob("*")},
     }

@@ -22,6 +22,7 @@ import trio
 
 from omni_actors import config as configuration
 from omni_actors.stress import judge, leaks
+from omni_actors.stress.adapters import oracle_name, save_versions, uses_adapter
 from omni_actors.stress.driver import Driver
 from omni_actors.stress.faults import KillHelper, RefusingSpawner
 from omni_actors.stress.health_watch import HealthWatch
@@ -29,7 +30,7 @@ from omni_actors.stress.judge import Violation
 from omni_actors.stress.oracle import Oracle
 from omni_actors.stress.report import Tally
 from omni_actors.stress.schedule import Load, Schedule
-from omni_actors.stress.workload import Workload
+from omni_actors.stress.workload import ADAPTER, Workload
 from omni_actors.system import OmniSystem, ReplicaHealth
 
 FREED_S = 5.0
@@ -68,8 +69,16 @@ def run_with_faults(
         spawner = RefusingSpawner()
         with KillHelper() as kill_helper:
             async with OmniSystem.open(pipeline, spawner=spawner) as omni, trio.open_nursery() as nursery:
+                if uses_adapter(workload):
+                    await omni.add_lora(ADAPTER, versions[0])
                 driver = Driver(
-                    omni=omni, workload=workload, load=load, spawner=spawner, kill_helper=kill_helper, nursery=nursery
+                    omni=omni,
+                    workload=workload,
+                    load=load,
+                    spawner=spawner,
+                    kill_helper=kill_helper,
+                    nursery=nursery,
+                    adapters=versions,
                 )
                 initial_descriptors = {stage: counts for stage, _, counts in _worker_descriptors(driver.watch.replicas)}
                 await work(omni, driver)
@@ -79,6 +88,7 @@ def run_with_faults(
         return driver, time.monotonic() - closing
 
     with _temporary_directory() as directory:
+        versions = save_versions(directory)
         before = leaks.snapshot(mark, directory)
         driver, closed_s = trio.run(live)
         now = time.monotonic()
@@ -97,12 +107,18 @@ def ask_oracle(workload: Workload) -> None:
 
     async def ask() -> None:
         async with OmniSystem.open(workload.pipeline) as omni:
-            for template in workload.templates.values():
-                answer = workload.oracle[template.name] = Oracle()
-                async for output in omni.submit(template.inputs, template.modalities, **template.params):
-                    answer.add(output)
+            for version in versions:
+                if uses_adapter(workload):
+                    await omni.add_lora(ADAPTER, version)
+                for template in workload.templates.values():
+                    if (name := oracle_name(omni, template)) not in workload.oracle:
+                        answer = workload.oracle[name] = Oracle()
+                        async for output in omni.submit(template.inputs, template.modalities, **template.params):
+                            answer.add(output)
 
-    trio.run(ask)
+    with tempfile.TemporaryDirectory(prefix="omni-actors-stress-") as directory:
+        versions = save_versions(Path(directory))
+        trio.run(ask)
 
 
 async def _finish(

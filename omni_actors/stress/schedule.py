@@ -58,7 +58,13 @@ class Settle(_Operation, frozen=True):
     """Wait until every stage serves again and every request submitted here has ended."""
 
 
-ClientAction: TypeAlias = Submit | Abort | Disconnect | Wait | Settle
+class SwitchAdapter(_Operation, frozen=True):
+    """Give the name of the workload's LoRA adapter to the ``version``-th version, modulo their number."""
+
+    version: int
+
+
+ClientAction: TypeAlias = Submit | Abort | Disconnect | Wait | Settle | SwitchAdapter
 
 
 # faults

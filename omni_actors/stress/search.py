@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from omni_actors.stress import schedule as schedules
+from omni_actors.stress.adapters import VERSIONS, uses_adapter
 from omni_actors.stress.judge import Violation
 from omni_actors.stress.report import Tally
 from omni_actors.stress.workload import Workload
@@ -154,6 +155,8 @@ def _steps(workload: Workload, operations: int) -> list[Step]:
     if len(workload.stages) > 1:
         pairs = list(itertools.permutations(workload.stages, 2))
         faults.append(st.builds(schedules.Kill, st.sampled_from(pairs)))
+    if uses_adapter(workload):
+        after_a_wait.append(st.builds(schedules.SwitchAdapter, st.integers(0, VERSIONS - 1)))
     if workload.hooks:
         with_hooks = st.sampled_from(workload.hooks)
         faults.append(st.builds(schedules.Crash, with_hooks, st.sampled_from(("raise", "exit", "hang"))))

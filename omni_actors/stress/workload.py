@@ -9,6 +9,7 @@ Rules
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -30,6 +31,8 @@ SHORT, LONG = 3, 60
 RATE = 24_000
 ECHOING = frozenset({"echo", "omni_actors.stress.simulation.deciding:DecidingEngine"})
 """Engines that repeat their input."""
+ADAPTER = "switched"
+"""The name of the LoRA adapter that some requests to echo engines have (``adapters``)."""
 SCRIPT = "Good morning."
 QUESTION = "What is the capital of France?"
 LONG_QUESTION = "Write three sentences about the sea."
@@ -69,6 +72,7 @@ class Workload:
     replayed: frozenset[str] = frozenset()
     """Stages whose death a request survives."""
     oracle: dict[str, Oracle] = field(default_factory=dict)
+    """By the name of the template, and of the adapter's version if it has one (``adapters.oracle_name``)."""
 
     @property
     def stages(self) -> tuple[str, ...]:
@@ -155,12 +159,17 @@ def _echo_requests(pipeline: Pipeline) -> Iterator[Template]:
         return Input({"text": f"{number} ", "sample_rate": RATE}, {"audio": sound, "codes": codes})
 
     kinds = sorted({kind for stage in pipeline.stages.values() for kind in stage.accepts})
+    kinds = kinds if len(kinds) == 1 else [each for each in kinds if each != "messages"]
     short, long = ([piece(number) for number in range(count)] for count in (SHORT, LONG))
     for modalities in (*((each,) for each in emitted(pipeline)), emitted(pipeline)):
         for length, pieces in (("short", short), ("long", long)):
             label = " and ".join(modalities)
-            for kind in kinds[:1] if len(kinds) == 1 else [each for each in kinds if each != "messages"]:
+            for kind in kinds:
                 yield from _template(pipeline, f"{label}, {length}", {kind: pieces}, modalities)
+    for modality, kind in itertools.product(emitted(pipeline), kinds):
+        for template in _template(pipeline, f"{modality}, adapter", {kind: long}, (modality,), lora=ADAPTER):
+            if "lora" in template.params:
+                yield template
 
 
 def _model_requests(pipeline: Pipeline) -> Iterator[Template]:

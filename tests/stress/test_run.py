@@ -8,6 +8,7 @@ import subprocess
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from itertools import islice
 
 import psutil
@@ -19,7 +20,7 @@ from omni_actors.stress import leaks, soak
 from omni_actors.stress.driver import Driver
 from omni_actors.stress.faults import KillHelper, RefusingSpawner, Victim
 from omni_actors.stress.run import run_schedule, run_with_faults
-from omni_actors.stress.schedule import Crash, Full, Kill, Pause, Schedule, Settle, Starve, Submit, Wait
+from omni_actors.stress.schedule import Crash, Full, Kill, Pause, Schedule, Settle, Starve, Submit, SwitchAdapter, Wait
 from omni_actors.stress.workload import Workload
 from omni_actors.system import OmniSystem
 from ringbuf import Ring
@@ -54,6 +55,24 @@ def test_a_sound_system_passes_and_each_fault_is_counted_and_timed(baseline: Wor
             assert timing.recovered_s is not None
             assert 0 < timing.detected_s < timing.ready_s
             assert timing.detected_s < timing.recovered_s
+
+
+def test_a_request_keeps_the_version_of_its_adapter_through_a_kill_and_a_switch(baseline: Workload, mark: str) -> None:
+    operations = (
+        *(Submit("audio, adapter"), Submit("text, adapter"), Wait(20), SwitchAdapter(1), Kill(("first", "second"))),
+        *(Settle(), Submit("audio, adapter"), Wait(20), Kill(("second",)), SwitchAdapter(0), Settle()),
+    )
+    result = run_schedule(baseline, Schedule("idle", None, operations), mark)
+    assert result.found == []
+    assert sum(row.repeated for row in result.rows.values()) >= 2
+
+
+def test_an_answer_of_another_version_is_found(baseline: Workload, mark: str) -> None:
+    names = [name for name in baseline.oracle if name.startswith("text, adapter, ")]
+    swapped = dict(zip(names, [baseline.oracle[name] for name in reversed(names)], strict=True))
+    wrong = replace(baseline, oracle={**baseline.oracle, **swapped})
+    result = run_schedule(wrong, Schedule("idle", None, (Submit("text, adapter"), Settle())), mark)
+    assert {violation.kind for violation in result.found} == {"corrupted"}
 
 
 @pytest.mark.parametrize(

@@ -32,10 +32,10 @@ def test_a_seed_draws_the_same_schedules_and_they_contain_every_operation() -> N
     assert len(first) == RUNS
     assert first == drawn(1)
     assert first != second
-    seen = {type(operation) for schedule in first + second + drawn(3) for operation in schedule.operations}
-    assert seen == set(Operation.__args__)
-    assert {schedule.load for schedule in first} == {"idle", "one", "full"}
-    assert {schedule.intensity for schedule in first} == {None, 2}
+    every = first + second + drawn(3)
+    assert {type(operation) for schedule in every for operation in schedule.operations} == set(Operation.__args__)
+    assert {schedule.load for schedule in every} == {"idle", "one", "full"}
+    assert {schedule.intensity for schedule in every} == {None, 2}
     for schedule in first:
         assert schedules.decode(schedules.encode(schedule)) == schedule
 
