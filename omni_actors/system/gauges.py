@@ -29,6 +29,8 @@ def gauges(orchestrator: Orchestrator, replicas: Iterable[Replica], edges: Edges
         for figure, measured in replica.gauges.items():
             help = "Figures of an engine, as of its last answer to a ping (one each step_timeout_s / 20)"
             yield "omni_engine", help, {**labels, "name": figure}, measured
+            if figure.startswith("prefix_cache_"):
+                yield f"omni_{figure}", "Positions looked up, and found, or bytes of a prefix cache", labels, measured
     for (producer, consumer), ring in edges.statistics().items():
         labels = {"producer": str(producer), "consumer": str(consumer)}
         yield "omni_ring_used_bytes", "Bytes in a ring now", labels, ring.used

@@ -13,11 +13,14 @@ Rules
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 from transformers import Cache
+
+KeyValues: TypeAlias = Sequence[tuple[Tensor, Tensor]]
+"""The keys and values of neighbouring positions of one sequence, (heads, positions, head size) each, by layer."""
 
 _FIRST_LENGTH = 256
 
@@ -66,6 +69,27 @@ class SlottedCache(Cache):
         self.lengths.pop()
         if not self.lengths:
             self._keys, self._values, self._capacity = [], [], (0, 0)
+
+    @torch.inference_mode()
+    def read(self, row: int, begin: int, count: int) -> KeyValues:
+        """Return a copy of ``count`` positions of a row."""
+        positions = slice(begin, begin + count)
+        stores = zip(self._keys, self._values, strict=True)
+        return [(keys[row, :, positions].clone(), values[row, :, positions].clone()) for keys, values in stores]
+
+    @torch.inference_mode()
+    def append(self, row: int, block: KeyValues) -> None:
+        """Add positions to a row that were read earlier. Raises ValueError if the row would exceed ``max_length``."""
+        begin = self.lengths[row]
+        end = begin + block[0][0].shape[1]
+        self._reserve(row + 1, end)
+        for layer, (keys, values) in enumerate(block):
+            if layer == len(self._keys):
+                self._keys.append(self._allocate(keys[None]))
+                self._values.append(self._allocate(values[None]))
+            self._keys[layer][row, :, begin:end] = keys
+            self._values[layer][row, :, begin:end] = values
+        self.lengths[row] = end
 
     @torch.inference_mode()
     def extend(self, rows: Sequence[int], count: int) -> tuple[Tensor, Tensor]:
