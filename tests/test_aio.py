@@ -96,6 +96,17 @@ def test_a_method_has_the_arguments_of_the_systems(name: str) -> None:
         assert inspect.iscoroutinefunction(ours) == inspect.iscoroutinefunction(original)
 
 
+def test_an_abort_can_be_awaited(omni: AsyncOmni) -> None:
+    async def test() -> None:
+        generation = omni.generate("x", modalities=ENDLESS)
+        freed = await omni.abort(generation.request_id)
+        assert list(freed.requests) == [generation.request_id]
+        assert {reply.value["requests"] for replies in freed.replies.values() for reply in replies} == {0}
+        assert omni.in_flight == 0
+
+    run(test)
+
+
 # cancellation, in both directions
 
 

@@ -78,6 +78,13 @@ def test_abort_ends_a_request_by_name_and_by_object(omni: Omni) -> None:
     assert omni.in_flight == 0
 
 
+def test_an_abort_gives_what_was_freed(omni: Omni) -> None:
+    running = [omni.generate("x", modalities=ENDLESS) for _ in range(2)]
+    names = [each.request_id for each in running]
+    assert list(omni.abort(names).result().requests) == names
+    assert omni.in_flight == 0
+
+
 def test_abort_all_gives_the_reason(omni: Omni) -> None:
     generation = omni.generate("x", modalities=ENDLESS)
     omni.abort_all("enough")

@@ -56,9 +56,9 @@ def version(answer: Answer) -> Any:
     return answer.data["text"].get("weights_version")
 
 
+@pytest.mark.slow  # tests/stages/llm/test_weights.py checks the engine, tests/test_control.py the desired state
 async def test_new_weights_last_through_a_death_and_a_refusal(old: Path, new: Path, tmp_path: Path) -> None:
-    async with opened(new) as omni:
-        expected = (await ask(omni)).text
+    """That the answers are those of the new weights, tests/stages/llm/test_weights.py checks."""
     async with opened(old) as omni:
         before = await ask(omni)
         assert version(before) is None
@@ -67,31 +67,34 @@ async def test_new_weights_last_through_a_death_and_a_refusal(old: Path, new: Pa
         assert reply.result()["complete"]
         assert not await omni.is_paused()
         assert version(await running.collect()) is None, "it was waited for"
-        answer = await ask(omni)
-        assert (answer.text, version(answer)) == (expected, "two")
+        after = await ask(omni)
+        assert version(after) == "two"
+        assert after.text != before.text
         os.kill(omni.health().stages["mind"][0].pid or 0, signal.SIGKILL)
-        answer = await ask(omni)
-        assert (answer.text, version(answer)) == (expected, "two"), "also in a worker that starts later"
+        again = await ask(omni)
+        assert (again.text, version(again)) == (after.text, "two"), "also in a worker that starts later"
         (tmp_path / "bad.safetensors").write_bytes(b"damaged")
         (reply,) = (await omni.update_weights(tmp_path, stages=["mind"]))["mind"]
         assert isinstance(reply.error, InvalidRequest)
-        answer = await ask(omni)
-        assert (answer.text, version(answer)) == (expected, "two")
+        again = await ask(omni)
+        assert (again.text, version(again)) == (after.text, "two")
         assert isinstance((await omni.update_weights(new, stages=["echo"]))["echo"][0].error, Unsupported)
         with pytest.raises(InvalidRequest, match="path"):
             await omni.update_weights(tmp_path / "nothing", stages=["mind"])
+        await _check_start_and_finish(omni, before.text, old, new)
 
 
-async def test_between_start_and_finish_new_requests_wait(old: Path, new: Path) -> None:
-    async with opened(old) as omni:
-        with pytest.raises(InvalidRequest, match="keep"):
-            await omni.start_weight_update("keep")
-        await omni.start_weight_update("abort")
-        held = omni.generate("hello", max_tokens=4)
-        for path, name in ((new, "two"), (old, "three")):
-            assert (await omni.update_weights(path, version=name, stages=["mind"]))["mind"][0].error is None
-            assert await omni.is_paused()
-        await omni.finish_weight_update()
-        assert version(await held.collect()) == "three"
-        await omni.finish_weight_update()
-        assert not await omni.is_paused()
+async def _check_start_and_finish(omni: OmniSystem, first: str, old: Path, new: Path) -> None:
+    """Between start and finish, new requests wait."""
+    with pytest.raises(InvalidRequest, match="keep"):
+        await omni.start_weight_update("keep")
+    await omni.start_weight_update("abort")
+    held = omni.generate("hello", max_tokens=16, temperature=0.0)
+    for path, name in ((new, "two"), (old, "three")):
+        assert (await omni.update_weights(path, version=name, stages=["mind"]))["mind"][0].error is None
+        assert await omni.is_paused()
+    await omni.finish_weight_update()
+    answer = await held.collect()
+    assert (answer.text, version(answer)) == (first, "three")
+    await omni.finish_weight_update()
+    assert not await omni.is_paused()
