@@ -66,14 +66,21 @@ def fingerprint(route: Route, inputs: Mapping[str, Sequence[Input]], params: Map
         inputs: Pieces by kind.
         params: The parameters for each stage, encoded with msgpack.
     """
+    try:
+        return fingerprint_of(route, inputs, params).hexdigest()
+    except InvalidRequest:  # the request ends with this error when its input is sent
+        return None
+
+
+def fingerprint_of(
+    route: Route, inputs: Mapping[str, Sequence[Input]], params: Mapping[str, msgspec.Raw]
+) -> Fingerprint:
+    """Return the fingerprint of a request, to which live input may be added. Raises InvalidRequest: see ``add``."""
     found = Fingerprint(route, params)
     for kind in sorted(inputs):
         for piece in inputs[kind]:
-            try:
-                found.add(kind, piece)
-            except InvalidRequest:  # the request ends with this error when its input is sent
-                return None
-    return found.hexdigest()
+            found.add(kind, piece)
+    return found
 
 
 def _add(digest: hashlib.blake2b, buffer: memoryview) -> None:

@@ -11,7 +11,7 @@ import trio
 
 from omni_actors.config import Limits
 from omni_actors.errors import InputFailed, InvalidRequest, RequestError
-from omni_actors.orchestrator.fingerprint import Fingerprint, encode_piece
+from omni_actors.orchestrator.fingerprint import encode_piece, fingerprint_of
 from omni_actors.orchestrator.lifecycle import Event
 from omni_actors.orchestrator.pieces import Input
 from omni_actors.orchestrator.replay_state import Phase
@@ -22,6 +22,9 @@ from omni_actors.supervisor.edges import Edges
 
 PARAMS_BYTES = MAX_BYTES // 2
 """Largest encoded size of a request's parameters for one stage: they travel in one control message."""
+
+OVERHEAD_BYTES = 512
+"""About the size of the objects around a retained piece, so that the bound covers many small pieces, too."""
 
 _ENDED = object()
 """Returned when an iterator has ended."""
@@ -125,6 +128,8 @@ class InputMover:
 
     async def _read(self, request: Request, kind: str) -> None:
         segments = request.input.segments[kind]
+        if request.live_fingerprint is None:
+            request.live_fingerprint = fingerprint_of(request.route, request.input.fixed, request.params)
         try:
             iterator = aiter(segments.source)
         except Exception as error:
@@ -145,14 +150,10 @@ class InputMover:
         """Add a piece that has arrived. Raises InvalidRequest, Quarantined."""
         if piece is None:
             return
-        if request.live_fingerprint is None:
-            request.live_fingerprint = Fingerprint(request.route, request.params)
-            for each, fixed in request.input.fixed.items():
-                for known in fixed:
-                    request.live_fingerprint.add(each, known)
+        assert request.live_fingerprint is not None, "the input is live"
         size = request.live_fingerprint.add(kind, piece)
         self._require_admissible(request)
-        evicted = request.input.append(kind, piece, size, self._limits, self._retained)
+        evicted = request.input.append(kind, piece, size + OVERHEAD_BYTES, self._limits, self._retained)
         if evicted is not None:
             request.replay_state.input_evicted = evicted
 

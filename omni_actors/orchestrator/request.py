@@ -124,7 +124,7 @@ class Request:
     input: RequestInput = field(init=False)
     """A request that may be replayed keeps it until it ends."""
     live_fingerprint: Fingerprint | None = None
-    """Of live input, as far as it has arrived; None before its first piece."""
+    """Of a request with live input, as far as that has arrived."""
 
     # Output
 
@@ -182,9 +182,10 @@ class Request:
     @property
     def known_fingerprint(self) -> str | None:
         """The fingerprint of the input that has arrived; None if there is none, or it cannot be encoded."""
-        if self.live_fingerprint is not None:
-            return self.live_fingerprint.hexdigest()
-        if self.input.segments or not self.input.fixed:
+        if self.input.segments:
+            known = self.live_fingerprint if self.input.live_arrived else None
+            return known.hexdigest() if known else None
+        if not self.input.fixed:
             return None
         return fingerprint(self.route, self.input.fixed, self.params)
 

@@ -67,6 +67,8 @@ class RequestInput:
         """The number of pieces that were at the beginning of ``_log`` and are not kept any more."""
         self._arriving = set(self.segments)
         """The kinds of live input that have not ended."""
+        self.live_arrived = False
+        """Whether some live input has arrived."""
         self._cursors = {stage: Cursor() for stage in entries}
         self._retained = 0
         """The sum of the bytes in ``_log``."""
@@ -81,6 +83,7 @@ class RequestInput:
 
     def append(self, kind: str, piece: Input, size: int, limits: Limits, all_retained: RetainedInput) -> str | None:
         """Add a piece of live input that has arrived. size: in bytes. Return why input is evicted, if that begins."""
+        self.live_arrived = True
         self._log.append((kind, piece, size))
         self._retained += size
         all_retained.nbytes += size

@@ -128,7 +128,7 @@ class Suspects:
 
     def _remember(self, request: Request, culprit: Culprit) -> None:
         """Remember a culprit. More of its live input may have arrived than when it became a suspect."""
-        fingerprint = request.live_fingerprint.hexdigest() if request.live_fingerprint else request.fingerprint
+        fingerprint = (request.known_fingerprint if request.input.segments else None) or request.fingerprint
         self._quarantine.add(fingerprint, culprit, trio.current_time())
 
     def _end_quarantined(self, request: Request, stage: str) -> None:

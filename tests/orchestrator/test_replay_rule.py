@@ -219,6 +219,13 @@ def test_the_obstacles_to_a_replay_in_order(evicted: str, terms: dict[str, Any],
     assert decide(state_of(THREE, LOST_B, evicted=evicted), **terms) == verdict
 
 
+def test_evicted_live_input_is_an_obstacle_for_the_stages_that_it_enters_only() -> None:
+    for lost, verdict in (("a", Fail("too much")), ("b", Replay(("b",)))):
+        state = state_of(THREE, {lost: Phase.LOST})
+        state.input_evicted = "too much"
+        assert decide(state) == verdict
+
+
 LOST, FINISHED = Phase.LOST, Phase.FINISHED
 NONE, SOME, ALL = ClientOutput.NONE, ClientOutput.SOME, ClientOutput.ALL
 IN_USE = Fail("stage 'b' is neither deterministic nor resumable, and its earlier output is in use")
