@@ -60,6 +60,7 @@ async def test_words_give_the_sound_of_the_whole_text_and_the_first_sentence_at_
     assert_same_sound(sound_of(outputs), await whole(omni))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", ["acoustic", "vocoder"])
 def test_a_death_in_the_middle_of_the_text_changes_no_sample(shared_system: SharedSystem, stage: str) -> None:
     async def work(omni: OmniSystem) -> None:
@@ -101,6 +102,7 @@ async def test_text_without_a_word_is_refused_when_it_ends(omni: OmniSystem) -> 
         assert (caught.value.param, caught.value.code) == ("input", "empty")
 
 
+@pytest.mark.slow
 @with_shared_system
 async def test_live_sound_is_transcribed_as_the_whole_is_also_after_a_death(omni: OmniSystem) -> None:
     speech = await omni.generate(script="The capital of France is Paris.", **SPEECH).audio()
