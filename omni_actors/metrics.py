@@ -9,6 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import Metric
 
 LATENCY_BUCKETS = (0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 5.0, 10.0, 30.0, 60.0)
+INTERVAL_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
 RTF_BUCKETS = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 1.5, 2.0, 5.0)
 
 Gauges = Iterable[tuple[str, str, dict[str, str], float]]
@@ -35,6 +36,19 @@ class Metrics:
         self.latency = histogram("omni_request_seconds", "Time of a whole request", buckets=LATENCY_BUCKETS)
         self.rtf = histogram(
             "omni_rtf", "Real-time factor: time of a request / duration of its audio", buckets=RTF_BUCKETS
+        )
+        self.queue = histogram(
+            "omni_queue_seconds",
+            "Time that a request waited for a replica of each stage",
+            buckets=(*INTERVAL_BUCKETS, 60.0),
+        )
+        stage = partial(histogram, labelnames=["stage"], buckets=(*INTERVAL_BUCKETS, 60.0))
+        self.stage_queue = stage("omni_stage_queue_seconds", "Time until the engine loop of a stage took the request")
+        self.stage_first_output = stage(
+            "omni_stage_first_output_seconds", "Time from a stage's first input to its first output"
+        )
+        self.stage_output_interval = stage(
+            "omni_stage_output_interval_seconds", "Mean time between the outputs of a stage for one request"
         )
         self._gauges = gauges
         self.registry.register(self)

@@ -23,3 +23,24 @@ async def test_the_figures_of_an_engine_are_among_the_metrics() -> None:
                 await trio.sleep(0.005)
         figures = [line for line in omni.metrics.exposition().decode().splitlines() if line.startswith("omni_engine")]
         assert figures == ['omni_engine{name="weight",replica="0",stage="second"} 1.5']
+
+
+async def test_the_times_of_each_stage_are_histograms() -> None:
+    options = {"fan_out": 3, "step_s": 0.01}
+    async with OmniSystem.open("echo", **{"stages.second.options": options}) as omni:
+        for _ in range(2):
+            await omni.generate("hello", modalities=("text", "audio")).collect()
+
+        def sample(name: str, **labels: str) -> float:
+            value = omni.metrics.registry.get_sample_value(f"omni_{name}", labels)
+            assert value is not None
+            return value
+
+        assert sample("queue_seconds_count") == 2
+        for stage in ("first", "second"):
+            assert sample("stage_queue_seconds_count", stage=stage) == 2
+            assert sample("stage_first_output_seconds_count", stage=stage) == 2
+        assert sample("stage_output_interval_seconds_count", stage="second") == 2
+        assert sample("stage_output_interval_seconds_sum", stage="second") >= 2 * 0.01
+        intervals = "omni_stage_output_interval_seconds_count"
+        assert omni.metrics.registry.get_sample_value(intervals, {"stage": "first"}) is None, "it has one output"

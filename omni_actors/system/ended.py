@@ -35,10 +35,25 @@ class EndedRequests:
         """Record a request that has ended, and whose client has everything or was cut off."""
         self._metrics.requests.labels(type(request.error).__name__ if request.error else "done").inc()
         self._metrics.replays.inc(request.replays)
+        if request.dispatched is not None and not request.deaths.losses:  # a replay has times of another kind
+            self._observe_stages(request, request.dispatched)
         if self.tracing is not None and request.trace is not None:
             self.tracing.record(request)
         if self.profiled is not None:
             self.profiled.append((request.name, timeline(request, self._pipeline)))
+
+    def _observe_stages(self, request: Request, dispatched: float) -> None:
+        """Record how long a request waited, and how fast each stage was that has finished it."""
+        self._metrics.queue.observe(dispatched - request.submitted)
+        for name, stats in request.stats.items():
+            self._metrics.stage_queue.labels(name).observe(max(0.0, stats.started - dispatched))
+            if stats.first_output is None:
+                continue
+            if stats.first_input is not None:
+                self._metrics.stage_first_output.labels(name).observe(stats.first_output - stats.first_input)
+            if stats.chunks > 1:
+                interval_s = (stats.finished - stats.first_output) / (stats.chunks - 1)
+                self._metrics.stage_output_interval.labels(name).observe(interval_s)
 
     def answered(self, measured: RequestMetrics) -> None:
         """Record the measurements of a request whose client has read its whole answer."""

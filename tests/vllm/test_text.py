@@ -258,6 +258,11 @@ def test_gauges_are_vllms_metrics(driver: Any) -> None:
     for name, fact in (("prompt_tokens", "prompt_tokens"), ("generation_tokens", "completion_tokens")):
         assert after[name] - before[name] == sum(data[fact] for data in ended)
     assert {"num_preemptions", "prefix_cache_queries", "prefix_cache_hits"} <= after.keys()
+    for name in ("time_to_first_token_seconds", "request_queue_time_seconds"):
+        assert after[f"{name}_count"] - before[f"{name}_count"] == 2
+        assert after[f"{name}_sum"] > before[f"{name}_sum"]
+    tokens = sum(data["completion_tokens"] for data in ended)
+    assert after["inter_token_latency_seconds_count"] - before["inter_token_latency_seconds_count"] == tokens - 2
     with mock.patch.object(driver.engine._llm, "log_stats", False):
         assert driver.engine.gauges() == {}
 

@@ -55,9 +55,13 @@ NAMES = (
     "vllm.lora.punica_wrapper.punica_cpu:PunicaWrapperCPU.add_lora_embedding",
     "vllm.v1.metrics.reader:Counter.value",
     "vllm.v1.metrics.reader:Gauge.value",
+    "vllm.v1.metrics.reader:Histogram.count",
+    "vllm.v1.metrics.reader:Histogram.sum",
 )
 """Names that are looked up when this module is imported; ``function(parameter)`` is a function's parameter."""
 RUNNER_ATTRIBUTES = ("use_aux_hidden_state_outputs", "execute_model_state", "input_batch", "discard_request_mask")
+TIMES = ("time_to_first_token_seconds", "inter_token_latency_seconds", "request_queue_time_seconds")
+"""The histograms of vLLM whose means are of interest beside those of the stages (``omni_stage_…``)."""
 BATCH_ATTRIBUTES = ("req_ids", "req_id_to_index", "num_computed_tokens_cpu", "num_reqs", "generators")
 """Attributes of instances, which are looked up when the weights are loaded."""
 
@@ -111,12 +115,18 @@ def close(llm: Any) -> None:
 
 
 def engine_metrics(llm: Any) -> dict[str, float]:
-    """Return the single-valued counters and gauges of an ``LLMEngine`` that keeps statistics."""
-    return {
-        metric.name.removeprefix("vllm:"): float(metric.value)
-        for metric in llm.get_metrics()
-        if isinstance(metric, (_Counter, _Gauge)) and metric.labels.keys() <= {"engine", "model_name"}
-    }
+    """Return the figures of an ``LLMEngine`` that keeps statistics.
+
+    They are its single-valued counters and gauges, and the count and the sum of each histogram of ``TIMES``.
+    """
+    figures: dict[str, float] = {}
+    for metric in llm.get_metrics():
+        name = metric.name.removeprefix("vllm:")
+        if isinstance(metric, _Histogram) and name in TIMES:
+            figures |= {f"{name}_count": float(metric.count), f"{name}_sum": float(metric.sum)}
+        elif isinstance(metric, (_Counter, _Gauge)) and metric.labels.keys() <= {"engine", "model_name"}:
+            figures[name] = float(metric.value)
+    return figures
 
 
 @dataclass(frozen=True)
@@ -157,6 +167,7 @@ PlaceholderRange: Any = resolve_name("vllm.multimodal.inputs:PlaceholderRange")
 _EngineCoreRequest: Any = resolve_name("vllm.v1.engine:EngineCoreRequest")
 _Counter: Any = resolve_name("vllm.v1.metrics.reader:Counter")
 _Gauge: Any = resolve_name("vllm.v1.metrics.reader:Gauge")
+_Histogram: Any = resolve_name("vllm.v1.metrics.reader:Histogram")
 _Base: Any = resolve_name(
     "vllm.v1.worker.cpu_worker:CPUWorker" if current_platform.is_cpu() else "vllm.v1.worker.gpu_worker:Worker"
 )

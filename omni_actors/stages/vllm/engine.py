@@ -170,7 +170,7 @@ class VLLMEngine(AdaptedEngine[R, VLLMAdapters], PromptEngine[R]):
         self._free_ended()
 
     def gauges(self) -> dict[str, float]:
-        """Return vLLM's single-valued counters and gauges by vLLM's names; empty with ``disable_log_stats: true``."""
+        """Return vLLM's figures (``_internals.engine_metrics``); empty with ``disable_log_stats: true``."""
         return _internals.engine_metrics(self._llm) if self._llm.log_stats else {}
 
     def close(self) -> None:
