@@ -7,11 +7,14 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
+from omni_actors.stages.llm.engine import open_engine
 from tests.stages.llm.tiny_engine import PROMPTS, answer, decoded, opened, reference
 from tests.support.clear_choices import patched_choices
-from tiny_models.llama import save_model
+from tests.support.stage_context import stage_context
+from tiny_models.llama import save_model, save_tokenizer
 
 pytestmark = pytest.mark.usefixtures("clear_choices")
 
@@ -41,6 +44,18 @@ def test_a_checkpoint_needs_a_chat_template(tmp_path: Path) -> None:
     (tmp_path / "chat_template.jinja").unlink()
     with pytest.raises(ValueError, match="no chat template"):
         opened(tmp_path)
+
+
+def test_the_tokenizer_may_be_in_another_directory(tmp_path: Path) -> None:
+    model, words = save_model(tmp_path / "model"), tmp_path / "words"
+    with closing(opened(model)) as engine:
+        expected = answer(engine, PROMPTS[0], max_tokens=5)
+    save_tokenizer(words)
+    for file in words.iterdir():
+        (model / file.name).unlink()
+    context = msgspec.structs.replace(stage_context({"context": 128}, model=model), tokenizer=words)
+    with closing(open_engine(context)) as engine:
+        assert answer(engine, PROMPTS[0], max_tokens=5) == expected
 
 
 def test_a_missing_model_is_refused() -> None:
