@@ -248,9 +248,11 @@ class EngineFailed(_Control, frozen=True):
     """The engine raised while serving. The process ends after this message.
 
     request: the request that ``start`` or ``feed`` was called for; None after ``step``, which serves many requests.
+    capability: the capability that was called, if the engine raised in a call. No request is then to blame.
     """
 
     request: int | None
+    capability: str | None = None
 
 
 class StageStats(msgspec.Struct, frozen=True, kw_only=True):

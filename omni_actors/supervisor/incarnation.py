@@ -86,6 +86,8 @@ class Incarnation:
         """The engine's measurements in its last answer."""
         self.calls = Calls()
         self.load_error: str | None = None
+        self.failed_call = False
+        """Whether the engine raised in a call, for which no request is to blame."""
         self.failed_request: int | None = None
         """The request for which the engine's call raised, if the worker could report it."""
         self.reason: str | None = None

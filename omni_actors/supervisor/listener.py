@@ -26,6 +26,8 @@ class Listener(Protocol):
     def on_worker_died(self, address: Address, exit: WorkerExit, failed_request: int | None) -> bool:
         """A worker has died: find the requests that may have caused it. ``on_worker_lost`` follows.
 
+        Not called if no request is to blame: the supervisor stopped the worker, or its engine raised in a call.
+
         failed_request: the request for which the engine's call raised, if the worker could report it. Returns whether
         the death counts against the stage's restart intensity.
         """

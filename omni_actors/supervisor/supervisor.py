@@ -259,8 +259,8 @@ class Supervisor:
                 self.changes.unpark_all()
             case messages.LoadFailed(error):
                 incarnation.load_error = error
-            case messages.EngineFailed(request):
-                incarnation.failed_request = request
+            case messages.EngineFailed(request, capability):
+                incarnation.failed_request, incarnation.failed_call = request, capability is not None
             case messages.Pong(number, gauges) if number == incarnation.ping:
                 incarnation.gauges, incarnation.last_pong_at = gauges, trio.current_time()
                 incarnation.pong.set()
@@ -305,9 +305,8 @@ class Supervisor:
         replica.history.append(Death(replica.generation, time.time(), exit))
         incarnation.advance(IncarnationEvent.DIE)
         incarnation.calls.lose(exit)
-        counts = incarnation.stopped_with_another or self._listener.on_worker_died(
-            replica.address, exit, incarnation.failed_request
-        )
+        blameless = incarnation.stopped_with_another or incarnation.failed_call
+        counts = blameless or self._listener.on_worker_died(replica.address, exit, incarnation.failed_request)
         if incarnation.ready.is_set():
             since = now - replica.policy.period_s
             replica.recent_restarts = tuple(at for at in replica.recent_restarts if at >= since)

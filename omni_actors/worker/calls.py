@@ -32,6 +32,8 @@ class WorkerCalls:
         self._profiler = WorkerProfiler(stage)
         self.weights_version: str | None = None
         """The version of the engine's weights; None: those that it has loaded at its start."""
+        self.calling: str | None = None
+        """The capability of the engine that is called; it keeps its value if that call raises."""
         self.frozen = False
         """Whether the loop makes no steps. It receives, and answers, as always."""
 
@@ -67,7 +69,14 @@ class WorkerCalls:
     def _call(self, engine: StageEngine, call: Call | Desired) -> Any:
         if (own := _OWN.get(call.capability)) is not None:
             return own(self, engine, **call.arguments)
-        value = self._supporting(engine, call.capability).call(call.capability, call.arguments)
+        supporting = self._supporting(engine, call.capability)
+        self.calling = call.capability
+        try:
+            value = supporting.call(call.capability, call.arguments)
+        except InvalidRequest:
+            self.calling = None
+            raise
+        self.calling = None
         if call.capability == "update_weights":
             self.weights_version = call.arguments.get("version")
         return value

@@ -122,7 +122,7 @@ def _serve(control: ControlSocket, cpu_sharing: NoCpuSharing) -> None:
     try:
         loop.run(engine)
     except Exception:
-        control.send(messages.EngineFailed(loop.handling))
+        control.send(messages.EngineFailed(loop.handling, loop.calls.calling))
         raise
 
 

@@ -318,6 +318,16 @@ async def test_the_request_for_which_the_engine_raised_is_reported_once(autojump
         assert system.failed_requests == [42, None], "it is not reported for the next worker"
 
 
+async def test_no_request_is_to_blame_for_a_death_in_a_call(autojump_clock: trio.testing.MockClock) -> None:
+    system = SimulatedSystem({"a": ()})
+    async with system.running():
+        system.worker("a").send(EngineFailed(None, "update_weights"))
+        system.worker("a").die(exit_code=1)
+        await trio.testing.wait_all_tasks_blocked()
+        assert not system.failed_requests
+        assert system.supervisor.replicas[Address("a", 0)].recent_restarts, "it counts against the intensity"
+
+
 # sleeping stages
 
 

@@ -87,8 +87,9 @@ def test_a_frozen_loop_receives_and_answers_and_does_not_step(harness: LoopHarne
 
 def test_another_exception_ends_the_loop(harness: LoopHarness) -> None:
     harness.run(ControllableEcho(stage_context()))
-    harness.post(Call(1, "crash"))
+    harness.post(Call(1, "note", {"name": "a", "text": ""}), Call(2, "crash"))
     assert isinstance(harness.wait_ended(), RuntimeError)
+    assert harness.loop.calls.calling == "crash"
 
 
 def test_the_desired_state_is_established_in_order() -> None:

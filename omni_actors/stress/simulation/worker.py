@@ -266,7 +266,7 @@ class SimulatedWorker(Worker):
             self._note(f"{self} {type(error).__name__}: {error}")
             if self.ready_at is not None and self.alive:
                 self.planned_death = None
-                self._control.send(messages.EngineFailed(loop.handling))
+                self._control.send(messages.EngineFailed(loop.handling, loop.calls.calling))
 
     async def _pause(self, loop: EngineLoop, *, moved: bool, receiving: bool) -> None:
         """Wait between two turns of the loop: for the turn's duration, or for a doorbell."""

@@ -33,7 +33,7 @@ def test_an_engine_with_new_weights_answers_as_one_that_was_loaded_with_them(tmp
     new = save_model(tmp_path / "new", seed=2, tie_word_embeddings=tied)
     with closing(opened(new)) as engine:
         expected = answer(engine, PROMPTS[0], max_tokens=20)
-    with closing(opened(old)) as engine:
+    with closing(opened(old, prefix_cache_mb=16)) as engine:
         before = answer(engine, PROMPTS[0], max_tokens=20)
         assert before != expected
         tensors = load_file(new / "model.safetensors")
