@@ -145,17 +145,21 @@ def slow(start: Start) -> Iterator[Server]:
 
 
 @pytest.fixture(scope="session")
-def writer(start: Start, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def writer_config(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A tiny language model with random weights, whose chat template knows tools."""
     from tests.stages.llm.test_tools import with_tools  # loads torch, which most tests of the server do without
 
     model: Path = with_tools(tmp_path_factory.mktemp("writer"))
-    config = f"""\
+    return f"""\
 name: writer
 stages:
   mind: {{engine: llm, model: "{model}", accepts: [messages], emits: text, threads: 1, options: {{context: 512}}}}
 """
-    with start(config=config) as server:
+
+
+@pytest.fixture(scope="session")
+def writer(start: Start, writer_config: str) -> Iterator[Server]:
+    with start(config=writer_config) as server:
         yield server
 
 

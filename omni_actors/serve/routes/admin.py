@@ -3,7 +3,8 @@
 Rules
 1. Each route is one method of ``OmniSystem``. The fields of its body, or of the query, are the method's arguments.
 2. A call answers for every replica of every stage that it concerns. If one failed, its error is the response. Stages
-   without a capability fail the call (501) only if no stage has it; otherwise the response names them.
+   without a capability fail the call (501) if no stage has it, or if the call does all or nothing; otherwise the
+   response names them.
 """
 
 from __future__ import annotations
@@ -58,6 +59,48 @@ class LoraRequest(msgspec.Struct, frozen=True):
     name: str = field(name="lora_name")
 
 
+class StagesRequest(msgspec.Struct, frozen=True):
+    """stages: by default all."""
+
+    stages: Names = None
+
+
+class ResetPrefixCacheRequest(StagesRequest, frozen=True):
+    reset_running_requests: bool = False
+
+
+class SleepRequest(StagesRequest, frozen=True):
+    """See ``OmniSystem.sleep``."""
+
+    level: int = 1
+    mode: Literal["abort", "wait"] = "abort"
+
+
+class WakeUpRequest(StagesRequest, frozen=True):
+    """tags: parts of an engine; by default all."""
+
+    tags: Names = None
+
+
+class UpdateWeightsRequest(msgspec.Struct, frozen=True):
+    """path: safetensors files on the server's machine. See ``OmniSystem.update_weights``."""
+
+    path: str
+    stages: list[str]
+    version: str | None = None
+    mode: Literal["abort", "wait"] = "wait"
+
+
+class RPCRequest(msgspec.Struct, frozen=True):
+    """A method of the model's workers inside an engine."""
+
+    method: str
+    args: list[Any] = []
+    kwargs: dict[str, Any] = {}
+    timeout_s: Seconds = field(default=10.0, name="timeout")
+    stages: Names = None
+
+
 class CallRequest(msgspec.Struct, frozen=True):
     """A capability of the engines."""
 
@@ -68,10 +111,14 @@ class CallRequest(msgspec.Struct, frozen=True):
 
 
 class Operation(NamedTuple):
-    """A method of ``OmniSystem``, and the schema of its arguments; None: it has none, and changes nothing (GET)."""
+    """A method of ``OmniSystem``, and the schema of its arguments; None: it has none, and changes nothing (GET).
+
+    is_whole: whether it does nothing if one stage does not support it.
+    """
 
     method: str
     schema: type[msgspec.Struct] | None
+    is_whole: bool = False
 
     @property
     def http_method(self) -> str:
@@ -81,13 +128,21 @@ class Operation(NamedTuple):
 OPERATIONS: dict[str, Operation] = {
     "/abort_requests": Operation("abort", AbortRequest),
     "/call": Operation("call", CallRequest),
+    "/collective_rpc": Operation("collective_rpc", RPCRequest),
     "/is_paused": Operation("is_paused", None),
+    "/is_sleeping": Operation("is_sleeping", None),
     "/list_loras": Operation("list_loras", None),
     "/pause": Operation("pause_generation", PauseRequest),
+    "/reset_encoder_cache": Operation("reset_encoder_cache", StagesRequest),
+    "/reset_mm_cache": Operation("reset_mm_cache", StagesRequest),
+    "/reset_prefix_cache": Operation("reset_prefix_cache", ResetPrefixCacheRequest),
     "/resume": Operation("resume_generation", Nothing),
+    "/sleep": Operation("sleep", SleepRequest, is_whole=True),
+    "/update_weights": Operation("update_weights", UpdateWeightsRequest, is_whole=True),
     "/v1/load_lora_adapter": Operation("add_lora", LoadLoraRequest),
     "/v1/pin_lora_adapter": Operation("pin_lora", LoraRequest),
     "/v1/unload_lora_adapter": Operation("remove_lora", LoraRequest),
+    "/wake_up": Operation("wake_up", WakeUpRequest),
 }
 
 
@@ -101,7 +156,7 @@ def handler(operation: Operation) -> Callable[[Request], Awaitable[Response]]:
             result = getattr(system, operation.method)(**arguments)
             if inspect.isawaitable(result):
                 result = await result
-            return JSONResponse({"result": _plain(result)})
+            return JSONResponse({"result": _plain(result, is_whole=operation.is_whole)})
 
     return handle
 
@@ -117,10 +172,10 @@ async def _arguments(request: Request, schema: type[msgspec.Struct]) -> dict[str
     return {name: value for name, value in given.items() if value is not None}
 
 
-def _plain(result: Any) -> Any:
+def _plain(result: Any, *, is_whole: bool = False) -> Any:
     """Return a result as JSON has it. Raises the error of a replica (rule 2)."""
     if isinstance(result, Mapping) and any(_are_replies(value) for value in result.values()):
-        return _replies(result)
+        return _replies(result, is_whole=is_whole)
     if isinstance(result, msgspec.Struct):
         return {name: _plain(getattr(result, name)) for name in result.__struct_fields__}
     if isinstance(result, list | tuple):
@@ -132,10 +187,12 @@ def _are_replies(value: Any) -> bool:
     return isinstance(value, list) and any(isinstance(each, Reply) for each in value)
 
 
-def _replies(replies: Mapping[str, list[Reply]]) -> dict[str, list[dict[str, Any]]]:
+def _replies(replies: Mapping[str, list[Reply]], *, is_whole: bool) -> dict[str, list[dict[str, Any]]]:
     errors = [reply.error for stage in replies.values() for reply in stage if reply.error is not None]
     if failures := [error for error in errors if not isinstance(error, Unsupported)]:
         raise min(failures, key=lambda error: not isinstance(error, InvalidRequest))
+    if errors and is_whole:
+        raise errors[0]
     first_value(replies)
     return {stage: [_reply(reply) for reply in each] for stage, each in replies.items()}
 

@@ -96,6 +96,27 @@ def test_generation_is_paused_and_resumed(controlled: Server) -> None:
     assert controlled.http.get("/is_paused").json() == {"result": False}
 
 
+def test_a_stage_sleeps_and_wakes(start: Start) -> None:
+    with start("--enable-admin", config=CONTROLLED, api_key="sesame") as server:
+        slept = server.http.post("/sleep?level=2", json={"stages": ["plain"]}).json()["result"]["plain"]
+        assert slept[0]["value"]["before"]["rss_bytes"] > 0
+        assert server.http.get("/is_sleeping").json() == {"result": True}
+        assert server.http.post("/wake_up").status_code == 200
+        assert server.http.get("/is_sleeping").json() == {"result": False}
+
+
+def test_a_call_that_does_all_or_nothing_fails_if_one_stage_cannot(controlled: Server) -> None:
+    answer = controlled.http.post("/sleep")
+    assert (answer.status_code, answer.json()["error"]["capability"]) == (501, "sleep")
+    assert controlled.http.get("/is_sleeping").json() == {"result": False}
+
+
+@pytest.mark.parametrize("path", ["/reset_prefix_cache", "/reset_mm_cache", "/reset_encoder_cache"])
+def test_a_cache_that_is_not_there_is_not_reset(controlled: Server, path: str) -> None:
+    answer = controlled.http.post(path)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (501, "unsupported")
+
+
 def test_requests_are_aborted_by_the_ids_of_their_responses(controlled: Server) -> None:
     found = controlled.http.post("/abort_requests", json={"request_ids": ["chatcmpl-unknown"]}).json()
     assert found == {"result": {"requests": {}, "replies": {}}}

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import base64
 import json
+import os
+import signal
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,7 +13,7 @@ import numpy as np
 import openai
 import pytest
 
-from tests.support.http_server import Server
+from tests.support.http_server import Server, Start
 
 HELLO: Any = [{"role": "user", "content": "hello"}]
 WEATHER: Any = {
@@ -119,6 +121,29 @@ def test_calls_and_their_results_may_be_sent_back(client: openai.OpenAI) -> None
     with pytest.raises(openai.BadRequestError) as caught:
         ask(client, messages=messages, tools=[WEATHER])
     assert caught.value.param == "messages[1].tool_calls[0].function.arguments"
+
+
+@pytest.mark.slow  # it needs a server of its own
+def test_choices_with_log_probabilities_go_on_after_a_sigkill(start: Start, writer_config: str) -> None:
+    """Nothing is missing, and nothing comes twice."""
+    asked: Any = {"n": 2, "seed": 9, "temperature": 1.0, "max_tokens": 150, "logprobs": True, "frequency_penalty": 0.3}
+    tokens: list[list[str]] = [[], []]
+    texts, killed = ["", ""], False
+    with start(config=writer_config) as server, server.openai() as client:
+        expected = [
+            (choice.message.content, [entry.token for entry in choice.logprobs.content])
+            for choice in ask(client, **asked).choices
+        ]
+        for chunk in ask(client, stream=True, **asked):
+            [choice] = chunk.choices
+            texts[choice.index] += choice.delta.content or ""
+            tokens[choice.index] += [entry.token for entry in choice.logprobs.content] if choice.logprobs else []
+            if not killed and min(map(len, tokens)) > 3:
+                killed = True
+                os.kill(server.pid_of("mind"), signal.SIGKILL)
+    assert killed
+    assert list(zip(texts, tokens, strict=True)) == expected
+    assert [len(each) for each in tokens] == [150, 150]
 
 
 def test_embeddings(client: openai.OpenAI) -> None:
