@@ -35,13 +35,13 @@ def write_adapter(
 ) -> Path:
     """Write a random adapter without PEFT. targets: endings of the names of the checkpoint's linear layers.
 
-    part: the beginning of the names, which PEFT's names lack if it wrapped only that part of the model.
+    part: the beginning of these names.
     """
     torch.manual_seed(seed)
     tensors = {}
     with safe_open(checkpoint / "model.safetensors", "pt") as file:
         for name in file.keys():  # noqa: SIM118 - the file is no mapping
-            module = name.removesuffix(".weight").removeprefix(part)
+            module = name.removesuffix(".weight")
             if name.startswith(part) and module.endswith(tuple(targets)):
                 outputs, inputs = file.get_slice(name).get_shape()
                 tensors[f"base_model.model.{module}.lora_A.weight"] = torch.randn(rank, inputs) / inputs**0.5
