@@ -12,6 +12,7 @@ import pytest
 import trio
 import trio.testing
 
+from omni_actors import AudioChunk
 from omni_actors.errors import Aborted, DeadlineExceeded, InputFailed, InvalidRequest, Quarantined, StageCrashed
 from omni_actors.generation import Generation
 from omni_actors.orchestrator.pieces import Input
@@ -24,7 +25,7 @@ RING_BYTES = 4096
 
 @pytest.fixture(scope="module")
 def shared_system(fixture_processes: set[int]) -> Iterator[SharedSystem]:
-    overrides = {"limits.retain_bytes": 50_000, "stages.first.accepts": ("script", "messages")}
+    overrides = {"limits.retain_bytes": 50_000, "stages.first.accepts": ("script", "messages", "audio")}
     opening = lambda: OmniSystem.open(two_stages(), overrides=overrides)  # noqa: E731
     with open_shared_system(opening, fixture_processes) as shared_system:
         yield shared_system
@@ -95,6 +96,26 @@ async def test_a_question_that_arrives_in_parts_is_sent_whole(omni: OmniSystem) 
         yield "the sky blue?"
 
     assert (await omni.generate(parts(), modalities=("audio",)).text()) == "Why is the sky blue?"
+
+
+@with_shared_system
+async def test_what_is_there_precedes_live_input(omni: OmniSystem) -> None:
+    """A live recording has one index, and the question refers to it."""
+
+    def sound(value: float) -> AudioChunk:
+        return AudioChunk(np.full(8, value, np.float32), 16_000)
+
+    async def parts() -> AsyncIterator[AudioChunk]:
+        yield sound(0.2)
+        yield sound(0.3)
+
+    media = {"audio": [sound(0.1), parts()]}
+    outputs = await read(omni.generate("Who is it?", multi_modal_data=media, modalities=("audio",)))
+    first, question, *live = [output for output in outputs if output.data]
+    assert [output.data["index"] for output in (first, *live)] == [0, 1, 1]
+    assert [output.tensors["audio"].numpy()[0] for output in (first, *live)] == np.float32([0.1, 0.2, 0.3]).tolist()
+    refers = [part["index"] for part in question.data["messages"][0]["content"] if part["type"] == "audio"]
+    assert refers == [0, 1]
 
 
 @with_shared_system
