@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -56,6 +58,14 @@ async def wait_generation(omni: OmniSystem, replica: int, generation: int) -> No
         await omni.wait_changed()
 
 
+def freeze(pid: int) -> None:
+    """Stop a process, and return when all its threads have stopped."""
+    os.kill(pid, signal.SIGSTOP)
+    tasks = Path(f"/proc/{pid}/task")
+    while {(task / "stat").read_text().rpartition(")")[2].split()[0] for task in tasks.iterdir()} != {"T"}:
+        time.sleep(0.001)
+
+
 def notes(replies: dict[str, list[Reply]]) -> list[dict[str, str]]:
     return [reply.result()["notes"] for reply in replies["able"]]
 
@@ -72,8 +82,8 @@ async def test_every_replica_replies_with_a_value_or_an_error_and_a_frozen_one_t
         assert [type(reply.error) for reply in replies["able"]] == [InvalidRequest] * 2
         for wrong in ({"stages": ["nowhere"]}, {"arguments": {"x": object()}}, {"arguments": {"x": "y" * 70_000}}):
             with pytest.raises(InvalidRequest):
-                await omni.call("note", **wrong)  # type: ignore[arg-type]
-        os.kill(frozen := pid_of(omni, "able"), signal.SIGSTOP)
+                await omni.call("note", **wrong)
+        freeze(frozen := pid_of(omni, "able"))
         replies = await omni.call("notes", timeout_s=0.3)
         first, second = replies["able"]
         assert isinstance(first.error, CallTimedOut)
@@ -91,7 +101,7 @@ async def test_every_replica_replies_with_a_value_or_an_error_and_a_frozen_one_t
 
 async def test_the_death_of_a_worker_is_its_reply() -> None:
     async with opened() as omni:
-        os.kill(pid := pid_of(omni, "able"), signal.SIGSTOP)
+        freeze(pid := pid_of(omni, "able"))
         async with trio.open_nursery() as nursery:
             nursery.start_soon(_kill, pid)  # runs when the call was posted
             (killed,) = (await omni.call("notes"))["able"]
@@ -140,7 +150,7 @@ def ask(omni: OmniSystem, text: str = "x", **options: Any) -> Generation:
 
 async def test_an_abort_answers_what_the_workers_have_freed() -> None:
     async with opened() as omni:
-        os.kill(stopped := pid_of(omni, "able"), signal.SIGSTOP)
+        freeze(stopped := pid_of(omni, "able"))
         first, second = ask(omni), ask(omni)
         aborting = omni.abort([first.request_id, second.request_id, "unknown"])
         assert omni.in_flight == 0, "it is aborted before it is awaited"
