@@ -87,6 +87,8 @@ def accepted(node: inspect.Type) -> st.SearchStrategy[Any]:
             return st.dictionaries(accepted(key), accepted(value), max_size=min(most, 4))
         case inspect.BoolType():
             return st.booleans()
+        case inspect.LiteralType(values=values):
+            return st.sampled_from(list(values))
         case inspect.NoneType():
             return st.none()
         case inspect.AnyType():  # only in a mapping, which has a size

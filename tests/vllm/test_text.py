@@ -360,3 +360,17 @@ def test_missing_names_of_vllm_are_listed_with_the_known_versions() -> None:
         _internals.check()
     assert error.value.names == away
     assert "known to work: vLLM 0.32.0" in str(error.value)
+
+
+def test_the_tokens_of_a_conversation_are_those_of_a_request(driver: Any) -> None:
+    engine, messages = driver.engine, [{"role": "user", "content": QUESTIONS[0]}]
+    found = engine.call("tokenize", {"messages": messages})
+    assert len(found["tokens"]) == answer(driver, QUESTIONS[0], max_tokens=2)[-1].data["prompt_tokens"]
+    assert QUESTIONS[0] in engine.call("detokenize", {"tokens": found["tokens"]})
+
+
+def test_tools_are_refused_where_the_template_does_not_know_them(driver: Any) -> None:
+    tools = [{"type": "function", "function": {"name": "weather"}}]
+    with pytest.raises(InvalidRequest, match="does not know tools"):
+        answer(driver, QUESTIONS[0], tools=tools)
+    driver.live.discard(1)

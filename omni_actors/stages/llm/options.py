@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Literal, TypeAlias
 
 from msgspec import Meta
 
 from omni_actors.stages.autoregressive.options import TextOptions, TextParams
-from omni_actors.stages.bounds import Count
+from omni_actors.stages.bounds import Count, Settings
 
-Tools: TypeAlias = Annotated[tuple[dict[str, Any], ...], Meta(max_length=128)]
+Tools: TypeAlias = Annotated[tuple[Settings, ...], Meta(max_length=128)]
 """Functions that the model may call, as in OpenAI's chat API. The chat template renders them."""
 
 

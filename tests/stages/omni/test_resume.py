@@ -50,6 +50,7 @@ def answer(driver: Driver, journal: tuple[Decisions, ...] = (), **params: Any) -
         pytest.param({"ignore_eos": True}, id="greedy", marks=pytest.mark.slow),
         pytest.param({"ignore_eos": True, "temperature": 1.0, "seed": 5, "repetition_penalty": 1.2}, id="sampled"),
         pytest.param({"ignore_eos": True, "stop": (" !?",)}, id="stop string", marks=pytest.mark.slow),
+        pytest.param({"ignore_eos": True, "logprobs": 2}, id="log probabilities", marks=pytest.mark.slow),
     ],
 )
 def test_text_and_rows_are_the_same_wherever_they_are_resumed(driver: Driver, params: dict[str, Any]) -> None:
