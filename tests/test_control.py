@@ -84,7 +84,7 @@ async def test_every_replica_replies_with_a_value_or_an_error_and_a_frozen_one_t
             with pytest.raises(InvalidRequest):
                 await omni.call("note", **wrong)
         freeze(frozen := pid_of(omni, "able"))
-        replies = await omni.call("notes", timeout_s=0.3)
+        replies = await omni.call("notes", timeout_s=1.0)
         first, second = replies["able"]
         assert isinstance(first.error, CallTimedOut)
         assert second.result()["notes"] == {}
