@@ -99,8 +99,6 @@ def accepted(node: inspect.Type) -> st.SearchStrategy[Any]:
             return st.sampled_from(values)
         case inspect.BoolType():
             return st.booleans()
-        case inspect.LiteralType(values=values):
-            return st.sampled_from(list(values))
         case inspect.NoneType():
             return st.none()
         case inspect.AnyType():  # only in a mapping, which has a size
