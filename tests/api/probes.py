@@ -1,0 +1,257 @@
+"""How each capability is tried on a running engine. A probe returns if the capability works, or raises Unsupported.
+
+A probe fails in any other way if the capability pretends: it returns and nothing has happened.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import trio
+from safetensors.numpy import save_file
+
+from omni_actors.errors import Aborted, InvalidAdapter, InvalidRequest, Unsupported
+from omni_actors.generation import Answer
+from tests.api.subjects import Subject
+
+NO_PROMPTS = "its engine reads no prompts"
+
+
+class Capability(NamedTuple):
+    """A row of the table. how: the call that uses it, as a user writes it."""
+
+    how: str
+    probe: Callable[[Subject], Awaitable[None]]
+
+
+def _reads_prompts(subject: Subject) -> bool:
+    return "prompt" in subject.ask and "messages" in subject.omni.pipeline.stages[subject.stage].accepts
+
+
+async def _answer(subject: Subject, **more: Any) -> Answer:
+    return await subject.omni.generate(**{**subject.ask, **more}).collect()
+
+
+async def _same_as_asked(subject: Subject, **other: Any) -> None:
+    """Compare with the answer to the usual request."""
+    given = {key: value for key, value in subject.ask.items() if key not in ("prompt", "script")}
+    assert (await subject.omni.generate(**{**given, **other}).collect()).text == (await _answer(subject)).text
+
+
+def _require_prompt(subject: Subject, capability: str) -> None:
+    if not _reads_prompts(subject):
+        raise Unsupported(subject.stage, capability, NO_PROMPTS)
+
+
+# Prompts
+
+
+async def a_request(subject: Subject) -> None:
+    answer = await _answer(subject)
+    assert answer.text or answer.audio is not None or "transcript" in answer.data
+
+
+async def a_conversation(subject: Subject) -> None:
+    _require_prompt(subject, "messages")
+    await _same_as_asked(subject, prompt=[{"role": "user", "content": subject.ask["prompt"]}])
+
+
+async def _raw(subject: Subject, kind: str, value: Any) -> None:
+    _require_prompt(subject, kind)
+    assert (await _answer(subject, prompt={kind: value})).data
+
+
+async def a_raw_text(subject: Subject) -> None:
+    await _raw(subject, "prompt", "what is it ?")
+
+
+async def token_ids(subject: Subject) -> None:
+    await _raw(subject, "prompt_token_ids", [5, 6, 7])
+
+
+async def prompt_embeddings(subject: Subject) -> None:
+    _require_prompt(subject, "prompt_embeds")
+    try:
+        await _answer(subject, prompt={"prompt_embeds": np.zeros((3, 1), np.float32)})
+    except Unsupported:
+        raise
+    except InvalidRequest as error:  # it names the width that the model has
+        width = max(int(word) for word in error.message.replace(",", " ").replace(")", " ").split() if word.isdigit())
+        embeddings = np.random.default_rng(0).normal(0, 0.1, (3, width)).astype(np.float32)
+        assert (await _answer(subject, prompt={"prompt_embeds": embeddings})).data
+
+
+async def a_list(subject: Subject) -> None:
+    """Of three prompts, or of one request three times where the engine reads no prompts."""
+    _require_prompt(subject, "prompt")
+    asked = {key: value for key, value in subject.ask.items() if key != "prompt"}
+    answers = await subject.omni.generate([subject.ask["prompt"]] * 3, **asked).collect()
+    assert [each.text for each in answers] == [(await _answer(subject)).text] * 3
+
+
+async def live_input(subject: Subject) -> None:
+    """Text or sound that arrives while the request runs."""
+
+    async def parts(whole: Any, cuts: int) -> AsyncIterator[Any]:
+        for part in (whole[at : at + cuts] for at in range(0, len(whole), cuts)):
+            yield part
+            await trio.lowlevel.checkpoint()
+
+    if "script" in subject.ask:
+        answer = await _answer(subject, script=parts(subject.ask["script"], 3))
+        assert answer.audio is not None
+    elif "prompt" in subject.ask:
+        await _same_as_asked(subject, prompt=parts(subject.ask["prompt"], 3))
+    else:
+        sound = subject.ask["multi_modal_data"]["audio"]
+
+        async def pieces() -> AsyncIterator[Any]:
+            async for samples in parts(sound.samples, 4000):
+                yield type(sound)(samples, sound.sample_rate)
+
+        assert (await _answer(subject, multi_modal_data={"audio": pieces()})).text == (await _answer(subject)).text
+
+
+# Requests
+
+
+async def _parameter(subject: Subject, name: str, value: Any, **more: Any) -> Answer:
+    schema = subject.omni.pipeline.spec(subject.stage).params
+    if schema is not None and name not in schema.__struct_fields__:
+        raise Unsupported(subject.stage, name, "its engine has no such parameter")
+    return await _answer(subject, **{name: value}, **more)
+
+
+async def stage_parameters(subject: Subject) -> None:
+    """Parameters for one stage alone. An unknown one is refused by name."""
+    await _answer(subject, sampling_params={subject.stage: {}})
+    try:
+        await _answer(subject, sampling_params={subject.stage: {"no_such_parameter": 1}})
+    except InvalidRequest as error:
+        assert "no_such_parameter" in error.message
+    else:
+        raise AssertionError("an unknown parameter was accepted")
+
+
+async def a_seed(subject: Subject) -> None:
+    first, second = [await _parameter(subject, "seed", 3) for _ in range(2)]
+    assert first.text == second.text
+    if first.audio is not None and second.audio is not None:
+        assert len(first.audio.samples) == len(second.audio.samples)
+
+
+async def log_probabilities(subject: Subject) -> None:
+    await _parameter(subject, "logprobs", 2)
+
+
+async def structured_output(subject: Subject) -> None:
+    await _parameter(subject, "structured_outputs", {"json_object": True})
+
+
+async def a_priority(subject: Subject) -> None:
+    await _answer(subject, priority=-1)
+
+
+async def cumulative_outputs(subject: Subject) -> None:
+    outputs = [output async for output in subject.omni.generate(**{**subject.ask, "output_kind": "cumulative"})]
+    texts = [output.delta for output in outputs if isinstance(output.delta, str)]
+    totals = [output.total for output in outputs if output.delta is not None]
+    assert totals == [] or not texts or totals[-1] == "".join(texts)
+
+
+async def an_abort(subject: Subject) -> None:
+    generation = subject.omni.generate(**{**subject.ask, "request_id": "to-abort"})
+    freed = await subject.omni.abort("to-abort")
+    assert "to-abort" in freed.requests
+    try:
+        await generation.collect()
+    except Aborted:
+        return
+    raise AssertionError("an aborted request was answered")
+
+
+# The engine
+
+
+async def _ask_engine(subject: Subject, method: str, *arguments: Any, **more: Any) -> Any:
+    """Call a method of the system for the subject's stage alone; raise its reply's error."""
+    replies = await getattr(subject.omni, method)(*arguments, stages=(subject.stage,), **more)
+    [reply] = replies[subject.stage]
+    if reply.error is not None:
+        raise reply.error
+    return reply.value
+
+
+async def adapters(subject: Subject) -> None:
+    """An engine with adapters reads one that fits no model, and refuses it. (test_loras.py has those that fit.)"""
+    with tempfile.TemporaryDirectory() as directory:
+        config = {"peft_type": "LORA", "r": 1, "lora_alpha": 1, "target_modules": ["nowhere"]}
+        (Path(directory) / "adapter_config.json").write_text(json.dumps(config))
+        pair = {f"base_model.model.nowhere.lora_{side}.weight": np.ones((1, 1), np.float32) for side in "AB"}
+        save_file(pair, Path(directory) / "adapter_model.safetensors")
+        try:
+            await subject.omni.add_lora("fits-nothing", directory, stages=(subject.stage,))
+        except InvalidAdapter:
+            pass
+        else:
+            await subject.omni.remove_lora("fits-nothing")  # the echo engine has no model that it could not fit
+    assert subject.omni.list_loras() == []
+
+
+async def prefix_cache(subject: Subject) -> None:
+    await _ask_engine(subject, "reset_prefix_cache")
+
+
+async def media_cache(subject: Subject) -> None:
+    await _ask_engine(subject, "reset_mm_cache")
+
+
+async def encoder_cache(subject: Subject) -> None:
+    await _ask_engine(subject, "reset_encoder_cache")
+
+
+async def pausing(subject: Subject) -> None:
+    generation = None
+    await subject.omni.pause_generation("keep")
+    try:
+        assert await subject.omni.is_paused()
+        generation = subject.omni.generate(**subject.ask)
+    finally:
+        await subject.omni.resume_generation()
+    assert generation is not None
+    await generation.collect()
+
+
+CAPABILITIES: Mapping[str, Mapping[str, Capability]] = {
+    "Prompts": {
+        "a request": Capability("`generate(…)`", a_request),
+        "conversation": Capability("`generate(messages)`", a_conversation),
+        "raw text": Capability('`generate({"prompt": text})`', a_raw_text),
+        "token ids": Capability('`generate({"prompt_token_ids": ids})`', token_ids),
+        "embeddings": Capability('`generate({"prompt_embeds": array})`', prompt_embeddings),
+        "a list of prompts": Capability("`generate([…])`", a_list),
+        "live input": Capability("`generate(async_iterator)`", live_input),
+    },
+    "Requests": {
+        "parameters by stage": Capability("`generate(…, sampling_params={stage: …})`", stage_parameters),
+        "seed": Capability("`generate(…, seed=…)`", a_seed),
+        "log probabilities": Capability("`generate(…, logprobs=…)`", log_probabilities),
+        "structured output": Capability("`generate(…, structured_outputs=…)`", structured_output),
+        "priority": Capability("`generate(…, priority=…)`", a_priority),
+        "cumulative outputs": Capability("`generate(…, output_kind=\"cumulative\")`", cumulative_outputs),
+        "abort": Capability("`abort(id)`", an_abort),
+    },
+    "Control": {
+        "pause and resume": Capability("`pause_generation`, `resume_generation`, `is_paused`", pausing),
+        "LoRA adapters": Capability("`add_lora`, `remove_lora`, `list_loras`, `pin_lora`", adapters),
+        "prefix cache": Capability("`reset_prefix_cache`", prefix_cache),
+        "media cache": Capability("`reset_mm_cache`", media_cache),
+        "encoder cache": Capability("`reset_encoder_cache`", encoder_cache),
+    },
+}
+"""By group and name."""

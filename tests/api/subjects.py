@@ -1,0 +1,81 @@
+"""The engines that the capabilities are tried on: each in a running pipeline, with a request that reaches it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from omni_actors import AudioChunk, OmniSystem
+from omni_actors.config import Pipeline, Stage
+
+SPOKEN = {"talker_max_tokens": 6, "seed": 0}
+
+
+class Subject(NamedTuple):
+    """An engine in a running pipeline.
+
+    engine: its name. stage: its stage. ask: arguments of ``generate`` for a short request that uses the stage.
+    """
+
+    engine: str
+    stage: str
+    omni: OmniSystem
+    ask: Mapping[str, Any]
+
+
+class Family(NamedTuple):
+    """A pipeline, and the requests that reach its engines. requests: by stage, arguments of ``generate``."""
+
+    open: Callable[[Path], AbstractAsyncContextManager[OmniSystem]]
+    requests: Mapping[str, Mapping[str, Any]]
+
+    def subjects(self, omni: OmniSystem) -> list[Subject]:
+        """Return the engines of the running pipeline."""
+        return [Subject(omni.pipeline.stages[stage].engine, stage, omni, ask) for stage, ask in self.requests.items()]
+
+
+def _echo(_: Path) -> AbstractAsyncContextManager[OmniSystem]:
+    return OmniSystem.open("echo")
+
+
+def _voice(_: Path) -> AbstractAsyncContextManager[OmniSystem]:
+    return OmniSystem.open("voice", **{"stages.llm.threads": 1})
+
+
+def _omni(family: str, decoder: str) -> Callable[[Path], AbstractAsyncContextManager[OmniSystem]]:
+    def open_pipeline(directory: Path) -> AbstractAsyncContextManager[OmniSystem]:
+        from tiny_models import qwen2_5, qwen3
+
+        saved = {"qwen3": qwen3, "qwen2_5": qwen2_5}[family].save(directory, text_eos=0.0, codec_eos=0.0)
+
+        def stage(engine: str, **more: Any) -> Stage:
+            return Stage(engine=f"{family}_{engine}", model=str(saved), threads=1, **more)
+
+        stages = {
+            "thinker": stage("thinker", accepts=("audio", "image", "messages", "video"), emits="text"),
+            "talker": stage("talker", inputs=("thinker",)),
+            decoder: stage(decoder, inputs=("talker",), emits="audio"),
+        }
+        return OmniSystem.open(Pipeline(name="tiny", stages=stages))
+
+    return open_pipeline
+
+
+_TEXT = {"prompt": "what is it ?", "max_tokens": 4}
+_SPEECH = {**_TEXT, "modalities": ("audio",), **SPOKEN}
+_SCRIPT = {"script": "Good night.", "modalities": ("audio",)}
+_RECORDING = {
+    "multi_modal_data": {"audio": AudioChunk(np.zeros(16_000, np.float32), 16_000)},
+    "modalities": ("transcript",),
+}
+
+FAMILIES = {
+    "echo": Family(_echo, {"first": {"prompt": "hello"}}),
+    "voice": Family(_voice, {"whisper": _RECORDING, "llm": _TEXT, "acoustic": _SCRIPT, "vocoder": _SCRIPT}),
+    "qwen3": Family(_omni("qwen3", "code2wav"), {"thinker": _TEXT, "talker": _SPEECH, "code2wav": _SPEECH}),
+    "qwen2_5": Family(_omni("qwen2_5", "token2wav"), {"thinker": _TEXT, "talker": _SPEECH, "token2wav": _SPEECH}),
+}
