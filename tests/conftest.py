@@ -87,6 +87,10 @@ class ByFile(LoadScopeScheduling):
         return next((files[0] for files in self.TOGETHER if file in files), file)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--write-api", action="store_true", help="Store what the tests of tests/api find (see there).")
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
     """Collect without the garbage collector, which would visit the imported modules again and again."""

@@ -1,4 +1,4 @@
-"""Writes docs/api.md: what each engine can do (``matrix.json``), and where a user of vLLM's engine client finds it here.
+"""Writes docs/api.md: what each engine can do (``matrix.json``), and where users of vLLM's engine client find it here.
 
 `python -m tests.api.document` writes the file. A test compares it with what this module would write.
 """
@@ -9,10 +9,10 @@ import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from tests.api.probes import CAPABILITIES
+from tests.support.capability_matrix import MATRIX
+from tests.support.capability_probes import CAPABILITIES
 
 FILE = Path(__file__).parents[2] / "docs/api.md"
-MATRIX = Path(__file__).with_name("matrix.json")
 
 INTRODUCTION = """\
 # What each engine can do

@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import pytest
 import trio
 from safetensors.numpy import save_file
 
-from omni_actors.errors import Aborted, InvalidAdapter, InvalidRequest, Unsupported
+from omni_actors.errors import Aborted, InvalidAdapter, InvalidRequest, StageAsleep, Unsupported
 from omni_actors.generation import Answer
-from tests.api.subjects import Subject
+from tests.support.capability_subjects import Subject
 
 NO_PROMPTS = "its engine reads no prompts"
 
@@ -120,37 +121,39 @@ async def live_input(subject: Subject) -> None:
 # Requests
 
 
-async def _parameter(subject: Subject, name: str, value: Any, **more: Any) -> Answer:
+def _require_parameter(subject: Subject, name: str) -> None:
     schema = subject.omni.pipeline.spec(subject.stage).params
     if schema is not None and name not in schema.__struct_fields__:
         raise Unsupported(subject.stage, name, "its engine has no such parameter")
-    return await _answer(subject, **{name: value}, **more)
 
 
 async def stage_parameters(subject: Subject) -> None:
     """Parameters for one stage alone. An unknown one is refused by name."""
     await _answer(subject, sampling_params={subject.stage: {}})
-    try:
+    with pytest.raises(InvalidRequest, match="no_such_parameter"):
         await _answer(subject, sampling_params={subject.stage: {"no_such_parameter": 1}})
-    except InvalidRequest as error:
-        assert "no_such_parameter" in error.message
-    else:
-        raise AssertionError("an unknown parameter was accepted")
 
 
 async def a_seed(subject: Subject) -> None:
-    first, second = [await _parameter(subject, "seed", 3) for _ in range(2)]
+    _require_parameter(subject, "seed")
+    first, second = [await _answer(subject, seed=3) for _ in range(2)]
     assert first.text == second.text
     if first.audio is not None and second.audio is not None:
         assert len(first.audio.samples) == len(second.audio.samples)
 
 
 async def log_probabilities(subject: Subject) -> None:
-    await _parameter(subject, "logprobs", 2)
+    _require_parameter(subject, "logprobs")
+    outputs = [output async for output in subject.omni.generate(**subject.ask, logprobs=2)]
+    own = [output.data for output in outputs if output.stage == subject.stage]
+    found = [token for data in own for token in data.get("logprobs", [])]
+    assert len(found) == own[-1]["completion_tokens"]
 
 
 async def structured_output(subject: Subject) -> None:
-    await _parameter(subject, "structured_outputs", {"json_object": True})
+    _require_parameter(subject, "structured_outputs")
+    answer = await _answer(subject, structured_outputs={"choice": ["what", "what is it"]})
+    assert "what is it".startswith(answer.text.strip())
 
 
 async def a_priority(subject: Subject) -> None:
@@ -168,11 +171,8 @@ async def an_abort(subject: Subject) -> None:
     generation = subject.omni.generate(**{**subject.ask, "request_id": "to-abort"})
     freed = await subject.omni.abort("to-abort")
     assert "to-abort" in freed.requests
-    try:
+    with pytest.raises(Aborted):
         await generation.collect()
-    except Aborted:
-        return
-    raise AssertionError("an aborted request was answered")
 
 
 # The engine
@@ -215,6 +215,53 @@ async def encoder_cache(subject: Subject) -> None:
     await _ask_engine(subject, "reset_encoder_cache")
 
 
+async def rpc(subject: Subject) -> None:
+    ranks = await _ask_engine(subject, "collective_rpc", "get_node_and_gpu_ids", 10.0)
+    assert isinstance(ranks, list)
+
+
+async def light_sleep(subject: Subject) -> None:
+    memory = await _ask_engine(subject, "sleep", 1)
+    try:
+        assert memory["before"]["rss_bytes"] > 0
+        assert await subject.omni.is_sleeping()
+    finally:
+        await subject.omni.wake_up(stages=(subject.stage,))
+    await a_request(subject)
+
+
+async def deep_sleep(subject: Subject) -> None:
+    """The worker ends, so its memory is free; the request that follows is served by a new one."""
+    memory = await _ask_engine(subject, "sleep", 2)
+    try:
+        assert memory["before"]["rss_bytes"] > 0
+        assert memory["after"]["rss_bytes"] == 0
+        with pytest.raises(StageAsleep):
+            await _answer(subject)
+    finally:
+        await subject.omni.wake_up(stages=(subject.stage,))
+    assert not await subject.omni.is_sleeping()
+    await a_request(subject)
+
+
+async def embeddings_of_texts(subject: Subject) -> None:
+    _require_prompt(subject, "encode")
+    near, same = await subject.omni.encode(["what is it ?"] * 2)
+    np.testing.assert_allclose(near.vector, same.vector, atol=1e-4)
+    np.testing.assert_allclose(np.linalg.norm(near.vector), 1.0, atol=1e-4)
+
+
+async def tokens(subject: Subject) -> None:
+    _require_prompt(subject, "tokenize")
+    found = await subject.omni.tokenize("what is it ?", add_special_tokens=False)
+    assert "what" in await subject.omni.detokenize(found.tokens)
+
+
+async def a_tokenizer(subject: Subject) -> None:
+    tokenizer = await subject.omni.get_tokenizer(subject.stage)
+    assert tokenizer.encode("what is it ?")
+
+
 async def pausing(subject: Subject) -> None:
     generation = None
     await subject.omni.pause_generation("keep")
@@ -243,7 +290,7 @@ CAPABILITIES: Mapping[str, Mapping[str, Capability]] = {
         "log probabilities": Capability("`generate(…, logprobs=…)`", log_probabilities),
         "structured output": Capability("`generate(…, structured_outputs=…)`", structured_output),
         "priority": Capability("`generate(…, priority=…)`", a_priority),
-        "cumulative outputs": Capability("`generate(…, output_kind=\"cumulative\")`", cumulative_outputs),
+        "cumulative outputs": Capability('`generate(…, output_kind="cumulative")`', cumulative_outputs),
         "abort": Capability("`abort(id)`", an_abort),
     },
     "Control": {
@@ -252,6 +299,16 @@ CAPABILITIES: Mapping[str, Mapping[str, Capability]] = {
         "prefix cache": Capability("`reset_prefix_cache`", prefix_cache),
         "media cache": Capability("`reset_mm_cache`", media_cache),
         "encoder cache": Capability("`reset_encoder_cache`", encoder_cache),
+        "workers' methods": Capability("`collective_rpc`", rpc),
+    },
+    "Memory": {
+        "sleep, level 1": Capability("`sleep(1)`, `wake_up`, `is_sleeping`", light_sleep),
+        "sleep, level 2": Capability("`sleep(2)`, `wake_up`, `is_sleeping`", deep_sleep),
+    },
+    "Texts": {
+        "embeddings of texts": Capability("`encode`", embeddings_of_texts),
+        "tokens": Capability("`tokenize`, `detokenize`", tokens),
+        "tokenizer": Capability("`get_tokenizer`", a_tokenizer),
     },
 }
 """By group and name."""

@@ -11,6 +11,7 @@ import numpy as np
 
 from omni_actors import AudioChunk, OmniSystem
 from omni_actors.config import Pipeline, Stage
+from tests.support.vllm_options import ENGINE_ARGS
 
 SPOKEN = {"talker_max_tokens": 6, "seed": 0}
 
@@ -46,6 +47,23 @@ def _voice(_: Path) -> AbstractAsyncContextManager[OmniSystem]:
     return OmniSystem.open("voice", **{"stages.llm.threads": 1})
 
 
+def _vllm(_: Path) -> AbstractAsyncContextManager[OmniSystem]:
+    options = {"engine_args": {**ENGINE_ARGS, "enable_prompt_embeds": True, "scheduling_policy": "priority"}}
+    stage = Stage(
+        engine="vllm", model="smollm2-135m-instruct", accepts=("messages",), emits="text", threads=1, options=options
+    )
+    return OmniSystem.open(Pipeline(name="text", stages={"llm": stage}))
+
+
+def _vllm_omni(family: str) -> Callable[[Path], AbstractAsyncContextManager[OmniSystem]]:
+    def open_pipeline(directory: Path) -> AbstractAsyncContextManager[OmniSystem]:
+        from tests.support.killed_vllm import OmniOnVLLM
+
+        return OmniOnVLLM("exact", family, directory).open()
+
+    return open_pipeline
+
+
 def _omni(family: str, decoder: str) -> Callable[[Path], AbstractAsyncContextManager[OmniSystem]]:
     def open_pipeline(directory: Path) -> AbstractAsyncContextManager[OmniSystem]:
         from tiny_models import qwen2_5, qwen3
@@ -74,6 +92,9 @@ _RECORDING = {
 }
 
 FAMILIES = {
+    "vllm": Family(_vllm, {"llm": _TEXT}),
+    "vllm_qwen3": Family(_vllm_omni("qwen3"), {"thinker": _TEXT, "talker": _SPEECH}),
+    "vllm_qwen2_5": Family(_vllm_omni("qwen2_5"), {"thinker": _TEXT}),
     "echo": Family(_echo, {"first": {"prompt": "hello"}}),
     "voice": Family(_voice, {"whisper": _RECORDING, "llm": _TEXT, "acoustic": _SCRIPT, "vocoder": _SCRIPT}),
     "qwen3": Family(_omni("qwen3", "code2wav"), {"thinker": _TEXT, "talker": _SPEECH, "code2wav": _SPEECH}),
