@@ -72,10 +72,10 @@ class WeightControl(Control):
         Raises InvalidRequest: an argument is wrong, or there are no such files; nothing has changed.
         """
         chosen = self._stages(stages)
-        arguments = {"files": await trio.to_thread.run_sync(_files, Path(path)), "version": version or Path(path).name}
         supported = await self.call("supports", {"capability": CAPABILITY}, stages=chosen)
         if any(isinstance(reply.error, InvalidRequest) for replies in supported.values() for reply in replies):
             return supported
+        arguments = {"files": await trio.to_thread.run_sync(_files, Path(path)), "version": version or Path(path).name}
         alone = not self._updating
         if alone:
             await self.start_weight_update(mode)

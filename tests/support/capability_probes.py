@@ -18,6 +18,7 @@ from safetensors.numpy import save_file
 
 from omni_actors.errors import Aborted, InvalidAdapter, InvalidRequest, StageAsleep, Unsupported
 from omni_actors.generation import Answer
+from omni_actors.stages import assets
 from tests.support.capability_subjects import Subject
 
 NO_PROMPTS = "its engine reads no prompts"
@@ -216,8 +217,7 @@ async def encoder_cache(subject: Subject) -> None:
 
 
 async def rpc(subject: Subject) -> None:
-    ranks = await _ask_engine(subject, "collective_rpc", "get_node_and_gpu_ids", 10.0)
-    assert isinstance(ranks, list)
+    assert await _ask_engine(subject, "collective_rpc", "check_health") == [None]
 
 
 async def light_sleep(subject: Subject) -> None:
@@ -242,6 +242,19 @@ async def deep_sleep(subject: Subject) -> None:
         await subject.omni.wake_up(stages=(subject.stage,))
     assert not await subject.omni.is_sleeping()
     await a_request(subject)
+
+
+async def new_weights(subject: Subject) -> None:
+    """Those that it has, as another version."""
+    model = subject.omni.pipeline.stages[subject.stage].model
+    if model is None:
+        raise Unsupported(subject.stage, "update_weights", "the stage has no model")
+    directory = Path(model) if Path(model).is_absolute() else assets.resolve(model)
+    [reply] = (await subject.omni.update_weights(directory, version="2", stages=(subject.stage,)))[subject.stage]
+    if reply.error is not None:
+        raise reply.error
+    outputs = [output async for output in subject.omni.generate(**subject.ask)]
+    assert {output.data["weights_version"] for output in outputs if output.stage == subject.stage} <= {"2"}
 
 
 async def embeddings_of_texts(subject: Subject) -> None:
@@ -302,6 +315,7 @@ CAPABILITIES: Mapping[str, Mapping[str, Capability]] = {
         "workers' methods": Capability("`collective_rpc`", rpc),
     },
     "Memory": {
+        "new weights": Capability("`update_weights`, `start_weight_update`, `finish_weight_update`", new_weights),
         "sleep, level 1": Capability("`sleep(1)`, `wake_up`, `is_sleeping`", light_sleep),
         "sleep, level 2": Capability("`sleep(2)`, `wake_up`, `is_sleeping`", deep_sleep),
     },
