@@ -19,7 +19,7 @@ from tests.support.shared_system import SharedSystem
 
 MATRIX = Path(__file__).parents[1] / "api/matrix.json"
 """By engine and capability: null if it works, else why not."""
-WATCHDOG_S = 120.0
+WATCHDOG_S = 300.0
 
 
 async def _found(subject: Subject) -> dict[str, str | None]:

@@ -257,6 +257,17 @@ async def new_weights(subject: Subject) -> None:
     assert {output.data["weights_version"] for output in outputs if output.stage == subject.stage} <= {"2"}
 
 
+async def a_profile(subject: Subject) -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        file = Path(directory) / "profile.json"
+        [reply] = (await subject.omni.start_profile((subject.stage,)))[subject.stage]
+        await a_request(subject)
+        await subject.omni.stop_profile(file)
+        if reply.error is not None:
+            raise reply.error
+        assert json.loads(file.read_text())["traceEvents"]
+
+
 async def embeddings_of_texts(subject: Subject) -> None:
     _require_prompt(subject, "encode")
     near, same = await subject.omni.encode(["what is it ?"] * 2)
@@ -314,10 +325,11 @@ CAPABILITIES: Mapping[str, Mapping[str, Capability]] = {
         "encoder cache": Capability("`reset_encoder_cache`", encoder_cache),
         "workers' methods": Capability("`collective_rpc`", rpc),
     },
-    "Memory": {
+    "Memory and measurement": {
         "new weights": Capability("`update_weights`, `start_weight_update`, `finish_weight_update`", new_weights),
         "sleep, level 1": Capability("`sleep(1)`, `wake_up`, `is_sleeping`", light_sleep),
         "sleep, level 2": Capability("`sleep(2)`, `wake_up`, `is_sleeping`", deep_sleep),
+        "profile": Capability("`start_profile`, `stop_profile`", a_profile),
     },
     "Texts": {
         "embeddings of texts": Capability("`encode`", embeddings_of_texts),

@@ -26,6 +26,7 @@ def shared_system(
         yield shared_system
 
 
+@pytest.mark.timeout(900)  # waking from level 2 loads a model
 def test_each_capability_works_or_is_refused_as_documented(
     family: str, shared_system: SharedSystem, pytestconfig: pytest.Config
 ) -> None:
