@@ -22,8 +22,9 @@ from omni_actors.generation import Generation
 from omni_actors.orchestrator.request import Request
 from omni_actors.stress import judge
 from omni_actors.stress.adapters import oracle_name
+from omni_actors.stress.controls import Controls
 from omni_actors.stress.health_watch import HealthWatch
-from omni_actors.stress.oracle import ExpectedAnswer
+from omni_actors.stress.oracle import ExpectedAnswer, Versions
 from omni_actors.stress.report import Row, Tally
 from omni_actors.stress.schedule import OnFailure
 from omni_actors.stress.workload import Template, Workload
@@ -90,6 +91,7 @@ class Client(Generic[Tracked]):
             try:
                 async for output in generation:
                     request.answer.add(output)
+                    request.versions.add(output)
                     self.outputs += 1
                     if request.pace_s:
                         await trio.sleep(request.pace_s)
@@ -129,9 +131,10 @@ class LoadClient(Client[judge.TrackedRequest]):
         tally: Tally,
         row_at: Callable[[float], Row],
         nursery: trio.Nursery,
+        controls: Controls,
     ) -> None:
         super().__init__(workload, tally, time.monotonic, row_at)
-        self.omni, self.watch, self.nursery = omni, watch, nursery
+        self.omni, self.watch, self.nursery, self._controls = omni, watch, nursery, controls
         self._numbers = itertools.count()
         self.stopping = False
         """Set it to let ``keep_submitting`` end."""
@@ -152,6 +155,7 @@ class LoadClient(Client[judge.TrackedRequest]):
             submitted=time.monotonic(),
             pace_s=pace_s,
             hooks=hooks,
+            versions=Versions(self._controls.established),
         )
         self._submit(request)
         return request
@@ -186,7 +190,8 @@ class LoadClient(Client[judge.TrackedRequest]):
         self.ended.unpark_all()
 
     def _judge(self, request: judge.TrackedRequest) -> None:
-        rules = judge.Rules(self._workload.pipeline.limits.replays, self._workload.replayed)
+        slept = frozenset(self._controls.slept)
+        rules = judge.Rules(self._workload.pipeline.limits.replays, self._workload.replayed, slept)
         if violation := judge.check_request(request, self.watch.deaths, self.watch.given_up, rules):
             self.violations.append((request.ended or time.monotonic(), violation))
 

@@ -25,6 +25,7 @@ import trio
 from omni_actors.stress import judge, schedule
 from omni_actors.stress.adapters import switch
 from omni_actors.stress.client import LoadClient
+from omni_actors.stress.controls import Controls
 from omni_actors.stress.faults import KillHelper, RefusingSpawner, Victim, kill_parent
 from omni_actors.stress.health_watch import HealthWatch
 from omni_actors.stress.judge import ObservedDeath, TrackedRequest, Violation
@@ -67,10 +68,11 @@ class Driver:
         kill_helper: KillHelper,
         nursery: trio.Nursery,
         adapters: Sequence[Path],
+        controls: Controls,
     ) -> None:
         """adapters: the versions of the workload's LoRA adapter."""
         self._workload, self._load, self._nursery = workload, load, nursery
-        self._omni, self._adapters = omni, adapters
+        self._omni, self._adapters, self.controls = omni, adapters, controls
         self.spawner, self._kill_helper = spawner, kill_helper
         self.tally = Tally()
         self.watch = HealthWatch(omni)
@@ -81,6 +83,7 @@ class Driver:
             tally=self.tally,
             row_at=lambda at: self.tally.row(self.fault_at(at), load),
             nursery=nursery,
+            controls=controls,
         )
         self.faults: list[tuple[float, str]] = []
         """The faults so far, with their times."""
@@ -118,6 +121,12 @@ class Driver:
                 await self._settle()
             case schedule.SwitchAdapter(version):
                 self._nursery.start_soon(switch, self._omni, self._adapters[version % len(self._adapters)])
+            case schedule.PauseGeneration():
+                self._nursery.start_soon(self.controls.pause, operation, list(self.client.open))
+            case schedule.Sleep():
+                self._nursery.start_soon(self.controls.sleep, operation, list(self.client.open))
+            case schedule.UpdateWeights():
+                self._nursery.start_soon(self.controls.update_weights)
             case schedule.Kill(stages):
                 self._kill("SIGKILL" if len(stages) == 1 else "SIGKILL, several at once", *stages)
             case schedule.KillLoading(stage, after):
@@ -162,6 +171,9 @@ class Driver:
         await self.watch.until(lambda: not self.watch.unsettled)
         while self._following:
             await self.client.ended.park()
+        while self.controls.in_force:  # noqa: ASYNC110 - no event reports it
+            await trio.sleep(0.01)
+        await self.watch.until(lambda: not self.watch.unsettled)
 
     async def _settle(self) -> None:
         with trio.move_on_after(self._workload.patience_s):
@@ -286,14 +298,15 @@ class Driver:
 
     async def _follow(self, injection: _Injection, carrier: TrackedRequest | None, order: int | None) -> None:
         timing, stage, watch = injection.timing, injection.stage, self.watch
+        slept = self.controls.slept[stage]
         with trio.move_on_after(self._workload.patience_s) as patience:
             if carrier is None:
-                await watch.until(lambda: self._death_by(injection) is not None)
+                await watch.until(lambda: self._death_by(injection) is not None or self.controls.slept[stage] != slept)
             else:
                 await self.client.until_ended(carrier)
             lost = self._death_by(injection)
             hit_at = injection.at if order is None else await self._kill_helper.done_at(order)
-            if lost is None or lost.at < hit_at:  # the carrier was aborted, or another fault came first
+            if lost is None or lost.at < hit_at:  # the carrier was aborted, or something else ended the worker
                 self._forget(injection)
                 return
             timing.detected_s = lost.at - hit_at

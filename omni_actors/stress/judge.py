@@ -9,6 +9,7 @@ dropped      the harness stopped reading it; its system must have forgotten it
 StageCrashed a worker of a stage on its route died while it was in flight, and: it asked to fail, or was replayed
              ``limits.replays`` times, or asked its engine to die, or a stage that died cannot be replayed
 Unavailable  a stage on its route was given up
+Asleep       a stage on its route was put to sleep; a request in flight at that moment is aborted instead
 Quarantined  it asked its engine to die, as an equal request did before; or workers of the stages on its route died so
              often that an equal request seemed to be the cause
 other        a violation
@@ -22,12 +23,12 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
 from omni_actors.config import Limits, Pipeline
-from omni_actors.errors import Aborted, Quarantined, RequestError, StageCrashed, StageUnavailable
-from omni_actors.stress.oracle import ExpectedAnswer
+from omni_actors.errors import Aborted, Quarantined, RequestError, StageAsleep, StageCrashed, StageUnavailable
+from omni_actors.stress.oracle import ExpectedAnswer, Versions
 from omni_actors.stress.schedule import OnFailure
 from omni_actors.stress.workload import Template
 
@@ -81,6 +82,7 @@ class TrackedRequest:
     error: RequestError | None = None
     ended: float = 0.0
     second_outcome: str | None = None
+    versions: Versions = field(default_factory=Versions)
 
     @property
     def ending(self) -> str:
@@ -94,6 +96,8 @@ class Rules:
 
     replays: int
     replayed: frozenset[str]
+    slept: frozenset[str] = frozenset()
+    """Stages that slept for a time."""
 
 
 def max_deaths_by_one_request(limits: Limits, on_failure: OnFailure, disturbances: int = 0) -> int:
@@ -128,6 +132,8 @@ def check_request(
         return Violation("hung", f"{label} has no outcome")
     if request.second_outcome is not None:
         return Violation("duplicated", f"{label}: after its end, {request.second_outcome}")
+    if request.versions.wrong is not None:
+        return Violation("corrupted", f"{label}: {request.versions.wrong}")
     if differs := request.answer.damage(complete=request.outcome == "completed"):
         return Violation(differs[0], f"{label}: {differs[1]}")
     if request.outcome != "failed":
@@ -142,6 +148,9 @@ def _check_error(
     match request.error:
         case Aborted():
             return None if request.aborted else Violation("lost", f"{facts}, but the harness did not abort it")
+        case StageAsleep(stage=stage):
+            fair = stage in rules.slept and stage in request.template.stages
+            return None if fair else Violation("lost", f"{facts}, but the stage did not sleep")
         case StageUnavailable(stage=stage):
             fair = stage in given_up and stage in request.template.stages
             return None if fair else Violation("lost", f"{facts}, but the stage was not given up")

@@ -9,7 +9,9 @@ Rules
 4. An output may name what it depends on: ``data["trail"]``, records of a stage, the number of its output, and digests
    of its history before and after that output. An answer is also corrupted if these digests contradict each
    other: two outputs then depend on different histories of one stage.
-5. Outputs are compared as they arrive and not kept, because the harness shares the memory of the process that it
+5. All outputs of one stage for one request have one version of its weights, and none that is older than the version
+   that all workers had when the request was submitted.
+6. Outputs are compared as they arrive and not kept, because the harness shares the memory of the process that it
    measures.
 """
 
@@ -84,3 +86,21 @@ def _pieces(output: Output) -> Iterator[tuple[Place, bytes]]:
     contents += [(name, bytes(tensor.data)) for name, tensor in output.tensors.items()]
     contents.append(("finished", b"." * output.finished))
     yield from (((output.stage, content), data) for content, data in contents if data)
+
+
+class Versions:
+    """Checks the versions in the outputs of one request. least: the oldest that it may have."""
+
+    def __init__(self, least: int = 0) -> None:
+        self._least = least
+        self._of_stage: dict[str, str | None] = {}
+        self.wrong: str | None = None
+        """How an output contradicts rule 5."""
+
+    def add(self, output: Output) -> None:
+        version = output.data.get("weights_version")
+        first = self._of_stage.setdefault(output.stage, version)
+        if version != first:
+            self.wrong = f"outputs of {output.stage!r} with the weights {first} and {version}"
+        elif self._least and int(version or 0) < self._least:
+            self.wrong = f"an output of {output.stage!r} with the weights {version}, established were {self._least}"

@@ -23,6 +23,7 @@ import trio
 from omni_actors import config as configuration
 from omni_actors.stress import judge, leaks
 from omni_actors.stress.adapters import oracle_name, save_versions, uses_adapter
+from omni_actors.stress.controls import Controls
 from omni_actors.stress.driver import Driver
 from omni_actors.stress.faults import KillHelper, RefusingSpawner
 from omni_actors.stress.health_watch import HealthWatch
@@ -79,6 +80,7 @@ def run_with_faults(
                     kill_helper=kill_helper,
                     nursery=nursery,
                     adapters=versions,
+                    controls=Controls(omni, workload, versions[0] / "adapter_model.safetensors"),
                 )
                 initial_descriptors = {stage: counts for stage, _, counts in _worker_descriptors(driver.watch.replicas)}
                 await work(omni, driver)

@@ -64,7 +64,27 @@ class SwitchAdapter(_Operation, frozen=True):
     version: int
 
 
-ClientAction: TypeAlias = Submit | Abort | Disconnect | Wait | Settle | SwitchAdapter
+class PauseGeneration(_Operation, frozen=True):
+    """Pause generation in this mode, and resume it ``ms`` later."""
+
+    mode: Literal["abort", "wait", "keep"]
+    ms: Milliseconds
+
+
+class Sleep(_Operation, frozen=True):
+    """Let a stage sleep at level 2, and wake it ``ms`` later."""
+
+    stage: str
+    ms: Milliseconds
+
+
+class UpdateWeights(_Operation, frozen=True):
+    """Give the echo engines of the workload the next version of their weights."""
+
+
+ClientAction: TypeAlias = (
+    Submit | Abort | Disconnect | Wait | Settle | SwitchAdapter | PauseGeneration | Sleep | UpdateWeights
+)
 
 
 # faults

@@ -139,6 +139,8 @@ def _steps(workload: Workload, operations: int) -> list[Step]:
         st.builds(schedules.Settle),
         st.builds(schedules.Pause, stage, st.sampled_from((50, 200, 500, 2000))),
         st.builds(schedules.Orphan, st.booleans()),
+        st.builds(schedules.PauseGeneration, st.sampled_from(("abort", "wait", "keep")), DELAY_MS),
+        st.builds(schedules.Sleep, stage, DELAY_MS),
     ]
     after_a_wait: list[st.SearchStrategy[schedules.Operation]] = [
         st.builds(schedules.Abort, submitted),
@@ -158,6 +160,7 @@ def _steps(workload: Workload, operations: int) -> list[Step]:
     if uses_adapter(workload):
         after_a_wait.append(st.builds(schedules.SwitchAdapter, st.integers(0, VERSIONS - 1)))
     if workload.hooks:
+        after_a_wait.append(st.builds(schedules.UpdateWeights))
         with_hooks = st.sampled_from(workload.hooks)
         faults.append(st.builds(schedules.Crash, with_hooks, st.sampled_from(("raise", "exit", "hang"))))
         faults.append(st.builds(schedules.Crash, with_hooks, st.just("raise"), st.just("replay")))

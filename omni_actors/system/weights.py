@@ -104,7 +104,8 @@ class WeightControl(Control):
 
     async def _restore(self, stage: str, timeout_s: float) -> None:
         """Give every replica of a stage the weights of its desired state again, the model's own ones first."""
-        own = {"files": await trio.to_thread.run_sync(_files, self._models[stage]), "version": None}
+        model = self._models.get(stage)
+        own = {"files": {} if model is None else await trio.to_thread.run_sync(_files, model), "version": None}
         wanted = [part.arguments for part in self._supervisor.desired.of(stage) if part.capability == CAPABILITY]
         for arguments in (own, *wanted):
             await self.call(CAPABILITY, arguments, stages=[stage], timeout_s=timeout_s)

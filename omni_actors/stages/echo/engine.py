@@ -141,6 +141,7 @@ class EchoEngine(PausableEngine[_Request]):
         self._marks: dict[Adapter, str] = {}
         """What each adapter that requests may name adds to a text."""
         self._capabilities |= {LOAD: self._load_adapter, KEEP: self._keep_adapters}
+        self._capabilities["update_weights"] = self._update_weights
         context.report("pretending to load")
         time.sleep(self._options.load_s)
 
@@ -197,6 +198,12 @@ class EchoEngine(PausableEngine[_Request]):
             except base.InvalidRequest as error:  # the requests that name it are refused
                 print(error, file=sys.stderr, flush=True)
         self._marks = marks
+
+    def _update_weights(self, files: Mapping[str, Any], version: str | None) -> dict[str, Any]:
+        """There are no weights to replace; the worker adds the version to every output."""
+        if self._requests:
+            raise base.InvalidRequest("requests are running, and would get outputs of two versions", code="busy")
+        return {"updated": 0, "complete": True}
 
     def _copy(self, chunk: base.Chunk) -> _Pending:
         """Copy a chunk. Raises InvalidRequest."""
