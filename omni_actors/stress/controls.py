@@ -32,6 +32,8 @@ class Controls:
         self.in_force = 0
         self.slept = Counter[str]()
         """How often each stage was put to sleep."""
+        self.sleeping = Counter[str]()
+        """How many of these are not over."""
         self._newest = 0
         self.established = 0
         """The version that every worker of an echo stage has."""
@@ -58,6 +60,7 @@ class Controls:
             request.aborted |= sleep.stage in request.template.stages
         self.in_force += 1
         self.slept[sleep.stage] += 1
+        self.sleeping[sleep.stage] += 1
         try:
             with suppress(OmniError):
                 await self._omni.sleep(2, stages=(sleep.stage,))
@@ -65,6 +68,7 @@ class Controls:
         finally:
             with trio.CancelScope(shield=True), suppress(OmniError):
                 await self._omni.wake_up(stages=(sleep.stage,))
+            self.sleeping[sleep.stage] -= 1
             self.in_force -= 1
 
     async def update_weights(self) -> None:

@@ -298,7 +298,7 @@ class Driver:
 
     async def _follow(self, injection: _Injection, carrier: TrackedRequest | None, order: int | None) -> None:
         timing, stage, watch = injection.timing, injection.stage, self.watch
-        slept = self.controls.slept[stage]
+        slept = self.controls.slept[stage] - self.controls.sleeping[stage]
         with trio.move_on_after(self._workload.patience_s) as patience:
             if carrier is None:
                 await watch.until(lambda: self._death_by(injection) is not None or self.controls.slept[stage] != slept)
