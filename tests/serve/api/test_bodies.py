@@ -13,69 +13,18 @@ import pytest
 import trio
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from starlette.requests import Request
-from starlette.types import Message
 
 from omni_actors.serve.api import json_body
-from omni_actors.serve.api.form_body import MAX_FIELD_BYTES, MAX_PARTS, read_form
-from omni_actors.serve.api.json_body import MAX_DEPTH, MAX_SLOW_BYTES, MAX_VALUES, SLICE_BYTES, DecodingCost, read_json
+from omni_actors.serve.api.json_body import MAX_DEPTH, MAX_SLOW_BYTES, MAX_VALUES, DecodingCost, read_json
 from omni_actors.serve.api.schemas import (
     MAX_SHORT,
     ChatRequest,
-    CompletionRequest,
     EmbeddingRequest,
     SpeechRequest,
     TokenizeRequest,
-    TranscriptionRequest,
-    parse,
-    require_model,
 )
-from omni_actors.serve.http.errors import MAX_QUOTE, HTTPError, bad_request, quote_value
-
-SCHEMAS: dict[str, Any] = {
-    "chat": ChatRequest,
-    "speech": SpeechRequest,
-    "completions": CompletionRequest,
-    "embeddings": EmbeddingRequest,
-}
-MULTIPART = "multipart/form-data; boundary=XX"
-
-
-def request(body: bytes, content_type: str = "application/json") -> Request:
-    """Return the request that a handler gets: the complete body in one piece."""
-
-    async def receive() -> Message:
-        return {"type": "http.request", "body": body, "more_body": False}
-
-    return Request({"type": "http", "headers": [(b"content-type", content_type.encode("latin-1"))]}, receive)
-
-
-def take(path: str, body: bytes, content_type: str = MULTIPART) -> dict[str, Any]:
-    """Parse a body as the handler of ``path`` does, up to what it asks the pipeline. Raises HTTPError."""
-    if path == "transcription":
-        file, fields = trio.run(read_form, request(body, content_type), "file")
-        asked, params = parse(fields, TranscriptionRequest, strict=False)
-        require_model(asked.model, ["studio"])
-        return {**params, "file": file}
-    asked, params = parse(trio.run(read_json, request(body)), SCHEMAS[path])
-    require_model(asked.model, ["studio"])
-    return params
-
-
-def refusal(path: str, body: bytes, content_type: str = MULTIPART) -> dict[str, Any]:
-    """Return the error object for a body that must be refused."""
-    with pytest.raises(HTTPError) as caught:
-        take(path, body, content_type)
-    return error_object(caught.value)
-
-
-def error_object(problem: HTTPError) -> dict[str, Any]:
-    """Return the error object of a 4xx, which must be small and valid."""
-    encoded = problem.body()
-    assert 400 <= problem.status < 500
-    assert len(encoded) < 4096
-    error: dict[str, Any] = json.loads(encoded)["error"]
-    return error
+from omni_actors.serve.http.errors import MAX_QUOTE, bad_request, quote_value
+from tests.support.request_bodies import SCHEMAS, error_object, parsed_or_refused, refusal, request, take
 
 
 def chat(rest: bytes) -> bytes:
@@ -280,14 +229,6 @@ GOOD = [
 ]
 
 
-def parsed_or_refused(path: str, body: bytes, content_type: str = MULTIPART) -> None:
-    """Every exception is a small 4xx error."""
-    try:
-        take(path, body, content_type)
-    except HTTPError as problem:
-        error_object(problem)
-
-
 @given(st.sampled_from(list(SCHEMAS)), st.sampled_from(GOOD), FIELDS)
 def test_any_object_is_parsed_or_refused(path: str, good: dict[str, Any], fields: dict[str, Any]) -> None:
     parsed_or_refused(path, json.dumps({**good, **fields}).encode())
@@ -300,84 +241,6 @@ TOKENS = [*b'{ } [ ] , : " \\ \\u d800 1 - e9 . null'.split(), b"\xff", b" "]
 @example("chat", b'{"\\')
 def test_any_bytes_are_parsed_or_refused(path: str, body: bytes) -> None:
     parsed_or_refused(path, body)
-
-
-# forms
-
-
-def part(name: str, value: bytes, more: str = "") -> bytes:
-    return f'--XX\r\nContent-Disposition: form-data; name="{name}"{more}\r\n\r\n'.encode() + value + b"\r\n"
-
-
-END = b"--XX--\r\n"
-
-
-@pytest.mark.parametrize("size", [0, 10, SLICE_BYTES - 1, SLICE_BYTES, 5 * SLICE_BYTES])
-def test_a_file_arrives_unchanged(size: int) -> None:
-    """Also if it contains something like a boundary, in one slice or across two."""
-    file = (b"\r\n--X" * size)[:size]
-    body = part("model", b"studio") + part("file", file, '; filename="a.wav"') + part("empty", b"") + END
-    assert take("transcription", body) == {"file": file}
-
-
-def test_the_charset_of_a_form_has_no_effect() -> None:
-    body = part("model", b"studio") + part("prompt", "é".encode()) + END
-    for charset in ("utf-7", "undefined", "idna", "nothing"):
-        assert refusal("transcription", body, f"{MULTIPART}; charset={charset}")["param"] == "prompt"
-
-
-@pytest.mark.parametrize(
-    ("body", "code"),
-    [
-        (b"", "missing_required_parameter"),
-        (b"--YY\r\n", "invalid_form"),
-        (b"--XX\r\n\r\nno name\r\n" + END, "invalid_form"),
-        (b"--XX\r\nA: b\r\n\r\nno name\r\n" + END, "invalid_form"),
-        (part("model", b"studio") * (MAX_PARTS + 1) + END, "invalid_form"),
-        (part("model", b"x" * (MAX_FIELD_BYTES + 1)) + END, "invalid_form"),
-        (part("model", b"\xff") + END, "invalid_form"),
-        (part("file", b"", '; filename="a"') * 2 + END, "invalid_form"),
-        (part("other", b"", '; filename="a"') + END, "invalid_value"),
-        (part("model", b"studio", "\r\nA: " + "b" * 10_000) + END, "invalid_form"),
-        (part("model", b"studio", "\r\nA: b" * 100) + END, "invalid_form"),
-        (part("model", b"studio") + part("temperature", b"1e999") + END, "invalid_value"),
-        (part("model", b"studio") + part("temperature", b"nan") + END, "invalid_value"),
-        (part("model", b"studio") + part("temperature", b"-0.1") + END, "invalid_value"),
-        (part("model", b"studio") + part("stream", b"2") + END, "invalid_value"),
-        (part("model", b"x" * 1000) + END, "model_not_found"),
-        (
-            part("x" * 1000, b"x") + part("model", b"studio") + part("response_format", b"x" * 1000) + END,
-            "invalid_value",
-        ),
-    ],
-)
-def test_a_form_that_cannot_be_read(body: bytes, code: str) -> None:
-    assert refusal("transcription", body)["code"] == code
-
-
-@pytest.mark.parametrize(
-    "kind", ["", "text/plain", "multipart/form-data", "multipart/form-data; boundary=" + "X" * 1000]
-)
-def test_a_body_that_is_not_a_form(kind: str) -> None:
-    assert refusal("transcription", part("model", b"studio") + END, kind)["code"] in (
-        "missing_required_parameter",
-        "invalid_form",
-    )
-
-
-WORDS = b'--XX --XX-- - : ; " = \\ * % name file filename="f" Content-Disposition: form-data; name='.split(b" ")
-PIECES = [*WORDS, b"\r\n", b"\r", b"\n", b"\xff", b"Content-Disposition: form-data; name=", part("a", b"b")]
-
-
-@given(
-    st.lists(st.sampled_from(PIECES) | st.binary(max_size=5), max_size=30).map(b"".join),
-    st.sampled_from(
-        [MULTIPART, "multipart/form-data; boundary=\xff", 'multipart/form-data; boundary=""', ";;=", "\x85"]
-    ),
-)
-def test_any_form_is_parsed_or_refused(body: bytes, content_type: str) -> None:
-    parsed_or_refused("transcription", b"--XX\r\n" + body, content_type)
-    parsed_or_refused("transcription", body, content_type)
 
 
 # a server

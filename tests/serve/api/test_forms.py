@@ -1,0 +1,86 @@
+"""Forms: the parts of a body arrive unchanged, and whatever is wrong with one is a 400."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from omni_actors.serve.api.form_body import MAX_FIELD_BYTES, MAX_PARTS
+from omni_actors.serve.api.json_body import SLICE_BYTES
+from tests.support.request_bodies import MULTIPART, parsed_or_refused, refusal, take
+
+
+def part(name: str, value: bytes, more: str = "") -> bytes:
+    return f'--XX\r\nContent-Disposition: form-data; name="{name}"{more}\r\n\r\n'.encode() + value + b"\r\n"
+
+
+END = b"--XX--\r\n"
+
+
+@pytest.mark.parametrize("size", [0, 10, SLICE_BYTES - 1, SLICE_BYTES, 5 * SLICE_BYTES])
+def test_a_file_arrives_unchanged(size: int) -> None:
+    """Also if it contains something like a boundary, in one slice or across two."""
+    file = (b"\r\n--X" * size)[:size]
+    body = part("model", b"studio") + part("file", file, '; filename="a.wav"') + part("empty", b"") + END
+    assert take("transcription", body) == {"file": file}
+
+
+def test_the_charset_of_a_form_has_no_effect() -> None:
+    body = part("model", b"studio") + part("prompt", "é".encode()) + END
+    for charset in ("utf-7", "undefined", "idna", "nothing"):
+        assert refusal("transcription", body, f"{MULTIPART}; charset={charset}")["param"] == "prompt"
+
+
+@pytest.mark.parametrize(
+    ("body", "code"),
+    [
+        (b"", "missing_required_parameter"),
+        (b"--YY\r\n", "invalid_form"),
+        (b"--XX\r\n\r\nno name\r\n" + END, "invalid_form"),
+        (b"--XX\r\nA: b\r\n\r\nno name\r\n" + END, "invalid_form"),
+        (part("model", b"studio") * (MAX_PARTS + 1) + END, "invalid_form"),
+        (part("model", b"x" * (MAX_FIELD_BYTES + 1)) + END, "invalid_form"),
+        (part("model", b"\xff") + END, "invalid_form"),
+        (part("file", b"", '; filename="a"') * 2 + END, "invalid_form"),
+        (part("other", b"", '; filename="a"') + END, "invalid_value"),
+        (part("model", b"studio", "\r\nA: " + "b" * 10_000) + END, "invalid_form"),
+        (part("model", b"studio", "\r\nA: b" * 100) + END, "invalid_form"),
+        (part("model", b"studio") + part("temperature", b"1e999") + END, "invalid_value"),
+        (part("model", b"studio") + part("temperature", b"nan") + END, "invalid_value"),
+        (part("model", b"studio") + part("temperature", b"-0.1") + END, "invalid_value"),
+        (part("model", b"studio") + part("stream", b"2") + END, "invalid_value"),
+        (part("model", b"x" * 1000) + END, "model_not_found"),
+        (
+            part("x" * 1000, b"x") + part("model", b"studio") + part("response_format", b"x" * 1000) + END,
+            "invalid_value",
+        ),
+    ],
+)
+def test_a_form_that_cannot_be_read(body: bytes, code: str) -> None:
+    assert refusal("transcription", body)["code"] == code
+
+
+@pytest.mark.parametrize(
+    "kind", ["", "text/plain", "multipart/form-data", "multipart/form-data; boundary=" + "X" * 1000]
+)
+def test_a_body_that_is_not_a_form(kind: str) -> None:
+    assert refusal("transcription", part("model", b"studio") + END, kind)["code"] in (
+        "missing_required_parameter",
+        "invalid_form",
+    )
+
+
+WORDS = b'--XX --XX-- - : ; " = \\ * % name file filename="f" Content-Disposition: form-data; name='.split(b" ")
+PIECES = [*WORDS, b"\r\n", b"\r", b"\n", b"\xff", b"Content-Disposition: form-data; name=", part("a", b"b")]
+
+
+@given(
+    st.lists(st.sampled_from(PIECES) | st.binary(max_size=5), max_size=30).map(b"".join),
+    st.sampled_from(
+        [MULTIPART, "multipart/form-data; boundary=\xff", 'multipart/form-data; boundary=""', ";;=", "\x85"]
+    ),
+)
+def test_any_form_is_parsed_or_refused(body: bytes, content_type: str) -> None:
+    parsed_or_refused("transcription", b"--XX\r\n" + body, content_type)
+    parsed_or_refused("transcription", body, content_type)
