@@ -20,7 +20,7 @@ import socket
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager, contextmanager, suppress
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import trio
 from multiprocess import context, popen_spawn_posix, reduction, spawn, util
@@ -224,6 +224,58 @@ class _CoreMover(trio.abc.Instrument):
         self._page.move_off_busy_core()
 
 
+class _Channels(NamedTuple):
+    """What the parent and a worker share. ``theirs`` and ``stderr_write`` are the worker's ends."""
+
+    ours: socket.socket
+    theirs: socket.socket
+    stderr_read: int
+    stderr_write: int
+    death_mutex: DeathMutex
+    bell: int
+
+
+def _open_channels(undo: ExitStack, child_ends: ExitStack) -> _Channels:
+    """Open the channels of one worker; the stacks close them. Raises OSError."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    undo.callback(ours.close)
+    child_ends.callback(theirs.close)
+    ours.setblocking(False)
+    stderr_read, stderr_write = os.pipe()
+    undo.callback(os.close, stderr_read)
+    child_ends.callback(os.close, stderr_write)
+    death_mutex = DeathMutex()
+    undo.callback(death_mutex.close)
+    bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+    undo.callback(os.close, bell)
+    return _Channels(
+        ours=ours,
+        theirs=theirs,
+        stderr_read=stderr_read,
+        stderr_write=stderr_write,
+        death_mutex=death_mutex,
+        bell=bell,
+    )
+
+
+def _start_process(address: Address, arguments: dict[str, Any], undo: ExitStack) -> tuple[_Process, int]:
+    """Start a worker, and return its process and a pidfd, which ``undo`` closes. Raises SpawnFailed."""
+    process = _Process(target=worker_main, kwargs=arguments, name=f"omni-actors {address}", daemon=True)
+    try:
+        with _stop_signals_blocked():
+            process.start()
+        pidfd = os.pidfd_open(process.pid)
+        undo.callback(os.close, pidfd)
+    except BaseException as error:
+        if process.pid is not None:
+            process.kill()
+            process.join()
+        if isinstance(error, OSError):
+            raise SpawnFailed(f"no process for {address}: {error}") from error
+        raise
+    return process, pidfd
+
+
 class LocalSpawner:
     """Spawns workers as child processes, for one event loop at a time.
 
@@ -241,44 +293,29 @@ class LocalSpawner:
         with ExitStack() as undo, ExitStack() as child_ends:
             try:
                 number = self._join_page(undo) if self._cpu_sharing else 0
-                ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-                undo.callback(ours.close)
-                child_ends.callback(theirs.close)
-                stderr_read, stderr_write = os.pipe()
-                undo.callback(os.close, stderr_read)
-                child_ends.callback(os.close, stderr_write)
-                death_mutex = DeathMutex()
-                undo.callback(death_mutex.close)
-                bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-                undo.callback(os.close, bell)
+                channels = _open_channels(undo, child_ends)
             except OSError as error:
                 raise SpawnFailed(f"no channels for a worker of {address}: {error}") from error
-            ours.setblocking(False)
             arguments = {
-                "control_fd": _InheritedFd(theirs.fileno()),
-                "bell_fd": _InheritedFd(bell),
-                "stderr_fd": _InheritedFd(stderr_write),
-                "death_mutex_fd": _InheritedFd(death_mutex.fd),
+                "control_fd": _InheritedFd(channels.theirs.fileno()),
+                "bell_fd": _InheritedFd(channels.bell),
+                "stderr_fd": _InheritedFd(channels.stderr_write),
+                "death_mutex_fd": _InheritedFd(channels.death_mutex.fd),
                 "cpu_sharing_fd": _InheritedFd(self._cpu_sharing_page.fd) if self._cpu_sharing else NO_PAGE,
                 "number": number,
                 "parent_pid": os.getpid(),
             }
-            process = _Process(target=worker_main, kwargs=arguments, name=f"omni-actors {address}", daemon=True)
-            try:
-                with _stop_signals_blocked():
-                    process.start()
-                pidfd = os.pidfd_open(process.pid)
-                undo.callback(os.close, pidfd)
-            except BaseException as error:
-                if process.pid is not None:
-                    process.kill()
-                    process.join()
-                if isinstance(error, OSError):
-                    raise SpawnFailed(f"no process for {address}: {error}") from error
-                raise
+            process, pidfd = _start_process(address, arguments, undo)
             child_ends.close()
-            async with open_mailbox(ours, mailbox_capacity, bell) as mailbox, trio.open_nursery() as nursery:
-                worker = LocalWorker(process, mailbox, pidfd=pidfd, death_mutex=death_mutex, stderr_fd=stderr_read)
+            opened = open_mailbox(channels.ours, mailbox_capacity, channels.bell)
+            async with opened as mailbox, trio.open_nursery() as nursery:
+                worker = LocalWorker(
+                    process,
+                    mailbox,
+                    pidfd=pidfd,
+                    death_mutex=channels.death_mutex,
+                    stderr_fd=channels.stderr_read,
+                )
                 nursery.start_soon(worker._watch)
                 try:
                     yield worker
