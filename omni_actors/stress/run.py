@@ -95,13 +95,19 @@ def run_with_faults(
         driver, closed_s = trio.run(live)
         now = time.monotonic()
         found = [Violation("leaked", each) for each in leaks.left(before, leaks.snapshot(mark, directory))]
-        allowed_s = CLOSED_S + sum(stage.shutdown_timeout_s for stage in workload.pipeline.stages.values())
-        if closed_s > allowed_s:
-            found.append(Violation("hung", f"closing took {closed_s:.1f} s; {allowed_s:g} s are fair"))
+        found += _slow_closing(workload, closed_s)
     driver.tally.runs = 1
     for at, violation in [*driver.violations, *driver.client.violations, *((now, violation) for violation in found)]:
         driver.tally.violated(driver.fault_at(at), load, violation)
     return driver.tally
+
+
+def _slow_closing(workload: Workload, closed_s: float) -> list[Violation]:
+    """Return the violation of a system that took too long to close, if it did."""
+    allowed_s = CLOSED_S + sum(stage.shutdown_timeout_s for stage in workload.pipeline.stages.values())
+    if closed_s <= allowed_s:
+        return []
+    return [Violation("hung", f"closing took {closed_s:.1f} s; {allowed_s:g} s are fair")]
 
 
 def ask_oracle(workload: Workload) -> None:

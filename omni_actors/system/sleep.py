@@ -66,11 +66,15 @@ class SleepControl(Control):
             self._orchestrator.abort_all("the stage goes to sleep", chosen)
         await self._orchestrator.wait_ended(chosen, queued=True)
         before = await self.call("worker_status", stages=chosen, timeout_s=timeout_s)
-        if level == 2:
-            await self._supervisor.stop_stages(chosen)
-            return {stage: [_memory(each, _ENDED) for each in before[stage]] for stage in chosen}
+        if level == 1:
+            return await self._sleep_engines(chosen, before, timeout_s)
+        await self._supervisor.stop_stages(chosen)
+        return {stage: [_memory(each, _ENDED) for each in before[stage]] for stage in chosen}
+
+    async def _sleep_engines(self, chosen: Collection[str], before: Replies, timeout_s: float) -> Replies:
+        """Move the weights of the stages (level 1). before: their workers' status, for the replies."""
         replies = {}
-        slept = await self.set_desired("sleep", {"level": level}, stages=chosen, timeout_s=timeout_s)
+        slept = await self.set_desired("sleep", {"level": 1}, stages=chosen, timeout_s=timeout_s)
         after = await self.call("worker_status", stages=chosen, timeout_s=timeout_s)
         for stage in chosen:
             if any(isinstance(reply.error, InvalidRequest) for reply in slept[stage]):
