@@ -3,17 +3,20 @@
 Rules
 1. Each route is one method of ``OmniSystem``. The fields of its body, or of the query, are the method's arguments.
 2. A call answers for every replica of every stage that it concerns. If one failed, its error is the response. Stages
-   without a capability fail the call (501) if no stage has it, or if the call does all or nothing; otherwise the
+   without a capability fail the call (501) if fewer stages have it than ``Operation.needed`` demands; otherwise the
    response names them.
+3. No route writes where a client chooses. The file that a method writes is temporary, and it is the response.
 """
 
 from __future__ import annotations
 
 import inspect
+import tempfile
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
+import trio
 from msgspec import Meta, field
 from starlette.requests import Request
 from starlette.responses import Response
@@ -21,6 +24,7 @@ from starlette.responses import Response
 from omni_actors.errors import InvalidRequest, OmniError, Unsupported
 from omni_actors.serve.api.errors import unsupported_as_501
 from omni_actors.serve.api.json_body import read_json
+from omni_actors.serve.api.openapi import JSON
 from omni_actors.serve.api.responses import JSONResponse
 from omni_actors.serve.api.schemas import parse
 from omni_actors.serve.http.errors import bad_request
@@ -28,6 +32,7 @@ from omni_actors.system import OmniSystem, Reply
 from omni_actors.system.texts import first_value
 
 Names = list[str] | None
+Needed = Literal["none", "one", "all"]
 Seconds = Annotated[float, Meta(gt=0, le=3600)]
 
 
@@ -113,12 +118,14 @@ class CallRequest(msgspec.Struct, frozen=True):
 class Operation(NamedTuple):
     """A method of ``OmniSystem``, and the schema of its arguments; None: it has none, and changes nothing (GET).
 
-    is_whole: whether it does nothing if one stage does not support it.
+    needed: how many of the stages must support it. writes_file: whether it writes a file of JSON to its argument
+    ``path`` (rule 3).
     """
 
     method: str
     schema: type[msgspec.Struct] | None
-    is_whole: bool = False
+    needed: Needed = "one"
+    writes_file: bool = False
 
     @property
     def http_method(self) -> str:
@@ -137,10 +144,12 @@ OPERATIONS: dict[str, Operation] = {
     "/reset_mm_cache": Operation("reset_mm_cache", StagesRequest),
     "/reset_prefix_cache": Operation("reset_prefix_cache", ResetPrefixCacheRequest),
     "/resume": Operation("resume_generation", Nothing),
-    "/sleep": Operation("sleep", SleepRequest, is_whole=True),
-    "/update_weights": Operation("update_weights", UpdateWeightsRequest, is_whole=True),
+    "/sleep": Operation("sleep", SleepRequest, needed="all"),
+    "/update_weights": Operation("update_weights", UpdateWeightsRequest, needed="all"),
     "/v1/load_lora_adapter": Operation("add_lora", LoadLoraRequest),
     "/v1/pin_lora_adapter": Operation("pin_lora", LoraRequest),
+    "/v1/start_profile": Operation("start_profile", StagesRequest, needed="none"),
+    "/v1/stop_profile": Operation("stop_profile", Nothing, writes_file=True),
     "/v1/unload_lora_adapter": Operation("remove_lora", LoraRequest),
     "/wake_up": Operation("wake_up", WakeUpRequest),
 }
@@ -152,13 +161,24 @@ def handler(operation: Operation) -> Callable[[Request], Awaitable[Response]]:
     async def handle(request: Request) -> Response:
         system: OmniSystem = request.app.state.system
         arguments = {} if operation.schema is None else await _arguments(request, operation.schema)
+        method = getattr(system, operation.method)
         with unsupported_as_501():
-            result = getattr(system, operation.method)(**arguments)
+            if operation.writes_file:
+                return Response(await _written(method, arguments), media_type=JSON)
+            result = method(**arguments)
             if inspect.isawaitable(result):
                 result = await result
-            return JSONResponse({"result": _plain(result, is_whole=operation.is_whole)})
+            return JSONResponse({"result": _plain(result, operation.needed)})
 
     return handle
+
+
+async def _written(method: Callable[..., Awaitable[object]], arguments: Mapping[str, Any]) -> bytes:
+    """Return what a method writes to its argument ``path``."""
+    with tempfile.TemporaryDirectory(prefix="omni-actors-") as folder:
+        path = trio.Path(folder) / "written.json"
+        await method(path=path, **arguments)
+        return await path.read_bytes()
 
 
 async def _arguments(request: Request, schema: type[msgspec.Struct]) -> dict[str, Any]:
@@ -172,10 +192,10 @@ async def _arguments(request: Request, schema: type[msgspec.Struct]) -> dict[str
     return {name: value for name, value in given.items() if value is not None}
 
 
-def _plain(result: Any, *, is_whole: bool = False) -> Any:
+def _plain(result: Any, needed: Needed = "one") -> Any:
     """Return a result as JSON has it. Raises the error of a replica (rule 2)."""
     if isinstance(result, Mapping) and any(_are_replies(value) for value in result.values()):
-        return _replies(result, is_whole=is_whole)
+        return _replies(result, needed)
     if isinstance(result, msgspec.Struct):
         return {name: _plain(getattr(result, name)) for name in result.__struct_fields__}
     if isinstance(result, list | tuple):
@@ -187,13 +207,14 @@ def _are_replies(value: Any) -> bool:
     return isinstance(value, list) and any(isinstance(each, Reply) for each in value)
 
 
-def _replies(replies: Mapping[str, list[Reply]], *, is_whole: bool) -> dict[str, list[dict[str, Any]]]:
+def _replies(replies: Mapping[str, list[Reply]], needed: Needed) -> dict[str, list[dict[str, Any]]]:
     errors = [reply.error for stage in replies.values() for reply in stage if reply.error is not None]
     if failures := [error for error in errors if not isinstance(error, Unsupported)]:
         raise min(failures, key=lambda error: not isinstance(error, InvalidRequest))
-    if errors and is_whole:
+    if errors and needed == "all":
         raise errors[0]
-    first_value(replies)
+    if needed == "one":
+        first_value(replies)
     return {stage: [_reply(reply) for reply in each] for stage, each in replies.items()}
 
 
