@@ -17,7 +17,7 @@ from omni_actors.stages.autoregressive.options import TextOptions
 from omni_actors.stages.base import NoOptions, NoParams
 from omni_actors.stages.echo.options import EchoOptions, EchoParams
 from omni_actors.stages.hibari import options as hibari
-from omni_actors.stages.llm.options import LLMOptions, LLMParams
+from omni_actors.stages.llm.options import LLMParams
 from omni_actors.stages.omni import options as omni
 from omni_actors.stages.qwen2_5 import options as qwen2_5
 from omni_actors.stages.qwen3 import options as qwen3
@@ -128,7 +128,7 @@ ENGINES: dict[str, EngineSpec] = {
     "echo": _shipped("echo.engine:EchoEngine", EchoOptions, EchoParams, needs_model=False, lacks_raw_prompt=None),
     "llm": _language(
         "llm.engine:open_engine",
-        LLMOptions,
+        TextOptions,
         LLMParams,
         checkpoint_part="",
         has_tokenizer=True,

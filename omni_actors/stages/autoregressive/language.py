@@ -27,8 +27,10 @@ from torch import Tensor
 from omni_actors.stages import base
 from omni_actors.stages.adapters.batched import BatchedAdapters
 from omni_actors.stages.adapters.engine import AdaptedEngine
+from omni_actors.stages.autoregressive.cache import SlottedCache
 from omni_actors.stages.autoregressive.logprobs import token_logprobs
-from omni_actors.stages.autoregressive.options import TextParams
+from omni_actors.stages.autoregressive.options import TextOptions, TextParams
+from omni_actors.stages.autoregressive.prefixes import Block, PrefixCache
 from omni_actors.stages.autoregressive.prompt_engine import C, PromptEngine, PromptRequest
 from omni_actors.stages.autoregressive.sampling import RandomNumbers, Sampler, Sampling, choose, not_finite
 from omni_actors.stages.autoregressive.scheduler import ScheduledSequence, Scheduler
@@ -53,6 +55,8 @@ class TextRequest(PromptRequest[C], ScheduledSequence):
         """Tokens that the model has not computed yet, in order: those of the answer, and the rest of ``decided``."""
         self.decisions: list[int] = []
         """The answer's tokens since the last output."""
+        self.prefix_keys: Sequence[bytes] = ()
+        """The keys of the prompt's whole blocks in the ``PrefixCache``; () if it is not used."""
         self.answer: AnswerText
 
     def take(self, count: int) -> list[int]:
@@ -67,16 +71,23 @@ R = TypeVar("R", bound=TextRequest[Any])
 class LanguageEngine(AdaptedEngine[R, BatchedAdapters], PromptEngine[R]):
     """A ``StageEngine`` whose outputs are text.
 
-    context: the tokens of a prompt and its answer together. adapters: those of the model that ``_forward`` runs.
+    adapters: those of the model that ``_forward`` runs. A subclass sets ``_cache``, which the scheduler has too.
     """
 
+    _cache: SlottedCache
+
     def __init__(
-        self, scheduler: Scheduler[R], vocabulary: Vocabulary, context: int, adapters: BatchedAdapters
+        self, scheduler: Scheduler[R], vocabulary: Vocabulary, options: TextOptions, adapters: BatchedAdapters
     ) -> None:
         super().__init__()
         self._adapters = adapters
-        self._scheduler, self._vocabulary, self._context = scheduler, vocabulary, context
+        self._scheduler, self._vocabulary, self._context = scheduler, vocabulary, options.context
         self._structure_tokenizer: StructureTokenizer | None = None
+        megabytes = options.prefix_cache_mb
+        self._prefixes = PrefixCache(options.prefill_chunk, megabytes * 1_000_000) if megabytes else None
+        self._capabilities["reset_prefix_cache"] = (
+            "the option prefix_cache_mb is 0" if self._prefixes is None else self._reset_prefix_cache
+        )
 
     # for subclasses, besides ``_new_request`` and ``_encode``, which returns the token of each position of the prompt
     # (None: there is only an embedding)
@@ -94,6 +105,18 @@ class LanguageEngine(AdaptedEngine[R, BatchedAdapters], PromptEngine[R]):
         token: what was just added to the answer; None: nothing, or its last token.
         """
         return {}
+
+    def _sends_rows(self, request: R) -> bool:
+        """Return whether ``_downstream`` returns rows of the prompt, which the prefix cache then keeps too."""
+        return False
+
+    def _computed_rows(self, request: R) -> Tensor:
+        """Return the rows, (positions, hidden), of the prompt positions that the last forward computed."""
+        raise NotImplementedError
+
+    def _skip(self, request: R, block: Block) -> None:
+        """Take the next positions of the prompt from the prefix cache. Their keys and values are there already."""
+        raise NotImplementedError
 
     # StageEngine
 
@@ -164,11 +187,56 @@ class LanguageEngine(AdaptedEngine[R, BatchedAdapters], PromptEngine[R]):
 
     def close(self) -> None:
         super().close()
-        del self._scheduler, self._adapters
+        del self._scheduler, self._adapters, self._prefixes
+
+    def gauges(self) -> Mapping[str, float]:
+        """Return the figures of the prefix cache; none if it is off."""
+        return {} if self._prefixes is None else self._prefixes.gauges()
+
+    def _reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
+        """Empty the prefix cache. Running requests have copies of their own, which they keep."""
+        assert self._prefixes is not None, "the capability needs it"
+        self._prefixes.clear()
+        return True
+
+    def _use_prefixes(self, request: R, tokens: Sequence[int]) -> None:
+        """Let a request use the prefix cache, if there is one. tokens: its prompt, which must have no media."""
+        if self._prefixes is not None:
+            request.prefix_keys = self._prefixes.keys(tokens, request.adapter)
+
+    def _reuse(self, request: R, row: int) -> Iterator[base.StageOutput]:
+        """Take what the prefix cache has of a prompt that begins.
+
+        At least one position is left to compute: its logits decide the first token. Each block gives the output that
+        its forward would give, so that a resumed request has the same outputs, whatever the cache has by then.
+        """
+        if self._prefixes is None or self._cache.lengths[row] or not request.prefix_keys:
+            return
+        keys = request.prefix_keys[: (request.prefill_left - 1) // self._prefixes.size]
+        for block in self._prefixes.find(keys, with_rows=self._sends_rows(request)):
+            self._cache.append(row, block.states)
+            self._skip(request, block)
+            request.prefill_left -= block.size
+            request.ready -= block.size
+            if downstream := self._downstream(request):
+                yield base.StageOutput(request.id, downstream=downstream)
+
+    def _keep(self, request: R, row: int, count: int) -> None:
+        """Add the positions that were just computed to the prefix cache, if they are a block of it."""
+        end = self._cache.lengths[row]
+        if self._prefixes is None or end > len(request.prefix_keys) * self._prefixes.size:
+            return  # a prompt is computed alone, in whole blocks
+        rows = self._computed_rows(request) if self._sends_rows(request) else None
+        self._prefixes.add(
+            request.prefix_keys[: end // self._prefixes.size], self._cache.read(row, end - count, count), rows
+        )
 
     def _prefill(self, row: int, count: int) -> Iterator[base.StageOutput | base.StageFailure]:
         request = self._scheduler.rows[row]
+        yield from self._reuse(request, row)
+        count = min(count, request.prefill_left)
         logits = self._forward([row], count)
+        self._keep(request, row, count)
         request.prefill_left -= count
         request.ready -= count
         if request.answer.tokens:

@@ -26,6 +26,10 @@ class TextOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """System message for a conversation that has none."""
     idle_loras: bounds.Count = 8
     """LoRA adapters whose weights stay in memory while no request uses them; pinned ones are not counted."""
+    prefix_cache_mb: bounds.Count = 0
+    """Megabytes of keys and values that are kept of prompts; 0: none. A prompt that begins like an earlier one, for
+    whole prefill chunks, need not compute this beginning again. A thinker keeps the rows for its talker with them, and
+    leaves prompts with media out."""
 
 
 class TokenizationKwargs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

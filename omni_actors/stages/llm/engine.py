@@ -9,7 +9,7 @@ of the hidden states of all positions, or that of the last one.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import msgspec
@@ -22,15 +22,16 @@ from omni_actors.stages import assets
 from omni_actors.stages.adapters.batched import BatchedAdapters
 from omni_actors.stages.autoregressive.cache import SlottedCache
 from omni_actors.stages.autoregressive.language import LanguageEngine, TextRequest, refuse_beyond_context
+from omni_actors.stages.autoregressive.options import TextOptions
 from omni_actors.stages.autoregressive.packed import pack_linears
-from omni_actors.stages.autoregressive.prefixes import PrefixCache
+from omni_actors.stages.autoregressive.prefixes import Block
 from omni_actors.stages.autoregressive.sampling import not_finite
 from omni_actors.stages.autoregressive.scheduler import Scheduler
 from omni_actors.stages.autoregressive.text import Vocabulary
 from omni_actors.stages.autoregressive.weights import replace_weights
 from omni_actors.stages.base import InvalidRequest, StageContext, StageFailure, StageOutput, StageRequest
 from omni_actors.stages.llm import tokenizing
-from omni_actors.stages.llm.options import LLMOptions, LLMParams
+from omni_actors.stages.llm.options import LLMParams
 from omni_actors.stages.llm.prompt import Prompt
 from omni_actors.stages.refusal import validated
 
@@ -42,8 +43,6 @@ class LLMRequest(TextRequest[Prompt]):
     """The embeddings of the prompt positions that are not computed yet, (n, hidden); None: positions are tokens."""
     pooled: Tensor | None = None
     """What was pooled of the hidden states so far, float32 (hidden,)."""
-    prefix_keys: Sequence[bytes] = ()
-    """The keys of the prompt's whole blocks in the ``PrefixCache``; () if it is not used."""
 
 
 class LLMEngine(LanguageEngine[LLMRequest]):
@@ -52,18 +51,12 @@ class LLMEngine(LanguageEngine[LLMRequest]):
     model: a causal language model of transformers, in evaluation mode. tokenizer: its tokenizer, with a chat template.
     """
 
-    def __init__(self, model: Any, tokenizer: Any, options: LLMOptions) -> None:
+    def __init__(self, model: Any, tokenizer: Any, options: TextOptions) -> None:
         self._model, self._system_prompt = model, options.system_prompt
         self._cache = SlottedCache(options.max_batch, options.context, model.dtype, model.device)
-        self._block = options.prefill_chunk
         batch = Scheduler[LLMRequest](self._cache, options.max_batch, options.prefill_chunk)
         vocabulary = Vocabulary(tokenizer, model.generation_config.eos_token_id)
-        super().__init__(batch, vocabulary, options.context, BatchedAdapters(model, part="", idle=options.idle_loras))
-        megabytes = options.prefix_cache_mb
-        self._prefixes = PrefixCache(options.prefill_chunk, megabytes * 1_000_000) if megabytes else None
-        self._capabilities["reset_prefix_cache"] = (
-            "the option prefix_cache_mb is 0" if self._prefixes is None else self._reset_prefix_cache
-        )
+        super().__init__(batch, vocabulary, options, BatchedAdapters(model, part="", idle=options.idle_loras))
         self._capabilities["update_weights"] = self._update_weights
         self._capabilities |= tokenizing.capabilities(vocabulary, self._system_prompt, self._context)
 
@@ -86,43 +79,17 @@ class LLMEngine(LanguageEngine[LLMRequest]):
         tokens = prompt.encode(self._vocabulary, self._system_prompt, self._context, tools=tools, kwargs=kwargs)
         refuse_beyond_context(len(tokens), f"{len(tokens)} tokens", self._context)
         request.uncomputed = tokens + request.uncomputed
-        if self._prefixes is not None and request.params.pooling is None:
-            request.prefix_keys = self._prefixes.keys(tokens, request.adapter)
+        if request.params.pooling is None:
+            self._use_prefixes(request, tokens)
         return [*tokens]
 
     @torch.inference_mode()
     def _forward(self, rows: list[int], count: int) -> Tensor:
         logits: Tensor = self._run(self._model, rows, count, logits_to_keep=1).logits[:, -1]
-        request, end = self._scheduler.rows[rows[0]], self._cache.lengths[rows[0]]
-        if self._prefixes is not None and request.prefill_left and end <= len(request.prefix_keys) * self._block:
-            keys = request.prefix_keys[: end // self._block]  # a prompt is computed alone, in whole blocks
-            self._prefixes.add(keys, self._cache.read(rows[0], end - count, count))
         return logits
 
-    def _reuse(self, request: LLMRequest, row: int, count: int) -> int:
-        """Take what the prefix cache has of a prompt that begins; return the positions of its first forward.
-
-        At least one position is left to compute: its logits decide the first token.
-        """
-        if self._prefixes is None or self._cache.lengths[row] or not request.prefix_keys:
-            return count
-        blocks = self._prefixes.find(request.prefix_keys[: (request.prefill_left - 1) // self._block])
-        for block in blocks:
-            self._cache.append(row, block)
-        found = len(request.take(len(blocks) * self._block))
-        request.prefill_left -= found
-        request.ready -= found
-        return min(count, request.prefill_left)
-
-    def _reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
-        """Empty the prefix cache. Running requests have copies of their own, which they keep."""
-        assert self._prefixes is not None, "the capability needs it"
-        self._prefixes.clear()
-        return True
-
-    def gauges(self) -> Mapping[str, float]:
-        """Return the figures of the prefix cache; none if it is off."""
-        return {} if self._prefixes is None else self._prefixes.gauges()
+    def _skip(self, request: LLMRequest, block: Block) -> None:
+        request.take(block.size)
 
     def _run(self, model: Any, rows: list[int], count: int, **more: Any) -> Any:
         """Run the model or its decoder on the next ``count`` positions of each row."""
@@ -142,7 +109,7 @@ class LLMEngine(LanguageEngine[LLMRequest]):
     def _prefill(self, row: int, count: int) -> Iterator[StageOutput | StageFailure]:
         request = self._scheduler.rows[row]
         if request.params.pooling is None:
-            yield from super()._prefill(row, self._reuse(request, row, count))
+            yield from super()._prefill(row, count)
             return
         self._pool(request, row, count)
         request.prefill_left -= count
@@ -179,7 +146,7 @@ class LLMEngine(LanguageEngine[LLMRequest]):
 
     def close(self) -> None:
         super().close()
-        del self._model, self._cache, self._prefixes
+        del self._model, self._cache
 
 
 def _embedding(request: LLMRequest, size: int) -> StageOutput | StageFailure:
@@ -194,12 +161,12 @@ def _embedding(request: LLMRequest, size: int) -> StageOutput | StageFailure:
 
 
 def open_engine(context: StageContext) -> LLMEngine:
-    """Load the checkpoint directory ``context.model``, with the options ``LLMOptions``. Nothing is downloaded.
+    """Load the checkpoint directory ``context.model``, with the options ``TextOptions``. Nothing is downloaded.
 
     Raises msgspec.ValidationError: the options are wrong. ValueError: this engine cannot serve the model. OSError: its
     files cannot be read.
     """
-    options = msgspec.convert(context.options, LLMOptions)
+    options = msgspec.convert(context.options, TextOptions)
     directory = context.model_directory
     torch.set_num_threads(context.threads)
     # Importing torch's compiler creates this directory. Without the variable it would be one in /tmp that stays.
@@ -238,7 +205,7 @@ def _adjust_threads_per_layer(thread_budget: Callable[[], int], model: Any) -> N
         module.register_forward_pre_hook(adjust)
 
 
-def _check(config: Any, options: LLMOptions) -> None:
+def _check(config: Any, options: TextOptions) -> None:
     """Raise ValueError if the context exceeds the model's positions, or layers do not attend to the whole context."""
     positions = getattr(config, "max_position_embeddings", options.context)
     if options.context > positions:

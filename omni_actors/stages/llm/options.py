@@ -1,4 +1,4 @@
-"""The options and request parameters that ``llm`` has besides those of all text-generating engines."""
+"""The request parameters that language models have besides those of all text-generating engines."""
 
 from __future__ import annotations
 
@@ -6,19 +6,11 @@ from typing import Annotated, Literal, TypeAlias
 
 from msgspec import Meta
 
-from omni_actors.stages.autoregressive.options import TextOptions, TextParams
-from omni_actors.stages.bounds import Count, Settings
+from omni_actors.stages.autoregressive.options import TextParams
+from omni_actors.stages.bounds import Settings
 
 Tools: TypeAlias = Annotated[tuple[Settings, ...], Meta(max_length=128)]
 """Functions that the model may call, as in OpenAI's chat API. The chat template renders them."""
-
-
-class LLMOptions(TextOptions, frozen=True, forbid_unknown_fields=True):
-    """The options of ``llm``."""
-
-    prefix_cache_mb: Count = 0
-    """Megabytes of keys and values that are kept of prompts; 0: none. A prompt that begins like an earlier one, for
-    whole prefill chunks, need not compute this beginning again."""
 
 
 class LLMParams(TextParams, frozen=True, forbid_unknown_fields=True):

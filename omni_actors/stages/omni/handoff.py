@@ -40,6 +40,11 @@ class TalkerHandoff:
         self._prompt.append(rows)
         self.waiting += len(rows)
 
+    @property
+    def newest_prompt(self) -> Tensor:
+        """The rows that ``add_prompt`` added last and ``take`` has not taken."""
+        return self._prompt[-1]
+
     def add_token(self, row: Tensor) -> None:
         """Add the row, (1, hidden), of the answer's next token."""
         self._answer.append(row)

@@ -7,6 +7,7 @@ Rules
 1. Media are read while the steps go on (``omni.prompt_engine``). The model encodes them in the step of their request's
    first prefill chunk.
 2. Rows go to the talker chunk by chunk while the prompt is prefilled, then token by token (``omni.handoff``).
+3. The prefix cache has prompts without media only. It keeps the talker's rows, which are sent again chunk by chunk.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from omni_actors.stages.adapters.batched import BatchedAdapters
 from omni_actors.stages.autoregressive.cache import SlottedCache
 from omni_actors.stages.autoregressive.language import LanguageEngine, TextRequest, refuse_beyond_context
 from omni_actors.stages.autoregressive.options import TextOptions
+from omni_actors.stages.autoregressive.prefixes import Block
 from omni_actors.stages.autoregressive.scheduler import Scheduler
 from omni_actors.stages.autoregressive.text import Vocabulary
 from omni_actors.stages.base import InvalidRequest, StageContext, StageFailure, StageOutput, TensorLike
@@ -74,7 +76,7 @@ class OmniThinker(OmniPromptEngine[R], LanguageEngine[R]):
         vocabulary = Vocabulary(self._processor.tokenizer, model.generation_config.eos_token_id)
         scheduler: Scheduler[R] = Scheduler(self._cache, options.max_batch, options.prefill_chunk)
         adapters = BatchedAdapters(model, part="thinker", idle=options.idle_loras)
-        super().__init__(scheduler, vocabulary, options.context, adapters)
+        super().__init__(scheduler, vocabulary, options, adapters)
 
     # for the families, besides ``_handoff_header`` and ``_talker_positions``
 
@@ -114,7 +116,11 @@ class OmniThinker(OmniPromptEngine[R], LanguageEngine[R]):
         )
         if request.positions.shape[1] != len(inputs.ids):
             raise InvalidRequest("prompt: its placeholders are not arranged as the model expects them", param="prompt")
-        return [None] * len(inputs.ids) if inputs.is_embedded else [*inputs.ids]
+        if inputs.is_embedded:
+            return [None] * len(inputs.ids)
+        if not inputs.tensors and not request.is_media.any():
+            self._use_prefixes(request, inputs.ids)
+        return [*inputs.ids]
 
     def _prefill(self, row: int, count: int) -> Iterator[StageOutput | StageFailure]:
         request = self._scheduler.rows[row]
@@ -158,6 +164,19 @@ class OmniThinker(OmniPromptEngine[R], LanguageEngine[R]):
             if request.prompt_is_cached:
                 del request.embeds
         return logits
+
+    def _sends_rows(self, request: R) -> bool:
+        return request.handoff is not None
+
+    def _computed_rows(self, request: R) -> Tensor:
+        assert request.handoff is not None
+        return request.handoff.newest_prompt
+
+    def _skip(self, request: R, block: Block) -> None:
+        request.cached += block.size
+        if request.handoff is not None:
+            assert block.rows is not None
+            request.handoff.add_prompt(block.rows)
 
     @torch.inference_mode()
     def _encode_media(self, request: R) -> None:
