@@ -115,6 +115,22 @@ def test_the_least_recently_used_blocks_go_and_the_last_ones_of_a_prompt_first()
     assert cache.gauges() == {"prefix_cache_queries": 14.0, "prefix_cache_hits": 12.0, "prefix_cache_bytes": 240.0}
 
 
+def test_rows_are_kept_with_a_block_and_counted() -> None:
+    cache = PrefixCache(2, 2 * 80 + 8)
+    first, second = cache.keys([1, 2, 3, 4], None), cache.keys([5, 6], None)
+    cache.add(first[:1], block())
+    cache.add(first, block(), torch.zeros(2, 1))
+    assert cache.gauges()["prefix_cache_bytes"] == 168
+    assert len(cache.find(first)) == 2
+    assert cache.find(first, with_rows=True) == [], "the first block has none"
+    cache.add(first[:1], block(), torch.zeros(2, 1))
+    assert [len(cache.find(first, with_rows=True)), cache.gauges()["prefix_cache_bytes"]] == [1, 88.0]
+    cache.add(first[:1], block())
+    assert len(cache.find(first, with_rows=True)) == 1, "a block without rows replaces none that has them"
+    cache.add(second, block())
+    assert cache.gauges()["prefix_cache_bytes"] == 168
+
+
 def test_a_block_larger_than_the_cache_is_not_kept() -> None:
     cache = PrefixCache(2, 79)
     cache.add(cache.keys([1, 2], None), block())

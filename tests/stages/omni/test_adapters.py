@@ -51,7 +51,7 @@ def adapted(
         def open_engine(*args: Any, **options: Any) -> Any:
             return stack.enter_context(closing(open_stage(*args, **options)))
 
-        chain = make(directory, open_engine, ({"prefill_chunk": 16}, {"prefill_chunk": 7}))
+        chain = make(directory, open_engine, ({"prefill_chunk": 16, "prefix_cache_mb": 1}, {"prefill_chunk": 7}))
         chain.expected(PLAIN)
         fresh = type(chain.reference)(directory, clear=False).model
         saved = save_adapter(
@@ -73,6 +73,18 @@ def test_a_batch_of_adapted_and_plain_requests_is_answered_as_peft_does(adapted:
     [plain] = adapted.chain.answers(ASKS[:1])
     assert plain.text != results[0].text, "the adapter changes the text"
     assert plain.codes.tolist() != results[0].codes.tolist()
+
+
+def test_answers_are_the_same_when_the_prefix_cache_has_the_prompts(adapted: Adapted) -> None:
+    chain, found = adapted.chain, []
+    for _ in range(2):
+        before = chain.thinker.gauges()["prefix_cache_hits"]
+        for ask, result in zip(
+            [ASKS[0], PLAIN], chain.answers([ASKS[0], PLAIN], loras=[adapted.lora, None]), strict=True
+        ):
+            chain.check(ask, result)
+        found.append(chain.thinker.gauges()["prefix_cache_hits"] - before)
+    assert found[1] > 16, "blocks of both"
 
 
 def test_an_adapter_of_one_part_may_have_the_names_of_earlier_versions(adapted: Adapted, tmp_path: Path) -> None:
