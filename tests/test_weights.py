@@ -12,10 +12,12 @@ from typing import Any
 import pytest
 import trio
 
-from omni_actors.config import Pipeline, Stage
+from omni_actors.config import Pipeline, Restart, Stage
 from omni_actors.errors import InvalidRequest, Unsupported
 from omni_actors.generation import Answer
 from omni_actors.system import OmniSystem
+from tests.support.closeness import assert_same_sound
+from tests.support.omni_questions import STORY, Ask
 from tiny_models.llama import save_model
 
 WATCHDOG_S = 100.0
@@ -98,3 +100,56 @@ async def _check_start_and_finish(omni: OmniSystem, first: str, old: Path, new: 
     assert (answer.text, version(answer)) == (first, "three")
     await omni.finish_weight_update()
     assert not await omni.is_paused()
+
+
+@asynccontextmanager
+async def opened_omni(model: Path) -> AsyncIterator[OmniSystem]:
+    edges: dict[str, dict[str, Any]] = {
+        "thinker": {"accepts": ("messages",), "emits": "text"},
+        "talker": {"inputs": ("thinker",)},
+        "code2wav": {"inputs": ("talker",), "emits": "audio"},
+    }
+    often = Restart(backoff_s=0.01)
+    stages = {
+        name: Stage(engine=f"qwen3_{name}", model=str(model), threads=1, restart=often, **edges[name]) for name in edges
+    }
+    with trio.fail_after(WATCHDOG_S):
+        async with OmniSystem.open(Pipeline(name="omni", stages=stages)) as omni:
+            yield omni
+
+
+async def ask_omni(omni: OmniSystem) -> Answer:
+    return await omni.generate(
+        Ask(STORY).messages,
+        modalities=("text", "audio"),
+        max_tokens=16,
+        temperature=0.0,
+        talker_max_tokens=20,
+        talker_temperature=0.0,
+        speaker="ethan",
+    ).collect()
+
+
+@pytest.mark.slow
+@pytest.mark.voice
+async def test_new_weights_of_an_omni_model_last_through_deaths(tmp_path: Path) -> None:
+    """Text and sound are those of a system that was opened with the new weights, also from workers that start later."""
+    from tiny_models import qwen3
+
+    old, new = (qwen3.save(tmp_path / str(seed), seed=seed) for seed in (25, 2))
+    async with opened_omni(new) as omni:
+        expected = await ask_omni(omni)
+    async with opened_omni(old) as omni:
+        before = await ask_omni(omni)
+        assert before.text != expected.text
+        replies = await omni.update_weights(new, version="two", stages=["thinker", "talker", "code2wav"])
+        assert all(reply.result()["complete"] for (reply,) in replies.values())
+        for killed in (None, "thinker", "talker", "code2wav"):
+            if killed:
+                os.kill(omni.health().stages[killed][0].pid or 0, signal.SIGKILL)
+            answer = await ask_omni(omni)
+            assert answer.text == expected.text
+            assert answer.audio is not None
+            assert expected.audio is not None
+            assert_same_sound(answer.audio.samples, expected.audio.samples)
+            assert version(answer) == answer.data["audio"]["weights_version"] == "two"

@@ -43,6 +43,24 @@ class Engine(Generic[R]):
             raise InvalidRequest(f"{capability}: {error}") from error
         return function(*bound.args, **bound.kwargs)
 
+    def _update_weights(self, files: Mapping[str, tuple[int, int]], version: str | None) -> dict[str, Any]:
+        """Carry out ``update_weights``, for a subclass that has it and ``_replace_weights``."""
+        if self._requests:
+            raise InvalidRequest("requests are running, and would be computed with two versions", code="busy")
+        done = self._replace_weights(files)
+        reset = self._capabilities["reset_prefix_cache"]
+        if not isinstance(reset, str):
+            reset()
+        return done
+
+    def _replace_weights(self, files: Mapping[str, tuple[int, int]]) -> dict[str, Any]:
+        """Replace weights by those of safetensors files, and what was computed from them (see ``stages.weights``).
+
+        Returns ``updated``, the number of tensors that were replaced, and ``complete``: whether these are all.
+        Raises InvalidRequest: a file or a tensor is wrong; nothing has changed.
+        """
+        raise NotImplementedError
+
     def _new_request(self, request: StageRequest) -> R:
         """Make the record of a new request. Raises ``InvalidRequest``."""
         raise NotImplementedError

@@ -8,43 +8,30 @@ Rules
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from omni_actors.stages import weights
 from omni_actors.stages.autoregressive.packed import PackedLinear
-from omni_actors.stages.base import InvalidRequest
 
 
-def replace_weights(model: Any, files: Mapping[str, tuple[int, int]]) -> dict[str, Any]:
+def replace_weights(model: Any, files: weights.Files) -> dict[str, Any]:
     """Replace weights of a transformers model in place.
-
-    files: the paths, each with the size in bytes and the time of the last change in nanoseconds that it must have.
 
     Returns ``updated``, the number of tensors that were replaced, and ``complete``: whether these are all.
     Raises InvalidRequest: a file is missing, has changed or is damaged, or a tensor does not fit; nothing has changed.
     """
-    tensors: dict[str, Tensor] = {}
-    for name, expected in files.items():
-        tensors |= _read(Path(name), expected)
+    tensors = weights.read(files)
     targets = _targets(model)
     if tied := _tied(model):
         output, source = tied
         if source in tensors:
             tensors.setdefault(output, tensors[source])
-    for name, tensor in tensors.items():
-        target = targets.get(name)
-        if target is None:
-            raise InvalidRequest(f"the model has no weights {name!r}", param="path")
-        found, shape = tuple(tensor.shape), _shape(target)
-        if found != shape:
-            raise InvalidRequest(f"{name}: the model's weights are {shape}, found {found}", param="path")
-        if not tensor.is_floating_point():
-            raise InvalidRequest(f"{name}: floating-point weights were expected, found {tensor.dtype}", param="path")
+    found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    weights.check(found, {name: _shape(target) for name, target in targets.items()})
+    weights.check_floating(tensors)
     with torch.no_grad():
         for name, tensor in tensors.items():
             target = targets[name]
@@ -53,17 +40,6 @@ def replace_weights(model: Any, files: Mapping[str, tuple[int, int]]) -> dict[st
             else:
                 target.copy_(tensor)
     return {"updated": len(tensors), "complete": tensors.keys() >= targets.keys()}
-
-
-def _read(path: Path, expected: tuple[int, int]) -> dict[str, Tensor]:
-    try:
-        status = path.stat()
-        tensors: dict[str, Tensor] = load_file(path)
-    except Exception as error:  # safetensors has errors of its own for damaged files
-        raise InvalidRequest(f"{path}: {type(error).__name__}: {error}", param="path") from error
-    if (status.st_size, status.st_mtime_ns) != tuple(expected):
-        raise InvalidRequest(f"{path} has changed since it was named", param="path")
-    return tensors
 
 
 def _targets(model: Any) -> dict[str, Tensor | PackedLinear]:

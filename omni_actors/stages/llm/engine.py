@@ -135,14 +135,8 @@ class LLMEngine(LanguageEngine[LLMRequest]):
             return {"inputs_embeds": taken[None].to(device)}
         return {"input_ids": torch.tensor([request.take(count) for request in requests], device=device)}
 
-    def _update_weights(self, files: Mapping[str, tuple[int, int]], version: str | None) -> dict[str, Any]:
-        if self._requests:
-            raise InvalidRequest("requests are running, and would be computed with two versions", code="busy")
-        done = replace_weights(self._model, files)
-        reset = self._capabilities.get("reset_prefix_cache")
-        if callable(reset):
-            reset()
-        return done
+    def _replace_weights(self, files: Mapping[str, tuple[int, int]]) -> dict[str, Any]:
+        return replace_weights(self._model, files)
 
     def close(self) -> None:
         super().close()

@@ -17,7 +17,7 @@ may have ``rows``, (k, width) in the thinker's dtype: the next prompt rows, and 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, TypeVar
 
 import numpy as np
@@ -31,7 +31,7 @@ from omni_actors.stages.adapters.engine import AdaptedEngine
 from omni_actors.stages.autoregressive.cache import SlottedCache
 from omni_actors.stages.autoregressive.sampling import choose, not_finite
 from omni_actors.stages.autoregressive.scheduler import Scheduler
-from omni_actors.stages.checkpoint import load_part, whole_config
+from omni_actors.stages.checkpoint import PartWeights, load_part, whole_config
 from omni_actors.stages.omni.options import TalkerOptions
 from omni_actors.stages.omni.talker_request import TalkerRequest
 from omni_actors.stages.refusal import beyond_context, request_work
@@ -55,6 +55,8 @@ class OmniTalker(AdaptedEngine[R, BatchedAdapters]):
         super().__init__()
         self._options = options
         model: Any = load_part(self.MODEL, context, "talker", options.dtype)
+        self._weights = PartWeights(model, context, "talker")
+        self._capabilities["update_weights"] = self._update_weights
         self._adapters = BatchedAdapters(model, part="talker", idle=options.idle_loras)
         self._whole: Any = whole_config(context.model_directory)
         self._model, self._config, self._device = model, model.config, model.device
@@ -174,7 +176,10 @@ class OmniTalker(AdaptedEngine[R, BatchedAdapters]):
 
     def close(self) -> None:
         super().close()
-        del self._scheduler, self._cache, self._model, self._adapters
+        del self._scheduler, self._cache, self._model, self._adapters, self._weights
+
+    def _replace_weights(self, files: Mapping[str, tuple[int, int]]) -> dict[str, Any]:
+        return self._weights.replace(files)
 
     @torch.inference_mode()
     def _accept(self, request: R, tensors: dict[str, Tensor]) -> None:

@@ -28,7 +28,7 @@ from omni_actors.stages.autoregressive.prefixes import Block
 from omni_actors.stages.autoregressive.scheduler import Scheduler
 from omni_actors.stages.autoregressive.text import Vocabulary
 from omni_actors.stages.base import InvalidRequest, StageContext, StageFailure, StageOutput, TensorLike
-from omni_actors.stages.checkpoint import load_part, whole_config
+from omni_actors.stages.checkpoint import PartWeights, load_part, whole_config
 from omni_actors.stages.multimodal.processor import OmniInputs
 from omni_actors.stages.multimodal.prompt import OmniPrompt
 from omni_actors.stages.omni.positions import rotary_positions
@@ -70,6 +70,7 @@ class OmniThinker(OmniPromptEngine[R], LanguageEngine[R]):
         context.report("reading the processor")
         self._open_processors(context, options.context, options.system_prompt)
         model: Any = load_part(self.MODEL, context, "thinker", options.dtype)
+        self._weights = PartWeights(model, context, "thinker")
         self._config = whole_config(context.model_directory)
         self._model, self._language, self._device = model, model.model.language_model, model.device
         self._cache = SlottedCache(options.max_batch, options.context, model.dtype, model.device)
@@ -77,6 +78,7 @@ class OmniThinker(OmniPromptEngine[R], LanguageEngine[R]):
         scheduler: Scheduler[R] = Scheduler(self._cache, options.max_batch, options.prefill_chunk)
         adapters = BatchedAdapters(model, part="thinker", idle=options.idle_loras)
         super().__init__(scheduler, vocabulary, options, adapters)
+        self._capabilities["update_weights"] = self._update_weights
 
     # for the families, besides ``_handoff_header`` and ``_talker_positions``
 
@@ -216,6 +218,9 @@ class OmniThinker(OmniPromptEngine[R], LanguageEngine[R]):
         embeds: Tensor = self._language.embed_tokens(torch.as_tensor(ids, device=self._device))
         return embeds
 
+    def _replace_weights(self, files: Mapping[str, tuple[int, int]]) -> dict[str, Any]:
+        return self._weights.replace(files)
+
     def close(self) -> None:
         super().close()
-        del self._model, self._language, self._cache
+        del self._model, self._language, self._cache, self._weights

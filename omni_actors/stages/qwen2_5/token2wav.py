@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import chain, pairwise
 from typing import Any
 
@@ -27,7 +27,7 @@ from torch import Tensor
 from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import Qwen2_5OmniToken2WavModel
 
 from omni_actors.stages.base import StageContext, StageOutput, StageRequest
-from omni_actors.stages.checkpoint import load_part
+from omni_actors.stages.checkpoint import PartWeights, load_part
 from omni_actors.stages.omni.codec_decoder import WHOLE_INPUT, CodecDecoder, CodecRequest
 from omni_actors.stages.qwen2_5.flow import Flow, FlowStream
 from omni_actors.stages.qwen2_5.options import Token2WavOptions, Token2WavParams
@@ -52,11 +52,13 @@ class Token2WavEngine(CodecDecoder[_Request]):
         self._options = msgspec.convert(context.options, Token2WavOptions)
         # The model's authors run it in float32, whatever the checkpoint's dtype is.
         self._model: Any = load_part(Qwen2_5OmniToken2WavModel, context, "token2wav", "float32")
+        self._weights = PartWeights(self._model, context, "token2wav")
         self._speakers = load_speakers(context.model_directory)
         self._flow = Flow(self._model.code2wav_dit_model, self._options.steps)
         self._vocoder = Vocoder(self._model.code2wav_bigvgan_model)
         self._chunk_frames = self._options.chunk_blocks * self._flow.block
         super().__init__(1, self._flow.codes, self._flow.longest)
+        self._capabilities["update_weights"] = self._update_weights
 
     def _new_request(self, request: StageRequest) -> _Request:
         params = validated(request.params, Token2WavParams)
@@ -105,6 +107,11 @@ class Token2WavEngine(CodecDecoder[_Request]):
             num_steps=self._options.steps,
         )
         return wave.reshape(-1)
+
+    def _replace_weights(self, files: Mapping[str, tuple[int, int]]) -> dict[str, Any]:
+        done = self._weights.replace(files)
+        self._flow = Flow(self._model.code2wav_dit_model, self._options.steps)  # it has embeddings of the times
+        return done
 
 
 def _generator(seed: int | None) -> torch.Generator:

@@ -14,7 +14,7 @@ A step decodes one chunk of every request that has one. Chunks of the same lengt
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import msgspec
@@ -23,7 +23,7 @@ from torch import Tensor
 from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import Qwen3OmniMoeCode2Wav
 
 from omni_actors.stages.base import StageContext, StageOutput, StageRequest
-from omni_actors.stages.checkpoint import load_part
+from omni_actors.stages.checkpoint import PartWeights, load_part
 from omni_actors.stages.omni.codec_decoder import WHOLE_INPUT, CodecDecoder, CodecRequest
 from omni_actors.stages.qwen3.options import Code2WavOptions
 from omni_actors.stages.qwen3.streaming import DecoderState, StreamingDecoder
@@ -40,8 +40,10 @@ class Code2WavEngine(CodecDecoder[_Request]):
         """Raises msgspec.ValidationError (options), WrongCheckpoint, OSError (the checkpoint's files)."""
         self._options = msgspec.convert(context.options, Code2WavOptions)
         self._model: Any = load_part(Qwen3OmniMoeCode2Wav, context, "code2wav", self._options.dtype)
+        self._weights = PartWeights(self._model, context, "code2wav")
         self._stream = StreamingDecoder(self._model) if self._options.decode == "exact" else None
         super().__init__(self._model.config.num_quantizers, self._model.config.codebook_size)
+        self._capabilities["update_weights"] = self._update_weights
 
     def _new_request(self, request: StageRequest) -> _Request:
         chunk_frames = self._options.chunk_frames if self._stream else WHOLE_INPUT
@@ -74,3 +76,6 @@ class Code2WavEngine(CodecDecoder[_Request]):
             return self._stream.decode(codes, [request.state for request in requests])
         waves: Tensor = self._model.chunked_decode(codes)
         return waves.squeeze(1)
+
+    def _replace_weights(self, files: Mapping[str, tuple[int, int]]) -> dict[str, Any]:
+        return self._weights.replace(files)

@@ -34,6 +34,8 @@ from omni_actors.stages.vllm.arguments import engine_args
 from omni_actors.stages.vllm.options import VLLMTalkerOptions
 from omni_actors.stages.vllm.qwen3_talker_model import register
 
+UNCHANGEABLE = "its weights are in two models, vLLM's layers and the rest; both load them at the start only"
+
 
 class _TalkerWithoutLayers(Qwen3OmniMoeTalkerForConditionalGeneration):  # type: ignore[no-untyped-call]
     def __init__(self, config: Any) -> None:
@@ -87,7 +89,7 @@ class Qwen3Talker(TalkerEngine):
         self._vllm_sessions = _internals.Sessions(self._llm)
         self._sessions: dict[TalkerRequest, _Session] = {}
         why = "vLLM runs its layers as sessions, which take no adapters"
-        self._capabilities |= {LOAD: why, KEEP: why}
+        self._capabilities |= {LOAD: why, KEEP: why, "update_weights": UNCHANGEABLE}
         self._names = map(str, itertools.count())
         self._free_ids = [row * options.context for row in range(rows)]
         # The keys and values are in vLLM's cache. This one only counts positions.
