@@ -144,9 +144,9 @@ async def test_new_weights_of_an_omni_model_last_through_deaths(tmp_path: Path) 
         assert before.text != expected.text
         replies = await omni.update_weights(new, version="two", stages=["thinker", "talker", "code2wav"])
         assert all(reply.result()["complete"] for (reply,) in replies.values())
-        for killed in (None, "thinker", "talker", "code2wav"):
-            if killed:
-                os.kill(omni.health().stages[killed][0].pid or 0, signal.SIGKILL)
+        for killed in ((), ("thinker", "talker", "code2wav")):
+            for stage in killed:
+                os.kill(omni.health().stages[stage][0].pid or 0, signal.SIGKILL)
             answer = await ask_omni(omni)
             assert answer.text == expected.text
             assert answer.audio is not None
