@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from vllm.platforms import current_platform
 
+from omni_actors.stages import weights
 from omni_actors.stages.base import InvalidRequest
 
 
@@ -19,7 +21,6 @@ def capabilities(llm: Any) -> dict[str, Callable[..., Any] | str]:
         "reset_mm_cache": llm.reset_mm_cache,
         "reset_encoder_cache": llm.reset_encoder_cache,
         "reset_prefix_cache": "engine_args.enable_prefix_caching is false",
-        "update_weights": "vLLM reloads weights itself: collective_rpc('reload_weights')",
         "sleep": _why_no_sleep(llm) or partial(_sleep, llm),
         "wake_up": _why_no_sleep(llm) or llm.wake_up,
     }
@@ -36,6 +37,42 @@ def _why_no_sleep(llm: Any) -> str | None:
     if not llm.model_config.enable_sleep_mode:
         return "engine_args.enable_sleep_mode is not set"
     return None
+
+
+def why_no_new_weights(llm: Any) -> str | None:
+    """Return why an ``LLMEngine`` cannot replace its weights; None: it can."""
+    if llm.model_config.is_moe:
+        return "vLLM 0.32.0 does not pack reloaded experts again"
+    if llm.model_config.quantization is not None:
+        return "vLLM's reload of quantized weights is not tested here"
+    if llm.vllm_config.lora_config is not None:
+        return "vLLM drops adapters when it reloads weights"
+    return None
+
+
+def replace_weights(llm: Any, own_directory: Path, part: str, files: weights.Files) -> dict[str, Any]:
+    """Let vLLM load all weights again, from the directory of these files.
+
+    part: the part of the checkpoint that the model is; "": all of it. vLLM reads whole checkpoints only.
+
+    Returns as ``Engine._replace_weights`` does. Raises InvalidRequest: nothing has changed.
+    """
+    directory = Path(next(iter(files))).parent
+    if {Path(name) for name in files} != set(directory.glob("*.safetensors")):
+        raise InvalidRequest(f"path: vLLM reads all files of a directory; {directory} has others", param="path")
+    prefix = f"{part}." if part else ""
+    checkpoint = weights.shapes(weights.checkpoint_files(own_directory))
+    every = weights.shapes(files)
+    weights.check(every, checkpoint)
+    own, found = ({name for name in names if name.startswith(prefix)} for names in (checkpoint, every))
+    if missing := sorted(own - found):
+        message = f"vLLM replaces all weights, and the files lack {len(missing)}, such as {missing[0]!r}"
+        raise InvalidRequest(message, param="path")
+    llm.collective_rpc("reload_weights", kwargs={"weights_path": str(directory)})
+    if llm.model_config.is_multimodal_model:
+        llm.reset_mm_cache()
+        llm.reset_encoder_cache()
+    return {"updated": len(found), "complete": True}
 
 
 def _sleep(llm: Any, level: int) -> None:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import msgspec
 import vllm
@@ -105,6 +105,11 @@ class VLLMEngine(AdaptedEngine[R, VLLMAdapters], PromptEngine[R]):
         if lora is None:
             self._capabilities |= {LOAD: DISABLED, KEEP: DISABLED}
         self._capabilities |= control.capabilities(self._llm)
+        self._capabilities["update_weights"] = control.why_no_new_weights(self._llm) or self._update_weights
+        self._directory = model
+
+    PART: ClassVar = ""
+    """The part of the checkpoint that the model is; "": all of it."""
 
     # for subclasses, besides ``_new_request`` and ``_encode`` (sets ``prompt_tokens``, returns vLLM's ``EngineInput``)
 
@@ -153,6 +158,9 @@ class VLLMEngine(AdaptedEngine[R, VLLMAdapters], PromptEngine[R]):
             message = "embeds are taken only by a stage with engine_args.enable_prompt_embeds: true"
             raise InvalidRequest(message, param="embeds")
         return embeds_input(prompt.embeds(model.get_hidden_size(), model.dtype, repetition_penalty))
+
+    def _replace_weights(self, files: Mapping[str, tuple[int, int]]) -> dict[str, Any]:
+        return control.replace_weights(self._llm, self._directory, self.PART, files)
 
     def abort(self, request_id: RequestId) -> None:
         request = self._requests.get(request_id)

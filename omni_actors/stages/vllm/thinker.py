@@ -49,6 +49,8 @@ R = TypeVar("R", bound=ThinkerRequest)
 class Thinker(OmniPromptEngine[R], VLLMEngine[R]):
     """A thinker on vLLM. ``context.model``: the directory of the whole model's checkpoint."""
 
+    PART = "thinker"
+
     def __init__(self, context: StageContext, config: Any, layers: Sequence[int], end_tokens: Sequence[int]) -> None:
         """Load the thinker.
 
