@@ -1,10 +1,15 @@
-"""Raw prompts with real processes and signals: the client gets one continuous answer when the worker is killed."""
+"""A language model with real processes and signals: the client gets the same answer when the worker is killed.
+
+Answers to raw prompts, answers of a given structure, and embeddings.
+"""
 
 from __future__ import annotations
 
+import itertools
+import json
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,18 +17,26 @@ import numpy as np
 import pytest
 import trio
 
-from omni_actors import OmniSystem, Output
-from omni_actors.config import Pipeline, Restart, Stage
+from omni_actors import Generation, OmniSystem, Output
+from omni_actors.config import Limits, Pipeline, Restart, Stage
+from omni_actors.system.texts import Pooling
 from tests.support.echo_systems import pid_of
 from tests.support.shared_system import SharedSystem, open_shared_system
 from tiny_models.llama import save_model
 
-pytestmark = pytest.mark.slow  # make test resumes them in one process: stages/llm/test_raw_prompts.py
+pytestmark = pytest.mark.slow  # make test resumes answers in one process: stages/llm
 
 WATCHDOG_S = 100.0
 TEXT = "the quick brown fox <|im_start|>jumps over"
 SAMPLED = {"temperature": 1.0, "seed": 3, "max_tokens": 24, "ignore_eos": True}
+FORMED = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Rome", "Oslo"]}, "warm": {"type": "boolean"}},
+    "required": ["city", "warm"],
+    "additionalProperties": False,
+}
 KILL_AT = (1, 7)
+AT_A_TIME = 4
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +49,7 @@ def shared_system(
     stage = Stage(
         engine="llm", model=str(model), accepts=("messages",), emits="text", threads=1, options=options, restart=often
     )
-    pipeline = Pipeline(name="tiny", stages={"only": stage})
+    pipeline = Pipeline(name="tiny", stages={"only": stage}, limits=Limits(max_requests=AT_A_TIME))
     with open_shared_system(lambda: OmniSystem.open(pipeline), fixture_processes, clear_choices=True) as opened:
         yield opened, model
 
@@ -49,10 +62,10 @@ def prompt(model: Path, kind: str) -> Any:
     return {"prompt": TEXT, "prompt_token_ids": tokens, "prompt_embeds": table[tokens]}[kind]
 
 
-async def read(omni: OmniSystem, asked: Any, kill_at: int = 0) -> list[Output]:
+async def read(omni: OmniSystem, asked: Any, kill_at: int = 0, **params: Any) -> list[Output]:
     outputs = []
     with trio.fail_after(WATCHDOG_S):
-        async for output in omni.generate(asked, **SAMPLED):
+        async for output in omni.generate(asked, **params):
             outputs.append(output)
             if len(outputs) == kill_at:
                 os.kill(pid_of(omni, "only"), signal.SIGKILL)
@@ -61,18 +74,78 @@ async def read(omni: OmniSystem, asked: Any, kill_at: int = 0) -> list[Output]:
     return outputs
 
 
+async def check_killed(omni: OmniSystem, asked: Any, **params: Any) -> list[Output]:
+    """Return the outputs of an undisturbed answer, which are those of each answer with a kill."""
+    expected = await read(omni, asked, **params)
+    for kill_at in KILL_AT:
+        replays = 0
+        while not replays:  # the worker may have sent everything before its death
+            found = await read(omni, asked, kill_at, **params)
+            assert [(output.delta, output.data) for output in found] == [(o.delta, o.data) for o in expected]
+            assert found[-1].metrics is not None
+            replays = found[-1].metrics.replays
+        assert replays == 1
+    return expected
+
+
 @pytest.mark.parametrize("kind", ["prompt", "prompt_token_ids", "prompt_embeds"])
 def test_an_answer_to_a_raw_prompt_goes_on_after_a_kill(shared_system: tuple[SharedSystem, Path], kind: str) -> None:
     opened, model = shared_system
-    asked = {kind: prompt(model, kind)}
 
     async def work(omni: OmniSystem) -> None:
-        expected = await read(omni, asked)
-        for kill_at in KILL_AT:
-            found = await read(omni, asked, kill_at)
-            assert [(output.delta, output.data) for output in found] == [(o.delta, o.data) for o in expected]
-            assert found[-1].metrics is not None
-            assert found[-1].metrics.replays == 1
+        expected = await check_killed(omni, {kind: prompt(model, kind)}, **SAMPLED)
         assert expected[-1].data["prompt_tokens"] == len(np.atleast_1d(prompt(model, "prompt_token_ids")))
 
     opened.run(work)
+
+
+def test_an_answer_keeps_its_structure_after_a_kill(shared_system: tuple[SharedSystem, Path]) -> None:
+    opened, _ = shared_system
+    params = {"temperature": 1.0, "seed": 3, "max_tokens": 60, "structured_outputs": {"json": FORMED}}
+
+    async def work(omni: OmniSystem) -> None:
+        expected = await check_killed(omni, TEXT, **params)
+        assert set(json.loads("".join(output.delta or "" for output in expected))) == {"city", "warm"}
+        assert expected[-1].data["finish_reason"] == "stop"
+
+    opened.run(work)
+
+
+@pytest.mark.parametrize("pooling", ["mean", "last"])
+def test_embeddings_are_the_same_after_a_kill(
+    shared_system: tuple[SharedSystem, Path], monkeypatch: pytest.MonkeyPatch, pooling: Pooling
+) -> None:
+    """The worker dies when it has just got a text; others are in its batch, done, or have not begun."""
+    opened, _ = shared_system
+    texts = [TEXT[: 5 + 3 * number] for number in range(3 * AT_A_TIME)]
+
+    async def work(omni: OmniSystem) -> None:
+        expected = await omni.encode(texts, pooling=pooling)
+        for kill_at in (1, AT_A_TIME + 2):
+            replays = _replays(omni)
+            with monkeypatch.context() as patch, trio.fail_after(WATCHDOG_S):
+                patch.setattr(omni, "generate", _killing(omni, kill_at))
+                found = await omni.encode(texts, pooling=pooling)
+            assert _replays(omni) > replays
+            for one, other in zip(found, expected, strict=True):
+                np.testing.assert_allclose(one.vector, other.vector, atol=1e-5)
+                assert one.prompt_tokens == other.prompt_tokens
+
+    opened.run(work)
+
+
+def _killing(omni: OmniSystem, kill_at: int) -> Callable[..., Generation]:
+    """Return ``omni.generate``, but the worker is killed behind request number ``kill_at``."""
+    generate, numbers = omni.generate, itertools.count(1)
+
+    def submit(*args: Any, **params: Any) -> Generation:
+        generation: Generation = generate(*args, **params)
+        if next(numbers) == kill_at:
+            os.kill(pid_of(omni, "only"), signal.SIGKILL)
+        return generation
+
+    return submit
+
+
+def _replays(omni: OmniSystem) -> float:
+    return omni.metrics.registry.get_sample_value("omni_request_replays_total") or 0.0
