@@ -65,14 +65,14 @@ def test_a_recording_that_cannot_be_transcribed_fails_its_request_only(
     drive: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whisper = drive("whisper")
-    segments = whisper.engine._segments
+    decode = whisper.engine._model.decode
 
-    def transcribe(audio: Any, language: str | None) -> Any:
-        if np.abs(audio).max() > 0.5:
+    def decode_silence(features: Any, **options: Any) -> Any:
+        if features.max() > -1.0:
             raise RuntimeError("this sound is not accepted")
-        return segments(audio, language)
+        return decode(features, **options)
 
-    monkeypatch.setattr(whisper.engine, "_segments", transcribe)
+    monkeypatch.setattr(whisper.engine._model, "decode", decode_silence)
     for request_id, level in ((1, 0.0), (2, 0.9), (3, 0.0)):
         whisper.start(request_id)
         audio = np.full(8000, level, np.float32)

@@ -200,7 +200,7 @@ class EchoEngine(PausableEngine[_Request]):
         self._marks = marks
 
     def _update_weights(self, files: Mapping[str, Any], version: str | None) -> dict[str, Any]:
-        """There are no weights to replace; the worker adds the version to every output."""
+        """Replace no weights, since there are none: the worker adds the version to every output."""
         if self._requests:
             raise base.InvalidRequest("requests are running, and would get outputs of two versions", code="busy")
         return {"updated": 0, "complete": True}
