@@ -74,8 +74,10 @@ def open_shared_system(
         found = opened.get()
         assert found is not None, serving.exception()
         shared_system, close = found
-        yield shared_system
-        close()
+        try:
+            yield shared_system
+        finally:  # also when the block raises: leaving the thread's block waits for it
+            close()
         serving.result()
 
 
