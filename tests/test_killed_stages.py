@@ -9,14 +9,12 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from omni_actors import OmniSystem
-from tests.support.closeness import assert_same_sound
 from tests.support.killed_omni import CODES, MARGINS, OF_MEAN, REFERENCES, TOKENS, Omni, checkpoint
 from tests.support.killed_stages import DTYPES, EVERY, IN_TURN, Killed, kill_at_every_tenth_output
 from tests.support.killed_voice import Voice
@@ -77,34 +75,6 @@ def test_all_stages_killed_at_once(opened: tuple[Killed, SharedSystem]) -> None:
         killed.check(heard, killed.greedy)
 
     shared_system.run(work)
-
-
-class _Cached(Omni):
-    """A pipeline whose thinker has a prefix cache."""
-
-    def engines(self) -> dict[str, tuple[str, dict[str, Any]]]:
-        engines = super().engines()
-        name, options = engines["thinker"]
-        return {**engines, "thinker": (name, {**options, "prefill_chunk": 8, "prefix_cache_mb": 1})}
-
-
-@pytest.mark.slow
-@pytest.mark.skipif("OMNI_ACTORS_TEST_NOISE" in os.environ, reason="noise may turn a choice of the next incarnation")
-def test_a_thinker_killed_behind_a_prompt_of_its_prefix_cache(tmp_path: Path, fixture_processes: set[int]) -> None:
-    """The next incarnation computes what the killed one had found. The next talker needs all rows, and gets them."""
-    killed = _Cached("exact", "qwen2_5", checkpoint("qwen2_5", tmp_path))
-
-    async def work(omni: OmniSystem) -> None:
-        alone = await killed.hear(omni, killed.greedy)
-        for stages in ((), ("thinker", "talker")):
-            heard = await killed.hear(omni, killed.greedy, *stages, at=1)
-            assert bool(heard.replays) is bool(stages)
-            assert (heard.text, heard.codes) == (alone.text, alone.codes)
-            assert heard.journals["thinker"] == alone.journals["thinker"]
-            assert_same_sound(heard.sound, alone.sound)
-
-    with killed.running(fixture_processes) as shared_system:
-        shared_system.run(work)
 
 
 @pytest.mark.kills
