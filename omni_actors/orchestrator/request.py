@@ -105,7 +105,7 @@ class Request:
     """CLOCK_MONOTONIC, comparable with the times in ``stats``."""
     on_failure: OnFailure = "replay"
     priority: int = 0
-    """Of requests that wait, one with a lower number comes first."""
+    """A waiting request with a lower number is dispatched first."""
     arrived: float = 0.0
     """When the request reached the caller, who may have kept it before it was submitted; CLOCK_MONOTONIC."""
     expires: float = math.inf
@@ -124,7 +124,7 @@ class Request:
     input: RequestInput = field(init=False)
     """A request that may be replayed keeps it until it ends."""
     live_fingerprint: Fingerprint | None = None
-    """Of a request with live input, as far as that has arrived."""
+    """The fingerprint of a request with live input; it covers what has arrived."""
 
     # Output
 
@@ -175,7 +175,7 @@ class Request:
     def fingerprint(self) -> str:
         """See ``fingerprint``. A request without input, or whose input cannot be encoded, equals no other.
 
-        Of live input, it covers what has arrived when it is first asked for, so that it does not change in a trial.
+        It covers the live input that has arrived when it is first asked for, so that it does not change in a trial.
         """
         return self.known_fingerprint or self.name
 
