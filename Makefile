@@ -21,7 +21,7 @@ PYTHON ?= python3
 PORT ?= 8091
 QUESTION ?= What is the capital of France?
 BIN := .venv/bin
-EXTRAS := voice,omni,dev
+EXTRAS := voice,omni,image,dev
 BENCH_EXTRAS := $(EXTRAS),bench
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1

@@ -22,7 +22,9 @@ Rules
 6. Recovery: a request can survive the death of a worker if its engine is one of these (see ``registry.EngineSpec``).
    *Deterministic*: its outputs depend on parameters and input chunks alone. A new incarnation computes them again.
    *Resumable*: it names, in each output, what it decided for it (``StageOutput.decisions``). A new incarnation gets the
-   input and these decisions (``StageRequest.journal``), puts out the same outputs again, and decides on from there.
+   input and these decisions (``StageRequest.journal``), puts out the same outputs again, and decides on from there. A
+   resumable engine whose state is too large for decisions, such as a denoiser, also yields a ``StageCheckpoint`` after
+   each step; a new incarnation gets the last one (``StageRequest.checkpoint``).
 7. Imports: this module is all that an engine must know of omni_actors. Heavy libraries are imported in workers only.
 """
 
@@ -109,6 +111,8 @@ class StageRequest(msgspec.Struct, frozen=True):
     needed_from: int = 0
     """The number of the first output that is needed, at most ``len(journal)``. Earlier outputs are dropped, so a
     resumable engine need not compute them: it may put out empty ones."""
+    checkpoint: StageCheckpoint | None = None
+    """The last checkpoint of an earlier incarnation. Its arrays are valid until ``start`` returns."""
 
 
 class Chunk(msgspec.Struct, frozen=True):
@@ -150,6 +154,19 @@ class StageFailure(msgspec.Struct, frozen=True):
 
     request_id: RequestId
     error: InvalidRequest
+
+
+class StageCheckpoint(msgspec.Struct, frozen=True):
+    """The state of one request, kept in memory that survives the worker. A later checkpoint replaces it.
+
+    It reflects all outputs that were yielded before it: with this state, the request's input and its journal, a new
+    incarnation goes on. It is copied when it is yielded, and costs no message.
+    """
+
+    request_id: RequestId
+    tensors: Mapping[str, TensorLike]
+    data: Mapping[str, Any] = {}
+    """Small values, such as the number of steps done."""
 
 
 class StageEngine(Protocol):
@@ -239,7 +256,7 @@ class StageEngine(Protocol):
         """Forget a started request that has not ended, and free its memory. The engine yields no more output for it."""
         ...
 
-    def step(self) -> Iterable[StageOutput | StageFailure]:
+    def step(self) -> Iterable[StageOutput | StageFailure | StageCheckpoint]:
         """Compute one batched step, and return what became ready.
 
         Called only while ``busy``. A generator is run to its end, and no other call comes in between; outputs are sent

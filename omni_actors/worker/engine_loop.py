@@ -312,7 +312,7 @@ class EngineLoop:
         for output in engine.step():
             if isinstance(output, base.StageFailure):
                 self._refuse(output.request_id, output.error)
-            else:
+            elif isinstance(output, base.StageOutput):
                 self._emit(output, began)
         self._flush()
         took = time.monotonic() - began

@@ -26,7 +26,7 @@ import trio
 from omni_actors.errors import WorkerExit
 from omni_actors.protocol import messages
 from omni_actors.protocol.mailbox import Envelope, Mailbox, MailboxFull, available
-from omni_actors.stages.base import StageContext, StageEngine, StageFailure, StageOutput
+from omni_actors.stages.base import StageCheckpoint, StageContext, StageEngine, StageFailure, StageOutput
 from omni_actors.supervisor.process import Worker
 from omni_actors.worker.control import AttachRing, Command, Control
 from omni_actors.worker.engine_loop import EngineLoop
@@ -350,7 +350,7 @@ def _add_fault_points(engine: StageEngine, fault_point: Callable[[], None]) -> N
         fault_point()
         method(*arguments)
 
-    def step_with_fault_points() -> Iterator[StageOutput | StageFailure]:
+    def step_with_fault_points() -> Iterator[StageOutput | StageFailure | StageCheckpoint]:
         for output in step():
             fault_point()
             yield output
