@@ -1,0 +1,1 @@
+"""Qwen-Image on diffusers' modules: text encoder, picture encoder, denoiser and picture decoder, a stage each."""

@@ -1,0 +1,49 @@
+"""The options and request parameters of the ``qwen_image`` engines."""
+
+from __future__ import annotations
+
+from typing import Literal, TypeAlias
+
+import msgspec
+
+from omni_actors.stages import bounds
+from omni_actors.stages.diffusion.options import Guidance, ImageParams, Size, Steps
+
+Scheduler: TypeAlias = Literal["euler", "euler_karras", "euler_exponential"]
+"""Flow-matching Euler steps, with the noise levels that the model's configuration defines, or with those of Karras et
+al. (2022), or exponential ones between the same ends."""
+
+
+class DenoiserOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The options of ``qwen_image_denoiser``."""
+
+    max_batch: bounds.Positive = 8
+    """Rows of one forward. A request has one, and a second one (its companion) if it has a negative prompt; more
+    requests wait."""
+    max_pixels: bounds.Positive = 2048 * 2048
+    """The largest width times height of a picture. A request that asks for more is refused."""
+    max_steps: bounds.Positive = 100
+    """The most denoising steps of a request."""
+    max_prompt: bounds.Positive = 1024
+    """The most rows of a prompt's hidden states."""
+    max_images: bounds.Positive = 3
+    """The most input pictures of a request."""
+    size: Size = "1024x1024"
+    """The size of a picture whose request names none."""
+    steps: Steps = 50
+    """The steps of a request that names none."""
+    guidance: Guidance = 4.0
+    """The guidance of a request that names none. It takes effect with a negative prompt."""
+    scheduler: Scheduler = "euler"
+    """The scheduler of a request that names none."""
+    input_images: Literal["start", "condition"] | None = None
+    """What a request's pictures are: the start of the new picture, to which noise is added (image-to-image), or what
+    the model looks at (edit). None: as the model's ``model_index.json`` says."""
+    dtype: bounds.Dtype = "float32"
+
+
+class DenoiserParams(ImageParams, frozen=True, forbid_unknown_fields=True):
+    """The request parameters of ``qwen_image_denoiser``."""
+
+    scheduler: Scheduler | None = None
+    """Which noise levels the steps go through; None means what the stage's options define."""
