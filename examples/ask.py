@@ -3,7 +3,7 @@
 import trio
 
 from omni_actors import AudioChunk, OmniSystem
-from omni_actors.generation import SoundWriter
+from omni_actors.output_files import SoundWriter
 
 
 async def main() -> None:

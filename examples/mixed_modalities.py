@@ -11,7 +11,7 @@ import soundfile
 import trio
 
 from omni_actors import AudioChunk, OmniError, OmniSystem
-from omni_actors.generation import SoundWriter
+from omni_actors.output_files import SoundWriter
 
 FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 

@@ -14,7 +14,7 @@ from rich import print
 from rich.table import Table
 
 from omni_actors import Answer, AudioChunk, OmniError, OmniSystem
-from omni_actors.generation import RequestMetrics
+from omni_actors.outputs import RequestMetrics
 
 MEDIA = Path(__file__).parent / "media"
 FILE = click.Path(exists=True, dir_okay=False, path_type=Path)

@@ -11,7 +11,8 @@ from rich import print
 from rich.table import Table
 
 from omni_actors import AudioChunk, OmniError, OmniSystem
-from omni_actors.generation import RequestMetrics, SoundWriter
+from omni_actors.output_files import SoundWriter
+from omni_actors.outputs import RequestMetrics
 
 
 @click.command()

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from omni_actors.config import Pipeline
     from omni_actors.errors import OmniError, Unsupported
-    from omni_actors.generation import Answer, AudioChunk, Generation, Output
+    from omni_actors.generation import Generation
     from omni_actors.generations import Generations
     from omni_actors.media import VideoClip
+    from omni_actors.outputs import Answer, AudioChunk, Output, Picture
     from omni_actors.prompts import EmbedsPrompt, TextPrompt, TokensPrompt
     from omni_actors.system import OmniSystem, Reply
 
@@ -27,6 +28,7 @@ __all__ = [
     "OmniError",
     "OmniSystem",
     "Output",
+    "Picture",
     "Pipeline",
     "Reply",
     "TextPrompt",
@@ -36,7 +38,8 @@ __all__ = [
 ]
 
 _HOME = {
-    **dict.fromkeys(("Answer", "AudioChunk", "Generation", "Output"), "omni_actors.generation"),
+    **dict.fromkeys(("Answer", "AudioChunk", "Output", "Picture"), "omni_actors.outputs"),
+    "Generation": "omni_actors.generation",
     **dict.fromkeys(("OmniError", "Unsupported"), "omni_actors.errors"),
     **dict.fromkeys(("OmniSystem", "Reply"), "omni_actors.system"),
     "Generations": "omni_actors.generations",

@@ -20,10 +20,11 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 from omni_actors.background import Background
 from omni_actors.config import Pipeline
 from omni_actors.errors import StageFailed, SystemClosed
-from omni_actors.generation import Answer, Generation
+from omni_actors.generation import Generation
 from omni_actors.generations import Generations
 from omni_actors.iterators import for_trio
 from omni_actors.metrics import Metrics
+from omni_actors.outputs import Answer
 from omni_actors.system import Freed, Health, OmniSystem, batch
 
 P = ParamSpec("P")

@@ -6,202 +6,25 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import trio
 
 from omni_actors.config import Pipeline
-from omni_actors.errors import RequestError
 from omni_actors.orchestrator.pieces import Piece
 from omni_actors.orchestrator.request import Request
 from omni_actors.orchestrator.stream import OutputStream
-from ringbuf import Tensor
-
-SOUND_SUFFIXES = (".flac", ".mp3", ".ogg", ".wav")
-"""File formats of ``Generation.save``."""
-
-
-class AudioChunk(msgspec.Struct, frozen=True):
-    """A piece of mono sound.
-
-    Attributes:
-        samples: float32 (n,), in [-1, 1].
-        sample_rate: Samples per second.
-    """
-
-    samples: np.ndarray[Any, np.dtype[np.float32]]
-    sample_rate: int
-
-    @property
-    def duration_s(self) -> float:
-        """Duration in seconds."""
-        return len(self.samples) / self.sample_rate
-
-
-class StageTimes(msgspec.Struct, frozen=True):
-    """One stage's part in a request. Times are seconds since the request arrived.
-
-    Attributes:
-        started_s: The engine started the request.
-        first_input_s: The stage received its first chunk; None if it received none.
-        first_output_s: The stage sent its first chunk; None if it sent none.
-        finished_s: The stage sent its last chunk.
-        step_s: Duration of the engine's steps during the request. Requests of one batch share their steps.
-        chunks: Number of chunks that the stage sent.
-        sent_bytes: Bytes that the stage sent, by consumer ("talker.0", "client.0").
-    """
-
-    started_s: float
-    first_input_s: float | None
-    first_output_s: float | None
-    finished_s: float
-    step_s: float
-    chunks: int
-    sent_bytes: dict[str, int]
-
-
-class RequestMetrics(msgspec.Struct, frozen=True):
-    """Measurements of a request. Times are seconds since it arrived: was submitted, or its ``arrival_time``.
-
-    Attributes:
-        ttft_s: Time to the first output of modality "text"; None if there was none.
-        ttfa_s: Time to the first output of modality "audio"; None if there was none.
-        total_s: Time until every stage had finished.
-        audio_s: Duration of the answer's sound.
-        stages: The part of each stage. After a replay, the figures are those of the last run; a stage whose work was
-            not needed any more may be missing.
-        sent_bytes: Bytes of the request's input, by consumer.
-        replays: How often the request was replayed after the death of a worker.
-    """
-
-    ttft_s: float | None
-    ttfa_s: float | None
-    total_s: float
-    audio_s: float
-    stages: dict[str, StageTimes]
-    sent_bytes: dict[str, int] = {}
-    replays: int = 0
-
-    @property
-    def rtf(self) -> float | None:
-        """Real-time factor: ``total_s`` / ``audio_s``; None for an answer without sound."""
-        return self.total_s / self.audio_s if self.audio_s else None
-
-
-class Output(msgspec.Struct, frozen=True):
-    """One output of a stage for the client.
-
-    Attributes:
-        request_id: The request's identifier.
-        stage: The stage that produced the output.
-        modality: The modality that the stage emits.
-        delta: New text (str) or new sound (``AudioChunk``); None if there is neither, as in an output that only ends
-            its stage's part.
-        finished: Whether this is the stage's last output.
-        data: Small data that the engine attached, such as "completion_tokens".
-        tensors: Tensors that the engine attached. They own their memory.
-        metrics: Measurements of the request, on its last output; None before.
-        total: With ``output_kind="cumulative"``: all text (str) or all sound (``AudioChunk``) of the stage so far, this
-            delta included. Outputs with an "index" in their data, such as the number of a recording, are counted by
-            index. None if there was neither, and with ``output_kind="delta"``.
-        index: Position of its prompt in a list of prompts; 0 otherwise.
-    """
-
-    request_id: str
-    stage: str
-    modality: str
-    delta: str | AudioChunk | None
-    finished: bool
-    data: Mapping[str, Any]
-    tensors: Mapping[str, Tensor]
-    metrics: RequestMetrics | None = None
-    total: str | AudioChunk | None = None
-    index: int = 0
-
-
-class Answer(msgspec.Struct, frozen=True, kw_only=True):
-    """A collected answer.
-
-    Attributes:
-        index: Position of its prompt in a list of prompts, or in those of ``OmniSystem.map``; 0 otherwise.
-        text: All text of the answer, joined. Iterate the generation to tell several text modalities apart.
-        audio: All sound of the answer, joined; None if there was none.
-        data: The data of the last output of each modality, such as ``{"text": {"completion_tokens": 12}}``.
-        metrics: Measurements of the request; None if it failed.
-        error: The error that ended the request. Only ``OmniSystem.map(..., keep_errors=True)`` returns such answers;
-            ``text`` and ``audio`` are empty then. ``Generations.collect`` has the same argument.
-    """
-
-    index: int = 0
-    text: str = ""
-    audio: AudioChunk | None = None
-    data: Mapping[str, Mapping[str, Any]] = {}
-    metrics: RequestMetrics | None = None
-    error: RequestError | None = None
-
-
-class SoundWriter:
-    """Writes sound to a file chunk by chunk, as 16-bit samples or compressed. The first chunk creates the file.
-
-    Args:
-        path: The file. Its suffix chooses the format, see ``SOUND_SUFFIXES``.
-
-    Raises:
-        ValueError: The suffix names no known format.
-    """
-
-    def __init__(self, path: str | Path) -> None:
-        self._path = Path(path)
-        self._file: Any = None
-        if self._path.suffix.lower() not in SOUND_SUFFIXES:
-            known = ", ".join(SOUND_SUFFIXES)
-            raise ValueError(f"{self._path}: {self._path.suffix!r} is not a sound format; accepted: {known}")
-
-    def __enter__(self) -> SoundWriter:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._file is not None:
-            self._file.close()
-
-    async def write(self, chunk: AudioChunk) -> None:
-        """Append ``chunk``. A WAV file is valid after each chunk. Not cancellable while a thread writes.
-
-        Raises OSError or soundfile.LibsndfileError if the file cannot be written.
-        """
-        await trio.to_thread.run_sync(self._write, chunk)
-
-    def _write(self, chunk: AudioChunk) -> None:
-        import soundfile  # takes 50 ms; most systems write no file
-
-        if self._file is None:
-            self._file = soundfile.SoundFile(self._path, "w", chunk.sample_rate, channels=1)
-        self._file.write(chunk.samples)
-        self._file.flush()
-
-
-class Total:
-    """The text or the sound of one stage so far."""
-
-    def __init__(self) -> None:
-        self._text, self._samples, self._rate = "", np.empty(0, np.float32), 0
-        self._size = 0
-
-    def add(self, delta: str | AudioChunk | None) -> str | AudioChunk | None:
-        """Add what is new; return all of it. Sound is a view of a buffer that later sound does not change."""
-        if isinstance(delta, str):
-            self._text += delta
-        elif delta is not None:
-            begin, self._rate = self._size, delta.sample_rate
-            self._size += len(delta.samples)
-            if self._size > len(self._samples):
-                samples = np.empty(2 * self._size, np.float32)
-                samples[:begin] = self._samples[:begin]
-                self._samples = samples
-            self._samples[begin : self._size] = delta.samples
-        if self._size:
-            return AudioChunk(self._samples[: self._size], self._rate)
-        return self._text or None
+from omni_actors.output_files import SOUND_SUFFIXES, SoundWriter
+from omni_actors.outputs import (
+    PICTURE_SUFFIXES,
+    Answer,
+    AudioChunk,
+    Delta,
+    Output,
+    Picture,
+    RequestMetrics,
+    StageTimes,
+    Total,
+)
 
 
 class Generation:
@@ -210,7 +33,8 @@ class Generation:
     Iteration raises the ``RequestError`` that ended the request. Cancelling a read loses nothing: the output stays
     queued. Dropping the object, for instance by leaving the loop early, aborts the request; ``abort`` does so at once.
 
-    ``collect``, ``text``, ``audio`` and ``save`` read the rest of the answer. They may follow each other:
+    ``collect``, ``text``, ``audio``, ``picture``, ``pictures`` and ``save`` read the rest of the answer. They may
+    follow each other:
 
     >>> async def main():
     ...     async with OmniSystem.open("echo") as omni:
@@ -262,19 +86,40 @@ class Generation:
         """Read the rest of the answer and return its sound; None if there is none. Raises as ``collect`` does."""
         return (await self.collect()).audio
 
-    async def save(self, path: str | Path) -> AudioChunk | None:
-        """Read the rest of the answer and write its sound to a file as it arrives.
+    async def picture(self) -> Picture | None:
+        """Read the rest of the answer and return its first finished picture; None if there is none.
+
+        Raises as ``collect`` does.
+        """
+        return (await self.collect()).picture
+
+    async def pictures(self) -> tuple[Picture, ...]:
+        """Read the rest of the answer and return its finished pictures, without previews. Raises as ``collect``."""
+        return (await self.collect()).pictures
+
+    async def save(self, path: str | Path) -> AudioChunk | Picture | None:
+        """Read the rest of the answer and write its sound, as it arrives, or its first finished picture to a file.
 
         Args:
-            path: The file; its suffix chooses the format: .wav (16 bits), .flac, .ogg or .mp3.
+            path: The file; its suffix chooses the format. Sound: .wav (16 bits), .flac, .ogg or .mp3. A picture: .png,
+                .jpg, .jpeg or .webp.
 
         Returns:
-            The sound; None if there is none, and then no file is written.
+            The sound or the picture; None if there is none, and then no file is written.
 
         Raises:
             ValueError: The suffix names no known format. Nothing was read.
-            RequestError: The error that ended the request. The file has the sound that came before it.
+            RequestError: The error that ended the request. A file of sound has what came before it.
         """
+        suffix = Path(path).suffix.lower()
+        if suffix in PICTURE_SUFFIXES:
+            picture = await self.picture()
+            if picture is not None:
+                await trio.to_thread.run_sync(picture.save, path)
+            return picture
+        if suffix not in SOUND_SUFFIXES:
+            known = ", ".join((*SOUND_SUFFIXES, *PICTURE_SUFFIXES))
+            raise ValueError(f"{path}: {suffix!r} is not a sound format, nor one of pictures; accepted: {known}")
         with SoundWriter(path) as file:
             if self._answer is not None and self._answer.audio is not None:
                 await file.write(self._answer.audio)
@@ -285,17 +130,23 @@ class Generation:
             return self._answer
         text: list[str] = []
         sound: list[AudioChunk] = []
+        pictures: list[Picture] = []
         data: dict[str, Mapping[str, Any]] = {}
         metrics = None
         async for output in self:
             data[output.modality], metrics = output.data, output.metrics
             if isinstance(output.delta, str):
                 text.append(output.delta)
+            elif isinstance(output.delta, Picture):
+                if output.delta.final:
+                    pictures.append(output.delta)
             elif output.delta is not None:
                 sound.append(output.delta)
                 if file is not None:
                     await file.write(output.delta)
-        self._answer = Answer(text="".join(text), audio=_joined(sound), data=data, metrics=metrics)
+        self._answer = Answer(
+            text="".join(text), audio=_joined(sound), pictures=tuple(pictures), data=data, metrics=metrics
+        )
         return self._answer
 
     def __aiter__(self) -> AsyncIterator[Output]:
@@ -318,7 +169,7 @@ class Generation:
         final = request.finished is not None and not request.pieces and request.error is None
         modality = self._pipeline.stages[piece.stage].emits or ""
         if delta is not None:
-            self._first.setdefault(modality, piece.arrived - request.arrived)
+            self._first.setdefault(_measured_as(delta, modality), piece.arrived - request.arrived)
         metrics = self._metrics(request) if final else None
         if metrics is not None:
             self._on_final(metrics)
@@ -334,7 +185,7 @@ class Generation:
             total=self._total(piece, delta),
         )
 
-    def _total(self, piece: Piece, delta: str | AudioChunk | None) -> str | AudioChunk | None:
+    def _total(self, piece: Piece, delta: Delta | None) -> Delta | None:
         if self._totals is None:
             return None
         return self._totals.setdefault((piece.stage, piece.data.get("index")), Total()).add(delta)
@@ -344,6 +195,8 @@ class Generation:
         return RequestMetrics(
             ttft_s=self._first.get("text"),
             ttfa_s=self._first.get("audio"),
+            preview_s=self._first.get("preview"),
+            picture_s=self._first.get("picture"),
             total_s=(request.finished or began) - began,
             audio_s=self._audio_s,
             sent_bytes=request.sent_bytes,
@@ -364,12 +217,22 @@ class Generation:
         )
 
 
-def _delta(piece: Piece) -> str | AudioChunk | None:
-    """Return the content of a piece: the tensor "audio", or the value "text" of its data."""
+def _delta(piece: Piece) -> Delta | None:
+    """Return the content of a piece: the tensor "audio" or "image", or the value "text" of its data."""
     if (audio := piece.tensors.get("audio")) is not None:
         samples = audio.numpy()
         return AudioChunk(samples, piece.data["sample_rate"]) if len(samples) else None
+    if (image := piece.tensors.get("image")) is not None:
+        step, total = piece.data.get("step", 0), piece.data.get("total", 0)
+        return Picture(image.numpy(), step, total, final=piece.data.get("final", True))
     return piece.data.get("text") or None
+
+
+def _measured_as(delta: Delta, modality: str) -> str:
+    """Return what the first output of this kind is measured as."""
+    if isinstance(delta, Picture):
+        return "picture" if delta.final else "preview"
+    return modality
 
 
 def _joined(chunks: list[AudioChunk]) -> AudioChunk | None:

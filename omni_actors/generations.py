@@ -8,7 +8,8 @@ import msgspec
 import trio
 
 from omni_actors.errors import RequestError
-from omni_actors.generation import Answer, Generation, Output
+from omni_actors.generation import Generation
+from omni_actors.outputs import Answer, Output
 
 
 class Generations:

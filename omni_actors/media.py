@@ -17,8 +17,8 @@ import msgspec
 import numpy as np
 
 from omni_actors.errors import InvalidRequest
-from omni_actors.generation import AudioChunk
 from omni_actors.orchestrator.pieces import Input, Inputs, Segments
+from omni_actors.outputs import AudioChunk
 
 __all__ = ["File", "MultiModalData", "VideoClip", "conversation", "pieces"]
 

@@ -24,7 +24,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from omni_actors import generation, generations
 from omni_actors.face import GENERATE, Answering, Face, Reading, ReadingEach, like, opens_like
-from omni_actors.generation import Answer, AudioChunk, Output
+from omni_actors.outputs import Answer, AudioChunk, Output
 from omni_actors.prompts import Prompt
 from omni_actors.system import Health, OmniSystem
 

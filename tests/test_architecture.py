@@ -74,9 +74,14 @@ LAYERS: dict[str, set[str]] = {
         *("omni_actors.supervisor", "omni_actors.protocol", "omni_actors.stages.base", "omni_actors.transitions"),
         *LEAVES,
     },
-    "omni_actors.generation": {"omni_actors.orchestrator", "omni_actors.protocol", "ringbuf", *LEAVES},
-    "omni_actors.generations": {"omni_actors.generation", *LEAVES},
-    "omni_actors.media": {"omni_actors.generation", "omni_actors.orchestrator", "ringbuf", *LEAVES},
+    "omni_actors.outputs": {"omni_actors.errors", "ringbuf"},
+    "omni_actors.output_files": {"omni_actors.outputs"},
+    "omni_actors.generation": {
+        *("omni_actors.orchestrator", "omni_actors.protocol", "omni_actors.outputs", "omni_actors.output_files"),
+        *("ringbuf", *LEAVES),
+    },
+    "omni_actors.generations": {"omni_actors.generation", "omni_actors.outputs", *LEAVES},
+    "omni_actors.media": {"omni_actors.outputs", "omni_actors.orchestrator", "ringbuf", *LEAVES},
     "omni_actors.prompts": {"omni_actors.media", "omni_actors.orchestrator", *LEAVES},
     "omni_actors.system": {
         "omni_actors.prompts",

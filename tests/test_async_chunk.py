@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from omni_actors import OmniSystem
-from omni_actors.generation import Output
+from omni_actors.outputs import Output
 from omni_actors.stages import assets
 from tests.support.closeness import assert_same_sound
 from tests.support.shared_system import open_shared_system

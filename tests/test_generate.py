@@ -14,9 +14,10 @@ import trio
 from omni_actors import OmniSystem, prompts
 from omni_actors.config import Limits, Pipeline, Stage
 from omni_actors.errors import Aborted, ConfigError, InvalidRequest, Overloaded, Unsupported
-from omni_actors.generation import AudioChunk, Generation, Total
+from omni_actors.generation import Generation
 from omni_actors.generations import Generations
 from omni_actors.orchestrator.pieces import Input
+from omni_actors.outputs import AudioChunk, Total
 from omni_actors.sync import Omni
 from omni_actors.system.parameters import Parameters
 from tests.support.shared_system import SharedSystem, open_shared_system, with_shared_system

@@ -14,8 +14,8 @@ import pytest
 
 from omni_actors import media
 from omni_actors.errors import InvalidRequest
-from omni_actors.generation import AudioChunk
 from omni_actors.media import VideoClip
+from omni_actors.outputs import AudioChunk
 from omni_actors.system import OmniSystem
 
 PIXELS = np.arange(4 * 5 * 3, dtype=np.uint8).reshape(4, 5, 3)

@@ -15,7 +15,7 @@ import trio
 from omni_actors import AudioChunk, OmniSystem
 from omni_actors.config import Pipeline, Restart, Stage
 from omni_actors.errors import InvalidRequest
-from omni_actors.generation import Output
+from omni_actors.outputs import Output
 from tests.support.closeness import assert_same_sound
 from tests.support.shared_system import SharedSystem, open_shared_system, with_shared_system
 from tests.support.spoken_answers import SPOKEN, STORY, read, sound_of, text_of

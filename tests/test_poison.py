@@ -13,9 +13,10 @@ import trio
 from omni_actors import OmniSystem
 from omni_actors.config import Limits, Pipeline, Restart, Stage
 from omni_actors.errors import OmniError, Quarantined, StageCrashed, StageUnavailable
-from omni_actors.generation import Generation, Output
+from omni_actors.generation import Generation
 from omni_actors.orchestrator import trials
 from omni_actors.orchestrator.pieces import Input
+from omni_actors.outputs import Output
 from tests.support.echo_systems import read
 from tests.support.shared_system import SharedSystem, open_shared_system, with_shared_system
 

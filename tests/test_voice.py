@@ -17,7 +17,8 @@ import trio
 
 from omni_actors import AudioChunk, OmniSystem
 from omni_actors.errors import InvalidRequest, StageCrashed
-from omni_actors.generation import Generation, Output
+from omni_actors.generation import Generation
+from omni_actors.outputs import Output
 from omni_actors.stages import assets
 from tests.support.closeness import assert_same_sound
 from tests.support.readme import PROGRAM, ROOT

@@ -14,7 +14,7 @@ import trio
 
 from omni_actors.config import Pipeline, Restart, Stage
 from omni_actors.errors import InvalidRequest
-from omni_actors.generation import Answer
+from omni_actors.outputs import Answer
 from omni_actors.system import OmniSystem
 from tests.support.closeness import assert_same_sound
 from tests.support.omni_questions import STORY, Ask

@@ -13,7 +13,8 @@ import trio
 
 from bench.omni.pipelines import PROMPT, Scenario
 from omni_actors import AudioChunk, OmniSystem
-from omni_actors.generation import Generation, RequestMetrics
+from omni_actors.generation import Generation
+from omni_actors.outputs import RequestMetrics
 
 SETTLED_S = 0.1
 """How long a system must take no CPU time to count as idle. The kernel reports CPU time in hundredths of a second."""

@@ -18,7 +18,8 @@ from rich.table import Table
 from omni_actors import config as configuration
 from omni_actors.cli.running import notes, run, seconds
 from omni_actors.command_line import click_errors, override_option, verbose_option
-from omni_actors.generation import SOUND_SUFFIXES, AudioChunk, RequestMetrics, SoundWriter
+from omni_actors.output_files import SOUND_SUFFIXES, SoundWriter
+from omni_actors.outputs import AudioChunk, RequestMetrics
 from omni_actors.system import OmniSystem
 
 

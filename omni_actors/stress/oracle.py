@@ -21,7 +21,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from typing import Literal, TypeAlias, get_args
 
-from omni_actors.generation import Output
+from omni_actors.outputs import Output
 
 Damage: TypeAlias = Literal["duplicated", "lost", "corrupted"]
 """The first that applies to some stream."""

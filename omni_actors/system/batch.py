@@ -10,8 +10,9 @@ import msgspec
 import trio
 
 from omni_actors.errors import Overloaded, RequestError
-from omni_actors.generation import Answer, Generation
+from omni_actors.generation import Generation
 from omni_actors.generations import Generations
+from omni_actors.outputs import Answer
 
 
 @asynccontextmanager

@@ -6,9 +6,9 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from omni_actors.config import Pipeline
-from omni_actors.generation import RequestMetrics
 from omni_actors.metrics import Metrics
 from omni_actors.orchestrator.request import Request
+from omni_actors.outputs import RequestMetrics
 from omni_actors.system.timeline import Period, timeline
 
 if TYPE_CHECKING:

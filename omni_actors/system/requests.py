@@ -10,13 +10,14 @@ from typing import Any, overload
 from omni_actors import prompts as prompt_inputs
 from omni_actors.config import Pipeline
 from omni_actors.errors import InvalidRequest
-from omni_actors.generation import Answer, Generation
+from omni_actors.generation import Generation
 from omni_actors.generations import Generations
 from omni_actors.media import MultiModalData
 from omni_actors.orchestrator.orchestrator import Orchestrator
 from omni_actors.orchestrator.pieces import Input, Inputs, Segments
 from omni_actors.orchestrator.request import OnFailure
 from omni_actors.orchestrator.routes import Node, Route, plan, reachable
+from omni_actors.outputs import Answer
 from omni_actors.prompts import Prompt
 from omni_actors.system import batch, capabilities
 from omni_actors.system.ended import EndedRequests

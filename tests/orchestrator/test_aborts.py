@@ -11,8 +11,8 @@ import trio.testing
 
 from omni_actors.config import Pipeline
 from omni_actors.errors import Aborted, DeadlineExceeded
-from omni_actors.generation import Output
 from omni_actors.orchestrator.pieces import Input
+from omni_actors.outputs import Output
 from omni_actors.system import OmniSystem
 from tests.orchestrator.census import ONE, WATCHDOG_S, ask, in_flight, is_free_everywhere, lose_bottom
 from tests.support.echo_systems import read, until

@@ -17,9 +17,10 @@ import numpy as np
 import trio
 
 from omni_actors.config import Limits, Pipeline, Restart, Stage
-from omni_actors.generation import Generation, Output
+from omni_actors.generation import Generation
 from omni_actors.orchestrator.pieces import Input
 from omni_actors.orchestrator.request import Request
+from omni_actors.outputs import Output
 from omni_actors.stages.echo.engine import payload
 from omni_actors.system import OmniSystem
 from tests.support.echo_systems import pid_of

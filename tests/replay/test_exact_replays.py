@@ -11,8 +11,9 @@ import trio
 
 from omni_actors.config import Pipeline, Restart, Stage
 from omni_actors.errors import Aborted, DeadlineExceeded
-from omni_actors.generation import Generation, Output
+from omni_actors.generation import Generation
 from omni_actors.orchestrator.pieces import Input
+from omni_actors.outputs import Output
 from omni_actors.system import OmniSystem
 from tests.replay.mortal import (
     NEVER_S,

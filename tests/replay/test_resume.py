@@ -14,8 +14,8 @@ import trio
 
 from omni_actors.config import Limits, Pipeline, Restart, Stage
 from omni_actors.errors import StageCrashed
-from omni_actors.generation import Output
 from omni_actors.orchestrator.pieces import Input
+from omni_actors.outputs import Output
 from omni_actors.system import OmniSystem
 from tests.replay.mortal import generations, read_and_kill, wait_restarted
 from tests.support.echo_systems import read

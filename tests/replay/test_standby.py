@@ -11,7 +11,7 @@ import pytest
 import trio
 
 from omni_actors.config import Pipeline
-from omni_actors.generation import Output
+from omni_actors.outputs import Output
 from omni_actors.system import OmniSystem
 from tests.replay.mortal import WATCHDOG_S
 from tests.replay.test_resume import STAGES, check_continuous, pipeline, submit

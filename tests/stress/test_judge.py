@@ -8,7 +8,7 @@ import pytest
 
 from omni_actors.config import Limits
 from omni_actors.errors import Aborted, DeadlineExceeded, RequestError, StageCrashed, WorkerExit
-from omni_actors.generation import Output
+from omni_actors.outputs import Output
 from omni_actors.stress import judge
 from omni_actors.stress.judge import ObservedDeath, Rules, TrackedRequest
 from omni_actors.stress.oracle import ExpectedAnswer, Oracle

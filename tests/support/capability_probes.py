@@ -17,7 +17,7 @@ import trio
 from safetensors.numpy import save_file
 
 from omni_actors.errors import Aborted, InvalidAdapter, InvalidRequest, StageAsleep, Unsupported
-from omni_actors.generation import Answer
+from omni_actors.outputs import Answer
 from omni_actors.stages import assets
 from tests.support.capability_subjects import Subject
 

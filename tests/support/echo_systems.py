@@ -8,8 +8,9 @@ from typing import Any
 import trio
 
 from omni_actors.config import Pipeline, Restart, Stage
-from omni_actors.generation import Generation, Output
+from omni_actors.generation import Generation
 from omni_actors.orchestrator.pieces import Input
+from omni_actors.outputs import Output
 from omni_actors.system import OmniSystem
 
 WATCHDOG_S = 60.0

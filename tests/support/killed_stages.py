@@ -25,7 +25,7 @@ import numpy as np
 import trio
 
 from omni_actors import OmniSystem
-from omni_actors.generation import Output
+from omni_actors.outputs import Output
 from omni_actors.protocol.messages import Decisions
 from omni_actors.stages.omni.talker import END
 from tests.support.closeness import assert_same_sound

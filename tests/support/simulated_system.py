@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 import trio
 
 from omni_actors.config import Limits, Pipeline, Stage
-from omni_actors.generation import Generation, Output
+from omni_actors.generation import Generation
 from omni_actors.orchestrator.pieces import Input
+from omni_actors.outputs import Output
 from omni_actors.stages.echo.engine import EchoEngine
 from omni_actors.stress.simulation.spawner import SimulatedSpawner
 from omni_actors.stress.simulation.worker import WorkerBehavior

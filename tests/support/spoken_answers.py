@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from omni_actors import AudioChunk
-from omni_actors.generation import Generation, Output
+from omni_actors.generation import Generation
+from omni_actors.outputs import Output
 
 STORY = "please tell me a short story about the sea ."
 SPOKEN: dict[str, Any] = {

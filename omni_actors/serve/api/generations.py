@@ -16,7 +16,8 @@ from typing import Protocol
 import trio
 
 from omni_actors.errors import RequestError
-from omni_actors.generation import Generation, Output
+from omni_actors.generation import Generation
+from omni_actors.outputs import Output
 
 
 class Delivery(Protocol):

@@ -17,7 +17,7 @@ import soundfile
 import soxr
 import trio
 
-from omni_actors.generation import AudioChunk
+from omni_actors.outputs import AudioChunk
 from omni_actors.serve.http.errors import bad_request
 
 Floats: TypeAlias = "np.ndarray[Any, np.dtype[np.float32]]"

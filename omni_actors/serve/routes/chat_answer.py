@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 from starlette.responses import Response
 
-from omni_actors.generation import AudioChunk, Output
+from omni_actors.outputs import AudioChunk, Output
 from omni_actors.serve.api import responses, schemas
 from omni_actors.serve.api.generations import Generations
 from omni_actors.serve.api.logprobs import chat_logprobs

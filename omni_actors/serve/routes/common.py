@@ -10,7 +10,8 @@ from typing import Any
 
 from starlette.requests import Request
 
-from omni_actors.generation import Generation, Output
+from omni_actors.generation import Generation
+from omni_actors.outputs import Output
 from omni_actors.serve.api import schemas
 from omni_actors.serve.api.generations import Generations
 from omni_actors.serve.http.errors import bad_request

@@ -8,7 +8,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from omni_actors.generation import Output
+from omni_actors.outputs import Output
 from omni_actors.serve.access.admission import SCOPE_KEY
 from omni_actors.serve.api import responses
 from omni_actors.serve.api.errors import renaming

@@ -6,7 +6,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from omni_actors.errors import InvalidRequest
-from omni_actors.generation import AudioChunk, Generation
+from omni_actors.generation import Generation
+from omni_actors.outputs import AudioChunk
 from omni_actors.serve.access.admission import SCOPE_KEY
 from omni_actors.serve.api.errors import renaming
 from omni_actors.serve.api.json_body import read_json

@@ -16,7 +16,7 @@ import trio.testing
 from prometheus_client import CollectorRegistry
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from omni_actors.generation import AudioChunk
+from omni_actors.outputs import AudioChunk
 from omni_actors.serve.access.admission import SCOPE_KEY, UPLOAD_GRACE_S, AdmissionControl
 from omni_actors.serve.access.gate import BODY_TIMEOUT_S, RequestGate
 from omni_actors.serve.http.errors import HTTPError

@@ -15,7 +15,7 @@ import trio
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from omni_actors.generation import AudioChunk
+from omni_actors.outputs import AudioChunk
 from omni_actors.serve.media.audio import AudioEncoder
 
 
