@@ -24,7 +24,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar, overload
 
 from omni_actors import generation, generations
 from omni_actors.face import GENERATE, Answering, Face, Reading, ReadingEach, like, opens_like
-from omni_actors.outputs import Answer, AudioChunk, Output
+from omni_actors.outputs import Answer, AudioChunk, Output, Picture
 from omni_actors.prompts import Prompt
 from omni_actors.system import Health, OmniSystem
 
@@ -191,9 +191,19 @@ class AsyncGeneration(Reading, AsyncIterator[Output]):
         """Read the rest of the answer and return its sound."""
         return await self._read(self._inner.audio)
 
+    @like(generation.Generation.picture)
+    async def picture(self) -> Picture | None:
+        """Read the rest of the answer and return its first finished picture."""
+        return await self._read(self._inner.picture)
+
+    @like(generation.Generation.pictures)
+    async def pictures(self) -> tuple[Picture, ...]:
+        """Read the rest of the answer and return its finished pictures."""
+        return await self._read(self._inner.pictures)
+
     @like(generation.Generation.save)
-    async def save(self, path: str | Path) -> AudioChunk | None:
-        """Read the rest of the answer and write its sound to a file as it arrives."""
+    async def save(self, path: str | Path) -> AudioChunk | Picture | None:
+        """Read the rest of the answer and write its sound, as it arrives, or its first picture to a file."""
         return await self._read(lambda: self._inner.save(path))
 
     async def _read(self, read: Callable[[], Awaitable[T]]) -> T:

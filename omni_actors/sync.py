@@ -24,7 +24,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from omni_actors import generation, generations
 from omni_actors.face import GENERATE, Answering, Face, Reading, ReadingEach, like, opens_like
-from omni_actors.outputs import Answer, AudioChunk, Output
+from omni_actors.outputs import Answer, AudioChunk, Output, Picture
 from omni_actors.prompts import Prompt
 from omni_actors.system import Health, OmniSystem
 
@@ -198,9 +198,19 @@ class Generation(Reading, Iterator[Output]):
         """Read the rest of the answer and return its sound."""
         return self._read(self._inner.audio)
 
+    @like(generation.Generation.picture)
+    def picture(self) -> Picture | None:
+        """Read the rest of the answer and return its first finished picture."""
+        return self._read(self._inner.picture)
+
+    @like(generation.Generation.pictures)
+    def pictures(self) -> tuple[Picture, ...]:
+        """Read the rest of the answer and return its finished pictures."""
+        return self._read(self._inner.pictures)
+
     @like(generation.Generation.save)
-    def save(self, path: str | Path) -> AudioChunk | None:
-        """Read the rest of the answer and write its sound to a file as it arrives."""
+    def save(self, path: str | Path) -> AudioChunk | Picture | None:
+        """Read the rest of the answer and write its sound, as it arrives, or its first picture to a file."""
         return self._read(lambda: self._inner.save(path))
 
     def _read(self, read: Callable[[], Awaitable[T]]) -> T:

@@ -88,6 +88,7 @@ LAYERS: dict[str, set[str]] = {
         "omni_actors.media",
         "omni_actors.generation",
         "omni_actors.generations",
+        "omni_actors.outputs",
         "omni_actors.orchestrator",
         "omni_actors.supervisor",
         "omni_actors.protocol",
@@ -100,18 +101,18 @@ LAYERS: dict[str, set[str]] = {
     "omni_actors.iterators": {"omni_actors.errors"},
     "omni_actors.face": {
         *("omni_actors.background", "omni_actors.generation", "omni_actors.generations", "omni_actors.system"),
-        *("omni_actors.iterators", *LEAVES),
+        *("omni_actors.iterators", "omni_actors.outputs", *LEAVES),
     },
     **{
         f"omni_actors.{face}": {
             *("omni_actors.face", "omni_actors.generation", "omni_actors.generations", "omni_actors.prompts"),
-            "omni_actors.system",
+            *("omni_actors.outputs", "omni_actors.system"),
         }
         for face in ("sync", "aio")
     },
     "omni_actors": {
         *("omni_actors.generation", "omni_actors.generations", "omni_actors.media", "omni_actors.prompts"),
-        *("omni_actors.system", *LEAVES),
+        *("omni_actors.outputs", "omni_actors.system", *LEAVES),
     },
     "omni_actors.command_line": {"omni_actors.errors"},
     "omni_actors.serve.http": set(),
@@ -121,6 +122,7 @@ LAYERS: dict[str, set[str]] = {
         "omni_actors.serve.http",
         "omni_actors.system",
         "omni_actors.generation",
+        "omni_actors.outputs",
         *LEAVES,
         *ENGINE_DATA,
     },
@@ -128,6 +130,7 @@ LAYERS: dict[str, set[str]] = {
         "omni_actors",
         "omni_actors.command_line",
         "omni_actors.generation",
+        "omni_actors.outputs",
         "omni_actors.system",
         "omni_actors.orchestrator",
         "omni_actors.supervisor",
@@ -141,7 +144,7 @@ LAYERS: dict[str, set[str]] = {
     "omni_actors.cli": {
         "omni_actors",
         "omni_actors.command_line",
-        "omni_actors.generation",
+        *("omni_actors.generation", "omni_actors.outputs", "omni_actors.output_files"),
         "omni_actors.system",
         "omni_actors.serve",
         "omni_actors.stress",

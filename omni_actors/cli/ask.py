@@ -87,7 +87,7 @@ async def _ask(
                     text.append(out.delta)
                     if not as_json:
                         click.echo(out.delta, nl=False)
-                elif out.delta is not None and sound_file is not None:
+                elif isinstance(out.delta, AudioChunk) and sound_file is not None:
                     await sound_file.write(out.delta)
         metrics = out.metrics
     assert metrics is not None, "the last output has the metrics"
