@@ -7,7 +7,8 @@ from typing import Literal, TypeAlias
 import msgspec
 
 from omni_actors.stages import bounds
-from omni_actors.stages.diffusion.options import Guidance, ImageParams, Size, Steps
+from omni_actors.stages.adapters.options import Lora
+from omni_actors.stages.diffusion.options import Guidance, ImageParams, Size, Steps, Strength
 
 Scheduler: TypeAlias = Literal["euler", "euler_karras", "euler_exponential"]
 """Flow-matching Euler steps, with the noise levels that the model's configuration defines, or with those of Karras et
@@ -34,12 +35,16 @@ class DenoiserOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The steps of a request that names none."""
     guidance: Guidance = 4.0
     """The guidance of a request that names none. It takes effect with a negative prompt."""
+    strength: Strength = 0.6
+    """The strength of a request that begins with a picture and names none."""
     scheduler: Scheduler = "euler"
     """The scheduler of a request that names none."""
     input_images: Literal["start", "condition"] | None = None
     """What a request's pictures are: the start of the new picture, to which noise is added (image-to-image), or what
     the model looks at (edit). None: as the model's ``model_index.json`` says."""
     dtype: bounds.Dtype = "float32"
+    idle_loras: bounds.Count = 8
+    """LoRA adapters whose weights stay in memory while no request uses them; pinned ones are not counted."""
 
 
 class DenoiserParams(ImageParams, frozen=True, forbid_unknown_fields=True):
@@ -47,3 +52,5 @@ class DenoiserParams(ImageParams, frozen=True, forbid_unknown_fields=True):
 
     scheduler: Scheduler | None = None
     """Which noise levels the steps go through; None means what the stage's options define."""
+    lora: Lora | None = None
+    """The LoRA adapter of the transformer to denoise with."""

@@ -1,0 +1,184 @@
+"""Qwen-Image's transformer for a batch of requests: each at a step of its own, with a prompt of its own.
+
+Rules
+1. Rows of one forward have latents of one ``Layout``, because the transformer has one set of positions for all rows.
+2. A request that is alone is computed as diffusers' pipeline computes it, the same operations in the same order: the
+   prompt, then the negative prompt, one row each. The result is the same to the bit.
+3. Otherwise the companions (the rows of negative prompts) are rows of the same forward. Shorter prompts are padded and
+   masked. The result differs from rule 2's by rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol, TypeAlias
+
+import torch
+from diffusers import QwenImageTransformer2DModel
+from torch import Tensor
+
+from omni_actors.stages import weights
+from omni_actors.stages.adapters.batched import BatchedAdapters
+from omni_actors.stages.adapters.options import Adapter
+from omni_actors.stages.checkpoint import WrongCheckpoint
+from omni_actors.stages.qwen_image.latents import Grid
+
+Layout: TypeAlias = tuple[Grid, ...]
+"""The picture that is made, and the pictures that the transformer looks at."""
+
+
+class Job(Protocol):
+    """What the transformer must know of a request's step."""
+
+    @property
+    def layout(self) -> Layout:
+        """The sizes of its latents."""
+        ...
+
+    @property
+    def hidden(self) -> Tensor:
+        """The packed latents of all pictures, (1, rows, channels)."""
+        ...
+
+    @property
+    def timestep(self) -> Tensor:
+        """The step's timestep, a scalar."""
+        ...
+
+    @property
+    def prompt(self) -> Tensor:
+        """The prompt's hidden states, (n, width)."""
+        ...
+
+    @property
+    def negative(self) -> Tensor | None:
+        """Those of the negative prompt; None: the request has no guidance."""
+        ...
+
+    @property
+    def guidance(self) -> float:
+        """The scale of the guidance."""
+        ...
+
+    @property
+    def adapter(self) -> Adapter | None:
+        """The request's LoRA adapter."""
+        ...
+
+
+class Transformer:
+    """The transformer of a checkpoint.
+
+    directory: the pipeline's. idle_loras: as in ``DenoiserOptions``.
+    Raises OSError, WrongCheckpoint, and ValueError for a variant of the transformer that is not supported.
+    """
+
+    def __init__(self, directory: Path, device: torch.device, dtype: torch.dtype, *, idle_loras: int) -> None:
+        self.device, self.dtype = device, dtype
+        self._model = _load(directory, device, dtype)
+        self.adapters = BatchedAdapters(self._model, part="", idle=idle_loras)
+        config: Any = self._model.config
+        self.channels: int = config.in_channels // 4
+        """Channels of the latents."""
+        self.width: int = config.joint_attention_dim
+        """Numbers in a row of a prompt."""
+        self.positions: int = len(self._model.pos_embed.pos_freqs)
+        """Text positions follow the positions of the largest picture and must be below this."""
+
+    @torch.inference_mode()
+    def velocities(self, jobs: Sequence[Job]) -> list[Tensor]:
+        """Return the velocity of each job's latents, (1, rows, channels). The jobs have one layout."""
+        if len(jobs) == 1:
+            job = jobs[0]
+            positive = self._forward([job], [job.prompt])
+            if job.negative is None:
+                return [positive]
+            return [_guided(positive, self._forward([job], [job.negative]), job.guidance)]
+        companions = [job for job in jobs if job.negative is not None]
+        prompts = [job.prompt for job in jobs] + [job.negative for job in companions if job.negative is not None]
+        rows = torch.split(self._forward([*jobs, *companions], prompts), 1)
+        negatives = iter(rows[len(jobs) :])
+        return [
+            row if job.negative is None else _guided(row, next(negatives), job.guidance)
+            for row, job in zip(rows, jobs, strict=False)
+        ]
+
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        """Compute the smallest picture once."""
+        grid, on_device = Grid(2, 2), dict[str, Any](device=self.device, dtype=self.dtype)
+        self._model(
+            hidden_states=torch.zeros(1, grid.rows, self.channels * 4, **on_device),
+            timestep=torch.zeros(1, **on_device),
+            encoder_hidden_states=torch.zeros(1, 1, self.width, **on_device),
+            img_shapes=[[grid.shape]],
+        )
+
+    def _forward(self, jobs: Sequence[Job], prompts: Sequence[Tensor]) -> Tensor:
+        """Return the velocities of one row for each job and its prompt, (jobs, rows, channels)."""
+        layout = jobs[0].layout
+        timesteps = torch.stack([job.timestep for job in jobs]).to(self.dtype)
+        states, mask = _padded(prompts)
+        with self.adapters.applied([job.adapter for job in jobs]):
+            velocities: Tensor = self._model(
+                hidden_states=torch.cat([job.hidden for job in jobs]),
+                timestep=timesteps / 1000,
+                encoder_hidden_states=states,
+                encoder_hidden_states_mask=mask,
+                img_shapes=[[grid.shape for grid in layout]] * len(jobs),
+                return_dict=False,
+            )[0]
+        return velocities[:, : layout[0].rows]
+
+    def replace(self, files: weights.Files) -> dict[str, Any]:
+        """Replace weights by those of safetensors files, as ``Engine._replace_weights`` says. Raises InvalidRequest."""
+        tensors, targets = weights.read(files), dict(self._model.named_parameters())
+        found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        weights.check(found, {name: tuple(target.shape) for name, target in targets.items()})
+        weights.check_floating(tensors)
+        with torch.no_grad():
+            for name, tensor in tensors.items():
+                targets[name].copy_(tensor)
+        return {"updated": len(tensors), "complete": tensors.keys() >= targets.keys()}
+
+
+def _load(directory: Path, device: torch.device, dtype: torch.dtype) -> Any:
+    network: Any = QwenImageTransformer2DModel
+    model, info = network.from_pretrained(
+        directory / "transformer",
+        torch_dtype=dtype,
+        device_map={"": str(device)},
+        local_files_only=True,
+        output_loading_info=True,
+    )
+    if missing := sorted(info["missing_keys"]):
+        raise WrongCheckpoint(directory, "transformer", f"there are no weights for {', '.join(missing[:3])}")
+    config: Mapping[str, Any] = model.config
+    for name in ("guidance_embeds", "use_additional_t_cond", "use_layer3d_rope"):
+        if config.get(name):
+            raise ValueError(f"{directory}: a transformer with {name} is not supported")
+    return model.eval().requires_grad_(requires_grad=False)
+
+
+def _guided(positive: Tensor, negative: Tensor, scale: float) -> Tensor:
+    """Return the velocity under true classifier-free guidance, with the length that each row had without it."""
+    combined = negative + scale * (positive - negative)
+    guided: Tensor = combined * (_norm(positive) / _norm(combined))
+    return guided
+
+
+def _norm(rows: Tensor) -> Tensor:
+    norm: Tensor = torch.norm(rows, dim=-1, keepdim=True)
+    return norm
+
+
+def _padded(prompts: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
+    """Return the prompts as (prompts, n, width), and which rows are not padding; None if there is no padding."""
+    lengths = [len(prompt) for prompt in prompts]
+    longest = max(lengths)
+    if min(lengths) == longest:
+        return torch.stack(list(prompts)), None
+    states = torch.nn.utils.rnn.pad_sequence(list(prompts), batch_first=True)
+    sizes = torch.tensor(lengths, device=states.device)
+    return states, torch.arange(longest, device=states.device) < sizes[:, None]
