@@ -21,6 +21,7 @@ from omni_actors.stages.llm.options import LLMParams
 from omni_actors.stages.omni import options as omni
 from omni_actors.stages.qwen2_5 import options as qwen2_5
 from omni_actors.stages.qwen3 import options as qwen3
+from omni_actors.stages.qwen_image import options as qwen_image
 from omni_actors.stages.vllm import options as vllm
 from omni_actors.stages.whisper.options import WhisperOptions, WhisperParams
 
@@ -121,6 +122,7 @@ _thinker = partial(
     _language, extra="omni", checkpoint_part="thinker", has_tokenizer=True, lacks_raw_prompt=_raw_prompt_of_thinker
 )
 _talker = partial(_torch, extra="omni", checkpoint_part="talker")
+_diffusion = partial(_shipped, libraries=("torch", "diffusers"), extra="image", resumable=True)
 _vllm = partial(_shipped, libraries=("vllm",), extra="vllm", resumable=True)
 _vllm_thinker = partial(_vllm, has_tokenizer=True, lacks_raw_prompt=_on_vllm(_raw_prompt_of_thinker))
 
@@ -158,6 +160,9 @@ ENGINES: dict[str, EngineSpec] = {
         qwen2_5.Token2WavParams,
         extra="omni",
         checkpoint_part="token2wav",
+    ),
+    "qwen_image_denoiser": _diffusion(
+        "qwen_image.denoiser:DenoiserEngine", qwen_image.DenoiserOptions, qwen_image.DenoiserParams
     ),
     "vllm": _vllm(
         "vllm.factories:open_text",

@@ -53,6 +53,12 @@ def open_stage(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., StageE
 
         return tiny.save(tmp_path_factory.mktemp("qwen2_5"))
 
+    @functools.cache
+    def random_qwen_image() -> Path:
+        from tiny_models import qwen_image as tiny
+
+        return tiny.save(tmp_path_factory.mktemp("qwen_image"))
+
     def open_engine(name: str, model: Path | None = None, **options: Any) -> StageEngine:
         if model is None and name in _MODELS:
             model = assets.prepare(_MODELS[name], print)
@@ -64,6 +70,8 @@ def open_stage(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., StageE
             model = random_qwen2_5()
         elif model is None and name.startswith("qwen3_"):
             model = random_qwen3()
+        elif model is None and name.startswith("qwen_image_"):
+            model = random_qwen_image()
         module, _, factory = ENGINES[name].factory.partition(":")
         context = stage_context(options, stage=name, model=model, threads=THREADS)
         engine: StageEngine = getattr(import_module(module), factory)(context)

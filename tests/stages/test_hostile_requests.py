@@ -81,6 +81,8 @@ def accepted(node: inspect.Type) -> st.SearchStrategy[Any]:
             least = float(low if low is not None else math.nextafter(above, math.inf))
             few = [number for number in (least, float(high), 1e-45, 1e-38, 0.1, 1.0) if least <= number <= high]
             return st.sampled_from(few) | st.floats(least, float(high))
+        case inspect.StrType(pattern=str(pattern), max_length=int()):
+            return st.from_regex(pattern.removesuffix("$") + r"\Z")
         case inspect.StrType(min_length=least, max_length=int(most)):
             return st.text(min_size=least or 0, max_size=min(most, 8)) | st.just("x" * most)
         case (

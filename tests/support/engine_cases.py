@@ -271,6 +271,30 @@ def qwen2_5_token2wav(_: pytest.FixtureRequest) -> Case:
     )
 
 
+def qwen_image_denoiser(_: pytest.FixtureRequest) -> Case:
+    def chunks(seed: int) -> list[FeedArgs]:
+        rng = np.random.default_rng(seed)
+        shapes = {"latents": (4, 8, 8), "prompt": (5 + seed, 32), "negative": (4, 32)}
+        drawn = {name: rng.normal(0, 1, shape).astype(np.float32) for name, shape in shapes.items()}
+        return [({}, {"latents": drawn.pop("latents")}), ({}, drawn)]
+
+    def normalise(outputs: list[Any]) -> Any:
+        assert [output.data["step"] for output in outputs] == [2, 4, 5]
+        return [(dict(output.data), dict(output.tensors)) for output in outputs]
+
+    return Case(
+        name="qwen_image_denoiser",
+        inputs=[chunks(1), chunks(2)],
+        refused=({}, {"prompt": np.zeros((1, 31), np.float32)}),
+        normalise=normalise,
+        source="text_encoder",
+        steps=5,
+        strength=1.0,
+        previews=2,
+        seed=0,
+    )
+
+
 EVERY_ENGINE = [
     pytest.param(echo, id="echo"),
     *(
@@ -286,6 +310,7 @@ EVERY_ENGINE = [
             qwen2_5_thinker,
             qwen2_5_talker,
             qwen2_5_token2wav,
+            qwen_image_denoiser,
         )
     ),
 ]

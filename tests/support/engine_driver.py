@@ -9,7 +9,15 @@ from typing import Any
 
 import numpy as np
 
-from omni_actors.stages.base import CLIENT, Chunk, Decisions, StageEngine, StageOutput, StageRequest
+from omni_actors.stages.base import (
+    CLIENT,
+    Chunk,
+    Decisions,
+    StageCheckpoint,
+    StageEngine,
+    StageOutput,
+    StageRequest,
+)
 from ringbuf import decode_bundle, encode_bundle
 
 
@@ -22,6 +30,8 @@ class Driver:
     def __init__(self, engine: StageEngine) -> None:
         self.engine = engine
         self.live: set[int] = set()
+        self.checkpoints: dict[int, StageCheckpoint] = {}
+        """The last one of each request that had one."""
         self._seq = 0
 
     def start(
@@ -32,9 +42,10 @@ class Driver:
         journal: tuple[Decisions, ...] = (),
         needed_from: int = 0,
         downstream: bool = True,
+        checkpoint: StageCheckpoint | None = None,
         **params: Any,
     ) -> None:
-        resumed: dict[str, Any] = {"journal": journal, "needed_from": needed_from}
+        resumed: dict[str, Any] = {"journal": journal, "needed_from": needed_from, "checkpoint": checkpoint}
         self.engine.start(StageRequest(request_id, sources, params, downstream=downstream, **resumed))
         self.live.add(request_id)
 
@@ -68,6 +79,9 @@ class Driver:
         outputs, written = [], []
         for output in self.engine.step():
             assert output.request_id in self.live, f"request {output.request_id} is not live"
+            if isinstance(output, StageCheckpoint):
+                self.checkpoints[output.request_id] = _copied(output)
+                continue
             if not isinstance(output, StageOutput) or output.last:
                 self.live.discard(output.request_id)
             outputs.append(output)
@@ -122,6 +136,12 @@ def for_stages(output: StageOutput) -> dict[str, Any]:
     """What a stage below finds among its chunk's tensors."""
     assert not output.tensors.keys() & output.downstream.keys()
     return {**output.tensors, **output.downstream}
+
+
+def _copied(checkpoint: StageCheckpoint) -> StageCheckpoint:
+    """Return what a later incarnation gets: a checkpoint is copied when it is yielded."""
+    tensors = {name: np.array(tensor) for name, tensor in checkpoint.tensors.items()}
+    return StageCheckpoint(checkpoint.request_id, tensors, dict(checkpoint.data))
 
 
 def _bytes(tensor: Any) -> bytes:

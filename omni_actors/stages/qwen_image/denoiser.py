@@ -86,7 +86,7 @@ class DenoiserEngine(AdaptedEngine[Denoising, BatchedAdapters], PausableEngine[D
             channels=self._transformer.channels,
             width=self._transformer.width,
             positions=self._transformer.positions,
-            conditions=_looks_at_pictures(directory, options),
+            conditions=_looks_at_pictures(directory),
         )
         self._max_batch, self._step_seconds = options.max_batch, 0.0
         self._capabilities["update_weights"] = self._update_weights
@@ -185,10 +185,8 @@ def _pixels_of_a_latent(directory: Path) -> int:
     return 1 << len(config.temperal_downsample)
 
 
-def _looks_at_pictures(directory: Path, options: DenoiserOptions) -> bool:
+def _looks_at_pictures(directory: Path) -> bool:
     """Return whether a request's pictures are a condition, and not the start of the new picture."""
-    if options.input_images is not None:
-        return options.input_images == "condition"
     index = msgspec.json.decode((directory / "model_index.json").read_bytes(), type=_ModelIndex)
     return index.class_name.startswith("QwenImageEdit")
 

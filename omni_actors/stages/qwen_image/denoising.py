@@ -56,9 +56,10 @@ class ModelLimits(msgspec.Struct, frozen=True, kw_only=True):
     def picture(self, latents: ringbuf.Tensor) -> Grid:
         """Return the size of an input picture's latents. Raises InvalidRequest."""
         shape = latents.shape
-        if len(shape) != 3 or shape[0] != self.channels or min(shape) < 2 or shape[1] % 2 or shape[2] % 2:
-            expected = f"({self.channels}, height, width), both even"
-            raise InvalidRequest(f"image: latents of shape {expected}, were expected, not {shape}", param="image")
+        fits = len(shape) == 3 and shape[0] == self.channels and min(shape) > 1 and not (shape[1] % 2 or shape[2] % 2)
+        if not fits or "float" not in latents.dtype:
+            expected = f"image: floats of shape ({self.channels}, height, width), both even, were expected"
+            raise InvalidRequest(f"{expected}, not {latents.dtype} {shape}", param="image")
         self._check_pixels(shape[2] * self.pixels, shape[1] * self.pixels, "image")
         return Grid(shape[1], shape[2])
 

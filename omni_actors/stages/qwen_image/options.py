@@ -39,9 +39,6 @@ class DenoiserOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The strength of a request that begins with a picture and names none."""
     scheduler: Scheduler = "euler"
     """The scheduler of a request that names none."""
-    input_images: Literal["start", "condition"] | None = None
-    """What a request's pictures are: the start of the new picture, to which noise is added (image-to-image), or what
-    the model looks at (edit). None: as the model's ``model_index.json`` says."""
     dtype: bounds.Dtype = "float32"
     idle_loras: bounds.Count = 8
     """LoRA adapters whose weights stay in memory while no request uses them; pinned ones are not counted."""
