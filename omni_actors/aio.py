@@ -70,10 +70,15 @@ class AsyncOmni(Face):
             await _settled(self.background.ended)
 
     @overload
-    def generate(self, /, prompt: Prompt | AsyncIterable[str] | None = None, **arguments: Any) -> AsyncGeneration: ...
+    def generate(
+        self, /, prompt: Prompt | AsyncIterable[str] | None = None, *, n: None = None, **arguments: Any
+    ) -> AsyncGeneration: ...
 
     @overload
     def generate(self, /, prompt: Sequence[Prompt], **arguments: Any) -> AsyncGenerations: ...
+
+    @overload
+    def generate(self, /, prompt: Prompt | None = None, *, n: int, **arguments: Any) -> AsyncGenerations: ...
 
     @like(GENERATE)
     def generate(self, *args: Any, **kwargs: Any) -> Any:

@@ -74,6 +74,15 @@ def pieces(given: MultiModalData) -> dict[str, Sequence[Input] | Segments]:
     return inputs
 
 
+def with_image(given: MultiModalData | None, image: Any) -> MultiModalData | None:
+    """Return the data of a request with the images that it gives apart. Raises InvalidRequest if it gives both."""
+    if image is None:
+        return given
+    if given is not None and "image" in given:
+        raise InvalidRequest("image: multi_modal_data has the kind 'image' too; accepted: one of both", param="image")
+    return {**(given or {}), "image": image}
+
+
 def conversation(prompt: Any, inputs: Inputs) -> list[Any]:
     """Return the messages of ``prompt``. A question becomes one message: all of ``inputs``, then the question.
 

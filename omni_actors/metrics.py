@@ -10,6 +10,7 @@ from prometheus_client.core import Metric
 
 LATENCY_BUCKETS = (0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 5.0, 10.0, 30.0, 60.0)
 INTERVAL_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
+PICTURE_BUCKETS = (*LATENCY_BUCKETS, 120.0, 300.0)
 RTF_BUCKETS = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 1.5, 2.0, 5.0)
 
 Gauges = Iterable[tuple[str, str, dict[str, str], float]]
@@ -33,6 +34,10 @@ class Metrics:
         self.replays = counter("omni_request_replays", "Replays of requests after the death of a worker")
         self.ttft = histogram("omni_ttft_seconds", "Time to the first text", buckets=LATENCY_BUCKETS)
         self.ttfa = histogram("omni_ttfa_seconds", "Time to the first audio", buckets=LATENCY_BUCKETS)
+        self.preview = histogram(
+            "omni_preview_seconds", "Time to the first preview of a picture", buckets=PICTURE_BUCKETS
+        )
+        self.picture = histogram("omni_picture_seconds", "Time to the first finished picture", buckets=PICTURE_BUCKETS)
         self.latency = histogram("omni_request_seconds", "Time of a whole request", buckets=LATENCY_BUCKETS)
         self.rtf = histogram(
             "omni_rtf", "Real-time factor: time of a request / duration of its audio", buckets=RTF_BUCKETS

@@ -89,13 +89,17 @@ def processor_kwargs(prompt: Any, given: Mapping[str, Any] | None) -> dict[str, 
     return {**sound, "mm_processor_kwargs": kwargs} if kwargs or not sound else sound
 
 
-def pieces(prompt: Any, multi_modal_data: MultiModalData | None) -> dict[str, Sequence[Input] | Segments]:
+def pieces(
+    prompt: Any, multi_modal_data: MultiModalData | None, image: Any = None
+) -> dict[str, Sequence[Input] | Segments]:
     """Return the pieces of input of a prompt and its media, by kind.
 
     prompt: a ``Prompt``, an iterator of the parts of a question, or None for media alone.
     multi_modal_data: the media of a prompt that has no own.
+    image: the images among these media, given apart.
     Raises InvalidRequest: the prompt or a medium is of a wrong type.
     """
+    multi_modal_data = media.with_image(multi_modal_data, image)
     if not _is_keyed(prompt):
         inputs = media.pieces(multi_modal_data or {})
         if isinstance(prompt, AsyncIterable):

@@ -76,10 +76,15 @@ class Omni(Face):
         self.close()
 
     @overload
-    def generate(self, /, prompt: Prompt | AsyncIterable[str] | None = None, **arguments: Any) -> Generation: ...
+    def generate(
+        self, /, prompt: Prompt | AsyncIterable[str] | None = None, *, n: None = None, **arguments: Any
+    ) -> Generation: ...
 
     @overload
     def generate(self, /, prompt: Sequence[Prompt], **arguments: Any) -> Generations: ...
+
+    @overload
+    def generate(self, /, prompt: Prompt | None = None, *, n: int, **arguments: Any) -> Generations: ...
 
     @like(GENERATE)
     def generate(self, *args: Any, **kwargs: Any) -> Any:

@@ -68,7 +68,7 @@ async def answer(submit: Callable[[Any], Generation | Generations], prompt: Any,
             generation = submit(prompt)
             if isinstance(generation, Generations):
                 generation.abort()
-                raise TypeError("a prompt was expected, and not a list of prompts")
+                raise TypeError("map makes one answer to each prompt: no list of prompts was expected, and no n")
             collected = await generation.collect()
         except Overloaded as error:  # by requests of other callers, or by control messages that are still unread
             await trio.sleep(error.retry_after_s)

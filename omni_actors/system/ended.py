@@ -61,6 +61,8 @@ class EndedRequests:
         for histogram, value in (
             (self._metrics.ttft, measured.ttft_s),
             (self._metrics.ttfa, measured.ttfa_s),
+            (self._metrics.preview, measured.preview_s),
+            (self._metrics.picture, measured.picture_s),
             (self._metrics.rtf, measured.rtf),
         ):
             if value is not None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import functools
 from collections.abc import AsyncIterable, AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from typing import Any, overload
+from typing import Any, NamedTuple, overload
+
+import msgspec
 
 from omni_actors import prompts as prompt_inputs
 from omni_actors.config import Pipeline
@@ -19,11 +21,20 @@ from omni_actors.orchestrator.request import OnFailure
 from omni_actors.orchestrator.routes import Node, Route, plan, reachable
 from omni_actors.outputs import Answer
 from omni_actors.prompts import Prompt
-from omni_actors.system import batch, capabilities
+from omni_actors.system import batch, capabilities, pictures
 from omni_actors.system.ended import EndedRequests
 from omni_actors.system.loras import LoraTable
 from omni_actors.system.parameters import Parameters
 from omni_actors.system.terms import OutputKind, SamplingParams, Terms
+
+
+class _Asked(NamedTuple):
+    """A request before it is submitted. copies: the requests that ``n`` makes of one prompt."""
+
+    inputs: Inputs
+    terms: Terms
+    params: Mapping[str, Any]
+    copies: int = 1
 
 
 class Requests:
@@ -50,7 +61,9 @@ class Requests:
         prompt: Prompt | AsyncIterable[str] | None = None,
         *,
         multi_modal_data: MultiModalData | None = None,
+        image: Any = None,
         script: str | AsyncIterable[str] | None = None,
+        n: None = None,
         modalities: Sequence[str] | None = None,
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
@@ -66,13 +79,18 @@ class Requests:
     @overload
     def generate(self, /, prompt: Sequence[Prompt], **arguments: Any) -> Generations: ...
 
+    @overload
+    def generate(self, /, prompt: Prompt | None = None, *, n: int, **arguments: Any) -> Generations: ...
+
     def generate(
         self,
         /,
         prompt: Prompt | Sequence[Prompt] | AsyncIterable[str] | None = None,
         *,
         multi_modal_data: MultiModalData | None = None,
+        image: Any = None,
         script: str | AsyncIterable[str] | None = None,
+        n: int | None = None,
         **arguments: Any,
     ) -> Generation | Generations:
         """Submit a request. It returns at once; reading the returned object reads the answer.
@@ -84,14 +102,17 @@ class Requests:
                 prompts makes a request of each.
             multi_modal_data: ``{"audio": AudioChunk, "image": …, "video": …}``, for each kind one item or a list; see
                 ``media.MultiModalData``. A question follows all of them; a conversation refers to them by index.
+            image: A picture, or a list of pictures, in place of ``{"image": …}`` in multi_modal_data.
             script: Text that is spoken as it is. It replaces the prompt. It may be an asynchronous iterator of parts,
                 cut anywhere: each sentence is spoken as soon as it is complete. (See ``submit`` for iterators.)
+            n: Make so many requests of each prompt, with the seeds seed, seed + 1, … (or drawn ones). If an engine of
+                the request has a parameter n, as vLLM's do, n is that parameter, and makes no further requests.
             arguments: Those of ``submit``: modalities, sampling_params, request_id, deadline_s, on_failure, priority,
                 arrival_time, output_kind, trace_headers, and parameters of the engines, such as max_tokens or seed.
 
         Returns:
-            The answer; for a list, ``Generations``. Dropping it aborts the request. The inputs must not change before
-            the request has ended.
+            The answer; for a list or with n, ``Generations``. Dropping it aborts the request. The inputs must not
+            change before the request has ended.
 
         Raises:
             InvalidRequest: An argument is wrong, or no route leads from the input to the modalities.
@@ -101,39 +122,60 @@ class Requests:
             Quarantined: The same request has ended workers a short time ago.
             StageUnavailable: A stage that the request needs has failed.
         """
-        if not prompt_inputs.is_list_of_prompts(prompt):
-            return self._ask(prompt, multi_modal_data=multi_modal_data, script=script, **arguments)
-        if multi_modal_data is not None or script is not None:
-            message = "prompt: in a list, each prompt brings its own multi_modal_data, and there is no script"
-            raise InvalidRequest(message, param="prompt")
-        return self._generate_each(prompt, **arguments)
+        media = {"multi_modal_data": multi_modal_data, "image": image, "script": script}
+        if prompt_inputs.is_list_of_prompts(prompt):
+            if any(each is not None for each in media.values()):
+                message = "prompt: in a list, each prompt brings its own multi_modal_data, and there is no script"
+                raise InvalidRequest(message, param="prompt")
+            each_asked = [self._asked(each, **arguments) for each in prompt]
+            return self._submit_each([request for asked in each_asked for request in self._repeated(asked, n)])
+        requests = self._repeated(self._asked(prompt, **media, **arguments), n)
+        if n is None or "n" in requests[0].params:
+            return self._submitted(requests[0])
+        return self._submit_each(requests)
 
-    def _ask(
+    def _asked(
         self,
         prompt: Any,
         *,
         multi_modal_data: MultiModalData | None = None,
+        image: Any = None,
         mm_processor_kwargs: Mapping[str, Any] | None = None,
         script: str | AsyncIterable[str] | None = None,
         **arguments: Any,
-    ) -> Generation:
-        """As ``generate``, for one prompt only."""
-        inputs = prompt_inputs.pieces(prompt, multi_modal_data)
+    ) -> _Asked:
+        """Return what ``generate`` asks for with one prompt."""
+        inputs = prompt_inputs.pieces(prompt, multi_modal_data, image)
         if script is not None:
             inputs["script"] = prompt_inputs.script(script)
+        params = {**arguments, **prompt_inputs.processor_kwargs(prompt, mm_processor_kwargs)}
+        terms = Terms(**{name: params.pop(name) for name in Terms.__struct_fields__ if name in params})
         if (kind := prompt_inputs.raw_kind(prompt)) is not None:
-            capabilities.require_raw_prompt(self.pipeline, self._planned(inputs, arguments.get("modalities")), kind)
-        return self.submit(inputs, **arguments, **prompt_inputs.processor_kwargs(prompt, mm_processor_kwargs))
+            capabilities.require_raw_prompt(self.pipeline, self._planned(inputs, terms.modalities), kind)
+        return _Asked(inputs, terms, params)
 
-    def _generate_each(
-        self, prompts: Sequence[Prompt], *, request_id: str | None = None, **arguments: Any
-    ) -> Generations:
-        """Submit a request for each prompt; all or none of them."""
+    def _repeated(self, asked: _Asked, n: int | None) -> list[_Asked]:
+        """Return the requests that make ``n`` answers to a prompt. An engine with a parameter n makes them in one."""
+        if n is None:
+            return [asked]
+        route = self._planned(asked.inputs, asked.terms.modalities)
+        schemas = [self.pipeline.spec(stage).params for stage in route.stages]
+        if any(schema is not None and "n" in schema.__struct_fields__ for schema in schemas):
+            return [asked._replace(params={**asked.params, "n": n})]
+        count = pictures.check_count(n, self.pipeline.limits.max_requests)
+        pictures.check_repeatable(asked.inputs)
+        seeds = [pictures.seed_of(asked.params.get("seed"), index) for index in range(count)]
+        return [asked._replace(params={**asked.params, "seed": seed}, copies=count) for seed in seeds]
+
+    def _submit_each(self, requests: Sequence[_Asked]) -> Generations:
+        """Submit all of the requests, or none of them."""
         members: list[Generation] = []
         try:
-            for index, prompt in enumerate(prompts):
-                name = None if request_id is None else f"{request_id}-{index}"
-                members.append(self._ask(prompt, request_id=name, **arguments))
+            for index, asked in enumerate(requests):
+                if (name := asked.terms.request_id) is not None:
+                    name = f"{name}-{index}"
+                terms = msgspec.structs.replace(asked.terms, request_id=name)
+                members.append(self._submitted(asked._replace(terms=terms)))
         except BaseException:
             for member in members:
                 member.abort()
@@ -218,14 +260,17 @@ class Requests:
             output_kind=output_kind,
             trace_headers=trace_headers,
         )
-        return self._submitted({kind: prompt_inputs.live(given) for kind, given in inputs.items()}, terms, params)
+        pieces = {kind: prompt_inputs.live(given) for kind, given in inputs.items()}
+        return self._submitted(_Asked(pieces, terms, params))
 
-    def _submitted(self, pieces: Inputs, terms: Terms, params: Mapping[str, Any]) -> Generation:
-        route = self._planned(pieces, terms.modalities)
+    def _submitted(self, asked: _Asked) -> Generation:
+        inputs, terms, params = asked.inputs, asked.terms, pictures.with_named_size(asked.params)
+        route = self._planned(inputs, terms.modalities)
         by_stage = self._parameters.by_stage(route.stages, params, terms)
+        pictures.check_work(self.pipeline, by_stage, params, asked.copies)
         self._loras.resolve(by_stage)
         stream = self._orchestrator.submit(
-            inputs=pieces,
+            inputs=inputs,
             route=route,
             params=by_stage,
             deadline_s=self.pipeline.limits.deadline_s if terms.deadline_s is None else terms.deadline_s,

@@ -1,0 +1,77 @@
+"""Requests for pictures: how a caller may write a size, several answers to one prompt, and the bound on their work.
+
+Every check is made before anything is sent to a worker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from omni_actors.config import Pipeline
+from omni_actors.errors import InvalidRequest
+from omni_actors.orchestrator.pieces import Inputs, Segments
+from omni_actors.stages.diffusion.options import width_and_height
+
+
+def with_named_size(params: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return parameters whose size, if it is a pair (width, height), has the form of a request: "64x48"."""
+    match params.get("size"):
+        case [int() as width, int() as height]:
+            return {**params, "size": f"{width}x{height}"}
+    return params
+
+
+def check_count(n: Any, limit: int) -> int:
+    """Return how many answers to one prompt a caller asked for. Raises InvalidRequest."""
+    if not isinstance(n, int) or isinstance(n, bool) or not 1 <= n <= limit:
+        message = f"n: expected an integer from 1 to limits.max_requests, {limit}; found {n!r:.200}"
+        raise InvalidRequest(message, param="n")
+    return n
+
+
+def check_repeatable(inputs: Inputs) -> None:
+    """Raise InvalidRequest for input that arrives while its request runs: it cannot be read several times."""
+    live = [kind for kind, pieces in inputs.items() if isinstance(pieces, Segments)]
+    if live:
+        raise InvalidRequest(f"n: live input ({live[0]}) is for one request; accepted: 1", param="n")
+
+
+def seed_of(seed: Any, index: int) -> Any:
+    """Return the seed of one of several answers to a prompt. What is no integer is left to the engine to refuse."""
+    return seed + index if isinstance(seed, int) and not isinstance(seed, bool) else seed
+
+
+def check_work(
+    pipeline: Pipeline, by_stage: Mapping[str, Mapping[str, Any]], given: Mapping[str, Any], pictures: int
+) -> None:
+    """Raise InvalidRequest if pictures need more work than ``limits.pixel_steps``.
+
+    Args:
+        pipeline: The pipeline that runs.
+        by_stage: The parameters of each stage. What they leave open is the stage's option of the same name.
+        given: The parameters of the request, which tell the parameter that the error names.
+        pictures: The number of pictures.
+    """
+    limit = pipeline.limits.pixel_steps
+    for stage, params in by_stage.items():
+        if "size" not in params and "steps" not in params:
+            continue
+        options = pipeline.options(stage)
+        size, steps = (params.get(name) or options.get(name) for name in ("size", "steps"))
+        pixels, steps = _pixels(size), steps if isinstance(steps, int) else 1
+        if pixels * steps * pictures <= limit:
+            continue
+        param = "n" if pixels * steps <= limit else "size" if given.get("size") or not given.get("steps") else "steps"
+        work = f"{size} pixels × {steps} steps × {pictures}"
+        message = f"{param}: {work} are {pixels * steps * pictures}; limits.pixel_steps is {limit}"
+        raise InvalidRequest(message, param=param)
+
+
+def _pixels(size: Any) -> int:
+    """Return the pixels of a size; 0 if it names none, which the engine refuses or decides."""
+    try:
+        width, height = width_and_height(size)
+    except (AttributeError, ValueError):
+        return 0
+    return width * height
