@@ -1,5 +1,7 @@
 """A single-producer, single-consumer ring in shared memory, and bundles of arrays to put in it.
 
+A ``Snapshot`` is shared memory too: it keeps the last message written to it, also when its writer dies.
+
 The memory has no name, the two ends share no lock, and either process may die at any instruction. A wheel of
 omni_actors contains this package as ``omni_actors.ringbuf``.
 
@@ -56,3 +58,4 @@ from ringbuf._producer import Producer as Producer
 from ringbuf._ring import DEFAULT_CAPACITY as DEFAULT_CAPACITY
 from ringbuf._ring import Ring as Ring
 from ringbuf._ring import RingStatistics as RingStatistics
+from ringbuf._snapshot import Snapshot as Snapshot

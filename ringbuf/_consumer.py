@@ -15,7 +15,7 @@ import traceback
 from collections import deque
 from pickle import PickleBuffer
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -25,12 +25,18 @@ from ringbuf._producer import MAX_MESSAGE
 from ringbuf._words import FIRST, LAST, PAD, PRODUCER, RECORD, WHOLE, ConsumerEnd, Segment
 
 
+class FrameOwner(Protocol):
+    """What a frame's bytes go back to."""
+
+    def _released(self) -> None: ...
+
+
 class Frame:
     """A message: a view of the ring or, if the message came in fragments, of private memory."""
 
     __slots__ = ("_base", "_data", "_end", "_owner")
 
-    def __init__(self, base: memoryview, owner: Consumer | Whole, end: int) -> None:
+    def __init__(self, base: memoryview, owner: FrameOwner, end: int) -> None:
         self._base: memoryview | None = base
         self._data: memoryview | None = None
         self._owner = owner

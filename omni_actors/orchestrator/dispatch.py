@@ -7,14 +7,16 @@ Rules
 3. A stage that starts again receives nothing until it has confirmed with ``Started``; then its sources send from their
    first chunk.
 4. A resumable stage that starts again gets its journal before ``Start`` (see ``resumption``), and sends each consumer
-   only what that consumer lacks.
+   only what that consumer lacks. It gets the memory of its checkpoints, too.
 """
 
 from __future__ import annotations
 
 import collections
+import os
 import time
 from collections.abc import Collection, Iterable, Mapping, Set
+from contextlib import suppress
 
 import trio
 
@@ -27,7 +29,17 @@ from omni_actors.orchestrator.replay_state import Phase
 from omni_actors.orchestrator.request import Request
 from omni_actors.orchestrator.trials import Trials
 from omni_actors.protocol.chunks import ChunkSequence
-from omni_actors.protocol.messages import CLIENT, CLIENT_ADDRESS, Abort, Address, JournalPart, Resend, Start, Switch
+from omni_actors.protocol.messages import (
+    CLIENT,
+    CLIENT_ADDRESS,
+    Abort,
+    Address,
+    CheckpointMemory,
+    JournalPart,
+    Resend,
+    Start,
+    Switch,
+)
 
 
 class Dispatcher:
@@ -163,8 +175,16 @@ class Dispatcher:
                 address = request.replay_state.placement[stage]
                 for decided in request.resumption.entries(stage):
                     self.placement.replicas[address].post(JournalPart(request.number, decided))
+                self._post_checkpoint(request, stage, address)
                 self._post_start(request, stage)
         request.resumption.stages.clear()
+
+    def _post_checkpoint(self, request: Request, stage: str, address: Address) -> None:
+        """Pass on the memory of the stage's checkpoints. Without descriptors, it starts over from its journal."""
+        if (memory_fd := request.checkpoints.of(stage)) is not None:
+            assert request.number is not None, "it is dispatched"
+            with suppress(OSError):
+                self.placement.replicas[address].post(CheckpointMemory(request.number), [memory_fd])
 
     def _post_start(self, request: Request, stage: str) -> None:
         """Post ``Start`` to a stage. It sends to a target that restarts too only after a ``Resend``."""
@@ -184,6 +204,7 @@ class Dispatcher:
                 retain_bytes=self._limits.retain_bytes if self._retains(request, stage) else 0,
                 replayed=stage in restarting,
                 worker_retain_bytes=self._limits.worker_retain_bytes,
+                checkpoint_bytes=self._limits.retain_bytes if self._keeps_checkpoints(request, stage) else 0,
                 needed_from=self._needed_from(request, stage, targets) if stage in self._resumable else (),
             ),
             wakes=stage in request.route.entries or stage in restarting,
@@ -226,6 +247,7 @@ class Dispatcher:
     def remove(self, request: Request) -> None:
         """Forget a request that has ended, and abort it in every stage that still has work or chunks of it."""
         self._ends.unpark_all()
+        request.checkpoints.close()
         if request.number is None:
             del self.queued[request]
             return
@@ -241,6 +263,17 @@ class Dispatcher:
     def _resumes(self, request: Request) -> bool:
         """Whether workers keep decisions of this request, even when they have finished it."""
         return not self._resumable.isdisjoint(request.route.stages)
+
+    def _keeps_checkpoints(self, request: Request, stage: str) -> bool:
+        return request.on_failure == "replay" and stage in self._resumable
+
+    def keep_checkpoint(self, address: Address, number: int, memory_fd: int) -> None:
+        """Own the descriptor of a request's checkpoint memory; close it unless the replica holds the request."""
+        request = self.held_by(address, number)
+        if request is not None and self._keeps_checkpoints(request, address.stage):
+            request.checkpoints.keep(address.stage, memory_fd)
+        else:
+            os.close(memory_fd)
 
     def _retains(self, request: Request, stage: str) -> bool:
         """Whether a stage retains its chunks. Chunks for the client alone are never sent again."""

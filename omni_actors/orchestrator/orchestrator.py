@@ -332,6 +332,9 @@ class Orchestrator:
             case messages.Unreplayable(_, reason, needed):
                 self._replays.unreplayable(request, stage, reason, needed=needed)
 
+    def on_checkpoint_memory(self, address: messages.Address, request: int, memory_fd: int) -> None:
+        self._dispatcher.keep_checkpoint(address, request, memory_fd)
+
     def on_output(self, address: messages.Address, data: memoryview) -> None:
         """Copy a chunk for the client. Raises ringbuf.RingError if it cannot be decoded or is out of sequence."""
         payload, stage = memoryview(bytearray(data)), address.stage

@@ -14,6 +14,7 @@ import msgspec
 import trio
 
 from omni_actors.errors import RequestError, StageCrashed
+from omni_actors.orchestrator.checkpoints import CheckpointMemories
 from omni_actors.orchestrator.fingerprint import Fingerprint, fingerprint
 from omni_actors.orchestrator.lifecycle import Event, Lifecycle
 from omni_actors.orchestrator.pieces import Inputs, Piece
@@ -165,6 +166,8 @@ class Request:
     """What each stage has done for the request."""
     resumption: Resumption = field(default_factory=Resumption)
     """What is known of the decisions of resumable stages, and which stages wait for more."""
+    checkpoints: CheckpointMemories = field(default_factory=CheckpointMemories)
+    """The memory of checkpoints that workers have made."""
     deaths: Deaths = field(default_factory=Deaths)
 
     def __post_init__(self, inputs: Inputs) -> None:

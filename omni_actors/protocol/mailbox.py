@@ -22,17 +22,14 @@ import socket
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, closing, suppress
 from itertools import chain
-from typing import TypeAlias, TypeVar
+from typing import TypeVar
 
 import msgspec
 import trio
 
 from omni_actors.errors import OmniError
 from omni_actors.protocol import messages
-from omni_actors.protocol.packets import MAX_FDS, Encoded, close_all, packets
-
-Envelope: TypeAlias = tuple[messages.ControlMessage, tuple[int, ...]]
-"""A message and the descriptors that came with it; the receiver owns them."""
+from omni_actors.protocol.packets import MAX_FDS, Encoded, Envelope, close_all, packets
 
 T = TypeVar("T")
 
@@ -109,25 +106,28 @@ class Mailbox:
         if self._bell is not None:
             os.eventfd_write(self._bell, 1)
 
-    def unread(self) -> Iterator[messages.ControlMessage]:
+    def unread(self) -> Iterator[Envelope]:
         """Yield the messages that a dead peer has sent and that were not received from ``incoming``.
 
-        Only for the task that receives from ``incoming``. Their descriptors are closed.
+        Only for the task that receives from ``incoming``.
         """
-        for message, fds in available(self.incoming):
-            close_all(fds)
-            yield message
-        yield from self._unpacking
+        yield from available(self.incoming)
+        for message in self._unpacking:
+            yield message, ()  # the packet's first message had its descriptors
         while self.fault is None:
             try:
-                packet = self._sock.recv(messages.MAX_PACKET_BYTES)
+                packet, fds, _, _ = socket.recv_fds(self._sock, messages.MAX_PACKET_BYTES, MAX_FDS)
             except BlockingIOError:
                 return
             except ConnectionResetError:
                 continue  # as in ``_read``
             if not packet:
                 return
-            yield from self._unpacked(packet)
+            owned = tuple(fds)
+            for message in self._unpacked(packet):
+                given, owned = owned, ()
+                yield message, given
+            close_all(owned)
 
     @trio.lowlevel.enable_ki_protection
     async def _run(self) -> None:

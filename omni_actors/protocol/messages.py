@@ -124,7 +124,9 @@ class Start(_Control, frozen=True, kw_only=True):
     replayed: bool = False
     """Whether this is a replay. The worker answers ``Started``, and the request's sources send nothing before that."""
     worker_retain_bytes: int = 0
-    """How many bytes of outputs the worker retains for all its requests together."""
+    """How many bytes of outputs the worker retains for all its requests together; as many again of checkpoints."""
+    checkpoint_bytes: int = 0
+    """How many bytes of memory the checkpoints of this request may have in this worker; 0: none are kept."""
     needed_from: tuple[int, ...] = ()
     """For each target, the number of the first chunk that it lacks; empty: 0 for all. Its journal comes before."""
 
@@ -152,6 +154,16 @@ class Switch(_Control, frozen=True):
     question: int
     producers: dict[str, Address | None]
     known: dict[str, int]
+
+
+class CheckpointMemory(_Control, frozen=True):
+    """The memory of a request's checkpoints in one stage. Carries its descriptor (``ringbuf.Snapshot``).
+
+    From a worker: memory that it writes from now on. To a worker: memory that an earlier incarnation wrote, for the
+    ``Start`` that follows. Without a descriptor, because the receiver could have no more, it has no effect.
+    """
+
+    request: int
 
 
 class Resend(_Control, frozen=True):
@@ -325,7 +337,17 @@ LoopCommand: TypeAlias = Start | JournalPart | Switch | Resend | Pause | Resume 
 """What a worker passes on to its engine loop."""
 RequestNotice: TypeAlias = Started | JournalPart | Switched | InputComplete | Finished | Refused | Unreplayable
 ControlMessage: TypeAlias = (
-    Configure | Connect | LoopCommand | Loading | Ready | Pong | Answer | LoadFailed | EngineFailed | RequestNotice
+    Configure
+    | Connect
+    | CheckpointMemory
+    | LoopCommand
+    | Loading
+    | Ready
+    | Pong
+    | Answer
+    | LoadFailed
+    | EngineFailed
+    | RequestNotice
 )
 
 MAX_BYTES = 128 * 1024

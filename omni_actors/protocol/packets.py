@@ -14,6 +14,8 @@ from typing import TypeAlias
 from omni_actors.errors import OmniError
 from omni_actors.protocol import messages
 
+Envelope: TypeAlias = tuple[messages.ControlMessage, tuple[int, ...]]
+"""A message and its descriptors, which the holder owns."""
 Encoded: TypeAlias = tuple[bytes, tuple[int, ...]]
 """An encoded message or packet, and the descriptors to send with it, which the sender owns."""
 
@@ -47,20 +49,26 @@ def packets(posted: Iterable[Encoded]) -> Generator[Encoded]:
         close_all(owned)
 
 
-def send_all(sock: socket.socket, sent: Iterable[messages.ControlMessage]) -> None:
-    """Send messages without descriptors, in order. Blocks while there is no room. If the peer is gone, drop them.
+def send_all(sock: socket.socket, sent: Iterable[Envelope]) -> None:
+    """Send messages, in order, and close their descriptors. Blocks while there is no room.
+
+    If the peer is gone, the messages are dropped.
 
     sock: a non-blocking socket.
     """
-    for packet, _ in packets((messages.encode(message), ()) for message in sent):
-        while True:
-            try:
-                sock.send(packet)
-                break
-            except BlockingIOError:
-                wait(sock, select.POLLOUT)
-            except (BrokenPipeError, ConnectionResetError):
-                return
+    peer_gone = False
+    for packet, fds in packets((messages.encode(message), fds) for message, fds in sent):
+        try:
+            while not peer_gone:
+                try:
+                    socket.send_fds(sock, [packet], fds)
+                    break
+                except BlockingIOError:
+                    wait(sock, select.POLLOUT)
+                except (BrokenPipeError, ConnectionResetError):
+                    peer_gone = True
+        finally:
+            close_all(fds)
 
 
 def receive(sock: socket.socket) -> tuple[list[messages.ControlMessage], Sequence[int]] | None:

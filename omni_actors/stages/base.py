@@ -24,7 +24,12 @@ Rules
    *Resumable*: it names, in each output, what it decided for it (``StageOutput.decisions``). A new incarnation gets the
    input and these decisions (``StageRequest.journal``), puts out the same outputs again, and decides on from there. A
    resumable engine whose state is too large for decisions, such as a denoiser, also yields a ``StageCheckpoint`` after
-   each step; a new incarnation gets the last one (``StageRequest.checkpoint``).
+   each step; a new incarnation gets the last one (``StageRequest.checkpoint``). The journal and the checkpoint need
+   not be of the same moment. A checkpoint may be later than the journal, because outputs before it were lost with the
+   worker: they are not repeated, and the engine decides anew which output comes next. The journal may also be later
+   than the checkpoint: the engine puts these outputs out again when it reaches them. An output of the journal that lies
+   before the checkpoint cannot be computed again: the engine puts it out with the same decisions and data, and without
+   tensors. Only a downstream stage whose worker dies too misses them.
 7. Imports: this module is all that an engine must know of omni_actors. Heavy libraries are imported in workers only.
 """
 
@@ -112,7 +117,9 @@ class StageRequest(msgspec.Struct, frozen=True):
     """The number of the first output that is needed, at most ``len(journal)``. Earlier outputs are dropped, so a
     resumable engine need not compute them: it may put out empty ones."""
     checkpoint: StageCheckpoint | None = None
-    """The last checkpoint of an earlier incarnation. Its arrays are valid until ``start`` returns."""
+    """The last checkpoint of an earlier incarnation; None if there is none, or what it left is not valid. Its tensors
+    are ``Tensor``s, and their arrays are valid until ``start`` returns: copy them. A view that is kept longer stops the
+    worker with ``FrameBorrowed``."""
 
 
 class Chunk(msgspec.Struct, frozen=True):
@@ -160,7 +167,12 @@ class StageCheckpoint(msgspec.Struct, frozen=True):
     """The state of one request, kept in memory that survives the worker. A later checkpoint replaces it.
 
     It reflects all outputs that were yielded before it: with this state, the request's input and its journal, a new
-    incarnation goes on. It is copied when it is yielded, and costs no message.
+    incarnation goes on (rule 6). It is copied when it is yielded, and costs no message. Keep its size constant: a
+    checkpoint that is larger than the first one needs new memory.
+
+    It is kept for resumable stages, and for requests that are replayed. Twice its size counts against
+    ``limits.retain_bytes`` for one request, and ``limits.worker_retain_bytes`` for all requests of a worker. Beyond
+    that, or without memory, it is not kept, and a new incarnation gets an earlier checkpoint or none.
     """
 
     request_id: RequestId

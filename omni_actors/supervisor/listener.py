@@ -48,6 +48,10 @@ class Listener(Protocol):
         """A worker reports on a request. Raises ProtocolViolation: the supervisor then kills the worker."""
         ...
 
+    def on_checkpoint_memory(self, address: Address, request: int, memory_fd: int) -> None:
+        """A worker keeps its checkpoints of a request in this memory. The listener owns the descriptor."""
+        ...
+
     def on_output(self, address: Address, data: memoryview) -> None:
         """A chunk has arrived on a worker's output edge.
 

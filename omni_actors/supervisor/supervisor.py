@@ -29,6 +29,7 @@ from omni_actors.config import Stage
 from omni_actors.errors import Death, StageFailed, WorkerExit
 from omni_actors.protocol import messages
 from omni_actors.protocol.mailbox import available
+from omni_actors.protocol.packets import close_all
 from omni_actors.supervisor import restart, worker_log
 from omni_actors.supervisor.calls import DesiredState
 from omni_actors.supervisor.edges import Edges, receive_frames
@@ -221,17 +222,17 @@ class Supervisor:
             if output is not None:
                 nursery.start_soon(self._read_output, replica, output)
             with reading:
-                async for message, _ in worker.mailbox.incoming:
-                    self._handle(replica, message)
-                    for waiting, _ in itertools.islice(available(worker.mailbox.incoming), MESSAGES_A_TURN - 1):
-                        self._handle(replica, waiting)
+                async for envelope in worker.mailbox.incoming:
+                    self._handle(replica, *envelope)
+                    for waiting in itertools.islice(available(worker.mailbox.incoming), MESSAGES_A_TURN - 1):
+                        self._handle(replica, *waiting)
                 if worker.mailbox.fault is not None:
                     replica.kill(worker.mailbox.fault)
             exit, reason = await worker.wait_ending(), replica.incarnation.reason
             replica.incarnation.stop()
             replica.state = ReplicaState.RESTARTING
-            for message in worker.mailbox.unread():  # sent before it died
-                self._handle(replica, message)
+            for envelope in worker.mailbox.unread():  # sent before it died
+                self._handle(replica, *envelope)
             if output is not None:
                 self._read_rest(replica, output)
             replica.incarnation.reason = reason  # a torn message or chunk of a dead worker is not why it died
@@ -243,9 +244,14 @@ class Supervisor:
         await worker.wait_ending()
         scope.cancel()
 
-    def _handle(self, replica: Replica, message: messages.ControlMessage) -> None:
+    def _handle(self, replica: Replica, message: messages.ControlMessage, fds: tuple[int, ...]) -> None:
         incarnation = replica.incarnation
         match message:
+            case messages.CheckpointMemory(request) if len(fds) == 1:
+                self._listener.on_checkpoint_memory(replica.address, request, fds[0])
+            case _ if fds:
+                close_all(fds)
+                replica.kill(f"protocol error: {type(message).__name__} with {len(fds)} descriptors")
             case messages.Loading(note):
                 replica.note = note
                 self.changes.unpark_all()

@@ -63,10 +63,10 @@ class OmniSystem(Requests, TextControl, LoraControl, SleepControl, WeightControl
             resumable_stages={name for name in self._nodes if pipeline.resumable(name)},
             on_end=lambda request: self._ended.closed(request),
         )
-        # One half of a mailbox is for what each request may cause: Start with its journal, Abort, Resend or Switch
-        # after the restart of another stage, Resume after Pause. While the other half is full, requests are neither
-        # admitted nor paused. Calls have room of their own, twice, because of the two halves.
-        capacity = 12 * pipeline.limits.max_requests + 4 * len(self._nodes) + 2 * MAX_CALLS + 16
+        # One half of a mailbox is for what each request may cause: Start with its journal and checkpoint, Abort, Resend
+        # or Switch after the restart of another stage, Resume after Pause. While the other half is full, requests are
+        # neither admitted nor paused. Calls have room of their own, twice, because of the two halves.
+        capacity = 14 * pipeline.limits.max_requests + 4 * len(self._nodes) + 2 * MAX_CALLS + 16
         self._supervisor = Supervisor(
             workers.worker_specs(pipeline, models, topological(self._nodes)),
             pipeline.stages,

@@ -55,7 +55,11 @@ def _directory(model: str | None) -> str | None:
 
 
 def descriptors(pipeline: Pipeline) -> int:
-    """Return how many file descriptors the parent has open while every worker and ring of ``pipeline`` exists."""
+    """Return how many file descriptors the parent has open for ``pipeline`` at most.
+
+    These are those of every worker and ring, and of the checkpoints of every request in every resumable stage.
+    """
     replicas = {CLIENT: 1} | {name: stage.workers for name, stage in pipeline.stages.items()}
     rings = sum(replicas[spec.producer] * replicas[spec.consumer] for spec in edge_specs(pipeline))
-    return WORKER_DESCRIPTORS * (sum(replicas.values()) - 1) + RING_DESCRIPTORS * rings
+    checkpoints = pipeline.limits.max_requests * sum(map(pipeline.resumable, pipeline.stages))
+    return WORKER_DESCRIPTORS * (sum(replicas.values()) - 1) + RING_DESCRIPTORS * rings + checkpoints

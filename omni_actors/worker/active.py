@@ -6,10 +6,12 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 
+import msgspec
+
 from omni_actors.protocol.chunks import ChunkHeader, ChunkSequence
 from omni_actors.protocol.journal import Journal, slices
 from omni_actors.protocol.messages import CLIENT, Address, Decided, JournalPart, StageStats, Start, Switch, Switched
-from omni_actors.stages.base import Chunk
+from omni_actors.stages.base import Chunk, StageCheckpoint, StageRequest
 from ringbuf import Tensor
 
 
@@ -120,3 +122,16 @@ class ActiveRequest:
             chunks=self.seq,
             sent_bytes=self.sent_bytes,
         )
+
+
+def stage_request(start: Start, journal: Journal | None, checkpoint: StageCheckpoint | None) -> StageRequest:
+    """Return a request as its engine sees it. journal, checkpoint: what earlier incarnations left of it."""
+    return StageRequest(
+        request_id=start.request,
+        sources=start.sources,
+        params=msgspec.msgpack.decode(start.params),
+        downstream=start.downstream,
+        journal=tuple(journal.entries) if journal else (),
+        needed_from=0 if start.retain_bytes else min(start.needed_from, default=0),
+        checkpoint=checkpoint,
+    )

@@ -25,14 +25,30 @@ class AttachRing:
         self.producer, self.consumer, self.ring = producer, consumer, ring
 
 
-Command: TypeAlias = messages.LoopCommand | AttachRing
+class AttachCheckpoint:
+    """Command: this memory has the checkpoint of an earlier incarnation, for the ``Start`` that follows.
+
+    It owns the descriptor until the engine loop takes it.
+    """
+
+    def __init__(self, request: int, memory_fd: int) -> None:
+        self.request = request
+        self._memory_fd: int | None = memory_fd
+
+    def take(self) -> int | None:
+        """Return the descriptor, which the caller owns from now on; None the second time."""
+        taken, self._memory_fd = self._memory_fd, None
+        return taken
+
+
+Command: TypeAlias = messages.LoopCommand | AttachRing | AttachCheckpoint
 
 
 class Control(ABC):
     """The engine loop's end of the control connection."""
 
     def __init__(self) -> None:
-        self._notices: list[messages.ControlMessage] = []
+        self._notices: list[packets.Envelope] = []
 
     @abstractmethod
     def fileno(self) -> int:
@@ -47,8 +63,8 @@ class Control(ABC):
         """Return the commands that have arrived, in order. Does not wait."""
 
     @abstractmethod
-    def _write(self, notices: Sequence[messages.ControlMessage]) -> None:
-        """Send messages to the parent, in order. May block."""
+    def _write(self, notices: Sequence[packets.Envelope]) -> None:
+        """Send messages to the parent, in order, and close their descriptors. May block."""
 
     def has_commands(self) -> bool:
         """Return whether commands wait."""
@@ -56,13 +72,13 @@ class Control(ABC):
         poll.register(self.fileno(), select.POLLIN)
         return bool(poll.poll(0))
 
-    def add(self, notice: messages.ControlMessage) -> None:
-        """Add a message to those that are sent next."""
-        self._notices.append(notice)
+    def add(self, notice: messages.ControlMessage, fds: tuple[int, ...] = ()) -> None:
+        """Add a message, with descriptors that it now owns, to those that are sent next."""
+        self._notices.append((notice, fds))
 
     def send(self, *last: messages.ControlMessage) -> None:
         """Send the messages that were added, and then ``last``. May block while the parent does not read."""
-        if notices := [*self._notices, *last]:
+        if notices := [*self._notices, *((notice, ()) for notice in last)]:
             self._notices = []
             self._write(notices)
 
@@ -109,7 +125,7 @@ class ControlSocket(Control):
             arrived.append(messages.Stop())
         return arrived
 
-    def _write(self, notices: Sequence[messages.ControlMessage]) -> None:
+    def _write(self, notices: Sequence[packets.Envelope]) -> None:
         packets.send_all(self._socket, notices)
 
 
@@ -122,6 +138,8 @@ def _commands(received: Sequence[messages.ControlMessage], fds: Sequence[int] = 
         elif isinstance(message, messages.Connect):
             ring = Ring.attach(fds, generation=message.generation)
             commands.append(AttachRing(message.producer, message.consumer, ring))
+        elif isinstance(message, messages.CheckpointMemory):
+            commands += [AttachCheckpoint(message.request, fd) for fd in fds]  # none, if this process could have none
         else:
             raise TypeError(f"a worker does not accept {type(message).__name__}")
     return commands

@@ -31,11 +31,12 @@ from omni_actors.platform.cpu_sharing import NoCpuSharing
 from omni_actors.protocol import chunks, messages
 from omni_actors.protocol.journal import Journal
 from omni_actors.stages import base
-from omni_actors.worker.active import ActiveRequest
+from omni_actors.worker.active import ActiveRequest, stage_request
 from omni_actors.worker.calls import WorkerCalls
-from omni_actors.worker.control import AttachRing, Control
+from omni_actors.worker.checkpoints import Checkpoints
+from omni_actors.worker.control import AttachCheckpoint, AttachRing, Control
 from omni_actors.worker.gathering import Gatherer
-from omni_actors.worker.incoming import Incoming
+from omni_actors.worker.incoming import Incoming, chunk_of
 from omni_actors.worker.outgoing import Outgoing, Retention
 from ringbuf import Tensor
 
@@ -84,6 +85,7 @@ class EngineLoop:
         self.calls = WorkerCalls(address.stage, lambda: len(self._active))
         self._retention = Retention()
         """Outputs of the requests that may be replayed; also of those that are finished here and have not ended."""
+        self._checkpoints = Checkpoints(control)
         self._complete: list[messages.InputComplete] = []
         """One message for each last chunk that the engine was fed in this turn."""
         self.handling: int | None = None
@@ -151,10 +153,11 @@ class EngineLoop:
         return any(active.awaits(messages.CLIENT) for active in self._active.values())
 
     def close(self) -> None:
-        """Close every edge, which the other ends notice. Idempotent."""
+        """Close every edge, which the other ends notice, and the memory of checkpoints. Idempotent."""
         edges: list[Incoming | Outgoing] = [*self._incoming.values(), *self._outgoing.values()]
         for edge in edges:
             edge.close()
+        self._checkpoints.close()
 
     @property
     def requests(self) -> Set[int]:
@@ -181,11 +184,14 @@ class EngineLoop:
                     for edge in self._outgoing.values():
                         edge.drop(request)
                     self._retention.forget(request)
+                    self._checkpoints.forget(request)
                     self._finished.pop(request, None)
                     if self._active.pop(request, None):
                         engine.abort(request)
                 case AttachRing() as attach:
                     self._attach(attach)
+                case AttachCheckpoint() as attach:
+                    self._checkpoints.attach(attach)
                 case messages.Ping(number):
                     measured = engine.gauges() if isinstance(engine, base.Measured) else {}
                     self._control.add(messages.Pong(number, {name: float(value) for name, value in measured.items()}))
@@ -204,21 +210,11 @@ class EngineLoop:
             self._control.add(messages.Started(start.request))
         self.handling = start.request
         try:
-            engine.start(self._stage_request(start))
+            with self._checkpoints.last(start) as checkpoint:
+                engine.start(stage_request(start, self._journals.pop(start.request, None), checkpoint))
         except base.InvalidRequest as error:
             self._refuse(start.request, error)
         self.handling = None
-
-    def _stage_request(self, start: messages.Start) -> base.StageRequest:
-        journal = self._journals.pop(start.request, None)
-        return base.StageRequest(
-            request_id=start.request,
-            sources=start.sources,
-            params=msgspec.msgpack.decode(start.params),
-            downstream=start.downstream,
-            journal=tuple(journal.entries) if journal else (),
-            needed_from=0 if start.retain_bytes else min(start.needed_from, default=0),
-        )
 
     def _attach(self, attach: AttachRing) -> None:
         if attach.consumer == self._address:
@@ -276,7 +272,7 @@ class EngineLoop:
                     received += frame.data.nbytes
                     active = self._active.get(header.request)
                     if active is not None and self._accept(active, header, tensors, producer):
-                        self._feed(engine, active, _chunk(header, tensors), frame.data.nbytes)
+                        self._feed(engine, active, chunk_of(header, tensors), frame.data.nbytes)
                 if received >= RECEIVE_BYTES:
                     break
         return progressed
@@ -312,7 +308,9 @@ class EngineLoop:
         for output in engine.step():
             if isinstance(output, base.StageFailure):
                 self._refuse(output.request_id, output.error)
-            elif isinstance(output, base.StageOutput):
+            elif isinstance(output, base.StageCheckpoint):
+                self._checkpoints.write(output)
+            else:
                 self._emit(output, began)
         self._flush()
         took = time.monotonic() - began
@@ -355,6 +353,7 @@ class EngineLoop:
                 self._send(active, target, buffers)
         if output.last:
             del self._active[output.request_id]
+            self._checkpoints.forget(output.request_id)
             if active.has_journals:
                 self._finished[output.request_id] = active
             active.step_s += time.monotonic() - step_began
@@ -375,6 +374,7 @@ class EngineLoop:
 
     def _refuse(self, request: int, error: base.InvalidRequest) -> None:
         del self._active[request]
+        self._checkpoints.forget(request)
         self._control.add(messages.Refused(request, error.message[:LONGEST_REFUSAL], error.param, error.code))
 
     # sleep
@@ -392,7 +392,3 @@ class EngineLoop:
                 poll.register(bell, select.POLLIN)
             timeout_s = self._cpu_sharing.yield_poll_s
             poll.poll(timeout_s and timeout_s * 1000)
-
-
-def _chunk(header: chunks.ChunkHeader, tensors: Mapping[str, Tensor]) -> base.Chunk:
-    return base.Chunk(source=header.source, seq=header.seq, last=header.last, tensors=tensors, data=header.data)

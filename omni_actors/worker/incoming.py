@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from ringbuf import Consumer, Frame, Ring, RingClosed
+from collections.abc import Mapping
+
+from omni_actors.protocol.chunks import ChunkHeader
+from omni_actors.stages.base import Chunk
+from ringbuf import Consumer, Frame, Ring, RingClosed, Tensor
 
 
 class Incoming:
@@ -30,3 +34,8 @@ class Incoming:
             self.early.release()
         self.consumer.close()
         self.ring.close()
+
+
+def chunk_of(header: ChunkHeader, tensors: Mapping[str, Tensor]) -> Chunk:
+    """Return a received chunk as the engine sees it."""
+    return Chunk(source=header.source, seq=header.seq, last=header.last, tensors=tensors, data=header.data)

@@ -29,10 +29,10 @@ async def test_a_stage_starts_again_when_every_answer_is_there(
             seen.append((self.address.stage, type(message)))
         post(self, message, fds, wakes=wakes)
 
-    def recording_notify(self: SimulatedWorker, message: ControlMessage) -> None:
+    def recording_notify(self: SimulatedWorker, message: ControlMessage, fds: tuple[int, ...] = ()) -> None:
         if isinstance(message, Switched):
             seen.append((self.address.stage, Switched))
-        notify(self, message)
+        notify(self, message, fds)
 
     monkeypatch.setattr(SimulatedWorker, "post", recording_post)
     monkeypatch.setattr(SimulatedWorker, "notify", recording_notify)

@@ -118,7 +118,7 @@ async def test_messages_that_a_peer_sent_before_it_closed_are_read_before_the_en
     for end in (ours, theirs):
         end.setblocking(False)
     async with open_mailbox(ours, 8) as parent:
-        send_all(theirs, [Loading("one"), Loading("two")])
+        send_all(theirs, [(Loading("one"), ()), (Loading("two"), ())])
         theirs.close()
         assert [message async for message, _ in parent.incoming] == [Loading("one"), Loading("two")]
 
@@ -128,11 +128,12 @@ async def test_writing_messages_waits_for_room_and_ends_with_the_peer() -> None:
     for end in (ours, theirs):
         end.setblocking(False)
     sent = [Loading(f"{number}: {'x' * 10_000}") for number in range(200)]  # more than the socket's buffer
+    envelopes = [(message, ()) for message in sent]
     with theirs:
         async with trio.open_nursery() as nursery, open_mailbox(ours, 8) as parent:
-            nursery.start_soon(trio.to_thread.run_sync, send_all, theirs, sent)
+            nursery.start_soon(trio.to_thread.run_sync, send_all, theirs, envelopes)
             assert [(await parent.incoming.receive())[0] for _ in sent] == sent
-        send_all(theirs, sent)  # they are dropped
+        send_all(theirs, envelopes)  # they are dropped
 
 
 async def test_messages_that_the_reader_has_no_room_for_are_unread_and_in_order() -> None:
@@ -143,7 +144,7 @@ async def test_messages_that_the_reader_has_no_room_for_are_unread_and_in_order(
             theirs.send(messages.pack([messages.encode(Pong(first + number)) for number in range(6)]))
         theirs.close()
         await trio.testing.wait_all_tasks_blocked()
-        assert list(mailbox.unread()) == [Pong(number) for number in range(12)]
+        assert list(mailbox.unread()) == [(Pong(number), ()) for number in range(12)]
 
 
 async def test_an_empty_packet_ends_reading() -> None:

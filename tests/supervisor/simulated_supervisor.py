@@ -25,6 +25,7 @@ from omni_actors.protocol.messages import (
     Stop,
     WorkerSpec,
 )
+from omni_actors.protocol.packets import Envelope
 from omni_actors.supervisor.edges import Edges
 from omni_actors.supervisor.process import SpawnFailed, Worker
 from omni_actors.supervisor.replica import ReplicaState
@@ -42,7 +43,7 @@ class SimulatedWorker:
 
     def __init__(self, address: Address, pid: int, log: Callable[[str, Address], None], nursery: trio.Nursery) -> None:
         self.address, self.pid, self._log, self._nursery = address, pid, log, nursery
-        self._messages, self.incoming = trio.open_memory_channel[tuple[ControlMessage, tuple[int, ...]]](math.inf)
+        self._messages, self.incoming = trio.open_memory_channel[Envelope](math.inf)
         self.mailbox = self
         self.fault = None
         self.load_s, self.turn_s, self.wedged = 0.0, 0.0, False
@@ -81,10 +82,10 @@ class SimulatedWorker:
         self._messages.close()
         self._dead.set()
 
-    def unread(self) -> Iterator[ControlMessage]:
+    def unread(self) -> Iterator[Envelope]:
         with suppress(trio.WouldBlock, trio.EndOfChannel):
             while True:
-                yield self.incoming.receive_nowait()[0]
+                yield self.incoming.receive_nowait()
 
     async def wait_ending(self) -> WorkerExit:
         return await self.wait_dead()
@@ -193,6 +194,9 @@ class SimulatedSystem:
 
     def on_message(self, address: Address, message: ControlMessage) -> None:
         self._note("message", address)
+
+    def on_checkpoint_memory(self, address: Address, request: int, memory_fd: int) -> None:
+        self._note("checkpoint memory", address)
 
     def on_output(self, address: Address, data: memoryview) -> None:
         raise AssertionError("there are no edges")

@@ -26,6 +26,7 @@ from omni_actors.protocol.messages import (
     Start,
     Stop,
 )
+from omni_actors.protocol.packets import Envelope, close_all
 from omni_actors.stages.base import StageEngine
 from omni_actors.stages.echo.engine import EchoEngine
 from omni_actors.worker.control import AttachRing, Command, Control
@@ -63,6 +64,8 @@ class QueuedControl(Control):
     def __init__(self) -> None:
         super().__init__()
         self.messages: queue.Queue[ControlMessage] = queue.Queue()
+        self.memories: list[int] = []
+        """The descriptors that came with messages. ``close`` closes those that are left."""
         self._commands: collections.deque[Command] = collections.deque()
         self._arrived, self._bell = (os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC) for _ in range(2))
 
@@ -85,11 +88,13 @@ class QueuedControl(Control):
                 os.eventfd_read(bell)
         return [self._commands.popleft() for _ in range(len(self._commands))]
 
-    def _write(self, notices: Sequence[ControlMessage]) -> None:
-        for message in notices:
+    def _write(self, notices: Sequence[Envelope]) -> None:
+        for message, fds in notices:
+            self.memories.extend(fds)
             self.messages.put(message)
 
     def close(self) -> None:
+        close_all(self.memories)
         os.close(self._arrived)
         os.close(self._bell)
 
@@ -102,6 +107,7 @@ class LoopHarness:
     ) -> None:
         self._control = QueuedControl()
         self.messages, self.post = self._control.messages, self._control.post
+        self.memories = self._control.memories
         self.loop = Watched(HERE, 0, self._control, cpu_sharing, resumable=resumable, gathering=gathering)
         self.error: BaseException | None = None
         self._thread: threading.Thread | None = None
@@ -144,6 +150,7 @@ class LoopHarness:
         retain_bytes: int = 0,
         replayed: bool = False,
         worker_retain_bytes: int = 1 << 30,
+        checkpoint_bytes: int = 0,
         needed_from: tuple[int, ...] = (),
         wakes: bool = True,
     ) -> None:
@@ -157,6 +164,7 @@ class LoopHarness:
                 retain_bytes=retain_bytes,
                 replayed=replayed,
                 worker_retain_bytes=worker_retain_bytes,
+                checkpoint_bytes=checkpoint_bytes,
                 needed_from=needed_from,
             ),
             wakes=wakes,

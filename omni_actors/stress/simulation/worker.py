@@ -25,10 +25,11 @@ import trio
 
 from omni_actors.errors import WorkerExit
 from omni_actors.protocol import messages
-from omni_actors.protocol.mailbox import Envelope, Mailbox, MailboxFull, available
+from omni_actors.protocol.mailbox import Mailbox, MailboxFull, available
+from omni_actors.protocol.packets import Envelope, close_all
 from omni_actors.stages.base import StageCheckpoint, StageContext, StageEngine, StageFailure, StageOutput
 from omni_actors.supervisor.process import Worker
-from omni_actors.worker.control import AttachRing, Command, Control
+from omni_actors.worker.control import AttachCheckpoint, AttachRing, Command, Control
 from omni_actors.worker.engine_loop import EngineLoop
 from ringbuf import Ring
 
@@ -85,7 +86,9 @@ class SimulatedWorker(Worker):
         self._continued = trio.lowlevel.ParkingLot()
         self._bells = select.epoll()
         self._fds: set[int] = set()
-        """Descriptors in messages that it has not received."""
+        """Descriptors in messages that were not received: those to it, and those that it has not sent."""
+        self._attached: list[AttachCheckpoint] = []
+        """The commands that had descriptors of checkpoint memory."""
         self._control = _SimulatedControl(self)
         self._arrived: list[tuple[messages.ControlMessage, tuple[int, ...]]] = []
         """What its control socket holds."""
@@ -131,10 +134,9 @@ class SimulatedWorker(Worker):
         if type(message) is self.dies_of:
             self.kill()
 
-    def unread(self) -> Iterator[messages.ControlMessage]:
+    def unread(self) -> Iterator[Envelope]:
         """As ``Mailbox.unread``."""
-        for message, _ in available(self.incoming):
-            yield message
+        return available(self.incoming)
 
     def kill(self) -> None:
         self.die(signal="SIGKILL")
@@ -221,6 +223,10 @@ class SimulatedWorker(Worker):
             ring = Ring.attach(fds, generation=message.generation)
             self.rings.append(ring)
             return AttachRing(message.producer, message.consumer, ring)
+        if isinstance(message, messages.CheckpointMemory):
+            self._fds.difference_update(fds)
+            self._attached.append(AttachCheckpoint(message.request, *fds))
+            return self._attached[-1]
         assert isinstance(message, messages.LoopCommand), message
         return message
 
@@ -288,7 +294,11 @@ class SimulatedWorker(Worker):
         while self.frozen or self.blocked:
             await self._continued.park()
 
-    def notify(self, message: messages.ControlMessage) -> None:
+    def own(self, fds: tuple[int, ...]) -> None:
+        """Close these descriptors with the process, unless they are sent before."""
+        self._fds.update(fds)
+
+    def notify(self, message: messages.ControlMessage, fds: tuple[int, ...] = ()) -> None:
         """Send a message to the parent, or die before or after that."""
         self._fault_point()
         if self.loses_pong and isinstance(message, messages.Pong):
@@ -296,7 +306,8 @@ class SimulatedWorker(Worker):
             self.loses_pong, self.hung_at = False, trio.current_time()
             return
         if self.alive:
-            self._reports.send_nowait((message, ()))
+            self._fds.difference_update(fds)
+            self._reports.send_nowait((message, fds))
         self._fault_point()
         if type(message) is self.dies_of:
             raise PlannedKill
@@ -314,8 +325,9 @@ class SimulatedWorker(Worker):
             self.loop.close()
         for ring in self.rings:
             ring.close()
-        for fd in self._fds:
-            os.close(fd)
+        self._fds.update(fd for attached in self._attached if (fd := attached.take()) is not None)
+        self._fds.update(fd for _, fds in available(self.incoming) for fd in fds)
+        close_all([*self._fds])
         self._bells.close()
         os.close(self.arrived_bell)
         os.close(self.command_bell)
@@ -328,6 +340,10 @@ class _SimulatedControl(Control):
         super().__init__()
         self._worker = worker
 
+    def add(self, notice: messages.ControlMessage, fds: tuple[int, ...] = ()) -> None:
+        self._worker.own(fds)
+        super().add(notice, fds)
+
     def fileno(self) -> int:
         return self._worker.arrived_bell
 
@@ -337,9 +353,9 @@ class _SimulatedControl(Control):
     def commands(self) -> Sequence[Command]:
         return self._worker.commands()
 
-    def _write(self, notices: Sequence[messages.ControlMessage]) -> None:
-        for message in notices:
-            self._worker.notify(message)
+    def _write(self, notices: Sequence[Envelope]) -> None:
+        for message, fds in notices:
+            self._worker.notify(message, fds)
 
 
 def _add_fault_points(engine: StageEngine, fault_point: Callable[[], None]) -> None:
