@@ -80,12 +80,15 @@ class Schedules:
         self._by_name = {name: kind.from_config(config, **changes) for name, changes in _LEVELS.items()}
         self._device = device
         self.make = functools.lru_cache(maxsize=64)(self._make)
-        """make(scheduler, steps, rows) -> Schedule. rows: of the packed latents."""
+        """make(scheduler, steps, rows) -> Schedule. rows: of the packed latents. Raises InvalidRequest."""
 
     def _make(self, scheduler: Scheduler, steps: int, rows: int) -> Schedule:
         made = self._by_name[scheduler]
         sigmas = np.linspace(1.0, 1 / steps, steps)
-        made.set_timesteps(sigmas=sigmas, device=self._device, mu=_shift(made.config, rows))
+        with np.errstate(invalid="ignore", divide="ignore"):
+            made.set_timesteps(sigmas=sigmas, device=self._device, mu=_shift(made.config, rows))
+        if not made.sigmas.isfinite().all():  # one step, if the configuration has a shift_terminal
+            raise InvalidRequest(f"steps: the model's scheduler has no noise levels for {steps} steps", param="steps")
         return Schedule(made.timesteps, made.sigmas)
 
 

@@ -10,7 +10,7 @@ Rules
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
@@ -145,19 +145,16 @@ class Transformer:
 
 def _load(directory: Path, device: torch.device, dtype: torch.dtype) -> Any:
     network: Any = QwenImageTransformer2DModel
-    model, info = network.from_pretrained(
-        directory / "transformer",
-        torch_dtype=dtype,
-        device_map={"": str(device)},
-        local_files_only=True,
-        output_loading_info=True,
-    )
-    if missing := sorted(info["missing_keys"]):
-        raise WrongCheckpoint(directory, "transformer", f"there are no weights for {', '.join(missing[:3])}")
-    config: Mapping[str, Any] = model.config
+    part = directory / "transformer"
+    config = network.load_config(part, local_files_only=True)
     for name in ("guidance_embeds", "use_additional_t_cond", "use_layer3d_rope"):
         if config.get(name):
             raise ValueError(f"{directory}: a transformer with {name} is not supported")
+    with torch.device("meta"):
+        needed = network.from_config(config).state_dict().keys()
+    if missing := sorted(needed - weights.shapes(weights.checkpoint_files(part)).keys()):
+        raise WrongCheckpoint(directory, "transformer", f"there are no weights for {', '.join(missing[:3])}")
+    model = network.from_pretrained(part, dtype=dtype, device_map={"": str(device)}, local_files_only=True)
     return model.eval().requires_grad_(requires_grad=False)
 
 
