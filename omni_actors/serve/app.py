@@ -20,13 +20,23 @@ from omni_actors.errors import RequestError
 from omni_actors.serve.access.admission import AdmissionControl, AdmissionTicket
 from omni_actors.serve.access.gate import RequestGate
 from omni_actors.serve.access.origins import OriginCheck
-from omni_actors.serve.api import schemas
+from omni_actors.serve.api import image_schemas, schemas
 from omni_actors.serve.api.errors import to_http_error
-from omni_actors.serve.api.openapi import EVENTS, JSON, Operation, document
+from omni_actors.serve.api.openapi import EVENTS, JSON, Form, Operation, document
 from omni_actors.serve.api.responses import JSONResponse
 from omni_actors.serve.http.errors import HTTPError, internal_error
 from omni_actors.serve.media.loader import MediaLoader
-from omni_actors.serve.routes import admin, chat, completions, embeddings, speech, status, tokens, transcription
+from omni_actors.serve.routes import (
+    admin,
+    chat,
+    completions,
+    embeddings,
+    images,
+    speech,
+    status,
+    tokens,
+    transcription,
+)
 from omni_actors.serve.settings import ServerSettings
 from omni_actors.serve.tracing import TraceContext
 from omni_actors.system import OmniSystem
@@ -45,11 +55,12 @@ async def _openapi(request: Request) -> Response:
 
 
 class _Route(NamedTuple):
-    """handler: its docstring describes the route. body: as ``openapi.Operation`` has it, and so is ``answers``."""
+    """handler: its docstring describes the route. The rest is as ``openapi.Operation`` has it."""
 
     handler: _Handler
-    body: type[msgspec.Struct]
+    body: type[msgspec.Struct] | None = None
     answers: tuple[str, ...] = (JSON,)
+    form: Form | None = None
 
 
 _AUDIO = ("audio/mpeg", "audio/wav", "audio/flac", "audio/ogg", "audio/pcm")
@@ -60,8 +71,17 @@ MODEL_ROUTES: dict[str, _Route] = {
     "/v1/embeddings": _Route(embeddings.embeddings, schemas.EmbeddingRequest),
     "/v1/audio/speech": _Route(speech.speech, schemas.SpeechRequest, _AUDIO),
     "/v1/audio/transcriptions": _Route(
-        transcription.transcription, schemas.TranscriptionRequest, (JSON, EVENTS, "text/plain")
+        transcription.transcription,
+        answers=(JSON, EVENTS, "text/plain"),
+        form=Form(schemas.TranscriptionRequest, transcription.FILE),
     ),
+    "/v1/images/edits": _Route(
+        images.edit,
+        image_schemas.ImageEditRequest,
+        (JSON, EVENTS),
+        Form(image_schemas.ImageEditForm, images.FILES),
+    ),
+    "/v1/images/generations": _Route(images.generate, image_schemas.ImageRequest, (JSON, EVENTS)),
 }
 """The routes that make requests. They accept POST."""
 CALL_ROUTES: dict[str, _Route] = {
@@ -131,7 +151,7 @@ def build(
 def _described(operations: Mapping[str, admin.Operation]) -> dict[str, Operation]:
     """Return the description of each route, for the OpenAPI document."""
     described = {
-        path: Operation("post", route.body, summary_of(route.handler), route.answers)
+        path: Operation("post", route.body, summary_of(route.handler), form=route.form, answers=route.answers)
         for path, route in (MODEL_ROUTES | CALL_ROUTES).items()
     }
     for path, (handler, answers) in STATUS_ROUTES.items():

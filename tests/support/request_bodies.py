@@ -11,6 +11,7 @@ from starlette.requests import Request
 from starlette.types import Message
 
 from omni_actors.serve.api.form_body import read_form
+from omni_actors.serve.api.image_schemas import ImageEditForm, ImageEditRequest, ImageRequest
 from omni_actors.serve.api.json_body import read_json
 from omni_actors.serve.api.schemas import (
     ChatRequest,
@@ -22,12 +23,19 @@ from omni_actors.serve.api.schemas import (
     require_model,
 )
 from omni_actors.serve.http.errors import HTTPError
+from omni_actors.serve.routes import images, transcription
 
 SCHEMAS: dict[str, Any] = {
     "chat": ChatRequest,
     "speech": SpeechRequest,
     "completions": CompletionRequest,
     "embeddings": EmbeddingRequest,
+    "images": ImageRequest,
+    "edits": ImageEditRequest,
+}
+FORMS: dict[str, Any] = {
+    "transcription": (TranscriptionRequest, transcription.FILE),
+    "edit_form": (ImageEditForm, images.FILES),
 }
 MULTIPART = "multipart/form-data; boundary=XX"
 
@@ -43,11 +51,12 @@ def request(body: bytes, content_type: str = "application/json") -> Request:
 
 def take(path: str, body: bytes, content_type: str = MULTIPART) -> dict[str, Any]:
     """Parse a body as the handler of ``path`` does, up to what it asks the pipeline. Raises HTTPError."""
-    if path == "transcription":
-        file, fields = trio.run(read_form, request(body, content_type), "file")
-        asked, params = parse(fields, TranscriptionRequest, strict=False)
+    if path in FORMS:
+        schema, field = FORMS[path]
+        files, fields = trio.run(read_form, request(body, content_type), field)
+        asked, params = parse(fields, schema, strict=False)
         require_model(asked.model, ["studio"])
-        return {**params, "file": file}
+        return {**params, "files": files}
     asked, params = parse(trio.run(read_json, request(body)), SCHEMAS[path])
     require_model(asked.model, ["studio"])
     return params

@@ -1,15 +1,15 @@
-"""Multipart forms with one file, which are parsed slice by slice.
+"""Multipart forms with files, which are parsed slice by slice.
 
 Rules
 1. The parser gets the body in slices, with a checkpoint between them.
-2. The file stays in memory: ``max_body_bytes`` limits its size, and its ticket counts it already.
+2. The files stay in memory: ``max_body_bytes`` limits their size, and their ticket counts them already.
 3. Names and values are UTF-8, as RFC 7578 recommends. A ``charset`` in the content type has no effect.
 """
 
 from __future__ import annotations
 
 import logging
-from typing import Any
+from typing import Any, NamedTuple
 
 import trio
 from python_multipart.exceptions import FormParserError
@@ -25,17 +25,33 @@ MAX_PARTS = 32
 MAX_FIELD_BYTES = 1 << 16
 
 
-async def read_form(request: Request, file_name: str) -> tuple[bytes | None, dict[str, Any]]:
-    """Return the bytes of the file in the field ``file_name``, and the other fields that are not empty.
+class FileField(NamedTuple):
+    """The field of a form that has its files.
 
-    The file is None if the form has no such field. Raises HTTPError 400.
+    names: the names that the field may have, the usual one first. description: of one file, with its article.
+    most: the most files.
+    """
+
+    names: tuple[str, ...]
+    description: str
+    most: int = 1
+
+    def missing(self) -> HTTPError:
+        """Return the error for a form without a file."""
+        message = f"missing required parameter {self.names[0]!r}, {self.description} in a multipart form"
+        return bad_request(message, self.names[0], "missing_required_parameter")
+
+
+async def read_form(request: Request, file_field: FileField) -> tuple[list[bytes], dict[str, Any]]:
+    """Return the bytes of each file in ``file_field``, in order, and the other fields that are not empty.
+
+    There may be no file. Raises HTTPError 400.
     """
     kind, options = parse_options_header(request.headers.get("content-type"))
     if kind != b"multipart/form-data" or b"boundary" not in options:
-        message = f"missing required parameter {file_name!r}, an audio file in a multipart form"
-        raise bad_request(message, file_name, "missing_required_parameter")
+        raise file_field.missing()
     body = await read_body(request)
-    form = _Form(file_name)
+    form = _Form(file_field)
     callbacks: Any = {name: getattr(form, name) for name in dir(form) if name.startswith("on_")}
     try:
         parser = MultipartParser(options[b"boundary"], callbacks)
@@ -44,16 +60,16 @@ async def read_form(request: Request, file_name: str) -> tuple[bytes | None, dic
             parser.write(bytes(body[at : at + SLICE_BYTES]))
     except FormParserError as error:
         raise _broken(str(error)) from error
-    return form.file, form.fields
+    return form.files, form.fields
 
 
 class _Form:
     """A form, filled in by the parser's callbacks: the methods with the parser's names of its events."""
 
-    def __init__(self, file_name: str) -> None:
-        self.file: bytes | None = None
+    def __init__(self, file_field: FileField) -> None:
+        self.files: list[bytes] = []
         self.fields: dict[str, str] = {}
-        self._file_name = file_name
+        self._file_field = file_field
         self._name = ""
         self._is_file = False
         self._parts = 0
@@ -83,10 +99,12 @@ class _Form:
             raise _broken("a part has no name")
         if not self._is_file:
             return
-        if self._name != self._file_name:
-            raise bad_request(f"unknown file {quote_value(self._name)}; accepted: {self._file_name!r}", self._name)
-        if self.file is not None:
-            raise _broken("it has more than one file")
+        names, most = self._file_field.names, self._file_field.most
+        if self._name not in names:
+            accepted = " or ".join(map(repr, names))
+            raise bad_request(f"unknown file {quote_value(self._name)}; accepted: {accepted}", self._name)
+        if len(self.files) == most:
+            raise _broken("it has more than one file" if most == 1 else f"it has more than {most} files")
 
     def on_part_data(self, data: bytes, begin: int, end: int) -> None:
         self._data += data[begin:end]
@@ -95,7 +113,7 @@ class _Form:
 
     def on_part_end(self) -> None:
         if self._is_file:
-            self.file = bytes(self._data)
+            self.files.append(bytes(self._data))
         elif self._data:
             self.fields[self._name] = _text(self._data)
         self._data = bytearray()

@@ -56,6 +56,11 @@ class Generations:
         self._all = generations
         self.stream: RelayedStream = generations[0].stream if len(generations) == 1 else _Streams(generations)
 
+    @property
+    def count(self) -> int:
+        """The number of generations."""
+        return len(self._all)
+
     @classmethod
     def begin(cls, submits: Sequence[Callable[[], Generation]]) -> Generations:
         """Submit all requests, or none: an error of one aborts those before it. Raises as ``OmniSystem.generate``."""

@@ -9,37 +9,47 @@ from typing import Any, NamedTuple
 import msgspec
 
 from omni_actors import __version__
-from omni_actors.serve.api.schemas import ErrorObject, TranscriptionRequest
+from omni_actors.serve.api.form_body import FileField
+from omni_actors.serve.api.schemas import ErrorObject
 
 _COMPONENTS = "#/components/schemas/{name}"
 JSON, EVENTS = "application/json", "text/event-stream"
 
 
+class Form(NamedTuple):
+    """A multipart form. fields: the schema of the fields except the files, which are in ``files``."""
+
+    fields: type[msgspec.Struct]
+    files: FileField
+
+
 class Operation(NamedTuple):
     """What a client must know of one route.
 
-    method: "get" or "post". body: the schema of its body; None: it has none. summary: one sentence. answers: the
-    content types of a success. is_public: whether it needs no key.
+    method: "get" or "post". body: the schema of its JSON body, and form: its form; None: it accepts none.
+    summary: one sentence. answers: the content types of a success. is_public: whether it needs no key.
     """
 
     method: str
     body: type[msgspec.Struct] | None
     summary: str
+    form: Form | None = None
     answers: tuple[str, ...] = (JSON,)
     is_public: bool = False
 
 
 def document(operations: Mapping[str, Operation], *, has_key: bool) -> dict[str, Any]:
     """Return the OpenAPI 3.1 document of the routes, by path. has_key: whether the server asks for a key."""
-    bodies = {path: operation.body for path, operation in operations.items() if operation.body is not None}
-    references, components = msgspec.json.schema_components([*bodies.values(), ErrorObject], ref_template=_COMPONENTS)
-    schemas = dict(zip(bodies, references, strict=False))
-    error = {"description": "An error", "content": {JSON: {"schema": references[-1]}}}
-    described: dict[str, Any] = {"schemas": components}
+    bodies = [operation.body for operation in operations.values() if operation.body is not None]
+    forms = [operation.form.fields for operation in operations.values() if operation.form is not None]
+    structs: list[type[msgspec.Struct]] = [ErrorObject, *bodies, *forms]
+    references, components = msgspec.json.schema_components(structs, ref_template=_COMPONENTS)
+    schemas = dict(zip(structs, references, strict=True))
+    described: dict[str, Any] = {"schemas": dict(sorted(components.items()))}
     if has_key:
         described["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
     paths = {
-        path: {operation.method: _operation(path, operation, schemas.get(path), error, has_key=has_key)}
+        path: {operation.method: _operation(path, operation, schemas, has_key=has_key)}
         for path, operation in operations.items()
     }
     info = {"title": "omni_actors", "version": __version__}
@@ -47,8 +57,9 @@ def document(operations: Mapping[str, Operation], *, has_key: bool) -> dict[str,
 
 
 def _operation(
-    path: str, operation: Operation, schema: dict[str, Any] | None, error: dict[str, Any], *, has_key: bool
+    path: str, operation: Operation, schemas: Mapping[type[msgspec.Struct], dict[str, Any]], *, has_key: bool
 ) -> dict[str, Any]:
+    error = {"description": "An error", "content": {JSON: {"schema": schemas[ErrorObject]}}}
     content = {
         kind: {"schema": {"type": "object"} if kind == JSON else {"type": "string"}} for kind in operation.answers
     }
@@ -58,10 +69,12 @@ def _operation(
         "summary": operation.summary,
         "responses": {"200": success, "default": error},
     }
-    if schema is not None:
-        kind = "multipart/form-data" if operation.body is TranscriptionRequest else JSON
-        body = {"allOf": [schema, _FILE]} if operation.body is TranscriptionRequest else schema
-        described["requestBody"] = {"required": True, "content": {kind: {"schema": body}}}
+    bodies = {} if operation.body is None else {JSON: {"schema": schemas[operation.body]}}
+    if operation.form is not None:
+        fields = {"allOf": [schemas[operation.form.fields], _files(operation.form.files)]}
+        bodies["multipart/form-data"] = {"schema": fields}
+    if bodies:
+        described["requestBody"] = {"required": True, "content": bodies}
     if names := re.findall(r"{(\w+)}", path):
         described["parameters"] = [
             {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names
@@ -71,5 +84,8 @@ def _operation(
     return described
 
 
-_FILE = {"type": "object", "properties": {"file": {"type": "string", "format": "binary"}}, "required": ["file"]}
-"""What a form has besides its fields."""
+def _files(field: FileField) -> dict[str, Any]:
+    """Return the schema of a form's files."""
+    name, file = field.names[0], {"type": "string", "format": "binary"}
+    schema = file if field.most == 1 else {"type": "array", "items": file, "minItems": 1, "maxItems": field.most}
+    return {"type": "object", "properties": {name: schema}, "required": [name]}

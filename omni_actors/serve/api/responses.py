@@ -32,9 +32,10 @@ DONE = b"data: [DONE]\n\n"
 Pieces = AsyncGenerator[bytes, None]
 
 
-def event(data: Any) -> bytes:
-    """Return a server-sent event with ``data`` as JSON."""
-    return b"data: " + msgspec.json.encode(data) + b"\n\n"
+def event(data: Any, name: str | None = None) -> bytes:
+    """Return a server-sent event with ``data`` as JSON. name: of the event's type, if it has one."""
+    head = b"" if name is None else b"event: " + name.encode() + b"\n"
+    return b"".join((head, b"data: ", msgspec.json.encode(data), b"\n\n"))
 
 
 def error_event(error: RequestError) -> bytes:

@@ -29,7 +29,7 @@ MAX_SPEECH_CHARACTERS = 4096
 """OpenAI's own limit."""
 MAX_SHORT = 1 << 16
 """The most characters of a field's name, and of a string that is not content: an error may quote all of it."""
-CONTENT = frozenset({"content", "text", "data", "prompt", "url", "arguments"})
+CONTENT = frozenset({"content", "text", "data", "prompt", "negative_prompt", "url", "image_url", "arguments"})
 """The fields that carry content."""
 
 Text = Annotated[str, Meta(min_length=1)]
@@ -62,6 +62,8 @@ UNSUPPORTED_FIELDS: dict[str, tuple[Any, ...]] = {
     "moderation": (),
     "instructions": ("",),
     "prompt": ("",),
+    **dict.fromkeys(("complexity", "frame_count", "frame_duration_ms", "input_fidelity", "style", "svg"), ()),
+    **dict.fromkeys(("mask", "markup", "previews"), ()),
 }
 """Fields that this server does not implement, and the values that are accepted because they have no effect. The
 chat template of a model adds its special tokens, so ``add_special_tokens`` would repeat them."""
@@ -162,17 +164,22 @@ class ModelBody(msgspec.Struct, frozen=True, kw_only=True):
     model: str
 
 
-class TextBody(ModelBody, frozen=True, kw_only=True):
+class ChoicesBody(ModelBody, frozen=True, kw_only=True):
+    """What the bodies of routes have that give several answers to a prompt."""
+
+    n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] = 1
+    """Answers to each prompt. With a seed, each has its own: seed, seed + 1, …"""
+    seed: Any = None
+    """An integer, which the engines check."""
+
+
+class TextBody(ChoicesBody, frozen=True, kw_only=True):
     """The fields that the bodies of the chat and the completion API share."""
 
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
     max_tokens: int | None = None
     stop: str | Annotated[list[str], Meta(max_length=4)] | None = None
-    n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] = 1
-    """Answers to each prompt. With a seed, each has its own: seed, seed + 1, …"""
-    seed: Any = None
-    """An integer, which the engines check."""
     response_format: TextFormat | JSONFormat | JSONSchemaFormat = TextFormat()
 
 

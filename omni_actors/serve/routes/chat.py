@@ -28,7 +28,7 @@ from omni_actors.serve.http.errors import bad_request
 from omni_actors.serve.media.audio import decode
 from omni_actors.serve.media.loader import MediaLoader, MediaReference
 from omni_actors.serve.routes.chat_answer import ChatCompletion, events, whole_response
-from omni_actors.serve.routes.common import begin_choices, open_body, text_parameters
+from omni_actors.serve.routes.common import begin_choices, open_body, require_accepted, text_parameters
 
 
 async def chat(request: Request) -> Response:
@@ -49,7 +49,7 @@ async def _start(request: Request) -> tuple[ChatCompletion, Generations]:
     params, names = parameters_of(body, params, system.pipeline)
     completion = ChatCompletion(body, names)
     messages, references = _split_media(body.messages, system.pipeline)
-    _require_accepted(references, system.pipeline)
+    require_accepted([(each.kind, each.param) for each in references], system.pipeline)
     data: dict[str, list[Any]] = {"audio": []}
     for reference, file in zip(references, await media.load(references, ticket), strict=True):
         data.setdefault(reference.kind, []).append(file)
@@ -191,13 +191,3 @@ def _reference(part: schemas.AudioPart | schemas.ImagePart | schemas.VideoPart, 
             return MediaReference("image", image.url, f"{param}.image_url.url")
         case schemas.VideoPart(video_url=video):
             return MediaReference("video", video.url, f"{param}.video_url.url")
-
-
-def _require_accepted(files: Sequence[MediaReference], pipeline: Pipeline) -> None:
-    """Check rule 2. Raises HTTPError."""
-    accepted = {kind for stage in pipeline.stages.values() for kind in stage.accepts}
-    for file in files:
-        if file.kind not in accepted:
-            known = ", ".join(map(repr, sorted(accepted)))
-            message = f"{file.param}: {pipeline.name!r} does not accept {file.kind}; accepted: {known}"
-            raise bad_request(message, file.param, "unsupported_input")

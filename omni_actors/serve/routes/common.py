@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from starlette.requests import Request
 
+from omni_actors.config import Pipeline
 from omni_actors.generation import Generation
 from omni_actors.outputs import Output
 from omni_actors.serve.api import schemas
@@ -57,8 +58,21 @@ def text_parameters(body: schemas.TextBody) -> list[tuple[str, str, Any]]:
     ]
 
 
+def require_accepted(files: Iterable[tuple[str, str]], pipeline: Pipeline) -> None:
+    """Refuse files that no stage accepts, before they are fetched or decoded. Raises HTTPError.
+
+    files: the kind of each, and the parameter that contains it.
+    """
+    accepted = {kind for stage in pipeline.stages.values() for kind in stage.accepts}
+    for kind, param in files:
+        if kind not in accepted:
+            known = ", ".join(map(repr, sorted(accepted)))
+            message = f"{param}: {pipeline.name!r} does not accept {kind}; accepted: {known}"
+            raise bad_request(message, param, "unsupported_input")
+
+
 def begin_choices(
-    system: OmniSystem, body: schemas.TextBody, submits: Sequence[Callable[..., Generation]], id: str
+    system: OmniSystem, body: schemas.ChoicesBody, submits: Sequence[Callable[..., Generation]], id: str
 ) -> Generations:
     """Begin ``n`` generations of each submission, which takes the seed and the request's identifier.
 

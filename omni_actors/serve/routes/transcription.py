@@ -14,11 +14,12 @@ from omni_actors.generation import Generation
 from omni_actors.serve.access.admission import SCOPE_KEY
 from omni_actors.serve.api import responses
 from omni_actors.serve.api.errors import renaming
-from omni_actors.serve.api.form_body import read_form
+from omni_actors.serve.api.form_body import FileField, read_form
 from omni_actors.serve.api.schemas import TranscriptionRequest
-from omni_actors.serve.http.errors import bad_request
 from omni_actors.serve.media.audio import decode
 from omni_actors.serve.routes.common import open_body
+
+FILE = FileField(("file",), "an audio file")
 
 
 async def transcription(request: Request) -> Response:
@@ -33,12 +34,11 @@ async def transcription(request: Request) -> Response:
 
 async def _start(request: Request) -> tuple[TranscriptionRequest, float, Generation]:
     """Return the request's fields, the audio's duration in seconds, and the generation."""
-    data, fields = await read_form(request, "file")
+    files, fields = await read_form(request, FILE)
     system, body, params = open_body(request, fields, TranscriptionRequest, strict=False)
-    if data is None:
-        message = "missing required parameter 'file', an audio file in a multipart form"
-        raise bad_request(message, "file", "missing_required_parameter")
-    [clip] = await decode([(data, "file")])
+    if not files:
+        raise FILE.missing()
+    [clip] = await decode([(files[0], "file")])
     request.scope[SCOPE_KEY].release()
     generation = system.generate(multi_modal_data={"audio": clip}, modalities=("transcript",), **params)
     return body, clip.duration_s, generation

@@ -15,6 +15,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from omni_actors.serve.api import json_body
+from omni_actors.serve.api.image_schemas import ImageEditRequest
 from omni_actors.serve.api.json_body import MAX_DEPTH, MAX_SLOW_BYTES, MAX_VALUES, DecodingCost, read_json
 from omni_actors.serve.api.schemas import (
     MAX_SHORT,
@@ -213,6 +214,7 @@ KNOWN = [
     *SpeechRequest.__struct_fields__,
     *EmbeddingRequest.__struct_fields__,
     *TokenizeRequest.__struct_fields__,
+    *ImageEditRequest.__struct_fields__,
     "logit_bias",
     "user",
     "self",
@@ -226,6 +228,7 @@ GOOD = [
     {"model": "studio", "input": "hi"},
     {"model": "studio", "prompt": "hi"},
     {"tokens": [1, 2]},
+    {"model": "studio", "prompt": "hi", "images": [{"image_url": "data:image/png;base64,AAAA"}]},
 ]
 
 
@@ -251,6 +254,8 @@ SERVED: list[tuple[str, dict[str, Any]]] = [
     ("/v1/audio/speech", GOOD[2]),
     ("/v1/completions", GOOD[3]),
     ("/v1/embeddings", GOOD[2]),
+    ("/v1/images/generations", GOOD[3]),
+    ("/v1/images/edits", GOOD[5]),
     ("/tokenize", GOOD[3]),
     ("/tokenize", GOOD[1]),
     ("/detokenize", GOOD[4]),

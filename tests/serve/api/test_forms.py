@@ -23,7 +23,14 @@ def test_a_file_arrives_unchanged(size: int) -> None:
     """Also if it contains something like a boundary, in one slice or across two."""
     file = (b"\r\n--X" * size)[:size]
     body = part("model", b"studio") + part("file", file, '; filename="a.wav"') + part("empty", b"") + END
-    assert take("transcription", body) == {"file": file}
+    assert take("transcription", body) == {"files": [file]}
+
+
+def test_several_files_arrive_in_order_under_either_name() -> None:
+    body = part("model", b"studio") + part("prompt", b"a cat")
+    for name, file in (("image[]", b"one"), ("image", b"two"), ("image[]", b"three")):
+        body += part(name, file, '; filename="a.png"')
+    assert take("edit_form", body + END) == {"files": [b"one", b"two", b"three"]}
 
 
 def test_the_charset_of_a_form_has_no_effect() -> None:
@@ -82,5 +89,6 @@ PIECES = [*WORDS, b"\r\n", b"\r", b"\n", b"\xff", b"Content-Disposition: form-da
     ),
 )
 def test_any_form_is_parsed_or_refused(body: bytes, content_type: str) -> None:
-    parsed_or_refused("transcription", b"--XX\r\n" + body, content_type)
-    parsed_or_refused("transcription", body, content_type)
+    for path in ("transcription", "edit_form"):
+        parsed_or_refused(path, b"--XX\r\n" + body, content_type)
+        parsed_or_refused(path, body, content_type)

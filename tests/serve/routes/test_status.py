@@ -24,12 +24,19 @@ def test_openapi_describes_every_route_and_its_body(studio: Server) -> None:
     validate(found, cls=OpenAPIV31SpecValidator)
     ids = [operation["operationId"] for path in found["paths"].values() for operation in path.values()]
     assert len(set(ids)) == len(ids)
-    for path in {*MODEL_ROUTES} - {"/v1/audio/transcriptions"}:
-        [content] = found["paths"][path]["post"]["requestBody"]["content"].values()
-        name = content["schema"]["$ref"].removeprefix("#/components/schemas/")
-        assert "model" in found["components"]["schemas"][name]["required"]
-    [form] = found["paths"]["/v1/audio/transcriptions"]["post"]["requestBody"]["content"].values()
-    assert form["schema"]["allOf"][1]["required"] == ["file"]
+    files = {}
+    for path in MODEL_ROUTES:
+        for kind, content in found["paths"][path]["post"]["requestBody"]["content"].items():
+            fields = content["schema"]
+            if kind == "multipart/form-data":
+                fields, files[path] = fields["allOf"]
+            name = fields["$ref"].removeprefix("#/components/schemas/")
+            assert "model" in found["components"]["schemas"][name]["required"]
+    assert {path: schema["required"] for path, schema in files.items()} == {
+        "/v1/audio/transcriptions": ["file"],
+        "/v1/images/edits": ["image"],
+    }
+    assert "application/json" in found["paths"]["/v1/images/edits"]["post"]["requestBody"]["content"]
     speech = found["components"]["schemas"]["SpeechRequest"]["properties"]
     assert speech["response_format"]["default"] == "mp3"
 

@@ -1,0 +1,40 @@
+"""Encode the pictures of responses.
+
+Rules
+1. A thread encodes a picture, because that takes up to seconds. Few are encoded at the same time.
+2. Pillow, which encodes, is not a part of every installation. ``require_encoder`` comes before any other work.
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+import trio
+
+from omni_actors.outputs import Picture, PictureFormat
+from omni_actors.serve.http.errors import HTTPError
+from omni_actors.serve.media.base64_data import to_base64
+
+_ENCODERS = trio.CapacityLimiter(2)
+"""An encoder keeps a picture and its file, even after its client has left."""
+
+
+def require_encoder() -> None:
+    """Raise HTTPError 501 if this installation cannot encode pictures."""
+    if find_spec("PIL") is None:
+        message = "this server cannot encode pictures: Pillow is not installed; omni-actors[image] has it"
+        raise HTTPError(501, message, code="missing_library")
+
+
+async def encoded(picture: Picture, format: PictureFormat = "png", quality: int | None = None) -> str:
+    """Return the file of a picture, in base64.
+
+    quality: from 0 to 100; None means the format's default. PNG has none.
+    Cancellation: the thread finishes its work in the background.
+    """
+
+    def encode() -> str:
+        options = {} if quality is None else {"quality": max(1, quality)}
+        return to_base64(picture.encode(format, **options))
+
+    return await trio.to_thread.run_sync(encode, abandon_on_cancel=True, limiter=_ENCODERS)

@@ -1,0 +1,262 @@
+"""The image routes, as OpenAI's own client uses them."""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import openai
+import pytest
+from PIL import Image
+
+from tests.support.http_server import Server, Start
+
+PAINTER = """\
+name: painter
+stages:
+  easel:
+    engine: tests.support.painting_engine:PaintingEngine
+    accepts: [messages, image]
+    emits: image
+    deterministic: true
+    options: {steps: 4}
+"""
+SIZE = (32, 24)
+"""The width and height of a picture whose request names none."""
+
+
+@pytest.fixture(scope="module")
+def server(start: Start) -> Iterator[Server]:
+    with start(
+        "--max-body-bytes", "1000000", "-s", "limits.max_requests=12", "-s", "limits.replays=0", config=PAINTER
+    ) as server:
+        yield server
+        server.wait_metric("omni_requests_in_flight", 0)
+        assert "Traceback" not in server.stderr
+
+
+@pytest.fixture(scope="module")
+def client(server: Server) -> Iterator[openai.OpenAI]:
+    with server.openai() as client:
+        yield client
+
+
+def opened(b64: str) -> Image.Image:
+    return Image.open(io.BytesIO(base64.b64decode(b64)))
+
+
+def pixels(b64: str) -> Any:
+    return np.asarray(opened(b64).convert("RGB"))
+
+
+def file(color: str = "red", format: str = "PNG") -> bytes:
+    data = io.BytesIO()
+    Image.new("RGB", (8, 6), color).save(data, format)
+    return data.getvalue()
+
+
+def draw(client: openai.OpenAI, **asked: Any) -> Any:
+    extra = {name: asked.pop(name) for name in ("seed", "steps", "guidance", "negative_prompt") if name in asked}
+    return client.images.generate(**{"model": "painter", "prompt": "a cat", "extra_body": extra, **asked})
+
+
+def test_a_picture(client: openai.OpenAI) -> None:
+    answer = draw(client)
+    [picture] = answer.data
+    assert (opened(picture.b64_json).format, opened(picture.b64_json).size) == ("PNG", SIZE)
+    assert (answer.size, answer.output_format, answer.background) == ("32x24", "png", "opaque")
+    assert answer.created > 1_700_000_000
+    assert (picture.url, answer.usage) == (None, None)
+
+
+def test_a_picture_depends_on_its_parameters_and_on_nothing_else(client: openai.OpenAI) -> None:
+    pictures = [
+        draw(client, **asked).data[0].b64_json
+        for asked in (
+            {},
+            {"seed": 0},
+            {"size": "auto", "user": "me"},
+            {"seed": 1},
+            {"guidance": 3.5},
+            {"negative_prompt": "a dog"},
+            {"prompt": "a dog"},
+        )
+    ]
+    assert len(set(pictures[:3])) == 1
+    assert len(set(pictures)) == 5
+
+
+@pytest.mark.parametrize("format", ["png", "jpeg", "webp"])
+def test_the_size_and_the_format(client: openai.OpenAI, format: str) -> None:
+    answer = draw(client, size="64x48", output_format=format)
+    picture = opened(answer.data[0].b64_json)
+    assert (picture.format, picture.size, answer.size) == (format.upper(), (64, 48), "64x48")
+
+
+def test_a_higher_compression_value_is_a_better_picture(client: openai.OpenAI) -> None:
+    sizes = [
+        len(draw(client, output_format="jpeg", output_compression=quality).data[0].b64_json) for quality in (0, 50, 100)
+    ]
+    assert sizes == sorted(set(sizes))
+
+
+def test_several_pictures_have_consecutive_seeds(client: openai.OpenAI) -> None:
+    several = [picture.b64_json for picture in draw(client, n=3, seed=7).data]
+    assert several == [draw(client, seed=seed).data[0].b64_json for seed in (7, 8, 9)]
+
+
+@pytest.mark.parametrize(
+    ("steps", "most", "previews"), [(4, 3, [1, 2, 3]), (50, 3, [13, 26, 39]), (5, 1, [3]), (1, 2, [])]
+)
+def test_a_stream_has_previews_and_the_picture(
+    client: openai.OpenAI, steps: int, most: int, previews: list[int]
+) -> None:
+    events = list(draw(client, stream=True, partial_images=most, steps=steps, output_format="webp"))
+    *partial, done = events
+    assert [event.type for event in partial] == ["image_generation.partial_image"] * len(previews)
+    assert [event.partial_image_index for event in partial] == list(range(len(previews)))
+    assert done.type == "image_generation.completed"
+    whole = draw(client, output_format="png", steps=steps).data[0].b64_json
+    for event, step in zip(partial, previews, strict=True):
+        expected = pixels(whole).astype(int) * step / steps
+        assert np.abs(pixels(event.b64_json) - expected).mean() < 16  # a lossy format of coarse squares
+    for event in events:
+        assert (event.size, event.output_format, event.background, event.quality) == ("32x24", "webp", "opaque", "auto")
+        assert event.created_at == done.created_at
+
+
+def test_a_stream_of_several_pictures_tells_them_apart(client: openai.OpenAI) -> None:
+    events = list(draw(client, stream=True, n=3, seed=7, partial_images=1))
+    pictures = {event.index: event.b64_json for event in events if event.type == "image_generation.completed"}
+    assert [pictures[index] for index in range(3)] == [each.b64_json for each in draw(client, n=3, seed=7).data]
+    assert sum(event.type == "image_generation.partial_image" for event in events) == 3
+
+
+def test_the_events_of_a_stream_name_their_type(server: Server) -> None:
+    body = {"model": "painter", "prompt": "a cat", "stream": True, "partial_images": 1}
+    lines = server.http.post("/v1/images/generations", json=body).text.splitlines()
+    assert [line for line in lines if line.startswith("event:")] == [
+        "event: image_generation.partial_image",
+        "event: image_generation.completed",
+    ]
+
+
+def test_progress_without_a_picture_changes_nothing(client: openai.OpenAI) -> None:
+    [done] = draw(client, prompt="progress", stream=True)
+    assert done.b64_json == draw(client, prompt="progress").data[0].b64_json
+
+
+def test_an_edit_by_a_form_is_one_by_json(client: openai.OpenAI, server: Server) -> None:
+    asked = {"model": "painter", "prompt": "a cat"}
+    [picture] = client.images.edit(**asked, image=file(), extra_body={"seed": 3, "strength": 0.5}).data or []
+    url = f"data:image/png;base64,{base64.b64encode(file()).decode()}"
+    body = {**asked, "images": [{"image_url": url}], "seed": 3, "strength": 0.5}
+    answer = server.http.post("/v1/images/edits", json=body).json()
+    assert answer["data"] == [{"b64_json": picture.b64_json}]
+    others = [client.images.edit(**asked, image=file()), client.images.edit(**asked, image=[file(), file("blue")])]
+    found = {picture.b64_json, *(each.data[0].b64_json for each in others if each.data), draw(client).data[0].b64_json}
+    assert len(found) == 4
+
+
+def test_an_edit_is_streamed_too(client: openai.OpenAI) -> None:
+    events = list(client.images.edit(model="painter", prompt="a cat", image=file(), stream=True, partial_images=1))
+    assert [event.type for event in events] == ["image_edit.partial_image", "image_edit.completed"]
+
+
+@pytest.mark.parametrize(
+    ("asked", "param", "code"),
+    [
+        ({"prompt": ""}, "prompt", "invalid_value"),
+        ({"prompt": "a" * 32_001}, "prompt", "invalid_value"),
+        ({"prompt": "unpaintable"}, "prompt", "invalid_value"),
+        ({"prompt": "colourless"}, "prompt", "no_picture"),
+        ({"size": "0x16"}, "size", "invalid_value"),
+        ({"size": "16"}, "size", "invalid_value"),
+        ({"size": "99999999x16"}, "size", "invalid_value"),
+        ({"steps": 0}, "steps", "invalid_value"),
+        ({"steps": 10_000}, "steps", "invalid_value"),
+        ({"steps": 10**18, "stream": True, "partial_images": 1}, "steps", "invalid_value"),
+        ({"steps": -5, "stream": True, "partial_images": 1}, "steps", "invalid_value"),
+        ({"guidance": -1}, "guidance", "invalid_value"),
+        ({"guidance": 1e300}, "guidance", "invalid_value"),
+        ({"n": 0}, "n", "invalid_value"),
+        ({"n": 11}, "n", "invalid_value"),
+        ({"partial_images": 4, "stream": True}, "partial_images", "invalid_value"),
+        ({"partial_images": 1}, "partial_images", "invalid_value"),
+        ({"output_compression": 50}, "output_compression", "unsupported_parameter"),
+        ({"output_format": "gif"}, "output_format", "invalid_value"),
+        ({"response_format": "url"}, "response_format", "invalid_value"),
+        ({"background": "transparent"}, "background", "invalid_value"),
+        ({"quality": "high"}, "quality", "invalid_value"),
+        ({"style": "vivid"}, "style", "unsupported_parameter"),
+        ({"previews": 1}, "previews", "unsupported_parameter"),
+        ({"strength": "much"}, "strength", "invalid_value"),
+        ({"modalities": ["text"]}, "modalities", "unknown_parameter"),
+    ],
+)
+def test_a_wrong_field_is_named(server: Server, asked: dict[str, Any], param: str, code: str) -> None:
+    answer = server.http.post("/v1/images/generations", json={"model": "painter", "prompt": "a cat", **asked})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"], error["code"]) == (400, param, code), error
+
+
+@pytest.mark.parametrize(
+    ("fields", "files", "param"),
+    [
+        ({}, {}, "image"),
+        ({}, {"mask": file(), "image": file()}, "mask"),
+        ({}, {"image": b""}, "image"),
+        ({"guidance": "nan"}, {"image": file()}, "guidance"),
+        ({"strength": "inf"}, {"image": file()}, "strength"),
+        ({"seed": "x"}, {"image": file()}, "seed"),
+        ({"n": "11"}, {"image": file()}, "n"),
+    ],
+)
+def test_a_wrong_form_is_refused(server: Server, fields: dict[str, str], files: dict[str, bytes], param: str) -> None:
+    form: Any = {name: (f"{name}.png", data) for name, data in files.items()} or {"none": (None, "")}
+    answer = server.http.post("/v1/images/edits", data={"model": "painter", "prompt": "a cat", **fields}, files=form)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
+
+
+@pytest.mark.parametrize(
+    ("images", "param"),
+    [
+        ([], "images"),
+        ([{"image_url": "https://example.org/a.png"}], "images[0].image_url"),
+        ([{"image_url": "data:image/png;base64,!"}], "images[0].image_url"),
+        ([{"file_id": "file-1"}], "images[0]"),
+        ([{"image_url": "data:image/png;base64,"}] * 17, "images"),
+    ],
+)
+def test_a_wrong_picture_in_json_is_refused(server: Server, images: Any, param: str) -> None:
+    body = {"model": "painter", "prompt": "a cat", "images": images}
+    answer = server.http.post("/v1/images/edits", json=body)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
+
+
+def test_more_files_than_openai_allows(server: Server) -> None:
+    files = [("image[]", ("a.png", b"x"))] * 17
+    answer = server.http.post("/v1/images/edits", data={"model": "painter", "prompt": "a cat"}, files=files)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_form")
+
+
+def test_another_model_does_not_exist(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError):
+        draw(client, model="gpt-image-2.5-flare")
+
+
+def test_a_pipeline_without_pictures(studio: Server) -> None:
+    for body in ({}, {"images": [{"image_url": "data:image/png;base64,AAAA"}]}):
+        path = "edits" if body else "generations"
+        answer = studio.http.post(f"/v1/images/{path}", json={"model": "studio", "prompt": "a cat", **body})
+        assert answer.status_code == 400, answer.text
+
+
+def test_the_death_of_a_worker_is_an_event_of_the_stream(client: openai.OpenAI) -> None:
+    events = draw(client, prompt="deadly", stream=True, partial_images=3)
+    assert next(events).partial_image_index == 0
+    with pytest.raises(openai.APIError, match="stage 'easel'"):
+        next(events)
