@@ -34,6 +34,7 @@ ENGINE_DATA = {f"omni_actors.stages.{name}" for name in ("base", "registry", "as
 """What can be imported without an engine's libraries."""
 OPTIONS = "omni_actors.stages.*.options"
 """The row of every engine's options and request parameters."""
+PIPELINE_INDEX = "omni_actors.stages.diffusion.pipeline_index"
 
 LAYERS: dict[str, set[str]] = {
     "ringbuf": set(),
@@ -48,15 +49,17 @@ LAYERS: dict[str, set[str]] = {
     "omni_actors.stages.bounds": set(),
     OPTIONS: {"omni_actors.stages.bounds"},
     "omni_actors.stages.adapters.files": {"omni_actors.errors", OPTIONS},
-    "omni_actors.stages.registry": {"omni_actors.stages.base", OPTIONS},
+    PIPELINE_INDEX: set(),
+    "omni_actors.stages.registry": {"omni_actors.stages.base", OPTIONS, PIPELINE_INDEX},
     "omni_actors.stages.memory": {"omni_actors.stages.registry"},
     "omni_actors.stages": {
         *("omni_actors.errors", "omni_actors.validation", "ringbuf", OPTIONS),
         *(f"omni_actors.stages.{name}" for name in ("base", "assets", "bounds", "adapters.files")),
+        PIPELINE_INDEX,
     },
     "omni_actors.config": {
         *("omni_actors.errors", "omni_actors.validation", "omni_actors.protocol.messages"),
-        *("omni_actors.stages.registry", "omni_actors.stages.assets"),
+        *("omni_actors.stages.registry", "omni_actors.stages.assets", PIPELINE_INDEX),
     },
     "omni_actors.protocol": {
         "omni_actors.errors",
@@ -170,7 +173,7 @@ FORBIDDEN_LIBRARIES: dict[str, set[str]] = {
     **{
         module: HEAVY | {"trio"}
         for module in (
-            OPTIONS,
+            *(OPTIONS, PIPELINE_INDEX),
             *(f"omni_actors.stages.{name}" for name in ("bounds", "memory", "registry", "adapters.files")),
         )
     },

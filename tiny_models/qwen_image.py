@@ -49,6 +49,8 @@ def text_encoder(seed: int = 0) -> Qwen2_5_VLForConditionalGeneration:
         "max_position_embeddings": 4096,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 3, 3]},
         "initializer_range": 0.2,
+        "bos_token_id": None,
+        "eos_token_id": TOKENIZER.convert_tokens_to_ids(words.IM_END),
     }
     vision = {
         "depth": 2,

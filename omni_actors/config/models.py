@@ -1,4 +1,5 @@
-"""From a model's name to its pipeline: the architecture in the model's ``config.json`` decides.
+"""From a model's name to its pipeline: the architecture in the model's ``config.json`` decides, or of a directory of
+diffusers the class in its ``model_index.json``.
 
 Rules
 1. Nothing is downloaded. A model of a hub must be in huggingface_hub's cache on this machine.
@@ -18,6 +19,7 @@ import msgspec
 from omni_actors.config.document import Document
 from omni_actors.errors import ConfigError
 from omni_actors.stages import assets
+from omni_actors.stages.diffusion.pipeline_index import INDEX, read_index
 
 OMNI = {
     "Qwen3OmniMoeForConditionalGeneration": "qwen3_omni",
@@ -25,6 +27,13 @@ OMNI = {
     "Qwen2_5OmniModel": "qwen2_5_omni",
 }
 """The shipped pipeline of each omni architecture."""
+DIFFUSERS = {
+    "QwenImagePipeline": "qwen_image",
+    "QwenImageImg2ImgPipeline": "qwen_image",
+    "QwenImageEditPipeline": "qwen_image_edit",
+    "QwenImageEditPlusPipeline": "qwen_image_edit",
+}
+"""The shipped pipeline of each of these classes of diffusers. The engine ``diffusers`` runs any other class."""
 WHISPER, CAUSAL_LM = "WhisperForConditionalGeneration", "ForCausalLM"
 KNOWN = (*OMNI, WHISPER, f"any name that ends in {CAUSAL_LM}")
 CONTEXT = 2048
@@ -48,10 +57,17 @@ class Model(msgspec.Struct, frozen=True):
     location: str
     directory: Path
     config: ModelConfig
+    is_of_diffusers: bool = False
+    """Whether ``architecture`` is the class of diffusers that its ``model_index.json`` names."""
 
     @property
     def architecture(self) -> str | None:
         return self.config.architectures[0] if self.config.architectures else None
+
+    @property
+    def file(self) -> Path:
+        """The file that names the architecture."""
+        return self.directory / (INDEX if self.is_of_diffusers else "config.json")
 
     @property
     def is_whisper(self) -> bool:
@@ -71,11 +87,10 @@ def find(name: str, path: Path) -> Model | None:
     Raises assets.ModelNotFound: the model is not on this machine. ConfigError: it has no readable ``config.json``.
     """
     if path.is_dir():
-        return Model(path.resolve().name, str(path), path, _config(path))
+        return _model(path.resolve().name, str(path), path)
     if not assets.names_a_model(name):
         return None
-    directory = assets.resolve(name)
-    return Model(name, name, directory, _config(directory))
+    return _model(name, name, assets.resolve(name))
 
 
 def shipped_pipeline(model: Model) -> str | None:
@@ -83,6 +98,8 @@ def shipped_pipeline(model: Model) -> str | None:
 
     Raises ConfigError: its architecture is not known.
     """
+    if model.is_of_diffusers:
+        return DIFFUSERS.get(model.architecture or "")
     if model.architecture in OMNI:
         return OMNI[model.architecture]
     if model.is_whisper or (model.architecture or "").endswith(CAUSAL_LM):
@@ -92,9 +109,12 @@ def shipped_pipeline(model: Model) -> str | None:
 
 
 def single_stage(model: Model) -> Document:
-    """Return the pipeline of a Whisper or a causal language model. Raises ConfigError."""
+    """Return the pipeline of a Whisper, of a causal language model, or of a class of diffusers. Raises ConfigError."""
     stage: dict[str, Any]
-    if model.is_whisper:
+    if model.is_of_diffusers:
+        stage = {"engine": "diffusers", "accepts": ["messages"], "emits": "image", "device": "cuda:0"}
+        stage["options"] = {"dtype": "bfloat16"}
+    elif model.is_whisper:
         if not model.is_converted:
             raise _not_converted(model)
         stage = {"engine": "whisper", "accepts": ["audio"], "emits": "transcript"}
@@ -104,12 +124,12 @@ def single_stage(model: Model) -> Document:
             options["context"] = positions
         stage = {"engine": "llm", "accepts": ["messages"], "emits": "text", "device": "cuda:0", "options": options}
     stages = {stage["engine"]: {**stage, "model": model.location}}
-    return Document.made({"name": model.name, "stages": stages}, str(model.directory / "config.json"))
+    return Document.made({"name": model.name, "stages": stages}, str(model.file))
 
 
 def adapt(document: Document, model: Model) -> Document:
     """Change a pipeline for this model and the devices of this machine, and return it."""
-    document.file = str(model.directory / "config.json")
+    document.file = str(model.file)
     document.assign("name", model.name, document.file)
     document.set_all("model", model.location, document.file)
     if not model.config.enable_audio_output:
@@ -128,12 +148,23 @@ def cuda_devices() -> int:
     return min(present, len([each for each in visible.split(",") if each.strip() not in ("", "-1")]))
 
 
+def _model(name: str, location: str, directory: Path) -> Model:
+    file = directory / INDEX
+    try:
+        if not file.is_file():
+            return Model(name, location, directory, _config(directory))
+        config = ModelConfig(architectures=[read_index(directory).class_name])
+    except msgspec.DecodeError as error:
+        raise ConfigError(str(file), "(document)", file.name, f"the index of a pipeline ({error})") from error
+    return Model(name, location, directory, config, is_of_diffusers=True)
+
+
 def _config(directory: Path) -> ModelConfig:
     file = directory / "config.json"
     try:
         return msgspec.json.decode(file.read_bytes(), type=ModelConfig)
     except OSError as error:
-        accepted = "a directory with the config.json of a model, or the path of a YAML file"
+        accepted = "a directory with the config.json or model_index.json of a model, or the path of a YAML file"
         raise ConfigError(str(directory), "(model)", str(directory), accepted) from error
     except msgspec.DecodeError as error:
         raise ConfigError(str(file), "(document)", file.name, f"the configuration of a model ({error})") from error

@@ -19,11 +19,13 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from omni_actors.stages.registry import ENGINES
+from omni_actors.stages.registry import ENGINES, EngineSpec
 
 T = TypeVar("T")
 
-INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+FILES = ("model.safetensors", "diffusion_pytorch_model.safetensors")
+"""Names of a checkpoint's file in one piece; a sharded one has an index of that name and ``INDEX``."""
+INDEX = ".index.json"
 HEADER_BYTES = 100_000_000
 """The longest header that the format allows."""
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -59,6 +61,18 @@ class _Tensor(msgspec.Struct):
         return self.data_offsets[1] - self.data_offsets[0]
 
 
+class _Loaded(msgspec.Struct, frozen=True):
+    """Which tensors an engine loads: those that begin with ``prefix``, without those that begin with ``without``."""
+
+    prefix: str
+    without: tuple[str, ...]
+
+    def among(self, names: Iterable[str]) -> Iterator[str]:
+        """Return their names."""
+        own = (name for name in names if name.startswith(self.prefix) and name != "__metadata__")
+        return (name for name in own if not name.startswith(self.without))
+
+
 class _Index(msgspec.Struct):
     weight_map: dict[str, str]
     """Tensor name to shard file."""
@@ -87,11 +101,13 @@ def count(engine: str, directory: Path, options: Mapping[str, Any]) -> Memory:
     the weights count as float32, without ``context`` there is no cache.
     Raises Uncounted.
     """
-    part = ENGINES[engine].checkpoint_part if engine in ENGINES else None
-    if part is None:
+    spec = ENGINES.get(engine)
+    part = None if spec is None else spec.checkpoint_part
+    if spec is None or part is None:
         raise Uncounted(directory, f"the parts of it that the engine {engine!r} loads are not known")
     item_bytes = ITEM_BYTES[options.get("dtype", "float32")]
-    sizes = [tensor.loaded_bytes(item_bytes) for tensor in _tensors(directory, f"{part}." if part else "")]
+    loaded = _Loaded(f"{part}." if part else "", _left_out(spec, directory))
+    sizes = [tensor.loaded_bytes(item_bytes) for tensor in _tensors(directory / spec.checkpoint_folder, loaded)]
     if not sizes:
         raise Uncounted(directory, f"there are no weights of the part {part!r}")
     if "context" not in options:
@@ -100,20 +116,25 @@ def count(engine: str, directory: Path, options: Mapping[str, Any]) -> Memory:
     return Memory(sum(sizes), tokens * _decoder(directory, part).values_per_token * item_bytes)
 
 
-def _tensors(directory: Path, prefix: str) -> Iterator[_Tensor]:
-    shards = [directory / SINGLE]
-    if not shards[0].exists():  # transformers looks for the two files in this order
-        if not (directory / INDEX).exists():
-            raise Uncounted(directory, f"there is neither {SINGLE} nor {INDEX}")
-        placed = _read(directory / INDEX, _Index).weight_map
-        shards = [directory / name for name in sorted({placed[tensor] for tensor in _tensor_names(placed, prefix)})]
+def _left_out(spec: EngineSpec, directory: Path) -> tuple[str, ...]:
+    try:
+        return () if spec.checkpoint_leaves_out is None else spec.checkpoint_leaves_out(directory)
+    except (OSError, msgspec.DecodeError) as error:
+        raise Uncounted(directory, str(error)) from error
+
+
+def _tensors(directory: Path, loaded: _Loaded) -> Iterator[_Tensor]:
+    present = [name for name in FILES if (directory / name).exists()]
+    shards = [directory / name for name in present[:1]]
+    if not shards:  # libraries look for the two files in this order
+        indices = [directory / f"{name}{INDEX}" for name in FILES if (directory / f"{name}{INDEX}").exists()]
+        if not indices:
+            raise Uncounted(directory, f"there is neither {FILES[0]} nor {FILES[0]}{INDEX}")
+        placed = _read(indices[0], _Index).weight_map
+        shards = [directory / name for name in sorted({placed[tensor] for tensor in loaded.among(placed)})]
     for shard in shards:
         header = _read(shard, dict[str, Any], header=True)
-        yield from (_convert(shard, header[name], _Tensor) for name in _tensor_names(header, prefix))
-
-
-def _tensor_names(names: Iterable[str], prefix: str) -> Iterator[str]:
-    return (name for name in names if name.startswith(prefix) and name != "__metadata__")
+        yield from (_convert(shard, header[name], _Tensor) for name in loaded.among(header))
 
 
 def _decoder(directory: Path, part: str) -> _Decoder:

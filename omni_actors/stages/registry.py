@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from omni_actors.stages.autoregressive.options import TextOptions
 from omni_actors.stages.base import NoOptions, NoParams
+from omni_actors.stages.diffusion.pipeline_index import unused_by_text_encoder
 from omni_actors.stages.echo.options import EchoOptions, EchoParams
 from omni_actors.stages.hibari import options as hibari
 from omni_actors.stages.llm.options import LLMParams
@@ -99,6 +101,10 @@ class EngineSpec(msgspec.Struct, frozen=True):
     checkpoint_part: str | None = None
     """The engine loads the checkpoint's tensors whose names begin with this word and a dot; "" means all tensors.
     None: not known, so ``memory`` cannot count them."""
+    checkpoint_folder: str = ""
+    """The folder that has these tensors, in a directory of diffusers."""
+    checkpoint_leaves_out: Callable[[Path], tuple[str, ...]] | None = None
+    """Returns, for a model's directory, what the names begin with of those tensors that the engine does not load."""
 
 
 def _shipped(
@@ -122,7 +128,7 @@ _thinker = partial(
     _language, extra="omni", checkpoint_part="thinker", has_tokenizer=True, lacks_raw_prompt=_raw_prompt_of_thinker
 )
 _talker = partial(_torch, extra="omni", checkpoint_part="talker")
-_diffusion = partial(_shipped, libraries=("torch", "diffusers"), extra="image", resumable=True)
+_qwen_image = partial(_shipped, libraries=("diffusers", "torch", "transformers"), extra="image", checkpoint_part="")
 _vllm = partial(_shipped, libraries=("vllm",), extra="vllm", resumable=True)
 _vllm_thinker = partial(_vllm, has_tokenizer=True, lacks_raw_prompt=_on_vllm(_raw_prompt_of_thinker))
 
@@ -161,8 +167,34 @@ ENGINES: dict[str, EngineSpec] = {
         extra="omni",
         checkpoint_part="token2wav",
     ),
-    "qwen_image_denoiser": _diffusion(
-        "qwen_image.denoiser:DenoiserEngine", qwen_image.DenoiserOptions, qwen_image.DenoiserParams
+    "qwen_image_denoiser": _qwen_image(
+        "qwen_image.denoiser:DenoiserEngine",
+        qwen_image.DenoiserOptions,
+        qwen_image.DenoiserParams,
+        resumable=True,
+        checkpoint_folder="transformer",
+    ),
+    "qwen_image_text_encoder": _qwen_image(
+        "qwen_image.text_encoder:TextEncoder",
+        qwen_image.TextEncoderOptions,
+        qwen_image.TextEncoderParams,
+        has_tokenizer=True,
+        checkpoint_folder="text_encoder",
+        checkpoint_leaves_out=unused_by_text_encoder,
+    ),
+    "qwen_image_vae_encoder": _qwen_image(
+        "qwen_image.picture_encoder:PictureEncoder",
+        qwen_image.PictureEncoderOptions,
+        qwen_image.PictureEncoderParams,
+        checkpoint_folder="vae",
+        checkpoint_leaves_out=lambda _: ("decoder.", "post_quant_conv."),
+    ),
+    "qwen_image_vae_decoder": _qwen_image(
+        "qwen_image.picture_decoder:PictureDecoder",
+        qwen_image.PictureDecoderOptions,
+        resumable=True,
+        checkpoint_folder="vae",
+        checkpoint_leaves_out=lambda _: ("encoder.", "quant_conv."),
     ),
     "vllm": _vllm(
         "vllm.factories:open_text",

@@ -54,10 +54,11 @@ def open_stage(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., StageE
         return tiny.save(tmp_path_factory.mktemp("qwen2_5"))
 
     @functools.cache
-    def random_qwen_image() -> Path:
+    def random_qwen_image(kind: str) -> Path:
         from tiny_models import qwen_image as tiny
 
-        return tiny.save(tmp_path_factory.mktemp("qwen_image"))
+        directory = tmp_path_factory.mktemp("qwen_image")
+        return tiny.save(directory) if kind == "text" else tiny.save_edit(directory, plus=kind == "edit plus")
 
     def open_engine(name: str, model: Path | None = None, **options: Any) -> StageEngine:
         if model is None and name in _MODELS:
@@ -70,8 +71,10 @@ def open_stage(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., StageE
             model = random_qwen2_5()
         elif model is None and name.startswith("qwen3_"):
             model = random_qwen3()
+        elif model is None and name == "qwen_image_vae_encoder":
+            model, options = random_qwen_image("edit plus"), {"image_area": 64 * 64, **options}
         elif model is None and name.startswith("qwen_image_"):
-            model = random_qwen_image()
+            model = random_qwen_image("text")
         module, _, factory = ENGINES[name].factory.partition(":")
         context = stage_context(options, stage=name, model=model, threads=THREADS)
         engine: StageEngine = getattr(import_module(module), factory)(context)

@@ -295,6 +295,55 @@ def qwen_image_denoiser(_: pytest.FixtureRequest) -> Case:
     )
 
 
+def qwen_image_text_encoder(_: pytest.FixtureRequest) -> Case:
+    def chunks(prompt: str) -> list[FeedArgs]:
+        return [({"messages": [{"role": "user", "content": part}]}, {}) for part in ("hello", prompt)]
+
+    def normalise(outputs: list[Any]) -> Any:
+        [output] = outputs
+        assert output.tensors.keys() == {"prompt", "negative"}
+        return {name: tensor.numpy() for name, tensor in output.tensors.items()}
+
+    return Case(
+        name="qwen_image_text_encoder",
+        inputs=[chunks("a red fox"), chunks("the sea at night")],
+        refused=({"messages": "none"}, {}),
+        normalise=normalise,
+        negative_prompt="grey",
+    )
+
+
+def qwen_image_vae_encoder(_: pytest.FixtureRequest) -> Case:
+    def chunks(seed: int) -> list[FeedArgs]:
+        images = np.random.default_rng(seed).integers(0, 255, (2, 40, 60, 3), np.uint8)
+        return [({"index": index}, {"image": image}) for index, image in enumerate(images)]
+
+    def normalise(outputs: list[Any]) -> Any:
+        [output] = outputs
+        assert output.tensors.keys() == {"latents.0", "latents.1"}
+        return {name: tensor.numpy() for name, tensor in output.tensors.items()}
+
+    refused = ({"index": 5}, {"image": np.zeros((2, 9), np.uint8)})
+    return Case("qwen_image_vae_encoder", [chunks(1), chunks(2)], refused, normalise)
+
+
+def qwen_image_vae_decoder(_: pytest.FixtureRequest) -> Case:
+    def chunks(seed: int) -> list[FeedArgs]:
+        latents = np.random.default_rng(seed).normal(0, 1, (3, 4, 8, 12)).astype(np.float32)
+        return [
+            ({"step": step, "total": 3, "final": step == 3, "width": 48, "height": 32}, {"latents": latents[step - 1]})
+            for step in (1, 2, 3)
+        ]
+
+    def normalise(outputs: list[Any]) -> Any:
+        assert [output.data for output in outputs] == [{"step": n, "total": 3, "final": n == 3} for n in (1, 2, 3)]
+        return [output.tensors["image"].astype(np.float32) for output in outputs]
+
+    data = {"step": 3, "total": 3, "final": True, "width": 48, "height": 32}
+    refused = (data, {"latents": np.zeros((3, 8, 12), np.float32)})
+    return Case("qwen_image_vae_decoder", [chunks(1), chunks(2)], refused, normalise, source="denoiser")
+
+
 EVERY_ENGINE = [
     pytest.param(echo, id="echo"),
     *(
@@ -311,6 +360,9 @@ EVERY_ENGINE = [
             qwen2_5_talker,
             qwen2_5_token2wav,
             qwen_image_denoiser,
+            qwen_image_text_encoder,
+            qwen_image_vae_encoder,
+            qwen_image_vae_decoder,
         )
     ),
 ]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Literal, TypeAlias
+from typing import Annotated, Literal, TypeAlias
 
 import msgspec
+from msgspec import Meta
 
 from omni_actors.stages import bounds
 from omni_actors.stages.adapters.options import Lora
@@ -51,3 +52,63 @@ class DenoiserParams(ImageParams, frozen=True, forbid_unknown_fields=True):
     """Which noise levels the steps go through; None means what the stage's options define."""
     lora: Lora | None = None
     """The LoRA adapter of the transformer to denoise with."""
+
+
+class TextEncoderOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The options of ``qwen_image_text_encoder``."""
+
+    max_prompt: bounds.Positive = 1024
+    """The most rows of a prompt's hidden states. A longer prompt is refused."""
+    max_images: bounds.Positive = 3
+    """The most pictures of a request, for a model that looks at them."""
+    image_pixels: bounds.Positive = 64_000_000
+    """Width times height of a picture, from its header, before it is decoded."""
+    image_area: bounds.Positive | None = None
+    """Pixels to which a picture is scaled; its aspect ratio stays. None: as the model was trained."""
+    guidance: Guidance = 4.0
+    """The guidance of a request that names none."""
+    dtype: bounds.Dtype = "float32"
+
+
+class TextEncoderParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The request parameters of ``qwen_image_text_encoder``."""
+
+    negative_prompt: Annotated[str, Meta(max_length=1_000_000)] | None = None
+    """What the picture should not show. It takes effect with a guidance above 1."""
+    guidance: Guidance | None = None
+    """As in ``ImageParams``."""
+
+
+class PictureEncoderOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The options of ``qwen_image_vae_encoder``."""
+
+    max_pixels: bounds.Positive = 2048 * 2048
+    """The largest width times height to which a picture is scaled."""
+    image_area: bounds.Positive = 1024 * 1024
+    """Pixels to which a picture is scaled, unless the request has a ``size``; its aspect ratio stays."""
+    max_images: bounds.Positive = 3
+    """The most pictures of a request."""
+    image_pixels: bounds.Positive = 64_000_000
+    """Width times height of a picture, from its header, before it is decoded."""
+    tiling: bool = False
+    """Whether a large picture is encoded in overlapping tiles. They need less memory and give other values."""
+    dtype: bounds.Dtype = "float32"
+
+
+class PictureEncoderParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The request parameters of ``qwen_image_vae_encoder``."""
+
+    size: Size | None = None
+    """As in ``ImageParams``."""
+    seed: bounds.Seed | None = None
+    """As in ``ImageParams``. A picture to start from is sampled with it."""
+
+
+class PictureDecoderOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The options of ``qwen_image_vae_decoder``."""
+
+    max_pixels: bounds.Positive = 2048 * 2048
+    """The largest width times height of a picture."""
+    tiling: bool = False
+    """Whether a large picture is decoded in overlapping tiles. They need less memory and give other values."""
+    dtype: bounds.Dtype = "float32"
