@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 from collections.abc import AsyncIterator
@@ -9,8 +10,11 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import trio
+from safetensors.numpy import load_file as load_numpy_file
+from safetensors.torch import load_file as load_torch_file
 
 from omni_actors.config import Pipeline, Restart, Stage
 from omni_actors.errors import InvalidRequest
@@ -18,6 +22,7 @@ from omni_actors.outputs import Answer
 from omni_actors.system import OmniSystem
 from tests.support.closeness import assert_same_sound
 from tests.support.omni_questions import STORY, Ask
+from tests.support.open_descriptors import open_descriptors
 from tiny_models.llama import save_model
 
 WATCHDOG_S = 100.0
@@ -83,6 +88,41 @@ async def test_new_weights_last_through_a_death_and_a_refusal(old: Path, new: Pa
         with pytest.raises(InvalidRequest, match="path"):
             await omni.update_weights(tmp_path / "nothing", stages=["mind"])
         await _check_start_and_finish(omni, before.text, old, new)
+
+
+@pytest.mark.slow
+async def test_tensors_are_weights_too_and_last_through_a_death(old: Path, new: Path) -> None:
+    """One part as tensors of torch, the rest as arrays: the answer is that of the new weights."""
+    torch_ones = load_torch_file(new / "model.safetensors")
+    arrays = load_numpy_file(new / "model.safetensors")
+    first = dict(itertools.islice(torch_ones.items(), len(torch_ones) // 2))
+    rest = {name: array for name, array in arrays.items() if name not in first}
+    async with opened(new) as omni:
+        expected = await ask(omni)
+    async with opened(old) as omni:
+        before = await ask(omni)
+        assert before.text != expected.text
+        with pytest.raises(InvalidRequest, match="a tensor was expected"):
+            await omni.update_weights({"word": "this is none"}, stages=["mind"])
+        (refused,) = (await omni.update_weights({"unknown": np.zeros(3, np.float32)}, stages=["mind"]))["mind"]
+        assert isinstance(refused.error, InvalidRequest)
+        for part in (first, rest):
+            (reply,) = (await omni.update_weights(part, stages=["mind"]))["mind"]
+            assert reply.result()["updated"] == len(part)
+        answer = await ask(omni)
+        assert (answer.text, version(answer)) == (expected.text, "update-3")
+        os.kill(omni.health().stages["mind"][0].pid or 0, signal.SIGKILL)
+        answer = await ask(omni)
+        assert (answer.text, version(answer)) == (expected.text, "update-3")
+        (reply,) = (await omni.update_weights(arrays, version="whole", stages=["mind"]))["mind"]
+        assert reply.result()["complete"]
+        assert len(weights_in_memory()) == 1, "the parts that the whole replaces are freed"
+    assert not weights_in_memory()
+
+
+def weights_in_memory() -> list[str]:
+    targets = [os.readlink(path) for number in open_descriptors() if os.path.lexists(path := f"/proc/self/fd/{number}")]
+    return [target for target in targets if "memfd:weights" in target]
 
 
 async def _check_start_and_finish(omni: OmniSystem, first: str, old: Path, new: Path) -> None:

@@ -138,6 +138,7 @@ class OmniSystem(Requests, TextControl, LoraControl, SleepControl, WeightControl
                     self._running = True
                     task_status.started()
         finally:
+            self._memory.keep_only(())
             self._all_ended.set()
 
     # state

@@ -4,7 +4,7 @@ Rules
 1. No request is computed with two versions: the requests of a stage end, or are aborted, before its weights change,
    and later ones wait until it has the new ones.
 2. The new weights are a part of the desired state, so a worker that starts later has them before it is ready. The files
-   must stay as they are until then.
+   must stay as they are until then; tensors are kept in shared memory as long (``weight_memory``).
 3. All replicas of a stage have one version. If one refuses new weights, the others get the earlier ones back.
 """
 
@@ -18,6 +18,7 @@ import trio
 
 from omni_actors.errors import InvalidRequest
 from omni_actors.system.control import Control, PauseMode, Replies
+from omni_actors.system.weight_memory import WeightMemory
 
 UPDATE_TIMEOUT_S = 300.0
 CAPABILITY = "update_weights"
@@ -32,6 +33,10 @@ class WeightControl(Control):
         super().__init__()
         self._updating = False
         self._paused_before = False
+        self._memory = WeightMemory()
+        self._lock = trio.Lock()
+        self._updates = 0
+        """How many updates had no version."""
 
     async def start_weight_update(self, mode: PauseMode = "wait") -> None:
         """Pause generation for one or several calls of ``update_weights``, until ``finish_weight_update``.
@@ -47,7 +52,7 @@ class WeightControl(Control):
 
     async def update_weights(
         self,
-        path: str | Path,
+        path: str | Path | Mapping[str, Any],
         *,
         version: str | None = None,
         stages: Collection[str],
@@ -57,10 +62,12 @@ class WeightControl(Control):
         """Replace weights of stages, in place and between requests.
 
         Args:
-            path: A safetensors file, or a directory with such files. Names and shapes are those of the model's own
-                checkpoint; weights that are missing stay as they are. The files must not change while they are in use.
+            path: A safetensors file, or a directory with such files. Or the tensors themselves, by name: arrays of
+                numpy or tensors of torch, which are copied into shared memory once. Names and shapes are those of the
+                model's own checkpoint; weights that are missing stay as they are. Files must not change while they are
+                in use. Tensors are kept until others replace all of them.
             version: The name of the version, which every output has from then on as ``data["weights_version"]``; by
-                default the path's last part.
+                default the path's last part, and "update-1", "update-2" … for tensors.
             stages: The stages whose model it is.
             mode: What happens to the requests that run, unless ``start_weight_update`` has paused generation.
             timeout_s: Seconds to wait for each worker.
@@ -75,13 +82,29 @@ class WeightControl(Control):
         supported = await self.call("supports", {"capability": CAPABILITY}, stages=chosen)
         if any(isinstance(reply.error, InvalidRequest) for replies in supported.values() for reply in replies):
             return supported
-        arguments = {"files": await trio.to_thread.run_sync(_files, Path(path)), "version": version or Path(path).name}
+        async with self._lock:
+            return await self._load(path, version, chosen, mode, timeout_s)
+
+    async def _load(
+        self,
+        path: str | Path | Mapping[str, Any],
+        version: str | None,
+        stages: Collection[str],
+        mode: PauseMode,
+        timeout_s: float,
+    ) -> Replies:
+        if isinstance(path, Mapping):
+            path = await trio.to_thread.run_sync(self._memory.write, path)
+            self._updates += version is None
+            version = version or f"update-{self._updates}"
         alone = not self._updating
-        if alone:
-            await self.start_weight_update(mode)
         try:
-            return await self._update(chosen, arguments, timeout_s)
+            files = await trio.to_thread.run_sync(_files, Path(path))
+            if alone:
+                await self.start_weight_update(mode)
+            return await self._update(stages, {"files": files, "version": version or Path(path).name}, timeout_s)
         finally:
+            self._memory.keep_only(self._files_in_use())
             if alone:
                 await self.finish_weight_update()
 
@@ -101,6 +124,11 @@ class WeightControl(Control):
             elif all(reply.error is None and reply.value["complete"] for reply in replies[stage]):
                 self._supervisor.desired.keep_only(stage, CAPABILITY, key)
         return replies
+
+    def _files_in_use(self) -> set[str]:
+        """Return the paths of the files that later workers load, too."""
+        parts = [part for stage in self.pipeline.stages for part in self._supervisor.desired.of(stage)]
+        return {file for part in parts if part.capability == CAPABILITY for file in part.arguments["files"]}
 
     async def _restore(self, stage: str, timeout_s: float) -> None:
         """Give every replica of a stage the weights of its desired state again, the model's own ones first."""

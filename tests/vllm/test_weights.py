@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from omni_actors.errors import InvalidRequest
 from omni_actors.stages.weights import checkpoint_files
+from omni_actors.system.weight_memory import WeightMemory
 from tests.support.closeness import assert_same_results
 from tests.support.conformance import chunks
 from tests.support.engine_driver import Driver
@@ -29,8 +30,11 @@ SAVE: dict[str, Callable[..., Path]] = {
 ARGUMENTS = {"enable_prefix_caching": True, "max_model_len": 128, "logits_processors": []}
 
 
-def update(engine: Any, directory: Path) -> Any:
-    return engine.call("update_weights", {"files": checkpoint_files(directory), "version": "new"})
+def update(engine: Any, path: Path) -> Any:
+    """path: of a directory, or of a file in memory."""
+    status = path.stat()
+    files = checkpoint_files(path) if path.is_dir() else {str(path): (status.st_size, status.st_mtime_ns)}
+    return engine.call("update_weights", {"files": files, "version": "new"})
 
 
 def computed(engine: Any) -> Any:
@@ -55,7 +59,8 @@ def test_an_engine_with_new_weights_computes_as_one_that_was_loaded_with_them(
         assert_same_results(computed(engine), before)
         assert update(engine, new)["complete"]
         assert_same_results(computed(engine), expected)
-        assert update(engine, old)["complete"]
+        in_memory = WeightMemory().write(load_file(old / "model.safetensors"))
+        assert update(engine, in_memory)["complete"]
         assert_same_results(computed(engine), before)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -51,15 +52,12 @@ def why_no_new_weights(llm: Any) -> str | None:
 
 
 def replace_weights(llm: Any, own_directory: Path, part: str, files: weights.Files) -> dict[str, Any]:
-    """Let vLLM load all weights again, from the directory of these files.
+    """Let vLLM load all weights again, from these files.
 
     part: the part of the checkpoint that the model is; "": all of it. vLLM reads whole checkpoints only.
 
     Returns as ``Engine._replace_weights`` does. Raises InvalidRequest: nothing has changed.
     """
-    directory = Path(next(iter(files))).parent
-    if {Path(name) for name in files} != set(directory.glob("*.safetensors")):
-        raise InvalidRequest(f"path: vLLM reads all files of a directory; {directory} has others", param="path")
     prefix = f"{part}." if part else ""
     checkpoint = weights.shapes(weights.checkpoint_files(own_directory))
     every = weights.shapes(files)
@@ -68,7 +66,10 @@ def replace_weights(llm: Any, own_directory: Path, part: str, files: weights.Fil
     if missing := sorted(own - found):
         message = f"vLLM replaces all weights, and the files lack {len(missing)}, such as {missing[0]!r}"
         raise InvalidRequest(message, param="path")
-    llm.collective_rpc("reload_weights", kwargs={"weights_path": str(directory)})
+    with tempfile.TemporaryDirectory() as directory:  # vLLM reads all files of a directory
+        for number, name in enumerate(files):
+            Path(directory, f"{number}.safetensors").symlink_to(name)
+        llm.collective_rpc("reload_weights", kwargs={"weights_path": directory})
     if llm.model_config.is_multimodal_model:
         llm.reset_mm_cache()
         llm.reset_encoder_cache()
