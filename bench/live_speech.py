@@ -34,7 +34,7 @@ from omni_actors import AudioChunk, OmniSystem
 from omni_actors.config import Pipeline, load
 
 OPENINGS = ("The harbour wakes slowly", "A gull cries over the pier", "The old boat leaves at seven")
-MIDDLES = ("and nobody hurries", "while the tide turns", "because the wind has dropped", "as it did in other years")
+MIDDLES = ("and the road is empty", "while the tide turns", "because the wind has dropped", "as it did in other years")
 ENDINGS = ("today.", "once more!", "before the sun is high.", "and is that not enough?", "at 3.30 in the morning.")
 SENTENCES = [f"{OPENINGS[n % 3]}, {MIDDLES[n % 4]}, {ENDINGS[n % 5]}" for n in range(30)]
 TEXT = " ".join(SENTENCES)

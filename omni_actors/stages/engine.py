@@ -15,6 +15,9 @@ NOT_COMMON = {
     "reset_mm_cache": "the engine keeps no processed media",
     "reset_encoder_cache": "the engine keeps no encoded media",
     "update_weights": "the engine loads its weights at the start only",
+    "tokenize": "the engine has no tokenizer",
+    "detokenize": "the engine has no tokenizer",
+    "load_lora": "the engine has no layers for LoRA adapters",
     "sleep": "the engine cannot move its weights to host memory; level 2 frees them",
 }
 """Why an engine does not have these capabilities, unless a subclass has them."""

@@ -92,9 +92,9 @@ def _tensor(name: str, given: Any) -> Tensor:
             tensor = Tensor.of_numpy(np.asarray(given))
         else:
             given = given.detach().cpu().contiguous()
-            data = (ctypes.c_ubyte * given.nbytes).from_address(given.data_ptr()) if given.nbytes else b""
-            if given.nbytes:
-                data.owner = given  # the bytes are valid as long as the tensor lives
+            layout = ctypes.c_ubyte * given.nbytes
+            data = layout.from_address(given.data_ptr()) if given.nbytes else layout()
+            data.owner = given  # the bytes are valid as long as the tensor lives
             tensor = Tensor(str(given.dtype).removeprefix("torch."), tuple(given.shape), memoryview(data))
     except (TypeError, ValueError) as error:
         raise InvalidRequest(f"path: {name!r}: a tensor was expected: {error}", param="path") from error

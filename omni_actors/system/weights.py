@@ -127,7 +127,7 @@ class WeightControl(Control):
 
     def _files_in_use(self) -> set[str]:
         """Return the paths of the files that later workers load, too."""
-        parts = [part for stage in self.pipeline.stages for part in self._supervisor.desired.of(stage)]
+        parts = [part for stage in self._stages(None) for part in self._supervisor.desired.of(stage)]
         return {file for part in parts if part.capability == CAPABILITY for file in part.arguments["files"]}
 
     async def _restore(self, stage: str, timeout_s: float) -> None:

@@ -84,7 +84,7 @@ class WorkerCalls:
     def _supporting(self, engine: StageEngine, capability: str) -> Controllable:
         """Return the engine, if it has the capability. Raises Unsupported."""
         capabilities = engine.capabilities() if isinstance(engine, Controllable) else {}
-        why = capabilities.get(capability, f"its engine {type(engine).__name__} does not offer it")
+        why = capabilities.get(capability, "its engine has no such capability")
         if why is not None:
             raise Unsupported(self._stage, capability, why)
         assert isinstance(engine, Controllable)

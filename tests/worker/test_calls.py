@@ -40,11 +40,11 @@ def test_a_call_is_answered_between_steps_in_the_order_of_the_commands(harness: 
         (Call(3, "sleep"), CallRefusal("there is nothing to offload", unsupported="sleep")),
         (
             Call(3, "supports", {"capability": "fly"}),
-            CallRefusal("its engine ControllableEcho does not offer it", unsupported="fly"),
+            CallRefusal("its engine has no such capability", unsupported="fly"),
         ),
         (
             Call(3, "fly"),
-            CallRefusal("its engine ControllableEcho does not offer it", unsupported="fly"),
+            CallRefusal("its engine has no such capability", unsupported="fly"),
         ),
         (Call(3, "note", {"name": "a", "text": ""}), CallRefusal("an empty note", param="text")),
         (Call(3, "note", {"text": "x"}), CallRefusal("note: missing a required argument: 'name'")),

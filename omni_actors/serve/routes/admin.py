@@ -148,8 +148,8 @@ OPERATIONS: dict[str, Operation] = {
     "/update_weights": Operation("update_weights", UpdateWeightsRequest, needed="all"),
     "/v1/load_lora_adapter": Operation("add_lora", LoadLoraRequest),
     "/v1/pin_lora_adapter": Operation("pin_lora", LoraRequest),
-    "/v1/start_profile": Operation("start_profile", StagesRequest, needed="none"),
-    "/v1/stop_profile": Operation("stop_profile", Nothing, writes_file=True),
+    "/start_profile": Operation("start_profile", StagesRequest, needed="none"),
+    "/stop_profile": Operation("stop_profile", Nothing, writes_file=True),
     "/v1/unload_lora_adapter": Operation("remove_lora", LoraRequest),
     "/wake_up": Operation("wake_up", WakeUpRequest),
 }

@@ -93,4 +93,4 @@ class TextParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tokenization_kwargs: TokenizationKwargs = TokenizationKwargs()
     """How the tokenizer reads the prompt."""
     priority: bounds.Priority = 0
-    """Of requests that wait in the engine, one with a lower number comes first."""
+    """A waiting request with a lower number comes first in the engine."""

@@ -32,7 +32,7 @@ class ImageParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     seed: Seed | None = None
     """The seed of the noise. Drawn if it is not given."""
     priority: Priority = 0
-    """Of requests that wait in the engine, one with a lower number comes first."""
+    """A waiting request with a lower number comes first in the engine."""
 
 
 def width_and_height(size: str) -> tuple[int, int]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -20,6 +21,7 @@ from transformers.utils import logging
 
 from omni_actors.stages import assets
 from omni_actors.stages.adapters.batched import BatchedAdapters
+from omni_actors.stages.autoregressive import tokenizing
 from omni_actors.stages.autoregressive.cache import SlottedCache
 from omni_actors.stages.autoregressive.language import LanguageEngine, TextRequest, refuse_beyond_context
 from omni_actors.stages.autoregressive.options import TextOptions
@@ -30,9 +32,8 @@ from omni_actors.stages.autoregressive.scheduler import Scheduler
 from omni_actors.stages.autoregressive.text import Vocabulary
 from omni_actors.stages.autoregressive.weights import replace_weights
 from omni_actors.stages.base import InvalidRequest, StageContext, StageFailure, StageOutput, StageRequest
-from omni_actors.stages.llm import tokenizing
 from omni_actors.stages.llm.options import LLMParams
-from omni_actors.stages.llm.prompt import Prompt
+from omni_actors.stages.llm.prompt import Prompt, conversation_tokens
 from omni_actors.stages.refusal import validated
 
 
@@ -58,7 +59,8 @@ class LLMEngine(LanguageEngine[LLMRequest]):
         vocabulary = Vocabulary(tokenizer, model.generation_config.eos_token_id)
         super().__init__(batch, vocabulary, options, BatchedAdapters(model, part="", idle=options.idle_loras))
         self._capabilities["update_weights"] = self._update_weights
-        self._capabilities |= tokenizing.capabilities(vocabulary, self._system_prompt, self._context)
+        conversation = partial(conversation_tokens, tokenizer, self._system_prompt)
+        self._capabilities |= tokenizing.capabilities(vocabulary, self._context, conversation)
 
     def _new_request(self, request: StageRequest) -> LLMRequest:
         params = validated(request.params, LLMParams)

@@ -138,6 +138,16 @@ class Prompt:
         return self._transcripts[part.index].strip()
 
 
+def conversation_tokens(
+    tokenizer: Any, system_prompt: str, chunk: Chunk, tools: Sequence[Mapping[str, Any]]
+) -> list[int]:
+    """Return the tokens of a conversation, a chunk with messages. Raises as ``Prompt.feed`` and ``Prompt.render``."""
+    prompt = Prompt([CLIENT])
+    prompt.feed(chunk)
+    tokens: list[int] = tokenizer.encode(prompt.render(tokenizer, system_prompt, tools), add_special_tokens=False)
+    return tokens
+
+
 def _require_tools(template: str) -> None:
     """Raise InvalidRequest if a chat template does not render tools."""
     if not _knows_tools(template):

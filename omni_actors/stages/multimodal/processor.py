@@ -156,6 +156,12 @@ class OmniProcessor:
         decoded = decoder.decode(places, prompt.media, use_audio_in_video)
         return self._with_media(tokenization.cut(self._tokens(conversation)), places, decoded)
 
+    def text_tokens(self, prompt: OmniPrompt, system_prompt: str) -> list[int]:
+        """Return the ids of a conversation without media. system_prompt: as in a call. Raises InvalidRequest."""
+        conversation = with_system_prompt(prompt.messages, system_prompt)
+        _places(conversation, prompt.media)
+        return self._tokens(conversation)
+
     def _raw(
         self, prompt: OmniPrompt, decoder: Decoder, tokenization: TokenizationKwargs, *, use_audio_in_video: bool
     ) -> OmniInputs:

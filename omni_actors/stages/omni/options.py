@@ -83,6 +83,6 @@ class TalkerParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Applies to first codes that were already generated."""
     seed: Seed | None = None
     priority: Priority = 0
-    """Of requests that wait in the engine, one with a lower number comes first."""
+    """A waiting request with a lower number comes first in the engine."""
     lora: Lora | None = None
     """The LoRA adapter of this request."""

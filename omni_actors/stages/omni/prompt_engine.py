@@ -8,14 +8,14 @@ Rules
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from omni_actors.stages.autoregressive.prompt_engine import PromptEngine, PromptRequest
-from omni_actors.stages.base import InvalidRequest, RequestId, StageContext, StageFailure, StageOutput
+from omni_actors.stages.base import CLIENT, Chunk, InvalidRequest, RequestId, StageContext, StageFailure, StageOutput
 from omni_actors.stages.multimodal.limits import MediaLimits
 from omni_actors.stages.multimodal.processor import OmniInputs, OmniProcessor
 from omni_actors.stages.multimodal.prompt import OmniPrompt
@@ -57,6 +57,14 @@ class OmniPromptEngine(PromptEngine[R]):
         )  # a tokenizer must not be used in two threads
         self._media_thread = MediaThread()
         self._system_prompt = system_prompt
+
+    def _conversation_tokens(self, chunk: Chunk, tools: Sequence[Any]) -> list[int]:
+        """Return the tokens of a conversation without media, a chunk with messages. Raises InvalidRequest."""
+        if tools:
+            raise InvalidRequest("tools: this model's conversations have no tools", param="tools")
+        prompt = OmniPrompt([CLIENT])
+        prompt.feed(chunk)
+        return self._processor.text_tokens(prompt, self._system_prompt)
 
     # for subclasses
 

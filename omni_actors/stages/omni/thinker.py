@@ -21,6 +21,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from omni_actors.stages.adapters.batched import BatchedAdapters
+from omni_actors.stages.autoregressive import tokenizing
 from omni_actors.stages.autoregressive.cache import SlottedCache
 from omni_actors.stages.autoregressive.language import LanguageEngine, TextRequest, refuse_beyond_context
 from omni_actors.stages.autoregressive.options import TextOptions
@@ -79,6 +80,7 @@ class OmniThinker(OmniPromptEngine[R], LanguageEngine[R]):
         adapters = BatchedAdapters(model, part="thinker", idle=options.idle_loras)
         super().__init__(scheduler, vocabulary, options, adapters)
         self._capabilities["update_weights"] = self._update_weights
+        self._capabilities |= tokenizing.capabilities(vocabulary, options.context, self._conversation_tokens)
 
     # for the families, besides ``_handoff_header`` and ``_talker_positions``
 

@@ -11,14 +11,15 @@ incomplete character at the end of an answer.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 from vllm.inputs.engine import tokens_input
 
+from omni_actors.stages.autoregressive import tokenizing
 from omni_actors.stages.autoregressive.text import Vocabulary
 from omni_actors.stages.base import StageContext, StageOutput, StageRequest
-from omni_actors.stages.llm import tokenizing
-from omni_actors.stages.llm.prompt import Prompt
+from omni_actors.stages.llm.prompt import Prompt, conversation_tokens
 from omni_actors.stages.refusal import request_work, validated
 from omni_actors.stages.vllm.engine import VLLMEngine, VLLMRequest, logprobs_of
 from omni_actors.stages.vllm.options import VLLMParams
@@ -34,8 +35,8 @@ class TextEngine(VLLMEngine[VLLMRequest[Prompt]]):
         if tokenizer.chat_template is None:
             raise ValueError(f"{context.model}: no chat template; this engine serves conversations only")
         self._vocabulary = Vocabulary(tokenizer, None)
-        system_prompt = self._options.system_prompt
-        self._capabilities |= tokenizing.capabilities(self._vocabulary, system_prompt, self._context)
+        conversation = partial(conversation_tokens, tokenizer, self._options.system_prompt)
+        self._capabilities |= tokenizing.capabilities(self._vocabulary, self._context, conversation)
 
     def _new_request(self, request: StageRequest) -> VLLMRequest[Prompt]:
         return VLLMRequest(request, validated(request.params, VLLMParams), Prompt(request.sources))

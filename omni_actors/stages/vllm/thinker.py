@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from omni_actors.stages.autoregressive import tokenizing
 from omni_actors.stages.autoregressive.text import AnswerText, Vocabulary
 from omni_actors.stages.base import StageContext, StageOutput
 from omni_actors.stages.multimodal.processor import OmniInputs
@@ -73,6 +74,7 @@ class Thinker(OmniPromptEngine[R], VLLMEngine[R]):
         ends = self._llm.model_config.try_get_generation_config().get("eos_token_id") or ()
         ends = [ends] if isinstance(ends, int) else ends
         self._vocabulary = Vocabulary(self._processor.tokenizer, [*end_tokens, *ends])
+        self._capabilities |= tokenizing.capabilities(self._vocabulary, self._context, self._conversation_tokens)
 
     # for the families, besides ``_new_request``, ``_handoff_header`` and ``_talker_positions``
 

@@ -129,22 +129,22 @@ def test_a_list_of_adapters(controlled: Server) -> None:
 
 def test_a_profile_is_the_response(controlled: Server) -> None:
     """Requests are recorded though no engine here computes with torch."""
-    started = controlled.http.post("/v1/start_profile", json={"stages": ["mind"]}).json()["result"]
+    started = controlled.http.post("/start_profile", json={"stages": ["mind"]}).json()["result"]
     assert started["mind"][0]["error"]["code"] == "unsupported"
-    again = controlled.http.post("/v1/start_profile")
+    again = controlled.http.post("/start_profile")
     assert (again.status_code, again.json()["error"]["code"]) == (400, "profile_runs")
     question = {"model": "controlled", "messages": [{"role": "user", "content": "hi"}]}
     identifier = controlled.http.post("/v1/chat/completions", json=question).json()["id"]
-    answer = controlled.http.post("/v1/stop_profile")
+    answer = controlled.http.post("/stop_profile")
     assert (answer.status_code, answer.headers["content-type"]) == (200, "application/json")
     tracks = {each["args"]["name"] for each in answer.json()["traceEvents"] if each["name"] == "thread_name"}
     assert {identifier, f"{identifier}: stage mind"} <= tracks
-    stopped = controlled.http.post("/v1/stop_profile")
+    stopped = controlled.http.post("/stop_profile")
     assert (stopped.status_code, stopped.json()["error"]["code"]) == (400, "no_profile")
 
 
 def test_a_client_names_no_file_for_a_profile(controlled: Server, tmp_path: Path) -> None:
-    answer = controlled.http.post("/v1/stop_profile", json={"path": str(tmp_path / "profile.json")})
+    answer = controlled.http.post("/stop_profile", json={"path": str(tmp_path / "profile.json")})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "path")
     assert not list(tmp_path.iterdir())
 

@@ -1,4 +1,4 @@
-"""The capabilities ``tokenize`` and ``detokenize`` of engines that read the prompts of this package.
+"""The capabilities ``tokenize`` and ``detokenize`` of engines that read prompts.
 
 ``tokenize`` gives the tokens that a request with the same prompt would have.
 """
@@ -12,16 +12,14 @@ import msgspec
 
 from omni_actors.stages.autoregressive.text import Vocabulary
 from omni_actors.stages.base import CLIENT, Chunk, InvalidRequest
-from omni_actors.stages.bounds import TokenId
-from omni_actors.stages.llm.options import Tools
-from omni_actors.stages.llm.prompt import Prompt
+from omni_actors.stages.bounds import Settings, TokenId
 from omni_actors.stages.refusal import request_work, validated
 
 
 class _Tokenize(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
-    tools: Tools = ()
+    tools: tuple[Settings, ...] = ()
     add_special_tokens: bool = True
     """Of a prompt; a chat template has its own special tokens."""
 
@@ -30,8 +28,14 @@ class _Detokenize(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tokens: list[TokenId]
 
 
-def capabilities(vocabulary: Vocabulary, system_prompt: str, context: int) -> Mapping[str, Callable[..., Any]]:
-    """Return the functions by name. context: the most tokens of a request."""
+def capabilities(
+    vocabulary: Vocabulary, context: int, conversation_tokens: Callable[[Chunk, Sequence[Settings]], list[int]]
+) -> Mapping[str, Callable[..., Any]]:
+    """Return the functions by name.
+
+    context: the most tokens of a request. conversation_tokens: returns the tokens of a chunk with messages, and of
+    tools; it raises InvalidRequest.
+    """
 
     def tokenize(**given: Any) -> dict[str, Any]:
         asked = validated(given, _Tokenize)
@@ -42,15 +46,12 @@ def capabilities(vocabulary: Vocabulary, system_prompt: str, context: int) -> Ma
             texts = vocabulary.tokenizer.convert_ids_to_tokens(tokens)
         return {"tokens": tokens, "token_strs": texts, "max_model_len": context}
 
-    def _tokens(asked: _Tokenize) -> Sequence[int]:
+    def _tokens(asked: _Tokenize) -> list[int]:
         if asked.messages is None:
             tokens: list[int] = vocabulary.tokenizer.encode(asked.prompt, add_special_tokens=asked.add_special_tokens)
             return tokens
-        prompt = Prompt([CLIENT])
-        prompt.feed(Chunk(source=CLIENT, seq=0, last=True, tensors={}, data={"messages": asked.messages}))
-        text = prompt.render(vocabulary.tokenizer, system_prompt, asked.tools)
-        found: list[int] = vocabulary.tokenizer.encode(text, add_special_tokens=False)
-        return found
+        chunk = Chunk(source=CLIENT, seq=0, last=True, tensors={}, data={"messages": asked.messages})
+        return conversation_tokens(chunk, asked.tools)
 
     def detokenize(**given: Any) -> str:
         asked = validated(given, _Detokenize)
