@@ -1,6 +1,6 @@
 # make demo    hear it: sets everything up, asks a question, writes the spoken answer to answer.wav
 # make test    set up and run the tests
-# make test-perf   the tests that measure time or are expensive, one after the other
+# make test-perf   the tests that measure time, one after the other, and the expensive ones
 # make test-kills   SIGKILL at every tenth output of every stage; takes most of an hour
 # make test-portable   the numeric tests, with rounding noise as other machines have it
 # make serve   set up and serve the "voice" pipeline on port 8091 (OpenAI-compatible HTTP)
@@ -60,12 +60,13 @@ test: setup
 	$(BIN)/python -m pytest -n 2 -m "not perf and not slow and not kills" $(PYTEST_ARGS)
 
 test-perf: setup
-	$(BIN)/python -m pytest -m "perf or slow" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m "perf" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n 2 --timeout 300 -m "slow and not perf and not kills" $(PYTEST_ARGS)
 
 test-kills: setup
 	$(BIN)/python -m pytest -m "kills" $(PYTEST_ARGS)
 
-# Each run has a seed of the noise and a number of threads of the engines.
+# Each run has a seed of the noise and a number of threads of the engines. The expensive tests take part in the first.
 PORTABLE_RUNS := 1,1 2,2 3,1
 NUMERIC_TESTS := $(addprefix tests/stages/,autoregressive hibari llm multimodal omni qwen2_5 qwen3 qwen_image test_conformance.py \
 	test_hostile_requests.py test_pausing.py test_poison.py test_whisper.py) \
@@ -76,7 +77,8 @@ test-portable: setup
 	@for run in $(PORTABLE_RUNS); do \
 		echo "==> Rounding noise, seed $${run%,*}, engines on $${run#*,} threads"; \
 		PYTHONPATH="$(CURDIR)/tests/support/process_hooks:$$PYTHONPATH" OMNI_ACTORS_TEST_NOISE=$${run%,*} \
-			OMNI_ACTORS_TEST_THREADS=$${run#*,} $(BIN)/python -m pytest -n 2 -m "not perf and not kills" $(NUMERIC_TESTS) \
+			OMNI_ACTORS_TEST_THREADS=$${run#*,} $(BIN)/python -m pytest -n 2 \
+			-m "not perf and not kills$$([ $$run = $(firstword $(PORTABLE_RUNS)) ] || echo ' and not slow')" $(NUMERIC_TESTS) \
 			$(PYTEST_ARGS) || exit 1; \
 	done
 

@@ -42,6 +42,7 @@ async def whole(omni: OmniSystem) -> np.ndarray:
 
 
 @with_shared_system
+@pytest.mark.slow
 async def test_words_give_the_sound_of_the_whole_text_and_the_first_sentence_at_once(omni: OmniSystem) -> None:
     spoken = trio.Event()
 

@@ -116,6 +116,7 @@ async def test_a_pipeline_without_adapters_says_so(tmp_path: Path) -> None:
         await system.add_lora("a", saved(tmp_path, "1"))
 
 
+@pytest.mark.slow
 async def test_restarted_workers_have_the_adapters_and_requests_keep_theirs(tmp_path: Path) -> None:
     one, two = saved(tmp_path / "one", "1"), saved(tmp_path / "two", "2")
     async with opened() as omni:

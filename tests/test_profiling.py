@@ -40,6 +40,7 @@ OPTIONS: dict[str, Any] = {
 }
 
 
+@pytest.mark.slow
 async def test_one_file_has_the_hops_and_what_the_engines_computed(tmp_path: Path) -> None:
     async with OmniSystem.open("echo", overrides=OPTIONS) as omni:
         with pytest.raises(InvalidRequest, match="no profile runs"):

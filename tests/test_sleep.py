@@ -67,6 +67,7 @@ async def test_level_2_ends_the_workers_until_they_are_woken_with_their_desired_
         assert (await omni.call("notes", stages=["second"]))["second"][0].result()["notes"] == {"a": "1"}
 
 
+@pytest.mark.slow
 async def test_level_1_lasts_through_the_death_of_the_worker() -> None:
     async with opened() as omni:
         await omni.pause_generation("keep")

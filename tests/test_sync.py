@@ -216,6 +216,7 @@ def test_ctrl_c_ends_a_read_and_aborts_its_request(omni: Omni) -> None:
     assert omni.generate("and on").text() == "and on"
 
 
+@pytest.mark.slow
 def test_a_slow_reader_has_the_bound_of_trios_face(omni: Omni) -> None:
     def expect(error: SlowConsumer) -> None:
         assert (error.limit, error.bound) == ("output_bytes", UNREAD_BYTES)

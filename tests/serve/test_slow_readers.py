@@ -59,6 +59,7 @@ def test_stalled_clients_hold_a_window_and_give_way_to_others(server: Server) ->
     server.wait_metric("omni_unread_bytes", 0)
 
 
+@pytest.mark.slow
 def test_a_client_that_reads_again_gets_everything(server: Server) -> None:
     with stalled(server) as client, client.makefile("rb") as answer:
         server.wait_metric("omni_requests_paused", 1)

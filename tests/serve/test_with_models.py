@@ -13,7 +13,7 @@ import openai
 import pytest
 import soundfile
 
-pytestmark = pytest.mark.voice
+pytestmark = [pytest.mark.voice, pytest.mark.slow]
 
 FRANCE: Any = [{"role": "user", "content": "What is the capital of France?"}]
 IN_FLIGHT = "omni_requests_in_flight"
@@ -52,7 +52,6 @@ def test_a_question_is_answered_whole_and_streamed_alike(client: openai.OpenAI) 
     assert chunks[-1].usage == answer.usage
 
 
-@pytest.mark.slow
 def test_parameters_reach_the_model(client: openai.OpenAI) -> None:
     cut = chat(client, max_tokens=3)
     assert (cut.choices[0].finish_reason, cut.usage.completion_tokens) == ("length", 3)
@@ -75,7 +74,6 @@ def test_an_answer_is_spoken_whole_and_streamed(client: openai.OpenAI) -> None:
     assert 1 < len(sound) / 2 / 24000 < 10
 
 
-@pytest.mark.slow
 def test_its_own_speech_is_transcribed_and_answered(client: openai.OpenAI) -> None:
     text = FRANCE[0]["content"]
     wav = client.audio.speech.create(model="voice", voice="any", input=text, response_format="wav").content
@@ -98,7 +96,6 @@ DICTATION = (
 )
 
 
-@pytest.mark.slow
 def test_dictation_is_transcribed(client: openai.OpenAI) -> None:
     """Word error rate: (substitutions + deletions + insertions) / words, over all of the text."""
     transcripts = []

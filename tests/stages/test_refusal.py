@@ -61,6 +61,7 @@ def test_views_of_a_chunk_are_released_when_its_request_is_refused() -> None:
 
 
 @pytest.mark.voice
+@pytest.mark.slow
 def test_a_recording_that_cannot_be_transcribed_fails_its_request_only(
     drive: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

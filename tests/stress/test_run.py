@@ -57,6 +57,7 @@ def test_a_sound_system_passes_and_each_fault_is_counted_and_timed(baseline: Wor
             assert timing.detected_s < timing.recovered_s
 
 
+@pytest.mark.slow
 def test_a_request_keeps_the_version_of_its_adapter_through_a_kill_and_a_switch(baseline: Workload, mark: str) -> None:
     operations = (
         *(Submit("audio, adapter"), Submit("text, adapter"), Wait(20), SwitchAdapter(1), Kill(("first", "second"))),
