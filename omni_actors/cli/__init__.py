@@ -1,4 +1,4 @@
-"""``omni-actors``: ask a question, serve a pipeline, explain a configuration, prepare models, inject faults.
+"""``omni-actors``: ask, draw, serve a pipeline, explain a configuration, prepare models, inject faults.
 
 A command writes its result to standard output and reports its work on standard error. Exit codes: 0 done, 1 the work
 failed, 2 the arguments or the configuration cannot work, 130 interrupted.
@@ -13,6 +13,7 @@ import click
 
 from omni_actors.cli.ask import ask
 from omni_actors.cli.config import config_group
+from omni_actors.cli.draw import draw
 from omni_actors.cli.prepare import prepare
 from omni_actors.serve.command import serve_command
 from omni_actors.stress.command import stress_command
@@ -23,13 +24,14 @@ __all__ = ["main"]
 @click.group()
 @click.version_option(package_name="omni-actors")
 def main() -> None:
-    """Run pipelines of omni-modality models: text, speech and vision in; text and speech out."""
+    """Run pipelines of omni-modality models: text, speech and vision in; text, speech and pictures out."""
     if os.getcwd() not in sys.path:  # an engine "package.module:factory" may be in the working directory
         sys.path.append(os.getcwd())
 
 
 main.add_command(ask)
 main.add_command(config_group)
+main.add_command(draw)
 main.add_command(prepare)
 main.add_command(serve_command, "serve")
 main.add_command(stress_command, "stress")

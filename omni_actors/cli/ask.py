@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from contextlib import nullcontext
 from functools import partial
@@ -16,7 +15,7 @@ from rich import filesize
 from rich.table import Table
 
 from omni_actors import config as configuration
-from omni_actors.cli.running import notes, run, seconds
+from omni_actors.cli.running import notes, run, seconds, wait_ready
 from omni_actors.command_line import click_errors, override_option, verbose_option
 from omni_actors.output_files import SOUND_SUFFIXES, SoundWriter
 from omni_actors.outputs import AudioChunk, RequestMetrics
@@ -73,7 +72,7 @@ async def _ask(
     params: dict[str, Any],
 ) -> None:
     async with OmniSystem.open(pipeline, wait_ready=False) as omni:
-        await _wait_ready(omni, quiet=as_json)
+        await wait_ready(omni, quiet=as_json)
         answer = omni.generate(
             question,
             multi_modal_data={"audio": clip} if clip else None,
@@ -106,21 +105,6 @@ async def _ask(
             notes.print(
                 f"{output}: {metrics.audio_s:.1f} s of speech" if metrics.audio_s else "the answer has no speech"
             )
-
-
-async def _wait_ready(omni: OmniSystem, *, quiet: bool) -> None:
-    """Wait until every stage has loaded. On a terminal, show what each stage is doing."""
-    began = time.monotonic()
-    with notes.status("starting") as status:
-        if quiet:
-            status.stop()
-        while not omni.health().ready and omni.dead_error is None:
-            stages = omni.health().stages
-            status.update("   ".join(f"[bold]{name}[/] {r.note}" for name, each in stages.items() for r in each))
-            await omni.wait_changed()
-    await omni.wait_ready()
-    if not quiet:
-        notes.print(f"{len(omni.pipeline.stages)} stages ready in {time.monotonic() - began:.1f} s", style="dim")
 
 
 def _read_audio(path: Path) -> AudioChunk:

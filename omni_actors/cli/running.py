@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
 
@@ -11,6 +12,7 @@ import trio
 from rich.console import Console
 
 from omni_actors.command_line import click_errors
+from omni_actors.system import OmniSystem
 
 INTERRUPTED = 130
 
@@ -52,6 +54,24 @@ async def _cancel_on_signal(signals: AsyncIterator[int], scope: trio.CancelScope
     async for _ in signals:
         notes.print("interrupted", style="yellow")
         scope.cancel()
+
+
+async def wait_ready(omni: OmniSystem, *, quiet: bool = False) -> None:
+    """Wait until every stage has loaded. On a terminal, show what each stage is doing.
+
+    quiet: report nothing. Raises StageFailed.
+    """
+    began = time.monotonic()
+    with notes.status("starting") as status:
+        if quiet:
+            status.stop()
+        while not omni.health().ready and omni.dead_error is None:
+            stages = omni.health().stages
+            status.update("   ".join(f"[bold]{name}[/] {r.note}" for name, each in stages.items() for r in each))
+            await omni.wait_changed()
+    await omni.wait_ready()
+    if not quiet:
+        notes.print(f"{len(omni.pipeline.stages)} stages ready in {time.monotonic() - began:.1f} s", style="dim")
 
 
 def seconds(value: float | None) -> str:
