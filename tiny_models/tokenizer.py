@@ -7,6 +7,7 @@ know a segment's role by the one token after ``<|im_start|>``. The same each tim
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -50,11 +51,12 @@ QWEN2_5 = Marks(
 )
 
 
-def build(marks: Marks, *more: str, default_system: str = "") -> Qwen2Tokenizer:
-    """more: further special tokens. default_system: the system message of a conversation that brings none."""
+def build(marks: Marks, *more: str, default_system: str = "", words: Sequence[str] = WORDS) -> Qwen2Tokenizer:
+    """more: further special tokens. default_system: the system message of a conversation that brings none.
+    words: those that are one token each; where two want different merges, the first one has its own."""
     vocabulary = {symbol: id_ for id_, symbol in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     merges = []
-    for word in WORDS:
+    for word in words:
         symbols = word.replace(" ", "Ġ")
         for end in range(2, len(symbols) + 1):  # the first word to need a pair ranks it: the roles are never split
             if symbols[:end] not in vocabulary:
