@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from omni_actors.stages.autoregressive.options import TextOptions
+from omni_actors.stages.bagel import options as bagel
 from omni_actors.stages.base import NoOptions, NoParams
 from omni_actors.stages.diffusion.pipeline_index import unused_by_text_encoder
 from omni_actors.stages.echo.options import EchoOptions, EchoParams
@@ -195,6 +196,19 @@ ENGINES: dict[str, EngineSpec] = {
         resumable=True,
         checkpoint_folder="vae",
         checkpoint_leaves_out=lambda _: ("encoder.", "quant_conv."),
+    ),
+    "bagel_context": _language(
+        "bagel.context:ContextEngine", bagel.ContextOptions, bagel.ContextParams, extra="image", has_tokenizer=True
+    ),
+    "bagel_denoiser": _torch(
+        "bagel.denoiser:DenoiserEngine",
+        bagel.DenoiserOptions,
+        bagel.DenoiserParams,
+        extra="image",
+        has_tokenizer=True,
+    ),
+    "bagel": _language(
+        "bagel.one_stage:OneStageEngine", bagel.OneStageOptions, bagel.OneStageParams, extra="image", has_tokenizer=True
     ),
     "vllm": _vllm(
         "vllm.factories:open_text",

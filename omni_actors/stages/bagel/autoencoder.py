@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -75,7 +77,7 @@ class _Resample(nn.Module):
 class _Level(nn.Module):
     def __init__(self, channels: list[int], *, resample: str | None) -> None:
         super().__init__()
-        pairs = zip(channels, channels[1:], strict=False)
+        pairs = itertools.pairwise(channels)
         self.block = nn.ModuleList(_Residual(inputs, outputs) for inputs, outputs in pairs)
         self._resample = resample
         if resample:

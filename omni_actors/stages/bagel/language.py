@@ -29,8 +29,10 @@ class Experts(NamedTuple):
 
 def _by_expert(states: Tensor, experts: Experts | None, understand: nn.Module, generate: nn.Module) -> Tensor:
     """Apply to each token, (rows, count, n), the module of its expert. None: all tokens are understanding."""
+    understood: Tensor
     if experts is None:
-        return understand(states)  # type: ignore[no-any-return]
+        understood = understand(states)
+        return understood
     understood = understand(states[:, experts.understanding])
     result = understood.new_empty(*states.shape[:2], *understood.shape[2:])
     result[:, experts.understanding] = understood
@@ -76,12 +78,13 @@ class _Attention(nn.Module):
                 self.add_module(f"{name}_norm{suffix}", RMSNorm(config.head_size, config.rms_norm_eps))
 
     def forward(self, states: Tensor, rotary: tuple[Tensor, Tensor], experts: Experts | None, attend: Attend) -> Tensor:
-        queries, keys, values = (
-            self._expert(f"{name}_proj", states, experts).unflatten(-1, (-1, self._head_size)) for name in "qkv"
-        )
+        queries, keys, values = (self._by_heads(self._expert(f"{name}_proj", states, experts)) for name in "qkv")
         queries = _rotated(self._expert("q_norm", queries, experts), rotary)
         keys = _rotated(self._expert("k_norm", keys, experts), rotary)
         return self._expert("o_proj", attend(self._layer, queries, keys, values), experts)
+
+    def _by_heads(self, states: Tensor) -> Tensor:
+        return states.reshape(*states.shape[:2], -1, self._head_size)
 
     def _expert(self, name: str, states: Tensor, experts: Experts | None) -> Tensor:
         return _by_expert(states, experts, self.get_submodule(name), self.get_submodule(f"{name}_moe_gen"))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import safe_open
@@ -23,6 +23,7 @@ from omni_actors.stages.bagel.vision import Connector, VisionTower
 from omni_actors.stages.base import StageContext
 from omni_actors.stages.bounds import Dtype
 from omni_actors.stages.checkpoint import WrongCheckpoint
+from omni_actors.stages.multimodal.prompt import Pixels
 
 _FREQUENCIES = 256
 
@@ -59,7 +60,8 @@ class _Times(nn.Module):
         steps = torch.arange(half, dtype=torch.float32, device=times.device)
         angles = times[:, None].float() * torch.exp(-math.log(10000) * steps / half)
         waves = torch.cat([angles.cos(), angles.sin()], dim=-1)
-        result: Tensor = self.mlp(waves.to(self.mlp[0].weight.dtype))
+        first: Any = self.mlp[0]
+        result: Tensor = self.mlp(waves.to(first.weight.dtype))
         return result
 
 
@@ -96,7 +98,7 @@ class BagelModel(nn.Module):
         embeds: Tensor = self.language_model.model.embed_tokens(torch.tensor(tokens, device=self.device))
         return embeds
 
-    def embed_vision(self, pixels: pictures.Pixels) -> Tensor:
+    def embed_vision(self, pixels: Pixels) -> Tensor:
         """Return what the vision tower sees, (n, hidden). pixels: resized for it, uint8 (height, width, 3)."""
         size = self.config.vision.patch_size
         rows, columns = pixels.shape[0] // size, pixels.shape[1] // size
@@ -105,7 +107,7 @@ class BagelModel(nn.Module):
         seen: Tensor = self.connector(self.vit_model(patches, where)) + self.vit_pos_embed(where)
         return seen
 
-    def encode(self, pixels: pictures.Pixels, noise: Tensor) -> Tensor:
+    def encode(self, pixels: Pixels, noise: Tensor) -> Tensor:
         """Return a picture's latent tokens, (n, channels). pixels: resized. noise: as ``latent_shape``, float32."""
         picture = pictures.normalised(pixels)[None].to(self.device, self.dtype)
         latents: Tensor = self.encoder(picture, noise[None].to(self.device, self.dtype))
@@ -128,7 +130,7 @@ class BagelModel(nn.Module):
         """Return the picture, uint8 (height, width, 3) on the host, of latent tokens (n, channels)."""
         size = self.config.token_pixels
         latents = pictures.joined(tokens, self.config.latent_patch_size, height // size, width // size)
-        pixels = self.decoder(latents[None].to(self.device, self.dtype))[0].float()
+        pixels: Tensor = self.decoder(latents[None].to(self.device, self.dtype))[0].float()
         return ((pixels * 0.5 + 0.5).clamp(0, 1).permute(1, 2, 0) * 255).to(torch.uint8).cpu().contiguous()
 
     def picture_experts(self, latents: int) -> Experts:

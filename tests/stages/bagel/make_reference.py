@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 from transformers import PreTrainedTokenizerFast, modeling_utils  # noqa: F401  # before the stand-ins
 
 sys.path.insert(0, str(Path(__file__).parent))
-import cases  # type: ignore[import-not-found]  # noqa: E402
+import cases  # type: ignore[import-not-found]
 
 SEEDED = torch.manual_seed
 
@@ -109,9 +109,7 @@ def load(directory: Path) -> Any:
         tokenizer=tokenizer,
         vae_transform=ImageTransform(most, least, vae["downsample"] * 2),
         vit_transform=ImageTransform(vision_most, vision_least, vision.patch_size),
-        new_token_ids=dict(
-            zip(("bos_token_id", "eos_token_id", "start_of_image", "end_of_image"), ids, strict=True)
-        ),
+        new_token_ids=dict(zip(("bos_token_id", "eos_token_id", "start_of_image", "end_of_image"), ids, strict=True)),
     )
 
 
@@ -144,18 +142,22 @@ def main() -> None:
         SEEDED(cases.SEED)
         seen.clear()
         written.clear()
-        found = inferencer.interleave_inference(
-            terms(case["terms"]),
-            think=False,
-            cfg_text_scale=case["guidance"],
-            cfg_img_scale=case["image_guidance"],
-            cfg_interval=[case.get("from", 0.0), 1.0],
-            timestep_shift=cases.SHIFT,
-            num_timesteps=cases.STEPS + 1,
-            cfg_renorm_min=case.get("renorm_min", 0.0),
-            cfg_renorm_type=case.get("renorm", "global"),
-            image_shapes=case.get("size", (0, 0)),
-        ) if not case.get("think") else thought(inferencer, case)
+        found = (
+            inferencer.interleave_inference(
+                terms(case["terms"]),
+                think=False,
+                cfg_text_scale=case["guidance"],
+                cfg_img_scale=case["image_guidance"],
+                cfg_interval=[case.get("from", 0.0), 1.0],
+                timestep_shift=cases.SHIFT,
+                num_timesteps=cases.STEPS + 1,
+                cfg_renorm_min=case.get("renorm_min", 0.0),
+                cfg_renorm_type=case.get("renorm", "global"),
+                image_shapes=case.get("size", (0, 0)),
+            )
+            if not case.get("think")
+            else thought(inferencer, case)
+        )
         numbers[f"{name}/latents"] = torch.stack(seen).numpy()
         numbers[f"{name}/velocity"] = velocities[-1].numpy()
         numbers[f"{name}/picture"] = np.asarray(found[-1])

@@ -1,0 +1,81 @@
+"""The ``bagel`` engine: reading, writing and drawing in one worker, with one copy of the weights.
+
+Input: that of ``bagel_context``. Outputs: those of ``bagel_denoiser``, behind a text if the request has ``think``.
+
+Decisions: those of a text are its tokens; those of a picture are (-step,), so that a journal tells them apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import msgspec
+
+from omni_actors.stages.bagel.context import ContextEngine, ContextRequest
+from omni_actors.stages.bagel.contexts import Contexts
+from omni_actors.stages.bagel.denoiser import Denoiser, Event
+from omni_actors.stages.bagel.options import DenoiserParams, OneStageOptions, OneStageParams
+from omni_actors.stages.base import RequestId, StageContext, StageOutput, StageRequest
+
+
+class OneStageEngine(ContextEngine):
+    """The engine. ``context.model``: a checkpoint of BAGEL."""
+
+    PARAMS = OneStageParams
+    OPTIONS = OneStageOptions
+
+    def __init__(self, context: StageContext) -> None:
+        """Raises as ``ContextEngine``."""
+        super().__init__(context, draws=True)
+        options = msgspec.convert(context.options, OneStageOptions)
+        self._denoiser = Denoiser(self._model, self._marks, options.max_batch, options.steps)
+
+    def _draws(self, request: StageRequest) -> bool:
+        return True
+
+    def _new_request(self, request: StageRequest) -> ContextRequest:
+        of_text = tuple(decisions for decisions in request.journal if not _of_picture(decisions))
+        made = super()._new_request(msgspec.structs.replace(request, journal=of_text))
+        made.request = request
+        return made
+
+    def _hand_off(self, request: ContextRequest, contexts: Contexts) -> Iterator[StageOutput]:
+        super().abort(request.id)
+        given = request.request
+        journal = tuple((-decisions[0],) for decisions in given.journal if _of_picture(decisions))
+        known = DenoiserParams.__struct_fields__
+        params = {name: value for name, value in given.params.items() if name in known}
+        self._denoiser.start(msgspec.structs.replace(given, params=params, journal=journal))
+        self._denoiser.begin(request.id, contexts)
+        yield from ()
+
+    @property
+    def busy(self) -> bool:
+        return super().busy or self._denoiser.busy
+
+    def abort(self, request_id: RequestId) -> None:
+        super().abort(request_id)
+        self._denoiser.abort(request_id)
+
+    def step(self) -> Iterator[Event]:  # type: ignore[override]
+        """Read and write as ``bagel_context``, then do one denoising step of every running request."""
+        if super().busy:
+            yield from super().step()
+        if self._denoiser.busy:
+            for event in self._denoiser.step():
+                if isinstance(event, StageOutput):
+                    yield msgspec.structs.replace(event, decisions=(-event.decisions[0],))
+                else:
+                    yield event
+
+    def gauges(self) -> Mapping[str, float]:
+        """Return the figures of the denoiser."""
+        return self._denoiser.gauges()
+
+    def close(self) -> None:
+        self._denoiser.close()
+        super().close()
+
+
+def _of_picture(decisions: tuple[int, ...]) -> bool:
+    return bool(decisions) and decisions[0] < 0
