@@ -81,7 +81,13 @@ class Denoising:
             least=params.renorm_min,
         )
         latents = contexts.noise if self._latents is None else self._latents
-        self.drawing = flow.Drawing(contexts, guidance, flow.times(self.steps, params.shift), latents, self._step)
+        self.drawing = flow.Drawing(
+            contexts=contexts,
+            guidance=guidance,
+            times=flow.times(self.steps, params.shift),
+            latents=latents,
+            step=self._step,
+        )
 
     def lost_previews(self) -> list[int]:
         """Return the steps of the journal's previews that the checkpoint lies behind."""
