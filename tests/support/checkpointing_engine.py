@@ -17,6 +17,10 @@ from omni_actors.stages import base
 Row = np.ndarray[Any, np.dtype[np.float64]]
 
 
+STEPS_A_LIVE_PIECE = 2
+"""How many steps each piece of live input allows before the last one."""
+
+
 class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     log: str
     """The file that gets a line for each step: "REQUEST STEP"."""
@@ -57,12 +61,23 @@ class _Request:
             self.state = request.checkpoint.tensors["state"].numpy().copy()  # type: ignore[union-attr]
             self.step = request.checkpoint.data["step"]
         self.journal = deque(request.journal)
-        self.complete = self.paused = False
+        self.steps, self.previews = options.steps, options.previews
+        self.reachable = 0
+        """The last step that the input so far allows."""
+        self.paused = False
         self.kills: list[Kill] = []
+
+    @property
+    def ready(self) -> bool:
+        return not self.paused and self.step < self.reachable
 
 
 class CheckpointingEngine:
-    """Makes ``steps`` steps of each request whose input is complete. Its decisions are the steps of its outputs."""
+    """Makes ``steps`` steps of each request whose input is there. Its decisions are the steps of its outputs.
+
+    ``data["steps"]`` and ``data["previews"]`` of a piece replace the options. With ``data["live"]``, the first steps
+    need not wait for the whole input.
+    """
 
     def __init__(self, context: base.StageContext) -> None:
         self._options = msgspec.convert(context.options, Options)
@@ -71,7 +86,7 @@ class CheckpointingEngine:
 
     @property
     def busy(self) -> bool:
-        return any(request.complete and not request.paused for request in self._requests.values())
+        return any(request.ready for request in self._requests.values())
 
     def start(self, request: base.StageRequest) -> None:
         self._requests[request.request_id] = _Request(request, self._options)
@@ -81,7 +96,10 @@ class CheckpointingEngine:
     def feed(self, request_id: base.RequestId, chunk: base.Chunk) -> None:
         request = self._requests[request_id]
         request.kills += [msgspec.convert(kill, Kill) for kill in chunk.data.get("kills", ())]
-        request.complete |= chunk.last
+        request.steps = chunk.data.get("steps", request.steps)
+        request.previews = chunk.data.get("previews", request.previews)
+        live = request.reachable + STEPS_A_LIVE_PIECE if chunk.data.get("live") else 0
+        request.reachable = request.steps if chunk.last else min(live, request.steps - 1)
 
     def abort(self, request_id: base.RequestId) -> None:
         del self._requests[request_id]
@@ -94,37 +112,32 @@ class CheckpointingEngine:
 
     def step(self) -> Iterator[base.StageOutput | base.StageCheckpoint]:
         for number, request in list(self._requests.items()):
-            if not request.complete or request.paused:
+            if not request.ready:
                 continue
             while request.journal and request.journal[0][0] <= request.step:
-                yield self._output(number, request.journal.popleft(), {})  # what it had is lost, and not needed
+                yield _output(number, request, request.journal.popleft(), {})  # what it had is lost, and not needed
             request.step += 1
             _kill(request, "begin")
             self._log(f"{number} {request.step}")
             request.state = after(request.state, request.step, growing=self._options.growing)
-            if request.step == self._options.steps:
+            if request.step == request.steps:
                 del self._requests[number]
             if self._is_due(request):
                 if request.journal:
                     request.journal.popleft()
-                yield self._output(number, (request.step,), {"state": request.state.copy()})
+                yield _output(number, request, (request.step,), {"state": request.state.copy()})
                 _kill(request, "output")
-            if request.step < self._options.steps:
+            if request.step < request.steps:
                 yield base.StageCheckpoint(number, {"state": request.state}, {"step": request.step})
                 _kill(request, "checkpoint")
             _kill(request, "end")
 
     def _is_due(self, request: _Request) -> bool:
-        if request.step == self._options.steps:
+        if request.step == request.steps:
             return True
         if request.journal:
             return request.journal[0] == (request.step,)
-        return request.step % self._options.previews == 0
-
-    def _output(self, number: int, decisions: base.Decisions, tensors: dict[str, Row]) -> base.StageOutput:
-        (step,) = decisions
-        last = step == self._options.steps
-        return base.StageOutput(number, tensors, {"step": step}, last, decisions)
+        return request.step % request.previews == 0
 
     def _log(self, line: str) -> None:
         with open(self._options.log, "a") as log:
@@ -132,6 +145,11 @@ class CheckpointingEngine:
 
     def close(self) -> None:
         self._requests.clear()
+
+
+def _output(number: int, request: _Request, decisions: base.Decisions, tensors: dict[str, Row]) -> base.StageOutput:
+    (step,) = decisions
+    return base.StageOutput(number, tensors, {"step": step}, step == request.steps, decisions)
 
 
 def _kill(request: _Request, where: str) -> None:
