@@ -1,7 +1,7 @@
 """From the caller's audio, images, videos and questions to pieces of input.
 
 Rules
-1. Nothing is decoded here: the bytes of a file pass unchanged to the stage that opens it.
+1. Nothing is decoded here but Pillow's images: the bytes of a file pass unchanged to the stage that opens it.
 2. An array that already has the form of a piece is not copied.
 3. Pillow is not imported: a Pillow image is recognised by its attributes.
 """
@@ -36,6 +36,8 @@ video  ``VideoClip``, or a ``File``
 """
 
 KINDS = ("audio", "image", "video")
+MAX_IMAGE_PIXELS = 2**27
+"""The most pixels of a Pillow image, whose file may be decoded here. Engines have their own limits."""
 
 
 class VideoClip(msgspec.Struct, frozen=True):
@@ -113,6 +115,9 @@ def _image(item: Any, index: int) -> Input:
     if (encoded := _encoded(item, "image", index)) is not None:
         return Input({"index": index}, {"encoded_image": encoded})
     if all(hasattr(item, name) for name in ("mode", "convert", "getexif")):
+        if item.width * item.height > MAX_IMAGE_PIXELS:
+            message = f"image {index}: {item.width} × {item.height} pixels; the limit is {MAX_IMAGE_PIXELS}"
+            raise _refusal(message)
         item = _pillow_pixels(item)
     return Input({"index": index}, {"image": _pixels(item, 3, f"image {index}", "(height, width, 3)")})
 

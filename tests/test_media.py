@@ -53,6 +53,20 @@ def test_pixels_are_not_copied() -> None:
     assert np.shares_memory(tensors["image"], PIXELS)
 
 
+def test_a_pillow_image_is_measured_before_it_is_decoded() -> None:
+    class Bomb:
+        mode, width, height = "RGB", 30_000, 30_000
+
+        def getexif(self) -> None: ...
+
+        def convert(self, mode: str) -> None:
+            pytest.fail("it was decoded")
+
+    with pytest.raises(InvalidRequest, match="image 0: 30000 × 30000 pixels") as refused:
+        media.pieces({"image": Bomb()})
+    assert refused.value.param == "multi_modal_data"
+
+
 def test_a_strided_view_becomes_contiguous() -> None:
     tensor = only(PIXELS[::-1, ::2], "image")[1]["image"]
     assert tensor.flags.c_contiguous

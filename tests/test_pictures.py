@@ -5,7 +5,10 @@ The engine needs no model (``tests.support.painting_engine``).
 
 from __future__ import annotations
 
+import runpy
+import sys
 from collections.abc import AsyncIterator, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +22,7 @@ from omni_actors.config import Limits, Pipeline, Stage
 from omni_actors.errors import InvalidRequest
 from omni_actors.sync import Omni
 from omni_actors.system.pictures import check_work
-from tests.support.shared_system import SharedSystem, open_shared_system, with_shared_system
+from tests.support.shared_system import SharedSystem, open_shared_system, use_shared_system, with_shared_system
 
 WATCHDOG_S = 60.0
 PAINTER = "tests.support.painting_engine:PaintingEngine"
@@ -237,6 +240,48 @@ def test_the_work_counts_the_options_of_a_stage_as_defaults() -> None:
     with pytest.raises(InvalidRequest, match=r"64x64 pixels × 101 steps × 1 are 413696; limits\.pixel_steps is 409600"):
         check_work(pipeline, {"painter": {"size": None, "steps": None}}, {}, 1)
     check_work(pipeline, {"painter": {"size": None, "steps": 100}}, {"steps": 100}, 1)
+
+
+# programs
+
+
+def test_the_example_writes_previews_and_pictures(
+    shared_system: SharedSystem, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Image.fromarray(PIXELS).save(tmp_path / "seen.png")
+    example = Path(__file__).parent.parent / "examples" / "draw.py"
+    arguments = ["a cat", "--pipeline", "echo", "-n", "2", "--size", "16x8", "--steps", "6", "--image", "seen.png"]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [str(example), *arguments])
+    with monkeypatch.context() as patch:
+        assert use_shared_system(shared_system, patch) == []
+        runpy.run_path(str(example), run_name="__main__")
+    files = ["0-step5.png", "0.png", "1-step5.png", "1.png"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [*files, "seen.png"]
+    assert sorted(line.partition(":")[0] for line in capsys.readouterr().out.splitlines()) == files
+
+
+@pytest.mark.slow
+def test_a_model_draws_and_edits_in_processes(tmp_path: Path, fixture_processes: set[int]) -> None:
+    """A tiny Qwen-Image with random weights."""
+    from tiny_models import qwen_image  # imports torch
+
+    model = qwen_image.save(tmp_path / "model")
+    with Omni.open(model) as omni:
+        ask = partial(omni.generate, modalities=("image",), size=(64, 48), steps=4, seed=1)
+        drawn = [each.delta for each in ask("a cat", previews=2)]
+        assert [(each.step, each.total, each.final) for each in drawn] == [(2, 4, False), (4, 4, True)]
+        assert drawn[-1].pixels.shape == (48, 64, 3)
+        first, second = (answer.picture.pixels for answer in ask("a cat", n=2).collect())
+        assert np.abs(first.astype(int) - drawn[-1].pixels).max() <= 1  # another batch rounds differently
+        assert not np.array_equal(first, second)
+        changed = ask("a cat", image=drawn[-1].pixels, strength=0.5).picture()
+        assert changed is not None
+        assert changed.pixels.shape == first.shape
+        for given, param in (({"size": "63x65"}, "size"), ({"steps": 101}, "steps"), ({"image": b"no"}, "image")):
+            with pytest.raises(InvalidRequest) as refused:
+                ask("a cat", **given).collect()
+            assert refused.value.param == param
 
 
 # faces
