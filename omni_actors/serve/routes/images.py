@@ -12,7 +12,6 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 from starlette.requests import Request
@@ -37,7 +36,7 @@ from omni_actors.serve.api.json_body import read_json
 from omni_actors.serve.http.errors import bad_request
 from omni_actors.serve.media.loader import MediaLoader, MediaReference
 from omni_actors.serve.media.pictures import encoded, require_encoder
-from omni_actors.serve.routes.common import begin_choices, open_body, require_accepted
+from omni_actors.serve.routes.common import open_body, require_accepted
 from omni_actors.system import OmniSystem
 
 FILES = FileField(("image", "image[]"), "a picture", MAX_INPUT_PICTURES)
@@ -106,7 +105,7 @@ class _Drawing:
         if body.output_format == "png" and body.output_compression is not None:
             message = "output_compression: a PNG keeps every pixel; accepted with output_format 'jpeg' and 'webp'"
             raise bad_request(message, "output_compression", "unsupported_parameter")
-        given = {"steps": body.steps, "guidance": body.guidance, "negative_prompt": body.negative_prompt}
+        given = {name: getattr(body, name) for name in ("steps", "guidance", "negative_prompt", "seed")}
         if body.size != "auto":
             given["size"] = body.size
         if body.partial_images:
@@ -147,14 +146,15 @@ async def _answer(system: OmniSystem, drawing: _Drawing, params: Mapping[str, An
     """Begin the requests, and return their response."""
     params = {**params, **drawing.parameters(system.pipeline)}
     with renaming(drawing.names):
-        submit = partial(
-            system.generate,
+        begun = system.generate(
             drawing.body.prompt,
-            multi_modal_data={"image": files},
+            n=drawing.body.n,
+            image=files or None,
             modalities=("image",),
+            request_id=f"img-{uuid.uuid4().hex}",
             **params,
         )
-        generations = begin_choices(system, drawing.body, [submit], f"img-{uuid.uuid4().hex}")
+        generations = Generations(begun.members)
         if drawing.body.stream:
             return await responses.StreamedResponse(generations, _events(drawing, generations)).start()
         with responses.collecting(generations):

@@ -176,6 +176,8 @@ def test_an_edit_is_streamed_too(client: openai.OpenAI) -> None:
         ({"size": "0x16"}, "size", "invalid_value"),
         ({"size": "16"}, "size", "invalid_value"),
         ({"size": "99999999x16"}, "size", "invalid_value"),
+        ({"size": "99999x99999"}, "size", "invalid_value"),
+        ({"size": "8000x8000", "n": 10}, "n", "invalid_value"),
         ({"steps": 0}, "steps", "invalid_value"),
         ({"steps": 10_000}, "steps", "invalid_value"),
         ({"steps": 10**18, "stream": True, "partial_images": 1}, "steps", "invalid_value"),
