@@ -187,7 +187,8 @@ class ChatRequest(TextBody, frozen=True, kw_only=True):
     """The body of /v1/chat/completions."""
 
     messages: Annotated[list[ChatMessage], Meta(min_length=1)]
-    modalities: Annotated[list[Literal["text", "audio"]], Meta(min_length=1)] = field(default_factory=lambda: ["text"])
+    modalities: Annotated[list[Literal["text", "audio", "image"]], Meta(min_length=1)] = field(default_factory=list)
+    """Without it, the answer is text or, where the pipeline writes none, a picture."""
     audio: AudioParams = AudioParams()
     max_completion_tokens: int | None = None
     mm_processor_kwargs: ProcessorKwargs = ProcessorKwargs()

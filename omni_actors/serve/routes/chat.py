@@ -27,6 +27,7 @@ from omni_actors.serve.api.tools import NamedTool, arguments_object, call_schema
 from omni_actors.serve.http.errors import bad_request
 from omni_actors.serve.media.audio import decode
 from omni_actors.serve.media.loader import MediaLoader, MediaReference
+from omni_actors.serve.media.pictures import require_encoder
 from omni_actors.serve.routes.chat_answer import ChatCompletion, events, whole_response
 from omni_actors.serve.routes.common import begin_choices, open_body, require_accepted, text_parameters
 
@@ -47,7 +48,8 @@ async def _start(request: Request) -> tuple[ChatCompletion, Generations]:
     system, body, params = open_body(request, await read_json(request), schemas.ChatRequest)
     _require_possible(body)
     params, names = parameters_of(body, params, system.pipeline)
-    completion = ChatCompletion(body, names)
+    modalities = _modalities(body, system.pipeline)
+    completion = ChatCompletion(body, names, modalities)
     messages, references = _split_media(body.messages, system.pipeline)
     require_accepted([(each.kind, each.param) for each in references], system.pipeline)
     data: dict[str, list[Any]] = {"audio": []}
@@ -57,14 +59,33 @@ async def _start(request: Request) -> tuple[ChatCompletion, Generations]:
     data["audio"] = await decode(list(zip(data["audio"], audio_params, strict=True)))
     ticket.release()
     with renaming(completion.names):
-        modalities = ("text", "audio") if completion.has_audio else ("text",)
         submit = partial(system.generate, messages, multi_modal_data=data, modalities=modalities, **params)
         return completion, begin_choices(system, body, [submit], completion.id)
+
+
+def _modalities(body: schemas.ChatRequest, pipeline: Pipeline) -> tuple[str, ...]:
+    """Return the modalities of the answer. Raises HTTPError.
+
+    A spoken answer has its transcript. Text beside a picture is optional: clients ask a pipeline for both that makes
+    pictures only.
+    """
+    emitted = {stage.emits for stage in pipeline.stages.values()}
+    makes_pictures_only = "image" in emitted and "text" not in emitted
+    if "image" not in body.modalities and (body.modalities or not makes_pictures_only):
+        return ("text", "audio") if "audio" in body.modalities else ("text",)
+    require_encoder()
+    if body.n > 1:
+        message = "n: an answer with pictures has one choice; accepted: 1; /v1/images/generations makes several"
+        raise bad_request(message, "n", "unsupported_parameter")
+    return ("image",) if makes_pictures_only or "text" not in body.modalities else ("text", "image")
 
 
 def _require_possible(body: schemas.ChatRequest) -> None:
     """Refuse fields that exclude each other. Raises HTTPError."""
     has_audio = "audio" in body.modalities
+    if has_audio and "image" in body.modalities:
+        message = "modalities: an answer is spoken or has pictures; accepted: 'audio' or 'image', each with 'text'"
+        raise bad_request(message, "modalities", "unsupported_parameter")
     if body.stream and has_audio and body.audio.format == "flac":
         message = "audio.format: 'flac' cannot be streamed; accepted: 'wav', 'mp3', 'opus', 'pcm16'"
         raise bad_request(message, "audio.format", "unsupported_parameter")

@@ -3,7 +3,9 @@
 Rules
 1. The text of a spoken answer is its transcript. Then ``content`` is null, as in OpenAI's API.
 2. The server does not keep the audio of an answer: it expires when it is made.
-3. A call of a tool is sent when it is complete. The arguments of the one tool that the model must call are sent as the
+3. Pictures make ``content`` a list of parts, in a stream too: PNG files as data: URLs, and the text before them.
+   Previews are not sent.
+4. A call of a tool is sent when it is complete. The arguments of the one tool that the model must call are sent as the
    model writes them.
 """
 
@@ -16,13 +18,14 @@ from typing import Any
 import msgspec
 from starlette.responses import Response
 
-from omni_actors.outputs import AudioChunk, Output
+from omni_actors.outputs import AudioChunk, Output, Picture
 from omni_actors.serve.api import responses, schemas
 from omni_actors.serve.api.generations import Generations
 from omni_actors.serve.api.logprobs import chat_logprobs
 from omni_actors.serve.api.tools import NamedTool, ToolCall, ToolCallFilter, written_call
 from omni_actors.serve.media.audio import AudioEncoder
 from omni_actors.serve.media.base64_data import to_base64
+from omni_actors.serve.media.pictures import encoded
 from omni_actors.serve.routes.common import Completion
 
 
@@ -78,19 +81,22 @@ class _Addition:
 
     def __init__(self, text: str = "", calls: list[dict[str, Any]] | None = None) -> None:
         self.text, self.calls, self.audio = text, calls or [], b""
+        self.picture = ""
+        """A PNG file in base64."""
         self.logprobs: dict[str, Any] | None = None
 
 
 class ChatCompletion(Completion):
     """Turns the outputs of generations into the objects of the response.
 
-    names: the client's name of each parameter, by the engines' name.
+    names: the client's name of each parameter, by the engines' name. modalities: of the answer.
     """
 
-    def __init__(self, body: schemas.ChatRequest, names: Mapping[str, str]) -> None:
+    def __init__(self, body: schemas.ChatRequest, names: Mapping[str, str], modalities: tuple[str, ...]) -> None:
         super().__init__("chatcmpl", "chat.completion.chunk" if body.stream else "chat.completion", body)
         self.audio_id = f"audio_{uuid.uuid4().hex}"
-        self.has_audio = "audio" in body.modalities
+        self.has_audio = "audio" in modalities
+        self.has_text_content = modalities == ("text",)
         self.is_streamed, self.include_usage = body.stream, body.stream_options.include_usage
         self.names = names
         format = "pcm" if body.audio.format == "pcm16" else body.audio.format
@@ -103,6 +109,8 @@ class ChatCompletion(Completion):
         addition = _Addition(*self._calls[index].push(self.add(index, output)))
         if isinstance(output.delta, AudioChunk):
             addition.audio = await self.encoder.push(output.delta)
+        if isinstance(output.delta, Picture) and output.delta.final:
+            addition.picture = await encoded(output.delta)
         if "logprobs" in output.data:
             addition.logprobs = chat_logprobs(output.data["logprobs"], self._top_logprobs)
         return addition
@@ -121,11 +129,14 @@ class _WholeChoice:
 
     def __init__(self) -> None:
         self.text = ""
+        self.pictures: list[str] = []
         self.calls: list[dict[str, Any]] = []
         self.logprobs: dict[str, Any] | None = None
 
     def add(self, addition: _Addition) -> None:
         self.text += addition.text
+        if addition.picture:
+            self.pictures.append(addition.picture)
         for call in addition.calls:
             index = call.pop("index")
             if index < len(self.calls):
@@ -140,6 +151,9 @@ class _WholeChoice:
     @property
     def message(self) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": self.text, "refusal": None}
+        if self.pictures:
+            text = [{"type": "text", "text": self.text}] if self.text else []
+            message["content"] = [*text, *map(_picture_part, self.pictures)]
         if self.calls:
             message |= {"content": self.text or None, "tool_calls": self.calls}
         return message
@@ -173,7 +187,7 @@ async def events(completion: ChatCompletion, generations: Generations) -> respon
     async for index, output in generations.outputs():
         if index not in begun:
             begun.add(index)
-            delta = {"role": "assistant", "content": None if completion.has_audio else ""}
+            delta = {"role": "assistant", "content": "" if completion.has_text_content else None}
             yield responses.event(completion.chunk(index, delta=delta))
         for event in _deltas(completion, index, await completion.convert(index, output)):
             yield event
@@ -200,9 +214,15 @@ def _deltas(completion: ChatCompletion, index: int, addition: _Addition) -> list
         found.append(responses.event(completion.chunk(index, delta=delta, logprobs=addition.logprobs)))
     if addition.calls:
         found.append(responses.event(completion.chunk(index, delta={"tool_calls": addition.calls})))
+    if addition.picture:
+        found.append(responses.event(completion.chunk(index, delta={"content": [_picture_part(addition.picture)]})))
     if addition.audio:
         found.append(_audio_event(completion, index, data=to_base64(addition.audio)))
     return found
+
+
+def _picture_part(png: str) -> dict[str, Any]:
+    return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{png}"}}
 
 
 def _audio_event(completion: ChatCompletion, index: int, **fields: Any) -> bytes:

@@ -262,3 +262,57 @@ def test_the_death_of_a_worker_is_an_event_of_the_stream(client: openai.OpenAI) 
     assert next(events).partial_image_index == 0
     with pytest.raises(openai.APIError, match="stage 'easel'"):
         next(events)
+
+
+# in conversations
+
+
+def ask(client: openai.OpenAI, content: Any, **asked: Any) -> Any:
+    messages: Any = [{"role": "user", "content": content}]
+    return client.chat.completions.create(model="painter", messages=messages, **asked)
+
+
+def part_of(b64: str) -> dict[str, Any]:
+    return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{b64}"}}
+
+
+@pytest.mark.parametrize("modalities", [None, ["image"], ["image", "text"]])
+def test_an_answer_is_a_picture(client: openai.OpenAI, modalities: list[str] | None) -> None:
+    more: Any = {} if modalities is None else {"modalities": modalities}
+    answer = ask(client, "a cat", seed=5, extra_body={"size": "64x48", "steps": 2}, **more)
+    [choice] = answer.choices
+    assert choice.finish_reason == "stop"
+    assert choice.message.content == [part_of(draw(client, seed=5, size="64x48", steps=2).data[0].b64_json)]
+
+
+def test_a_streamed_answer_has_the_picture_as_a_part(client: openai.OpenAI) -> None:
+    deltas = [chunk.choices[0].delta.content for chunk in ask(client, "a cat", stream=True)]
+    assert deltas == [None, [part_of(draw(client).data[0].b64_json)], None]
+
+
+def test_the_next_question_may_change_the_picture(client: openai.OpenAI) -> None:
+    picture = draw(client).data[0].b64_json
+    history: Any = [
+        {"role": "user", "content": "a cat"},
+        {"role": "assistant", "content": [part_of(picture)]},
+        {"role": "user", "content": "at night"},
+    ]
+    changed = client.chat.completions.create(model="painter", messages=history).choices[0].message.content
+    assert changed != ask(client, "at night").choices[0].message.content
+
+
+@pytest.mark.parametrize(
+    ("asked", "param"),
+    [
+        ({"modalities": ["image", "audio"]}, "modalities"),
+        ({"modalities": ["text"]}, "modalities"),
+        ({"modalities": []}, "modalities"),
+        ({"n": 2}, "n"),
+        ({"previews": 1}, "previews"),
+        ({"size": "99999x99999"}, "size"),
+    ],
+)
+def test_what_an_answer_with_pictures_cannot_have(server: Server, asked: dict[str, Any], param: str) -> None:
+    body = {"model": "painter", "messages": [{"role": "user", "content": "a cat"}], **asked}
+    answer = server.http.post("/v1/chat/completions", json=body)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
