@@ -19,7 +19,7 @@ def stable_diffusion() -> Any:
     """Stable Diffusion 1.x: a U-Net, one CLIP text encoder, no safety checker."""
     return diffusers.StableDiffusionPipeline(
         unet=_unet(cross_attention_dim=WIDTH),
-        scheduler=diffusers.DDIMScheduler(clip_sample=False, set_alpha_to_one=False),
+        scheduler=diffusers.DDIMScheduler(clip_sample=False, set_alpha_to_one=False, steps_offset=1),
         vae=_vae(),
         text_encoder=_clip(),
         tokenizer=_clip_tokenizer(),

@@ -60,6 +60,12 @@ def open_stage(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., StageE
         directory = tmp_path_factory.mktemp("qwen_image")
         return tiny.save(directory) if kind == "text" else tiny.save_edit(directory, plus=kind == "edit plus")
 
+    @functools.cache
+    def random_diffusers() -> Path:
+        from tiny_models import diffusers_pipelines as tiny
+
+        return tiny.save(tmp_path_factory.mktemp("diffusers"))
+
     def open_engine(name: str, model: Path | None = None, **options: Any) -> StageEngine:
         if model is None and name in _MODELS:
             model = assets.prepare(_MODELS[name], print)
@@ -75,6 +81,8 @@ def open_stage(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., StageE
             model, options = random_qwen_image("edit plus"), {"image_area": 64 * 64, **options}
         elif model is None and name.startswith("qwen_image_"):
             model = random_qwen_image("text")
+        elif model is None and name == "diffusers":
+            model = random_diffusers()
         module, _, factory = ENGINES[name].factory.partition(":")
         context = stage_context(options, stage=name, model=model, threads=THREADS)
         engine: StageEngine = getattr(import_module(module), factory)(context)

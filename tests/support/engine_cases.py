@@ -344,6 +344,29 @@ def qwen_image_vae_decoder(_: pytest.FixtureRequest) -> Case:
     return Case("qwen_image_vae_decoder", [chunks(1), chunks(2)], refused, normalise, source="denoiser")
 
 
+def diffusers(_: pytest.FixtureRequest) -> Case:
+    def chunks(prompt: str) -> list[FeedArgs]:
+        conversation = [{"role": "system", "content": "Draw."}, {"role": "user", "content": prompt}]
+        return [({"messages": [message]}, {}) for message in conversation]
+
+    def normalise(outputs: list[Any]) -> Any:
+        assert [output.data["step"] for output in outputs] == [2, 3]
+        assert all(output.tensors["image"].shape == (16, 24, 3) for output in outputs)
+        return [(dict(output.data), dict(output.tensors)) for output in outputs]
+
+    return Case(
+        name="diffusers",
+        inputs=[chunks("a cat"), chunks("a tall ship")],
+        refused=({"messages": "none"}, {}),
+        normalise=normalise,
+        size="24x16",
+        steps=3,
+        guidance=3.0,
+        previews=2,
+        seed=0,
+    )
+
+
 EVERY_ENGINE = [
     pytest.param(echo, id="echo"),
     *(
@@ -363,6 +386,7 @@ EVERY_ENGINE = [
             qwen_image_text_encoder,
             qwen_image_vae_encoder,
             qwen_image_vae_decoder,
+            diffusers,
         )
     ),
 ]

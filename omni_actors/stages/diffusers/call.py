@@ -1,0 +1,103 @@
+"""One call of a pipeline, one denoising step at a time.
+
+A pipeline calls back after each step (``callback_on_step_end``, or ``callback`` in older ones). There the call stops
+until it is to go on: see ``turns``.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import diffusers
+import torch
+
+from omni_actors.stages.diffusers.arguments import Arguments
+from omni_actors.stages.diffusers.options import DiffusersOptions, DiffusersParams
+from omni_actors.stages.diffusers.pictures import Pictures, Pixels, Previews
+from omni_actors.stages.diffusers.turns import Turns
+
+
+class Step(NamedTuple):
+    """A denoising step that was done. step: its number, from 1. preview: None if none was due."""
+
+    step: int
+    total: int
+    preview: Pixels | None
+
+
+class Runner:
+    """A pipeline, and what its calls take."""
+
+    def __init__(self, pipeline: Any, options: DiffusersOptions) -> None:
+        self.pipeline = pipeline
+        self.arguments = Arguments(pipeline, options)
+        self.previews = Previews(pipeline)
+
+    def fresh(self) -> Any:
+        """Return a pipeline for one call, with the same modules. A call changes its pipeline and its scheduler."""
+        pipeline = copy.copy(self.pipeline)
+        for name, part in self.pipeline.components.items():
+            if isinstance(part, diffusers.SchedulerMixin):
+                setattr(pipeline, name, copy.deepcopy(part))
+        return pipeline
+
+
+class PipelineCall:
+    """A call that goes on by one step with each ``advance``.
+
+    arguments: as ``Arguments.make`` returns them. params: of the request; a preview is due after each
+    ``params.previews`` steps, but not after the last one.
+    """
+
+    def __init__(self, runner: Runner, arguments: Mapping[str, Any], params: DiffusersParams) -> None:
+        self._runner, self._arguments, self._params = runner, arguments, params
+        self._seed = params.seed or 0  # the system draws one for a request that names none
+        device = runner.pipeline.device
+        self._cuda = [device] if device.type == "cuda" else []
+        self._random_states: list[torch.Tensor] = []
+        self._turns = Turns[Step | Pictures](self._run)
+
+    def advance(self) -> Step | Pictures:
+        """Compute the next step, or after the last one the pictures, which end the call.
+
+        The first turn also encodes the prompt. Raises what the pipeline raises, which ends the call too.
+        """
+        with self._own_random_numbers():
+            return self._turns.advance()
+
+    def cancel(self) -> None:
+        """End the call, wherever it is."""
+        if not self._turns.done:
+            self._turns.cancel()
+
+    def _run(self, hand_over: Callable[[Step | Pictures], None]) -> Pictures:
+        pipeline, every = self._runner.fresh(), self._params.previews
+
+        def after_step(_: Any, index: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+            total = getattr(pipeline, "num_timesteps", None) or len(pipeline.scheduler.timesteps)
+            preview = None
+            if every and (index + 1) % every == 0 and index + 1 < total:
+                preview = self._runner.previews.decode(pipeline, tensors["latents"], self._arguments)
+            hand_over(Step(index + 1, total, preview))
+            return {}
+
+        callback: dict[str, Any] = {"callback_on_step_end": after_step}
+        if not self._runner.arguments.takes("callback_on_step_end"):
+            older = lambda index, timestep, latents: after_step(pipeline, index, timestep, {"latents": latents})  # noqa: E731
+            callback = {"callback": older, "callback_steps": 1}
+        generator = torch.Generator().manual_seed(self._seed)  # on the host: the same noise on every device
+        return Pictures(pipeline(**self._arguments, **callback, generator=generator, output_type="np"))
+
+    @contextmanager
+    def _own_random_numbers(self) -> Iterator[None]:
+        """Random numbers that are drawn without the call's generator follow from the seed too."""
+        with torch.random.fork_rng(self._cuda):
+            if not self._random_states:
+                torch.manual_seed(self._seed)
+            for state, device in zip(self._random_states, (None, *self._cuda), strict=False):
+                torch.set_rng_state(state) if device is None else torch.cuda.set_rng_state(state, device)
+            yield
+            self._random_states = [torch.get_rng_state(), *map(torch.cuda.get_rng_state, self._cuda)]
