@@ -112,7 +112,7 @@ def single_stage(model: Model) -> Document:
     """Return the pipeline of a Whisper, of a causal language model, or of a class of diffusers. Raises ConfigError."""
     stage: dict[str, Any]
     if model.is_of_diffusers:
-        stage = {"engine": "diffusers", "accepts": ["messages"], "emits": "image", "device": "cuda:0"}
+        stage = {"engine": "diffusers", "accepts": ["messages", "image"], "emits": "image", "device": "cuda:0"}
         stage["options"] = {"dtype": "bfloat16"}
     elif model.is_whisper:
         if not model.is_converted:

@@ -17,8 +17,8 @@ import msgspec
 from omni_actors.stages.autoregressive.options import TextOptions
 from omni_actors.stages.bagel import options as bagel
 from omni_actors.stages.base import NoOptions, NoParams
-from omni_actors.stages.diffusion.pipeline_index import unused_by_text_encoder
 from omni_actors.stages.diffusers.options import DiffusersOptions, DiffusersParams
+from omni_actors.stages.diffusion.pipeline_index import unused_by_text_encoder
 from omni_actors.stages.echo.options import EchoOptions, EchoParams
 from omni_actors.stages.hibari import options as hibari
 from omni_actors.stages.llm.options import LLMParams
@@ -211,7 +211,13 @@ ENGINES: dict[str, EngineSpec] = {
     "bagel": _language(
         "bagel.one_stage:OneStageEngine", bagel.OneStageOptions, bagel.OneStageParams, extra="image", has_tokenizer=True
     ),
-    "diffusers": _diffusion("diffusers.engine:DiffusersEngine", DiffusersOptions, DiffusersParams, resumable=False),
+    "diffusers": _shipped(
+        "diffusers.engine:DiffusersEngine",
+        DiffusersOptions,
+        DiffusersParams,
+        libraries=("diffusers", "torch", "transformers"),
+        extra="image",
+    ),
     "vllm": _vllm(
         "vllm.factories:open_text",
         vllm.VLLMOptions,
