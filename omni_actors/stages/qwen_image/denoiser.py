@@ -103,14 +103,17 @@ class DenoiserEngine(AdaptedEngine[Denoising, BatchedAdapters], PausableEngine[D
         """Do one denoising step of every running request."""
         started = time.perf_counter()
         groups: dict[Layout, list[Denoising]] = defaultdict(list)
-        for request in self._running():
+        running = self._running()
+        for request in running:
             if not request.has_begun:
                 request.begin(self._transformer.device, self._transformer.dtype)
                 for step in request.lost_previews():
                     yield StageOutput(request.id, data=self._data(request, step), decisions=(step,))
             groups[request.layout].append(request)
         for members in groups.values():
-            yield from self._advance(members)
+            alone = len(running) == 1
+            network = self._transformer
+            yield from self._advance(members, [network.velocity(*members)] if alone else network.velocities(members))
         took = time.perf_counter() - started
         self._step_seconds += (took - self._step_seconds) * (_WEIGHT if self._step_seconds else 1.0)
 
@@ -141,9 +144,8 @@ class DenoiserEngine(AdaptedEngine[Denoising, BatchedAdapters], PausableEngine[D
         return ready[: max(fitting, 1)]
 
     @torch.inference_mode()
-    def _advance(self, requests: list[Denoising]) -> Iterator[_Event]:
-        """Do one step of requests that have one layout."""
-        velocities = self._transformer.velocities(requests)
+    def _advance(self, requests: list[Denoising], velocities: list[Tensor]) -> Iterator[_Event]:
+        """Let requests that have one layout go one step along their velocities."""
         estimates: dict[int, Tensor] = {}
         for request, velocity in zip(requests, velocities, strict=True):
             if request.preview_follows:

@@ -2,8 +2,8 @@
 
 Rules
 1. Rows of one forward have latents of one ``Layout``, because the transformer has one set of positions for all rows.
-2. A request that is alone is computed as diffusers' pipeline computes it, the same operations in the same order: the
-   prompt, then the negative prompt, one row each. The result is the same to the bit.
+2. A request that runs alone is computed as diffusers' pipeline computes it, the same operations in the same order:
+   the prompt, then the negative prompt, one row each. The result is the same to the bit.
 3. Otherwise the companions (the rows of negative prompts) are rows of the same forward. Shorter prompts are padded and
    masked. The result differs from rule 2's by rounding.
 """
@@ -87,14 +87,16 @@ class Transformer:
         """Text positions follow the positions of the largest picture and must be below this."""
 
     @torch.inference_mode()
+    def velocity(self, job: Job) -> Tensor:
+        """Return the velocity of the latents of a request that runs alone, (1, rows, channels)."""
+        positive = self._forward([job], [job.prompt])
+        if job.negative is None:
+            return positive
+        return _guided(positive, self._forward([job], [job.negative]), job.guidance)
+
+    @torch.inference_mode()
     def velocities(self, jobs: Sequence[Job]) -> list[Tensor]:
         """Return the velocity of each job's latents, (1, rows, channels). The jobs have one layout."""
-        if len(jobs) == 1:
-            job = jobs[0]
-            positive = self._forward([job], [job.prompt])
-            if job.negative is None:
-                return [positive]
-            return [_guided(positive, self._forward([job], [job.negative]), job.guidance)]
         companions = [job for job in jobs if job.negative is not None]
         prompts = [job.prompt for job in jobs] + [job.negative for job in companions if job.negative is not None]
         rows = torch.split(self._forward([*jobs, *companions], prompts), 1)
