@@ -43,6 +43,7 @@ from omni_actors.stages.base import (
     StageOutput,
     StageRequest,
 )
+from omni_actors.stages.diffusion.pipeline_index import read_index
 from omni_actors.stages.engine import PausableEngine
 from omni_actors.stages.qwen_image.denoising import Denoising, ModelLimits
 from omni_actors.stages.qwen_image.latents import unpack
@@ -60,10 +61,6 @@ _WEIGHT = 0.2
 class _VaeConfig(msgspec.Struct, frozen=True):
     temperal_downsample: list[bool]
     """One entry for each time that the VAE halves a picture's sides."""
-
-
-class _ModelIndex(msgspec.Struct, frozen=True):
-    class_name: str = msgspec.field(name="_class_name")
 
 
 class DenoiserEngine(AdaptedEngine[Denoising, BatchedAdapters], PausableEngine[Denoising]):
@@ -86,7 +83,7 @@ class DenoiserEngine(AdaptedEngine[Denoising, BatchedAdapters], PausableEngine[D
             channels=self._transformer.channels,
             width=self._transformer.width,
             positions=self._transformer.positions,
-            conditions=_looks_at_pictures(directory),
+            conditions=read_index(directory).looks_at_pictures,
         )
         self._max_batch, self._step_seconds = options.max_batch, 0.0
         self._capabilities["update_weights"] = self._update_weights
@@ -185,12 +182,6 @@ def _pixels_of_a_latent(directory: Path) -> int:
     """Return how many pixels a side of a latent has. Raises OSError, msgspec.ValidationError."""
     config = msgspec.json.decode((directory / "vae" / "config.json").read_bytes(), type=_VaeConfig)
     return 1 << len(config.temperal_downsample)
-
-
-def _looks_at_pictures(directory: Path) -> bool:
-    """Return whether a request's pictures are a condition, and not the start of the new picture."""
-    index = msgspec.json.decode((directory / "model_index.json").read_bytes(), type=_ModelIndex)
-    return index.class_name.startswith("QwenImageEdit")
 
 
 def _not_finite(step: int) -> InvalidRequest:

@@ -1,0 +1,160 @@
+"""Pictures from stages in processes, beside diffusers' own pipeline (``python -m bench.images``).
+
+The model is a Qwen-Image with random weights, in two sizes. *tiny*: a step costs the same whatever it computes, as on a
+GPU. *busy*: a step computes as long as its pictures are large, as on a CPU. Everything computes on one thread.
+
+alone    one picture at a time: the system, and diffusers' pipeline in this process
+batch    eight requests (4 to 50 steps, three sizes, half of them with a negative prompt) at once, and one after another
+
+Rounds alternate. A ratio is the median of the rounds' ratios, so that a slow time of the machine counts on both sides.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import click
+import msgspec
+import torch
+import trio
+from diffusers import QwenImagePipeline
+from rich.console import Console
+from rich.table import Table
+
+from omni_actors import OmniSystem
+from omni_actors.config import load
+from tiny_models import qwen_image as tiny
+
+BUSY = {"num_layers": 4, "attention_head_dim": 32, "num_attention_heads": 8, "axes_dims_rope": (16, 8, 8)}
+"""What the busy transformer changes in the tiny one's configuration: it has 60 times the parameters."""
+SIZES = {"tiny": ("64x64", "96x64", "64x96"), "busy": ("128x128", "160x128", "128x160")}
+STEPS = (4, 8, 12, 20, 28, 36, 44, 50)
+ALONE_STEPS = 20
+BOUNDS = {("tiny", "alone"): 1.05, ("busy", "alone"): 1.05, ("tiny", "batch"): 0.6, ("busy", "batch"): 1.05}
+Row = dict[str, float]
+
+
+def save_model(directory: Path, kind: str) -> Path:
+    """Write a model's checkpoint."""
+    tiny.save(directory)
+    if kind == "busy":
+        tiny.transformer(**BUSY).save_pretrained(directory / "transformer")
+    return directory
+
+
+@asynccontextmanager
+async def opened(directory: Path) -> AsyncIterator[OmniSystem]:
+    """Open the pipeline on the CPU, each stage on one thread."""
+    pipeline = load("qwen_image")
+    stages = {}
+    for name, stage in pipeline.stages.items():
+        options = {**stage.options, "dtype": "float32"} | ({"max_batch": 16} if name == "denoiser" else {})
+        changes: dict[str, Any] = {"model": str(directory), "device": "cpu", "threads": 1, "options": options}
+        stages[name] = msgspec.structs.replace(stage, **changes)
+    async with OmniSystem.open(msgspec.structs.replace(pipeline, stages=stages)) as omni:
+        yield omni
+
+
+def mixed(kind: str) -> list[dict[str, Any]]:
+    """Return the arguments of eight requests."""
+    requests: list[dict[str, Any]] = []
+    for n, steps in enumerate(STEPS):
+        asked: dict[str, Any] = {"steps": steps, "size": SIZES[kind][n % 3], "seed": n}
+        if n % 2:
+            asked |= {"negative_prompt": "blurred", "guidance": 2.0 + n}
+        requests.append(asked)
+    return requests
+
+
+async def draw(omni: OmniSystem, asked: dict[str, Any]) -> None:
+    """Wait for one picture."""
+    await omni.generate("a red fox by the sea", modalities=("image",), **asked).picture()
+
+
+async def staged_s(omni: OmniSystem, requests: list[dict[str, Any]], *, at_once: bool) -> float:
+    """Return the seconds that all these requests take."""
+    began = time.perf_counter()
+    if at_once:
+        async with trio.open_nursery() as nursery:
+            for asked in requests:
+                nursery.start_soon(draw, omni, asked)
+    else:
+        for asked in requests:
+            await draw(omni, asked)
+    return time.perf_counter() - began
+
+
+def diffusers_s(pipeline: Any, asked: dict[str, Any]) -> float:
+    """Return the seconds that diffusers' pipeline takes for the same picture, in this process."""
+    width, height = map(int, asked["size"].split("x"))
+    began = time.perf_counter()
+    pipeline(
+        "a red fox by the sea",
+        negative_prompt=asked.get("negative_prompt"),
+        true_cfg_scale=asked.get("guidance", 1.0),
+        width=width,
+        height=height,
+        num_inference_steps=asked["steps"],
+        generator=torch.Generator().manual_seed(asked["seed"]),
+        output_type="np",
+    )
+    return time.perf_counter() - began
+
+
+async def measure(kind: str, rounds: int) -> dict[str, list[Row]]:
+    """Return the seconds of each round, by case. The first round warms up."""
+    cases: dict[str, list[Row]] = {"alone": [], "batch": []}
+    with tempfile.TemporaryDirectory() as directory:
+        model = save_model(Path(directory), kind)
+        pipeline = QwenImagePipeline.from_pretrained(model)
+        pipeline.set_progress_bar_config(disable=True)
+        async with opened(model) as omni:
+            one = {**mixed(kind)[1], "steps": ALONE_STEPS}
+            for n in range(rounds + 1):
+                alone = {"system": await staged_s(omni, [one], at_once=False), "base": diffusers_s(pipeline, one)}
+                together = await staged_s(omni, mixed(kind), at_once=True)
+                batch = {"system": together, "base": await staged_s(omni, mixed(kind), at_once=False)}
+                if n:
+                    cases["alone"].append(alone)
+                    cases["batch"].append(batch)
+    return cases
+
+
+def ratio(rows: list[Row]) -> float:
+    return statistics.median(row["system"] / row["base"] for row in rows)
+
+
+@click.command()
+@click.option("--rounds", type=click.IntRange(min=1), default=7, show_default=True, help="Rounds after a warm-up.")
+@click.option("--only", type=click.Choice(list(SIZES)), help="Measure one model only.")
+@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write the figures here.")
+def main(rounds: int, only: str | None, json_file: Path | None) -> None:
+    """Measure, print a table, and exit with 1 if a bound is not met."""
+    torch.set_num_threads(1)
+    found = {kind: trio.run(measure, kind, rounds) for kind in ([only] if only else SIZES)}
+    table = Table("model", "case", "system", "beside", "ratio", "least", "most", "bound")
+    met = True
+    for kind, cases in found.items():
+        for case, rows in cases.items():
+            ratios = sorted(row["system"] / row["base"] for row in rows)
+            seconds = [f"{statistics.median(row[side] for row in rows):.3f} s" for side in ("system", "base")]
+            bound = BOUNDS[kind, case]
+            met = met and ratio(rows) <= bound
+            table.add_row(kind, case, *seconds, *(f"{r:.3f}" for r in (ratio(rows), ratios[0], ratios[-1], bound)))
+    Console().print(table)
+    if json_file is not None:
+        json_file.write_text(json.dumps(found, indent=1))
+    if not met:
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()
