@@ -90,6 +90,10 @@ class Picture(msgspec.Struct, frozen=True, eq=False):
         """
         Path(path).write_bytes(self.encode(picture_format(path)))
 
+    def _repr_png_(self) -> bytes:
+        """Show the picture in a notebook."""
+        return self.encode("png")
+
 
 def picture_format(path: str | Path) -> PictureFormat:
     """Return the format that the suffix of a file names. Raises ValueError if it names none."""

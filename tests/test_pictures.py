@@ -132,6 +132,7 @@ def test_an_unknown_format_of_a_picture_is_refused() -> None:
         Picture(PIXELS).save("cat.bmp")
     small, large = (len(Picture(PIXELS.repeat(40, 0)).encode("jpeg", quality=quality)) for quality in (5, 95))
     assert small < large
+    assert Picture(PIXELS)._repr_png_() == Picture(PIXELS).encode()
 
 
 # arguments
