@@ -10,6 +10,7 @@
 # make bench-ring   and of the ring beside its peers, which this installs first
 # make bench-pipeline   and of a whole request beside bare queues, ZMQ and Ray actors
 # make bench-recovery   and of what the death of a worker costs a client
+# make bench-images   and of pictures, beside diffusers' pipeline and one after another
 # make setup-vllm   vLLM's CPU build, in an environment of its own (.venv-vllm), for the vllm engines
 # make test-vllm    set that up and run their tests
 # make test-vllm-kills   SIGKILL at every tenth output of the stages on vLLM; takes most of an hour
@@ -30,7 +31,7 @@ export PIP_NO_INPUT := 1
 # $(call phase,what,command): says what goes on and how long it took. Fails as the command does.
 phase = @echo "==> $(1)"; begin=$$(date +%s); $(2) && echo "    done in $$(( $$(date +%s) - begin )) s"
 
-.PHONY: help setup demo serve test test-perf test-kills test-portable lint bench bench-omni bench-ring bench-pipeline bench-recovery setup-vllm test-vllm test-vllm-kills clean
+.PHONY: help setup demo serve test test-perf test-kills test-portable lint bench bench-omni bench-ring bench-pipeline bench-recovery bench-images setup-vllm test-vllm test-vllm-kills clean
 .DELETE_ON_ERROR:
 
 help:
@@ -101,6 +102,9 @@ bench-pipeline: .venv/bench
 
 bench-recovery: setup
 	$(BIN)/python -m bench.recovery $(BENCH_ARGS)
+
+bench-images: setup
+	$(BIN)/python -m bench.images $(BENCH_ARGS)
 
 .venv/bench: .venv/installed requirements/bench.txt
 	$(call phase,Installing what the ring is compared with,$(BIN)/python -m pip install -qq -c requirements/constraints.txt -e '.[$(BENCH_EXTRAS)]')
