@@ -64,7 +64,7 @@ class Picture(msgspec.Struct, frozen=True, eq=False):
         return int(self.pixels.shape[0])
 
     def encode(self, format: PictureFormat = "png", *, quality: int = QUALITY) -> bytes:
-        """Return the picture as a file's bytes. It computes for milliseconds: call it in a thread.
+        """Return the picture as a file's bytes. It takes up to seconds: call it in a thread.
 
         Args:
             format: "png" keeps every pixel; "jpeg" and "webp" lose some.

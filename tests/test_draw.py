@@ -139,6 +139,35 @@ def test_terminals_with_a_protocol_get_the_whole_picture() -> None:
         assert decoded(part).tobytes() == noise.tobytes()
 
 
+def test_terminals_with_sixels_get_a_reduced_picture() -> None:
+    encode = inline_encoder({"TERM": "foot"})
+    assert encode is not None
+    pixels = np.zeros((20, 30, 3), np.uint8)
+    pixels[:, :10, 0], pixels[7:, 20:, 2] = 255, 255
+    assert np.array_equal(sixels(encode(Picture(pixels))), pixels)
+    noise = np.random.default_rng(0).integers(0, 256, (60, 960, 3), np.uint8)
+    assert sixels(encode(Picture(noise))).shape == (30, 480, 3)
+
+
+def sixels(written: str) -> np.ndarray:
+    """Return the pixels that a terminal shows, uint8 (height, width, 3)."""
+    head = re.fullmatch(r'\x1bPq"1;1;(\d+);(\d+)(.*)\x1b\\', written, re.DOTALL)
+    assert head is not None
+    width, height = int(head[1]), int(head[2])
+    shown = np.zeros((-(-height // 6) * 6, width, 3), np.uint8)
+    palette = {int(number): np.array([r, g, b], int) * 255 // 100 for number, r, g, b in COLOUR.findall(head[3])}
+    for row, band in enumerate(COLOUR.sub("", head[3]).split("-")):
+        for number, line in re.findall(r"#(\d+)([^#$]*)\$", band):
+            whole = re.sub(r"!(\d+)(.)", lambda run: run[2] * int(run[1]), line)
+            bits = np.frombuffer(whole.encode(), np.uint8) - 63
+            for bit in range(6):
+                shown[row * 6 + bit, (bits >> bit & 1).astype(bool)] = palette[int(number)]
+    return shown[:height]
+
+
+COLOUR = re.compile(r"#(\d+);2;(\d+);(\d+);(\d+)")
+
+
 def decoded(encoded: str) -> Image.Image:
     return Image.open(io.BytesIO(base64.b64decode(encoded)))
 

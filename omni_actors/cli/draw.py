@@ -6,6 +6,7 @@ import os
 import random
 from collections import Counter
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -19,7 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from omni_actors import config as configuration
 from omni_actors.cli.running import notes, run, seconds, wait_ready
 from omni_actors.cli.terminal_pictures import COLUMNS, ROWS, CoarsePicture, inline_encoder, shows_coarse_pictures
-from omni_actors.command_line import click_errors, override_option, verbose_option
+from omni_actors.command_line import BadConfig, click_errors, override_option, verbose_option
 from omni_actors.outputs import PICTURE_SUFFIXES, Output, Picture, RequestMetrics
 from omni_actors.system import OmniSystem
 
@@ -76,6 +77,8 @@ def draw(
         raise click.BadParameter(f"there is no directory {output.parent}", param_hint="--output")
     if output.suffix.lower() not in PICTURE_SUFFIXES:
         raise click.BadParameter(f"{output}: accepted are {', '.join(PICTURE_SUFFIXES)}", param_hint="--output")
+    if find_spec("PIL") is None:
+        raise BadConfig("pictures cannot be written: Pillow is not installed; omni-actors[image] has it")
     with click_errors():
         pipeline = configuration.load(config, configuration.parse_overrides(assignments))
     if params["seed"] is None and _takes(pipeline, "seed"):

@@ -1,12 +1,13 @@
 """Pictures in a terminal: coarse ones in a live display, and whole ones where the terminal can show them.
 
 Any terminal with true colours shows two pixels in each cell: an upper half block has two colours. kitty and iTerm2 have
-protocols of their own for whole pictures, and so have some terminals that follow them.
+protocols of their own for whole pictures, and some terminals follow them. Others show sixels, as DEC's terminals did.
 """
 
 from __future__ import annotations
 
 import base64
+import re
 from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
 
@@ -20,6 +21,10 @@ from omni_actors.outputs import Picture
 
 COLUMNS, ROWS = 56, 20
 """The largest coarse picture, in cells."""
+_SIXEL_SIDE, _SIXEL_COLOURS = 480, 128
+"""The largest side of a picture in sixels, and the most colours: they need up to a character for each, and pixel."""
+_RUN = re.compile(r"(.)\1{3,}")
+"""Equal characters that sixels abbreviate."""
 _KITTY_CHUNK = 4096
 """The most base64 characters of one command of kitty's protocol."""
 
@@ -67,6 +72,8 @@ def inline_encoder(environment: Mapping[str, str]) -> Callable[[Picture], str] |
         return _iterm2
     if environment.get("TERM") in ("xterm-kitty", "xterm-ghostty") or "KITTY_WINDOW_ID" in environment:
         return _kitty
+    if environment.get("TERM", "").startswith(("foot", "mlterm", "xterm-sixel")):
+        return _sixel
     return None
 
 
@@ -85,3 +92,27 @@ def _kitty(picture: Picture) -> str:
         keys = "a=T,f=100,q=2," if number == 0 else ""
         commands.append(f"\x1b_G{keys}m={int(number < len(parts) - 1)};{part}\x1b\\")
     return "".join(commands)
+
+
+def _sixel(picture: Picture) -> str:
+    """Return a picture, reduced, as sixels: each character has six pixels of a column in one colour."""
+    from PIL import Image
+
+    image = Image.fromarray(picture.pixels)
+    image.thumbnail((_SIXEL_SIDE, _SIXEL_SIDE))
+    reduced = image.quantize(_SIXEL_COLOURS)
+    colours, shares = np.asarray(reduced), np.reshape(reduced.getpalette() or [], (-1, 3)) * 100 // 255
+    written = [f'\x1bPq"1;1;{image.width};{image.height}']
+    written += [f"#{number};2;{red};{green};{blue}" for number, (red, green, blue) in enumerate(shares)]
+    for top in range(0, image.height, 6):
+        band = colours[top : top + 6]
+        bits = 1 << np.arange(len(band))[:, None]
+        for number in np.unique(band):
+            line = bytes((63 + np.where(band == number, bits, 0).sum(0)).astype(np.uint8)).decode()
+            written.append(f"#{number}{_RUN.sub(_shortened, line)}$")
+        written.append("-")
+    return "".join(written) + "\x1b\\"
+
+
+def _shortened(run: re.Match[str]) -> str:
+    return f"!{len(run[0])}{run[1]}"
