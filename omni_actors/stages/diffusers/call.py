@@ -21,10 +21,14 @@ from omni_actors.stages.diffusers.turns import Turns
 
 
 class Step(NamedTuple):
-    """A denoising step that was done. step: its number, from 1. preview: None if none was due."""
+    """A denoising step that was done.
+
+    step: its number, from 1. shown: whether a preview was due. preview: None also if the pipeline has no previews.
+    """
 
     step: int
     total: int
+    shown: bool
     preview: Pixels | None
 
 
@@ -78,10 +82,10 @@ class PipelineCall:
 
         def after_step(_: Any, index: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
             total = getattr(pipeline, "num_timesteps", None) or len(pipeline.scheduler.timesteps)
-            preview = None
-            if every and (index + 1) % every == 0 and index + 1 < total:
+            shown, preview = bool(every) and (index + 1) % every == 0 and index + 1 < total, None
+            if shown and self._runner.previews.possible:
                 preview = self._runner.previews.decode(pipeline, tensors["latents"], self._arguments)
-            hand_over(Step(index + 1, total, preview))
+            hand_over(Step(index + 1, total, shown, preview))
             return {}
 
         callback: dict[str, Any] = {"callback_on_step_end": after_step}

@@ -4,6 +4,7 @@ Input, from the client: messages (the text of the user's last one is the prompt)
 
 Output: for each preview and for the picture one chunk, ``tensors["image"]``, uint8 (height, width, 3), with ``step``,
 ``total`` and ``final`` (false for a preview). A video is one such chunk for each ``frame`` of ``frames``, all final.
+Where the form of the latents is not known, or a safety checker has to see a picture first, previews have no tensor.
 
 Rules
 1. A step of the engine is one denoising step of one request; the first one also encodes the prompt, and the one behind
@@ -70,8 +71,6 @@ class DiffusersEngine(PausableEngine[_Request]):
         if not request.prompt.complete:
             return
         runner = self._with_image if request.prompt.images else self._runner
-        if request.params.previews and not runner.previews.possible:
-            raise base.InvalidRequest("previews: this pipeline has none", param="previews")
         request.arguments = runner.arguments.make(request.params, request.prompt.text, request.prompt.images)
         request.runner = runner
 
@@ -118,10 +117,10 @@ class DiffusersEngine(PausableEngine[_Request]):
 
     def _after(self, request: _Request, done: Step) -> base.StageOutput | None:
         request.total = done.total
-        if done.preview is None:
+        if not done.shown:
             return None
         data = {"step": done.step, "total": done.total, "final": False}
-        return base.StageOutput(request.id, {"image": done.preview}, data)
+        return base.StageOutput(request.id, {} if done.preview is None else {"image": done.preview}, data)
 
     def _picture(self, request: _Request, pictures: Pictures) -> base.StageOutput:
         data: dict[str, Any] = {"step": request.total, "total": request.total, "final": True}
