@@ -1,0 +1,92 @@
+"""A directory of diffusers in a real worker, opened by its path; tiny random weights."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import numpy as np
+import pytest
+import torch
+
+from omni_actors import OmniSystem
+from omni_actors.errors import InvalidRequest
+from omni_actors.outputs import Output
+from tests.support.shared_system import SharedSystem, open_shared_system, with_shared_system
+from tiny_models import diffusers_pipelines as tiny
+
+pytestmark = [pytest.mark.slow, pytest.mark.voice, pytest.mark.filterwarnings("ignore::FutureWarning")]
+STEPS = 4
+ASKED: dict[str, Any] = {"modalities": ("image",), "size": "32x16", "steps": STEPS, "seed": 3}
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.save(tmp_path_factory.mktemp("model") / "tiny", "stable_diffusion_3")
+
+
+@pytest.fixture(scope="module")
+def shared_system(fixture_processes: set[int], directory: Path) -> Iterator[SharedSystem]:
+    often = {"stages.diffusers.restart.intensity": 100, "stages.diffusers.threads": 1}
+    opening = lambda: OmniSystem.open(str(directory), overrides=often)  # noqa: E731
+    with open_shared_system(opening, fixture_processes) as shared_system:
+        yield shared_system
+
+
+def test_the_picture_is_that_of_the_pipeline(shared_system: SharedSystem, directory: Path) -> None:
+    own: Any = diffusers.DiffusionPipeline.from_pretrained(directory)
+    own.set_progress_bar_config(disable=True)
+    generator = torch.Generator().manual_seed(3)
+    made = own("a cat", width=32, height=16, num_inference_steps=STEPS, generator=generator, output_type="np").images
+
+    async def work(omni: OmniSystem) -> None:
+        picture = await omni.generate("a cat", **ASKED).picture()
+        assert (picture.step, picture.total, picture.final) == (STEPS, STEPS, True)
+        assert np.array_equal(picture.pixels, (made[0] * 255).round().astype(np.uint8))
+
+    shared_system.run(work)
+
+
+@with_shared_system
+async def test_a_death_at_any_step_changes_no_picture(omni: OmniSystem) -> None:
+    """The request begins again, and no preview comes twice."""
+    whole = [output async for output in omni.generate("a cat", **ASKED, previews=1)]
+    for dies_after in range(1, len(whole)):
+        outputs: list[Output] = []
+        async for output in omni.generate("a cat", **ASKED, previews=1):
+            outputs.append(output)
+            if len(outputs) == dies_after:
+                os.kill(omni.health().stages["diffusers"][0].pid or 0, signal.SIGKILL)
+        assert [_content(each) for each in outputs] == [_content(each) for each in whole]
+
+
+def _content(output: Output) -> Any:
+    picture = output.delta
+    return None if picture is None else (picture.step, picture.final, picture.pixels.tobytes())
+
+
+@with_shared_system
+async def test_what_is_out_of_bounds_names_its_field(omni: OmniSystem) -> None:
+    wrong: list[tuple[str, dict[str, Any]]] = [
+        ("size", {"size": "0x16"}),
+        ("size", {"size": "15x16"}),
+        ("size", {"size": "90000x90000"}),
+        ("steps", {"steps": 0}),
+        ("steps", {"steps": 10_000}),
+        ("steps", {"steps": 500}),
+        ("guidance", {"guidance": math.nan}),
+        ("strength", {"strength": 0.5}),
+        ("pipeline_kwargs", {"pipeline_kwargs": {"num_images_per_prompt": 50}}),
+        ("scheduler", {"scheduler": "euler"}),
+        ("messages", {"prompt": "cat " * 8000}),
+    ]
+    for field, changed in wrong:
+        asked = {"prompt": "a cat", **ASKED, **changed}
+        with pytest.raises(InvalidRequest) as refusal:
+            await omni.generate(**asked).collect()
+        assert field in (refusal.value.param or ""), (changed, refusal.value)
