@@ -25,6 +25,7 @@ OMNI = {
     "Qwen3OmniMoeForConditionalGeneration": "qwen3_omni",
     "Qwen2_5OmniForConditionalGeneration": "qwen2_5_omni",
     "Qwen2_5OmniModel": "qwen2_5_omni",
+    "BagelForConditionalGeneration": "bagel",
 }
 """The shipped pipeline of each omni architecture."""
 DIFFUSERS = {

@@ -66,6 +66,12 @@ def open_stage(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., StageE
 
         return tiny.save(tmp_path_factory.mktemp("diffusers"))
 
+    @functools.cache
+    def random_bagel() -> Path:
+        from tiny_models import bagel as tiny
+
+        return tiny.save(tmp_path_factory.mktemp("bagel"))
+
     def open_engine(name: str, model: Path | None = None, **options: Any) -> StageEngine:
         if model is None and name in _MODELS:
             model = assets.prepare(_MODELS[name], print)
@@ -83,6 +89,8 @@ def open_stage(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., StageE
             model = random_qwen_image("text")
         elif model is None and name == "diffusers":
             model = random_diffusers()
+        elif model is None and name.startswith("bagel"):
+            model = random_bagel()
         module, _, factory = ENGINES[name].factory.partition(":")
         context = stage_context(options, stage=name, model=model, threads=THREADS)
         engine: StageEngine = getattr(import_module(module), factory)(context)

@@ -367,6 +367,68 @@ def diffusers(_: pytest.FixtureRequest) -> Case:
     )
 
 
+def bagel_context(_: pytest.FixtureRequest) -> Case:
+    """A text, and then the context of a picture."""
+
+    def normalise(outputs: list[Any]) -> Any:
+        layers = [output.downstream for output in outputs if output.downstream]
+        assert len(layers) == 3
+        assert layers[0]["noise"].shape == (16, 16)
+        keys = [{name: tensor.numpy() for name, tensor in layer.items()} for layer in layers]
+        return "".join(output.data.get("text", "") for output in outputs), keys
+
+    return Case(
+        name="bagel_context",
+        inputs=[shown(1), shown(2)],
+        refused=({"messages": "none"}, {}),
+        normalise=normalise,
+        think=True,
+        max_tokens=6,
+        size="32x32",
+        seed=0,
+    )
+
+
+def bagel_denoiser(_: pytest.FixtureRequest) -> Case:
+    def chunks(seed: int) -> list[FeedArgs]:
+        rng = np.random.default_rng(seed)
+        drawn = rng.normal(0, 1, (3, 2, 2, 7 + seed, 16)).astype(np.float32)
+        fed: list[FeedArgs] = [({}, {"keys": keys, "values": values}) for keys, values in drawn]
+        mark = {"length": 7 + seed, "position": 7}
+        header = {"layers": 3, "full": mark, "imageless": mark, "textless": {"length": 2, "position": 2}}
+        header |= {"edits": False, "width": 32, "height": 32}
+        noise = {"noise": rng.normal(0, 1, (16, 16)).astype(np.float32)}
+        return [({"context": header}, {**fed[0][1], **noise}), *fed[1:]]
+
+    return Case(
+        name="bagel_denoiser",
+        inputs=[chunks(1), chunks(2)],
+        refused=({}, {"keys": np.zeros((2, 3, 16), np.float32)}),
+        normalise=_pictures_of_steps_2_4_5,
+        source="context",
+        steps=5,
+        previews=2,
+    )
+
+
+def bagel(_: pytest.FixtureRequest) -> Case:
+    return Case(
+        name="bagel",
+        inputs=[shown(1), shown(2)],
+        refused=({"messages": "none"}, {}),
+        normalise=_pictures_of_steps_2_4_5,
+        size="32x32",
+        steps=5,
+        previews=2,
+        seed=0,
+    )
+
+
+def _pictures_of_steps_2_4_5(outputs: list[Any]) -> Any:
+    assert [(output.data["step"], output.last) for output in outputs] == [(2, False), (4, False), (5, True)]
+    return [dict(output.tensors) for output in outputs]
+
+
 EVERY_ENGINE = [
     pytest.param(echo, id="echo"),
     *(
@@ -387,6 +449,9 @@ EVERY_ENGINE = [
             qwen_image_vae_encoder,
             qwen_image_vae_decoder,
             diffusers,
+            bagel_context,
+            bagel_denoiser,
+            bagel,
         )
     ),
 ]

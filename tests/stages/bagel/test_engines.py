@@ -1,0 +1,202 @@
+"""BAGEL's engines among themselves: one stage and two, batches, checkpoints, previews, large contexts."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from omni_actors.stages.base import CLIENT, Chunk, InvalidRequest, StageCheckpoint, StageOutput, StageRequest
+from ringbuf import Ring, decode_bundle, encode_bundle
+from tests.stages.bagel import cases
+from tests.stages.bagel.driving import Bagel, chunks_of, context, params_of
+from tests.support.closeness import assert_same_picture
+from tests.support.engine_driver import Driver
+
+pytestmark = pytest.mark.voice
+
+NAMES = ["plain", "text guidance", "edit", "interleaved"]
+
+
+@pytest.fixture(scope="module")
+def one_stage(tiny_bagel: Path) -> Any:
+    from omni_actors.stages.bagel.one_stage import OneStageEngine
+
+    return OneStageEngine(context(tiny_bagel, "bagel"))
+
+
+def latents_of(events: list[Any]) -> list[Any]:
+    return [event.tensors["latents"] for event in events if isinstance(event, StageCheckpoint)]
+
+
+def pictures_of(events: list[Any]) -> list[Any]:
+    return [event.tensors["image"] for event in events if isinstance(event, StageOutput)]
+
+
+@pytest.mark.parametrize("name", ["edit", "thought"])
+def test_one_stage_draws_what_two_stages_draw(bagel: Bagel, one_stage: Any, name: str) -> None:
+    case = cases.PICTURES[name]
+    outputs, checkpoints = bagel.draw(case["terms"], **params_of(case))
+    driver = Driver(one_stage)
+    driver.start(1, **params_of(case))
+    chunks = chunks_of(case["terms"])
+    for i, chunk in enumerate(chunks):
+        driver.feed(1, *chunk, last=i == len(chunks) - 1)
+    events: list[Any] = []
+    while one_stage.busy:
+        events += one_stage.step()
+    for found, expected in zip(latents_of(events), latents_of(checkpoints), strict=True):
+        np.testing.assert_array_equal(found, expected)
+    np.testing.assert_array_equal(events[-1].tensors["image"], outputs[-1].tensors["image"])
+    assert events[-1].last
+
+
+def test_a_mixed_batch_draws_what_each_request_draws_alone(bagel: Bagel) -> None:
+    alone = [bagel.draw(cases.PICTURES[name]["terms"], **params_of(cases.PICTURES[name])) for name in NAMES]
+    for number, name in enumerate(NAMES):
+        case = cases.PICTURES[name]
+        bagel.start(10 + number, case["terms"], **params_of(case))
+    together = bagel.run()
+    for number, (outputs, checkpoints) in enumerate(alone):
+        events = together[10 + number]
+        for found, expected in zip(latents_of(events), latents_of(checkpoints), strict=True):
+            np.testing.assert_allclose(found, expected, rtol=0, atol=1e-4)
+        assert_same_picture(pictures_of(events)[-1], outputs[-1].tensors["image"])
+
+
+@pytest.mark.parametrize("step", range(1, cases.STEPS))
+def test_a_new_incarnation_goes_on_from_the_checkpoint(bagel: Bagel, step: int) -> None:
+    """It computes the steps behind the checkpoint only, and puts out the previews before it without a picture."""
+    case = cases.PICTURES["edit"]
+    params = {**params_of(case), "previews": 1}
+    outputs, checkpoints = bagel.draw(case["terms"], **params)
+    assert [output.data["step"] for output in outputs] == [1, 2, 3, 4]
+    own = {name: value for name, value in params.items() if name not in Bagel.ONLY_DENOISER}
+    bagel.reader.start(2, **own)
+    bagel._feed(2, case["terms"])
+    checkpoint = StageCheckpoint(2, checkpoints[step - 1].tensors, checkpoints[step - 1].data)
+    journal = tuple(output.decisions for output in outputs[:step])
+    painted = {name: params[name] for name in params if name in Bagel.OF_DENOISER}
+    bagel.painter.start(2, ("context",), journal=journal, needed_from=step, checkpoint=checkpoint, **painted)
+    events = bagel.run()[2]
+    again = [event for event in events if isinstance(event, StageOutput)]
+    assert [output.decisions for output in again] == [output.decisions for output in outputs]
+    assert all(not output.tensors for output in again[:step])
+    np.testing.assert_array_equal(again[-1].tensors["image"], outputs[-1].tensors["image"])
+    assert len(latents_of(events)) == cases.STEPS - 1 - step
+
+
+@pytest.mark.parametrize(
+    ("params", "param"),
+    [
+        ({"size": "30x32"}, "size"),
+        ({"size": "0x32"}, "size"),
+        ({"size": "4096x32"}, "size"),
+        ({"guidance": float("nan")}, "guidance"),
+        ({"guidance": -1.0}, "guidance"),
+        ({"seed": 2**70}, "seed"),
+    ],
+)
+def test_a_wrong_parameter_of_the_context_is_named(bagel: Bagel, params: dict[str, Any], param: str) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        bagel.reader.engine.start(_request(params))
+    assert refused.value.param == param
+
+
+@pytest.mark.parametrize(
+    ("params", "param"),
+    [
+        ({"steps": 0}, "steps"),
+        ({"steps": 10_000}, "steps"),
+        ({"renorm": "none"}, "renorm"),
+        ({"strength": 0.5}, "strength"),
+        ({"image_guidance": float("inf")}, "image_guidance"),
+    ],
+)
+def test_a_wrong_parameter_of_the_denoiser_is_named(bagel: Bagel, params: dict[str, Any], param: str) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        bagel.painter.engine.start(_request(params))
+    assert refused.value.param == param
+
+
+def _request(params: dict[str, Any]) -> Any:
+    return StageRequest(9, (CLIENT,), params)
+
+
+@pytest.mark.parametrize(
+    ("chunk", "param"),
+    [
+        (({"messages": [{"role": "user", "content": "the sea " * 8000}]}, {}), "messages"),
+        (({"messages": [{"role": "user", "content": ""}]}, {}), "messages"),
+        (({"messages": [{"role": "user", "content": [{"type": "image", "index": 3}]}]}, {}), "image"),
+        (({"messages": [{"role": "user", "content": [{"type": "audio", "index": 0}]}]}, {}), "messages"),
+        (({"index": 0}, {"image": np.zeros((1, 3000, 3), np.uint8)}), "image"),
+        (({"prompt": "the sea"}, {}), "prompt"),
+    ],
+)
+def test_an_unusable_prompt_is_refused(bagel: Bagel, chunk: Any, param: str) -> None:
+    bagel.reader.start(5)
+    try:
+        with pytest.raises(InvalidRequest) as refused:
+            bagel.reader.feed(5, *chunk, last=True)
+        assert refused.value.param == param
+    finally:
+        bagel.reader.abort(5)
+
+
+def large_contexts(length: int) -> Any:
+    """Contexts of this length in three layers of 8 heads of 64 numbers."""
+    import torch
+
+    from omni_actors.stages.bagel.contexts import Contexts, Mark
+
+    states = [(torch.rand(8, length, 64), torch.rand(8, length, 64)) for _ in range(3)]
+    mark = Mark(length, 3)
+    return Contexts(
+        full=mark,
+        textless=Mark(2, 1),
+        imageless=mark,
+        states=states,
+        imageless_states=None,
+        edits=False,
+        width=32,
+        height=32,
+        noise=torch.rand(16, 16),
+    )
+
+
+def test_large_contexts_pass_through_a_ring() -> None:
+    """50 MB in chunks of a layer each, through a ring that is smaller than a chunk."""
+    import torch
+
+    from omni_actors.stages.bagel import handoff
+
+    contexts = large_contexts(4096)
+    receiver, received = handoff.Receiver(torch.device("cpu"), torch.float32), None
+    chunks = [*handoff.chunks(contexts)]
+    with Ring.create(8 * 1024 * 1024) as ring, ThreadPoolExecutor(1) as sender:
+        producer, consumer = ring.claim_producer(), ring.claim_consumer()
+
+        def send() -> None:
+            for data, tensors in chunks:
+                producer.send(*encode_bundle(data, tensors))
+
+        started = time.perf_counter()
+        sending = sender.submit(send)
+        for i in range(len(chunks)):
+            with consumer.recv() as frame:
+                bundle = decode_bundle(frame.data)
+                chunk = Chunk("context", i, i == len(chunks) - 1, bundle.tensors, bundle.meta or {})
+                received = receiver.feed(chunk)
+                del bundle, chunk
+        sending.result()
+    size = sum(keys.nbytes + values.nbytes for keys, values in contexts.states)
+    print(f"{size / 1e6:.0f} MB, {size / (time.perf_counter() - started) / 1e9:.2f} GB/s")
+    assert received is not None
+    for found, expected in zip(received.states, contexts.states, strict=True):
+        assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    assert torch.equal(received.noise, contexts.noise)
