@@ -1,0 +1,99 @@
+"""BAGEL as a running pipeline, opened by its directory: texts, pictures, and deaths of each stage."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from omni_actors import OmniSystem
+from omni_actors.errors import InvalidRequest
+from tests.support.closeness import assert_same_picture
+from tests.support.echo_systems import pid_of
+from tests.support.shared_system import SharedSystem, open_shared_system
+
+pytestmark = [pytest.mark.voice, pytest.mark.slow]
+
+QUICK = {
+    f"stages.{stage}.{name}": value
+    for stage in ("context", "denoiser")
+    for name, value in {"threads": 1, "restart.backoff_s": 0.01, "restart.intensity": 100}.items()
+}
+DRAWN: dict[str, Any] = {
+    "prompt": "hello, what are you",
+    "modalities": ("image",),
+    "size": "64x48",
+    "steps": 6,
+    "previews": 1,
+    "seed": 3,
+}
+IMAGE = np.linspace(0, 255, 48 * 64 * 3).astype(np.uint8).reshape(48, 64, 3)
+EDITED = {**DRAWN, "size": None, "image": IMAGE}
+THOUGHT = {**DRAWN, "modalities": ("image", "text"), "think": True, "max_tokens": 6}
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from tiny_models import bagel
+
+    return bagel.save(tmp_path_factory.mktemp("bagel"))
+
+
+@pytest.fixture(scope="module")
+def shared(directory: Path, fixture_processes: set[int]) -> Iterator[SharedSystem]:
+    with open_shared_system(lambda: OmniSystem.open(str(directory), **QUICK), fixture_processes) as system:
+        yield system
+
+
+async def draw(omni: OmniSystem, asked: dict[str, Any], victim: str | None = None, at: int = 0) -> Any:
+    """The steps of a request's pictures, the finished picture, and how often it was replayed.
+
+    SIGKILL the worker of ``victim`` when output number ``at`` has arrived.
+    """
+    steps, picture, outputs = [], None, []
+    async for output in omni.generate(**asked):
+        outputs.append(output)
+        if output.modality == "image" and output.delta is not None:
+            steps.append(output.delta.step)
+            picture = output.delta.pixels if output.delta.final else picture
+        if victim is not None and len(outputs) == at + 1:
+            os.kill(pid_of(omni, victim), signal.SIGKILL)
+    return steps, picture, outputs[-1].metrics.replays
+
+
+def test_it_writes_about_a_picture_and_draws(shared: SharedSystem) -> None:
+    async def ask(omni: OmniSystem) -> None:
+        answer = await omni.generate("what is it ?", image=IMAGE, max_tokens=5).collect()
+        assert answer.text
+        steps, picture, _ = await draw(omni, DRAWN)
+        assert steps == [1, 2, 3, 4, 5, 6]
+        assert picture.shape == (48, 64, 3)
+        _, edited, _ = await draw(omni, EDITED)
+        assert edited.shape == IMAGE.shape
+        assert not np.array_equal(edited, picture)
+        with pytest.raises(InvalidRequest) as refused:
+            await omni.generate(**{**DRAWN, "steps": 0}).collect()
+        assert refused.value.param == "steps"
+
+    shared.run(ask)
+
+
+@pytest.mark.parametrize("victim", ["context", "denoiser"])
+@pytest.mark.parametrize("at", [0, 3])
+@pytest.mark.parametrize("asked", [DRAWN, EDITED, THOUGHT], ids=["drawn", "edited", "thought"])
+def test_the_picture_is_the_same_after_a_death(
+    shared: SharedSystem, asked: dict[str, Any], victim: str, at: int
+) -> None:
+    async def kill(omni: OmniSystem) -> None:
+        _, expected, _ = await draw(omni, asked)
+        _, picture, _ = await draw(omni, asked, victim, at)
+        assert_same_picture(picture, expected)
+        while not omni.health().ready:
+            await omni.wait_changed()
+
+    shared.run(kill)
