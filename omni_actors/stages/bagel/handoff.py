@@ -75,7 +75,7 @@ class Receiver:
         if "context" in chunk.data:
             self._header = validated(chunk.data, _HeaderData).context
             self._noise = to_torch(self._tensor(chunk, "noise"))
-        if "keys" in chunk.tensors or not chunk.data.keys() & {"text"}:
+        if chunk.tensors:  # a chunk without tensors is a piece of the model's own text
             self._states.append(self._pair(chunk, *_NAMES[0]))
             if _NAMES[1][0] in chunk.tensors:
                 self._imageless.append(self._pair(chunk, *_NAMES[1]))
