@@ -54,12 +54,27 @@ class VideoClip(msgspec.Struct, frozen=True):
     audio: AudioChunk | None = None
 
 
-def pieces(given: MultiModalData) -> dict[str, Sequence[Input] | Segments]:
+def pieces(given: MultiModalData, image: Any = None) -> dict[str, Sequence[Input] | Segments]:
     """Return the pieces of input by kind, without the kinds that have no item.
 
+    image: images that a request gives apart from the other media.
     A ``Path`` is read now. Raises InvalidRequest for an unknown kind, an item of a wrong type or shape, and a file that
     cannot be read.
     """
+    found = _pieces(given)
+    if image is not None:
+        if "image" in found:
+            raise InvalidRequest(
+                "image: multi_modal_data has the kind 'image' too; accepted: one of both", param="image"
+            )
+        try:
+            found |= _pieces({"image": image})
+        except InvalidRequest as error:
+            raise InvalidRequest(error.message, param="image") from error
+    return {kind: found[kind] for kind in KINDS if kind in found}
+
+
+def _pieces(given: MultiModalData) -> dict[str, Sequence[Input] | Segments]:
     if unknown := sorted(set(given) - set(KINDS)):
         accepted = ", ".join(map(repr, KINDS))
         raise _refusal(f"unknown kind of data {unknown[0]!r}; accepted: {accepted}")
@@ -74,15 +89,6 @@ def pieces(given: MultiModalData) -> dict[str, Sequence[Input] | Segments]:
         elif found:
             inputs[kind] = found
     return inputs
-
-
-def with_image(given: MultiModalData | None, image: Any) -> MultiModalData | None:
-    """Return the data of a request with the images that it gives apart. Raises InvalidRequest if it gives both."""
-    if image is None:
-        return given
-    if given is not None and "image" in given:
-        raise InvalidRequest("image: multi_modal_data has the kind 'image' too; accepted: one of both", param="image")
-    return {**(given or {}), "image": image}
 
 
 def conversation(prompt: Any, inputs: Inputs) -> list[Any]:

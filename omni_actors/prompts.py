@@ -99,9 +99,8 @@ def pieces(
     image: the images among these media, given apart.
     Raises InvalidRequest: the prompt or a medium is of a wrong type.
     """
-    multi_modal_data = media.with_image(multi_modal_data, image)
     if not _is_keyed(prompt):
-        inputs = media.pieces(multi_modal_data or {})
+        inputs = media.pieces(multi_modal_data or {}, image)
         if isinstance(prompt, AsyncIterable):
             inputs["messages"] = _live_question(prompt, inputs)
         elif prompt is not None:
@@ -114,7 +113,7 @@ def pieces(
     if more or (own and multi_modal_data):
         twice = (kind, *more) if more else ("multi_modal_data", "multi_modal_data")
         raise _refusal(f"prompt: one of {twice[0]} and {twice[1]} was expected, and both were given")
-    inputs = media.pieces(own or multi_modal_data or {})
+    inputs = media.pieces(own or multi_modal_data or {}, image)
     if inputs and kind == "prompt_embeds":
         raise InvalidRequest("prompt_embeds are a whole prompt: no media come with them", param="prompt_embeds")
     inputs["messages"] = [_PIECES[kind](prompt[kind], inputs)]
