@@ -21,7 +21,7 @@ from omni_actors import OmniSystem, Picture
 from omni_actors.config import Limits, Pipeline, Stage
 from omni_actors.errors import InvalidRequest
 from omni_actors.sync import Omni
-from omni_actors.system.pictures import check_work
+from omni_actors.system.pictures import check_work, work_of
 from tests.support.shared_system import SharedSystem, open_shared_system, use_shared_system, with_shared_system
 
 WATCHDOG_S = 60.0
@@ -243,6 +243,9 @@ def test_the_work_counts_the_options_of_a_stage_as_defaults() -> None:
     with pytest.raises(InvalidRequest, match=r"64x64 pixels × 101 steps × 1 are 413696; limits\.pixel_steps is 409600"):
         check_work(pipeline, {"painter": {"size": None, "steps": None}}, {}, 1)
     check_work(pipeline, {"painter": {"size": None, "steps": 100}}, {"steps": 100}, 1)
+    assert work_of(pipeline, {"painter": {"size": None, "steps": None}}) == 64 * 64 * 101
+    assert work_of(pipeline, {"painter": {"size": "8x4", "steps": 3}}) == 8 * 4 * 3
+    assert work_of(pipeline, {"painter": {"seed": 1}}) == 1
 
 
 # programs

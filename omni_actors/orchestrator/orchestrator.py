@@ -130,6 +130,7 @@ class Orchestrator:
         on_failure: OnFailure = "replay",
         priority: int = 0,
         waited_s: float = 0.0,
+        work: float = 1.0,
     ) -> OutputStream:
         """Admit a request and return the stream of its outputs. Does not wait.
 
@@ -141,6 +142,7 @@ class Orchestrator:
         on_failure: "replay" or "fail", after the death of a worker that the request needs.
         priority: a lower number is dispatched first, and in a full system takes the place of a higher one that waits.
         waited_s: seconds that the request waited before this call; its order and its metrics count them.
+        work: how much the request is to do, compared with others on its route.
 
         Raises InvalidRequest (parameters, a name in use), Overloaded, Quarantined, StageAsleep, StageUnavailable, and
         SystemClosed unless ``run`` is running.
@@ -158,6 +160,7 @@ class Orchestrator:
             submitted=now,
             arrived=now - waited_s,
             priority=priority,
+            work=work,
             on_failure=on_failure if self._limits.replays else "fail",
             expires=trio.current_time() + deadline_s,
         )
@@ -212,9 +215,7 @@ class Orchestrator:
     @property
     def retry_after_s(self) -> float:
         """An estimate of the seconds until a place is free."""
-        oldest = next(iter(self._open.values()), None)
-        oldest_s = 0.0 if oldest is None else time.monotonic() - oldest.submitted
-        return self._retry_after.retry_after_s(len(self._open), oldest_s)
+        return self._retry_after.retry_after_s(self._open.values(), time.monotonic())
 
     def is_standby(self, replica: Replica) -> bool:
         """Return whether a replica is ready and gets no requests because others serve its stage."""
@@ -374,7 +375,7 @@ class Orchestrator:
         request.error = error
         self._inputs.close(request)
         request.finished = time.monotonic()
-        self._retry_after.add(request.finished - request.submitted)
+        self._retry_after.add(request)
         self._dispatcher.remove(request)
         request.output_wakeup.unpark_all()
         if isinstance(error, DROPPING_ERRORS):

@@ -107,6 +107,8 @@ class Request:
     on_failure: OnFailure = "replay"
     priority: int = 0
     """A waiting request with a lower number is dispatched first."""
+    work: float = 1.0
+    """How much it is to do, compared with other requests on its route."""
     arrived: float = 0.0
     """When the request reached the caller, who may have kept it before it was submitted; CLOCK_MONOTONIC."""
     expires: float = math.inf

@@ -3,29 +3,47 @@
 from __future__ import annotations
 
 import collections
+from collections.abc import Collection
+
+from omni_actors.orchestrator.request import Request
 
 SHORTEST_S, LONGEST_S = 1.0, 60.0
 RECENT = 32
-"""How many of the latest requests the mean duration is taken of."""
+"""How many of the latest requests the estimate is taken from."""
 
 
 class RetryAfterEstimator:
-    """Estimates the time until a place is free from how long the latest requests took."""
+    """Estimates the time until a place is free from how long the latest requests took for their work.
+
+    The requests of one route are compared: one with twice the work, such as a picture with twice the denoising steps,
+    is expected to take twice as long.
+    """
 
     def __init__(self) -> None:
-        self._durations_s = collections.deque[float](maxlen=RECENT)
+        self._ended = collections.deque[tuple[tuple[str, ...], float, float]](maxlen=RECENT)
+        """The stages, the work and the duration of each."""
 
-    def add(self, duration_s: float) -> None:
-        """Record the duration of a request that has ended."""
-        self._durations_s.append(duration_s)
+    def add(self, request: Request) -> None:
+        """Record a request that has ended."""
+        assert request.finished is not None
+        self._ended.append((request.route.stages, request.work, request.finished - request.submitted))
 
-    def retry_after_s(self, in_flight: int, oldest_s: float) -> float:
+    def retry_after_s(self, in_flight: Collection[Request], now: float) -> float:
         """Return the seconds until a place is expected to be free, from 1 to 60.
 
-        By Little's law, of n requests in flight that take T seconds each, one ends every T / n seconds.
+        By Little's law, of n requests in flight that take T seconds each on average, one ends every T / n seconds.
 
-        in_flight: the number of requests in flight.
-        oldest_s: the age of the oldest of them: T is at least that, also if no request has ended for a while.
+        in_flight: the oldest request first. T is at least its age, also if no request has ended for a while.
+        now: CLOCK_MONOTONIC.
         """
-        mean_s = sum(self._durations_s) / len(self._durations_s) if self._durations_s else 0.0
-        return min(max(SHORTEST_S, max(mean_s, oldest_s) / max(1, in_flight)), LONGEST_S)
+        if not in_flight:
+            return SHORTEST_S
+        work, seconds = (collections.defaultdict[tuple[str, ...], float](float) for _ in range(2))
+        for stages, amount, duration_s in self._ended:
+            work[stages] += amount
+            seconds[stages] += duration_s
+        expected_s = sum(
+            request.work * seconds[request.route.stages] / (work[request.route.stages] or 1.0) for request in in_flight
+        )
+        oldest_s = now - next(iter(in_flight)).submitted
+        return min(max(SHORTEST_S, max(expected_s / len(in_flight), oldest_s) / len(in_flight)), LONGEST_S)

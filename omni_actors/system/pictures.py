@@ -5,13 +5,15 @@ Every check is made before anything is sent to a worker.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from omni_actors.config import Pipeline
 from omni_actors.errors import InvalidRequest
 from omni_actors.orchestrator.pieces import Inputs, Segments
 from omni_actors.stages.diffusion.options import width_and_height
+
+_USUAL_PIXELS, _USUAL_STEPS = 2**20, 50
 
 
 def with_named_size(params: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -54,18 +56,38 @@ def check_work(
         pictures: The number of pictures.
     """
     limit = pipeline.limits.pixel_steps
-    for stage, params in by_stage.items():
-        if "size" not in params and "steps" not in params:
-            continue
-        options = pipeline.options(stage)
-        size, steps = (params.get(name) or options.get(name) for name in ("size", "steps"))
-        pixels, steps = _pixels(size), steps if isinstance(steps, int) else 1
+    for size, pixels, steps in _pictures_of(pipeline, by_stage):
+        steps = 1 if steps is None else steps
         if pixels * steps * pictures <= limit:
             continue
         param = "n" if pixels * steps <= limit else "size" if given.get("size") or not given.get("steps") else "steps"
         work = f"{size} pixels × {steps} steps × {pictures}"
         message = f"{param}: {work} are {pixels * steps * pictures}; limits.pixel_steps is {limit}"
         raise InvalidRequest(message, param=param)
+
+
+def work_of(pipeline: Pipeline, by_stage: Mapping[str, Mapping[str, Any]]) -> float:
+    """Return how much work a request is, to compare it with others on its route: of a picture, pixels × steps.
+
+    What neither the request nor the stage's options tell counts as a usual number. Other requests count 1.
+    """
+    found = [
+        (pixels or _USUAL_PIXELS) * (_USUAL_STEPS if steps is None else steps)
+        for _, pixels, steps in _pictures_of(pipeline, by_stage)
+    ]
+    return float(max(1, *found)) if found else 1.0
+
+
+def _pictures_of(
+    pipeline: Pipeline, by_stage: Mapping[str, Mapping[str, Any]]
+) -> Iterator[tuple[Any, int, int | None]]:
+    """Yield the size, the pixels and the steps of the picture that each stage makes, as far as they are known."""
+    for stage, params in by_stage.items():
+        if "size" not in params and "steps" not in params:
+            continue
+        options = pipeline.options(stage)
+        size, steps = (params.get(name) or options.get(name) for name in ("size", "steps"))
+        yield size, _pixels(size), steps if isinstance(steps, int) else None
 
 
 def _pixels(size: Any) -> int:

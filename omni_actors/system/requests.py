@@ -273,6 +273,7 @@ class Requests:
             inputs=inputs,
             route=route,
             params=by_stage,
+            work=pictures.work_of(self.pipeline, by_stage),
             deadline_s=self.pipeline.limits.deadline_s if terms.deadline_s is None else terms.deadline_s,
             name=terms.request_id,
             on_failure=terms.on_failure,
