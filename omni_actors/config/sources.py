@@ -68,7 +68,7 @@ def _read(reference: _Reference) -> Document:
         shipped_name = models.shipped_pipeline(model)
         if shipped_name is None:
             return models.adapt(models.single_stage(model), model)
-        return models.adapt(Document.parsed(_config_dir() / f"{shipped_name}.yaml"), model)
+        return models.adapt(_read(_Reference(shipped_name)), model)
     if os.sep in name:
         raise reference.error("file", "the path of a YAML file, or of a model's directory, that exists")
     accepted = f"the path of a YAML file, a model's directory or name, or {one_of(name, config_names())}"
