@@ -39,10 +39,14 @@ async def _answer(subject: Subject, **more: Any) -> Answer:
     return await subject.omni.generate(**{**subject.ask, **more}).collect()
 
 
+def _content(answer: Answer) -> tuple[str, list[bytes]]:
+    return answer.text, [picture.pixels.tobytes() for picture in answer.pictures]
+
+
 async def _same_as_asked(subject: Subject, **other: Any) -> None:
     """Compare with the answer to the usual request."""
     given = {key: value for key, value in subject.ask.items() if key not in ("prompt", "script")}
-    assert (await subject.omni.generate(**{**given, **other}).collect()).text == (await _answer(subject)).text
+    assert _content(await subject.omni.generate(**{**given, **other}).collect()) == _content(await _answer(subject))
 
 
 def _require_prompt(subject: Subject, capability: str) -> None:
@@ -55,7 +59,7 @@ def _require_prompt(subject: Subject, capability: str) -> None:
 
 async def a_request(subject: Subject) -> None:
     answer = await _answer(subject)
-    assert answer.text or answer.audio is not None or "transcript" in answer.data
+    assert answer.text or answer.audio is not None or answer.pictures or "transcript" in answer.data
 
 
 async def a_conversation(subject: Subject) -> None:
@@ -94,6 +98,7 @@ async def a_list(subject: Subject) -> None:
     asked = {key: value for key, value in subject.ask.items() if key != "prompt"}
     answers = await subject.omni.generate([subject.ask["prompt"]] * 3, **asked).collect()
     assert [each.text for each in answers] == [(await _answer(subject)).text] * 3
+    assert all(len(each.pictures) == len(answers[0].pictures) for each in answers)
 
 
 async def live_input(subject: Subject) -> None:
@@ -138,7 +143,7 @@ async def stage_parameters(subject: Subject) -> None:
 async def a_seed(subject: Subject) -> None:
     _require_parameter(subject, "seed")
     first, second = [await _answer(subject, seed=3) for _ in range(2)]
-    assert first.text == second.text
+    assert _content(first) == _content(second)
     if first.audio is not None and second.audio is not None:
         assert len(first.audio.samples) == len(second.audio.samples)
 

@@ -83,6 +83,13 @@ def _omni(family: str, decoder: str) -> Callable[[Path], AbstractAsyncContextMan
     return open_pipeline
 
 
+def _qwen_image(directory: Path) -> AbstractAsyncContextManager[OmniSystem]:
+    from tiny_models import qwen_image
+
+    threads = {f"stages.{stage}.threads": 1 for stage in ("text_encoder", "image_encoder", "denoiser", "vae")}
+    return OmniSystem.open(qwen_image.save(directory), overrides=threads)
+
+
 _TEXT = {"prompt": "what is it ?", "max_tokens": 4}
 _SPEECH = {**_TEXT, "modalities": ("audio",), **SPOKEN}
 _SCRIPT = {"script": "Good night.", "modalities": ("audio",)}
@@ -90,6 +97,8 @@ _RECORDING = {
     "multi_modal_data": {"audio": AudioChunk(np.zeros(16_000, np.float32), 16_000)},
     "modalities": ("transcript",),
 }
+_PICTURE = {"prompt": "a red fox", "modalities": ("image",), "size": "32x32", "steps": 3, "seed": 0}
+_PICTURE_FROM_PICTURE = {**_PICTURE, "multi_modal_data": {"image": np.zeros((32, 32, 3), np.uint8)}, "strength": 1.0}
 
 FAMILIES = {
     "vllm": Family(_vllm, {"llm": _TEXT}),
@@ -98,5 +107,14 @@ FAMILIES = {
     "echo": Family(_echo, {"first": {"prompt": "hello"}}),
     "voice": Family(_voice, {"whisper": _RECORDING, "llm": _TEXT, "acoustic": _SCRIPT, "vocoder": _SCRIPT}),
     "qwen3": Family(_omni("qwen3", "code2wav"), {"thinker": _TEXT, "talker": _SPEECH, "code2wav": _SPEECH}),
+    "qwen_image": Family(
+        _qwen_image,
+        {
+            "text_encoder": _PICTURE,
+            "image_encoder": _PICTURE_FROM_PICTURE,
+            "denoiser": _PICTURE,
+            "vae": _PICTURE,
+        },
+    ),
     "qwen2_5": Family(_omni("qwen2_5", "token2wav"), {"thinker": _TEXT, "talker": _SPEECH, "token2wav": _SPEECH}),
 }
