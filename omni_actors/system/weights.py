@@ -16,6 +16,7 @@ from typing import Any
 
 import trio
 
+from omni_actors.config import Pipeline
 from omni_actors.errors import InvalidRequest
 from omni_actors.system.control import Control, PauseMode, Replies
 from omni_actors.system.weight_memory import WeightMemory
@@ -27,6 +28,7 @@ CAPABILITY = "update_weights"
 class WeightControl(Control):
     """The methods of ``OmniSystem`` for new weights."""
 
+    pipeline: Pipeline
     _models: Mapping[str, Path]
 
     def __init__(self) -> None:
@@ -132,8 +134,8 @@ class WeightControl(Control):
 
     async def _restore(self, stage: str, timeout_s: float) -> None:
         """Give every replica of a stage the weights of its desired state again, the model's own ones first."""
-        model = self._models.get(stage)
-        own = {"files": {} if model is None else await trio.to_thread.run_sync(_files, model), "version": None}
+        model, folder = self._models.get(stage), self.pipeline.spec(stage).checkpoint_folder
+        own = {"files": {} if model is None else await trio.to_thread.run_sync(_files, model / folder), "version": None}
         wanted = [part.arguments for part in self._supervisor.desired.of(stage) if part.capability == CAPABILITY]
         for arguments in (own, *wanted):
             await self.call(CAPABILITY, arguments, stages=[stage], timeout_s=timeout_s)

@@ -255,6 +255,7 @@ async def new_weights(subject: Subject) -> None:
     if model is None:
         raise Unsupported(subject.stage, "update_weights", "the stage has no model")
     directory = Path(model) if Path(model).is_absolute() else assets.resolve(model)
+    directory /= subject.omni.pipeline.spec(subject.stage).checkpoint_folder
     [reply] = (await subject.omni.update_weights(directory, version="2", stages=(subject.stage,)))[subject.stage]
     if reply.error is not None:
         raise reply.error
