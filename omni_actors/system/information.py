@@ -57,8 +57,9 @@ class Information(Control):
         for name in self._stages(None if stage is None else (stage,)):
             configured = self.pipeline.stages[name].tokenizer
             directory = assets.resolve(configured) if configured is not None else self._models.get(name)
-            if directory is not None and (directory / "tokenizer_config.json").exists():
-                return await trio.to_thread.run_sync(_load_tokenizer, directory)
+            for place in () if directory is None else (directory, directory / "tokenizer"):  # diffusers has it there
+                if (place / "tokenizer_config.json").exists():
+                    return await trio.to_thread.run_sync(_load_tokenizer, place)
         raise Unsupported(stage or next(iter(self._nodes)), "get_tokenizer", "its model has no tokenizer")
 
     async def get_supported_tasks(self) -> tuple[str, ...]:
