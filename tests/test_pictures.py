@@ -267,6 +267,7 @@ def test_the_example_writes_previews_and_pictures(
     assert sorted(line.partition(":")[0] for line in capsys.readouterr().out.splitlines()) == files
 
 
+@pytest.mark.voice
 @pytest.mark.slow
 def test_a_model_draws_and_edits_in_processes(tmp_path: Path, fixture_processes: set[int]) -> None:
     """A tiny Qwen-Image with random weights."""

@@ -102,7 +102,8 @@ async def _draw(pipeline: configuration.Pipeline, prompt: str, *, output: Path, 
         await wait_ready(omni)
         with _Display(count) as display:
             async for each in omni.generate(prompt, modalities=("image",), **arguments):
-                display.show(each)
+                if not finished[each.index]:  # of a video, the first frame is shown
+                    display.show(each)
                 if isinstance(each.delta, Picture) and each.delta.final:
                     finished[each.index] += 1
                     path = _numbered(output, each.index + 1 if count > 1 else 1, finished[each.index], count)
