@@ -12,7 +12,6 @@ Rules
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -119,10 +118,10 @@ class Checkpoints:
             memory.close()
 
     def _report(self, request: int, why: object) -> None:
-        """Say once on stderr that a checkpoint is not kept, or not used."""
+        """Log once that a checkpoint is not kept, or not used."""
         if not self._reported:
             self._reported = True
-            print(f"request {request} has no checkpoint (reported once): {why}", file=sys.stderr, flush=True)
+            self._control.warn(f"request {request} has no checkpoint (reported once): {why}")
 
 
 def _decoded(request: int, frame: Frame) -> StageCheckpoint:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import select
 import socket
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import suppress
@@ -75,6 +76,10 @@ class Control(ABC):
     def add(self, notice: messages.ControlMessage, fds: tuple[int, ...] = ()) -> None:
         """Add a message, with descriptors that it now owns, to those that are sent next."""
         self._notices.append((notice, fds))
+
+    def warn(self, text: str) -> None:
+        """Write a line to the worker's log."""
+        print(text, file=sys.stderr, flush=True)
 
     def send(self, *last: messages.ControlMessage) -> None:
         """Send the messages that were added, and then ``last``. May block while the parent does not read."""

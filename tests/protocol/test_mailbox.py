@@ -17,6 +17,7 @@ from omni_actors.protocol.messages import (
     CLIENT_ADDRESS,
     Abort,
     Address,
+    CheckpointMemory,
     Connect,
     ControlMessage,
     Loading,
@@ -25,6 +26,7 @@ from omni_actors.protocol.messages import (
     Stop,
 )
 from omni_actors.protocol.packets import MAX_FDS, PACKED, PACKED_BYTES, send_all
+from ringbuf import create_memory
 from tests.support.open_descriptors import open_descriptors
 
 CONNECT = Connect(Address("a", 0), CLIENT_ADDRESS, 3)
@@ -60,6 +62,24 @@ async def test_descriptors_cross_and_the_poster_keeps_its_own() -> None:
         os.close(their_write)
     os.close(read)
     os.close(write)
+
+
+async def test_the_descriptors_of_a_dead_peer_are_unread_with_their_messages() -> None:
+    before = len(open_descriptors())
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    for end in (ours, theirs):
+        end.setblocking(False)
+    memories = [create_memory(number + 1) for number in range(6)]
+    async with open_mailbox(ours, 2) as mailbox:
+        send_all(theirs, [(CheckpointMemory(number), (fd,)) for number, fd in enumerate(memories)])
+        theirs.close()
+        await trio.testing.wait_all_tasks_blocked()
+        for number, (message, (fd,)) in enumerate(mailbox.unread()):
+            assert message == CheckpointMemory(number)
+            assert os.fstat(fd).st_size == number + 1
+            os.close(fd)
+    assert number == 5
+    assert len(open_descriptors()) == before
 
 
 @pytest.mark.parametrize("arrived", [0, 3, 8])

@@ -21,6 +21,7 @@ from click.testing import CliRunner
 
 from omni_actors.cli import main
 from omni_actors.orchestrator import replay_execution
+from omni_actors.orchestrator.dispatch import Dispatcher
 from omni_actors.orchestrator.orchestrator import Orchestrator
 from omni_actors.orchestrator.replay_rule import Untouched
 from omni_actors.orchestrator.resumption import Resumption
@@ -230,6 +231,11 @@ def test_rings_of_the_dead_that_stay_are_found(monkeypatch: pytest.MonkeyPatch) 
 def test_a_journal_that_is_not_handed_over_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Resumption, "entries", lambda self, stage: iter(()))
     assert kinds(first_violated(0)) <= {"corrupted", "duplicated"}
+
+
+def test_a_checkpoint_that_is_not_handed_over_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Dispatcher, "_post_checkpoint", lambda *arguments: None)
+    assert kinds(first_violated(since=15)) == {"duplicated"}
 
 
 # the command

@@ -9,7 +9,8 @@ Rules
 3. ``data["trail"]`` has, for this stage and those that it depends on, a record: the stage, the number of its output,
    and a digest of everything that it had decided and used before this output, and one after it. All outputs of an
    answer must agree on these.
-4. ``random`` follows from the seed of a simulated schedule. In a worker process it is seeded by the system.
+4. With ``steps``, each output takes so many steps, and each of them ends with a checkpoint. ``work`` counts them.
+5. ``random`` follows from the seed of a simulated schedule. In a worker process it is seeded by the system.
 
 A chunk can cause a failure, as for ``echo``: ``data["echo"]`` with ``stage`` and one of ``raise`` and ``invalid``.
 """
@@ -24,18 +25,24 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from omni_actors.stages import base
+from omni_actors.stress.simulation.work import WORK
 from ringbuf import Tensor
 
 __all__ = ["DecidingEngine"]
 
 
 class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """decides: whether outputs depend on decisions. recorded: whether the trail has records of this stage."""
+    """decides: whether outputs depend on decisions. recorded: whether the trail has records of this stage.
+
+    steps: how many steps an output takes; 0: one, without checkpoints.
+    """
 
     decides: bool = True
     recorded: bool = True
+    steps: int = 0
 
 
 @dataclass
@@ -56,6 +63,8 @@ class _Request:
         self.ended: set[str] = set()
         self.pending: dict[str, deque[_Part]] = {source: deque() for source in request.sources}
         self.outputs = self.digest = 0
+        self.steps = 0 if request.checkpoint is None else int(request.checkpoint.data["steps"])
+        """How many steps were made for its outputs so far and the next one."""
         self.paused = False
 
     @property
@@ -85,6 +94,9 @@ class DecidingEngine:
         return any(request.ready for request in self._requests.values())
 
     def start(self, request: base.StageRequest) -> None:
+        if request.checkpoint is not None and request.checkpoint.data["of"] != [self._stage, request.request_id]:
+            raise RuntimeError(f"a checkpoint of {request.checkpoint.data['of']}")
+        WORK.started(self._stage, request.request_id)
         self._requests[request.request_id] = _Request(request)
 
     def abort(self, request_id: base.RequestId) -> None:
@@ -111,9 +123,19 @@ class DecidingEngine:
         if chunk.last:
             request.ended.add(chunk.source)
 
-    def step(self) -> Iterator[base.StageOutput | base.StageFailure]:
+    def step(self) -> Iterator[base.StageOutput | base.StageFailure | base.StageCheckpoint]:
         for request_id in [request_id for request_id, request in self._requests.items() if request.ready]:
-            yield self._output(request_id)
+            request = self._requests[request_id]
+            needed = self._options.steps * (request.outputs + 1)
+            if request.steps < needed:
+                WORK.made(self._stage, request_id, request.steps)
+                request.steps += 1
+                state = np.full(32, request.steps)
+                yield base.StageCheckpoint(
+                    request_id, {"state": state}, {"steps": request.steps, "of": [self._stage, request_id]}
+                )
+            if request.steps >= needed:
+                yield self._output(request_id)
 
     def _output(self, request_id: base.RequestId) -> base.StageOutput | base.StageFailure:
         request = self._requests[request_id]

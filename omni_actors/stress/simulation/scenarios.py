@@ -115,10 +115,11 @@ def _deciding(draw: random.Random, pipeline: Pipeline) -> Pipeline:
     stages = {}
     for name, stage in pipeline.stages.items():
         kind = draw.choice(("resumable",) * 4 + ("deterministic",) * 2 + ("neither",))
+        steps = random.Random(f"{pipeline.name} {name} {kind}").choice((0, 2, 6)) if kind == "resumable" else 0
         stages[name] = msgspec.structs.replace(
             stage,
             engine="omni_actors.stress.simulation.deciding:DecidingEngine",
-            options={"decides": kind != "deterministic", "recorded": kind != "neither"},
+            options={"decides": kind != "deterministic", "recorded": kind != "neither", "steps": steps},
             deterministic=kind == "deterministic",
             resumable=kind == "resumable",
         )

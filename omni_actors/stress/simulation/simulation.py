@@ -7,7 +7,7 @@ Rules
 3. Time is virtual (trio's mock clock): a deadline of 10 s passes as soon as no task has anything else to do.
 4. After each schedule, the simulation checks that every request has one outcome, and the right one (``judge``); that
    only workers with an injected fault died; that hangs were detected in time; that every stage serves or was given up
-   for a reason; and that nothing is left behind.
+   for a reason; that no step was repeated without need; and that nothing is left behind.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from omni_actors.stress.simulation.faults import DYING_S, FaultInjector
 from omni_actors.stress.simulation.journal import Journal
 from omni_actors.stress.simulation.requests import SimulatedClient
 from omni_actors.stress.simulation.scenarios import PATIENCE_S, SCENARIOS, SHUTDOWN_S, STEP_S, scenario
+from omni_actors.stress.simulation.work import WORK
 from omni_actors.supervisor.heartbeat import PARTS
 from omni_actors.system import OmniSystem
 
@@ -35,11 +36,14 @@ MAX_STEPS, MAX_S = 100_000, 10 * PATIENCE_S
 MAX_IDLE_WAITS = 1000
 """So does one that waits for I/O this often while no task takes a step."""
 TICK_S = 1.0
+CHECKPOINT_BYTES = 1 << 16
+"""More than the memory of a checkpoint of any engine in a schedule."""
 
 
 def simulate(seed: int) -> Journal:
     """Run the schedule of this seed to its end."""
     draw, journal = random.Random(seed), Journal(seed)
+    WORK.clear()
     simulation = Simulation(draw, journal)
     with deterministic(draw), report_unraisable(journal.unexpected):
         before = set(os.listdir("/proc/self/fd"))
@@ -47,6 +51,7 @@ def simulate(seed: int) -> Journal:
             trio.run(simulation.run, clock=trio.testing.MockClock(autojump_threshold=0), instruments=[simulation])
         except Exception as error:  # noqa: BLE001 - any exception is a finding
             journal.unexpected("the system", error)
+        simulation.check_work()
         simulation.check_left(set(os.listdir("/proc/self/fd")) - before)
     return journal
 
@@ -208,6 +213,12 @@ class Simulation(trio.abc.Instrument):
         for worker in faults.spawner.living.values():
             if worker.loop is not None and (kept := worker.loop.requests):
                 self._journal.violated("leaked", f"{worker} still has requests {sorted(kept)}")
+
+    def check_work(self) -> None:
+        """Check that no step was made twice but for a death, where checkpoints are within their bounds."""
+        if self._workload.pipeline.limits.retain_bytes >= CHECKPOINT_BYTES:
+            for fact in WORK.repeated():
+                self._journal.violated("duplicated", fact)
 
     def check_left(self, descriptors: set[str]) -> None:
         """Check that the closed system left nothing. descriptors: those that were not open before."""

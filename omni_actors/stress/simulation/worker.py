@@ -294,6 +294,9 @@ class SimulatedWorker(Worker):
         while self.frozen or self.blocked:
             await self._continued.park()
 
+    def note(self, text: str) -> None:
+        self._note(f"{self} {text}")
+
     def own(self, fds: tuple[int, ...]) -> None:
         """Close these descriptors with the process, unless they are sent before."""
         self._fds.update(fds)
@@ -343,6 +346,9 @@ class _SimulatedControl(Control):
     def add(self, notice: messages.ControlMessage, fds: tuple[int, ...] = ()) -> None:
         self._worker.own(fds)
         super().add(notice, fds)
+
+    def warn(self, text: str) -> None:
+        self._worker.note(text)
 
     def fileno(self) -> int:
         return self._worker.arrived_bell
