@@ -90,6 +90,13 @@ def _qwen_image(directory: Path) -> AbstractAsyncContextManager[OmniSystem]:
     return OmniSystem.open(qwen_image.save(directory), overrides=threads)
 
 
+def _bagel(directory: Path) -> AbstractAsyncContextManager[OmniSystem]:
+    from tiny_models import bagel
+
+    stages = {"stages.context.threads": 1, "stages.denoiser.threads": 1}
+    return OmniSystem.open(str(bagel.save(directory)), **stages)
+
+
 _TEXT = {"prompt": "what is it ?", "max_tokens": 4}
 _SPEECH = {**_TEXT, "modalities": ("audio",), **SPOKEN}
 _SCRIPT = {"script": "Good night.", "modalities": ("audio",)}
@@ -101,6 +108,7 @@ _PICTURE = {"prompt": "a red fox", "modalities": ("image",), "size": "32x32", "s
 _PICTURE_FROM_PICTURE = {**_PICTURE, "multi_modal_data": {"image": np.zeros((32, 32, 3), np.uint8)}, "strength": 1.0}
 
 FAMILIES = {
+    "bagel": Family(_bagel, {"context": _TEXT, "denoiser": _PICTURE}),
     "vllm": Family(_vllm, {"llm": _TEXT}),
     "vllm_qwen3": Family(_vllm_omni("qwen3"), {"thinker": _TEXT, "talker": _SPEECH}),
     "vllm_qwen2_5": Family(_vllm_omni("qwen2_5"), {"thinker": _TEXT}),

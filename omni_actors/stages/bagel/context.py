@@ -14,7 +14,7 @@ Rules
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -30,7 +30,7 @@ from omni_actors.stages.autoregressive.scheduler import Scheduler
 from omni_actors.stages.autoregressive.text import Vocabulary
 from omni_actors.stages.bagel import handoff, pictures
 from omni_actors.stages.bagel.contexts import Contexts, Reader, RowsAttention, Term, count_positions
-from omni_actors.stages.bagel.model import BagelModel, load, marks
+from omni_actors.stages.bagel.model import BagelModel, load, marks, replace_weights
 from omni_actors.stages.bagel.options import ContextOptions, ContextParams, guidances
 from omni_actors.stages.base import InvalidRequest, StageContext, StageFailure, StageOutput, StageRequest
 from omni_actors.stages.diffusion.options import width_and_height
@@ -84,6 +84,7 @@ class ContextEngine(LanguageEngine[ContextRequest]):
         vocabulary = Vocabulary(tokenizer, self._marks.text_end)
         super().__init__(scheduler, vocabulary, options, BatchedAdapters(self._model, part="", idle=0))
         self._capabilities[LOAD] = "the engine serves no LoRA adapters"
+        self._capabilities["update_weights"] = self._update_weights
         self._capabilities["reset_prefix_cache"] = "the engine has no cache of prompt prefixes"
 
     # for a subclass that draws itself
@@ -215,6 +216,9 @@ class ContextEngine(LanguageEngine[ContextRequest]):
 
     def _contexts(self, request: ContextRequest) -> Contexts:
         return request.reader.contexts(*request.size, edits=request.edits)
+
+    def _replace_weights(self, files: Mapping[str, tuple[int, int]]) -> dict[str, Any]:
+        return replace_weights(self._model, files)
 
     def close(self) -> None:
         super().close()

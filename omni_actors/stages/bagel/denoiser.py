@@ -27,7 +27,7 @@ from transformers import AutoTokenizer
 from omni_actors.stages.bagel import flow
 from omni_actors.stages.bagel.contexts import Contexts
 from omni_actors.stages.bagel.handoff import Receiver
-from omni_actors.stages.bagel.model import BagelModel, Marks, load, marks
+from omni_actors.stages.bagel.model import BagelModel, Marks, load, marks, replace_weights
 from omni_actors.stages.bagel.options import DenoiserOptions, DenoiserParams, guidances
 from omni_actors.stages.base import (
     Chunk,
@@ -108,6 +108,7 @@ class Denoiser(PausableEngine[Denoising]):
         super().__init__()
         self._model, self._marks, self._max_batch, self._steps = model, marks, max_batch, steps
         self._step_seconds = 0.0
+        self._capabilities["update_weights"] = self._update_weights
 
     def _new_request(self, request: StageRequest) -> Denoising:
         params = validated(request.params, DenoiserParams)
@@ -150,6 +151,14 @@ class Denoiser(PausableEngine[Denoising]):
             "steps_left": float(sum(drawing.total - drawing.step for drawing in drawings)),
             "step_seconds": self._step_seconds,
         }
+
+    @property
+    def has_requests(self) -> bool:
+        """Whether a request goes on."""
+        return bool(self._requests)
+
+    def _replace_weights(self, files: Mapping[str, tuple[int, int]]) -> dict[str, Any]:
+        return replace_weights(self._model, files)
 
     def close(self) -> None:
         super().close()

@@ -16,6 +16,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
+from omni_actors.stages import weights
 from omni_actors.stages.bagel import autoencoder, pictures
 from omni_actors.stages.bagel.config import BagelConfig, read
 from omni_actors.stages.bagel.language import Experts, LanguageModel
@@ -174,3 +175,22 @@ def load(context: StageContext, dtype: Dtype, *, reads: bool, draws: bool) -> Ba
             raise WrongCheckpoint(context.model_directory, "bagel", f"{name}: shape {shape} was expected, not {found}")
     model.load_state_dict(tensors, assign=True)
     return model.eval().requires_grad_(requires_grad=False)
+
+
+def replace_weights(model: BagelModel, files: weights.Files) -> dict[str, Any]:
+    """Replace weights in place by those of files, which may have tensors of other stages too.
+
+    Returns and raises as ``autoregressive.weights.replace_weights``.
+    """
+    with torch.device("meta"):
+        whole = BagelModel(model.config, reads=True, draws=True).state_dict()
+    tensors = weights.read(files)
+    found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    weights.check(found, {name: tuple(tensor.shape) for name, tensor in whole.items()})
+    weights.check_floating(tensors)
+    own = model.state_dict()
+    used = tensors.keys() & own.keys()
+    with torch.no_grad():
+        for name in used:
+            own[name].copy_(tensors[name])
+    return {"updated": len(used), "complete": used == own.keys()}

@@ -8,6 +8,7 @@ Decisions: those of a text are its tokens; those of a picture are (-step,), so t
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import msgspec
 
@@ -15,7 +16,7 @@ from omni_actors.stages.bagel.context import ContextEngine, ContextRequest
 from omni_actors.stages.bagel.contexts import Contexts
 from omni_actors.stages.bagel.denoiser import Denoiser, Event
 from omni_actors.stages.bagel.options import DenoiserParams, OneStageOptions, OneStageParams
-from omni_actors.stages.base import RequestId, StageContext, StageOutput, StageRequest
+from omni_actors.stages.base import InvalidRequest, RequestId, StageContext, StageOutput, StageRequest
 
 
 class OneStageEngine(ContextEngine):
@@ -71,6 +72,11 @@ class OneStageEngine(ContextEngine):
     def gauges(self) -> Mapping[str, float]:
         """Return the figures of the denoiser."""
         return self._denoiser.gauges()
+
+    def _replace_weights(self, files: Mapping[str, tuple[int, int]]) -> dict[str, Any]:
+        if self._denoiser.has_requests:
+            raise InvalidRequest("requests are running, and would be computed with two versions", code="busy")
+        return super()._replace_weights(files)
 
     def close(self) -> None:
         self._denoiser.close()

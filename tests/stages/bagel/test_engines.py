@@ -200,3 +200,40 @@ def test_large_contexts_pass_through_a_ring() -> None:
     for found, expected in zip(received.states, contexts.states, strict=True):
         assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
     assert torch.equal(received.noise, contexts.noise)
+
+
+def test_new_weights_draw_what_a_new_engine_with_them_draws(tiny_bagel: Path, bagel: Bagel, tmp_path: Path) -> None:
+    from tiny_models import bagel as tiny
+
+    other = tiny.save(tmp_path / "other", seed=1)
+    case = cases.PICTURES["plain"]
+    before = bagel.draw(case["terms"], **params_of(case))[0][-1].tensors["image"]
+
+    def load(directory: Path) -> Any:
+        found = {}
+        for file in (directory / "ema.safetensors", directory / "ae.safetensors"):
+            found[str(file)] = (file.stat().st_size, file.stat().st_mtime_ns)
+        for driver in (bagel.reader, bagel.painter):
+            done = driver.engine.call("update_weights", {"files": found, "version": None})  # type: ignore[attr-defined]
+            assert done["complete"]
+        return bagel.draw(case["terms"], **params_of(case))[0][-1].tensors["image"]
+
+    assert not np.array_equal(load(other), before)
+    np.testing.assert_array_equal(load(tiny_bagel), before)
+
+
+def test_bfloat16_draws_nearly_the_same(tiny_bagel: Path, bagel: Bagel) -> None:
+    """No operation mixes dtypes, and what is computed in float32 stays there: latents and checkpoints."""
+    from omni_actors.stages.bagel.context import ContextEngine
+    from omni_actors.stages.bagel.denoiser import DenoiserEngine
+
+    half = {"dtype": "bfloat16"}
+    engines = ContextEngine(context(tiny_bagel, "context", **half)), DenoiserEngine(context(tiny_bagel, "d", **half))
+    case = cases.PICTURES["edit without image guidance"]
+    _, expected = bagel.draw(case["terms"], **params_of(case))
+    outputs, checkpoints = Bagel(*engines).draw(case["terms"], **params_of(case))
+    assert outputs[-1].tensors["image"].shape == (32, 40, 3)
+    assert checkpoints[-1].tensors["latents"].dtype == np.float32
+    correlation = np.corrcoef(*(np.ravel(each[-1].tensors["latents"]) for each in (checkpoints, expected)))[0, 1]
+    assert correlation > 0.98
+    assert Bagel(*engines).write([cases.WORDS], max_tokens=3)[-1].last
