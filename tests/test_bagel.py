@@ -84,8 +84,15 @@ def test_it_writes_about_a_picture_and_draws(shared: SharedSystem) -> None:
 
 
 @pytest.mark.parametrize("victim", ["context", "denoiser"])
-@pytest.mark.parametrize("at", [0, 3])
-@pytest.mark.parametrize("asked", [DRAWN, EDITED, THOUGHT], ids=["drawn", "edited", "thought"])
+@pytest.mark.parametrize(
+    ("asked", "at"),
+    [
+        pytest.param(DRAWN, 3, id="drawn"),
+        pytest.param(EDITED, 0, id="edited"),
+        pytest.param(THOUGHT, 0, id="thought: text"),
+        pytest.param(THOUGHT, 4, id="thought: pictures"),
+    ],
+)
 def test_the_picture_is_the_same_after_a_death(
     shared: SharedSystem, asked: dict[str, Any], victim: str, at: int
 ) -> None:
