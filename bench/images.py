@@ -35,7 +35,7 @@ from tiny_models import qwen_image as tiny
 
 BUSY = {"num_layers": 4, "attention_head_dim": 32, "num_attention_heads": 8, "axes_dims_rope": (16, 8, 8)}
 """What the busy transformer changes in the tiny one's configuration: it has 60 times the parameters."""
-SIZES = {"tiny": ("64x64", "96x64", "64x96"), "busy": ("128x128", "160x128", "128x160")}
+SIZES = {"tiny": ("32x32", "48x32", "32x48"), "busy": ("128x128", "160x128", "128x160")}
 STEPS = (4, 8, 12, 20, 28, 36, 44, 50)
 ALONE_STEPS = 20
 BOUNDS = {("tiny", "alone"): 1.05, ("busy", "alone"): 1.05, ("tiny", "batch"): 0.6, ("busy", "batch"): 1.05}
