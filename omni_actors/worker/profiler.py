@@ -1,4 +1,4 @@
-"""The profiler of one worker: torch's, on the engine's thread.
+"""The profiler of one worker: torch's, of all its threads.
 
 This module imports no torch: an engine that computes with it has loaded it.
 """
@@ -33,7 +33,10 @@ class WorkerProfiler:
         if self._running is not None:
             raise InvalidRequest("a profile runs already", code="profile_runs")
         torch_profiler = importlib.import_module("torch.profiler")
-        profile = torch_profiler.profile(activities=torch_profiler.supported_activities())
+        every_thread = torch_profiler._ExperimentalConfig(profile_all_threads=True)  # an engine may have others
+        profile = torch_profiler.profile(
+            activities=torch_profiler.supported_activities(), experimental_config=every_thread
+        )
         profile.start()
         self._running = profile
 

@@ -20,6 +20,7 @@ from tests.support.shared_system import SharedSystem, open_shared_system
         pytest.param("qwen3", marks=pytest.mark.slow),
         pytest.param("qwen2_5", marks=pytest.mark.slow),
         pytest.param("qwen_image", marks=[pytest.mark.voice, pytest.mark.slow]),
+        pytest.param("diffusers", marks=[pytest.mark.voice, pytest.mark.slow]),
         pytest.param("bagel", marks=[pytest.mark.voice, pytest.mark.slow]),
     ],
 )

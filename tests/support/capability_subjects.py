@@ -97,6 +97,13 @@ def _bagel(directory: Path) -> AbstractAsyncContextManager[OmniSystem]:
     return OmniSystem.open(str(bagel.save(directory)), **stages)
 
 
+def _diffusers(directory: Path) -> AbstractAsyncContextManager[OmniSystem]:
+    from tiny_models import diffusers_pipelines
+
+    saved = diffusers_pipelines.save(directory, "flux")
+    return OmniSystem.open(str(saved), **{"stages.diffusers.threads": 1})
+
+
 _TEXT = {"prompt": "what is it ?", "max_tokens": 4}
 _SPEECH = {**_TEXT, "modalities": ("audio",), **SPOKEN}
 _SCRIPT = {"script": "Good night.", "modalities": ("audio",)}
@@ -109,6 +116,7 @@ _PICTURE_FROM_PICTURE = {**_PICTURE, "multi_modal_data": {"image": np.zeros((32,
 
 FAMILIES = {
     "bagel": Family(_bagel, {"context": _TEXT, "denoiser": _PICTURE}),
+    "diffusers": Family(_diffusers, {"diffusers": _PICTURE}),
     "vllm": Family(_vllm, {"llm": _TEXT}),
     "vllm_qwen3": Family(_vllm_omni("qwen3"), {"thinker": _TEXT, "talker": _SPEECH}),
     "vllm_qwen2_5": Family(_vllm_omni("qwen2_5"), {"thinker": _TEXT}),

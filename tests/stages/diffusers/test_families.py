@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from PIL import Image
 from omni_actors.stages.base import InvalidRequest, StageEngine, StageFailure
 from omni_actors.stages.diffusers.call import Runner
 from omni_actors.stages.diffusers.options import DiffusersOptions
+from omni_actors.stages.diffusers.pictures import Previews
 from tests.support.engine_driver import Driver
 from tiny_models import diffusers_pipelines as tiny
 
@@ -28,6 +29,8 @@ pytestmark = [
 SIZE = {"width": 32, "height": 16}
 STEPS = 3
 VIDEO = {"num_frames": 5}
+QUICK = ("flux", "wan")
+"""The families that `make test` runs."""
 IMAGE_TO_IMAGE = ("stable_diffusion", "stable_diffusion_xl", "stable_diffusion_3", "flux")
 
 
@@ -71,7 +74,12 @@ def family_of(
         yield get
 
 
-@pytest.fixture(params=tiny.FAMILIES)
+def unless_slow(names: Iterable[str]) -> list[Any]:
+    """Return the families as parameters, all but ``QUICK`` with the marker ``slow``."""
+    return [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in names]
+
+
+@pytest.fixture(params=unless_slow(tiny.FAMILIES))
 def family(request: pytest.FixtureRequest, family_of: Callable[[str], Family]) -> Family:
     return family_of(request.param)
 
@@ -137,7 +145,19 @@ def test_a_preview_is_what_the_latents_of_its_step_decode_to(family: Family, dri
     assert off.max() <= 1, "the first frame of a video is decoded alone, which rounds differently"
 
 
-@pytest.mark.parametrize("name", IMAGE_TO_IMAGE)
+def test_a_pipeline_with_a_safety_checker_reports_progress_without_pictures(
+    family_of: Callable[[str], Family], drive: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    family = family_of("flux")
+    monkeypatch.setattr(family.own, "safety_checker", object(), raising=False)
+    assert not Previews(family.own).possible
+    monkeypatch.setattr(family.engine._runner.previews, "possible", False)  # type: ignore[attr-defined]
+    driver = drive(family.engine)
+    ask(driver, 1, "a cat", **family.default, seed=1, previews=1)
+    assert [(output.data["step"], len(output.tensors)) for output in driver.run()[1]] == [(1, 0), (2, 0), (3, 1)]
+
+
+@pytest.mark.parametrize("name", unless_slow(IMAGE_TO_IMAGE))
 def test_a_request_with_a_picture_begins_with_it(name: str, family_of: Callable[[str], Family], drive: Any) -> None:
     family = family_of(name)
     pixels = np.random.default_rng(0).integers(0, 255, (16, 32, 3), np.uint8)
@@ -151,8 +171,8 @@ def test_a_request_with_a_picture_begins_with_it(name: str, family_of: Callable[
     assert np.array_equal(frames(driver.run()[1]), family.expected("a cat", 1, **more, **shape))
 
 
-@pytest.mark.parametrize("name", ["stable_diffusion", "pixart"])
-@pytest.mark.parametrize("steps", [0, 1, 3, 4])
+@pytest.mark.parametrize("name", unless_slow(["flux", "pixart"]))
+@pytest.mark.parametrize("steps", [0, 1, 4])
 def test_abort_frees_a_call_at_every_step(
     name: str, steps: int, family_of: Callable[[str], Family], drive: Any
 ) -> None:
@@ -228,7 +248,7 @@ def test_what_the_pipeline_refuses_ends_its_request_only(family_of: Callable[[st
 def test_requests_take_turns_and_a_lower_priority_comes_first(
     family_of: Callable[[str], Family], open_stage: Callable[..., StageEngine], drive: Any
 ) -> None:
-    family = family_of("stable_diffusion")
+    family = family_of("flux")
     with closing(open_stage("diffusers", family.directory, max_running=2)) as engine:
         driver = drive(engine)
         for number, priority in enumerate((0, 0, 5, -5)):
