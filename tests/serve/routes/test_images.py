@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import base64
 import io
+import struct
+import zlib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -315,3 +318,38 @@ def test_what_an_answer_with_pictures_cannot_have(server: Server, asked: dict[st
     body = {"model": "painter", "messages": [{"role": "user", "content": "a cat"}], **asked}
     answer = server.http.post("/v1/chat/completions", json=body)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
+
+
+# with a model
+
+
+@pytest.mark.slow
+def test_a_model_draws_and_edits(start: Start, tmp_path: Path) -> None:
+    """A tiny Qwen-Image with random weights, opened by its directory."""
+    from tiny_models import qwen_image  # loads torch, which most tests of the server do without
+
+    with start(config=str(qwen_image.save(tmp_path / "model"))) as server, server.openai() as client:
+        asked: Any = {"model": "model", "prompt": "a cat", "size": "64x48", "extra_body": {"steps": 4, "seed": 1}}
+        *previews, done = client.images.generate(**asked, stream=True, partial_images=3)
+        assert [opened(event.b64_json).size for event in (*previews, done)] == [(64, 48)] * 4
+        two = client.images.generate(**asked, n=2).data or []
+        assert len({picture.b64_json for picture in two}) == 2
+        [edited] = client.images.edit(**asked, image=file()).data or []
+        assert edited.b64_json not in {picture.b64_json for picture in two}
+        for data, code in ((b"no picture", "invalid_image"), (bomb(), "image_too_large")):
+            with pytest.raises(openai.BadRequestError) as refused:
+                client.images.edit(**asked, image=data)
+            assert (refused.value.param, refused.value.code) == ("image", code)
+        with pytest.raises(openai.BadRequestError, match="multiples"):
+            client.images.generate(model="model", prompt="a cat", size="63x48")
+        server.wait_metric("omni_requests_in_flight", 0)
+
+
+def bomb() -> bytes:
+    """A PNG of a few kilobytes that says it has 50,000 × 50,000 pixels."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    header = chunk(b"IHDR", struct.pack(">IIBBBBB", 50_000, 50_000, 8, 2, 0, 0, 0))
+    return b"\x89PNG\r\n\x1a\n" + header + chunk(b"IDAT", zlib.compress(bytes(10**6))) + chunk(b"IEND", b"")
