@@ -204,6 +204,32 @@ def test_a_config_that_cannot_be_read_is_refused(text: str, tmp_path: Path) -> N
     assert refused(directory).file == str(directory / "config.json")
 
 
+@pytest.mark.parametrize(
+    ("class_name", "stages", "accepts"),
+    [
+        ("QwenImagePipeline", ["text_encoder", "image_encoder", "denoiser", "vae"], ("messages",)),
+        ("QwenImageEditPlusPipeline", ["text_encoder", "image_encoder", "denoiser", "vae"], ("image", "messages")),
+        ("FluxPipeline", ["diffusers"], ("messages",)),
+    ],
+)
+def test_the_class_of_diffusers_decides_about_the_pipeline(
+    class_name: str, stages: list[str], accepts: tuple[str, ...], tmp_path: Path, devices: Any
+) -> None:
+    devices(0)
+    (tmp_path / "model_index.json").write_text(json.dumps({"_class_name": class_name, "vae": ["diffusers", "VAE"]}))
+    pipeline = config.load(tmp_path)
+    assert (pipeline.name, list(pipeline.stages)) == (tmp_path.name, stages)
+    assert {(stage.model, stage.device) for stage in pipeline.stages.values()} == {(str(tmp_path), "cpu")}
+    assert set(accepts) <= set(pipeline.stages[stages[0]].accepts)
+    assert pipeline.stages[stages[-1]].emits == "image"
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"_class_name": 1}'])
+def test_an_index_that_cannot_be_read_is_refused(text: str, tmp_path: Path) -> None:
+    (tmp_path / "model_index.json").write_text(text)
+    assert refused(tmp_path).file == str(tmp_path / "model_index.json")
+
+
 def test_a_model_of_the_hub_is_found_in_the_local_cache_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hub = pytest.importorskip("huggingface_hub")
     monkeypatch.setattr(hub.constants, "HF_HUB_CACHE", str(tmp_path))

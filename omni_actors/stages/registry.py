@@ -50,6 +50,10 @@ def _no_raw_prompt(use: RawPromptUse) -> str | None:
     return "its engine reads no prompts"
 
 
+def _raw_prompt_of_template(use: RawPromptUse) -> str | None:
+    return "it writes each prompt into the template of its model"
+
+
 def _raw_prompt_of_text(use: RawPromptUse) -> str | None:
     return "a raw prompt has no place for what other stages send" if use.upstream else None
 
@@ -181,6 +185,7 @@ ENGINES: dict[str, EngineSpec] = {
         qwen_image.TextEncoderOptions,
         qwen_image.TextEncoderParams,
         has_tokenizer=True,
+        lacks_raw_prompt=_raw_prompt_of_template,
         checkpoint_folder="text_encoder",
         checkpoint_leaves_out=unused_by_text_encoder,
     ),
