@@ -403,7 +403,7 @@ def bagel_denoiser(_: pytest.FixtureRequest) -> Case:
     return Case(
         name="bagel_denoiser",
         inputs=[chunks(1), chunks(2)],
-        refused=({}, {"keys": np.zeros((2, 3, 16), np.float32)}),
+        refused=({}, {"keys": np.zeros((2, 3, 16), np.float32), "values": np.zeros((2, 3, 15), np.float32)}),
         normalise=_pictures_of_steps_2_4_5,
         source="context",
         steps=5,

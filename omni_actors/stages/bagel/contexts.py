@@ -11,10 +11,11 @@ Rules
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import Annotated, TypeAlias
 
 import msgspec
 import torch
+from msgspec import Meta
 from torch import Tensor
 from torch.nn import functional
 
@@ -31,8 +32,8 @@ Term: TypeAlias = "list[int] | Pixels"
 class Mark(msgspec.Struct, frozen=True):
     """Where a context ends: how many keys it has, and the position of what follows."""
 
-    length: int
-    position: int
+    length: Annotated[int, Meta(ge=0, le=2**24)]
+    position: Annotated[int, Meta(ge=0, le=2**24)]
 
 
 class Contexts(msgspec.Struct, frozen=True, kw_only=True):

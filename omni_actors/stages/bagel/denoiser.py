@@ -115,7 +115,8 @@ class Denoiser(PausableEngine[Denoising]):
         if params.strength is not None:
             message = "strength: BAGEL reads the picture that it changes, and begins with noise alone"
             raise InvalidRequest(message, param="strength")
-        return Denoising(request, params, self._steps, Receiver(self._model.device, self._model.dtype))
+        receiver = Receiver(self._model.config, self._model.device, self._model.dtype)
+        return Denoising(request, params, self._steps, receiver)
 
     def _take(self, request: Denoising, chunk: Chunk) -> None:
         if (contexts := request.receiver.feed(chunk)) is not None:

@@ -14,6 +14,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from omni_actors.stages.bagel.config import BagelConfig
 from omni_actors.stages.bagel.contexts import Contexts, Mark
 from omni_actors.stages.base import Chunk, InvalidRequest
 from omni_actors.stages.refusal import validated
@@ -61,37 +62,68 @@ def chunks(contexts: Contexts) -> Iterator[tuple[Mapping[str, Any], Mapping[str,
 
 
 class Receiver:
-    """Collects the chunks of one request. device, dtype: of the collected keys and values."""
+    """Collects the chunks of one request, and checks them against the model.
 
-    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
-        self._device, self._dtype = device, dtype
+    config: the model's. device, dtype: of the collected keys and values.
+    """
+
+    def __init__(self, config: BagelConfig, device: torch.device, dtype: torch.dtype) -> None:
+        self._config, self._device, self._dtype = config, device, dtype
         self._header: Header | None = None
         self._noise: Tensor | None = None
         self._states: list[tuple[Tensor, Tensor]] = []
         self._imageless: list[tuple[Tensor, Tensor]] = []
 
     def feed(self, chunk: Chunk) -> Contexts | None:
-        """Take a chunk. Return the contexts when they are complete. Raises InvalidRequest: a tensor is missing."""
+        """Take a chunk. Return the contexts when they are complete. Raises InvalidRequest."""
         if "context" in chunk.data:
-            self._header = validated(chunk.data, _HeaderData).context
-            self._noise = to_torch(self._tensor(chunk, "noise"))
+            self._header = self._checked(validated(chunk.data, _HeaderData).context)
+            self._noise = self._tensor(chunk, "noise", self._noise_shape(self._header)).float()
         if chunk.tensors:  # a chunk without tensors is a piece of the model's own text
-            self._states.append(self._pair(chunk, *_NAMES[0]))
-            if _NAMES[1][0] in chunk.tensors:
-                self._imageless.append(self._pair(chunk, *_NAMES[1]))
+            self._take_layer(chunk)
         if not chunk.last:
             return None
         header, noise = self._header, self._noise
         if header is None or noise is None or len(self._states) != header.layers:
             raise InvalidRequest("the context of the picture is incomplete", param="context")
+        if len(self._imageless) not in (0, header.layers):
+            raise InvalidRequest("the context without images is incomplete", param="context")
+        if not self._imageless and header.imageless.length > header.full.length:
+            raise InvalidRequest("the context without images is longer than the full one", param="context")
         fields = {name: getattr(header, name) for name in header.__struct_fields__ if name != "layers"}
         return Contexts(states=self._states, imageless_states=self._imageless or None, noise=noise, **fields)
 
-    def _pair(self, chunk: Chunk, *names: str) -> tuple[Tensor, Tensor]:
-        first, second = (to_torch(self._tensor(chunk, name)).to(self._device, self._dtype) for name in names)
+    def _take_layer(self, chunk: Chunk) -> None:
+        header = self._header
+        if header is None or len(self._states) == header.layers:
+            raise InvalidRequest("a layer of a context was sent before its header, or behind the last", param="context")
+        self._states.append(self._pair(chunk, _NAMES[0], header.full.length))
+        if _NAMES[1][0] in chunk.tensors:
+            self._imageless.append(self._pair(chunk, _NAMES[1], header.imageless.length))
+
+    def _checked(self, header: Header) -> Header:
+        """Return the header. Raises InvalidRequest: it does not fit the model."""
+        unit, longest = self._config.token_pixels, self._config.longest_side
+        sides = header.width, header.height
+        fits = header.layers == self._config.language.num_hidden_layers and header.textless.length <= header.full.length
+        if not fits or self._states or any(side % unit or not unit <= side <= longest for side in sides):
+            raise InvalidRequest("the header of the context does not fit the model", param="context")
+        return header
+
+    def _noise_shape(self, header: Header) -> tuple[int, ...]:
+        size = self._config.token_pixels
+        return (header.height // size) * (header.width // size), self._config.token_channels
+
+    def _pair(self, chunk: Chunk, names: tuple[str, str], length: int) -> tuple[Tensor, Tensor]:
+        language = self._config.language
+        shape = language.num_key_value_heads, length, language.head_size
+        first, second = (self._tensor(chunk, name, shape).to(self._device, self._dtype) for name in names)
         return first, second
 
-    def _tensor(self, chunk: Chunk, name: str) -> WireTensor:
-        if name not in chunk.tensors:
+    def _tensor(self, chunk: Chunk, name: str, shape: tuple[int, ...]) -> Tensor:
+        """Return a copy of a tensor. Raises InvalidRequest: it is missing, or has another shape."""
+        if (sent := chunk.tensors.get(name)) is None:
             raise InvalidRequest(f"{name}: the context's chunk has no such tensor", param=name)
-        return chunk.tensors[name]
+        if tuple(sent.shape) != shape or "float" not in sent.dtype:
+            raise InvalidRequest(f"{name}: floats {shape} were expected, not {sent.dtype} {sent.shape}", param=name)
+        return to_torch(sent)

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -149,7 +150,7 @@ def test_an_unusable_prompt_is_refused(bagel: Bagel, chunk: Any, param: str) -> 
 
 
 def large_contexts(length: int) -> Any:
-    """Contexts of this length in three layers of 8 heads of 64 numbers."""
+    """Contexts of this length in the three layers of a model with 8 heads of 64 numbers."""
     import torch
 
     from omni_actors.stages.bagel.contexts import Contexts, Mark
@@ -169,14 +170,18 @@ def large_contexts(length: int) -> Any:
     )
 
 
-def test_large_contexts_pass_through_a_ring() -> None:
+def test_large_contexts_pass_through_a_ring(bagel: Bagel) -> None:
     """50 MB in chunks of a layer each, through a ring that is smaller than a chunk."""
     import torch
 
     from omni_actors.stages.bagel import handoff
+    from omni_actors.stages.bagel.config import LanguageConfig
 
     contexts = large_contexts(4096)
-    receiver, received = handoff.Receiver(torch.device("cpu"), torch.float32), None
+    sizes = {"vocab_size": 9, "hidden_size": 512, "intermediate_size": 9}
+    language = LanguageConfig(num_hidden_layers=3, num_attention_heads=8, num_key_value_heads=8, **sizes)
+    config = msgspec.structs.replace(bagel.painter.engine._model.config, language=language)  # type: ignore[attr-defined]
+    receiver, received = handoff.Receiver(config, torch.device("cpu"), torch.float32), None
     chunks = [*handoff.chunks(contexts)]
     with Ring.create(8 * 1024 * 1024) as ring, ThreadPoolExecutor(1) as sender:
         producer, consumer = ring.claim_producer(), ring.claim_consumer()
