@@ -58,6 +58,10 @@ def _raw_prompt_of_text(use: RawPromptUse) -> str | None:
     return "a raw prompt has no place for what other stages send" if use.upstream else None
 
 
+def _conversations_only(use: RawPromptUse) -> str | None:
+    return "its engine reads conversations only"
+
+
 def _raw_prompt_of_thinker(use: RawPromptUse) -> str | None:
     if use.kind == "prompt_embeds" and use.downstream:
         return "the talker needs the tokens of the prompt"
@@ -204,7 +208,12 @@ ENGINES: dict[str, EngineSpec] = {
         checkpoint_leaves_out=lambda _: ("encoder.", "quant_conv."),
     ),
     "bagel_context": _language(
-        "bagel.context:ContextEngine", bagel.ContextOptions, bagel.ContextParams, extra="image", has_tokenizer=True
+        "bagel.context:ContextEngine",
+        bagel.ContextOptions,
+        bagel.ContextParams,
+        extra="image",
+        has_tokenizer=True,
+        lacks_raw_prompt=_conversations_only,
     ),
     "bagel_denoiser": _torch(
         "bagel.denoiser:DenoiserEngine",
@@ -214,7 +223,12 @@ ENGINES: dict[str, EngineSpec] = {
         has_tokenizer=True,
     ),
     "bagel": _language(
-        "bagel.one_stage:OneStageEngine", bagel.OneStageOptions, bagel.OneStageParams, extra="image", has_tokenizer=True
+        "bagel.one_stage:OneStageEngine",
+        bagel.OneStageOptions,
+        bagel.OneStageParams,
+        extra="image",
+        has_tokenizer=True,
+        lacks_raw_prompt=_conversations_only,
     ),
     "diffusers": _shipped(
         "diffusers.engine:DiffusersEngine",
