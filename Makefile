@@ -1,4 +1,5 @@
 # make demo    hear it: sets everything up, asks a question, writes the spoken answer to answer.wav
+# make demo-image    see it: sets everything up, draws PROMPT, writes the picture to picture.png
 # make test    set up and run the tests
 # make test-perf   the tests that measure time, one after the other, and the expensive ones
 # make test-kills   SIGKILL at every tenth output of every stage; takes most of an hour
@@ -21,6 +22,7 @@
 PYTHON ?= python3
 PORT ?= 8091
 QUESTION ?= What is the capital of France?
+PROMPT ?= a red circle
 BIN := .venv/bin
 EXTRAS := voice,omni,image,dev
 BENCH_EXTRAS := $(EXTRAS),bench
@@ -31,7 +33,7 @@ export PIP_NO_INPUT := 1
 # $(call phase,what,command): says what goes on and how long it took. Fails as the command does.
 phase = @echo "==> $(1)"; begin=$$(date +%s); $(2) && echo "    done in $$(( $$(date +%s) - begin )) s"
 
-.PHONY: help setup demo serve test test-perf test-kills test-portable lint bench bench-omni bench-ring bench-pipeline bench-recovery bench-images setup-vllm test-vllm test-vllm-kills clean
+.PHONY: help setup demo demo-image serve test test-perf test-kills test-portable lint bench bench-omni bench-ring bench-pipeline bench-recovery bench-images setup-vllm test-vllm test-vllm-kills clean
 .DELETE_ON_ERROR:
 
 help:
@@ -53,6 +55,10 @@ setup: .venv/installed
 
 demo: setup
 	$(BIN)/omni-actors ask "$(QUESTION)" -o answer.wav
+
+# Its model is a part of the package, so nothing is prepared.
+demo-image: .venv/installed
+	$(BIN)/omni-actors draw "$(PROMPT)" --pipeline shapes --negative-prompt "" -o picture.png
 
 serve: setup
 	$(BIN)/omni-actors serve voice --port $(PORT)
@@ -134,5 +140,5 @@ test-vllm-kills: setup-vllm
 	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest tests/vllm -m kills $(PYTEST_ARGS)
 
 clean:
-	rm -rf .venv $(VLLM) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist answer.wav
+	rm -rf .venv $(VLLM) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist answer.wav picture.png
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -52,12 +52,14 @@ def draw(random: np.random.Generator) -> Caption:
     thing = int(random.integers(len(THINGS)))
     colour = int(random.integers(len(COLOURS))) if random.random() < 0.85 else None
     opening, closing = random.choice(OPENINGS), random.choice(CLOSINGS)
-    while random.random() < 0.25:
+    while random.random() < 0.45:
         opening = f"{_babble(random)} {opening}"
-    while random.random() < 0.25:
+    while random.random() < 0.45:
         closing = f"{closing} {_babble(random)}"
     return Caption(f"{opening}{phrase(thing, colour, int(random.integers(8)))}{closing}", thing, colour)
 
 
 def _babble(random: np.random.Generator) -> str:
-    return "".join(random.choice(list(string.ascii_lowercase), int(random.integers(1, 8))))
+    """A word that means nothing, perhaps with a mark before or behind it."""
+    before, behind = random.choice(["", "", "", "", "("]), random.choice(["", "", "", ",", ")", "."])
+    return f"{before}{''.join(random.choice(list(string.ascii_lowercase), int(random.integers(1, 8))))}{behind}"

@@ -29,9 +29,9 @@ _SCALE = 4
 
 def mask(thing: str, random: np.random.Generator) -> NDArray[np.uint8]:
     """Return a drawing at a random place, of random size and rotation: uint8 (SIDE, SIDE), 255 is ink."""
-    size = random.uniform(17, 23) * _SCALE
-    middle = SIDE * _SCALE / 2 + random.uniform(-5, 5, 2) * _SCALE
-    angle = random.uniform(-0.25, 0.25)
+    size = random.uniform(19, 22) * _SCALE
+    middle = SIDE * _SCALE / 2 + random.uniform(-2.5, 2.5, 2) * _SCALE
+    angle = random.uniform(-0.15, 0.15)
     turn = np.array([[math.cos(angle), -math.sin(angle)], [math.sin(angle), math.cos(angle)]])
     outlines, holes = _outlines(thing)
     picture = Image.new("L", (SIDE * _SCALE, SIDE * _SCALE))

