@@ -130,9 +130,8 @@ class Requests:
             each_asked = [self._asked(each, **arguments) for each in prompt]
             return self._submit_each([request for asked in each_asked for request in self._repeated(asked, n)])
         requests = self._repeated(self._asked(prompt, **media, **arguments), n)
-        if n is None or "n" in requests[0].params:
-            return self._submitted(requests[0])
-        return self._submit_each(requests)
+        is_one = n is None or "n" in requests[0].params
+        return self._submitted(requests[0]) if is_one else self._submit_each(requests)
 
     def _asked(
         self,
