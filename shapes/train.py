@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import json
 import sys
 import time
 from collections.abc import Callable
@@ -99,6 +100,10 @@ def assemble(parts: Path, directory: Path) -> None:
         tokenizer=tokens,
         transformer=QwenImageTransformer2DModel.from_pretrained(parts / "denoiser"),
     ).to(dtype=torch.float16).save_pretrained(directory)
+    for file in directory.glob("*/config.json"):  # where the parts were loaded from says nothing
+        config = json.loads(file.read_text())
+        config.pop("_name_or_path", None)
+        file.write_text(json.dumps(config, indent=2) + "\n")
     weights = sorted(directory.glob("*/*.safetensors"))
     sums = [f"{hashlib.sha256(file.read_bytes()).hexdigest()}  {file.relative_to(directory)}\n" for file in weights]
     (directory / "SHA256SUMS").write_text("".join(sums))

@@ -49,5 +49,6 @@ def test_the_phases_leave_a_directory_of_diffusers_pipeline(tmp_path: Path) -> N
     pipeline.set_progress_bar_config(disable=True)
     picture = pipeline("a red circle", width=SIDE, height=SIDE, num_inference_steps=1, output_type="np").images[0]
     assert picture.shape == (SIDE, SIDE, 3)
+    assert not any("_name_or_path" in file.read_text() for file in (tmp_path / "model").glob("*/config.json"))
     sums = (tmp_path / "model" / "SHA256SUMS").read_text().splitlines()
     assert [line.split()[1].split("/")[0] for line in sums] == ["text_encoder", "transformer", "vae"]
