@@ -30,7 +30,7 @@ async def main(arguments: argparse.Namespace) -> None:
 
 parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("prompt")
-parser.add_argument("--pipeline", default="qwen_image", help="a pipeline or a model")
+parser.add_argument("--pipeline", default="shapes", help="a pipeline or a model")
 parser.add_argument("--image", type=Path, help="a picture to start from")
 parser.add_argument("--size", help="width and height in pixels: 768x512")
 parser.add_argument("--steps", type=int)

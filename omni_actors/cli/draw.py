@@ -30,9 +30,7 @@ PREVIEWS = 5
 
 @click.command()
 @click.argument("prompt")
-@click.option(
-    "--config", "--pipeline", "config", default="qwen_image", show_default=True, help="A pipeline or a model."
-)
+@click.option("--config", "--pipeline", "config", default="shapes", show_default=True, help="A pipeline or a model.")
 @click.option(
     "-o",
     "--output",
