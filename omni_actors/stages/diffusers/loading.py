@@ -18,6 +18,7 @@ import diffusers
 import msgspec
 import torch
 from safetensors import SafetensorError, safe_open
+from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from omni_actors.stages import assets
@@ -26,6 +27,8 @@ from omni_actors.stages.diffusers.options import DiffusersOptions
 
 INDEX = "model_index.json"
 LIBRARIES = ("diffusers", "transformers")
+CUT = "sequence-length-is-longer-than-the-specified-maximum"
+"""The warning of a tokenizer about a long text, as it notes that the warning was given."""
 
 
 class WrongPipeline(ValueError):
@@ -64,6 +67,8 @@ def load(context: StageContext, options: DiffusersOptions) -> Any:
         trust_remote_code=False,
     )
     for name, part in pipeline.components.items():
+        if isinstance(part, PreTrainedTokenizerBase):
+            part.deprecation_warnings[CUT] = True  # pipelines cut long prompts, as documented
         weights = part.named_parameters() if isinstance(part, torch.nn.Module) else ()
         if missing := [key for key, weight in weights if weight.is_meta]:
             raise WrongPipeline(directory, f"{name}: there are no weights for {', '.join(missing[:3])}")
