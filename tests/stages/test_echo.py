@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -168,3 +169,31 @@ list(engine.step())
 """
     ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
     assert (ended.returncode, ended.stderr) == (7, "last line\n")
+
+
+def test_steps_of_an_output_are_not_repeated_behind_a_checkpoint(echo: Callable[..., Any]) -> None:
+    def begun(**resumed: Any) -> Any:
+        driver = echo(steps=3)
+        driver.start(1, **resumed)
+        for n in range(2):
+            driver.feed(1, {"n": n}, last=n == 1)
+        return driver
+
+    def outputs_of_steps(driver: Any) -> list[list[int]]:
+        return [[output.data["n"] for output in driver.step()] for _ in iter(lambda: driver.engine.busy, False)]
+
+    dead = begun()
+    assert [len(dead.step()) for _ in range(4)] == [0, 0, 1, 0]
+    dead.abort(1)
+    assert outputs_of_steps(begun()) == [[], [], [0], [], [], [1]]
+    assert outputs_of_steps(begun(checkpoint=dead.checkpoints[1])) == [[0], [], [1]]
+
+
+def test_a_checkpoint_of_another_request_is_noticed(echo: Callable[..., Any]) -> None:
+    dead = echo(steps=2)
+    dead.start(1)
+    dead.feed(1, last=True)
+    dead.step()
+    dead.abort(1)
+    with pytest.raises(RuntimeError, match="corrupt checkpoint of request 2 after 1 steps"):
+        echo(steps=2).start(2, checkpoint=msgspec.structs.replace(dead.checkpoints[1], request_id=2))

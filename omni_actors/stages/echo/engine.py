@@ -8,7 +8,9 @@ Rules
 3. A step gives one output of every ready request and costs ``step_s`` once: so batching looks from outside.
 4. With a LoRA adapter, the stage adds ``[NAME DIGEST]`` to each text: the hash of the files that it has read. It
    checks the files as a real engine does.
-5. The request's last output is the last one of the chunk that ends the last open source. A request without sources
+5. With ``steps``, an output takes so many steps, and each of them ends with a checkpoint: the number of steps made, and
+   bytes that follow from it. A request goes on from its checkpoint without repeating steps.
+6. The request's last output is the last one of the chunk that ends the last open source. A request without sources
    gives one empty output.
 
 A chunk can cause a failure, with a mapping ``data["echo"]`` of
@@ -48,6 +50,7 @@ from omni_actors.stages.refusal import request_work, validated
 from ringbuf import Tensor
 
 _OFFSETS = 4093
+CHECKPOINT_BYTES = 10_000
 
 
 @functools.cache
@@ -62,6 +65,14 @@ def payload(request_id: base.RequestId, seq: int, size: int) -> np.ndarray[Any, 
     """
     start = (request_id * 131 + seq * 17) % _OFFSETS
     return _noise(size)[start : start + size]
+
+
+def _steps_of(checkpoint: base.StageCheckpoint) -> int:
+    """Return how many steps a checkpoint reflects. Raises RuntimeError: its bytes are not those of this request."""
+    steps, state = checkpoint.data["steps"], checkpoint.tensors["state"]
+    if bytes(state.data) != payload(checkpoint.request_id, steps, CHECKPOINT_BYTES).tobytes():
+        raise RuntimeError(f"a corrupt checkpoint of request {checkpoint.request_id} after {steps} steps")
+    return int(steps)
 
 
 class _Failures(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename={"raises": "raise"}):
@@ -102,6 +113,8 @@ class _Request:
         self._ended: set[str] = set()
         self._pending: dict[str, deque[_Pending]] = {source: deque() for source in sources}
         self.seq = 0
+        self.steps = 0
+        """How many steps were made for its outputs so far and the next one."""
         self.paused = False
 
     def add(self, chunk: base.Chunk, pending: _Pending) -> None:
@@ -147,7 +160,10 @@ class EchoEngine(PausableEngine[_Request]):
 
     def _new_request(self, request: base.StageRequest) -> _Request:
         adapter = files.named(validated(request.params, EchoParams).lora)
-        return _Request(request.sources, "" if adapter is None else self._mark(adapter))
+        record = _Request(request.sources, "" if adapter is None else self._mark(adapter))
+        if request.checkpoint is not None:
+            record.steps = _steps_of(request.checkpoint)
+        return record
 
     def _take(self, request: _Request, chunk: base.Chunk) -> None:
         pending = self._copy(chunk)
@@ -155,11 +171,18 @@ class EchoEngine(PausableEngine[_Request]):
             raise RuntimeError("the chunk asked for a crash in feed")
         request.add(chunk, pending)
 
-    def step(self) -> Iterator[base.StageOutput | base.StageFailure]:
+    def step(self) -> Iterator[base.StageOutput | base.StageFailure | base.StageCheckpoint]:
         ready = [request_id for request_id, request in self._requests.items() if request.ready]
         self._spend_step()
         for request_id in ready:
-            yield self._output(request_id)
+            request = self._requests[request_id]
+            needed = self._options.steps * (request.seq + 1)
+            if request.steps < needed:
+                request.steps += 1
+                state = payload(request_id, request.steps, CHECKPOINT_BYTES)
+                yield base.StageCheckpoint(request_id, {"state": state}, {"steps": request.steps})
+            if request.steps >= needed:
+                yield self._output(request_id)
 
     def _output(self, request_id: base.RequestId) -> base.StageOutput | base.StageFailure:
         request = self._requests[request_id]

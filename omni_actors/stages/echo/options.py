@@ -22,6 +22,9 @@ class EchoOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Output chunks for each input chunk."""
     payload_bytes: Annotated[int, Meta(ge=0)] = 0
     """Size of a uint8 tensor ``payload`` that is added to each output; 0 adds none."""
+    steps: Annotated[int, Meta(ge=0)] = 0
+    """Steps that each output takes, each of which ends with a checkpoint; 0: one step without a checkpoint. The stage
+    must be configured as resumable for its checkpoints to be kept."""
     load_s: Seconds = 0.0
     """Duration of loading."""
 
