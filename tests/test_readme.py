@@ -50,8 +50,9 @@ def run(command: list[str] | str, where: Path, *, shell: bool = False) -> str:
 def test_ci_runs_the_make_commands(tmp_path: Path) -> None:
     ci = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
     made = [command for command in COMMANDS if command.startswith("make")]
-    assert made == ["make demo", "make test", "make serve"]
-    assert [command for command in made if not re.search(rf"^[^#]*{command}\b", ci, re.MULTILINE)] == []
+    assert made == ["make demo", 'make demo-image PROMPT="a green star"', "make test", "make serve"]
+    found = [re.search(rf"^[^#\n]*{re.escape(command)}(?![\w-])", ci, re.MULTILINE) for command in made]
+    assert None not in found, dict(zip(made, found, strict=True))
     demo = run(["make", "--dry-run", "--directory", str(ROOT), "demo"], tmp_path)
     assert ASKED.removeprefix("omni-actors") in demo
 
