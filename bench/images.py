@@ -3,8 +3,9 @@
 The model is a Qwen-Image with random weights, in two sizes. *tiny*: a step costs the same whatever it computes, as on a
 GPU. *busy*: a step computes as long as its pictures are large, as on a CPU. Everything computes on one thread.
 
-alone    one picture at a time: the system, and diffusers' pipeline in this process
-batch    eight requests (4 to 50 steps, three sizes, half of them with a negative prompt) at once, and one after another
+alone        one picture at a time: the system, and diffusers' pipeline in this process
+guided       eight requests (4 to 50 steps, three sizes, each with a negative prompt) at once, and one after another
+half guided  the same, but every second one has no negative prompt
 
 Rounds alternate. A ratio is the median of the rounds' ratios, so that a slow time of the machine counts on both sides.
 On a machine that does other work, the ratio of the CPU times of all processes says more; it leaves out waiting.
@@ -35,12 +36,14 @@ from omni_actors import OmniSystem
 from omni_actors.config import load
 from tiny_models import qwen_image as tiny
 
-BUSY = {"num_layers": 4, "attention_head_dim": 32, "num_attention_heads": 8, "axes_dims_rope": (16, 8, 8)}
-"""What the busy transformer changes in the tiny one's configuration: it has 60 times the parameters."""
-SIZES = {"tiny": ("32x32", "48x32", "32x48"), "busy": ("128x128", "160x128", "128x160")}
+BUSY = {"num_layers": 2, "attention_head_dim": 32, "num_attention_heads": 8, "axes_dims_rope": (16, 8, 8)}
+"""What the busy transformer changes in the tiny one's configuration: it has 30 times the parameters."""
+SIZES = {"tiny": ("32x32", "48x32", "32x48"), "busy": ("96x96", "128x96", "96x128")}
 STEPS = (4, 8, 12, 20, 28, 36, 44, 50)
 ALONE_STEPS = 20
-BOUNDS = {("tiny", "alone"): 1.05, ("busy", "alone"): 1.05, ("tiny", "batch"): 0.6, ("busy", "batch"): 1.05}
+BATCHES = ("guided", "half guided")
+BOUNDS = {("tiny", "alone"): 1.05, ("tiny", "guided"): 0.6, ("tiny", "half guided"): 0.6}
+BOUNDS |= {("busy", case): 1.05 for case in ("alone", *BATCHES)}
 
 
 class Cost(NamedTuple):
@@ -75,12 +78,13 @@ async def opened(directory: Path) -> AsyncIterator[OmniSystem]:
         yield omni
 
 
-def mixed(kind: str) -> list[dict[str, Any]]:
+def mixed(kind: str, case: str) -> list[dict[str, Any]]:
     """Return the arguments of eight requests."""
+    guided = range(1, 8, 2) if case == "half guided" else range(8)
     requests: list[dict[str, Any]] = []
     for n, steps in enumerate(STEPS):
         asked: dict[str, Any] = {"steps": steps, "size": SIZES[kind][n % 3], "seed": n}
-        if n % 2:
+        if n in guided:
             asked |= {"negative_prompt": "blurred", "guidance": 2.0 + n}
         requests.append(asked)
     return requests
@@ -139,20 +143,23 @@ def in_diffusers(pipeline: Any, asked: dict[str, Any]) -> Cost:
 
 async def measure(kind: str, rounds: int) -> dict[str, list[Round]]:
     """Return the costs of each round, by case. A round before them warms up."""
-    cases: dict[str, list[Round]] = {"alone": [], "batch": []}
+    cases: dict[str, list[Round]] = {case: [] for case in ("alone", *BATCHES)}
     with tempfile.TemporaryDirectory() as directory:
         model = save_model(Path(directory), kind)
         pipeline = QwenImagePipeline.from_pretrained(model)
         pipeline.set_progress_bar_config(disable=True)
         async with opened(model) as omni:
-            one = {**mixed(kind)[1], "steps": ALONE_STEPS}
+            one = {**mixed(kind, "guided")[1], "steps": ALONE_STEPS}
             for n in range(rounds + 1):
-                alone = {"system": await staged(omni, [one], at_once=False), "base": in_diffusers(pipeline, one)}
-                together = await staged(omni, mixed(kind), at_once=True)
-                batch = {"system": together, "base": await staged(omni, mixed(kind), at_once=False)}
+                found = {"alone": {"system": await staged(omni, [one], at_once=False)}}
+                found["alone"]["base"] = in_diffusers(pipeline, one)
+                for case in BATCHES:
+                    requests = mixed(kind, case)
+                    found[case] = {"system": await staged(omni, requests, at_once=True)}
+                    found[case]["base"] = await staged(omni, requests, at_once=False)
                 if n:
-                    cases["alone"].append(alone)
-                    cases["batch"].append(batch)
+                    for case, costs in found.items():
+                        cases[case].append(costs)
     return cases
 
 
