@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
-from msgspec import Meta, field
+from msgspec import Meta
 from msgspec.inspect import ListType, LiteralType, StructType, Type, UnionType
 
 from omni_actors.config import Pipeline
@@ -187,7 +187,7 @@ class ChatRequest(TextBody, frozen=True, kw_only=True):
     """The body of /v1/chat/completions."""
 
     messages: Annotated[list[ChatMessage], Meta(min_length=1)]
-    modalities: Annotated[list[Literal["text", "audio", "image"]], Meta(min_length=1)] = field(default_factory=list)
+    modalities: Annotated[list[Literal["text", "audio", "image"]], Meta(min_length=1)] | None = None
     """Without it, the answer is text or, where the pipeline writes none, a picture."""
     audio: AudioParams = AudioParams()
     max_completion_tokens: int | None = None

@@ -71,19 +71,20 @@ def _modalities(body: schemas.ChatRequest, pipeline: Pipeline) -> tuple[str, ...
     """
     emitted = {stage.emits for stage in pipeline.stages.values()}
     makes_pictures_only = "image" in emitted and "text" not in emitted
-    if "image" not in body.modalities and (body.modalities or not makes_pictures_only):
-        return ("text", "audio") if "audio" in body.modalities else ("text",)
+    asked = body.modalities or (("image",) if makes_pictures_only else ("text",))
+    if "image" not in asked:
+        return ("text", "audio") if "audio" in asked else ("text",)
     require_encoder()
     if body.n > 1:
         message = "n: an answer with pictures has one choice; accepted: 1; /v1/images/generations makes several"
         raise bad_request(message, "n", "unsupported_parameter")
-    return ("image",) if makes_pictures_only or "text" not in body.modalities else ("text", "image")
+    return ("image",) if makes_pictures_only or "text" not in asked else ("text", "image")
 
 
 def _require_possible(body: schemas.ChatRequest) -> None:
     """Refuse fields that exclude each other. Raises HTTPError."""
-    has_audio = "audio" in body.modalities
-    if has_audio and "image" in body.modalities:
+    has_audio = "audio" in (body.modalities or ())
+    if has_audio and "image" in (body.modalities or ()):
         message = "modalities: an answer is spoken or has pictures; accepted: 'audio' or 'image', each with 'text'"
         raise bad_request(message, "modalities", "unsupported_parameter")
     if body.stream and has_audio and body.audio.format == "flac":
@@ -113,7 +114,7 @@ def parameters_of(
 
     others: the parameters that the client gave under the engines' own names.
     """
-    voice = body.audio.voice if "audio" in body.modalities and schemas.has_speakers(pipeline) else None
+    voice = body.audio.voice if "audio" in (body.modalities or ()) and schemas.has_speakers(pipeline) else None
     given = [  # the engines' name, the client's name, the value; the last value counts
         *text_parameters(body),
         ("max_tokens", "max_completion_tokens", body.max_completion_tokens),
