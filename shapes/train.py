@@ -1,8 +1,9 @@
 """Trains the model "shapes" and writes it as a directory of diffusers' QwenImagePipeline, with weights in float16.
 
 ``python -m shapes.train DIRECTORY``: about 25 minutes on one core. Each phase keeps its result in DIRECTORY/parts, and
-is left out where that is there. The same seeds give a model of the same quality, and not the same bytes: the kernels of
-another machine round differently. So the hashes in ``omni_actors/model_files/shapes/SHA256SUMS`` pin the model.
+is left out where that is there. The model in the package was trained by this code in several runs that went on from one
+another, of about as many steps in all, so one run does not give the same bytes. The hashes in
+``omni_actors/model_files/shapes/SHA256SUMS`` pin it.
 """
 
 from __future__ import annotations
