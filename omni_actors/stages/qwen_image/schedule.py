@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -76,14 +75,12 @@ class Schedules:
         if found != FlowMatchEulerDiscreteScheduler.__name__ or config.get("stochastic_sampling"):
             expected = f"{FlowMatchEulerDiscreteScheduler.__name__} without stochastic_sampling"
             raise ValueError(f"{directory}: the scheduler must be {expected}; found {found}")
-        kind: Any = FlowMatchEulerDiscreteScheduler
-        self._by_name = {name: kind.from_config(config, **changes) for name, changes in _LEVELS.items()}
-        self._device = device
-        self.make = functools.lru_cache(maxsize=64)(self._make)
-        """make(scheduler, steps, rows) -> Schedule. rows: of the packed latents. Raises InvalidRequest."""
+        self._config, self._device = config, device
 
-    def _make(self, scheduler: Scheduler, steps: int, rows: int) -> Schedule:
-        made = self._by_name[scheduler]
+    def make(self, scheduler: Scheduler, steps: int, rows: int) -> Schedule:
+        """Return the schedule of a request. rows: of the packed latents. Raises InvalidRequest."""
+        kind: Any = FlowMatchEulerDiscreteScheduler
+        made = kind.from_config(self._config, **_LEVELS[scheduler])  # a scheduler keeps what it last computed
         sigmas = np.linspace(1.0, 1 / steps, steps)
         with np.errstate(invalid="ignore", divide="ignore"):
             made.set_timesteps(sigmas=sigmas, device=self._device, mu=_shift(made.config, rows))
