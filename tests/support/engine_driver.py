@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from omni_actors.stages.base import (
@@ -18,13 +20,14 @@ from omni_actors.stages.base import (
     StageOutput,
     StageRequest,
 )
-from ringbuf import decode_bundle, encode_bundle
+from ringbuf import Bundle, decode_bundle, encode_bundle
 
 
 class Driver:
     """Drives one engine and holds it to the protocol: what it names is live, and ends once.
 
-    Chunks are fed from memory that is taken away when ``feed`` ends: an engine that keeps a view meets a BufferError.
+    The tensors of chunks and checkpoints lie in memory that is taken away when ``feed`` or ``start`` ends. An engine
+    that keeps a view meets a BufferError; one that keeps a tensor meets FrameReleased when it uses it.
     """
 
     def __init__(self, engine: StageEngine) -> None:
@@ -45,8 +48,14 @@ class Driver:
         checkpoint: StageCheckpoint | None = None,
         **params: Any,
     ) -> None:
-        resumed: dict[str, Any] = {"journal": journal, "needed_from": needed_from, "checkpoint": checkpoint}
-        self.engine.start(StageRequest(request_id, sources, params, downstream=downstream, **resumed))
+        resumed: dict[str, Any] = {"journal": journal, "needed_from": needed_from}
+        request = StageRequest(request_id, sources, params, downstream=downstream, **resumed)
+        if checkpoint is None:
+            self.engine.start(request)
+        else:
+            with _lent(checkpoint.tensors, checkpoint.data) as bundle:
+                lent = StageCheckpoint(checkpoint.request_id, bundle.tensors, bundle.meta)
+                self.engine.start(msgspec.structs.replace(request, checkpoint=lent))
         self.live.add(request_id)
 
     def feed(
@@ -58,16 +67,10 @@ class Driver:
         last: bool = False,
         source: str = CLIENT,
     ) -> None:
-        memory = bytearray(b"".join(encode_bundle(None, tensors or {})))
-        try:
-            with memoryview(memory) as view:
-                chunk = Chunk(
-                    source=source, seq=self._seq, last=last, tensors=decode_bundle(view).tensors, data=data or {}
-                )
-                self._seq += 1
-                self.engine.feed(request_id, chunk)
-        finally:
-            memory.clear()  # refused while anything looks at it
+        with _lent(tensors or {}) as bundle:
+            chunk = Chunk(source=source, seq=self._seq, last=last, tensors=bundle.tensors, data=data or {})
+            self._seq += 1
+            self.engine.feed(request_id, chunk)
 
     def abort(self, request_id: int) -> None:
         self.live.discard(request_id)
@@ -136,6 +139,17 @@ def for_stages(output: StageOutput) -> dict[str, Any]:
     """What a stage below finds among its chunk's tensors."""
     assert not output.tensors.keys() & output.downstream.keys()
     return {**output.tensors, **output.downstream}
+
+
+@contextmanager
+def _lent(tensors: Mapping[str, Any], meta: Mapping[str, Any] | None = None) -> Iterator[Bundle]:
+    """Give a bundle in memory that is taken away at the end of the block. Raises BufferError if a view is alive."""
+    memory = bytearray(b"".join(encode_bundle(meta, tensors)))
+    try:
+        with memoryview(memory) as view:
+            yield decode_bundle(view)
+    finally:
+        memory.clear()  # refused while anything looks at it
 
 
 def _copied(checkpoint: StageCheckpoint) -> StageCheckpoint:

@@ -14,7 +14,7 @@ Rules
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -52,14 +52,17 @@ class ContextRequest(TextRequest[OmniPrompt]):
     terms: Sequence[Term] | None
     """None once they are read."""
     reader: Reader
+    """Kept until the picture is drawn; for a text alone, until the shared cache has what was read."""
     edits: bool
     """Whether the request has a picture."""
     position: int
     """The position of the text's next token."""
+    of_picture: StageRequest
+    """The request as the denoiser takes it, if the engine draws itself."""
 
     def __init__(self, request: StageRequest, params: ContextParams, *, draws: bool) -> None:
         super().__init__(request, params, OmniPrompt(request.sources))
-        self.request, self.draws = request, draws
+        self.draws = draws
         self.written: list[int] = []
         """The tokens of the text."""
 
@@ -93,7 +96,7 @@ class ContextEngine(LanguageEngine[ContextRequest]):
         """Return whether a picture is to be drawn for the request."""
         return request.downstream
 
-    def _hand_off(self, request: ContextRequest, contexts: Contexts) -> Iterator[StageOutput]:
+    def _hand_off(self, request: ContextRequest, contexts: Contexts) -> Iterable[StageOutput]:
         """Pass on the contexts of a request, which ends here."""
         self.abort(request.id)
         chunks = [*handoff.chunks(contexts)]
@@ -160,6 +163,8 @@ class ContextEngine(LanguageEngine[ContextRequest]):
                 yield from self._hand_off(request, self._contexts(request))
                 return
             self._cache.append(row, request.reader.states)
+            if not request.draws:
+                del request.reader  # a second cache of the prompt
             length = self._cache.lengths[row]
             request.prefill_left -= length
             request.ready -= length

@@ -20,6 +20,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, TypeAlias
 
 import msgspec
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import AutoTokenizer
@@ -62,7 +63,7 @@ class Denoising:
         self._step, self._latents = 0, None
         if (checkpoint := request.checkpoint) is not None:
             self._step = int(checkpoint.data["step"])
-            self._latents = torch.from_numpy(_array(checkpoint.tensors["latents"]))
+            self._latents = torch.from_numpy(copied(checkpoint).tensors["latents"])
 
     @property
     def ready(self) -> bool:
@@ -210,6 +211,10 @@ def _data(step: int, total: int) -> dict[str, Any]:
     return {"step": step, "total": total, "final": step == total}
 
 
-def _array(tensor: Any) -> Any:
-    """Return a checkpoint's tensor as an array of its own."""
-    return (tensor.numpy() if not hasattr(tensor, "__array__") else tensor).copy()
+def copied(checkpoint: StageCheckpoint) -> StageCheckpoint:
+    """Return a checkpoint whose tensors are arrays of its own, so that they stay valid when ``start`` has returned."""
+    arrays = {
+        name: (tensor if isinstance(tensor, np.ndarray) else tensor.numpy()).copy()
+        for name, tensor in checkpoint.tensors.items()
+    }
+    return msgspec.structs.replace(checkpoint, tensors=arrays)

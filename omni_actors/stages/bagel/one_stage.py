@@ -7,14 +7,14 @@ Decisions: those of a text are its tokens; those of a picture are (-step,), so t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import msgspec
 
 from omni_actors.stages.bagel.context import ContextEngine, ContextRequest
 from omni_actors.stages.bagel.contexts import Contexts
-from omni_actors.stages.bagel.denoiser import Denoiser, Event
+from omni_actors.stages.bagel.denoiser import Denoiser, Event, copied
 from omni_actors.stages.bagel.options import DenoiserParams, OneStageOptions, OneStageParams
 from omni_actors.stages.base import InvalidRequest, RequestId, StageContext, StageOutput, StageRequest
 
@@ -36,19 +36,15 @@ class OneStageEngine(ContextEngine):
 
     def _new_request(self, request: StageRequest) -> ContextRequest:
         of_text = tuple(decisions for decisions in request.journal if not _of_picture(decisions))
-        made = super()._new_request(msgspec.structs.replace(request, journal=of_text))
-        made.request = request
+        made = super()._new_request(msgspec.structs.replace(request, journal=of_text, checkpoint=None))
+        made.of_picture = _of_denoiser(request)
         return made
 
-    def _hand_off(self, request: ContextRequest, contexts: Contexts) -> Iterator[StageOutput]:
+    def _hand_off(self, request: ContextRequest, contexts: Contexts) -> Iterable[StageOutput]:
         super().abort(request.id)
-        given = request.request
-        journal = tuple((-decisions[0],) for decisions in given.journal if _of_picture(decisions))
-        known = DenoiserParams.__struct_fields__
-        params = {name: value for name, value in given.params.items() if name in known}
-        self._denoiser.start(msgspec.structs.replace(given, params=params, journal=journal))
+        self._denoiser.start(request.of_picture)
         self._denoiser.begin(request.id, contexts)
-        yield from ()
+        return ()
 
     @property
     def busy(self) -> bool:
@@ -81,6 +77,15 @@ class OneStageEngine(ContextEngine):
     def close(self) -> None:
         self._denoiser.close()
         super().close()
+
+
+def _of_denoiser(request: StageRequest) -> StageRequest:
+    """Return a request as the denoiser takes it. The checkpoint is a copy: the denoiser starts in a later step."""
+    known = DenoiserParams.__struct_fields__
+    params = {name: value for name, value in request.params.items() if name in known}
+    journal = tuple((-decisions[0],) for decisions in request.journal if _of_picture(decisions))
+    checkpoint = None if request.checkpoint is None else copied(request.checkpoint)
+    return msgspec.structs.replace(request, params=params, journal=journal, checkpoint=checkpoint)
 
 
 def _of_picture(decisions: tuple[int, ...]) -> bool:

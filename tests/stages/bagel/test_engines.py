@@ -16,6 +16,7 @@ from ringbuf import Ring, decode_bundle, encode_bundle
 from tests.stages.bagel import cases
 from tests.stages.bagel.driving import Bagel, chunks_of, context, params_of
 from tests.support.closeness import assert_same_picture
+from tests.support.conformance import reachable
 from tests.support.engine_driver import Driver
 
 pytestmark = pytest.mark.voice
@@ -30,6 +31,14 @@ def one_stage(tiny_bagel: Path) -> Any:
     return OneStageEngine(context(tiny_bagel, "bagel"))
 
 
+def submit(driver: Driver, request_id: int, case: dict[str, Any], **more: Any) -> None:
+    """Start and feed a request to the engine in one stage. more: parameters, and what an earlier incarnation left."""
+    driver.start(request_id, **params_of(case), **more)
+    chunks = chunks_of(case["terms"])
+    for i, chunk in enumerate(chunks):
+        driver.feed(request_id, *chunk, last=i == len(chunks) - 1)
+
+
 def latents_of(events: list[Any]) -> list[Any]:
     return [event.tensors["latents"] for event in events if isinstance(event, StageCheckpoint)]
 
@@ -42,11 +51,7 @@ def pictures_of(events: list[Any]) -> list[Any]:
 def test_one_stage_draws_what_two_stages_draw(bagel: Bagel, one_stage: Any, name: str) -> None:
     case = cases.PICTURES[name]
     outputs, checkpoints = bagel.draw(case["terms"], **params_of(case))
-    driver = Driver(one_stage)
-    driver.start(1, **params_of(case))
-    chunks = chunks_of(case["terms"])
-    for i, chunk in enumerate(chunks):
-        driver.feed(1, *chunk, last=i == len(chunks) - 1)
+    submit(Driver(one_stage), 1, case)
     events: list[Any] = []
     while one_stage.busy:
         events += one_stage.step()
@@ -54,6 +59,36 @@ def test_one_stage_draws_what_two_stages_draw(bagel: Bagel, one_stage: Any, name
         np.testing.assert_array_equal(found, expected)
     np.testing.assert_array_equal(events[-1].tensors["image"], outputs[-1].tensors["image"])
     assert events[-1].last
+
+
+@pytest.mark.parametrize("name", ["edit", "thought"])
+def test_one_stage_goes_on_from_the_checkpoint(one_stage: Any, name: str) -> None:
+    """The checkpoint is valid in ``start`` only, and the picture begins some steps later."""
+    case = cases.PICTURES[name]
+    submit(driver := Driver(one_stage), 1, case, previews=1)
+    outputs: list[Any] = []
+    while not outputs or outputs[-1].data.get("step") != 2:
+        outputs += driver.step()
+    checkpoint, journal = driver.checkpoints[1], tuple(output.decisions for output in outputs)
+    outputs += driver.run()[1]
+    assert checkpoint.data == {"step": 2}
+    submit(driver, 2, case, previews=1, journal=journal, checkpoint=checkpoint)
+    events: list[Any] = []
+    while one_stage.busy:
+        events += one_stage.step()
+    again = [event for event in events if isinstance(event, StageOutput)]
+    assert [output.decisions for output in again] == [output.decisions for output in outputs]
+    np.testing.assert_array_equal(again[-1].tensors["image"], outputs[-1].tensors["image"])
+    assert len(latents_of(events)) == cases.STEPS - 1 - 2
+
+
+def test_a_text_keeps_no_second_copy_of_its_prompt(bagel: Bagel) -> None:
+    bagel.reader.start(3, downstream=False, max_tokens=4)
+    bagel.reader.feed(3, *chunks_of([cases.WORDS])[0], last=True)
+    bagel.reader.step()
+    assert bagel.reader.live == {3}
+    assert "Reader" not in reachable(bagel.reader.engine)
+    bagel.reader.run()
 
 
 def test_a_mixed_batch_draws_what_each_request_draws_alone(bagel: Bagel) -> None:
