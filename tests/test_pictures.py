@@ -21,7 +21,8 @@ from omni_actors import OmniSystem, Picture
 from omni_actors.config import Limits, Pipeline, Stage
 from omni_actors.errors import InvalidRequest
 from omni_actors.sync import Omni
-from omni_actors.system.pictures import check_work, work_of
+from omni_actors.system.parameters import Parameters
+from omni_actors.system.pictures import check_work, seed_of, work_of
 from tests.support.shared_system import SharedSystem, open_shared_system, use_shared_system, with_shared_system
 
 WATCHDOG_S = 60.0
@@ -246,6 +247,53 @@ def test_the_work_counts_the_options_of_a_stage_as_defaults() -> None:
     assert work_of(pipeline, {"painter": {"size": None, "steps": None}}) == 64 * 64 * 101
     assert work_of(pipeline, {"painter": {"size": "8x4", "steps": 3}}) == 8 * 4 * 3
     assert work_of(pipeline, {"painter": {"seed": 1}}) == 1
+
+
+@pytest.mark.parametrize(
+    ("engine", "given", "n", "param"),
+    [
+        ("diffusers", {}, 20, None),
+        ("diffusers", {}, 21, "n"),
+        ("diffusers", {"steps": 1000}, 1, None),
+        ("diffusers", {"steps": 1000}, 2, "n"),
+        ("diffusers", {"size": "2048x2048"}, 5, None),
+        ("diffusers", {"size": "2048x2048"}, 6, "n"),
+        ("diffusers", {"size": "9999x9999"}, 1, "size"),
+        ("bagel_denoiser", {"steps": 1000}, 2, "n"),
+        (PAINTER, {"size": "2048x2048"}, 6, "n"),
+        (PAINTER, {"steps": 1025}, 1, "steps"),
+        ("qwen_image_vae_encoder", {"size": "9999x9999"}, 50, None),
+        ("bagel_context", {}, 1100, None),  # a text
+    ],
+)
+def test_the_work_counts_what_is_not_known_as_usual(
+    engine: str, given: dict[str, Any], n: int, param: str | None
+) -> None:
+    """The limit is its default, 2**30; a usual picture has 2**20 pixels and 50 steps."""
+    stage = Stage(engine=engine, model="model", accepts=("messages",), emits="image", deterministic=True)
+    pipeline = Pipeline(name="painting", stages={"painter": stage})
+    by_stage = Parameters(pipeline).by_stage(["painter"], given)
+    if param is None:
+        check_work(pipeline, by_stage, given, n)
+        return
+    with pytest.raises(InvalidRequest, match=rf"{param}: \w+ pixels × \d+ steps × {n} are ") as refused:
+        check_work(pipeline, by_stage, given, n)
+    assert refused.value.param == param
+
+
+def test_the_seeds_of_several_pictures_stay_in_range() -> None:
+    last = 2**63 - 1
+    assert [seed_of(last - 1, index) for index in range(3)] == [last - 1, last, -(2**63)]
+    assert [seed_of(-1, index) for index in range(2)] == [-1, 0]
+    for seed in (None, "x", True, 1.5):
+        assert seed_of(seed, 1) is seed
+
+
+@with_shared_system
+async def test_pictures_from_the_last_seed_on_are_drawn(omni: OmniSystem) -> None:
+    answers = await draw(omni, n=2, seed=2**63 - 1).collect()
+    for answer, seed in zip(answers, (2**63 - 1, -(2**63)), strict=True):
+        assert np.array_equal(answer.picture.pixels, (await drawn(omni, seed=seed)).pixels)
 
 
 # programs

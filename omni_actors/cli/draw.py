@@ -23,6 +23,7 @@ from omni_actors.cli.terminal_pictures import COLUMNS, ROWS, CoarsePicture, inli
 from omni_actors.command_line import BadConfig, click_errors, override_option, verbose_option
 from omni_actors.outputs import PICTURE_SUFFIXES, Output, Picture, RequestMetrics
 from omni_actors.system import OmniSystem
+from omni_actors.system.pictures import seed_of
 
 PREVIEWS = 5
 """On a terminal, a preview comes after each so many steps."""
@@ -108,7 +109,7 @@ async def _draw(pipeline: configuration.Pipeline, prompt: str, *, output: Path, 
                     await trio.to_thread.run_sync(each.delta.save, path)
                     notes.print(f"{path}: {each.delta.width} × {each.delta.height}")
                 if each.metrics is not None:
-                    notes.print(_facts(each.metrics, None if seed is None else seed + each.index), style="dim")
+                    notes.print(_facts(each.metrics, seed_of(seed, each.index)), style="dim")
         display.show_finished()
     if not finished:
         raise click.ClickException("the answer has no picture")

@@ -63,7 +63,7 @@ class Limits(Section, frozen=True, kw_only=True):
     read_bytes_s: PositiveFloat = 16384.0
     """Least rate at which an HTTP client reads while its request waits for it, in bytes per second."""
     pixel_steps: Positive = 2**30
-    """Width × height × steps × n of the pictures of one call. One that needs more is refused (``InvalidRequest``)."""
+    """Width × height × steps × n of the pictures of one prompt. One that needs more is refused (``InvalidRequest``)."""
     replays: Annotated[int, Meta(ge=0)] = 2
     """How often one request is replayed after the death of a worker. The bound ends a request that kills its stage."""
     quarantine_s: Annotated[float, Meta(ge=0)] = 600.0

@@ -235,7 +235,7 @@ ENGINES: dict[str, EngineSpec] = {
         DiffusersOptions,
         DiffusersParams,
         libraries=("diffusers", "torch", "transformers"),
-        extra="omni",
+        extra="image",
     ),
     "vllm": _vllm(
         "vllm.factories:open_text",

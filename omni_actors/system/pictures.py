@@ -14,6 +14,7 @@ from omni_actors.orchestrator.pieces import Inputs, Segments
 from omni_actors.stages.diffusion.options import width_and_height
 
 _USUAL_PIXELS, _USUAL_STEPS = 2**20, 50
+"""Of a picture whose size or steps neither the request nor the stage's options define."""
 
 
 def with_named_size(params: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -40,8 +41,13 @@ def check_repeatable(inputs: Inputs) -> None:
 
 
 def seed_of(seed: Any, index: int) -> Any:
-    """Return the seed of one of several answers to a prompt. What is no integer is left to the engine to refuse."""
-    return seed + index if isinstance(seed, int) and not isinstance(seed, bool) else seed
+    """Return the seed of one of several answers to a prompt, within the range of signed 64-bit numbers.
+
+    seed: of the first answer, which is returned as it is: the engine refuses what is out of range or no integer.
+    """
+    if type(seed) is not int or not index:
+        return seed
+    return (seed + index + 2**63) % 2**64 - 2**63
 
 
 def check_work(
@@ -51,13 +57,13 @@ def check_work(
 
     Args:
         pipeline: The pipeline that runs.
-        by_stage: The parameters of each stage. What they leave open is the stage's option of the same name.
+        by_stage: The parameters of each stage. What they leave open is the stage's option of the same name, or without
+            one a usual number.
         given: The parameters of the request, which tell the parameter that the error names.
         pictures: The number of pictures.
     """
     limit = pipeline.limits.pixel_steps
     for size, pixels, steps in _pictures_of(pipeline, by_stage):
-        steps = 1 if steps is None else steps
         if pixels * steps * pictures <= limit:
             continue
         param = "n" if pixels * steps <= limit else "size" if given.get("size") or not given.get("steps") else "steps"
@@ -71,29 +77,30 @@ def work_of(pipeline: Pipeline, by_stage: Mapping[str, Mapping[str, Any]]) -> fl
 
     What neither the request nor the stage's options tell counts as a usual number. Other requests count 1.
     """
-    found = [
-        (pixels or _USUAL_PIXELS) * (_USUAL_STEPS if steps is None else steps)
-        for _, pixels, steps in _pictures_of(pipeline, by_stage)
-    ]
+    found = [pixels * steps for _, pixels, steps in _pictures_of(pipeline, by_stage)]
     return float(max(1, *found)) if found else 1.0
 
 
-def _pictures_of(
-    pipeline: Pipeline, by_stage: Mapping[str, Mapping[str, Any]]
-) -> Iterator[tuple[Any, int, int | None]]:
-    """Yield the size, the pixels and the steps of the picture that each stage makes, as far as they are known."""
+def _pictures_of(pipeline: Pipeline, by_stage: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, int, int]]:
+    """Yield the size, the pixels and the steps of the picture that each denoiser makes.
+
+    A stage that takes a size and no steps is not a denoiser: it encodes, once.
+    """
     for stage, params in by_stage.items():
-        if "size" not in params and "steps" not in params:
+        unchecked = pipeline.spec(stage).params is None
+        if "steps" not in params and not (unchecked and "size" in params):
             continue
         options = pipeline.options(stage)
         size, steps = (params.get(name) or options.get(name) for name in ("size", "steps"))
-        yield size, _pixels(size), steps if isinstance(steps, int) else None
+        pixels = _pixels(size)
+        known = (size, pixels) if pixels is not None else (str(_USUAL_PIXELS), _USUAL_PIXELS)
+        yield *known, steps if isinstance(steps, int) else _USUAL_STEPS
 
 
-def _pixels(size: Any) -> int:
-    """Return the pixels of a size; 0 if it names none, which the engine refuses or decides."""
+def _pixels(size: Any) -> int | None:
+    """Return the pixels of a size; None if it names none."""
     try:
         width, height = width_and_height(size)
     except (AttributeError, ValueError):
-        return 0
+        return None
     return width * height

@@ -17,6 +17,7 @@ from omni_actors.serve.api import schemas
 from omni_actors.serve.api.generations import Generations
 from omni_actors.serve.http.errors import bad_request
 from omni_actors.system import OmniSystem
+from omni_actors.system.pictures import seed_of
 
 
 def open_body(
@@ -84,17 +85,10 @@ def begin_choices(
     if count > most:
         message = f"n: {count} answers in all were asked for; this server works on {most} at a time"
         raise bad_request(message, "n", "too_many_choices")
-    seeds = [_seed(body.seed, at) for at in range(body.n)]
+    seeds = [seed_of(body.seed, at) for at in range(body.n)]
     begun = [partial(submit, seed=seed) for submit in submits for seed in seeds]
     ids = [id] if count == 1 else [f"{id}-{at}" for at in range(count)]
     return Generations.begin([partial(submit, request_id=name) for submit, name in zip(begun, ids, strict=True)])
-
-
-def _seed(first: Any, at: int) -> Any:
-    """Return the seed of choice ``at``, within the range of signed 64-bit numbers."""
-    if type(first) is not int or not at:
-        return first
-    return (first + at + 2**63) % 2**64 - 2**63
 
 
 class Completion:

@@ -2,7 +2,8 @@
 
 Rules
 1. What a request asks for and the call cannot do is refused, with the name of the request's field: never left out.
-2. Every number that a client chooses has bounds: pixels, steps and frames by the options, others by ``LARGEST``.
+2. Every number that a client chooses has bounds: pixels, steps and frames by the options, others in ``BOUNDS``. A
+   number that has none is refused, because it may cost any amount of memory or time.
 3. One call makes one picture, or one video.
 """
 
@@ -22,8 +23,6 @@ from omni_actors.stages.base import InvalidRequest
 from omni_actors.stages.diffusers.options import PROMPT_CHARACTERS, DiffusersOptions, DiffusersParams
 from omni_actors.stages.diffusion.options import width_and_height
 
-LARGEST = 10_000
-"""The largest absolute value of a number in ``pipeline_kwargs``."""
 OURS = {
     "num_inference_steps": "steps",
     "height": "size",
@@ -38,8 +37,38 @@ OURS = {
 """Argument of a pipeline to the field of a request."""
 SCALES = ("guidance_scale", "true_cfg_scale")
 """Arguments of ``OURS`` that ``pipeline_kwargs`` may set too: a pipeline may have both scales."""
-NOT_SETTABLE = re.compile(r"height|width|per_prompt|batch_size|callback|output_type|return_dict|latents|embeds")
-"""Arguments that are not for ``pipeline_kwargs``, besides those of ``OURS`` and all texts but prompts."""
+PIXELS = ("max_area", "max_input_image_size", "output_resolution", "resolution")
+"""Arguments that count pixels, or are the side of a square. A request has ``size`` in their place."""
+NOT_SETTABLE = re.compile(r"return_dict|latents|embeds")
+"""Booleans and texts that are not for ``pipeline_kwargs``, besides those of ``OURS`` and all texts but prompts."""
+FRAMES = ("num_frames", "frames", "video_length")
+STEPS = (
+    "prior_num_inference_steps",
+    "decoder_num_inference_steps",
+    "super_res_num_inference_steps",
+    "original_inference_steps",
+)
+SEQUENCES = ("max_sequence_length", "tokenizer_max_length")
+SEQUENCE = 512
+"""The most tokens to which a request may let a prompt be padded, if the call's own default is not larger."""
+BOUNDS: dict[str, tuple[float, float]] = {
+    **dict.fromkeys(("guidance_scale", "true_cfg_scale", "guidance_scale_2", "distilled_guidance_scale"), (0, 100)),
+    **dict.fromkeys(("prior_guidance_scale", "decoder_guidance_scale", "audio_guidance_scale"), (0, 100)),
+    **dict.fromkeys(("image_guidance_scale", "img_guidance_scale", "skip_layer_guidance_scale"), (0, 100)),
+    **dict.fromkeys(("pag_scale", "pag_adaptive_scale", "stg_scale", "modality_scale"), (0, 100)),
+    **dict.fromkeys(("eta", "guidance_rescale", "cfg_truncation", "cfg_trunc_ratio"), (0, 1)),
+    **dict.fromkeys(("denoising_start", "denoising_end"), (0, 1)),
+    **dict.fromkeys(("skip_layer_guidance_start", "skip_layer_guidance_stop"), (0, 1)),
+    **dict.fromkeys(("decode_timestep", "decode_noise_scale", "image_cond_noise_scale"), (0, 1)),
+    **dict.fromkeys(("aesthetic_score", "negative_aesthetic_score"), (0, 10)),
+    **dict.fromkeys(("fps", "frame_rate", "target_fps"), (8, 120)),  # fewer per second: more sound for the frames
+    "clip_skip": (0, 32),
+    "decode_chunk_size": (1, 16),  # frames that are decoded at a time
+    "mu": (-10, 10),
+    "noise_level": (0, 1000),
+    "num_temporal_reasoning_steps": (0, 100),
+}
+"""The least and the largest value of a number in ``pipeline_kwargs``, by its argument."""
 
 
 class Arguments:
@@ -105,26 +134,47 @@ class Arguments:
     def _checked(self, name: str, value: Any) -> Any:
         """Return a value of ``pipeline_kwargs``. Raises InvalidRequest."""
         field = f"pipeline_kwargs.{name}"
-        if name in OURS and name not in SCALES:
-            raise InvalidRequest(f"{field}: set {OURS[name]!r} in its place", param="pipeline_kwargs")
-        declared = self._taken.get(name)
-        allowed = _scalars(declared.annotation) if declared is not None else set()
-        if float in allowed:
-            allowed.add(int)
-        if "prompt" not in name:  # another text may name a file
-            allowed.discard(str)
-        if not allowed or NOT_SETTABLE.search(name):
-            message = f"{field}: {self._name} takes no such number, boolean or text"
+        if (name in OURS and name not in SCALES) or name in PIXELS:
+            raise InvalidRequest(f"{field}: set {OURS.get(name, 'size')!r} in its place", param="pipeline_kwargs")
+        bounds = self._bounds(name)
+        allowed = self._types(name, numbers=bounds is not None)
+        if not allowed:
+            message = f"{field}: {self._name} has no such argument, or a request may not set it"
             raise InvalidRequest(message, param="pipeline_kwargs")
         if type(value) not in allowed:
             accepted = " or ".join(sorted(each.__name__ for each in allowed))
             raise InvalidRequest(f"{field}: expected {accepted}, found {value!r:.100}", param="pipeline_kwargs")
         if isinstance(value, str):
             self._bounded(field, len(value), PROMPT_CHARACTERS)
-        elif not isinstance(value, bool):
-            limits = {"frames": self._options.max_frames, "steps": self._options.max_steps}
-            self._bounded(field, value, next((most for word, most in limits.items() if word in name), LARGEST))
+        elif bounds is not None and not isinstance(value, bool) and not bounds[0] <= value <= bounds[1]:  # NaN too
+            message = f"{field}: expected a number from {bounds[0]} to {bounds[1]}, found {value}"
+            raise InvalidRequest(message, param="pipeline_kwargs")
         return value
+
+    def _types(self, name: str, *, numbers: bool) -> set[type]:
+        """Return the types of what a request may set an argument to. numbers: whether the argument has bounds."""
+        declared = self._taken.get(name)
+        if declared is None or NOT_SETTABLE.search(name):
+            return set()
+        allowed = _scalars(declared.annotation)
+        if float in allowed:
+            allowed.add(int)
+        if not numbers:
+            allowed -= {int, float}
+        if "prompt" not in name:  # another text may name a file
+            allowed.discard(str)
+        return allowed
+
+    def _bounds(self, name: str) -> tuple[float, float] | None:
+        """Return the least and the largest value of a number; None if a request may not set it."""
+        if name in FRAMES:
+            return 1, self._options.max_frames
+        if name in STEPS:
+            return 1, self._options.max_steps
+        if name in SEQUENCES:
+            default = self._taken[name].default if name in self._taken else None
+            return 1, max(SEQUENCE, default if isinstance(default, int) else 0)
+        return BOUNDS.get(name)
 
     def _need(self, name: str, field: str) -> str:
         """Return ``name`` if the call has it. Raises InvalidRequest: the request's ``field`` has no use here."""
