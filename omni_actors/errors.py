@@ -318,10 +318,13 @@ class WorkerLost(CallError):
 
     Attributes:
         exit: How the worker ended; None if no worker has ended.
+        raised: Whether it ended because its engine raised in a call: this one, or one before it.
     """
 
-    def __init__(self, stage: str, replica: int, capability: str, exit: WorkerExit | None) -> None:
-        self.exit = exit
+    def __init__(
+        self, stage: str, replica: int, capability: str, exit: WorkerExit | None, *, raised: bool = False
+    ) -> None:
+        self.exit, self.raised = exit, raised
         super().__init__(stage, replica, capability, "it has no worker" + ("" if exit is None else f"; {exit}"))
 
 

@@ -99,6 +99,32 @@ async def test_every_replica_replies_with_a_value_or_an_error_and_a_frozen_one_t
         assert notes(await omni.call("notes")) == [{}, {}]
 
 
+async def test_a_change_of_state_reaches_a_worker_that_has_many_calls_to_answer() -> None:
+    async with opened() as omni:
+        running = ask(omni, "running")
+        assert await running.text() == "running"
+        await omni.pause_generation("keep")
+        freeze(frozen := pid_of(omni, "able"))
+        for _ in range(MAX_CALLS + 1):
+            await omni.call("notes", stages=["able"], timeout_s=0.0)
+        note = {"name": "a", "text": "1"}
+        (reply,) = (await omni.set_desired("note", note, stages=["able"], timeout_s=0.0))["able"]
+        assert isinstance(reply.error, CallTimedOut)
+        await omni.resume_generation()
+        while True:
+            try:
+                await omni.set_desired("note", note, stages=["able"], timeout_s=0.0)
+            except TooManyCalls:
+                break
+        with pytest.raises(TooManyCalls):
+            await omni.set_desired("note", {"name": "b", "text": "2"}, key="b", stages=["able"])
+        os.kill(frozen, signal.SIGCONT)
+        assert await ask(omni, "again").text() == "again"
+        while (reply := (await omni.call("notes"))["able"][0]).error is not None:
+            pass
+        assert reply.value["notes"] == {"a": "1"}
+
+
 async def test_the_death_of_a_worker_is_its_reply() -> None:
     async with opened() as omni:
         freeze(pid := pid_of(omni, "able"))

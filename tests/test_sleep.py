@@ -89,6 +89,14 @@ async def test_level_1_lasts_through_the_death_of_the_worker() -> None:
         assert await answered(omni) == {"text", "audio"}
 
 
+async def test_a_stage_that_falls_deeper_asleep_wakes_as_one_that_has_ended() -> None:
+    async with opened() as omni:
+        await omni.sleep(1, stages=["second"])
+        await omni.sleep(2, stages=["second"])
+        assert await omni.wake_up() == {}
+        assert await answered(omni) == {"text", "audio"}
+
+
 async def test_a_stage_that_cannot_sleep_changes_nothing() -> None:
     async with opened() as omni:
         running = ask(omni)

@@ -94,7 +94,7 @@ class Orchestrator:
         self._inputs = InputMover(
             edges, limits, end=self._end, require_admissible=self._suspects.require_admissible_input
         )
-        self.closures, self.wait_ended = Closures(), dispatcher.wait_ended
+        self.closures, self.wait_ended, self.using = Closures(), dispatcher.wait_ended, dispatcher.using
         self.failed_stages: Mapping[str, errors.StageFailed] = self._replays.failed_stages
         """Stages without a replica left, in the order in which they were given up."""
         self._names = map("req-{}".format, itertools.count(1))

@@ -2,17 +2,17 @@
 
 Rules
 1. Each call to each replica ends with one ``Reply``: a value, a refusal of the engine, or a ``CallError``.
-2. A worker has at most ``MAX_CALLS`` calls to answer; its mailbox has room for them beside its requests' messages. A
-   call that timed out counts until the worker answers it or dies.
+2. A worker has at most ``MAX_CALLS`` calls to answer, and as many changes of its desired state; its mailbox has room
+   for them beside its requests' messages. A call that timed out counts until the worker answers it or dies.
 3. Every worker of a stage, also one that starts later, gets the stage's desired state with its first message. A change
-   of that state is posted to the workers that run. Control messages arrive in order, so a request that is dispatched
-   after a change meets an engine that has it.
+   of that state is posted to every worker that runs, or to none. Control messages arrive in order, so a request that is
+   dispatched after a change meets an engine that has it.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +31,8 @@ from omni_actors.errors import (
 from omni_actors.protocol.messages import Address, Answer, Call, Desired
 
 MAX_CALLS = 16
+CALL_MESSAGES = 2 * MAX_CALLS
+"""Most messages about calls that a worker has not answered."""
 LARGEST_DESIRED = 64 * 1024
 """Most bytes of one stage's desired state, encoded: it travels in ``Configure``."""
 
@@ -56,10 +58,11 @@ class Reply:
 
 
 class PendingCall:
-    """A call to one replica, until its caller has the reply."""
+    """A call to one replica, until its caller has the reply. changes_state: whether it changes the desired state."""
 
-    def __init__(self, address: Address, capability: str, timeout_s: float) -> None:
+    def __init__(self, address: Address, capability: str, timeout_s: float, *, changes_state: bool = False) -> None:
         self.address, self.capability, self._timeout_s = address, capability, timeout_s
+        self.changes_state = changes_state
         self.deadline = trio.current_time() + timeout_s
         """Until when the caller waits, on trio's clock."""
         self._reply: Reply | None = None
@@ -70,9 +73,13 @@ class PendingCall:
         self._reply = reply
         self._ended.set()
 
-    def lose(self, exit: WorkerExit | None) -> None:
-        """End the call: the worker will not answer. exit: how it ended, or the one before it; None if none has."""
-        self.end(Reply(error=WorkerLost(self.address.stage, self.address.replica, self.capability, exit)))
+    def lose(self, exit: WorkerExit | None, *, raised: bool = False) -> None:
+        """End the call: the worker will not answer.
+
+        exit: how it ended, or the one before it; None if none has. raised: whether its engine raised in a call.
+        """
+        stage, replica = self.address.stage, self.address.replica
+        self.end(Reply(error=WorkerLost(stage, replica, self.capability, exit, raised=raised)))
 
     async def wait(self) -> Reply:
         """Wait for the reply until the call's timeout. Cancelling the wait does not cancel the call."""
@@ -96,9 +103,13 @@ class Calls:
         latest = max((call.deadline for call in self._pending.values()), default=0.0)
         return max(0.0, latest - trio.current_time())
 
+    def has_room(self, *, changes_state: bool) -> bool:
+        """Whether another call may be posted, or another change of the desired state."""
+        return sum(each.changes_state is changes_state for each in self._pending.values()) < MAX_CALLS
+
     def begin(self, pending: PendingCall, arguments: Mapping[str, Any]) -> Call | None:
         """Return the message to post. None: the worker has too many calls to answer, and the call has ended."""
-        if len(self._pending) >= MAX_CALLS:
+        if not self.has_room(changes_state=pending.changes_state):
             stage, replica = pending.address.stage, pending.address.replica
             pending.end(Reply(error=TooManyCalls(stage, replica, pending.capability, MAX_CALLS)))
             return None
@@ -118,11 +129,11 @@ class Calls:
         else:
             pending.end(Reply(error=InvalidRequest(refusal.message, param=refusal.param, code=refusal.code)))
 
-    def lose(self, exit: WorkerExit | None) -> None:
-        """End all calls: the worker answers no more."""
+    def lose(self, exit: WorkerExit | None, *, raised: bool = False) -> None:
+        """End all calls: the worker answers no more. raised: whether its engine raised in a call."""
         pending, self._pending = self._pending, {}
         for call in pending.values():
-            call.lose(exit)
+            call.lose(exit, raised=raised)
 
 
 class DesiredState:
@@ -132,7 +143,7 @@ class DesiredState:
         self._parts: dict[str, dict[tuple[str, str], Desired]] = {}
 
     def of(self, stage: str) -> tuple[Desired, ...]:
-        """Return the desired state of a stage, in the order in which its parts were first set."""
+        """Return the desired state of a stage, in the order in which its parts were last set."""
         return tuple(self._parts.get(stage, {}).values())
 
     def get(self, stage: str, capability: str, key: str = "") -> Mapping[str, Any] | None:
@@ -140,19 +151,36 @@ class DesiredState:
         part = self._parts.get(stage, {}).get((capability, key))
         return None if part is None else part.arguments
 
-    def set(self, stage: str, capability: str, arguments: Mapping[str, Any] | None, key: str = "") -> None:
-        """Set one part, or remove it (None). Raises InvalidRequest if the stage's state becomes too large to send."""
-        parts = dict(self._parts.get(stage, {}))
-        if arguments is None:
-            parts.pop((capability, key), None)
-        else:
-            parts[capability, key] = Desired(capability, dict(arguments))
-        size = len(msgspec.msgpack.encode(list(parts.values())))
-        if arguments is not None and size > LARGEST_DESIRED:
+    def set(self, stage: str, capability: str, arguments: Mapping[str, Any], key: str = "") -> Callable[[], None]:
+        """Set one part, behind all others, and return a function that takes this back.
+
+        That function gives the part its earlier value and place again, unless it was set anew meanwhile.
+        Raises InvalidRequest if the stage's state becomes too large to send.
+        """
+        name, part, earlier = (capability, key), Desired(capability, dict(arguments)), self._parts.get(stage, {})
+        parts = {**_without(earlier, name), name: part}
+        if len(msgspec.msgpack.encode(list(parts.values()))) > LARGEST_DESIRED:
             raise InvalidRequest(f"{capability}: the desired state of stage {stage!r} exceeds {LARGEST_DESIRED} bytes")
         self._parts[stage] = parts
+
+        def undo() -> None:
+            current = self._parts[stage]
+            if current.get(name) is part:
+                rest = _without(current, name)
+                old = {each: rest.get(each, value) for each, value in earlier.items() if each == name or each in rest}
+                self._parts[stage] = {**old, **rest}
+
+        return undo
+
+    def drop(self, stage: str, capability: str, key: str = "") -> None:
+        """Remove one part."""
+        self._parts[stage] = _without(self._parts.get(stage, {}), (capability, key))
 
     def keep_only(self, stage: str, capability: str, key: str) -> None:
         """Remove the parts of a capability that have another key, because this one replaces them all."""
         parts = self._parts.get(stage, {})
         self._parts[stage] = {name: part for name, part in parts.items() if name[0] != capability or name[1] == key}
+
+
+def _without(parts: Mapping[tuple[str, str], Desired], name: tuple[str, str]) -> dict[tuple[str, str], Desired]:
+    return {each: part for each, part in parts.items() if each != name}

@@ -108,12 +108,15 @@ class Replica:
             except MailboxFull as error:
                 self.kill(str(error))
 
-    def call(self, capability: str, arguments: Mapping[str, Any], timeout_s: float) -> PendingCall:
+    def call(
+        self, capability: str, arguments: Mapping[str, Any], timeout_s: float, *, changes_state: bool = False
+    ) -> PendingCall:
         """Post a call to the worker, in order with all other messages. The caller waits for the reply.
 
         A worker that loads answers when it is ready. arguments: must be small enough for a control message.
+        changes_state: whether the call is a change of the stage's desired state.
         """
-        pending = PendingCall(self.address, capability, timeout_s)
+        pending = PendingCall(self.address, capability, timeout_s, changes_state=changes_state)
         if self.worker is None:
             pending.lose(self.history[-1].exit if self.history else None)
         elif (message := self.incarnation.calls.begin(pending, arguments)) is not None:

@@ -310,7 +310,7 @@ class Supervisor:
         replica.died_at = now if replica.died_at is None else replica.died_at
         replica.history.append(Death(replica.generation, time.time(), exit))
         incarnation.advance(IncarnationEvent.DIE)
-        incarnation.calls.lose(exit)
+        incarnation.calls.lose(exit, raised=incarnation.failed_call)
         blameless = incarnation.stopped_with_another or incarnation.failed_call
         counts = blameless or self._listener.on_worker_died(replica.address, exit, incarnation.failed_request)
         if incarnation.ready.is_set():

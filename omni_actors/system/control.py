@@ -13,9 +13,9 @@ from typing import Any, Literal, TypeAlias, get_args
 import msgspec
 import trio
 
-from omni_actors.errors import InvalidRequest, SystemClosed
+from omni_actors.errors import InvalidRequest, OmniError, SystemClosed, TooManyCalls
 from omni_actors.orchestrator.orchestrator import Orchestrator
-from omni_actors.supervisor.calls import PendingCall, Reply
+from omni_actors.supervisor.calls import MAX_CALLS, PendingCall, Reply
 from omni_actors.supervisor.supervisor import Supervisor
 
 CALL_TIMEOUT_S = 10.0
@@ -67,6 +67,8 @@ class Control:
         """Around everything that runs for the system."""
         self._all_ended = trio.Event()
         """Set when nothing runs any more."""
+        self._pauses = 0
+        """How often generation was paused."""
 
     # the end
 
@@ -150,11 +152,13 @@ class Control:
             With "keep", the reply of each worker: from then on it makes no step. A worker without a reply makes no
             step after the one that it is in. Otherwise nothing.
 
+        Raises InvalidRequest (an unknown mode), TooManyCalls ("keep": see ``set_desired``; new requests wait anyhow).
         Cancelling the wait leaves generation paused.
         """
         if mode not in PAUSE_MODES:
             raise InvalidRequest(f"mode: found {mode!r}; accepted: {', '.join(map(repr, PAUSE_MODES))}", param="mode")
         await trio.lowlevel.checkpoint()
+        self._pauses += 1
         self._orchestrator.hold(held=True)
         if mode == "abort":
             self._orchestrator.abort_all("generation was paused")
@@ -165,17 +169,25 @@ class Control:
         return {}
 
     async def resume_generation(self) -> None:
-        """Generate again after ``pause_generation``. Has no effect if generation is not paused."""
+        """Generate again after ``pause_generation``. Has no effect if generation is not paused.
+
+        Raises TooManyCalls: a worker has many changes of its state to answer. Generation is still paused; try again.
+        """
         await trio.lowlevel.checkpoint()
-        if any(self._supervisor.desired.get(stage, "freeze") is not None for stage in self._stages(None)):
+        if self._is_frozen:
+            self._begin_calls("freeze", {"frozen": False}, self._stages(None), CALL_TIMEOUT_S, changes_state=True)
             self.drop_desired("freeze")
-            self._begin_calls("freeze", {"frozen": False}, self._stages(None), CALL_TIMEOUT_S)
         self._orchestrator.hold(held=False)
 
     async def is_paused(self) -> bool:
         """Return whether generation is paused."""
         await trio.lowlevel.checkpoint()
         return self._orchestrator.is_held
+
+    @property
+    def _is_frozen(self) -> bool:
+        """Whether generation is paused with "keep"."""
+        return any(self._supervisor.desired.get(stage, "freeze") is not None for stage in self._stages(None))
 
     # calls
 
@@ -226,19 +238,29 @@ class Control:
             As ``call``. A replica without a worker replies ``WorkerLost``, and its next worker makes the call. If an
             engine of a stage refuses the call, the stage's desired state is again what it was.
 
-        Raises as ``call``, and InvalidRequest if the desired state becomes too large.
+        Raises as ``call``, InvalidRequest if the desired state becomes too large, and TooManyCalls if a worker has many
+        changes of its state to answer. Nothing has changed then, at any replica.
         """
-        chosen, desired = self._stages(stages), self._supervisor.desired
-        before = {stage: desired.get(stage, capability, key) for stage in chosen}
-        calls = self._begin_calls(capability, arguments, chosen, timeout_s)
-        for stage in chosen:
-            desired.set(stage, capability, arguments, key)
-        replies = await self._replies(calls)
-        for stage in chosen:
-            refused = any(isinstance(reply.error, InvalidRequest) for reply in replies[stage])
-            if refused and desired.get(stage, capability, key) == arguments:  # else it was changed meanwhile
-                desired.set(stage, capability, before[stage], key)
+        replies, undo = await self._set_desired(capability, arguments, key, self._stages(stages), timeout_s)
+        for stage, of_stage in replies.items():
+            if any(isinstance(reply.error, InvalidRequest) for reply in of_stage):
+                undo[stage]()
         return replies
+
+    async def _set_desired(
+        self, capability: str, arguments: Mapping[str, Any], key: str, stages: Sequence[str], timeout_s: float
+    ) -> tuple[Replies, dict[str, Callable[[], None]]]:
+        """As ``set_desired``, but for refusals. Return with the replies how to take the change back, by stage."""
+        undo: dict[str, Callable[[], None]] = {}
+        try:
+            for stage in stages:
+                undo[stage] = self._supervisor.desired.set(stage, capability, arguments, key)
+            calls = self._begin_calls(capability, arguments, stages, timeout_s, changes_state=True)
+        except OmniError:
+            for each in undo.values():
+                each()
+            raise
+        return await self._replies(calls), undo
 
     async def collective_rpc(
         self,
@@ -285,7 +307,7 @@ class Control:
         Raises InvalidRequest: a stage is unknown.
         """
         for stage in self._stages(stages):
-            self._supervisor.desired.set(stage, capability, None, key)
+            self._supervisor.desired.drop(stage, capability, key)
 
     def _stages(self, stages: Collection[str] | None) -> Sequence[str]:
         """Return the stages that are asked for, in the order of the pipeline. Raises InvalidRequest."""
@@ -297,9 +319,19 @@ class Control:
         return [stage for stage in known if stages is None or stage in stages]
 
     def _begin_calls(
-        self, capability: str, arguments: Mapping[str, Any], stages: Sequence[str], timeout_s: float
+        self,
+        capability: str,
+        arguments: Mapping[str, Any],
+        stages: Sequence[str],
+        timeout_s: float,
+        *,
+        changes_state: bool = False,
     ) -> list[PendingCall]:
-        """Post a call to every replica of ``stages``. Raises InvalidRequest."""
+        """Post a call to every replica of ``stages``.
+
+        changes_state: whether it changes their desired state. Such a call reaches every replica that has a worker.
+        Raises InvalidRequest, and for a change TooManyCalls: nothing was posted.
+        """
         try:
             size = len(msgspec.msgpack.encode(arguments))
         except (TypeError, ValueError) as error:
@@ -307,8 +339,11 @@ class Control:
         if size > LARGEST_ARGUMENTS:
             message = f"arguments of {capability!r}: at most {LARGEST_ARGUMENTS} bytes can be sent, found {size}"
             raise InvalidRequest(message, param="arguments")
-        replicas = self._supervisor.replicas
-        return [replicas[each].call(capability, arguments, timeout_s) for each in replicas if each.stage in stages]
+        chosen = [replica for address, replica in self._supervisor.replicas.items() if address.stage in stages]
+        for replica in chosen if changes_state else ():
+            if replica.worker is not None and not replica.incarnation.calls.has_room(changes_state=True):
+                raise TooManyCalls(replica.address.stage, replica.address.replica, capability, MAX_CALLS)
+        return [replica.call(capability, arguments, timeout_s, changes_state=changes_state) for replica in chosen]
 
     async def _replies(self, calls: Sequence[PendingCall]) -> Replies:
         replies: Replies = {}

@@ -24,6 +24,7 @@ from omni_actors.system.control import Control
 
 TASKS = {
     ("messages", "text"): "generate",
+    ("messages", "image"): "images",
     ("messages", "audio"): "speech",
     ("script", "audio"): "speech",
     ("audio", "transcript"): "transcription",
@@ -63,7 +64,7 @@ class Information(Control):
         raise Unsupported(stage or next(iter(self._nodes)), "get_tokenizer", "its model has no tokenizer")
 
     async def get_supported_tasks(self) -> tuple[str, ...]:
-        """Return what the pipeline can do: "generate" (text), "speech", "transcription"."""
+        """Return what the pipeline can do: "generate" (text), "images", "speech", "transcription"."""
         await trio.lowlevel.checkpoint()
         kinds = {kind for node in self._nodes.values() for kind in node.accepts}
         modalities = {node.emits for node in self._nodes.values() if node.emits}

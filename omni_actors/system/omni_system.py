@@ -15,7 +15,7 @@ from omni_actors.errors import StageFailed
 from omni_actors.metrics import Metrics
 from omni_actors.orchestrator.orchestrator import Orchestrator
 from omni_actors.orchestrator.routes import routes_of, topological
-from omni_actors.supervisor.calls import MAX_CALLS
+from omni_actors.supervisor.calls import CALL_MESSAGES
 from omni_actors.supervisor.edges import Edges
 from omni_actors.supervisor.process import LocalSpawner, Spawner
 from omni_actors.supervisor.replica import ReplicaState
@@ -66,7 +66,7 @@ class OmniSystem(Requests, TextControl, LoraControl, SleepControl, WeightControl
         # One half of a mailbox is for what each request may cause: Start with its journal and checkpoint, Abort, Resend
         # or Switch after the restart of another stage, Resume after Pause. While the other half is full, requests are
         # neither admitted nor paused. Calls have room of their own, twice, because of the two halves.
-        capacity = 14 * pipeline.limits.max_requests + 4 * len(self._nodes) + 2 * MAX_CALLS + 16
+        capacity = 14 * pipeline.limits.max_requests + 4 * len(self._nodes) + 2 * CALL_MESSAGES + 16
         self._supervisor = Supervisor(
             workers.worker_specs(pipeline, models, topological(self._nodes)),
             pipeline.stages,

@@ -68,6 +68,7 @@ class SleepControl(Control):
         before = await self.call("worker_status", stages=chosen, timeout_s=timeout_s)
         if level == 1:
             return await self._sleep_engines(chosen, before, timeout_s)
+        self.drop_desired("sleep", stages=chosen)  # of an earlier sleep at level 1
         await self._supervisor.stop_stages(chosen)
         return {stage: [_memory(each, _ENDED) for each in before[stage]] for stage in chosen}
 
@@ -101,16 +102,17 @@ class SleepControl(Control):
         Returns:
             The replies of the workers that slept at level 1; a true value: the engine is awake.
 
-        Raises InvalidRequest (an argument is wrong), StageFailed (a stage cannot load any more).
+        Raises InvalidRequest (an argument is wrong), StageFailed (a stage cannot load any more), TooManyCalls (a worker
+        that sleeps at level 1 has many changes of its state to answer; it still sleeps).
         """
         asleep = [stage for stage in self._stages(stages) if stage in self._orchestrator.closures.asleep]
         level_1 = [stage for stage in asleep if self._supervisor.desired.get(stage, "sleep") is not None]
         level_2 = [stage for stage in asleep if stage not in level_1]
         if tags is not None and level_2:
             raise InvalidRequest(f"tags: the workers of stage {level_2[0]!r} have ended; it wakes whole", param="tags")
+        calls = self._begin_calls("wake_up", {"tags": tags and list(tags)}, level_1, timeout_s, changes_state=True)
         self._orchestrator.closures.asleep.difference_update(level_2)
         await self._supervisor.start_stages(level_2)
-        calls = self._begin_calls("wake_up", {"tags": tags and list(tags)}, level_1, timeout_s)
         if tags is None:  # of a worker that starts from now on, nothing sleeps
             self.drop_desired("sleep", stages=level_1)
         replies = await self._replies(calls)

@@ -5,7 +5,8 @@ Rules
    and later ones wait until it has the new ones.
 2. The new weights are a part of the desired state, so a worker that starts later has them before it is ready. The files
    must stay as they are until then; tensors are kept in shared memory as long (``weight_memory``).
-3. All replicas of a stage have one version. If one refuses new weights, the others get the earlier ones back.
+3. All replicas of a stage have one version. If one refuses new weights, or its engine raises, the others get the
+   earlier ones back. A replica that does not take those is restarted.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from typing import Any
 import trio
 
 from omni_actors.config import Pipeline
-from omni_actors.errors import InvalidRequest
+from omni_actors.errors import CallTimedOut, InvalidRequest, WorkerLost
+from omni_actors.supervisor.calls import Reply
 from omni_actors.system.control import Control, PauseMode, Replies
 from omni_actors.system.weight_memory import WeightMemory
 
@@ -35,6 +37,8 @@ class WeightControl(Control):
         super().__init__()
         self._updating = False
         self._paused_before = False
+        self._own_pauses = 0
+        """What ``_pauses`` is if no other caller has paused generation since the update began."""
         self._memory = WeightMemory()
         self._lock = trio.Lock()
         self._updates = 0
@@ -43,12 +47,18 @@ class WeightControl(Control):
     async def start_weight_update(self, mode: PauseMode = "wait") -> None:
         """Pause generation for one or several calls of ``update_weights``, until ``finish_weight_update``.
 
-        mode: "wait" or "abort", what happens to the requests that run (see ``pause_generation``). Raises
-        InvalidRequest for "keep", which would compute one request with two versions.
+        mode: "wait" or "abort", what happens to the requests that run (see ``pause_generation``). Raises InvalidRequest
+        for "keep", which would compute one request with two versions, and for "wait" if a pause with "keep" holds
+        requests.
         """
         if mode == "keep":
             raise InvalidRequest('mode: found "keep"; accepted: "wait", "abort"', param="mode")
-        self._paused_before = self._orchestrator.is_held if not self._updating else self._paused_before
+        if mode == "wait" and self._is_frozen and self._orchestrator.using(queued=False):
+            message = 'generation is paused with "keep", so the requests that run cannot end; resume it, or abort them'
+            raise InvalidRequest(message, param="mode", code="paused")
+        if not self._updating:
+            self._paused_before, self._own_pauses = self._orchestrator.is_held, self._pauses
+        self._own_pauses += 1
         self._updating = True
         await self.pause_generation(mode)
 
@@ -72,13 +82,15 @@ class WeightControl(Control):
                 default the path's last part, and "update-1", "update-2" … for tensors.
             stages: The stages whose model it is.
             mode: What happens to the requests that run, unless ``start_weight_update`` has paused generation.
-            timeout_s: Seconds to wait for each worker.
+            timeout_s: Seconds to wait for the requests that run, and then for each worker.
 
         Returns:
             The reply of each replica: the number of tensors that were ``updated``, and whether these were all
-            (``complete``). If a stage's replica refused them, the stage has its earlier weights.
+            (``complete``). If a stage's replica refused them, or its engine raised, the stage has its earlier weights.
+            If the requests did not end in time, the replies are ``CallTimedOut``, and nothing has changed.
 
-        Raises InvalidRequest: an argument is wrong, or there are no such files; nothing has changed.
+        Raises InvalidRequest: an argument is wrong, or there are no such files; nothing has changed. TooManyCalls: a
+        worker has many changes of its state to answer; nothing has changed.
         """
         chosen = self._stages(stages)
         supported = await self.call("supports", {"capability": CAPABILITY}, stages=chosen)
@@ -103,7 +115,10 @@ class WeightControl(Control):
         try:
             files = await trio.to_thread.run_sync(_files, Path(path))
             if alone:
-                await self.start_weight_update(mode)
+                with trio.move_on_after(timeout_s) as waiting:
+                    await self.start_weight_update(mode)
+                if waiting.cancelled_caught:
+                    return self._all_timed_out(stages, timeout_s)
             return await self._update(stages, {"files": files, "version": version or Path(path).name}, timeout_s)
         finally:
             self._memory.keep_only(self._files_in_use())
@@ -111,17 +126,18 @@ class WeightControl(Control):
                 await self.finish_weight_update()
 
     async def finish_weight_update(self) -> None:
-        """Resume generation after ``start_weight_update``, unless it was paused before. Has no effect without it."""
+        """Resume generation after ``start_weight_update``, unless a caller has paused it, too. No effect without it."""
         with trio.CancelScope(shield=True):
-            if self._updating and not self._paused_before:
+            if self._updating and not self._paused_before and self._pauses == self._own_pauses:
                 await self.resume_generation()
         self._updating = False
 
     async def _update(self, stages: Collection[str], arguments: dict[str, Any], timeout_s: float) -> Replies:
         key = "\n".join(arguments["files"])
-        replies = await self.set_desired(CAPABILITY, arguments, key=key, stages=stages, timeout_s=timeout_s)
+        replies, undo = await self._set_desired(CAPABILITY, arguments, key, self._stages(stages), timeout_s)
         for stage in stages:
-            if any(isinstance(reply.error, InvalidRequest) for reply in replies[stage]):
+            if any(_failed(reply) for reply in replies[stage]):
+                undo[stage]()
                 await self._restore(stage, timeout_s)
             elif all(reply.error is None and reply.value["complete"] for reply in replies[stage]):
                 self._supervisor.desired.keep_only(stage, CAPABILITY, key)
@@ -138,7 +154,24 @@ class WeightControl(Control):
         own = {"files": {} if model is None else await trio.to_thread.run_sync(_files, model / folder), "version": None}
         wanted = [part.arguments for part in self._supervisor.desired.of(stage) if part.capability == CAPABILITY]
         for arguments in (own, *wanted):
-            await self.call(CAPABILITY, arguments, stages=[stage], timeout_s=timeout_s)
+            calls = self._begin_calls(CAPABILITY, arguments, [stage], timeout_s, changes_state=True)
+            for call, reply in zip(calls, (await self._replies(calls))[stage], strict=True):
+                if reply.error is not None and not isinstance(reply.error, WorkerLost):  # a later worker gets them
+                    self._supervisor.replicas[call.address].kill(f"its earlier weights are not back: {reply.error}")
+
+    def _all_timed_out(self, stages: Collection[str], timeout_s: float) -> Replies:
+        """Return the replies of an update that no worker was asked for."""
+        replies: Replies = {}
+        for address in self._supervisor.replicas:
+            if address.stage in stages:
+                error = CallTimedOut(address.stage, address.replica, CAPABILITY, timeout_s)
+                replies.setdefault(address.stage, []).append(Reply(error=error))
+        return replies
+
+
+def _failed(reply: Reply) -> bool:
+    """Whether an engine has refused new weights, or raised. A worker that a signal ended says nothing about them."""
+    return isinstance(reply.error, InvalidRequest) or (isinstance(reply.error, WorkerLost) and reply.error.raised)
 
 
 def _files(path: Path) -> dict[str, tuple[int, int]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import Any
 
 from omni_actors.stages.base import InvalidRequest, StageContext
@@ -27,6 +28,7 @@ class ControllableEcho(EchoEngine):
             "itself": lambda: self,
             "crash": self._crash,
             "sleep": "there is nothing to offload",
+            "update_weights": self._take_weights,
         }
 
     def _note(self, name: str, text: str) -> str:
@@ -34,6 +36,11 @@ class ControllableEcho(EchoEngine):
             raise InvalidRequest("an empty note", param="text")
         self._notes[name] = text
         return text
+
+    def _take_weights(self, files: Mapping[str, Any], version: str | None) -> dict[str, Any]:
+        if version == "poison":
+            raise RuntimeError("the weights asked for a crash")
+        return self._update_weights(files, version)
 
     def _crash(self) -> Any:
         raise RuntimeError("the call asked for a crash")

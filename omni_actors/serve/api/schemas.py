@@ -36,7 +36,7 @@ Text = Annotated[str, Meta(min_length=1)]
 
 IGNORED_FIELDS = frozenset(
     {
-        *("user", "metadata", "store", "service_tier", "parallel_tool_calls"),
+        *("user", "metadata", "store", "service_tier"),
         *("safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
     }
 )
@@ -196,6 +196,8 @@ class ChatRequest(TextBody, frozen=True, kw_only=True):
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     tools: Annotated[list[Tool], Meta(max_length=128)] = []
     tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    """Whether an answer may call several tools. If not, only its first call is passed on."""
 
 
 class CompletionRequest(TextBody, frozen=True, kw_only=True):

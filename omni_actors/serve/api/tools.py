@@ -8,6 +8,7 @@ Rules
 
 from __future__ import annotations
 
+import sys
 import uuid
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
@@ -108,9 +109,13 @@ def arguments_object(call: ToolCall, param: str) -> dict[str, Any]:
 
 
 class ToolCallFilter:
-    """Separates the calls from the text of one answer, piece by piece. Text that may begin a call is pending."""
+    """Separates the calls from the text of one answer, piece by piece. Text that may begin a call is pending.
 
-    def __init__(self) -> None:
+    most: how many calls are passed on; further ones are dropped.
+    """
+
+    def __init__(self, most: int = sys.maxsize) -> None:
+        self._left = most
         self._pending = ""
         self._is_open = False
         """Whether the pending text follows the opening tag of a call."""
@@ -129,7 +134,7 @@ class ToolCallFilter:
             if not self._is_open:
                 texts.append(self._text(before.rstrip()))
             elif (call := written_call(before)) is not None:
-                calls.append(call)
+                calls += self._allowed(call)
                 self._follows_call = True
             else:
                 texts.append(_OPEN + before + _CLOSE)
@@ -142,8 +147,12 @@ class ToolCallFilter:
         """Return the pending text, or the call that it is: some models leave out the last closing tag."""
         pending, self._pending = self._pending, ""
         if self._is_open and (call := written_call(pending)) is not None:
-            return "", [call]
+            return "", self._allowed(call)
         return (_OPEN + pending if self._is_open else self._text(pending)), []
+
+    def _allowed(self, call: ToolCall) -> list[ToolCall]:
+        self._left -= 1
+        return [call] if self._left >= 0 else []
 
     def _take_text(self) -> str:
         """Take the pending text up to white space and a beginning of the opening tag at its end."""

@@ -11,6 +11,7 @@ Rules
 
 from __future__ import annotations
 
+import sys
 import uuid
 from collections.abc import Mapping
 from typing import Any
@@ -34,7 +35,8 @@ class _Calls:
 
     def __init__(self, body: schemas.ChatRequest) -> None:
         self.count = 0
-        self._filter = ToolCallFilter() if body.tools and body.tool_choice in (None, "auto") else None
+        most = 1 if body.parallel_tool_calls is False else sys.maxsize
+        self._filter = ToolCallFilter(most) if body.tools and body.tool_choice in (None, "auto") else None
         self._named = body.tool_choice.function.name if isinstance(body.tool_choice, NamedTool) else None
         self._required: list[str] | None = [] if body.tool_choice == "required" else None
 

@@ -45,5 +45,12 @@ def test_calls_are_found_however_the_text_is_cut(text: str, expected: str, calls
     assert [(call.function.name, json.loads(call.function.arguments)) for call in [*found, *more]] == calls
 
 
+def test_calls_beyond_the_first_are_dropped_where_one_is_allowed() -> None:
+    calls_filter = ToolCallFilter(most=1)
+    text, calls = calls_filter.push(f"I look.\n{WEATHER}\n{TIME}\n<tool_call>" + '{"name": "last"}')
+    assert (text, [call.function.name for call in calls]) == ("I look.", ["weather"])
+    assert calls_filter.finish() == ("", [])
+
+
 def test_text_that_cannot_begin_a_call_is_not_pending() -> None:
     assert ToolCallFilter().push("hello <b>")[0] == "hello <b>"

@@ -1,0 +1,55 @@
+"""The order of the parts of the desired state, and taking a change back."""
+
+from __future__ import annotations
+
+import pytest
+
+from omni_actors.errors import InvalidRequest
+from omni_actors.supervisor.calls import LARGEST_DESIRED, DesiredState
+
+
+def values(state: DesiredState) -> list[int]:
+    return [part.arguments["value"] for part in state.of("stage")]
+
+
+def test_a_part_that_is_set_again_comes_last() -> None:
+    state = DesiredState()
+    for key, value in (("a", 1), ("b", 2), ("a", 3)):
+        state.set("stage", "weights", {"value": value}, key)
+    assert values(state) == [2, 3]
+
+
+def test_a_change_that_is_taken_back_leaves_value_and_place_as_they_were() -> None:
+    state = DesiredState()
+    state.set("stage", "weights", {"value": 1}, "a")
+    state.set("stage", "weights", {"value": 2}, "b")
+    undo = state.set("stage", "weights", {"value": 3}, "a")
+    state.set("stage", "adapters", {"value": 4})
+    undo()
+    assert values(state) == [1, 2, 4]
+    undo()
+    assert values(state) == [1, 2, 4]
+
+
+def test_what_was_set_anew_or_dropped_meanwhile_is_not_taken_back() -> None:
+    state = DesiredState()
+    state.set("stage", "weights", {"value": 1}, "a")
+    state.set("stage", "weights", {"value": 2}, "b")
+    undo = state.set("stage", "weights", {"value": 3}, "a")
+    state.drop("stage", "weights", "b")
+    newer = state.set("stage", "weights", {"value": 4}, "a")
+    undo()
+    assert values(state) == [4]
+    newer()
+    assert values(state) == [3]
+    state.drop("stage", "weights", "a")
+    newer()
+    assert values(state) == []
+
+
+def test_a_state_that_is_too_large_to_send_is_refused_and_changes_nothing() -> None:
+    state = DesiredState()
+    state.set("stage", "weights", {"value": 1})
+    with pytest.raises(InvalidRequest, match="exceeds"):
+        state.set("stage", "weights", {"value": 2, "much": "x" * LARGEST_DESIRED}, "b")
+    assert values(state) == [1]

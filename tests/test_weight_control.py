@@ -1,0 +1,116 @@
+"""Updates of weights among pauses, deaths and requests that do not end, with real workers without a model."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+import trio
+
+from omni_actors import Pipeline
+from omni_actors.config import Stage
+from omni_actors.errors import CallTimedOut, InvalidRequest, OmniError, WorkerLost
+from omni_actors.generation import Generation
+from omni_actors.orchestrator.pieces import Input
+from omni_actors.system import OmniSystem
+from tests.support.controllable_engine import FACTORY
+
+WATCHDOG_S = 60.0
+STAGES = ("able",)
+ABLE = Stage(engine=FACTORY, accepts=("script",), emits="text", replicas=2, deterministic=True)
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "new.safetensors"
+    path.write_bytes(b"these engines read no weights")
+    return path
+
+
+@asynccontextmanager
+async def opened() -> AsyncIterator[OmniSystem]:
+    with trio.fail_after(WATCHDOG_S):
+        async with OmniSystem.open(
+            Pipeline(name="weights", stages={"able": ABLE}),
+            overrides={"stages.able.restart.backoff_s": 0.01, "stages.able.restart.intensity": 10},
+        ) as omni:
+            yield omni
+
+
+def ask(omni: OmniSystem) -> Generation:
+    return omni.submit({"script": [Input({"text": "x"})]}, ("text",))
+
+
+async def update(omni: OmniSystem, file: Path, version: str = "1") -> list[OmniError | None]:
+    return [reply.error for reply in (await omni.update_weights(file, version=version, stages=STAGES))["able"]]
+
+
+async def versions(omni: OmniSystem) -> set[str | None]:
+    """Return the versions of many answers: both replicas are among those that answered."""
+    return {(await ask(omni).collect()).data["text"].get("weights_version") for _ in range(8)}
+
+
+async def test_weights_at_which_an_engine_raises_are_taken_back_everywhere(file: Path) -> None:
+    async with opened() as omni:
+        assert all(
+            reply.error is None for reply in (await omni.update_weights(file, version="1", stages=STAGES))["able"]
+        )
+        errors = await update(omni, file, "poison")
+        assert any(isinstance(error, WorkerLost) and error.raised for error in errors)
+        await omni.wait_ready()
+        while not all(replica.state == "ready" for replica in omni.health().stages["able"]):
+            await omni.wait_changed()
+        assert await versions(omni) == {"1"}
+        os.kill(omni.health().stages["able"][0].pid or 0, signal.SIGKILL)
+        await omni.wait_ready()
+        assert await versions(omni) == {"1"}
+
+
+async def test_an_update_waits_for_running_requests_as_long_as_its_timeout(file: Path) -> None:
+    async with opened() as omni:
+        sender, receiver = trio.open_memory_channel[Input](1)
+        running = omni.submit({"script": receiver}, ("text",))
+        await sender.send(Input({"text": "first"}))
+        assert (await running.__anext__()).delta == "first"
+        replies = (await omni.update_weights(file, version="1", stages=STAGES, timeout_s=0.2))["able"]
+        assert [type(reply.error) for reply in replies] == [CallTimedOut, CallTimedOut]
+        assert not await omni.is_paused()
+        assert await versions(omni) == {None}
+        await sender.aclose()
+        assert (await running.collect()).text == ""
+
+
+async def test_an_update_does_not_wait_for_requests_that_a_pause_holds(file: Path) -> None:
+    async with opened() as omni:
+        await omni.pause_generation("keep")
+        held = ask(omni)
+        assert all(
+            reply.error is None for reply in (await omni.update_weights(file, version="1", stages=STAGES))["able"]
+        )
+        assert await omni.is_paused()
+        await omni.resume_generation()
+        assert (await held.collect()).data["text"]["weights_version"] == "1"
+        sender, receiver = trio.open_memory_channel[Input](1)
+        running = omni.submit({"script": receiver}, ("text",))
+        await sender.send(Input({"text": "first"}))
+        assert (await running.__anext__()).delta == "first"
+        await omni.pause_generation("keep")
+        with pytest.raises(InvalidRequest, match="keep"):
+            await omni.update_weights(file, version="2", stages=STAGES)
+        await omni.resume_generation()
+        await sender.aclose()
+        await running.collect()
+
+
+async def test_a_pause_that_begins_during_an_update_lasts(file: Path) -> None:
+    async with opened() as omni:
+        await omni.start_weight_update()
+        await omni.pause_generation("wait")
+        await omni.finish_weight_update()
+        assert await omni.is_paused()
+        await omni.resume_generation()
+        assert await versions(omni) == {None}
