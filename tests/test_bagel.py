@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from collections.abc import Iterator
@@ -10,8 +11,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import trio
 
-from omni_actors import OmniSystem
+from omni_actors import OmniSystem, Picture
 from omni_actors.errors import InvalidRequest
 from tests.support.closeness import assert_same_picture
 from tests.support.echo_systems import pid_of
@@ -58,7 +60,7 @@ async def draw(omni: OmniSystem, asked: dict[str, Any], victim: str | None = Non
     steps, picture, outputs = [], None, []
     async for output in omni.generate(**asked):
         outputs.append(output)
-        if output.modality == "image" and output.delta is not None:
+        if isinstance(output.delta, Picture):
             steps.append(output.delta.step)
             picture = output.delta.pixels if output.delta.final else picture
         if victim is not None and len(outputs) == at + 1:
@@ -104,3 +106,35 @@ def test_the_picture_is_the_same_after_a_death(
             await omni.wait_changed()
 
     shared.run(kill)
+
+
+def test_one_stage_goes_on_with_the_picture_after_a_death(directory: Path, tmp_path: Path) -> None:
+    """SIGKILL before and behind a checkpoint: one step is done twice, or none."""
+    log, plan = tmp_path / "log", tmp_path / "plan"
+    cases: list[tuple[dict[str, Any], int, bool, list[int]]] = [
+        (EDITED, 2, False, [1, 2, 2, 3, 4, 5]),
+        ({**THOUGHT, "modalities": ("image",)}, 4, True, [1, 2, 3, 4, 5]),
+    ]
+    settings: dict[str, Any] = {
+        "engine": "tests.support.killing_one_stage:KillingOneStage",
+        "model": str(directory),
+        "device": "cpu",
+        "options": {"context": 512, "log": str(log), "plan": str(plan)},
+        "resumable": True,
+        "threads": 1,
+        "restart": {"intensity": 100, "backoff_s": 0.01},
+    }
+
+    async def work() -> None:
+        overrides = {f"stages.bagel.{name}": value for name, value in settings.items()}
+        async with OmniSystem.open("bagel_one_stage", overrides=overrides) as omni:
+            for asked, step, kept, computed in cases:
+                _, expected, _ = await draw(omni, asked)
+                log.write_text("")
+                plan.write_text(json.dumps([step, kept]))
+                _, picture, replays = await draw(omni, asked)
+                assert replays == 1
+                assert [int(line) for line in log.read_text().split()] == computed
+                assert_same_picture(picture, expected)
+
+    trio.run(work)
