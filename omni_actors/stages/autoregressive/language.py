@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import msgspec
 from torch import Tensor
@@ -74,6 +74,8 @@ class LanguageEngine(AdaptedEngine[R, BatchedAdapters], PromptEngine[R]):
     adapters: those of the model that ``_forward`` runs. A subclass sets ``_cache``, which the scheduler has too.
     """
 
+    WARM_UP: ClassVar[Mapping[str, Any]] = {"max_tokens": 2}
+    """The parameters of the request of ``warm_up``."""
     _cache: SlottedCache
 
     def __init__(
@@ -178,7 +180,7 @@ class LanguageEngine(AdaptedEngine[R, BatchedAdapters], PromptEngine[R]):
     def warm_up(self) -> None:
         """Answer a short question with two tokens: the first run of each kernel and of the chat template is slow."""
         data = {"messages": [{"role": "user", "content": "Hello"}]}
-        self.start(base.StageRequest(0, (base.CLIENT,), {"max_tokens": 2}))
+        self.start(base.StageRequest(0, (base.CLIENT,), self.WARM_UP))
         with suppress(base.InvalidRequest):  # the configured context may be too small for the question
             self.feed(0, base.Chunk(source=base.CLIENT, seq=0, last=True, tensors={}, data=data))
         while self.busy:

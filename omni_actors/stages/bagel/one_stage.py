@@ -8,7 +8,7 @@ Decisions: those of a text are its tokens; those of a picture are (-step,), so t
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 
@@ -24,6 +24,7 @@ class OneStageEngine(ContextEngine):
 
     PARAMS = OneStageParams
     OPTIONS = OneStageOptions
+    WARM_UP: ClassVar[Mapping[str, Any]] = {"max_tokens": 2, "size": "64x64", "steps": 2}
 
     def __init__(self, context: StageContext) -> None:
         """Raises as ``ContextEngine``."""
