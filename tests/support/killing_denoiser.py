@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from torch import Tensor
 
 from omni_actors.stages.base import StageContext, StageRequest
 from omni_actors.stages.qwen_image.denoiser import DenoiserEngine
@@ -36,11 +37,11 @@ class KillingDenoiser(DenoiserEngine):
         known = {name: value for name, value in request.params.items() if name in DenoiserParams.__struct_fields__}
         return super()._new_request(msgspec.structs.replace(request, params=known))
 
-    def _advance(self, requests: list[Denoising]) -> Iterator[Any]:
+    def _advance(self, requests: list[Denoising], velocities: list[Tensor]) -> Iterator[Any]:
         [request] = requests
         step = request.step + 1
         self._kill(step, "begin")
-        events = list(super()._advance(requests))
+        events = list(super()._advance(requests, velocities))
         with self._log.open("a") as log:
             log.write(f"{step}\n")
         self._kill(step, "computed")
