@@ -43,7 +43,7 @@ class SlottedCache(Cache):
         self._capacity = (0, 0)
         self._longest = 0
         self._rows: slice | Tensor = slice(0, 0)
-        self._row_index = self._positions = torch.empty(0, dtype=torch.int64)
+        self._row_index, self._positions = (torch.empty(0, dtype=torch.int64) for _ in range(2))
 
     @torch.inference_mode()
     def add_row(self) -> int:
