@@ -133,6 +133,7 @@ def test_a_loop_is_urgent_until_each_client_has_a_first_output(yielding: tuple[C
         ) -> list[tuple[bool, bool]]:
             engine.urgent.clear()
             harness.start(request, targets=targets, replayed=replayed)
+            harness.wait_asleep()  # it has taken the command and its bell
             send(into, request, 0, text=text, last=True)
             for target in targets:
                 assert [receive(consumers[target]).seq for _ in range(2)] == [0, 1]
