@@ -54,7 +54,7 @@ class Cost(NamedTuple):
 
 
 Round = dict[str, Cost]
-"""Of the system, and of what it is measured beside ("base")."""
+"""The costs in one round, by what was measured; "base" is what the system is compared with."""
 
 
 def save_model(directory: Path, kind: str) -> Path:

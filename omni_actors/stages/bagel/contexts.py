@@ -43,14 +43,14 @@ class Contexts(msgspec.Struct, frozen=True, kw_only=True):
     textless: Mark
     imageless: Mark
     states: KeyValues
-    """Of the full context."""
+    """The keys and values of the full context."""
     imageless_states: KeyValues | None
     """None: the imageless context is a prefix of the full one."""
     edits: bool
     """Whether the request has a picture."""
     width: int
     height: int
-    """Of the picture to draw, in pixels."""
+    """The size of the picture to draw, in pixels."""
     noise: Tensor
     """The latent tokens before the first step, float32 (tokens, channels)."""
 

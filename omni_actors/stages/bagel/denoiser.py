@@ -9,8 +9,8 @@ Rules
 2. A step is one forward for all running requests, whatever their sizes and their number of steps (``flow``).
 3. A preview is the picture that would result if the velocity stayed as it is.
 4. Resumption: after each step but the last comes a checkpoint, the latents and the number of steps done. The decision
-   of an output is its step. A request that goes on from a checkpoint puts out the previews that lie before it without
-   a picture: they were delivered, or are lost.
+   of an output is its step. A request that goes on from a checkpoint puts out the previews of earlier steps again,
+   but without a picture: they were delivered, or are lost.
 """
 
 from __future__ import annotations

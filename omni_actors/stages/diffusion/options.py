@@ -26,7 +26,7 @@ class ImageParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     guidance: Guidance | None = None
     """How strongly the picture follows the prompt: the scale of classifier-free guidance, where 1 means none."""
     strength: Strength | None = None
-    """Of a picture that is to be changed, how much noise replaces it; 1 means all of it."""
+    """The share of the input picture that noise replaces; 1 means all of it."""
     previews: Annotated[int, Meta(ge=0, le=1000)] = 0
     """A preview comes after each so many steps; 0 means no previews."""
     seed: Seed | None = None

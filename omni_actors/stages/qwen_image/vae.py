@@ -47,7 +47,7 @@ class HalfVae:
 
     @property
     def device(self) -> torch.device:
-        """Where it computes."""
+        """The device on which it computes."""
         device: torch.device = self.model.device
         return device
 
