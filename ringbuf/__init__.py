@@ -12,6 +12,11 @@ omni_actors contains this package as ``omni_actors.ringbuf``.
     with consumer.recv() as frame:        # in the other process
         bundle = decode_bundle(frame.data)
 
+A process that inherits no descriptors opens a ring by name; the name is gone once both ends have been claimed:
+
+    ring = Ring.create_named("microphone")
+    ring = Ring.open("microphone")        # in the other process
+
 Ownership
 ---------
 Any process that has the descriptors may attach. A process owns an end by claiming it; each end has one owner at a
@@ -34,6 +39,8 @@ messages.
 
 from __future__ import annotations
 
+from ringbuf._buffers import Deferred as Deferred
+from ringbuf._buffers import SendBuffer as SendBuffer
 from ringbuf._bundle import Bundle as Bundle
 from ringbuf._bundle import Tensor as Tensor
 from ringbuf._bundle import decode_bundle as decode_bundle
@@ -52,6 +59,9 @@ from ringbuf._errors import RingClosed as RingClosed
 from ringbuf._errors import RingCorrupted as RingCorrupted
 from ringbuf._errors import RingError as RingError
 from ringbuf._errors import RingMisuse as RingMisuse
+from ringbuf._errors import RingNameRefused as RingNameRefused
+from ringbuf._errors import RingNameTaken as RingNameTaken
+from ringbuf._errors import RingNotFound as RingNotFound
 from ringbuf._errors import UnsupportedMachine as UnsupportedMachine
 from ringbuf._errors import WrongGeneration as WrongGeneration
 from ringbuf._producer import Producer as Producer

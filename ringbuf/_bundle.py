@@ -20,7 +20,7 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 
-from ringbuf._buffers import Buffer, flat
+from ringbuf._buffers import Buffer, Deferred, SendBuffer, flat
 from ringbuf._errors import BundleCorrupted, FrameReleased
 
 ALIGN: Final = 64
@@ -54,6 +54,7 @@ _NOT_NUMPY: Final = {"bfloat16": "uint16", "float8_e4m3fn": "uint8", "float8_e5m
 class Tensor:
     """An array without a library: dtype name, shape and bytes (C order), which are not copied.
 
+    ``data`` may be ``Deferred``: such bytes are copied straight into a ring, or to this process's memory by ``fetch``.
     Raises ValueError (unknown dtype, or not as many bytes as the shape takes), TypeError (not contiguous).
     """
 
@@ -63,14 +64,15 @@ class Tensor:
     shape: tuple[int, ...]
 
     def __init__(self, dtype: str, shape: Sequence[int], data: Buffer) -> None:
-        view = memoryview(flat(data))
+        source = flat(data)
+        view = source if isinstance(source, Deferred) else memoryview(source)
         if dtype not in ITEM_SIZES:
             raise ValueError(f"unknown dtype {dtype!r}; known: {', '.join(ITEM_SIZES)}")
         if min(shape, default=0) < 0 or math.prod(shape) * ITEM_SIZES[dtype] != len(view):
             raise ValueError(f"{len(view)} bytes are not {dtype} of shape {tuple(shape)}")
         self._set(dtype, tuple(shape), view, 0, len(view))
 
-    def _set(self, dtype: str, shape: tuple[int, ...], source: memoryview, start: int, stop: int) -> None:
+    def _set(self, dtype: str, shape: tuple[int, ...], source: SendBuffer, start: int, stop: int) -> None:
         self.dtype, self.shape = dtype, shape
         self._source, self._start, self._stop = source, start, stop
 
@@ -96,10 +98,23 @@ class Tensor:
     @property
     def data(self) -> memoryview:
         """Return the bytes, flat: (``nbytes``,). Each view borrows the frame. Raises FrameReleased."""
+        source = self.fetch()
         try:
-            return self._source[self._start : self._stop]
+            return source[self._start : self._stop]
         except ValueError as error:
             raise FrameReleased from error
+
+    def fetch(self) -> memoryview:
+        """Copy deferred bytes to this process's memory, once; the tensor then refers to the copy alone."""
+        source = self._source
+        if isinstance(source, Deferred):
+            source = self._source = source.to_host()
+        return source
+
+    @property
+    def buffer(self) -> SendBuffer:
+        """Return what is sent: ``data``, or the deferred bytes."""
+        return self._source if isinstance(self._source, Deferred) else self.data
 
     @property
     def nbytes(self) -> int:
@@ -136,7 +151,7 @@ _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(_Header)
 
 
-def encode_bundle(meta: Any, tensors: Mapping[str, np.ndarray[Any, Any] | Tensor]) -> list[memoryview]:
+def encode_bundle(meta: Any, tensors: Mapping[str, np.ndarray[Any, Any] | Tensor]) -> list[SendBuffer]:
     """Return buffers that, one after the other, are the bundle. ``try_send(*...)`` or ``sending(*...)`` copies them.
 
     meta: anything that msgpack carries. The arrays must not change before they are sent.
@@ -144,12 +159,12 @@ def encode_bundle(meta: Any, tensors: Mapping[str, np.ndarray[Any, Any] | Tensor
     """
     named = {name: t if isinstance(t, Tensor) else Tensor.of_numpy(t) for name, t in tensors.items()}
     entries: dict[str, tuple[str, tuple[int, ...], int]] = {}
-    body: list[memoryview] = []
+    body: list[SendBuffer] = []
     offset = 0
     for name, tensor in named.items():
         entries[name] = (tensor.dtype, tensor.shape, offset)
         if tensor.nbytes:
-            body.append(tensor.data)
+            body.append(tensor.buffer)
         if pad := -tensor.nbytes % ALIGN:
             body.append(_ZEROS[:pad])
         offset += tensor.nbytes + pad

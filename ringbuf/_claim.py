@@ -18,7 +18,7 @@ import time
 from typing import Final
 
 from ringbuf._errors import AlreadyClaimed, PeerDied, RingClosed
-from ringbuf._words import Column, Segment
+from ringbuf._words import Column, Segment, peek_claims
 
 _PID_BITS: Final = 22
 _LONGEST_S: Final = 86_400.0  # poll accepts a month at most; an early wake-up is harmless
@@ -45,6 +45,16 @@ def claim(segment: Segment, column: Column, memory_fd: int) -> None:
             segment.store_claim(column, mine)
         finally:
             fcntl.lockf(memory_fd, fcntl.LOCK_UN, 1, column.claim)
+
+
+def read_claims(path: str) -> tuple[int, int, int] | None:
+    """Return generation and claims of the ring in another process's memory file. None: no ring. Raises OSError."""
+    with _among_threads:  # closing a descriptor of the file releases its record locks of this process
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            return peek_claims(fd)
+        finally:
+            os.close(fd)
 
 
 def pid_of(claim_word: int) -> int:
@@ -75,8 +85,9 @@ def _open_pidfd(pid: int) -> int | None:
 class Waiter:
     """Blocks a thread at its own doorbell, unless the process at the other end dies."""
 
-    def __init__(self, segment: Segment, peer: Column, bell: int) -> None:
-        self._segment, self._peer, self._bell = segment, peer, bell
+    def __init__(self, segment: Segment, peer: Column, bell: int, creator: int = 0) -> None:
+        """creator: the claim word of the process to watch while no process has claimed the peer's end."""
+        self._segment, self._peer, self._bell, self._creator = segment, peer, bell, creator
         self._watched = 0
         self._pidfd: int | None = None
 
@@ -97,8 +108,11 @@ class Waiter:
         self._pidfd, self._watched = None, 0
 
     def _watch(self) -> int | None:
-        """Return a pidfd of the owner; None while the end is unclaimed, or claimed by this process. Raises PeerDied."""
-        owner = self._segment.claim_of(self._peer)
+        """Return a pidfd of the owner; None while the end is unclaimed, or claimed by this process. Raises PeerDied.
+
+        The creator of a named ring counts as the owner of an unclaimed end: the name dies with it.
+        """
+        owner = self._segment.claim_of(self._peer) or self._creator
         if owner != self._watched:
             self.close()
             pid = pid_of(owner)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
 from ringbuf._errors import CudaFailed
@@ -16,18 +17,31 @@ _PORTABLE: Final = 1  # cudaHostRegisterPortable: pinned for every context of th
 
 
 class Registration:
-    """Page-locks the ``size`` bytes at ``address`` until ``close``. Raises CudaFailed."""
+    """Page-locks the ``size`` bytes at ``address`` until ``close``. Raises CudaFailed.
 
-    def __init__(self, address: int, size: int) -> None:
-        self._runtime = _loaded_runtime()
+    device: the device in whose context to register, so that no context is made on another one; None: the current one.
+    """
+
+    def __init__(self, address: int, size: int, device: int | None = None) -> None:
+        self._runtime, self._device = _loaded_runtime(), device
         self._address = ctypes.c_void_p(address)
-        self._check("cudaHostRegister", self._address, ctypes.c_size_t(size), ctypes.c_uint(_PORTABLE))
+        self._call("cudaHostRegister", self._address, ctypes.c_size_t(size), ctypes.c_uint(_PORTABLE))
 
     def close(self) -> None:
         """Raises CudaFailed."""
-        self._check("cudaHostUnregister", self._address)
+        self._call("cudaHostUnregister", self._address)
 
-    def _check(self, function: str, *arguments: ctypes.c_void_p | ctypes.c_size_t | ctypes.c_uint) -> None:
+    def _call(self, function: str, *arguments: object) -> None:
+        """Call a function with the device as the current one: in a thread of its own, as each thread has its own."""
+        if self._device is None:
+            self._check(function, *arguments)
+            return
+        # To set a device makes a context on it, so the caller's thread could not be set back without making one there.
+        with ThreadPoolExecutor(1) as thread:
+            thread.submit(self._check, "cudaSetDevice", ctypes.c_int(self._device)).result()
+            thread.submit(self._check, function, *arguments).result()
+
+    def _check(self, function: str, *arguments: object) -> None:
         if code := getattr(self._runtime, function)(*arguments):
             self._runtime.cudaGetLastError()  # clears the error, which torch's next call would report
             describe = self._runtime.cudaGetErrorString

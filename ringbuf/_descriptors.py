@@ -3,6 +3,8 @@
 Rule 1: the memory is a memfd. It never has a name, so no crash of any process can leave it behind.
 Rule 2: its pages are allocated at once: a lack of memory is an OSError in ``create``, never a SIGBUS in a worker.
 Rule 3: its size is sealed: a peer cannot truncate it, which would be a SIGBUS at the other processes' next access.
+Rule 4: a doorbell is an eventfd. That of a named ring is a pipe instead, because another process can open a pipe
+through /proc and an eventfd not.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import ctypes
 import errno
 import fcntl
 import os
+import stat
 import sys
 from typing import Final
 
@@ -53,6 +56,16 @@ def create_bell() -> int:
     return os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
 
+def create_pipe_bell() -> int:
+    """Create a non-blocking pipe, open for reading and writing, which no end's death closes. Raises OSError."""
+    read, write = os.pipe()
+    try:
+        return os.open(f"/proc/self/fd/{read}", os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
+    finally:
+        os.close(read)
+        os.close(write)
+
+
 def check_memory(fd: int) -> None:
     """Raise RingCorrupted unless the descriptor has the properties that ``create_memory`` gives it."""
     status = os.fstat(fd)
@@ -67,8 +80,10 @@ def check_memory(fd: int) -> None:
 
 
 def check_bell(fd: int) -> None:
-    """Raise RingCorrupted unless the descriptor is a non-blocking eventfd."""
-    if os.readlink(f"/proc/self/fd/{fd}") != "anon_inode:[eventfd]" or os.get_blocking(fd):
+    """Raise RingCorrupted unless the descriptor is a non-blocking eventfd, or such a pipe as ``create_pipe_bell``'s."""
+    is_eventfd = os.readlink(f"/proc/self/fd/{fd}") == "anon_inode:[eventfd]"
+    is_pipe = stat.S_ISFIFO(os.fstat(fd).st_mode) and fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDWR
+    if not (is_eventfd or is_pipe) or os.get_blocking(fd):
         raise RingCorrupted(0, (), f"{_describe(fd)} is not a doorbell")
 
 

@@ -6,6 +6,9 @@ RingError
 ├── WrongGeneration      the ring belongs to another incarnation
 ├── AlreadyClaimed       a living process owns that end
 ├── PeerDied             the process at the other end is gone
+├── RingNotFound         no living process has a ring of that name
+├── RingNameTaken        a living process has a ring of that label
+├── RingNameRefused      a name that another user or another program made
 ├── MessageTooLarge      more than the place for it can take
 ├── FrameBorrowed        a view of the frame is alive, so its bytes may not be given back
 ├── FrameReleased        the frame was released, so its bytes may not be read
@@ -62,6 +65,30 @@ class PeerDied(RingError):
     def __init__(self, end: EndName, pid: int) -> None:
         self.end, self.pid = end, pid
         super().__init__(f"the {end} of the ring, process {pid}, died")
+
+
+class RingNotFound(RingError):
+    """name: what was looked for, a label or a whole name."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        super().__init__(f"no living process has an unclaimed ring named {name!r}")
+
+
+class RingNameTaken(RingError):
+    """pids: of the living processes whose rings have this label."""
+
+    def __init__(self, label: str, pids: Sequence[int]) -> None:
+        self.label, self.pids = label, tuple(pids)
+        super().__init__(f"the label {label!r} belongs to a ring of process {', '.join(map(str, self.pids))}")
+
+
+class RingNameRefused(RingError):
+    """why: what is wrong with the entry of that name, in words."""
+
+    def __init__(self, name: str, why: str) -> None:
+        self.name, self.why = name, why
+        super().__init__(f"{name!r} is not the name of a ring: {why}")
 
 
 class MessageTooLarge(RingError):

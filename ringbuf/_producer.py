@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Generator, Sequence
 
-from ringbuf._buffers import Buffer, flat
+from ringbuf._buffers import Buffer, Deferred, Flat, SendBuffer, flat
 from ringbuf._claim import Waiter
 from ringbuf._errors import FrameBorrowed, MessageTooLarge, RingClosed, RingMisuse
 from ringbuf._words import FIRST, LAST, MIDDLE, RECORD, WHOLE, ProducerEnd, Segment
@@ -166,7 +166,7 @@ class Producer:
         if n > self.max_reserve:
             raise MessageTooLarge(n, self.max_reserve, "use sending(), which takes any size")
 
-    def _try_record(self, pieces: Sequence[bytes | memoryview], length: int, kind: int, place: int) -> bool:
+    def _try_record(self, pieces: Sequence[Flat], length: int, kind: int, place: int) -> bool:
         start = self._end.allocate(length)
         if start is None:
             return False
@@ -174,12 +174,15 @@ class Producer:
         at = start % self._capacity + RECORD
         for piece in pieces:
             end = at + len(piece)
-            data[at:end] = piece
+            if isinstance(piece, Deferred):
+                piece.copy_into(data[at:end])
+            else:
+                data[at:end] = piece
             at = end
         self._end.publish_record(start, kind, length, place)
         return True
 
-    def _sending(self, pieces: Sequence[bytes | memoryview], spin_s: float) -> Generator[None, None, None]:
+    def _sending(self, pieces: Sequence[Flat], spin_s: float) -> Generator[None, None, None]:
         self._check_idle()
         self._sending_now = True
         try:
@@ -233,15 +236,16 @@ class Producer:
             parts.close()
 
 
-def _regroup(pieces: Sequence[bytes | memoryview], size: int) -> Generator[list[memoryview], None, None]:
+def _regroup(pieces: Sequence[Flat], size: int) -> Generator[list[SendBuffer], None, None]:
     """Yield the same bytes in groups of ``size`` bytes; the last group may be smaller."""
-    group: list[memoryview] = []
+    group: list[SendBuffer] = []
     room = size
     for buffer in pieces:
-        piece = memoryview(buffer)
-        at = 0
-        while at < len(piece):
-            part = piece[at : at + room]
+        piece = buffer if isinstance(buffer, Deferred) else memoryview(buffer)
+        at, end = 0, len(piece)
+        while at < end:
+            stop = min(at + room, end)
+            part = piece.part(at, stop) if isinstance(piece, Deferred) else piece[at:stop]
             group.append(part)
             at += len(part)
             room -= len(part)

@@ -3,22 +3,25 @@
 Rule 1: descriptors from another process are checked before they are mapped (see _descriptors), and the header before
 it is used.
 Rule 2: a failure in ``create`` or ``attach`` leaves no descriptor and no mapping.
+Rule 3: a named ring loses its name when both ends have been claimed, and when its creator closes it (see _names).
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import secrets
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
-from ringbuf._claim import Waiter, claim, pid_of
+from ringbuf._claim import Waiter, claim, claim_word_of, pid_of
 from ringbuf._consumer import Consumer
 from ringbuf._cuda import Registration
-from ringbuf._descriptors import check_bell, check_memory, create_bell, create_memory
-from ringbuf._errors import RingMisuse
+from ringbuf._descriptors import check_bell, check_memory, create_bell, create_memory, create_pipe_bell
+from ringbuf._errors import RingError, RingMisuse, RingNotFound
+from ringbuf._names import RingName, check_label, exists, find, open_descriptors, publish, remove, sweep
 from ringbuf._producer import Producer
-from ringbuf._words import CONSUMER, HEADER, PAGE, PRODUCER, Bell, ConsumerEnd, ProducerEnd, Segment
+from ringbuf._words import CONSUMER, HEADER, PAGE, PRODUCER, Bell, Column, ConsumerEnd, ProducerEnd, Segment
 
 DEFAULT_CAPACITY = 4 << 20
 
@@ -37,7 +40,7 @@ class RingStatistics(NamedTuple):
 
 
 class Ring:
-    """A shared-memory segment and two eventfd doorbells, non-blocking and close-on-exec."""
+    """A shared-memory segment and two doorbells, non-blocking and close-on-exec."""
 
     fds: tuple[int, int, int]
     """Memory, data doorbell, space doorbell: what ``attach`` takes in another process."""
@@ -52,6 +55,8 @@ class Ring:
         self._producer: Producer | None = None
         self._consumer: Consumer | None = None
         self._registration: Registration | None = None
+        self._name: RingName | None = None
+        self._is_creator = False
         self._closed = False
 
     @classmethod
@@ -62,18 +67,76 @@ class Ring:
         detects a program that writes where it should not. Both ends then read all bytes once more.
         Raises OSError (no memory, no descriptors), ValueError (capacity <= 0).
         """
+        return cls._create(capacity, generation, checksums, create_bell)
+
+    @classmethod
+    def _create(cls, capacity: int, generation: int, checksums: bool, bell: Callable[[], int]) -> Ring:
         if capacity <= 0:
             raise ValueError(f"capacity must be positive, not {capacity}")
         fds = [create_memory(HEADER + -(-capacity // PAGE) * PAGE)]
         try:
-            fds.append(create_bell())
-            fds.append(create_bell())
+            fds.append(bell())
+            fds.append(bell())
             segment = Segment(fds[0])
             segment.initialise(generation, checksums)
         except BaseException:
             _close_all(fds)
             raise
         return cls((fds[0], fds[1], fds[2]), segment, generation)
+
+    @classmethod
+    def create_named(
+        cls, label: str | None = None, capacity: int = DEFAULT_CAPACITY, *, checksums: bool = False
+    ) -> Ring:
+        """Make a ring that another process of this user, and of this pid namespace, opens by its name.
+
+        label: 1 to 64 letters, digits, "-" and "_", by which ``open`` finds the ring; None: a random one. capacity and
+        checksums: as in ``create``. The ring has its name until both ends have been claimed or this process closes it.
+        If this process dies, the next ``create_named``, ``open`` or ``sweep_named`` of any process removes the name.
+        Raises RingNameTaken (a living process's ring has the label), ValueError, OSError.
+        """
+        label = secrets.token_hex(8) if label is None else label
+        check_label(label)
+        sweep()
+        ring = cls._create(capacity, secrets.randbits(63), checksums, create_pipe_bell)
+        try:
+            ring._name, ring._is_creator = publish(label, ring.fds, ring.generation), True
+        except BaseException:
+            ring.close()
+            raise
+        return ring
+
+    @classmethod
+    def open(cls, name: str) -> Ring:
+        """Map the ring of this name, which another process made by ``create_named``. Claim an end of it then.
+
+        name: the ring's label, or its whole name (``Ring.name``). Does not wait for the ring to be created. While the
+        other end is unclaimed, a call that blocks watches the creator, and raises PeerDied when that dies.
+        Raises RingNotFound, RingNameTaken (two rings have the label; the whole name tells them apart), RingNameRefused
+        (an entry of that name is not a ring's), what ``attach`` raises, PermissionError (the creator may not be
+        inspected: it is not dumpable), ValueError.
+        """
+        sweep()
+        found = find(name)
+        try:
+            ring = cls.attach(open_descriptors(found), generation=found.generation)
+        except RingError as error:
+            if exists(found):
+                raise
+            raise RingNotFound(
+                name
+            ) from error  # it was closed meanwhile, and its descriptors' numbers mean other files
+        ring._name = found
+        return ring
+
+    @staticmethod
+    def sweep_named() -> list[str]:
+        """Remove the names of rings whose creator is dead, or which need their name no more. Returns these names.
+
+        ``create_named`` and ``open`` do so too. Other users' names, and those of other pid namespaces, stay.
+        Raises OSError.
+        """
+        return sweep()
 
     @classmethod
     def attach(cls, fds: Sequence[int], *, generation: int) -> Ring:
@@ -110,7 +173,8 @@ class Ring:
         claim(segment, PRODUCER, memory)
         end = ProducerEnd(segment, Bell(space_bell), Bell(data_bell))
         end.wake()  # so that a waiting consumer watches this process
-        self._producer = Producer(segment, end, Waiter(segment, CONSUMER, space_bell), space_bell)
+        self._producer = Producer(segment, end, self._waiter(CONSUMER, space_bell), space_bell)
+        self._unname_if_claimed()
         return self._producer
 
     def claim_consumer(self) -> Consumer:
@@ -124,10 +188,11 @@ class Ring:
         claim(segment, CONSUMER, memory)
         end = ConsumerEnd(segment, Bell(data_bell), Bell(space_bell))
         end.wake()
-        self._consumer = Consumer(segment, end, Waiter(segment, PRODUCER, data_bell), data_bell)
+        self._consumer = Consumer(segment, end, self._waiter(PRODUCER, data_bell), data_bell)
+        self._unname_if_claimed()
         return self._consumer
 
-    def register_cuda(self) -> None:
+    def register_cuda(self, device: int | None = None) -> None:
         """Page-lock the mapping for CUDA in this process, until ``close``.
 
         Copies between a device and the ring are then asynchronous DMA, with no staging copy:
@@ -135,11 +200,17 @@ class Ring:
 
         Commit a reservation, release a frame and close the ring when such copies are over (synchronize their stream):
         the ring cannot see them. Each process registers for itself; a second call does nothing.
+        device: the CUDA device whose context of this process registers the memory; None: the current device.
         Raises CudaFailed (no CUDA runtime in this process, no device), RingMisuse (closed).
         """
         segment = self._mapped()
         if self._registration is None:
-            self._registration = Registration(*segment.span())
+            self._registration = Registration(*segment.span(), device)
+
+    @property
+    def name(self) -> str | None:
+        """The whole name of a named ring, which ``open`` takes while the ring has it; None for an anonymous one."""
+        return None if self._name is None else str(self._name)
 
     @property
     def peer_pids(self) -> tuple[int | None, int | None]:
@@ -172,6 +243,9 @@ class Ring:
         """
         if self._closed:
             return
+        if self._name is not None and self._is_creator and self._name.creator == claim_word_of(os.getpid()):
+            # Before the descriptors, to which the name leads. A forked child is not the creator.
+            remove(self._name)
         if self._consumer is not None:
             self._consumer.close()
         if self._producer is not None:
@@ -190,6 +264,17 @@ class Ring:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _waiter(self, peer: Column, bell: int) -> Waiter:
+        return Waiter(self._segment, peer, bell, 0 if self._name is None else self._name.creator)
+
+    def _unname_if_claimed(self) -> None:
+        """Remove the name when both ends have been claimed. Of two that claim at a time, at least one sees both.
+
+        SYNC CLAIM: a claim's store is before the fence of ``End.wake``, and this load after it.
+        """
+        if self._name is not None and all(self._segment.claim_of(column) for column in (PRODUCER, CONSUMER)):
+            remove(self._name)
 
     def _mapped(self) -> Segment:
         if self._closed:

@@ -24,14 +24,15 @@ SYNC CURRENT  The writer stores ``current`` after the slot's bytes. Total store 
 
 from __future__ import annotations
 
-import mmap
 import os
 import zlib
 from typing import Final
 
+from ringbuf._buffers import Deferred, SendBuffer
 from ringbuf._consumer import Frame
 from ringbuf._descriptors import check_memory, create_memory
-from ringbuf._errors import FrameBorrowed, MessageTooLarge, RingCorrupted
+from ringbuf._errors import MessageTooLarge, RingCorrupted
+from ringbuf._mapping import Mapping
 from ringbuf._words import PAGE
 
 MAGIC: Final = int.from_bytes(b"snapshot", "little")
@@ -41,22 +42,17 @@ SLOT_HEADER: Final = 64
 _NUMBER, _LENGTH, _CHECKSUM = 0, 1, 2
 
 
-class Snapshot:
+class Snapshot(Mapping):
     """A mapping of such memory. Use it from one thread at a time."""
 
     def __init__(self, memory_fd: int) -> None:
         self._size = os.fstat(memory_fd).st_size
         if self._size <= PAGE or self._size % (2 * PAGE) != PAGE:
             raise RingCorrupted(0, (), f"a memory of {self._size} bytes contains no snapshot")
-        self._map = mmap.mmap(memory_fd, self._size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+        super().__init__(memory_fd, self._size, offset=0, what="the snapshot's memory")
         self._slot_bytes = (self._size - PAGE) // 2
-        self._open_views()
         self._number = 0
         """The number of the last message. A writer keeps it here too, and so never computes with a stranger's words."""
-
-    def _open_views(self) -> None:
-        self.data = memoryview(self._map)
-        self.words = self.data.cast("Q")
 
     @classmethod
     def create(cls, capacity: int) -> tuple[Snapshot, int]:
@@ -110,7 +106,7 @@ class Snapshot:
         """The bytes of memory."""
         return self._size
 
-    def write(self, *buffers: memoryview) -> None:
+    def write(self, *buffers: SendBuffer) -> None:
         """Replace the message by these bytes, one buffer after the other. Raises MessageTooLarge.
 
         If it raises, or its process dies, the message before it stays.
@@ -121,7 +117,10 @@ class Snapshot:
         number = self._number + 1
         start = end = self._start(number)
         for buffer in buffers:
-            self.data[end : end + buffer.nbytes] = buffer
+            if isinstance(buffer, Deferred):
+                buffer.copy_into(self.data[end : end + buffer.nbytes])
+            else:
+                self.data[end : end + buffer.nbytes] = buffer
             end += buffer.nbytes
         header = (start - SLOT_HEADER) >> 3
         self.words[header + _NUMBER] = number
@@ -154,13 +153,3 @@ class Snapshot:
 
     def _released(self) -> None:
         """A frame was released."""
-
-    def close(self) -> None:
-        """Unmap. Idempotent. Raises FrameBorrowed, and keeps the mapping, when a view of it is alive."""
-        self.words.release()
-        self.data.release()
-        try:
-            self._map.close()
-        except BufferError as error:
-            self._open_views()
-            raise FrameBorrowed("the snapshot's memory") from error

@@ -50,14 +50,14 @@ SYNC BELL  A sleeper stores ``waits for`` and then loads the peer's position; a 
 from __future__ import annotations
 
 import ctypes
-import mmap
 import os
 import platform
 import threading
 import zlib
 from typing import Final, NamedTuple
 
-from ringbuf._errors import EndName, FrameBorrowed, RingClosed, RingCorrupted, UnsupportedMachine, WrongGeneration
+from ringbuf._errors import EndName, RingClosed, RingCorrupted, UnsupportedMachine, WrongGeneration
+from ringbuf._mapping import Mapping
 
 if platform.machine() != "x86_64":
     raise UnsupportedMachine(platform.machine())
@@ -99,21 +99,15 @@ PRODUCER: Final = Column(end="producer", position=16, waits=32, closed=33, claim
 CONSUMER: Final = Column(end="consumer", position=64, waits=80, closed=81, claim=82)
 
 
-class Segment:
-    """A mapping of the segment. ``words``: all of it as Q. ``data``: the data area as bytes."""
+class Segment(Mapping):
+    """The mapping of a ring. ``data`` is the data area."""
 
     def __init__(self, memory_fd: int) -> None:
         size = os.fstat(memory_fd).st_size
         if size < HEADER + PAGE or size % PAGE:
             raise RingCorrupted(0, (), f"a segment of {size} bytes contains no ring")
-        self._map = mmap.mmap(memory_fd, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+        super().__init__(memory_fd, size, offset=HEADER, what="the ring's memory")
         self.capacity = size - HEADER
-        self._open_views()
-
-    def _open_views(self) -> None:
-        whole = memoryview(self._map)
-        self.words = whole.cast("Q")
-        self.data = whole[HEADER:]
 
     def initialise(self, generation: int, checksums: bool) -> None:
         words = self.words
@@ -182,19 +176,17 @@ class Segment:
         """Return a lock of this end's own; releasing it is a full memory fence."""
         return threading.Lock()
 
-    def close(self) -> None:
-        """Unmap. Idempotent. Raises FrameBorrowed, and keeps the mapping, when a view of it is alive."""
-        self.words.release()
-        self.data.release()
-        try:
-            self._map.close()
-        except BufferError as error:
-            self._open_views()
-            raise FrameBorrowed("the ring's memory") from error
+
+def peek_claims(memory_fd: int) -> tuple[int, int, int] | None:
+    """Return generation and both claims of a ring that is not mapped here; None if the memory contains no ring."""
+    words = memoryview(os.pread(memory_fd, HEADER, 0))
+    if len(words) < HEADER or (header := words.cast("Q"))[_MAGIC] != MAGIC:
+        return None
+    return header[_GENERATION], header[PRODUCER.claim], header[CONSUMER.claim]
 
 
 class Bell:
-    """An eventfd that one end rings and the other sleeps at."""
+    """An eventfd, or a named ring's pipe, that one end rings and the other sleeps at. A ring of the bell is 8 bytes."""
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
@@ -206,9 +198,9 @@ class Bell:
             return
 
     def clear(self) -> None:
-        """Set the count to 0."""
+        """Set the count to 0. What remains in a pipe that was rung more than 64 times ends later sleeps early."""
         try:
-            os.eventfd_read(self.fd)
+            os.read(self.fd, 512)
         except BlockingIOError:
             return
 

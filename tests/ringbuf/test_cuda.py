@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
+
 import pytest
 
 from ringbuf import CudaFailed, Ring
@@ -24,7 +27,7 @@ def test_without_cuda_registering_is_a_clear_error_and_the_ring_works_on(ring: R
 
 def test_a_failure_to_unregister_is_raised_after_all_else_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     class Stuck:
-        def __init__(self, address: int, size: int) -> None:
+        def __init__(self, address: int, size: int, device: int | None) -> None:
             pass
 
         def close(self) -> None:
@@ -38,6 +41,45 @@ def test_a_failure_to_unregister_is_raised_after_all_else_is_closed(monkeypatch:
         ring.close()
     assert descriptors() == before
     ring.close()
+
+
+class Runtime:
+    """Stands for CUDA's runtime: notes each call with its thread. failing: the function that fails."""
+
+    def __init__(self, failing: str | None = None) -> None:
+        self.calls: list[tuple[str, bool]] = []
+        self._failing = failing
+
+    def __getattr__(self, name: str) -> Callable[..., int | bytes]:
+        def function(*arguments: object) -> int | bytes:
+            self.calls.append((name, threading.current_thread() is threading.main_thread()))
+            return b"no such device" if name == "cudaGetErrorString" else 101 * (name == self._failing)
+
+        return function
+
+
+@pytest.mark.parametrize("device", [None, 1])
+def test_a_device_is_current_only_in_the_thread_that_registers_and_unregisters(
+    monkeypatch: pytest.MonkeyPatch, device: int | None
+) -> None:
+    runtime = Runtime()
+    monkeypatch.setattr("ringbuf._cuda._loaded_runtime", lambda: runtime)
+    with Ring.create() as ring:
+        ring.register_cuda(device)
+    names = ["cudaHostRegister", "cudaHostUnregister"]
+    expected = [(name, True) for name in names]
+    if device is not None:
+        expected = [(called, False) for name in names for called in ("cudaSetDevice", name)]
+    assert runtime.calls == expected
+
+
+def test_a_device_that_is_not_there_is_an_error_and_nothing_is_registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = Runtime("cudaSetDevice")
+    monkeypatch.setattr("ringbuf._cuda._loaded_runtime", lambda: runtime)
+    with Ring.create() as ring, pytest.raises(CudaFailed, match="no such device") as caught:
+        ring.register_cuda(7)
+    assert caught.value.code == 101
+    assert "cudaHostUnregister" not in dict(runtime.calls)
 
 
 @pytest.mark.gpu
