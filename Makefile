@@ -2,7 +2,7 @@
 # make demo-image    see it: sets everything up, draws PROMPT, writes the picture to picture.png
 # make test    set up and run the tests
 # make test-perf   the tests that measure time, one after the other, and the expensive ones
-# make test-kills   SIGKILL at every tenth output of every stage; takes most of an hour
+# make test-kills   SIGKILL at every tenth output, and every denoising step, of every stage; takes an hour
 # make test-portable   the numeric tests, with rounding noise as other machines have it
 # make serve   set up and serve the "voice" pipeline on port 8091 (OpenAI-compatible HTTP)
 # make lint    what CI asks of every file
@@ -11,7 +11,9 @@
 # make bench-ring   and of the ring beside its peers, which this installs first
 # make bench-pipeline   and of a whole request beside bare queues, ZMQ and Ray actors
 # make bench-recovery   and of what the death of a worker costs a client
+# make bench-gpu   the omni models and pictures on a CUDA device, with random weights
 # make bench-images   and of pictures, beside diffusers' pipeline and one after another
+# make bench-calls   and of calls to a system whose stages all compute
 # make setup-vllm   vLLM's CPU build, in an environment of its own (.venv-vllm), for the vllm engines
 # make test-vllm    set that up and run their tests
 # make test-vllm-kills   SIGKILL at every tenth output of the stages on vLLM; takes most of an hour
@@ -33,7 +35,7 @@ export PIP_NO_INPUT := 1
 # $(call phase,what,command): says what goes on and how long it took. Fails as the command does.
 phase = @echo "==> $(1)"; begin=$$(date +%s); $(2) && echo "    done in $$(( $$(date +%s) - begin )) s"
 
-.PHONY: help setup demo demo-image serve test test-perf test-kills test-portable lint bench bench-omni bench-ring bench-pipeline bench-recovery bench-images setup-vllm test-vllm test-vllm-kills clean
+.PHONY: help setup demo demo-image serve test test-perf test-kills test-portable lint bench bench-omni bench-ring bench-pipeline bench-recovery bench-images bench-gpu bench-calls setup-vllm test-vllm test-vllm-kills clean
 .DELETE_ON_ERROR:
 
 help:
@@ -111,6 +113,12 @@ bench-recovery: setup
 
 bench-images: setup
 	$(BIN)/python -m bench.images $(BENCH_ARGS)
+
+bench-calls: setup
+	$(BIN)/python -m bench.calls $(BENCH_ARGS)
+
+bench-gpu: setup
+	$(BIN)/python -m bench.gpu $(BENCH_ARGS)
 
 .venv/bench: .venv/installed requirements/bench.txt
 	$(call phase,Installing what the ring is compared with,$(BIN)/python -m pip install -qq -c requirements/constraints.txt -e '.[$(BENCH_EXTRAS)]')

@@ -2,6 +2,7 @@
 
 OmniError
 ├── ConfigError           a pipeline that cannot work; raised before any process is started
+├── StartTimedOut         the stages of a system did not load in time
 ├── SystemClosed          a call to a system that is closed
 ├── RequestError          a request ended without completing
 │   ├── InvalidRequest    the request is wrong and has to be changed (HTTP 400)
@@ -25,7 +26,7 @@ OmniError
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,6 +48,20 @@ class ConfigError(OmniError):
     def __init__(self, file: str, path: str, found: Any, accepted: str) -> None:
         self.file, self.path, self.found, self.accepted = file, path, found, accepted
         super().__init__(f"{file}: {path}: found {found!r}; accepted: {accepted}")
+
+
+class StartTimedOut(OmniError):
+    """Not all replicas of a system were ready in ``start_timeout_s``.
+
+    Attributes:
+        timeout_s: The time that they had, in seconds.
+        not_ready: What each replica that was not ready was doing, by stage and number.
+    """
+
+    def __init__(self, timeout_s: float, not_ready: Mapping[tuple[str, int], str]) -> None:
+        self.timeout_s, self.not_ready = timeout_s, dict(not_ready)
+        waiting = ", ".join(f"{stage}[{number}] ({note})" for (stage, number), note in self.not_ready.items())
+        super().__init__(f"not ready within {timeout_s:g} s (start_timeout_s): {waiting}")
 
 
 class SystemClosed(OmniError, RuntimeError):
@@ -96,9 +111,9 @@ class Unsupported(InvalidRequest):
         why: Why the stage does not have it.
     """
 
-    def __init__(self, stage: str, capability: str, why: str) -> None:
+    def __init__(self, stage: str, capability: str, why: str, *, param: str | None = None) -> None:
         self.stage, self.capability, self.why = stage, capability, why
-        super().__init__(f"stage {stage!r} does not support {capability!r}: {why}", code="unsupported")
+        super().__init__(f"stage {stage!r} does not support {capability!r}: {why}", param=param, code="unsupported")
 
 
 class InvalidAdapter(InvalidRequest):

@@ -50,13 +50,16 @@ class Generation:
         pipeline: Pipeline,
         on_final: Callable[[RequestMetrics], None],
         *,
+        on_interval: Callable[[str, float], None],
         cumulative: bool = False,
     ) -> None:
-        self.stream, self._pipeline, self._on_final = stream, pipeline, on_final
+        self.stream, self._pipeline, self._on_final, self._on_interval = stream, pipeline, on_final, on_interval
         """stream: for a reader that relays output to a connection (see ``OutputStream.relay``)."""
         self._totals: dict[tuple[str, Any], Total] | None = {} if cumulative else None
         self._audio_s = 0.0
         self._first: dict[str, float] = {}
+        self._latest: dict[tuple[str, Any], float] = {}
+        """When the latest output with content arrived, by stage and index."""
         self._answer: Answer | None = None
 
     @property
@@ -170,6 +173,10 @@ class Generation:
         modality = self._pipeline.stages[piece.stage].emits or ""
         if delta is not None:
             self._first.setdefault(_measured_as(delta, modality), piece.arrived - request.arrived)
+            answer = (piece.stage, piece.data.get("index"))
+            if (before := self._latest.get(answer)) is not None:
+                self._on_interval(piece.stage, piece.arrived - before)
+            self._latest[answer] = piece.arrived
         metrics = self._metrics(request) if final else None
         if metrics is not None:
             self._on_final(metrics)

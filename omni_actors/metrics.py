@@ -53,7 +53,8 @@ class Metrics:
             "omni_stage_first_output_seconds", "Time from a stage's first input to its first output"
         )
         self.stage_output_interval = stage(
-            "omni_stage_output_interval_seconds", "Mean time between the outputs of a stage for one request"
+            "omni_stage_output_interval_seconds",
+            "Time between two outputs of a stage for one request; of a stage without client, the mean per request",
         )
         self._gauges = gauges
         self.registry.register(self)

@@ -14,9 +14,9 @@ import pytest
 import trio
 
 from omni_actors import OmniSystem, Picture
-from omni_actors.errors import InvalidRequest
 from tests.support.closeness import assert_same_picture
 from tests.support.echo_systems import pid_of
+from tests.support.hostile_pictures import check_refused
 from tests.support.shared_system import SharedSystem, open_shared_system
 
 pytestmark = [pytest.mark.voice, pytest.mark.slow]
@@ -78,9 +78,14 @@ def test_it_writes_about_a_picture_and_draws(shared: SharedSystem) -> None:
         _, edited, _ = await draw(omni, EDITED)
         assert edited.shape == IMAGE.shape
         assert not np.array_equal(edited, picture)
-        with pytest.raises(InvalidRequest) as refused:
-            await omni.generate(**{**DRAWN, "steps": 0}).collect()
-        assert refused.value.param == "steps"
+
+    shared.run(ask)
+
+
+def test_a_bad_request_is_refused_by_the_field_and_nothing_is_allocated(shared: SharedSystem) -> None:
+    async def ask(omni: OmniSystem) -> None:
+        others = [("steps", 1001), ("negative_prompt", "grey"), ("strength", 0.5), ("shift", 0.0), ("renorm", "none")]
+        await check_refused(omni, {**DRAWN, "steps": 2}, *others)
 
     shared.run(ask)
 
@@ -111,15 +116,15 @@ def test_the_picture_is_the_same_after_a_death(
 def test_one_stage_goes_on_with_the_picture_after_a_death(directory: Path, tmp_path: Path) -> None:
     """SIGKILL before and behind a checkpoint: one step is done twice, or none."""
     log, plan = tmp_path / "log", tmp_path / "plan"
-    cases: list[tuple[dict[str, Any], int, bool, list[int]]] = [
-        (EDITED, 2, False, [1, 2, 2, 3, 4, 5]),
-        ({**THOUGHT, "modalities": ("image",)}, 4, True, [1, 2, 3, 4, 5]),
+    cases: list[tuple[dict[str, Any], int, str, list[int]]] = [
+        (EDITED, 2, "computed", [1, 2, 2, 3, 4, 5, 6]),
+        ({**THOUGHT, "modalities": ("image",)}, 4, "sent", [1, 2, 3, 4, 5, 6]),
     ]
     settings: dict[str, Any] = {
-        "engine": "tests.support.killing_one_stage:KillingOneStage",
+        "engine": "tests.support.killing_engines:make",
         "model": str(directory),
         "device": "cpu",
-        "options": {"context": 512, "log": str(log), "plan": str(plan)},
+        "options": {"engine": "bagel", "context": 512, "log": str(log), "plan": str(plan)},
         "resumable": True,
         "threads": 1,
         "restart": {"intensity": 100, "backoff_s": 0.01},
@@ -128,10 +133,11 @@ def test_one_stage_goes_on_with_the_picture_after_a_death(directory: Path, tmp_p
     async def work() -> None:
         overrides = {f"stages.bagel.{name}": value for name, value in settings.items()}
         async with OmniSystem.open("bagel_one_stage", overrides=overrides) as omni:
-            for asked, step, kept, computed in cases:
+            for asked, step, place, computed in cases:
+                plan.write_text("[]")
                 _, expected, _ = await draw(omni, asked)
                 log.write_text("")
-                plan.write_text(json.dumps([step, kept]))
+                plan.write_text(json.dumps([[step, place, 0]]))
                 _, picture, replays = await draw(omni, asked)
                 assert replays == 1
                 assert [int(line) for line in log.read_text().split()] == computed

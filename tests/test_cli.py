@@ -260,6 +260,15 @@ def test_config_explain_reports_what_this_machine_lacks(override: str, message: 
     assert message in result.stderr
 
 
+@pytest.mark.voice  # for torch, which counts the devices
+def test_config_explain_shows_the_devices_of_each_worker() -> None:
+    overrides = ("-s", "stages.first.device=cuda:98", "-s", "stages.first.standby=1")
+    result = invoke("config", "explain", "echo", *overrides)
+    rows = [line.split()[:2] for line in result.stdout.splitlines() if ".workers." in line]
+    assert rows == [["stages.first.workers.0.devices", "cuda:98"], ["stages.first.workers.1.devices", "cuda:99"]]
+    assert "its 2 workers take cuda:98, cuda:99" in result.stderr
+
+
 def test_help_names_every_command() -> None:
     result = invoke("--help")
     assert result.exit_code == 0

@@ -128,7 +128,7 @@ BROKEN: dict[str, tuple[str, str, int | None, str, object, str]] = {
         3,
         "stage",
         "stage",
-        "one of async_chunk, cpu_sharing, description, limits, modalities, name, stages; did you mean 'stages'?",
+        "description, limits, modalities, name, pin_rings, stages, start_timeout_s; did you mean 'stages'?",
     ),
     "the source of the document inside it": (
         "name: two",
@@ -249,8 +249,8 @@ def test_a_pipeline_object_is_checked_like_a_file() -> None:
     stage = Stage(engine="echo", accepts=("script",), emits="text")
     pipeline = Pipeline(name="one", stages={"only": stage}, file="mine")
     assert config.load(pipeline) == pipeline
-    error = refused(msgspec.structs.replace(pipeline, stages={"only": msgspec.structs.replace(stage, replicas=0)}))
-    assert (error.file, error.path, error.found) == ("mine", "stages.only.replicas", 0)
+    error = refused(msgspec.structs.replace(pipeline, stages={"only": msgspec.structs.replace(stage, replicas=-1)}))
+    assert (error.file, error.path, error.found) == ("mine", "stages.only.replicas", -1)
 
 
 def test_every_shipped_pipeline_is_valid() -> None:

@@ -70,6 +70,15 @@ def notes(replies: dict[str, list[Reply]]) -> list[dict[str, str]]:
     return [reply.result()["notes"] for reply in replies["able"]]
 
 
+async def test_tokens_come_from_the_first_replica_that_answers() -> None:
+    stage = Stage(engine=FACTORY, accepts=("messages",), emits="text", replicas=2)
+    with trio.fail_after(WATCHDOG_S):
+        async with OmniSystem.open(Pipeline(name="tokens", stages={"able": stage})) as omni:
+            freeze(pid_of(omni, "able"))
+            assert (await omni.tokenize("x", timeout_s=2 * WATCHDOG_S)).token_strs == ["x"]
+            os.kill(pid_of(omni, "able"), signal.SIGCONT)
+
+
 async def test_every_replica_replies_with_a_value_or_an_error_and_a_frozen_one_times_out_alone() -> None:
     async with opened(standby=1) as omni:
         replies = await omni.call("notes")

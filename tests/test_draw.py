@@ -54,6 +54,16 @@ def test_several_pictures_are_numbered_and_have_their_seeds(painting: Path, tmp_
         assert first.tobytes() != second.tobytes()
 
 
+@pytest.mark.slow
+def test_a_video_that_is_larger_than_the_bound_is_made_as_fast_as_it_is_written(painting: Path, tmp_path: Path) -> None:
+    """30 frames of 832 × 480 have 36 MB. At most 13 MB of them are on their way when the request pauses."""
+    settings = ("limits.output_bytes=16000000", "stages.painter.options.frames=30")
+    overrides = [argument for setting in settings for argument in ("-s", setting)]
+    result = invoke("a cat", "--config", painting, "-o", tmp_path / "cat.png", "--size", "832x480", *overrides)
+    assert result.exit_code == 0, result.output
+    assert len(list(tmp_path.glob("cat*.png"))) == 30
+
+
 def test_a_refused_prompt_ends_with_one_sentence(painting: Path, tmp_path: Path) -> None:
     result = invoke("unpaintable", "--config", painting, "-o", tmp_path / "cat.webp", "--image", painting)
     assert result.exit_code == 1
@@ -70,6 +80,8 @@ def test_an_answer_without_a_picture_is_a_failure(painting: Path, tmp_path: Path
     ("arguments", "words"),
     [
         (("-o", "cat.gif"), "accepted are .png"),
+        (("-o", "cat"), "cat has no suffix"),
+        (("-o", "/proc/cat.png"), "cannot be written"),
         (("-o", "nowhere/cat.png"), "no directory"),
         (("-n", "0"), "0 is not in the range"),
         (("--image", "missing.png"), "does not exist"),
@@ -80,6 +92,13 @@ def test_wrong_arguments_end_before_anything_starts(arguments: tuple[str, ...], 
     result = invoke("a cat", *arguments)
     assert result.exit_code == 2
     assert words in result.output
+
+
+def test_a_file_in_the_way_ends_before_anything_starts(tmp_path: Path) -> None:
+    (tmp_path / "cat-2.png").mkdir()
+    result = invoke("a cat", "-o", tmp_path / "cat.png", "-n", 2)
+    assert result.exit_code == 2
+    assert "cannot be written: Is a directory" in " ".join(result.output.split())
 
 
 def test_further_pictures_of_a_request_have_their_own_number() -> None:

@@ -31,22 +31,29 @@ stages:
   mind: {engine: echo, accepts: [messages], emits: text}
   mouth: {engine: "tests.support.served_engines:Speaker", inputs: [mind], emits: audio}
 """
+PAINTER = """\
+name: painter
+stages:
+  easel: {engine: "tests.support.painting_engine:PaintingEngine", accepts: [messages], emits: image}
+"""
+REPLACED = {'"voice"': '"studio.yaml"', '"shapes"': '"painter.yaml"', ", max_tokens=40": ""}
 CELLS = [
-    "".join(cell["source"]).replace('"voice"', '"studio.yaml"').replace(", max_tokens=40", "")
+    re.sub("|".join(map(re.escape, REPLACED)), lambda found: REPLACED[found[0]], "".join(cell["source"]))
     for cell in json.loads((EXAMPLES / "notebook.ipynb").read_text(encoding="utf-8"))["cells"]
     if cell["cell_type"] == "code"
 ]
-"""The cells of the notebook with this pipeline, whose engines have no parameters."""
+"""The cells of the notebook with these pipelines, whose engines need no model."""
 PRINTED = ["What is the capital of France?", "Who wrote Faust?", "Why is the sky blue?", "Is anybody there?"]
 WATCHDOG_S = 60
 
 
 @pytest.fixture
 def studio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The pipeline's file, in the working directory."""
+    """The file of the first pipeline. That of the other one is beside it, in the working directory."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
     (tmp_path / "studio.yaml").write_text(STUDIO)
+    (tmp_path / "painter.yaml").write_text(PAINTER)
     return tmp_path / "studio.yaml"
 
 
@@ -116,7 +123,8 @@ def test_the_notebook_runs_in_a_kernel(studio: Path) -> None:
 
     def keep(message: dict[str, Any]) -> None:
         content = message["content"]
-        outputs.append(content.get("text") or content.get("data", {}).get("text/html") or "")
+        shown = content.get("data", {})
+        outputs.append(content.get("text") or shown.get("text/html") or ("a picture" if "image/png" in shown else ""))
 
     manager, client = start_new_kernel(kernel_name="python3", cwd=str(studio.parent))
     try:
@@ -128,3 +136,4 @@ def test_the_notebook_runs_in_a_kernel(studio: Path) -> None:
         manager.shutdown_kernel()
     assert [line for output in outputs for line in output.splitlines() if line in PRINTED] == PRINTED
     assert any("<audio" in output for output in outputs)
+    assert "a picture" in outputs

@@ -256,6 +256,15 @@ def test_arguments_that_no_engine_of_a_request_takes_are_unsupported() -> None:
             parameters.by_stage(["thinker"], unknown)
 
 
+@pytest.mark.parametrize("engine", ["vllm", "qwen2_5_thinker", "echo"])
+def test_engines_without_guidance_do_not_support_it(engine: str) -> None:
+    stages = {"mind": Stage(engine=engine, model="none", accepts=("messages",), emits="text")}
+    parameters = Parameters(Pipeline(name="unguided", stages=stages))
+    with pytest.raises(Unsupported) as refused:
+        parameters.by_stage(["mind"], {"guidance_scale": 2.0, "negative_prompt": "the sea"})
+    assert (refused.value.stage, refused.value.capability) == ("mind", "guidance_scale")
+
+
 def test_the_sound_of_a_video_is_asked_for_by_either_name() -> None:
     kwargs = {"use_audio_in_video": True, "fps": 1}
     for prompt, given in (("a", kwargs), ({"prompt": "a", "mm_processor_kwargs": kwargs}, None)):

@@ -111,7 +111,7 @@ async def test_what_is_there_precedes_live_input(omni: OmniSystem) -> None:
 
     media = {"audio": [sound(0.1), parts()]}
     outputs = await read(omni.generate("Who is it?", multi_modal_data=media, modalities=("audio",)))
-    first, question, *live = [output for output in outputs if output.data]
+    first, question, *live = [output for output in outputs if not output.finished]
     assert [output.data["index"] for output in (first, *live)] == [0, 1, 1]
     assert [output.tensors["audio"].numpy()[0] for output in (first, *live)] == np.float32([0.1, 0.2, 0.3]).tolist()
     refers = [part["index"] for part in question.data["messages"][0]["content"] if part["type"] == "audio"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +90,27 @@ async def test_an_image_and_a_recording_change_the_text_and_the_speech(omni: Omn
     blind = await read(omni.generate("what is it ?", multi_modal_data={"audio": media["audio"]}, **SPOKEN))
     assert text_of(both) != text_of(blind)
     assert not np.array_equal(sound_of(both), sound_of(blind))
+
+
+@with_shared_system
+async def test_a_recording_that_arrives_live_extends_one_request(omni: OmniSystem) -> None:
+    """The thinker collects it, and begins when it is complete; the answer is that of the whole recording."""
+    sound = np.sin(np.arange(27_200) * 0.09).astype(np.float32) * 0.3
+    given = {"request_id": "live", **SPOKEN}
+    whole = await read(omni.generate("what is it ?", multi_modal_data={"audio": AudioChunk(sound, 16_000)}, **given))
+    in_flight = []
+
+    async def segments() -> AsyncIterator[AudioChunk]:
+        for begin in range(0, len(sound), 6000):
+            yield AudioChunk(sound[begin : begin + 6000], 16_000)
+            await trio.sleep(0.02)
+            in_flight.append(omni.in_flight)
+
+    outputs = await read(omni.generate("what is it ?", multi_modal_data={"audio": segments()}, **given))
+    assert in_flight == [1] * 5, "one request, all the while"
+    assert {output.request_id for output in outputs} == {"live"}
+    assert text_of(outputs) == text_of(whole)
+    assert_same_sound(sound_of(outputs), sound_of(whole))
 
 
 @with_shared_system

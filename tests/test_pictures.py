@@ -89,7 +89,7 @@ async def test_an_answer_has_the_finished_pictures_only(omni: OmniSystem) -> Non
     assert [picture.step for picture in answer.pictures] == [3]
     assert answer.picture is answer.pictures[0]
     assert await generation.pictures() == answer.pictures
-    assert answer.data == {"image": {"step": 3, "total": 3, "final": True}}
+    assert answer.data == {"image": {"step": 3, "total": 3, "final": True, "weights_version": "0"}}
     assert (answer.text, answer.audio) == ("", None)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -16,6 +16,8 @@ from omni_actors.config import Pipeline, Stage
 from omni_actors.errors import Aborted, InvalidRequest, StageAsleep, SystemClosed, Unsupported
 from omni_actors.generation import Generation
 from omni_actors.orchestrator.pieces import Input
+from omni_actors.supervisor.replica import Replica
+from omni_actors.supervisor.supervisor import Supervisor
 from omni_actors.sync import Omni
 from omni_actors.system import OmniSystem
 from tests.support.controllable_engine import FACTORY, SLEEPING_BYTES, SLEEPING_FACTORY
@@ -133,6 +135,54 @@ async def test_a_sleep_waits_for_the_requests_of_its_stages_only() -> None:
         assert slept["second"][0].error is None
         assert {output.modality async for output in waited_for} == {"text", "audio"}
         assert await other.text() == "x"
+
+
+async def test_a_stage_that_is_woken_before_its_requests_ended_stays_awake() -> None:
+    async with opened() as omni:
+        waited_for = ask(omni)
+        await omni.pause_generation("keep")
+        async with trio.open_nursery() as nursery:
+            slept: dict[str, Any] = {}
+
+            async def sleep() -> None:
+                slept.update(await omni.sleep(2, stages=["second"], mode="wait"))
+
+            nursery.start_soon(sleep)
+            await trio.testing.wait_all_tasks_blocked()
+            await omni.wake_up()
+            await omni.resume_generation()
+        memory = slept["second"][0].result()
+        assert memory["before"] == memory["after"]
+        assert {output.modality async for output in waited_for} == {"text", "audio"}
+        assert omni.health().stages["second"][0].state == "ready"
+        assert await answered(omni) == {"text", "audio"}
+
+
+async def test_a_stage_that_is_woken_while_its_worker_ends_serves_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with opened() as omni, trio.open_nursery() as nursery:
+        stop, stopping, woken = Supervisor._stop, trio.Event(), trio.Event()
+
+        async def stop_slowly(self: Supervisor, replicas: Iterable[Replica]) -> None:
+            stopping.set()
+            with trio.CancelScope(shield=True):
+                await woken.wait()
+            await stop(self, replicas)
+
+        monkeypatch.setattr(Supervisor, "_stop", stop_slowly)
+
+        async def sleep() -> None:
+            await omni.sleep(2, stages=["second"])
+
+        nursery.start_soon(sleep)
+        await stopping.wait()
+        monkeypatch.undo()
+        nursery.start_soon(omni.wake_up)
+        await trio.testing.wait_all_tasks_blocked()
+        woken.set()
+        while omni.health().stages["second"][0].generation < 2:
+            await omni.wait_changed()
+        await omni.wait_ready()
+        assert await answered(omni) == {"text", "audio"}
 
 
 async def test_a_shutdown_refuses_new_requests_at_once_and_drains() -> None:

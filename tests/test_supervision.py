@@ -188,10 +188,10 @@ class Recording(LocalSpawner):
         self.log: list[str] = []
 
     @asynccontextmanager
-    async def spawn(self, address: Address, mailbox_capacity: int) -> AsyncIterator[Worker]:
+    async def spawn(self, address: Address, mailbox_capacity: int, **inherited: Any) -> AsyncIterator[Worker]:
         self.log.append(f"{address.stage} starts")
         try:
-            async with super().spawn(address, mailbox_capacity) as worker:
+            async with super().spawn(address, mailbox_capacity, **inherited) as worker:
                 yield worker
         finally:
             self.log.append(f"{address.stage} is gone")

@@ -8,8 +8,11 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import numpy as np
 import pytest
 import trio
+import trio.testing
+from safetensors.numpy import load, save_file
 
 from omni_actors import Pipeline
 from omni_actors.config import Stage
@@ -18,6 +21,7 @@ from omni_actors.generation import Generation
 from omni_actors.orchestrator.pieces import Input
 from omni_actors.system import OmniSystem
 from tests.support.controllable_engine import FACTORY
+from tests.support.open_descriptors import weights_in_memory
 
 WATCHDOG_S = 60.0
 STAGES = ("able",)
@@ -27,7 +31,7 @@ ABLE = Stage(engine=FACTORY, accepts=("script",), emits="text", replicas=2, dete
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     path = tmp_path / "new.safetensors"
-    path.write_bytes(b"these engines read no weights")
+    save_file({"unused": np.zeros(2, np.float32)}, path)
     return path
 
 
@@ -79,7 +83,7 @@ async def test_an_update_waits_for_running_requests_as_long_as_its_timeout(file:
         replies = (await omni.update_weights(file, version="1", stages=STAGES, timeout_s=0.2))["able"]
         assert [type(reply.error) for reply in replies] == [CallTimedOut, CallTimedOut]
         assert not await omni.is_paused()
-        assert await versions(omni) == {None}
+        assert await versions(omni) == {"0"}
         await sender.aclose()
         assert (await running.collect()).text == ""
 
@@ -113,4 +117,53 @@ async def test_a_pause_that_begins_during_an_update_lasts(file: Path) -> None:
         await omni.finish_weight_update()
         assert await omni.is_paused()
         await omni.resume_generation()
-        assert await versions(omni) == {None}
+        assert await versions(omni) == {"0"}
+
+
+async def test_weights_at_which_workers_are_killed_are_taken_back(file: Path) -> None:
+    """As by the kernel, for lack of memory: each worker that gets these weights ends by SIGKILL."""
+    async with opened() as omni:
+        assert await omni.get_weight_version() == {"able": "0"}
+        assert await update(omni, file, "1") == [None, None]
+        errors = await update(omni, file, "large")
+        assert all(isinstance(error, WorkerLost) and not error.raised for error in errors)
+        assert await omni.get_weight_version() == {"able": "1"}
+        while not all(replica.state == "ready" for replica in omni.health().stages["able"]):
+            await omni.wait_changed()
+        assert await versions(omni) == {"1"}
+
+
+async def test_a_worker_that_dies_once_during_an_update_gets_the_new_weights(file: Path) -> None:
+    async with opened() as omni:
+        pid = omni.health().stages["able"][0].pid or 0
+        os.kill(pid, signal.SIGSTOP)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(update, omni, file, "2")
+            await trio.testing.wait_all_tasks_blocked(0.05)
+            os.kill(pid, signal.SIGKILL)
+        assert await omni.get_weight_version() == {"able": "2"}
+        assert await versions(omni) == {"2"}
+
+
+async def test_tensors_of_many_updates_take_the_memory_of_one() -> None:
+    """And a worker that starts later has the newest of each name."""
+    async with opened() as omni:
+        for number in range(6):
+            tensors = {"same": np.full(1000, number, np.float32), f"{number % 2}": np.full(10, number, np.int64)}
+            replies = (await omni.update_weights(tensors, version="part", stages=STAGES))["able"]
+            assert [reply.result() for reply in replies] == [{"updated": 2, "complete": False}] * 2
+        [kept] = weights_in_memory()
+        found = load(os.pread(kept, 1 << 20, 0))
+        assert {name: array[0] for name, array in found.items()} == {"same": 5, "0": 4, "1": 5}
+        os.kill(omni.health().stages["able"][0].pid or 0, signal.SIGKILL)
+        await omni.wait_ready()
+        assert await versions(omni) == {"part"}
+
+
+async def test_damaged_files_are_refused_and_nothing_changes(tmp_path: Path) -> None:
+    path = tmp_path / "new.safetensors"
+    save_file({"unused": np.zeros(2, np.float32)}, path)
+    path.write_bytes(path.read_bytes()[:-1])
+    async with opened() as omni:
+        assert [type(error) for error in await update(omni, path)] == [InvalidRequest, InvalidRequest]
+        assert await versions(omni) == {"0"}

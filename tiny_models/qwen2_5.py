@@ -183,8 +183,6 @@ def build(
     torch.manual_seed(seed)
     model: Any = Qwen2_5OmniForConditionalGeneration(config(**bigvgan)).eval()
     with torch.no_grad():
-        model.thinker.lm_head.weight[token(words.IM_END)] *= text_eos
-        model.talker.codec_head.weight[[CODEC_PAD, CODEC_EOS]] *= codec_eos
         # With the default initialisation the vocoder vanishes and the attention of the DiT sees nothing.
         for name, parameter in model.token2wav.named_parameters():
             if "bigvgan" in name and parameter.dim() == 3:
@@ -192,10 +190,18 @@ def build(
             elif "dit" in name and parameter.dim() == 2:
                 torch.nn.init.normal_(parameter, std=1.0 if "codec_embed" in name else 0.15)
         model.token2wav.code2wav_bigvgan_model.conv_post.weight.mul_(0.1)
-    model.generation_config.eos_token_id = token(words.IM_END)
-    model.generation_config.pad_token_id = token(words.PAD)
+    scale_ends(model, text_eos, codec_eos)
     model.speaker_map = speakers(seed)
     return model  # type: ignore[no-any-return]
+
+
+@torch.no_grad()
+def scale_ends(model: Any, text_eos: float, codec_eos: float) -> None:
+    """Name the end of an answer, and scale its rows in the two heads; with 0 it is never the most likely."""
+    model.thinker.lm_head.weight[token(words.IM_END)] *= text_eos
+    model.talker.codec_head.weight[[CODEC_PAD, CODEC_EOS]] *= codec_eos
+    model.generation_config.eos_token_id = token(words.IM_END)
+    model.generation_config.pad_token_id = token(words.PAD)
 
 
 def speakers(seed: int = 0) -> dict[str, dict[str, Any]]:
@@ -212,9 +218,13 @@ def speakers(seed: int = 0) -> dict[str, dict[str, Any]]:
 
 def save(directory: Path, seed: int = 0, **options: Any) -> Path:
     """The same as a checkpoint directory, with all that a processor is loaded from. options: see ``build``."""
-    model = build(seed, **options)
-    model.save_pretrained(directory)
-    torch.save(model.speaker_map, directory / "spk_dict.pt")
+    build(seed, **options).save_pretrained(directory)
+    save_processor(directory, seed)
+    return directory
+
+
+def save_processor(directory: Path, seed: int = 0) -> None:
+    """Save what belongs to a checkpoint beside its weights."""
+    torch.save(speakers(seed), directory / "spk_dict.pt")
     words.save(TOKENIZER, directory)
     (directory / "preprocessor_config.json").write_text(json.dumps(PREPROCESSOR))
-    return directory

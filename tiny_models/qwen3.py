@@ -224,16 +224,27 @@ def build(
         for name, parameter in model.talker.named_parameters():
             if ".experts." in name:  # transformers leaves these uninitialised
                 torch.nn.init.normal_(parameter, std=0.3)
-        model.thinker.lm_head.weight[token(tokenizer.IM_END)] *= text_eos
-        model.talker.codec_head.weight[CODEBOOK + 2] *= codec_eos
+    scale_ends(model, text_eos, codec_eos)
+    return model  # type: ignore[no-any-return]
+
+
+@torch.no_grad()
+def scale_ends(model: Any, text_eos: float, codec_eos: float) -> None:
+    """Name the end of an answer, and scale its rows in the two heads; with 0 it is never the most likely."""
+    model.thinker.lm_head.weight[token(tokenizer.IM_END)] *= text_eos
+    model.talker.codec_head.weight[CODEBOOK + 2] *= codec_eos
     model.generation_config.eos_token_id = token(tokenizer.IM_END)
     model.generation_config.pad_token_id = token(tokenizer.PAD)
-    return model  # type: ignore[no-any-return]
 
 
 def save(directory: Path, seed: int = 25, **options: Any) -> Path:
     """The same as a checkpoint directory, with all that a processor is loaded from. options: see ``build``."""
     build(seed, **options).save_pretrained(directory)
+    save_processor(directory)
+    return directory
+
+
+def save_processor(directory: Path) -> None:
+    """Save what belongs to a checkpoint beside its weights."""
     tokenizer.save(TOKENIZER, directory)
     (directory / "preprocessor_config.json").write_text(json.dumps(PREPROCESSOR))
-    return directory

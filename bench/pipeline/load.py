@@ -173,4 +173,5 @@ def running(stage: Callable[[Any, Any], None], ends: Iterable[tuple[Any, Any]]) 
     finally:
         for process in processes:
             process.kill()
+        for process in processes:
             process.join()

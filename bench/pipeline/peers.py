@@ -83,9 +83,9 @@ class ZmqMsgpack:
                     answers.pop(answer[0]).set_result(answer)
 
             async def ask(number: int) -> Message:
-                answers[number] = asyncio.get_running_loop().create_future()
+                answer = answers[number] = asyncio.get_running_loop().create_future()
                 await out.send(msgspec.msgpack.encode((number, meter.payload)))
-                return await answers[number]
+                return await answer  # it may have come while the request was being sent
 
             receiving = asyncio.create_task(receive())
             await _load(meter, ask)

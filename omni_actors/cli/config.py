@@ -5,8 +5,9 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import click
 import msgspec
@@ -15,6 +16,7 @@ from rich import filesize
 from omni_actors import config as configuration
 from omni_actors.command_line import BadConfig, click_errors, override_option
 from omni_actors.config import Explained, Pipeline
+from omni_actors.config.devices import stage_layout
 from omni_actors.errors import ConfigError
 from omni_actors.stages import assets, memory
 from omni_actors.system import machine
@@ -48,20 +50,38 @@ def explain(config: str, show_all: bool, as_json: bool, assignments: tuple[str, 
         overrides = configuration.parse_overrides(assignments)
         rows = configuration.explain(config, overrides)
         pipeline = configuration.load(config, overrides)
-    needs = _memory(pipeline)
+    needs = _layout(pipeline) + _memory(pipeline)
     if as_json:
         click.echo(msgspec.json.encode(rows + needs).decode())
     else:
         shown = [row for row in rows if show_all or row.origin != "default"]
         lines = [(row.path, msgspec.json.encode(row.value).decode(), _relative(row.origin)) for row in shown]
-        lines += [
-            (row.path, "unknown" if row.value is None else filesize.decimal(row.value), row.origin) for row in needs
-        ]
+        lines += [(row.path, _words(row.value), row.origin) for row in needs]
         width = max(len(path) for path, _, _ in lines)
         for path, value, origin in lines:
             click.echo(f"{path:{width}}  {value:32}  {origin}")
     if problems := [*machine.problems(pipeline), *_device_problems(pipeline), *_engine_problems(pipeline)]:
         raise BadConfig("\n".join(map(str, problems)))
+
+
+def _words(value: Any) -> str:
+    """Return bytes, or the names of devices, for people."""
+    return "unknown" if value is None else filesize.decimal(value) if isinstance(value, int) else ", ".join(value)
+
+
+def _layout(pipeline: Pipeline) -> list[Explained]:
+    """Return the devices of each worker that has some."""
+    return [
+        Explained(f"stages.{name}.workers.{number}.devices", _labels(worker), "the layout of the stage's devices")
+        for name, stage in pipeline.stages.items()
+        for number, worker in enumerate(stage_layout(stage, stage.workers, visible=None))
+        if worker
+    ]
+
+
+def _labels(devices: Iterable[str]) -> list[str]:
+    """Return devices as torch names them, where they are places among the visible ones."""
+    return [f"cuda:{device}" if device.isdigit() else device for device in devices]
 
 
 def _memory(pipeline: Pipeline) -> list[Explained]:
@@ -81,29 +101,36 @@ def _memory(pipeline: Pipeline) -> list[Explained]:
             rows.append(Explained(f"stages.{name}.memory.weights", need.weights, stage.model))
             if need.cache is not None:
                 rows.append(Explained(f"stages.{name}.memory.cache", need.cache, "at full use"))
-            used = stage.workers * (need.weights + (need.cache or 0))
-            totals[stage.device] = totals.get(stage.device, 0) + used
+            used = need.weights + (need.cache or 0)
+            for worker in stage_layout(stage, stage.workers, visible=None):
+                for device in _labels(worker) or [stage.device]:
+                    totals[device] = totals.get(device, 0) + used // stage.devices_per_replica
     origin = "total of all workers" + (f", without {', '.join(uncounted)}" if uncounted else "")
     return rows + [Explained(f"memory.{device}", total, origin) for device, total in totals.items()]
 
 
 def _device_problems(pipeline: Pipeline) -> Iterator[ConfigError]:
     """Yield an error for each stage whose device this machine lacks."""
-    others = {name: stage.device for name, stage in pipeline.stages.items() if stage.device != "cpu"}
+    others = {name: stage for name, stage in pipeline.stages.items() if stage.device != "cpu"}
     if not others or importlib.util.find_spec("torch") is None:
         return
     import torch  # takes seconds: only here, and only for a pipeline that names a device
 
-    for name, device in others.items():
+    for name, stage in others.items():
         try:
-            wanted = torch.device(device)
+            torch.device(stage.device)
         except RuntimeError:
-            yield ConfigError(pipeline.file, f"stages.{name}.device", device, 'a device such as "cpu" or "cuda:0"')
+            yield ConfigError(
+                pipeline.file, f"stages.{name}.device", stage.device, 'a device such as "cpu" or "cuda:0"'
+            )
             continue
         present = torch.cuda.device_count()
-        if wanted.type == "cuda" and (wanted.index or 0) >= present:
+        places = [device for worker in stage_layout(stage, stage.workers, visible=None) for device in worker]
+        if any(place.isdigit() and int(place) >= present for place in places):
+            path, found = ("devices", list(stage.devices)) if stage.devices else ("device", stage.device)
             accepted = f"a device of this machine, which has {present} CUDA device{'s' * (present != 1)}"
-            yield ConfigError(pipeline.file, f"stages.{name}.device", device, accepted)
+            accepted += f"; its {stage.workers} workers take {', '.join(_labels(places))}" * (len(places) > 1)
+            yield ConfigError(pipeline.file, f"stages.{name}.{path}", found, accepted)
 
 
 def _engine_problems(pipeline: Pipeline) -> Iterator[ConfigError]:

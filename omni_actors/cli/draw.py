@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import tempfile
 from collections import Counter
 from functools import partial
 from importlib.util import find_spec
@@ -72,10 +73,7 @@ def draw(
     **params: Any,
 ) -> None:
     """Draw a picture of PROMPT, and write it to a file. On a terminal with true colours, watch it emerge."""
-    if not output.absolute().parent.is_dir():
-        raise click.BadParameter(f"there is no directory {output.parent}", param_hint="--output")
-    if output.suffix.lower() not in PICTURE_SUFFIXES:
-        raise click.BadParameter(f"{output}: accepted are {', '.join(PICTURE_SUFFIXES)}", param_hint="--output")
+    _require_writable(output, n)
     if find_spec("PIL") is None:
         raise BadConfig("pictures cannot be written: Pillow is not installed; omni-actors[image] has it")
     with click_errors():
@@ -84,8 +82,31 @@ def draw(
         params["seed"] = random.getrandbits(31)  # so that the report names it
     if params["previews"] is None and _takes(pipeline, "previews") and notes.is_terminal:
         params["previews"] = PREVIEWS
+    if _takes(pipeline, "progress") and notes.is_terminal:
+        params["progress"] = 1
     arguments = {**params, "n": n, "image": list(images) or None}
     run(partial(_draw, pipeline, prompt, output=output, arguments=arguments), verbose=verbose)
+
+
+def _require_writable(output: Path, count: int) -> None:
+    """Raise click.BadParameter unless the files of ``count`` requests can be written."""
+    if output.suffix.lower() not in PICTURE_SUFFIXES:
+        found = f"the suffix {output.suffix!r}" if output.suffix else "no suffix"
+        accepted = f"{output} has {found}; accepted are {', '.join(PICTURE_SUFFIXES)}"
+        raise click.BadParameter(accepted, param_hint="--output")
+    path = output.absolute().parent
+    if not path.is_dir():
+        raise click.BadParameter(f"there is no directory {output.parent}", param_hint="--output")
+    try:
+        with tempfile.TemporaryFile(dir=path):
+            pass
+        for number in range(1, count + 1):
+            path = _numbered(output, number, 1, count)
+            if path.exists():
+                path.open("ab").close()
+    except OSError as error:
+        message = f"{path} cannot be written: {error.strerror}"
+        raise click.BadParameter(message, param_hint="--output") from error
 
 
 def _takes(pipeline: configuration.Pipeline, name: str) -> bool:
@@ -99,8 +120,11 @@ async def _draw(pipeline: configuration.Pipeline, prompt: str, *, output: Path, 
     finished: Counter[int] = Counter()
     async with OmniSystem.open(pipeline, wait_ready=False) as omni:
         await wait_ready(omni)
+        pictures = omni.generate(prompt, modalities=("image",), **arguments)
+        for member in pictures.members:
+            member.stream.relay(whole=False)  # the frames of a video are made faster than files are written
         with _Display(count) as display:
-            async for each in omni.generate(prompt, modalities=("image",), **arguments):
+            async for each in pictures:
                 if not finished[each.index]:  # of a video, the first frame is shown
                     display.show(each)
                 if isinstance(each.delta, Picture) and each.delta.final:
@@ -110,6 +134,8 @@ async def _draw(pipeline: configuration.Pipeline, prompt: str, *, output: Path, 
                     notes.print(f"{path}: {each.delta.width} × {each.delta.height}")
                 if each.metrics is not None:
                     notes.print(_facts(each.metrics, seed_of(seed, each.index)), style="dim")
+                stream = pictures.members[each.index].stream
+                stream.delivered(stream.undelivered_bytes)
         display.show_finished()
     if not finished:
         raise click.ClickException("the answer has no picture")

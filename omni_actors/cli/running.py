@@ -59,13 +59,13 @@ async def _cancel_on_signal(signals: AsyncIterator[int], scope: trio.CancelScope
 async def wait_ready(omni: OmniSystem, *, quiet: bool = False) -> None:
     """Wait until every stage has loaded. On a terminal, show what each stage is doing.
 
-    quiet: report nothing. Raises StageFailed.
+    quiet: report nothing. Raises StageFailed, StartTimedOut.
     """
     began = time.monotonic()
     with notes.status("starting") as status:
         if quiet:
             status.stop()
-        while not omni.health().ready and omni.dead_error is None:
+        while not omni.health().ready and omni.dead_error is None and omni.start_error is None:
             stages = omni.health().stages
             status.update("   ".join(f"[bold]{name}[/] {r.note}" for name, each in stages.items() for r in each))
             await omni.wait_changed()

@@ -17,11 +17,22 @@ import yaml
 
 from omni_actors.config.checks import pipeline_from
 from omni_actors.config.document import DEFAULT, Assignments, Document, leaves, problem_of
-from omni_actors.config.schema import Limits, Pipeline, Restart, Stage
+from omni_actors.config.schema import Limits, Pipeline, Restart, RoutingPolicy, Stage
 from omni_actors.config.sources import config_names, read
 from omni_actors.errors import ConfigError
 
-__all__ = ["Explained", "Limits", "Pipeline", "Restart", "Stage", "config_names", "explain", "load", "parse_overrides"]
+__all__ = [
+    "Explained",
+    "Limits",
+    "Pipeline",
+    "Restart",
+    "RoutingPolicy",
+    "Stage",
+    "config_names",
+    "explain",
+    "load",
+    "parse_overrides",
+]
 
 
 class Explained(msgspec.Struct, frozen=True):

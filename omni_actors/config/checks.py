@@ -14,6 +14,7 @@ from typing import Any, get_args
 
 import msgspec
 
+from omni_actors.config.devices import VISIBLE, DeviceLayoutError, check_length, configured_devices, stage_layout
 from omni_actors.config.document import Document, one_of
 from omni_actors.config.schema import NAME_PATTERN, Pipeline, Sections, Stage
 from omni_actors.protocol.messages import CLIENT
@@ -40,6 +41,7 @@ def pipeline_from(document: Document) -> Pipeline:
     _check_outputs(pipeline, document)
     for stage in pipeline.stages:
         _check_engine(pipeline, stage, document)
+        _check_devices(pipeline.stages[stage], f"stages.{stage}", document)
     return pipeline
 
 
@@ -97,6 +99,26 @@ def _check_engine(pipeline: Pipeline, name: str, document: Document) -> None:
         _convert(stage.options, spec.options, f"{path}.options", document)
     if spec.params is not None:
         _convert(stage.defaults, spec.params, f"{path}.defaults", document)
+
+
+def _check_devices(stage: Stage, path: str, document: Document) -> None:
+    """Check what does not depend on this machine: which devices are visible is looked up when a system is opened."""
+    given = "devices" if stage.devices else "device"
+    if stage.devices and stage.device != "cuda":
+        accepted = f"no devices, unless the stage has device: cuda (it has {stage.device!r})"
+        raise document.error(f"{path}.devices", list(stage.devices), accepted)
+    if stage.devices_per_replica > 1 and not configured_devices(stage):
+        raise document.error(f"{path}.devices_per_replica", stage.devices_per_replica, "1, for any device but CUDA's")
+    if configured_devices(stage) and VISIBLE in stage.env:
+        raise document.error(f"{path}.env.{VISIBLE}", stage.env[VISIBLE], "devices, from which the runtime sets it")
+    if len(msgspec.msgpack.encode(stage.env)) > OPTIONS_BYTES:
+        raise document.error(f"{path}.env", "more", f"variables of at most {OPTIONS_BYTES} bytes")
+    try:
+        check_length(stage)
+        stage_layout(stage, stage.workers, visible=None)
+    except DeviceLayoutError as error:
+        found = list(stage.devices) or stage.device
+        raise document.error(f"{path}.{given}", found, f"{error.accepted}; {error.reason}") from error
 
 
 def _convert(value: Any, schema: type[Any], path: str, document: Document) -> Any:

@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 
+from omni_actors.config.devices import VISIBLE, visible_devices
 from omni_actors.config.document import Document
 from omni_actors.errors import ConfigError
 from omni_actors.stages import assets
@@ -39,6 +40,8 @@ WHISPER, CAUSAL_LM = "WhisperForConditionalGeneration", "ForCausalLM"
 KNOWN = (*OMNI, WHISPER, f"any name that ends in {CAUSAL_LM}")
 CONTEXT = 2048
 """The default context of the ``llm`` engine, in tokens."""
+VIDEO_LIMITS = {"output_bytes": 1 << 29, "unread_bytes": 1 << 30}
+"""The limits of a class of diffusers. A video of 81 frames of 832 × 480 has 97 MB, and its frames come all at once."""
 MACHINE = "this machine"
 """Origin of a value that follows from the devices of this machine."""
 
@@ -112,7 +115,9 @@ def shipped_pipeline(model: Model) -> str | None:
 def single_stage(model: Model) -> Document:
     """Return the pipeline of a Whisper, of a causal language model, or of a class of diffusers. Raises ConfigError."""
     stage: dict[str, Any]
+    limits: dict[str, int] = {}
     if model.is_of_diffusers:
+        limits = VIDEO_LIMITS
         stage = {"engine": "diffusers", "accepts": ["messages", "image"], "emits": "image", "device": "cuda:0"}
         stage["options"] = {"dtype": "bfloat16"}
     elif model.is_whisper:
@@ -125,7 +130,7 @@ def single_stage(model: Model) -> Document:
             options["context"] = positions
         stage = {"engine": "llm", "accepts": ["messages"], "emits": "text", "device": "cuda:0", "options": options}
     stages = {stage["engine"]: {**stage, "model": model.location}}
-    return Document.made({"name": model.name, "stages": stages}, str(model.file))
+    return Document.made({"name": model.name, "stages": stages, "limits": limits}, str(model.file))
 
 
 def adapt(document: Document, model: Model) -> Document:
@@ -142,11 +147,16 @@ def adapt(document: Document, model: Model) -> Document:
 
 def cuda_devices() -> int:
     """Return the number of CUDA devices that processes of this machine see, without loading a library."""
-    present = sum(1 for _ in Path("/dev").glob("nvidia[0-9]*"))
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is None:
-        return present
-    return min(present, len([each for each in visible.split(",") if each.strip() not in ("", "-1")]))
+    return min(_present(), len(visible_here() or ()))
+
+
+def visible_here() -> tuple[str, ...] | None:
+    """Return the names of the CUDA devices that this process sees; None: unknown."""
+    return visible_devices(os.environ.get(VISIBLE), _present())
+
+
+def _present() -> int:
+    return sum(1 for _ in Path("/dev").glob("nvidia[0-9]*"))
 
 
 def _model(name: str, location: str, directory: Path) -> Model:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
 from msgspec import Meta
@@ -15,6 +15,11 @@ NAME_PATTERN = r"^[a-z][a-z0-9_]*$"
 Positive = Annotated[int, Meta(ge=1)]
 PositiveFloat = Annotated[float, Meta(gt=0)]
 Name = Annotated[str, Meta(pattern=NAME_PATTERN)]
+EnvironmentName = Annotated[str, Meta(pattern="^[A-Za-z_][A-Za-z0-9_]*$")]
+EnvironmentValue = Annotated[str, Meta(pattern=r"^[^\x00]*$")]
+
+
+RoutingPolicy: TypeAlias = Literal["least_outstanding", "round_robin", "prefix"]
 
 
 class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -92,8 +97,17 @@ class Stage(Section, frozen=True, kw_only=True):
     """Stages whose output the stage receives."""
     emits: Name | None = None
     """The modality of the stage's output to the client. Without it the client receives nothing of this stage."""
-    replicas: Positive = 1
-    """Workers that run this stage."""
+    replicas: Annotated[int, Meta(ge=0)] = 1
+    """Workers that run this stage at first; ``OmniSystem.scale`` changes their number. With 0, requests for the stage
+    wait until it has a worker, or their deadline passes."""
+    scale_from_zero: bool = False
+    """Whether a request that waits for the stage while it has no replicas starts one."""
+    routing: RoutingPolicy = "least_outstanding"
+    """The replica that a request is given: the one with the fewest requests, each in turn, or the one that was given
+    the longest common prefix of the prompt (else the one with the fewest requests)."""
+    drain_s: Annotated[float, Meta(ge=0)] = 60.0
+    """Seconds that a replica's requests may run on when the stage is scaled down. Those that are left resume at another
+    replica."""
     standby: Annotated[int, Meta(ge=0)] = 0
     """Further workers that are loaded and get no request while all replicas serve. When one of those dies, a standby
     takes over its requests at once, and the restarted worker becomes the standby."""
@@ -103,7 +117,17 @@ class Stage(Section, frozen=True, kw_only=True):
     """Priority of the engine's threads, as ``nice(1)`` counts. Above 0, the engine also delays its steps, by up to a
     second at a time, while a worker with a lower value computes the first output of a request."""
     device: str = "cpu"
-    """Device of the model, as torch names it: "cpu", "cuda:0"."""
+    """Device of the model, as torch names it: "cpu", "cuda:0". "cuda:1" is the first device of the first worker; each
+    further worker takes the devices behind those of the one before."""
+    devices: tuple[Annotated[int, Meta(ge=0)] | Annotated[str, Meta(pattern="^(GPU|MIG)-")], ...] = ()
+    """With ``device: cuda``, the devices of one worker, to be shifted for the others, or those of all workers: places
+    among the visible devices, or names as in CUDA_VISIBLE_DEVICES (rules: ``config/devices.py``)."""
+    devices_per_replica: Positive = 1
+    """Devices that each worker spans."""
+    share_devices: bool = False
+    """Whether workers of this stage may load onto one device."""
+    env: dict[EnvironmentName, EnvironmentValue] = {}
+    """Environment variables of the stage's workers, over those of the parent. What the runtime sets itself wins."""
     options: dict[str, Any] = {}
     """Options of the engine."""
     defaults: dict[str, Any] = {}
@@ -118,6 +142,8 @@ class Stage(Section, frozen=True, kw_only=True):
     """Capacity of each ring that carries the stage's output, in bytes. A larger chunk passes through it in pieces."""
     load_timeout_s: PositiveFloat = 600.0
     """Seconds from spawning a worker until it must be ready. The supervisor kills one that takes longer."""
+    device_lock_timeout_s: PositiveFloat = 600.0
+    """Seconds that a worker waits, before it is spawned, for other workers to have loaded onto its devices."""
     step_timeout_s: PositiveFloat = 30.0
     """Seconds that one turn of the engine loop may take: receiving what arrived, and one step. The supervisor kills a
     worker that takes longer."""
@@ -127,8 +153,12 @@ class Stage(Section, frozen=True, kw_only=True):
 
     @property
     def workers(self) -> int:
-        """The number of workers of this stage, standbys included."""
-        return self.replicas + self.standby
+        """The number of workers of this stage at first, standbys included."""
+        return self.workers_for(self.replicas)
+
+    def workers_for(self, replicas: int) -> int:
+        """Return the number of workers for so many replicas. A stage without replicas has no standbys either."""
+        return replicas + self.standby if replicas else 0
 
 
 class Sections(Section, frozen=True, kw_only=True):
@@ -144,9 +174,15 @@ class Sections(Section, frozen=True, kw_only=True):
     async_chunk: bool = True
     """Whether chunks pass from stage to stage as they are made. If not, each stage's engine gets the input of a request
     when it is complete."""
+    start_timeout_s: PositiveFloat | None = None
+    """Seconds from opening the system until every replica must be ready for the first time (``StartTimedOut``). Null
+    means no bound but those of the stages."""
     cpu_sharing: bool | None = None
     """Whether the workers and the parent share the machine's cores by rules ("Cores" in ``docs/architecture.md``). Null
     means: if a stage computes on the CPU."""
+    pin_rings: bool = True
+    """Whether workers on CUDA devices page-lock their rings, so that copies between device and ring are DMA. Where that
+    fails, they log it and go on without."""
 
 
 class Pipeline(Sections, frozen=True, kw_only=True):
@@ -159,7 +195,9 @@ class Pipeline(Sections, frozen=True, kw_only=True):
         limits: Bounds of the running system.
         modalities: Modalities of a request that names none.
         async_chunk: Whether chunks pass from stage to stage as they are made.
+        start_timeout_s: Seconds in which every replica must be ready for the first time; None: no bound.
         cpu_sharing: Whether the workers share the machine's cores by rules; None: if a stage computes on the CPU.
+        pin_rings: Whether workers on CUDA devices page-lock their rings.
         file: Where the pipeline was read from, for error messages. It is not part of the document.
 
     >>> echo = Stage(engine="echo", accepts=("messages",), emits="text")
@@ -172,7 +210,8 @@ class Pipeline(Sections, frozen=True, kw_only=True):
     def threads(self, stage: str) -> int:
         """Return the number of native threads of one worker of ``stage``."""
         workers = sum(each.replicas for each in self.stages.values())
-        return self.stages[stage].threads or max(1, _cores() // workers)  # a standby computes in place of a replica
+        # A standby computes in place of a replica. Replicas that are added later have as many threads.
+        return self.stages[stage].threads or max(1, _cores() // max(1, workers))
 
     @property
     def shares_cores(self) -> bool:

@@ -58,7 +58,9 @@ class Dispatcher:
         self.held = False
         """Whether requests that were never dispatched wait, because generation is paused."""
         self._ends = trio.lowlevel.ParkingLot()
-        """Woken when a request ends."""
+        """Woken when a request ends, and when a worker dies that held one."""
+        self.unplaced = trio.lowlevel.ParkingLot()
+        """Woken when a request waits for a replica."""
         self.newest = 0
         """The highest request number given out so far."""
         self._loads = collections.Counter[Address]()
@@ -76,6 +78,11 @@ class Dispatcher:
     async def wait_ended(self, stages: Collection[str] | None = None, *, queued: bool = False) -> None:
         """Wait until no request uses one of ``stages``, as ``using`` counts."""
         while self.using(stages, queued=queued):
+            await self._ends.park()
+
+    async def wait_unused(self, address: Address) -> None:
+        """Wait until a replica holds no request."""
+        while self._loads[address]:
             await self._ends.park()
 
     @property
@@ -109,8 +116,12 @@ class Dispatcher:
         stages = request.replay_state.waiting
         if self.holds_back(request):
             return
-        if stages and request not in self.trials.group_of and (placement := self.placement.place(stages)) is not None:
+        if not stages or request in self.trials.group_of:
+            return
+        if (placement := self.placement.place(stages, request.affinity)) is not None:
             self.dispatch(request, placement)
+        else:
+            self.unplaced.unpark_all()
 
     def dispatch(self, request: Request, placement: Mapping[str, Address]) -> None:
         """Start a waiting request in all its waiting stages. placement: a replica for each of these."""
@@ -240,6 +251,7 @@ class Dispatcher:
         """Record that the worker that held a request died. What it sent may contradict the answers so far."""
         request.replay_state.lost(address.stage)
         self._loads[address] -= 1
+        self._ends.unpark_all()
         request.resumption.forget(address.stage)
         if request.resumption.stages:
             self._ask_downstream(request)

@@ -25,7 +25,7 @@ def encode_piece(piece: Input, *, request: int, source: str, seq: int, last: boo
     """Return the chunk that carries a piece of input. Raises InvalidRequest if it cannot be encoded."""
     try:
         header = chunks.ChunkHeader(request=request, source=source, seq=seq, last=last, data=dict(piece.data))
-        return chunks.encode(header, piece.tensors)
+        return chunks.on_host(chunks.encode(header, piece.tensors))
     except Exception as error:
         raise InvalidRequest(f"the input cannot be encoded: {error}") from error
 

@@ -32,6 +32,7 @@ from omni_actors.orchestrator.inputs import InputMover, encode_params
 from omni_actors.orchestrator.lifecycle import Event
 from omni_actors.orchestrator.pieces import Inputs, Piece
 from omni_actors.orchestrator.placement import Placement
+from omni_actors.orchestrator.pools import Pools
 from omni_actors.orchestrator.readers import Readers
 from omni_actors.orchestrator.replay_execution import ReplayExecution
 from omni_actors.orchestrator.replay_state import StageEvent
@@ -97,6 +98,7 @@ class Orchestrator:
         self.closures, self.wait_ended, self.using = Closures(), dispatcher.wait_ended, dispatcher.using
         self.failed_stages: Mapping[str, errors.StageFailed] = self._replays.failed_stages
         """Stages without a replica left, in the order in which they were given up."""
+        self.pools = Pools(dispatcher, self._suspects, self._replays.failed_stages)
         self._names = map("req-{}".format, itertools.count(1))
         self._open: dict[str, Request] = {}
         """The requests that are not closed, by name; the oldest first."""
@@ -131,6 +133,7 @@ class Orchestrator:
         priority: int = 0,
         waited_s: float = 0.0,
         work: float = 1.0,
+        session: str | None = None,
     ) -> OutputStream:
         """Admit a request and return the stream of its outputs. Does not wait.
 
@@ -143,6 +146,7 @@ class Orchestrator:
         priority: a lower number is dispatched first, and in a full system takes the place of a higher one that waits.
         waited_s: seconds that the request waited before this call; its order and its metrics count them.
         work: how much the request is to do, compared with others on its route.
+        session: requests with the same one prefer the same replicas.
 
         Raises InvalidRequest (parameters, a name in use), Overloaded, Quarantined, StageAsleep, StageUnavailable, and
         SystemClosed unless ``run`` is running.
@@ -161,19 +165,20 @@ class Orchestrator:
             arrived=now - waited_s,
             priority=priority,
             work=work,
+            session=session,
             on_failure=on_failure if self._limits.replays else "fail",
             expires=trio.current_time() + deadline_s,
         )
         self._suspects.require_admissible(request)
         if self.in_flight >= self._limits.max_requests and not (self.readers.make_room() or self._displace(request)):
             raise self._overloaded()
-        self._nursery.start_soon(self._attend, request)
-        for kind in request.input.segments:
-            self._nursery.start_soon(self._inputs.read, request, kind)
-        self._admit(request)
+        self._admit(request, self._nursery)
         return OutputStream(request, self.readers, self.abort)
 
-    def _admit(self, request: Request) -> None:
+    def _admit(self, request: Request, nursery: trio.Nursery) -> None:
+        nursery.start_soon(self._attend, request)
+        for kind in request.input.segments:
+            nursery.start_soon(self._inputs.read, request, kind)
         request.lifetime.deadline = request.expires
         self._open[request.name] = request
         self.readers.admit(request)
@@ -215,11 +220,7 @@ class Orchestrator:
     @property
     def retry_after_s(self) -> float:
         """An estimate of the seconds until a place is free."""
-        return self._retry_after.retry_after_s(self._open.values(), time.monotonic())
-
-    def is_standby(self, replica: Replica) -> bool:
-        """Return whether a replica is ready and gets no requests because others serve its stage."""
-        return self._placement.is_standby(replica)
+        return self._retry_after.retry_after_s(self._open.values(), time.monotonic(), self._placement.next_ends_s())
 
     def load(self, address: messages.Address) -> int:
         """Return the number of requests placed on a replica."""
@@ -247,10 +248,6 @@ class Orchestrator:
         if not held:
             self._suspects.advance()
             self._dispatcher.dispatch_waiting()
-
-    def serves(self, stage: str) -> bool:
-        """Return whether a replica of a stage is ready."""
-        return bool(self._placement.serving(stage))
 
     @trio.lowlevel.enable_ki_protection
     def abort(self, request: Request) -> None:

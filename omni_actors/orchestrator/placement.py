@@ -1,11 +1,11 @@
 """Chooses the replica of each stage that a request is placed on.
 
 Rules
-1. A replica is given requests while it is ready, unless it is reserved for a trial of suspects or is a standby.
-2. Standbys are the ready replicas beyond the stage's ``replicas``: those that became ready last. So when a replica dies
+1. A replica is given requests while it is ready, unless it is reserved for a trial of suspects, is a standby, or is
+   being removed.
+2. Standbys are the ready replicas beyond the number that is wanted: those that became ready last. When a replica dies
    or is reserved, a standby takes over in the same turn of the event loop, and the restarted one becomes a standby.
-3. Of several replicas the least loaded one is chosen; congested ones, which do not keep up with their control
-   messages, come last.
+3. ``routing`` chooses among several replicas.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 
 import trio
 
+from omni_actors.orchestrator.routing import Affinity, Candidate, StageRouting
 from omni_actors.protocol.messages import Address
+from omni_actors.stages.base import NEXT_END
 from omni_actors.supervisor.replica import Replica, ReplicaState
 
 
@@ -30,12 +32,30 @@ class Placement:
         self._load, self._reserved = load, reserved
         self.replicas: dict[Address, Replica] = {}
         self._of_stage = collections.defaultdict[str, list[Replica]](list)
+        self._routing: dict[str, StageRouting] = {}
+        self.wanted = collections.Counter[str]()
+        """How many replicas each stage is to have, standbys aside."""
 
     def use(self, replicas: Mapping[Address, Replica]) -> None:
         """Place requests on these replicas from now on. Called once, when the pipeline starts."""
-        self.replicas.update(replicas)
         for address, replica in replicas.items():
-            self._of_stage[address.stage].append(replica)
+            self.wanted[address.stage] = replica.stage.replicas
+            self.add(replica)
+
+    def add(self, replica: Replica) -> None:
+        """Place requests on this replica, too, from now on."""
+        self.replicas[replica.address] = replica
+        self._of_stage[replica.address.stage].append(replica)
+        self._routing.setdefault(replica.address.stage, StageRouting(replica.stage.routing))
+
+    def remove(self, replica: Replica) -> None:
+        """Forget a replica, which holds no request."""
+        del self.replicas[replica.address]
+        self._of_stage[replica.address.stage].remove(replica)
+
+    def of(self, stage: str) -> list[Replica]:
+        """Return all replicas of a stage."""
+        return list(self._of_stage[stage])
 
     def serving(self, stage: str) -> list[Replica]:
         """Return the ready replicas of a stage, reserved ones and standbys included."""
@@ -45,7 +65,7 @@ class Placement:
         free = [each for each in self.serving(stage) if each.address not in self._reserved]
         if len(free) > 1:
             free.sort(key=lambda each: each.incarnation.ready_at)
-        return free[: free[0].stage.replicas] if free else []
+        return free[: self.wanted[stage]]
 
     def is_standby(self, replica: Replica) -> bool:
         """Return whether a replica is ready and gets no requests because others serve its stage."""
@@ -64,25 +84,31 @@ class Placement:
                 return stage
         return None
 
-    def place(self, stages: Iterable[str], trial: Address | None = None) -> dict[str, Address] | None:
+    def place(
+        self, stages: Iterable[str], affinity: Affinity, trial: Address | None = None
+    ) -> dict[str, Address] | None:
         """Choose one replica of each stage. Returns None if a stage has no free replica.
 
+        affinity: what relates the request to earlier ones.
         trial: the replica to choose for its stage.
         """
-        placement: dict[str, Address] = {}
-        for stage in stages:
-            if trial is not None and stage == trial.stage:
-                placement[stage] = trial
-                continue
-            free = self._free(stage)
-            if not free:
-                return None
-            placement[stage] = min(free, key=lambda each: (each.congested, self._load(each.address))).address
-        return placement
+        free = {stage: self._free(stage) for stage in stages if trial is None or stage != trial.stage}
+        if not all(free.values()):
+            return None
+        return {
+            stage: trial
+            if trial is not None and stage == trial.stage
+            else self._routing[stage].choose([self._candidate(each) for each in free[stage]], affinity)
+            for stage in stages
+        }
+
+    def _candidate(self, replica: Replica) -> Candidate:
+        return Candidate(replica.address, replica.generation, self._load(replica.address), replica.congested)
 
     def has_failed(self, stage: str) -> bool:
-        """Whether all replicas of a stage were given up."""
-        return all(each.state is ReplicaState.FAILED for each in self._of_stage[stage])
+        """Whether a stage has replicas, and all of them were given up."""
+        replicas = self._of_stage[stage]
+        return bool(replicas) and all(each.state is ReplicaState.FAILED for each in replicas)
 
     def back_in_s(self, stage: str) -> float | None:
         """Return the seconds until a failed stage may serve again, or None if no replica is tried again.
@@ -92,3 +118,13 @@ class Placement:
         now = trio.current_time()
         tries = [(each.retry_at, each.load_s or 0.0) for each in self._of_stage[stage]]
         return min((max(0.0, at - now) + load_s for at, load_s in tries if at is not None), default=None)
+
+    def next_ends_s(self) -> dict[str, float]:
+        """Return the stages whose engines measure when the next of their requests ends, and the seconds until then."""
+        now, found = trio.current_time(), dict[str, float]()
+        for address, replica in self.replicas.items():
+            seconds = replica.gauges.get(NEXT_END)
+            left = 0.0 if seconds is None else replica.incarnation.last_pong_at + seconds - now
+            if left > 0:  # otherwise it has ended since the measurement
+                found[address.stage] = min(left, found.get(address.stage, left))
+        return found

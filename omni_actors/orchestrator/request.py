@@ -22,6 +22,7 @@ from omni_actors.orchestrator.replay_state import Phase, ReplayState
 from omni_actors.orchestrator.request_input import RequestInput
 from omni_actors.orchestrator.resumption import Resumption
 from omni_actors.orchestrator.routes import Route
+from omni_actors.orchestrator.routing import Affinity
 from omni_actors.orchestrator.unread import Account
 from omni_actors.protocol.chunks import ChunkSequence
 from omni_actors.protocol.messages import StageStats
@@ -105,6 +106,8 @@ class Request:
     submitted: float
     """CLOCK_MONOTONIC, comparable with the times in ``stats``."""
     on_failure: OnFailure = "replay"
+    session: str | None = None
+    """What the caller names the conversation that the request belongs to."""
     priority: int = 0
     """A waiting request with a lower number is dispatched first."""
     work: float = 1.0
@@ -175,6 +178,11 @@ class Request:
     def __post_init__(self, inputs: Inputs) -> None:
         self.input = RequestInput(inputs, self.route.entries)
         self.replay_state = ReplayState(self.route)
+
+    @functools.cached_property
+    def affinity(self) -> Affinity:
+        """What relates the request to earlier ones, for the choice of its replicas."""
+        return Affinity(self.session, lambda: self.input.fixed)
 
     @functools.cached_property
     def fingerprint(self) -> str:

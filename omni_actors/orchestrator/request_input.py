@@ -14,7 +14,6 @@ Rules
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -62,7 +61,7 @@ class RequestInput:
         """The pieces that are there from the beginning, by kind; empty when they are not needed any more."""
         self._log = [(kind, piece, 0) for kind in sorted(self.fixed) for piece in self.fixed[kind]]
         """Kind, piece, and the bytes that are retained of it: 0 if the caller has it anyway."""
-        self._counts = Counter(kind for kind, *_ in self._log)
+        self._counts = {kind: len(pieces) for kind, pieces in self.fixed.items()}
         self._dropped = 0
         """The number of pieces that were at the beginning of ``_log`` and are not kept any more."""
         self._arriving = set(self.segments)
@@ -152,7 +151,7 @@ class RequestInput:
         while 0 <= (index := cursor.position - self._dropped) < len(self._log):
             kind, piece, _ = self._log[index]
             if kind in kinds:
-                return piece, not is_live and cursor.sent + 1 == sum(self._counts[each] for each in kinds)
+                return piece, not is_live and cursor.sent + 1 == sum(self._counts.get(each, 0) for each in kinds)
             if kind == _END and is_live:
                 return piece, True
             cursor.position += 1

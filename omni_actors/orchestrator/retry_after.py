@@ -1,9 +1,14 @@
-"""Estimates when a place becomes free: the ``Retry-After`` of a refused request."""
+"""Estimates when a place becomes free: the ``Retry-After`` of a refused request.
+
+Where an engine measures when the next of its requests ends, as a denoiser knows the steps that are left and what one
+costs, that counts. For other requests, the durations of the latest ones do.
+"""
 
 from __future__ import annotations
 
 import collections
-from collections.abc import Collection
+import math
+from collections.abc import Collection, Mapping
 
 from omni_actors.orchestrator.request import Request
 
@@ -28,13 +33,26 @@ class RetryAfterEstimator:
         assert request.finished is not None
         self._ended.append((request.route.stages, request.work, request.finished - request.submitted))
 
-    def retry_after_s(self, in_flight: Collection[Request], now: float) -> float:
+    def retry_after_s(
+        self, in_flight: Collection[Request], now: float, measured: Mapping[str, float] | None = None
+    ) -> float:
         """Return the seconds until a place is expected to be free, from 1 to 60.
 
-        By Little's law, of n requests in flight that take T seconds each on average, one ends every T / n seconds.
-
-        in_flight: the oldest request first. T is at least its age, also if no request has ended for a while.
+        in_flight: the oldest request first.
         now: CLOCK_MONOTONIC.
+        measured: the stages whose engines know when the next of their requests ends, and the seconds until then.
+        """
+        measured = measured or {}
+        others = [request for request in in_flight if not measured.keys() & set(request.route.stages)]
+        seconds = min(measured.values(), default=math.inf)
+        if others or not measured:
+            seconds = min(seconds, self._by_history(others, now))
+        return min(max(SHORTEST_S, seconds), LONGEST_S)
+
+    def _by_history(self, in_flight: Collection[Request], now: float) -> float:
+        """By Little's law, of n requests in flight that take T seconds each on average, one ends every T / n seconds.
+
+        T is at least the age of the oldest, also if no request has ended for a while.
         """
         if not in_flight:
             return SHORTEST_S
@@ -46,4 +64,4 @@ class RetryAfterEstimator:
             request.work * seconds[request.route.stages] / (work[request.route.stages] or 1.0) for request in in_flight
         )
         oldest_s = now - next(iter(in_flight)).submitted
-        return min(max(SHORTEST_S, max(expected_s / len(in_flight), oldest_s) / len(in_flight)), LONGEST_S)
+        return max(expected_s / len(in_flight), oldest_s) / len(in_flight)

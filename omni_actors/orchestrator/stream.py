@@ -34,7 +34,7 @@ class OutputStream:
         self._abort(self.request)
 
     def relay(self, *, whole: bool) -> None:
-        """Declare, before the first piece is read, that this reader relays output to a connection.
+        """Declare, before the first piece is read, that this reader relays output to a connection or a file.
 
         whole: whether it collects the whole answer first (``ReaderKind``).
         """

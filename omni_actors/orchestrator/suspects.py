@@ -215,13 +215,17 @@ class Suspects:
         for address, group in self._trials.running.items():
             for request in group.on_trial:
                 stages = request.replay_state.waiting
-                if stages and group.stage not in stages and (placement := self._placement.place(stages)) is not None:
+                if (
+                    stages
+                    and group.stage not in stages
+                    and (placement := self._placement.place(stages, request.affinity)) is not None
+                ):
                     self._trials.begin(group, address, trio.current_time(), alone=group.is_alone)
                     self._dispatcher.dispatch(request, placement)
 
     def _begin(self, group: Group, address: Address, *, alone: bool) -> None:
         placements = {
-            each: self._placement.place(each.replay_state.waiting, address)
+            each: self._placement.place(each.replay_state.waiting, each.affinity, address)
             for each in group.candidates
             if group.stage in each.replay_state.waiting and not self._dispatcher.holds_back(each)
         }

@@ -12,14 +12,17 @@ from __future__ import annotations
 import zlib
 from array import array
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgspec
 import numpy as np
 
 import ringbuf
 from omni_actors.protocol.messages import Decided, Decisions
-from ringbuf import Tensor
+from ringbuf import Deferred, SendBuffer, Tensor
+
+Encoded: TypeAlias = "list[SendBuffer]"
+"""The buffers that are a chunk, one after the other."""
 
 DIGEST_BYTES = 4096
 """How many bytes of each end of a tensor, and about as many in between, the digest of a chunk covers. A digest of all
@@ -59,9 +62,22 @@ class ReplayDiverged(ChunkCorrupted):
     """A replayed chunk differs from the original; the parts of two answers must not be joined."""
 
 
-def encode(header: ChunkHeader, tensors: Mapping[str, np.ndarray[Any, Any] | Tensor]) -> list[memoryview]:
-    """Return the buffers to gather into a ring. They share the tensors' memory, which must not change until sent."""
+def encode(
+    header: ChunkHeader, tensors: Mapping[str, np.ndarray[Any, Any] | Tensor], *, fetch: bool = False
+) -> Encoded:
+    """Return the buffers to gather into a ring. They share the tensors' memory, which must not change until sent.
+
+    fetch: copy deferred tensors to this process's memory first, for a chunk that is kept, or sent more than once.
+    """
+    for tensor in tensors.values() if fetch else ():
+        if isinstance(tensor, Tensor):
+            tensor.fetch()
     return ringbuf.encode_bundle(msgspec.to_builtins(header, builtin_types=(bytes,)), tensors)
+
+
+def on_host(encoded: Encoded) -> list[memoryview]:
+    """Return the buffers with the deferred ones copied to this process's memory."""
+    return [buffer.to_host() if isinstance(buffer, Deferred) else buffer for buffer in encoded]
 
 
 def decode(data: memoryview) -> tuple[ChunkHeader, dict[str, Tensor]]:

@@ -15,6 +15,8 @@ import msgspec
 
 CLIENT = "client"
 """The stage name of the client: the parent feeds every input edge and reads every output edge under this name."""
+FIRST_VERSION = "0"
+"""The version of the weights that an engine has loaded at its start."""
 
 
 class Address(msgspec.Struct, frozen=True):
@@ -75,6 +77,11 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     nice: int = 0
     """Priority of the engine's threads, from 0 (highest) to 19, as in ``nice(1)``."""
     device: str = "cpu"
+    """The engine's device, as its worker names it: "cuda:0" is the first of ``devices``."""
+    devices: tuple[str, ...] = ()
+    """The devices that the worker sees, as in CUDA_VISIBLE_DEVICES; empty on the CPU."""
+    pin_rings: bool = True
+    """Whether a worker on a CUDA device page-locks its rings."""
     resumable: bool = False
     """Whether the engine names its decisions, which then travel with its chunks (``stages.base``, rule 6)."""
     gathering: Gathering | None = None

@@ -77,7 +77,7 @@ async def serve(
         announce: called with one line when the server listens, and with one when it is ready. None: they are logged.
 
     Raises ConfigError, CannotListen (also if the socket is lost), StageFailed (a stage that cannot load, or see
-    ``exit_on_failed_stage``).
+    ``exit_on_failed_stage``), StartTimedOut.
     Cancellation ends all requests at once, and stops the workers.
     """
     pipeline = configuration.load(config, overrides)
@@ -128,7 +128,7 @@ class _Server:
         """Why the server cannot serve any more."""
 
     async def run(self, sock: socket.socket, media: MediaLoader, *, max_connections: int) -> None:
-        """Serve on a listening socket until stopped. Raises CannotListen, StageFailed."""
+        """Serve on a listening socket until stopped. Raises CannotListen, StageFailed, StartTimedOut."""
         host, port, *_ = sock.getsockname()
         url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         async with trio.open_nursery() as nursery:
@@ -154,8 +154,10 @@ class _Server:
     async def _watch_stages(self, url: str) -> None:
         """Announce when all stages have loaded, and stop the server if it cannot serve."""
         while not self._stop.is_set():
-            if self._system.dead_error is not None and (self._settings.exit_on_failed_stage or not self._has_loaded):
-                self._failure = self._system.dead_error
+            failed, late = self._system.dead_error, self._system.start_error
+            fatal = failed if self._settings.exit_on_failed_stage or not self._has_loaded else None
+            if fatal or (late and not self._has_loaded):
+                self._failure = fatal or late
                 self._stop.set()
                 return
             if not self._has_loaded and self._system.health().ready:

@@ -17,7 +17,7 @@ To add an engine:
 2. ``<name>/options.py`` declares the engine's options and request parameters as msgspec structs. It imports no model
    library. Give every number two bounds (see ``bounds``).
 3. ``<name>/engine.py`` implements ``base.StageEngine``, which shows a small example. A base class
-   in ``engine`` can keep the records of its requests. Add a case to tests/support/engine_cases.py.
+   in ``engine`` can keep the records of its requests. Add a case to tests/support/engine_cases/.
 4. Add one row to ``registry.ENGINES``.
 
 An engine outside this package needs no row: a configuration names it by import path ("package.module:factory").

@@ -84,6 +84,8 @@ class StageContext(msgspec.Struct, frozen=True):
     number of threads by no more than rounding. None: not supported here."""
     tokenizer: Path | None = None
     """The tokenizer's directory, if it is not the model's."""
+    device_count: int = 1
+    """How many devices the worker spans; ``device`` is the first one."""
 
     @property
     def model_directory(self) -> Path:
@@ -282,12 +284,18 @@ class StageEngine(Protocol):
         ...
 
 
+NEXT_END = "next_end_s"
+"""The name of a figure that the parent uses: the seconds until the first of the engine's running requests ends."""
+
+
 @runtime_checkable
 class Measured(Protocol):
     """An engine may also have figures of its own for ``/metrics``."""
 
     def gauges(self) -> Mapping[str, float]:
         """Return current figures by name, a few dozen at most: they travel in one control message.
+
+        ``NEXT_END`` is among them if the engine knows it: a refused client is told to try again after that time.
 
         Called between steps, whenever the supervisor checks that the engine loop makes turns. It must be quick.
         """

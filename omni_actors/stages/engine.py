@@ -18,7 +18,7 @@ NOT_COMMON = {
     "tokenize": "the engine has no tokenizer",
     "detokenize": "the engine has no tokenizer",
     "load_lora": "the engine has no layers for LoRA adapters",
-    "sleep": "the engine cannot move its weights to host memory; level 2 frees them",
+    "sleep": "the weights stay on the engine's device: a CPU has them in host memory already; level 2 frees them",
 }
 """Why an engine does not have these capabilities, unless a subclass has them."""
 

@@ -234,6 +234,7 @@ ENGINES: dict[str, EngineSpec] = {
         "diffusers.engine:DiffusersEngine",
         DiffusersOptions,
         DiffusersParams,
+        lacks_raw_prompt=_conversations_only,
         libraries=("diffusers", "torch", "transformers"),
         extra="image",
     ),

@@ -16,18 +16,20 @@ from omni_actors.stress.workload import ADAPTER, Template, Workload
 from omni_actors.system import OmniSystem
 
 VERSIONS = 2
+NO_TENSORS = (2).to_bytes(8, "little") + b"{}"
+"""A safetensors file."""
 SWITCH_S = 1.0
 """How long a switch waits for each worker."""
 
 
 def save_versions(directory: Path) -> Sequence[Path]:
-    """Save files that the echo engine takes for adapters; return a directory for each version."""
+    """Save files that the echo engine takes for adapters, and for weights; return a directory for each version."""
     saved = [directory / f"version-{number}" for number in range(VERSIONS)]
     for number, each in enumerate(saved):
         each.mkdir()
         config = {"peft_type": "LORA", "r": 1 + number, "lora_alpha": 1}
         (each / "adapter_config.json").write_text(json.dumps(config))
-        (each / "adapter_model.safetensors").write_bytes(b"\0" * 8)
+        (each / "adapter_model.safetensors").write_bytes(NO_TENSORS)
     return saved
 
 

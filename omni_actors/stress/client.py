@@ -190,8 +190,8 @@ class LoadClient(Client[judge.TrackedRequest]):
         self.ended.unpark_all()
 
     def _judge(self, request: judge.TrackedRequest) -> None:
-        slept = frozenset(self._controls.slept)
-        rules = judge.Rules(self._workload.pipeline.limits.replays, self._workload.replayed, slept)
+        limits, closures = self._workload.pipeline.limits, self._controls.closures
+        rules = judge.Rules(limits.replays, self._workload.replayed, closures)
         if violation := judge.check_request(request, self.watch.deaths, self.watch.given_up, rules):
             self.violations.append((request.ended or time.monotonic(), violation))
 

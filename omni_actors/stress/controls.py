@@ -4,20 +4,23 @@ Rules
 1. A control is never in force for longer than a schedule asks and ``CONTROL_S``: a worker that stands still is not
    waited for.
 2. Versions of weights are numbers that grow (``oracle``, rule 5).
+3. Each control is on record with its time, from before its first call until after its last one. The judge accepts what
+   a control does to requests in that time only. While generation is paused, no new request may be answered: that time
+   is from after the first call until before the last one.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import assert_never
 
 import trio
 
-from omni_actors.errors import OmniError
-from omni_actors.stress.judge import TrackedRequest
-from omni_actors.stress.schedule import PauseGeneration, Sleep
+from omni_actors.errors import OmniError, SystemClosed
+from omni_actors.stress.judge import Closures, Period
+from omni_actors.stress.schedule import PauseGeneration, Sleep, UpdateWeights
 from omni_actors.stress.workload import Workload
 from omni_actors.system import OmniSystem
 
@@ -25,53 +28,84 @@ CONTROL_S = 1.0
 
 
 class Controls:
-    """The controls of one run. weights: a file that stands for the weights of the echo engines."""
+    """The controls of one run.
 
-    def __init__(self, omni: OmniSystem, workload: Workload, weights: Path) -> None:
-        self._omni, self._hooks, self._weights = omni, workload.hooks, weights
+    weights: a file that stands for the weights of the echo engines. now: the clock of the client.
+    """
+
+    def __init__(self, omni: OmniSystem, workload: Workload, weights: Path, now: Callable[[], float]) -> None:
+        self._omni, self._hooks, self._weights, self._now = omni, workload.hooks, weights, now
+        self._stages = workload.stages
+        self.closures = Closures()
         self.in_force = 0
-        self.slept = Counter[str]()
-        """How often each stage was put to sleep."""
-        self.sleeping = Counter[str]()
-        """How many of these are not over."""
         self._newest = 0
         self.established = 0
         """The version that every worker of an echo stage has."""
         self._updating = trio.Lock()
 
-    async def pause(self, pause: PauseGeneration, running: Iterable[TrackedRequest]) -> None:
-        """Pause generation and resume it. running: the requests in flight."""
-        if pause.mode == "abort":
-            for request in running:
-                request.aborted = True
+    def has_slept(self, stage: str, since: float) -> bool:
+        """Return whether a stage was asleep, or on its way, at any time from ``since`` on."""
+        return any(stage in each.stages and each.ended >= since for each in self.closures.asleep)
+
+    @contextmanager
+    def _period(self, periods: list[Period], *stages: str) -> Iterator[None]:
+        """Put the time of this block on record."""
+        period = Period(stages or self._stages, self._now())
+        periods.append(period)
+        try:
+            yield
+        finally:
+            period.end(self._now())
+
+    def start(self, control: PauseGeneration | Sleep | UpdateWeights, nursery: trio.Nursery) -> None:
+        """Carry out a control in a task of ``nursery``. It is in force from now on."""
         self.in_force += 1
+        nursery.start_soon(self._carry_out, control)
+
+    async def _carry_out(self, control: PauseGeneration | Sleep | UpdateWeights) -> None:
+        try:
+            match control:
+                case PauseGeneration():
+                    await self._pause(control)
+                case Sleep():
+                    await self._sleep(control)
+                case UpdateWeights():
+                    await self._update_weights()
+                case _:
+                    assert_never(control)
+        finally:
+            self.in_force -= 1
+
+    async def _pause(self, pause: PauseGeneration) -> None:
+        closures = self.closures
         try:
             with trio.move_on_after(CONTROL_S):
-                await self._omni.pause_generation(pause.mode)
-            await trio.sleep(pause.ms / 1000)
+                if pause.mode == "abort":
+                    with self._period(closures.aborting):
+                        await self._omni.pause_generation("abort")
+                else:
+                    await self._omni.pause_generation(pause.mode)
+            if await self._omni.is_paused():
+                with self._period(closures.paused):
+                    await trio.sleep(pause.ms / 1000)
         finally:
-            with trio.CancelScope(shield=True):
+            for other in closures.paused:  # generation goes on for all that have paused it
+                other.end(self._now())
+            with trio.CancelScope(shield=True), suppress(SystemClosed):
                 await self._omni.resume_generation()
-            self.in_force -= 1
 
-    async def sleep(self, sleep: Sleep, running: Iterable[TrackedRequest]) -> None:
-        """Let a stage sleep, and wake it. running: the requests in flight."""
-        for request in running:
-            request.aborted |= sleep.stage in request.template.stages
-        self.in_force += 1
-        self.slept[sleep.stage] += 1
-        self.sleeping[sleep.stage] += 1
-        try:
-            with suppress(OmniError):
-                await self._omni.sleep(2, stages=(sleep.stage,))
+    async def _sleep(self, sleep: Sleep) -> None:
+        closures = self.closures
+        with self._period(closures.asleep, sleep.stage):
+            try:
+                with suppress(OmniError), self._period(closures.aborting, sleep.stage):
+                    await self._omni.sleep(2, stages=(sleep.stage,))
                 await trio.sleep(sleep.ms / 1000)
-        finally:
-            with trio.CancelScope(shield=True), suppress(OmniError):
-                await self._omni.wake_up(stages=(sleep.stage,))
-            self.sleeping[sleep.stage] -= 1
-            self.in_force -= 1
+            finally:
+                with trio.CancelScope(shield=True), suppress(OmniError):
+                    await self._omni.wake_up(stages=(sleep.stage,))
 
-    async def update_weights(self) -> None:
+    async def _update_weights(self) -> None:
         """Give the workers the next version."""
         async with self._updating:
             self._newest += 1

@@ -7,6 +7,11 @@ Rules
    *recovered* when a request that needs the stage, submitted at that report, is answered.
 3. A fault whose stage is hit again before that is *overtaken*: it is counted, and its times are not. A fault that did
    not come *alone* (every stage served, and nothing else happened until it was over) counts only for detection.
+4. A request that crashes its engine and is replayed is in force until it ends. While others use the stage, the
+   orchestrator lets it wait for longer than the patience (``orchestrator.trials``, rule 6). So its fault is detected at
+   its first death. The run waits for its end after the load has stopped.
+5. A fault hangs if what it waits for has not happened ``patience_s`` after it. Each death by a crashing request is
+   another fault.
 """
 
 from __future__ import annotations
@@ -14,9 +19,10 @@ from __future__ import annotations
 import signal
 import time
 from collections import Counter
-from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import assert_never
 
@@ -75,7 +81,7 @@ class Driver:
         self._omni, self._adapters, self.controls = omni, adapters, controls
         self.spawner, self._kill_helper = spawner, kill_helper
         self.tally = Tally()
-        self.watch = HealthWatch(omni)
+        self.watch = HealthWatch(omni, on_death=self._extend_patience)
         self.client = LoadClient(
             omni=omni,
             workload=workload,
@@ -99,7 +105,10 @@ class Driver:
         self._undisturbed = True
         """Whether every stage served and no fault was in force when the operation began."""
         self._unfollowed = 0
-        """Pauses and memory limits that are still in force."""
+        """Pauses, memory limits and crashing requests that are still in force."""
+        self._crashing: Counter[str] = Counter()
+        """By stage: the crashing requests among them."""
+        self._patient: set[trio.CancelScope] = set()
         nursery.start_soon(self.watch.run)
         for slot in range({"idle": 0, "one": 1, "full": workload.full}[load]):
             nursery.start_soon(self.client.keep_submitting, slot)
@@ -121,12 +130,8 @@ class Driver:
                 await self._settle()
             case schedule.SwitchAdapter(version):
                 self._nursery.start_soon(switch, self._omni, self._adapters[version % len(self._adapters)])
-            case schedule.PauseGeneration():
-                self._nursery.start_soon(self.controls.pause, operation, list(self.client.open))
-            case schedule.Sleep():
-                self._nursery.start_soon(self.controls.sleep, operation, list(self.client.open))
-            case schedule.UpdateWeights():
-                self._nursery.start_soon(self.controls.update_weights)
+            case schedule.PauseGeneration() | schedule.Sleep() | schedule.UpdateWeights():
+                self.controls.start(operation, self._nursery)
             case schedule.Kill(stages):
                 self._kill("SIGKILL" if len(stages) == 1 else "SIGKILL, several at once", *stages)
             case schedule.KillLoading(stage, after):
@@ -175,8 +180,23 @@ class Driver:
             await trio.sleep(0.01)
         await self.watch.until(lambda: not self.watch.unsettled)
 
+    @contextmanager
+    def patience(self) -> Iterator[trio.CancelScope]:
+        """Cancel the block after ``patience_s``, counted anew at each death that a crashing request may have caused."""
+        with trio.move_on_after(self._workload.patience_s) as scope:
+            self._patient.add(scope)
+            try:
+                yield scope
+            finally:
+                self._patient.remove(scope)
+
+    def _extend_patience(self, death: ObservedDeath) -> None:
+        if self._crashing[death.stage]:
+            for scope in self._patient:
+                scope.deadline = trio.current_time() + self._workload.patience_s
+
     async def _settle(self) -> None:
-        with trio.move_on_after(self._workload.patience_s):
+        with self.patience():
             await self.until_settled()
             for request in self._submitted:
                 await self.client.until_ended(request)
@@ -209,6 +229,7 @@ class Driver:
         injection = _Injection(
             fault=fault, stage=stage, pid=pid, at=time.monotonic(), operation=self._operation, alone=self._undisturbed
         )
+        injection.overtaken = pid is None and self._crashing[stage] > 0
         for other in self._following:
             other.overtaken |= other.stage == stage
             other.alone &= other.operation == self._operation
@@ -253,7 +274,16 @@ class Driver:
         fault, hooks = CRASHES[crash.how]
         injection = self._inject(fault + (", replayed" if crash.on_failure == "replay" else ""), stage)
         template = self._workload.probe(stage)
-        self._follow_soon(injection, self.client.submit(template, crash.on_failure, hooks={"stage": stage, **hooks}))
+        carrier = self.client.submit(template, crash.on_failure, hooks={"stage": stage, **hooks})
+        self._nursery.start_soon(self._count_crashing, stage, carrier)
+        self._follow_soon(injection, carrier)
+
+    async def _count_crashing(self, stage: str, carrier: TrackedRequest) -> None:
+        self._unfollowed += 1
+        self._crashing[stage] += 1
+        await self.client.until_ended(carrier)
+        self._unfollowed -= 1
+        self._crashing[stage] -= 1
 
     async def _starve(self, stage: str) -> None:
         with suppress(ProcessLookupError), self._victim(stage) as victim:
@@ -297,35 +327,48 @@ class Driver:
         return None
 
     async def _follow(self, injection: _Injection, carrier: TrackedRequest | None, order: int | None) -> None:
-        timing, stage, watch = injection.timing, injection.stage, self.watch
-        slept = self.controls.slept[stage] - self.controls.sleeping[stage]
-        with trio.move_on_after(self._workload.patience_s) as patience:
-            if carrier is None:
-                await watch.until(lambda: self._death_by(injection) is not None or self.controls.slept[stage] != slept)
-            else:
-                await self.client.until_ended(carrier)
-            lost = self._death_by(injection)
-            hit_at = injection.at if order is None else await self._kill_helper.done_at(order)
-            if lost is None or lost.at < hit_at:  # the carrier was aborted, or something else ended the worker
-                self._forget(injection)
-                return
-            timing.detected_s = lost.at - hit_at
-            probe = self.client.submit(self._workload.probe(stage), "replay")
-            await watch.until(lambda: stage in watch.given_up or watch.serving_since(stage, lost.at) is not None)
-            serving = watch.serving_since(stage, lost.at)
-            if serving:
-                timing.ready_s, timing.load_s = serving.at - hit_at, serving.load_s
-            await self.client.until_ended(probe)
-            if serving and probe.outcome == "completed":
-                timing.recovered_s = time.monotonic() - hit_at
+        timing, is_hit = injection.timing, False
+        with self.patience() as patience:
+            is_hit = await self._time(injection, carrier, order)
         self._forget(injection)
         if patience.cancelled_caught:
             missing = "detected" if timing.detected_s is None else "recovered"
-            self.violations.append((injection.at, Violation("hung", f"{injection.fault} of {stage!r}: not {missing}")))
-        elif not injection.overtaken:
+            what = f"{injection.fault} of {injection.stage!r}: not {missing}"
+            self.violations.append((injection.at, Violation("hung", what)))
+        elif is_hit and not injection.overtaken:
             if not injection.alone:
                 timing.ready_s = timing.recovered_s = timing.load_s = None
             self.tally.row(injection.fault, self._load).timings.append(timing)
+
+    async def _time(self, injection: _Injection, carrier: TrackedRequest | None, order: int | None) -> bool:
+        """Wait until a fault is over, and fill its times. Return whether the fault caused a death."""
+        timing, stage, watch = injection.timing, injection.stage, self.watch
+        if carrier is None:
+            slept = partial(self.controls.has_slept, stage, injection.at)
+            await watch.until(lambda: self._death_by(injection) is not None or slept())
+        else:
+            async with trio.open_nursery() as waiting:
+                waiting.start_soon(self._until_ended, carrier, waiting.cancel_scope)
+                await watch.until(lambda: self._death_by(injection) is not None)
+                waiting.cancel_scope.cancel()
+        lost = self._death_by(injection)
+        hit_at = injection.at if order is None else await self._kill_helper.done_at(order)
+        if lost is None or lost.at < hit_at:  # the carrier was aborted, or something else ended the worker
+            return False
+        timing.detected_s = lost.at - hit_at
+        probe = self.client.submit(self._workload.probe(stage), "replay")
+        await watch.until(lambda: stage in watch.given_up or watch.serving_since(stage, lost.at) is not None)
+        serving = watch.serving_since(stage, lost.at)
+        if serving:
+            timing.ready_s, timing.load_s = serving.at - hit_at, serving.load_s
+        await self.client.until_ended(probe)
+        if serving and probe.outcome == "completed":
+            timing.recovered_s = time.monotonic() - hit_at
+        return True
+
+    async def _until_ended(self, request: TrackedRequest, waiting: trio.CancelScope) -> None:
+        await self.client.until_ended(request)
+        waiting.cancel()
 
     def _forget(self, injection: _Injection) -> None:
         self._following.remove(injection)

@@ -4,16 +4,19 @@ A request has exactly one outcome.
 
 ============ ==========================================================================================================
 completed    equal to the oracle's output, byte for byte
-aborted      the harness aborted it; its output so far is a prefix of the oracle's, as in all rows below
+aborted      the harness aborted it, or paused generation or put a stage of its route to sleep meanwhile; its output so
+             far is a prefix of the oracle's, as in all rows below
 dropped      the harness stopped reading it; its system must have forgotten it
 StageCrashed a worker of a stage on its route died while it was in flight, and: it asked to fail, or was replayed
              ``limits.replays`` times, or asked its engine to die, or a stage that died cannot be replayed
 Unavailable  a stage on its route was given up
-Asleep       a stage on its route was put to sleep; a request in flight at that moment is aborted instead
+Asleep       a stage on its route was asleep, or on its way there or back, while it was in flight
 Quarantined  it asked its engine to die, as an equal request did before; or workers of the stages on its route died so
              often that an equal request seemed to be the cause
 other        a violation
 ============ ==========================================================================================================
+
+No request that is submitted while generation is paused is answered before generation goes on.
 
 A worker may die only where the harness killed it or asked its engine to end it.
 """
@@ -90,14 +93,46 @@ class TrackedRequest:
         return type(self.error).__name__ if self.error else self.outcome
 
 
+@dataclass(eq=False)
+class Period:
+    """A time in which a control is in force for stages, by the clock of the client, in seconds."""
+
+    stages: Collection[str]
+    began: float
+    ended: float = math.inf
+
+    def end(self, at: float) -> None:
+        """End the period, unless it has ended."""
+        self.ended = min(self.ended, at)
+
+    def touches(self, request: TrackedRequest) -> bool:
+        """Whether a request on whose route one of the stages is was in flight at any time of the period."""
+        concerned = not set(self.stages).isdisjoint(request.template.stages)
+        return concerned and request.submitted <= self.ended and self.began <= request.ended
+
+    def contains(self, request: TrackedRequest) -> bool:
+        """Whether the request was submitted, and ended, in the period."""
+        return self.began < request.submitted and request.ended < self.ended
+
+
+@dataclass(frozen=True)
+class Closures:
+    """The times in which the harness closed the system, or stages of it, to requests."""
+
+    asleep: list[Period] = field(default_factory=list)
+    aborting: list[Period] = field(default_factory=list)
+    """Requests in flight were aborted."""
+    paused: list[Period] = field(default_factory=list)
+    """No request was dispatched."""
+
+
 @dataclass(frozen=True)
 class Rules:
     """What this run guarantees. replays: how often a request is replayed. replayed: stages whose death it survives."""
 
     replays: int
     replayed: frozenset[str]
-    slept: frozenset[str] = frozenset()
-    """Stages that slept for a time."""
+    closures: Closures = field(default_factory=Closures)
 
 
 def max_deaths_by_one_request(limits: Limits, on_failure: OnFailure, disturbances: int = 0) -> int:
@@ -136,6 +171,8 @@ def check_request(
         return Violation("corrupted", f"{label}: {request.versions.wrong}")
     if differs := request.answer.damage(complete=request.outcome == "completed"):
         return Violation(differs[0], f"{label}: {differs[1]}")
+    if request.outcome == "completed" and any(each.contains(request) for each in rules.closures.paused):
+        return Violation("disturbed", f"{label} was answered while generation was paused")
     if request.outcome != "failed":
         return None
     return _check_error(request, label, deaths, given_up, rules)
@@ -147,9 +184,10 @@ def _check_error(
     facts = f"{label}, {request.on_failure}: {type(request.error).__name__}: {request.error}"
     match request.error:
         case Aborted():
-            return None if request.aborted else Violation("lost", f"{facts}, but the harness did not abort it")
+            fair = request.aborted or any(each.touches(request) for each in rules.closures.aborting)
+            return None if fair else Violation("lost", f"{facts}, but the harness did not abort it")
         case StageAsleep(stage=stage):
-            fair = stage in rules.slept and stage in request.template.stages
+            fair = any(stage in each.stages and each.touches(request) for each in rules.closures.asleep)
             return None if fair else Violation("lost", f"{facts}, but the stage did not sleep")
         case StageUnavailable(stage=stage):
             fair = stage in given_up and stage in request.template.stages
@@ -178,7 +216,11 @@ def _is_convicted(error: StageCrashed, deaths: Sequence[ObservedDeath], rules: R
 
 
 def _touches(death: ObservedDeath, request: TrackedRequest) -> bool:
-    return death.stage in request.template.stages and request.submitted <= death.at <= request.ended + NOTICED_S
+    """Whether a worker on the request's route died in its time. Its error may name a death that was observed later."""
+    if death.stage not in request.template.stages or death.at < request.submitted:
+        return False
+    named = isinstance(request.error, StageCrashed) and request.error.pid == death.pid
+    return named or death.at <= request.ended + NOTICED_S
 
 
 def check_deaths(

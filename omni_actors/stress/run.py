@@ -80,7 +80,7 @@ def run_with_faults(
                     kill_helper=kill_helper,
                     nursery=nursery,
                     adapters=versions,
-                    controls=Controls(omni, workload, versions[0] / "adapter_model.safetensors"),
+                    controls=Controls(omni, workload, versions[0] / "adapter_model.safetensors", time.monotonic),
                 )
                 initial_descriptors = {stage: counts for stage, _, counts in _worker_descriptors(driver.watch.replicas)}
                 await work(omni, driver)
@@ -136,7 +136,7 @@ async def _finish(
     client, watch = driver.client, driver.watch
     client.stopping = True
     found: list[Violation] = []
-    with trio.move_on_after(workload.patience_s) as patience:
+    with driver.patience() as patience:
         await driver.until_settled()
         while client.open:
             await client.ended.park()

@@ -19,6 +19,7 @@ async def watch_progress(replica: Replica) -> None:
     ping has waited for ``step_timeout_s``. Returns once it has killed the worker; otherwise runs until cancelled.
     """
     stage, incarnation = replica.stage, replica.incarnation
+    await incarnation.may_load.wait()
     if not await set_within(stage.load_timeout_s, incarnation.ready):
         replica.kill(f"not loaded within {stage.load_timeout_s:g} s (load_timeout_s)")
         return

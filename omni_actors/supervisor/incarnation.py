@@ -20,6 +20,8 @@ from collections.abc import Mapping
 
 import trio
 
+from omni_actors.errors import OmniError
+from omni_actors.platform.device_locks import DeviceLocks
 from omni_actors.protocol.messages import Address
 from omni_actors.supervisor.calls import Calls
 from omni_actors.supervisor.process import Worker
@@ -74,6 +76,10 @@ class Incarnation:
         """begun: its task runs. ready: it has been READY. ended: it is ENDED."""
         if state is _State.ENDED:
             self.ended.set()
+        self.device_locks = DeviceLocks()
+        """What keeps other workers from loading onto its devices."""
+        self.may_load = trio.Event()
+        """Set when its devices are locked; the time that it has for loading begins."""
         self.worker: Worker | None = None
         self.ready_at = 0.0
         """When it became ready, on trio's clock."""
@@ -86,6 +92,8 @@ class Incarnation:
         """The engine's measurements in its last answer."""
         self.calls = Calls()
         self.load_error: str | None = None
+        self.start_error: OmniError | None = None
+        """Why no process was started for it."""
         self.failed_call = False
         """Whether the engine raised in a call, for which no request is to blame."""
         self.failed_request: int | None = None

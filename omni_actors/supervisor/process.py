@@ -17,8 +17,9 @@ import logging
 import os
 import signal
 import socket
+import subprocess
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager, contextmanager, suppress
 from typing import Any, NamedTuple, Protocol
 
@@ -36,6 +37,9 @@ from ringbuf import Ring
 STDERR_TAIL_LINES = 40
 LONGEST_LINE = 4096
 """How many lines of a worker's stderr are kept to explain its death, and how many bytes of a line."""
+
+
+NO_VARIABLES: Mapping[str, str] = {}
 
 
 class SpawnFailed(OmniError):
@@ -69,11 +73,22 @@ class Worker(ABC):
 class Spawner(Protocol):
     """Creates workers and the rings between them: on this machine (``LocalSpawner``), elsewhere, or in a simulation."""
 
-    def spawn(self, address: Address, mailbox_capacity: int) -> AbstractAsyncContextManager[Worker]:
+    def spawn(
+        self,
+        address: Address,
+        mailbox_capacity: int,
+        *,
+        environment: Mapping[str, str] = NO_VARIABLES,
+        lock_fds: Sequence[int] = (),
+    ) -> AbstractAsyncContextManager[Worker]:
         """Start a worker; leaving the block kills it if it is still alive, and reaps it.
 
-        mailbox_capacity: how many control messages may be queued in each direction. Entering raises SpawnFailed if no
-        process can be started.
+        Args:
+            mailbox_capacity: How many control messages may be queued in each direction.
+            environment: The worker's environment variables that differ from this process's.
+            lock_fds: The locks of its devices, which it has until it is loaded.
+
+        Entering raises SpawnFailed if no process can be started.
         """
         ...
 
@@ -86,6 +101,7 @@ class _Popen(popen_spawn_posix.Popen):  # type: ignore[misc]
     """multiprocess's spawn, without the parent's main module, its arguments, and the resource tracker process."""
 
     def _launch(self, process_obj: Any) -> None:
+        environment = process_obj.__dict__.pop("environment")  # not pickled
         preparation = spawn.get_preparation_data(process_obj.name)
         for name in ("init_main_from_name", "init_main_from_path", "sys_argv"):  # sys.argv may contain an API key
             preparation.pop(name, None)
@@ -100,7 +116,7 @@ class _Popen(popen_spawn_posix.Popen):  # type: ignore[misc]
         try:
             self._fds.append(child_read)
             command = spawn.get_command_line(tracker_fd=None, pipe_handle=child_read)
-            self.pid = util.spawnv_passfds(spawn.get_executable(), command, self._fds)
+            self.pid = _execute(command, self._fds, environment)
         except BaseException:
             os.close(parent_write)
             raise
@@ -110,6 +126,16 @@ class _Popen(popen_spawn_posix.Popen):  # type: ignore[misc]
         self.finalizer = util.Finalize(self, os.close, (parent_write,))
         with suppress(BrokenPipeError):  # it is dead already, which its pidfd shows
             os.write(parent_write, payload.getbuffer())  # far below a pipe's buffer: one write, no waiting
+
+
+def _execute(command: Sequence[str], fds: Sequence[int], environment: Mapping[str, str]) -> int:
+    """Start a process that inherits ``fds`` and no other descriptor, and return its pid. Raises OSError."""
+    variables = {**os.environ, **environment} if environment else None
+    process = subprocess.Popen(
+        command, executable=spawn.get_executable(), pass_fds=fds, env=variables, restore_signals=False
+    )
+    process.returncode = 0  # multiprocess reaps it; otherwise ``subprocess`` would try to, when this object is freed
+    return process.pid
 
 
 class _Process(context.SpawnProcess):  # type: ignore[misc]
@@ -258,9 +284,12 @@ def _open_channels(undo: ExitStack, child_ends: ExitStack) -> _Channels:
     )
 
 
-def _start_process(address: Address, arguments: dict[str, Any], undo: ExitStack) -> tuple[_Process, int]:
+def _start_process(
+    address: Address, arguments: dict[str, Any], environment: Mapping[str, str], undo: ExitStack
+) -> tuple[_Process, int]:
     """Start a worker, and return its process and a pidfd, which ``undo`` closes. Raises SpawnFailed."""
     process = _Process(target=worker_main, kwargs=arguments, name=f"omni-actors {address}", daemon=True)
+    process.environment = environment
     try:
         with _stop_signals_blocked():
             process.start()
@@ -288,7 +317,14 @@ class LocalSpawner:
         self._core_mover = _CoreMover(self._cpu_sharing_page)
 
     @asynccontextmanager
-    async def spawn(self, address: Address, mailbox_capacity: int) -> AsyncIterator[Worker]:
+    async def spawn(
+        self,
+        address: Address,
+        mailbox_capacity: int,
+        *,
+        environment: Mapping[str, str] = NO_VARIABLES,
+        lock_fds: Sequence[int] = (),
+    ) -> AsyncIterator[Worker]:
         """Start a worker process (see ``Spawner.spawn``). Called on trio's own thread (rule 3)."""
         with ExitStack() as undo, ExitStack() as child_ends:
             try:
@@ -304,8 +340,9 @@ class LocalSpawner:
                 "cpu_sharing_fd": _InheritedFd(self._cpu_sharing_page.fd) if self._cpu_sharing else NO_PAGE,
                 "number": number,
                 "parent_pid": os.getpid(),
+                "lock_fds": [_InheritedFd(fd) for fd in lock_fds],
             }
-            process, pidfd = _start_process(address, arguments, undo)
+            process, pidfd = _start_process(address, arguments, environment, undo)
             child_ends.close()
             opened = open_mailbox(channels.ours, mailbox_capacity, channels.bell)
             async with opened as mailbox, trio.open_nursery() as nursery:

@@ -26,13 +26,14 @@ HISTORY = 16
 class ReplicaState(enum.Enum):
     """loading: first start. ready: serving. restarting: down, a new worker follows. asleep: ended until it is woken.
 
-    failed: given up.
+    draining: it finishes its requests, and is removed then. failed: given up.
     """
 
     LOADING = "loading"
     READY = "ready"
     RESTARTING = "restarting"
     ASLEEP = "asleep"
+    DRAINING = "draining"
     FAILED = "failed"
 
 
@@ -48,6 +49,10 @@ class Replica:
     state: ReplicaState = ReplicaState.LOADING
     asleep: bool = False
     """Whether it is to have no worker until it is woken."""
+    leaving: bool = False
+    """Whether it is being removed: it gets no new request and no new worker."""
+    earlier: int = 0
+    """The last generation of an earlier replica with this address, which was removed."""
     generation: int = 0
     note: str = "starting"
     """What it is doing, or how its last worker ended, in words."""
@@ -75,12 +80,16 @@ class Replica:
 
     @property
     def restarts(self) -> int:
-        return max(0, self.generation - 1)
+        return max(0, self.generation - self.earlier - 1)
+
+    def is_kept_down(self, ended: Incarnation) -> bool:
+        """Whether it gets no worker, or has been woken and started since ``ended``, its last incarnation then."""
+        return self.asleep or self.leaving or self.incarnation is not ended
 
     @property
     def accepts_work(self) -> bool:
         """Whether requests may be dispatched to the replica now."""
-        return self.incarnation.state is IncarnationState.READY
+        return self.incarnation.state is IncarnationState.READY and not self.leaving
 
     @property
     def worker(self) -> Worker | None:

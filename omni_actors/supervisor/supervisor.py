@@ -4,7 +4,8 @@ Rules
 1. One task per incarnation owns a worker, from its spawn until nothing of it is left. The same task handles what
    follows its death by the rules of ``restart``: it stops the replicas that are restarted with it and, after the delay,
    starts them all. So exactly one task restarts each replica; a replica that is down already is left to its own task.
-2. Workers are started in the order of the pipeline. None waits for another to be ready, so models load in parallel.
+2. Workers are started in the order of the pipeline. None waits for another to be ready, so models load in parallel,
+   except onto one device: a worker is spawned when no other one loads onto its devices (``device_locks``).
    Workers are stopped in reverse order, stage by stage: each gets its stage's ``shutdown_timeout_s``, then SIGKILL.
 3. A first start that fails with the engine's own exception, or for lack of memory or descriptors, is given up at once,
    so that the caller of ``OmniSystem.open`` gets the reason.
@@ -12,7 +13,8 @@ Rules
 5. Events are reported to one listener, in order, by plain calls. Reporting never waits for a worker.
 6. A replica that was given up for its intensity is tried again later (``restart``, rule 4). It stays FAILED until the
    new worker is ready.
-7. Tasks of the supervisor are shielded from KeyboardInterrupt, which is raised in the user's task; its end stops them.
+7. A replica that is to be removed gets no new worker, whatever becomes of its last one.
+8. Tasks of the supervisor are shielded from KeyboardInterrupt, which is raised in the user's task; its end stops them.
 """
 
 from __future__ import annotations
@@ -20,25 +22,24 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from contextlib import aclosing
 from dataclasses import replace
 
 import trio
 
 from omni_actors.config import Stage
 from omni_actors.errors import Death, StageFailed, WorkerExit
+from omni_actors.platform.device_locks import DeviceBusy
 from omni_actors.protocol import messages
 from omni_actors.protocol.mailbox import available
 from omni_actors.protocol.packets import close_all
-from omni_actors.supervisor import restart, worker_log
+from omni_actors.supervisor import client_output, devices, giving_up, restart, worker_log
 from omni_actors.supervisor.calls import DesiredState
-from omni_actors.supervisor.edges import Edges, receive_frames
+from omni_actors.supervisor.edges import Edges
 from omni_actors.supervisor.heartbeat import watch_progress
 from omni_actors.supervisor.incarnation import Incarnation, IncarnationEvent, IncarnationState
 from omni_actors.supervisor.listener import Listener, ProtocolViolation
 from omni_actors.supervisor.process import Spawner, SpawnFailed, Worker
 from omni_actors.supervisor.replica import Replica, ReplicaState
-from ringbuf import Consumer, RingClosed, RingError
 
 NOT_STARTED = 127
 """Exit code, with pid 0, of a worker that could not be started: the code that a shell uses."""
@@ -49,8 +50,8 @@ MESSAGES_A_TURN = 16
 class Supervisor:
     """Runs all replicas of a pipeline until cancelled. When ``run`` returns, every worker is stopped and reaped.
 
-    specs: the workers to run, in topological order of their stages.
-    stages: the configuration of each stage.
+    specs: the workers to run at first.
+    stages: the configuration of each stage, in topological order.
     mailbox_capacity: how many control messages may wait for one worker before it is killed.
     desired: what the workers of each stage are to have beside requests.
     """
@@ -66,11 +67,15 @@ class Supervisor:
         mailbox_capacity: int,
         desired: DesiredState | None = None,
     ) -> None:
+        self.stages = stages
         self.replicas = {spec.address: Replica(spec, stages[spec.address.stage]) for spec in specs}
-        self._inputs = {spec.address.stage: stages[spec.address.stage].inputs for spec in specs}
+        self._generations: dict[messages.Address, int] = {}
+        """The last generations of removed replicas."""
         self._edges, self._spawner, self._listener, self._mailbox_capacity = edges, spawner, listener, mailbox_capacity
         self.desired = desired or DesiredState()
         self._nursery: trio.Nursery | None = None
+        self._all_begun = trio.Event()
+        """Set when the first incarnation of every replica has begun, or the end has."""
         self.changes = trio.lowlevel.ParkingLot()
         """Woken whenever a replica's state or note changes."""
 
@@ -79,15 +84,19 @@ class Supervisor:
         """Start all workers and keep them running until cancelled; then stop them."""
         async with trio.open_nursery() as self._nursery:
             try:
-                await self._start(self.replicas.values())
+                await self._start(list(self.replicas.values()))
+                self._all_begun.set()
                 await trio.sleep_forever()
             finally:
+                self._nursery = None
+                self._all_begun.set()
                 with trio.CancelScope(shield=True):
                     await self._stop(self.replicas.values())
 
     async def stop_stages(self, stages: Collection[str]) -> None:
         """End the workers of some stages, and start none until ``start_stages``. Not cancelled once it has begun."""
         stopped = [each for each in self.replicas.values() if each.address.stage in stages]
+        await self._all_begun.wait()
         for each in stopped:
             each.asleep = True
         with trio.CancelScope(shield=True):
@@ -105,25 +114,59 @@ class Supervisor:
             each.died_at = None
         await self._start(woken)
 
+    def add(self, spec: messages.WorkerSpec) -> Replica:
+        """Add a replica, whose first worker is started as soon as other tasks have run, unless the supervisor ends."""
+        earlier = self._generations.pop(spec.address, 0)
+        stage = self.stages[spec.address.stage]
+        replica = self.replicas[spec.address] = Replica(spec, stage, earlier=earlier, generation=earlier)
+        if self._nursery is not None:
+            self._nursery.start_soon(self._start, [replica])
+        return replica
+
+    def drain(self, replica: Replica) -> None:
+        """Give a replica that is to be removed no new request and no new worker."""
+        replica.leaving = True
+        if replica.state is ReplicaState.READY:
+            replica.state, replica.note = ReplicaState.DRAINING, "draining"
+        self.changes.unpark_all()
+
+    async def remove(self, replica: Replica, reason: str | None) -> None:
+        """Stop a drained replica, and forget it when its worker is reaped. Not cancelled once it has begun.
+
+        reason: why requests that it holds lose their work here, as by a death; None: it holds none.
+        """
+        incarnation = replica.incarnation
+        if reason is not None and not incarnation.over:
+            incarnation.stopped_with_another, incarnation.reason = True, incarnation.reason or reason
+            incarnation.stop()
+        incarnation.scope.cancel()
+        with trio.CancelScope(shield=True):
+            await incarnation.ended.wait()
+        del self.replicas[replica.address]
+        self._generations[replica.address] = replica.generation
+        self.changes.unpark_all()
+
     async def _start(self, replicas: Iterable[Replica]) -> None:
         """Start replicas in the given order: each one's spawn has begun before the next one's."""
-        assert self._nursery is not None, "the supervisor runs"
         for each in replicas:
-            # No incarnation may begin after ``_stop`` has passed: nothing would stop it.
+            # No incarnation may begin after the last ``_stop`` has begun: nothing would stop it.
             await trio.lowlevel.checkpoint_if_cancelled()
+            if self._nursery is None or each.leaving:
+                continue
             each.incarnation = Incarnation()
             each.generation += 1
             self._nursery.start_soon(self._run_incarnation, each)
             await each.incarnation.begun.wait()
 
     async def _stop(self, replicas: Iterable[Replica]) -> None:
-        """Stop replicas in reverse order of the given one, all replicas of a stage together."""
-        by_stage = [list(group) for _, group in itertools.groupby(replicas, lambda each: each.address.stage)]
-        for group in reversed(by_stage):
-            for each in group:
-                each.incarnation.scope.cancel()
-            for each in group:
-                await each.incarnation.ended.wait()
+        """Stop what runs of replicas now, in the reverse order of their stages, all replicas of a stage together."""
+        running = [(each.address.stage, each.incarnation) for each in replicas]
+        for stage in reversed(list(self.stages)):
+            incarnations = [incarnation for name, incarnation in running if name == stage]
+            for incarnation in incarnations:
+                incarnation.scope.cancel()
+            for incarnation in incarnations:
+                await incarnation.ended.wait()
 
     # one incarnation
 
@@ -150,14 +193,16 @@ class Supervisor:
 
     async def _restart(self, replica: Replica) -> None:
         """Restart a dead replica, and those that are restarted with it."""
-        others = [self.replicas[address] for address in replica.incarnation.restarts_with]
-        await self._stop(others)
+        ended = replica.incarnation
+        others = [self.replicas[each] for each in ended.restarts_with if each in self.replicas]  # or was removed since
+        others = [each for each in others if each.incarnation.stopped_with_another]  # the rest were woken since
         down = {each: each.incarnation for each in self.replicas.values() if each is replica or each in others}
-        await trio.sleep(replica.incarnation.delay_s)
+        await self._stop(others)
+        await trio.sleep(ended.delay_s)
         await self._start(
             each
             for each, incarnation in down.items()
-            if each.state is not ReplicaState.FAILED and not _is_kept_down(each, incarnation)
+            if each.state is not ReplicaState.FAILED and not each.is_kept_down(incarnation)
         )
 
     async def _try_again(self, replica: Replica) -> None:
@@ -165,7 +210,7 @@ class Supervisor:
         incarnation = replica.incarnation
         if replica.retry_at is not None:
             await trio.sleep_until(replica.retry_at)
-            if _is_kept_down(replica, incarnation):
+            if replica.is_kept_down(incarnation):
                 return
             replica.note = "starting again after it was given up"
             await self._start([replica])
@@ -174,7 +219,8 @@ class Supervisor:
         """Run a worker from its spawn until it is reaped. If cancelled, stop it."""
         incarnation = replica.incarnation
         try:
-            async with self._spawner.spawn(replica.address, self._mailbox_capacity) as worker:
+            await devices.lock_devices(replica)
+            async with devices.spawn(self._spawner, replica, self._mailbox_capacity) as worker:
                 incarnation.worker = worker
                 worker_log.started(replica, worker.pid)
                 try:
@@ -189,9 +235,11 @@ class Supervisor:
                             self._report_death(replica, exit)
                     incarnation.worker = None
                     self._edges.disconnect_worker(replica.address)  # not earlier: the process has its ring ends open
-        except SpawnFailed as error:
-            incarnation.load_error = str(error)
+        except (SpawnFailed, DeviceBusy) as error:
+            incarnation.load_error, incarnation.start_error = str(error), error
             self._report_death(replica, WorkerExit(0, None, NOT_STARTED, (str(error),)))
+        finally:
+            incarnation.device_locks.release()
 
     async def _end(self, replica: Replica, worker: Worker) -> WorkerExit:
         """Ask a worker to stop, and kill it after ``shutdown_timeout_s``. Kill one that loads: it reads no messages."""
@@ -220,7 +268,7 @@ class Supervisor:
             reading = trio.CancelScope()
             nursery.start_soon(self._cancel_at_death, worker, reading)
             if output is not None:
-                nursery.start_soon(self._read_output, replica, output)
+                nursery.start_soon(client_output.deliver, replica, output, self._listener)
             with reading:
                 async for envelope in worker.mailbox.incoming:
                     self._handle(replica, *envelope)
@@ -234,7 +282,7 @@ class Supervisor:
             for envelope in worker.mailbox.unread():  # sent before it died
                 self._handle(replica, *envelope)
             if output is not None:
-                self._read_rest(replica, output)
+                client_output.deliver_rest(replica, output, self._listener)
             replica.incarnation.reason = reason  # a torn message or chunk of a dead worker is not why it died
             self._report_death(replica, exit)
             nursery.cancel_scope.cancel()
@@ -258,6 +306,7 @@ class Supervisor:
             case messages.Ready(load_s) if incarnation.state is IncarnationState.STARTING:
                 incarnation.advance(IncarnationEvent.READY)
                 incarnation.ready_at = trio.current_time()
+                incarnation.device_locks.release()
                 replica.state, replica.load_s, replica.note = ReplicaState.READY, load_s, "ready"
                 worker_log.ready(replica)
                 replica.failure = replica.retry_at = replica.died_at = None
@@ -278,29 +327,6 @@ class Supervisor:
                 except ProtocolViolation as error:
                     replica.kill(f"protocol error: {error}")
 
-    @trio.lowlevel.enable_ki_protection
-    async def _read_output(self, replica: Replica, consumer: Consumer) -> None:
-        try:
-            async with aclosing(receive_frames(consumer)) as frames:
-                async for frame in frames:
-                    with frame:
-                        if replica.incarnation.over:
-                            return  # all was delivered
-                        self._listener.on_output(replica.address, frame.data)
-        except RingError as error:
-            replica.kill(f"{type(error).__name__}: {error}")
-
-    def _read_rest(self, replica: Replica, consumer: Consumer) -> None:
-        """Deliver what is left in the ring of a dead worker, which may have reported that it has finished."""
-        try:
-            while (frame := consumer.try_recv()) is not None:
-                with frame:
-                    self._listener.on_output(replica.address, frame.data)
-        except RingClosed:
-            pass  # the worker had closed it: nothing is left
-        except RingError as error:
-            replica.kill(f"{type(error).__name__}: {error}")
-
     # what follows a death
 
     def _report_death(self, replica: Replica, exit: WorkerExit) -> None:
@@ -316,11 +342,11 @@ class Supervisor:
         if incarnation.ready.is_set():
             since = now - replica.policy.period_s
             replica.recent_restarts = tuple(at for at in replica.recent_restarts if at >= since)
-        why = self._why_given_up(replica, exit, counts=counts)
+        why = giving_up.why_given_up(replica, exit, counts=counts)
         replica.state = ReplicaState.RESTARTING if why is None else ReplicaState.FAILED
         replica.note = str(exit)
         if why is not None:
-            self._plan_retry(replica, exit, now)
+            giving_up.plan_retry(replica, exit, now)
         elif not incarnation.stopped_with_another:
             self._plan_restart(replica, now, counts=counts)
         self.changes.unpark_all()
@@ -330,21 +356,8 @@ class Supervisor:
             worker_log.died(replica, exit, requests, why)  # else the caller of ``OmniSystem.open`` reports it
         if why is not None:
             replica.failure = StageFailed(replica.address.stage, replica.address.replica, why, replica.history)
+            replica.failure.__cause__ = incarnation.start_error
             self._listener.on_stage_failed(replica.failure)
-
-    def _why_given_up(self, replica: Replica, exit: WorkerExit, *, counts: bool) -> str | None:
-        policy, incarnation = replica.policy, replica.incarnation
-        if incarnation.stopped_with_another:
-            return f"{exit}; it is temporary" if policy.type == "temporary" else None
-        if _cannot_load(replica):
-            return incarnation.load_error
-        if never := restart.why_never_restarted(policy, exit):
-            return never
-        recent = len(replica.recent_restarts)
-        if recent < policy.intensity or not counts:
-            return None
-        limit = f"intensity {policy.intensity} within {policy.period_s:g} s"
-        return f"{incarnation.load_error or exit}; {recent} restarts were tried ({limit})"
 
     def _plan_restart(self, replica: Replica, now: float, *, counts: bool) -> None:
         """Set the delay of a restart, and stop giving work to the replicas that are restarted with this one."""
@@ -366,27 +379,6 @@ class Supervisor:
             return running
         if replica.policy.strategy == "one_for_one":
             return []
-        downstream = restart.downstream_stages([replica.address.stage], self._inputs)
+        inputs = {name: stage.inputs for name, stage in self.stages.items()}
+        downstream = restart.downstream_stages([replica.address.stage], inputs)
         return [each for each in running if each.address.stage in downstream]
-
-    def _plan_retry(self, replica: Replica, exit: WorkerExit, now: float) -> None:
-        """Set when a replica that was given up is tried again."""
-        policy, incarnation = replica.policy, replica.incarnation
-        replica.retry_at = None
-        if incarnation.ready.is_set() and now - incarnation.ready_at > policy.period_s:
-            replica.failed_tries = 0
-        if incarnation.stopped_with_another or _cannot_load(replica) or restart.why_never_restarted(policy, exit):
-            return
-        delay_s = restart.retry_delay_s(policy, replica.failed_tries)
-        replica.retry_at = None if delay_s is None else now + delay_s
-        replica.failed_tries += 1
-
-
-def _is_kept_down(replica: Replica, ended: Incarnation) -> bool:
-    """Whether a replica sleeps, or has been woken and started since ``ended``, its last incarnation then."""
-    return replica.asleep or replica.incarnation is not ended
-
-
-def _cannot_load(replica: Replica) -> bool:
-    """Whether a replica's first worker failed to load. ``OmniSystem.open`` then raises the error."""
-    return replica.incarnation.load_error is not None and replica.generation == 1

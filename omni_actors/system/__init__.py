@@ -8,6 +8,7 @@ from omni_actors.system.control import Freed
 from omni_actors.system.health import Health, PastExit, ReplicaHealth
 from omni_actors.system.loras import LoraInfo
 from omni_actors.system.omni_system import OmniSystem
+from omni_actors.system.scaling import Scaled
 from omni_actors.system.texts import Embedding, Tokens
 
 __all__ = [
@@ -20,5 +21,6 @@ __all__ = [
     "PastExit",
     "ReplicaHealth",
     "Reply",
+    "Scaled",
     "Tokens",
 ]

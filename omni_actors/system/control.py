@@ -130,7 +130,7 @@ class Control:
             posted = [
                 replicas[each].call("worker_status", {}, CALL_TIMEOUT_S) for each in replicas if each in addresses
             ]
-            return await self._replies(posted)
+            return await self._replies(posted, ())
 
         return Aborting(requests, confirm)
 
@@ -215,7 +215,8 @@ class Control:
 
         Cancelling the wait does not cancel the calls.
         """
-        return await self._replies(self._begin_calls(capability, arguments or {}, self._stages(stages), timeout_s))
+        chosen = self._stages(stages)
+        return await self._replies(self._begin_calls(capability, arguments or {}, chosen, timeout_s), chosen)
 
     async def set_desired(
         self,
@@ -260,7 +261,7 @@ class Control:
             for each in undo.values():
                 each()
             raise
-        return await self._replies(calls), undo
+        return await self._replies(calls, stages), undo
 
     async def collective_rpc(
         self,
@@ -311,7 +312,7 @@ class Control:
 
     def _stages(self, stages: Collection[str] | None) -> Sequence[str]:
         """Return the stages that are asked for, in the order of the pipeline. Raises InvalidRequest."""
-        known = list(dict.fromkeys(address.stage for address in self._supervisor.replicas))
+        known = list(self._supervisor.stages)
         if isinstance(stages, str):
             raise InvalidRequest(f"stages: expected names such as ({stages!r},), found {stages!r}", param="stages")
         if unknown := sorted(set(stages or ()) - set(known)):
@@ -345,8 +346,9 @@ class Control:
                 raise TooManyCalls(replica.address.stage, replica.address.replica, capability, MAX_CALLS)
         return [replica.call(capability, arguments, timeout_s, changes_state=changes_state) for replica in chosen]
 
-    async def _replies(self, calls: Sequence[PendingCall]) -> Replies:
-        replies: Replies = {}
+    async def _replies(self, calls: Sequence[PendingCall], stages: Iterable[str]) -> Replies:
+        """Return the replies of ``calls`` by stage. stages: those that have an entry even without replicas."""
+        replies: Replies = {stage: [] for stage in stages}
         for call in calls:  # their deadlines are the same, so waiting in turn takes no longer
             replies.setdefault(call.address.stage, []).append(await call.wait())
         return replies

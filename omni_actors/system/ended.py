@@ -9,6 +9,7 @@ from omni_actors.config import Pipeline
 from omni_actors.metrics import Metrics
 from omni_actors.orchestrator.request import Request
 from omni_actors.outputs import RequestMetrics
+from omni_actors.protocol.messages import CLIENT
 from omni_actors.system.timeline import Period, timeline
 
 if TYPE_CHECKING:
@@ -51,9 +52,13 @@ class EndedRequests:
                 continue
             if stats.first_input is not None:
                 self._metrics.stage_first_output.labels(name).observe(stats.first_output - stats.first_input)
-            if stats.chunks > 1:
+            if stats.chunks > 1 and CLIENT not in request.route.targets[name]:
                 interval_s = (stats.finished - stats.first_output) / (stats.chunks - 1)
                 self._metrics.stage_output_interval.labels(name).observe(interval_s)
+
+    def interval(self, stage: str, interval_s: float) -> None:
+        """Record the time between two outputs of a stage that reached the client, one after the other."""
+        self._metrics.stage_output_interval.labels(stage).observe(interval_s)
 
     def answered(self, measured: RequestMetrics) -> None:
         """Record the measurements of a request whose client has read its whole answer."""

@@ -20,12 +20,18 @@ def gauges(orchestrator: Orchestrator, replicas: Iterable[Replica], edges: Edges
         ("requests_queued", "Admitted requests that wait for a stage to become ready", orchestrator.queued),
     ):
         yield f"omni_{name}", help, {}, value
+    replicas = list(replicas)
+    for stage, wanted in orchestrator.pools.all_wanted().items():
+        labels = {"stage": stage}
+        ready = sum(each.address.stage == stage and each.state is ReplicaState.READY for each in replicas)
+        yield "omni_stage_replicas_wanted", "Replicas that a stage is to have, standbys aside", labels, wanted
+        yield "omni_stage_replicas_ready", "Replicas of a stage that are ready, standbys included", labels, ready
     for replica in replicas:
         labels = {"stage": replica.address.stage, "replica": str(replica.address.replica)}
-        ready = float(replica.state is ReplicaState.READY)
+        is_ready = float(replica.state is ReplicaState.READY)
         yield "omni_stage_requests", "Requests dispatched to a replica", labels, orchestrator.load(replica.address)
         yield "omni_stage_restarts", "Restarts of a replica", labels, replica.restarts
-        yield "omni_stage_ready", "1 while a replica is ready", labels, ready
+        yield "omni_stage_ready", "1 while a replica is ready", labels, is_ready
         for figure, measured in replica.gauges.items():
             help = "Figures of an engine, as of its last answer to a ping (one each step_timeout_s / 20)"
             yield "omni_engine", help, {**labels, "name": figure}, measured

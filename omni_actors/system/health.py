@@ -33,7 +33,7 @@ class ReplicaHealth(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         replica: Number of the replica within its stage.
-        state: "loading", "ready", "restarting", "asleep" or "failed".
+        state: "loading", "ready", "restarting", "asleep", "draining" (it is being removed) or "failed".
         standby: Whether it is loaded and gets no requests while others serve its stage.
         note: What its worker is doing, in words.
         generation: Generation number of the current worker.
@@ -43,6 +43,7 @@ class ReplicaHealth(msgspec.Struct, frozen=True, kw_only=True):
         last_exit: How the latest worker ended, in words; None if none has.
         retry_in_s: Seconds until a failed replica is tried again; None if it is not.
         history: The ends of the latest workers, oldest first.
+        devices: The devices that its workers see, as in CUDA_VISIBLE_DEVICES; empty on the CPU.
     """
 
     replica: int
@@ -56,6 +57,7 @@ class ReplicaHealth(msgspec.Struct, frozen=True, kw_only=True):
     last_exit: str | None
     retry_in_s: float | None
     history: list[PastExit]
+    devices: tuple[str, ...] = ()
 
 
 class Health(msgspec.Struct, frozen=True, kw_only=True):
@@ -98,4 +100,5 @@ def replica_health(replica: Replica, *, standby: bool) -> ReplicaHealth:
             )
             for death in replica.history
         ],
+        devices=replica.spec.devices,
     )

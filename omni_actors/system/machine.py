@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from omni_actors.config import Pipeline, Stage
+from omni_actors.config.devices import DeviceLayoutError, Layout, stage_layout
+from omni_actors.config.models import visible_here
 from omni_actors.errors import ConfigError
 from omni_actors.stages import assets
 
@@ -34,6 +36,22 @@ def problems(pipeline: Pipeline) -> Iterator[ConfigError]:
             yield ConfigError(pipeline.file, f"stages.{name}.engine", stage.engine, accepted)
         for key, error in _not_found(stage).items():
             yield ConfigError(pipeline.file, f"stages.{name}.{key}", error.name, str(error))
+
+
+def device_layout(pipeline: Pipeline, stage: str) -> Layout:
+    """Return the devices of each worker that ``stage`` has at first, among those that this process sees.
+
+    Raises ConfigError: they are not visible, or two workers would get one. Those of a worker that a request may start
+    (``scale_from_zero``) are checked too.
+    """
+    configured = pipeline.stages[stage]
+    checked = configured.workers or configured.workers_for(int(configured.scale_from_zero))
+    try:
+        return stage_layout(configured, checked, visible_here())[: configured.workers]
+    except DeviceLayoutError as error:
+        path, found = ("devices", list(configured.devices)) if configured.devices else ("device", configured.device)
+        accepted = f"{error.accepted}; {error.reason}"
+        raise ConfigError(pipeline.file, f"stages.{stage}.{path}", found, accepted) from error
 
 
 def remedy(*pipelines: Pipeline) -> str:

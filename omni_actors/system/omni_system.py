@@ -11,7 +11,7 @@ import trio
 
 from omni_actors import config as configuration
 from omni_actors.config import Pipeline
-from omni_actors.errors import StageFailed
+from omni_actors.errors import StageFailed, StartTimedOut
 from omni_actors.metrics import Metrics
 from omni_actors.orchestrator.orchestrator import Orchestrator
 from omni_actors.orchestrator.routes import routes_of, topological
@@ -54,6 +54,8 @@ class OmniSystem(Requests, TextControl, LoraControl, SleepControl, WeightControl
     ) -> None:
         super().__init__(pipeline)
         self._models = models
+        self.start_error: StartTimedOut | None = None
+        """Set if not all replicas became ready in ``start_timeout_s``."""
         self._loras = LoraTable(pipeline)
         self._edges = Edges(workers.edge_specs(pipeline), spawner)
         self._orchestrator = Orchestrator(
@@ -69,7 +71,7 @@ class OmniSystem(Requests, TextControl, LoraControl, SleepControl, WeightControl
         capacity = 14 * pipeline.limits.max_requests + 4 * len(self._nodes) + 2 * CALL_MESSAGES + 16
         self._supervisor = Supervisor(
             workers.worker_specs(pipeline, models, topological(self._nodes)),
-            pipeline.stages,
+            {name: pipeline.stages[name] for name in topological(self._nodes)},
             edges=self._edges,
             spawner=spawner,
             listener=self._orchestrator,
@@ -105,6 +107,7 @@ class OmniSystem(Requests, TextControl, LoraControl, SleepControl, WeightControl
         Raises:
             ConfigError: The pipeline cannot work, or a library or model is missing. No process was started.
             StageFailed: A stage could not load (only with ``wait_ready``).
+            StartTimedOut: The stages did not load in ``start_timeout_s`` (only with ``wait_ready``).
 
         When the block ends, by whatever exception or cancellation, every worker has been reaped and all shared memory
         is freed. An exception of the block is raised as it is, not in an exception group.
@@ -135,6 +138,8 @@ class OmniSystem(Requests, TextControl, LoraControl, SleepControl, WeightControl
                 async with trio.open_nursery() as nursery:
                     await nursery.start(self._orchestrator.run, self._supervisor.replicas)
                     nursery.start_soon(self._supervisor.run)
+                    nursery.start_soon(self._watch_start)
+                    nursery.start_soon(self._scale_from_zero)
                     self._running = True
                     task_status.started()
         finally:
@@ -182,10 +187,11 @@ class OmniSystem(Requests, TextControl, LoraControl, SleepControl, WeightControl
         """Return the current state of every replica."""
         stages: dict[str, list[ReplicaHealth]] = {name: [] for name in self._nodes}
         for replica in self._supervisor.replicas.values():
-            standby = self._orchestrator.is_standby(replica)
+            standby = self._orchestrator.pools.is_standby(replica)
             stages[replica.address.stage].append(replica_health(replica, standby=standby))
         ready = self._running and all(
-            any(r.state == ReplicaState.READY.value for r in stage) for stage in stages.values()
+            any(r.state == ReplicaState.READY.value for r in replicas) or self._starts_when_needed(stage)
+            for stage, replicas in stages.items()
         )
         error = str(self.dead_error) if self.dead_error else None
         return Health(ready=ready, errored=self.errored, stages=stages, error=error)
@@ -198,14 +204,35 @@ class OmniSystem(Requests, TextControl, LoraControl, SleepControl, WeightControl
         return self.health()
 
     async def wait_ready(self) -> None:
-        """Wait until every replica is ready, asleep or failed. Raises StageFailed if a stage has failed."""
-        settled = (ReplicaState.READY, ReplicaState.ASLEEP, ReplicaState.FAILED)
-        while self.dead_error is None and any(
-            replica.state not in settled for replica in self._supervisor.replicas.values()
-        ):
+        """Wait until every replica is ready, asleep or failed.
+
+        Raises StageFailed if a stage has failed, StartTimedOut if they do not load in ``start_timeout_s``.
+        """
+        while self.dead_error is None and self.start_error is None and self._unsettled():
             await self.wait_changed()
-        if self.dead_error is not None:
-            raise self.dead_error
+        if (error := self.dead_error or self.start_error) is not None:
+            raise error
+
+    def _unsettled(self) -> dict[tuple[str, int], str]:
+        """Return what each replica does that is not ready, asleep or failed, by its address."""
+        settled = (ReplicaState.READY, ReplicaState.ASLEEP, ReplicaState.DRAINING, ReplicaState.FAILED)
+        replicas = self._supervisor.replicas
+        return {
+            (address.stage, address.replica): each.note
+            for address, each in replicas.items()
+            if each.state not in settled
+        }
+
+    async def _watch_start(self) -> None:
+        """Note it if the replicas are not ready in ``start_timeout_s``."""
+        if (timeout_s := self.pipeline.start_timeout_s) is None:
+            return
+        with trio.move_on_after(timeout_s):
+            while self._unsettled():
+                await self.wait_changed()
+        if waiting := self._unsettled():
+            self.start_error = StartTimedOut(timeout_s, waiting)
+            self._supervisor.changes.unpark_all()
 
     @property
     def is_tracing_enabled(self) -> bool:

@@ -13,8 +13,10 @@ from omni_actors.errors import InvalidRequest, Unsupported
 from omni_actors.system.terms import SamplingParams, Terms
 from omni_actors.validation import split_path
 
-CAPABILITIES = {"mm_processor_kwargs", "tokenization_kwargs"}
+CAPABILITIES = {"guidance_scale", "mm_processor_kwargs", "tokenization_kwargs"}
 """Parameters that only some engines have a use for."""
+OF_SOME_ENGINES = CAPABILITIES | {"logprobs", "seed", "structured_outputs"}
+"""Parameters that are capabilities of an engine: a stage that lacks one does not support it."""
 
 
 class Parameters:
@@ -84,6 +86,9 @@ class Parameters:
         schema = self._schemas[stage]
         if schema is not None and (unknown := sorted(map(str, share.keys() - set(schema.__struct_fields__)))):
             known = ", ".join(schema.__struct_fields__) or "none"
+            for name in OF_SOME_ENGINES.intersection(unknown):
+                why = f"the parameters of its engine are: {known}"
+                raise Unsupported(stage, name, why, param=f"sampling_params.{stage}")
             raise _wrong(f"the stage takes the parameters {known}", unknown[0], stage)
 
     def _checked(self, stage: str, share: dict[str, Any], where: str = "") -> dict[str, Any]:

@@ -73,6 +73,7 @@ class Requests:
         arrival_time: float | None = None,
         output_kind: OutputKind = "delta",
         trace_headers: Mapping[str, str] | None = None,
+        session: str | None = None,
         **params: Any,
     ) -> Generation: ...
 
@@ -108,7 +109,8 @@ class Requests:
             n: Make so many requests of each prompt, with the seeds seed, seed + 1, … (or drawn ones). If an engine of
                 the request has a parameter n, as vLLM's do, n is that parameter, and makes no further requests.
             arguments: Those of ``submit``: modalities, sampling_params, request_id, deadline_s, on_failure, priority,
-                arrival_time, output_kind, trace_headers, and parameters of the engines, such as max_tokens or seed.
+                arrival_time, output_kind, trace_headers, session, and parameters of the engines, such as max_tokens or
+                seed.
 
         Returns:
             The answer; for a list or with n, ``Generations``. Dropping it aborts the request. The inputs must not
@@ -232,6 +234,7 @@ class Requests:
         arrival_time: float | None = None,
         output_kind: OutputKind = "delta",
         trace_headers: Mapping[str, str] | None = None,
+        session: str | None = None,
         **params: Any,
     ) -> Generation:
         """Submit a request for a pipeline of your own.
@@ -242,7 +245,7 @@ class Requests:
                 pieces, and closes it when the request ends. Its end ends the input; an exception ends the request with
                 ``InputFailed``. A replay sends the pieces again; beyond ``limits.retain_bytes`` they are not kept.
             modalities, sampling_params, request_id, deadline_s, on_failure, priority, arrival_time, output_kind,
-                trace_headers: See ``Terms``.
+                trace_headers, session: See ``Terms``.
             params: Parameters of the engines, such as max_tokens, temperature, seed or speed; ``lora`` is the name of a
                 LoRA adapter (see ``add_lora``). None means not given.
 
@@ -258,6 +261,7 @@ class Requests:
             arrival_time=arrival_time,
             output_kind=output_kind,
             trace_headers=trace_headers,
+            session=session,
         )
         pieces = {kind: prompt_inputs.live(given) for kind, given in inputs.items()}
         return self._submitted(_Asked(pieces, terms, params))
@@ -278,10 +282,17 @@ class Requests:
             on_failure=terms.on_failure,
             priority=terms.priority or 0,
             waited_s=terms.waited_s,
+            session=terms.session,
         )
         if (tracing := self._ended.tracing) is not None:
             stream.request.trace = tracing.context(terms.trace_headers)
-        return Generation(stream, self.pipeline, self._ended.answered, cumulative=terms.output_kind == "cumulative")
+        return Generation(
+            stream,
+            self.pipeline,
+            self._ended.answered,
+            on_interval=self._ended.interval,
+            cumulative=terms.output_kind == "cumulative",
+        )
 
     def _planned(self, inputs: Inputs, modalities: Sequence[str] | None) -> Route:
         kinds = frozenset(kind for kind, pieces in inputs.items() if pieces)

@@ -5,6 +5,8 @@ Rules
    ``wake_up``; those in flight are aborted or waited for first.
 2. Level 1: the engines move their weights to host memory. It is a part of the desired state, so a worker that is
    restarted meanwhile sleeps too. Level 2: the workers end, and ``wake_up`` starts new ones.
+3. Workers are put to sleep, and woken, under one lock. A stage that was woken while ``sleep`` waited for its requests
+   stays awake.
 """
 
 from __future__ import annotations
@@ -14,9 +16,10 @@ from typing import Literal, TypeAlias, get_args
 
 import trio
 
-from omni_actors.errors import InvalidRequest
+from omni_actors.errors import InvalidRequest, SystemClosed
 from omni_actors.supervisor.calls import Reply
-from omni_actors.system.control import Control, Replies
+from omni_actors.system.control import Replies
+from omni_actors.system.scaling import ScaleControl
 
 SLEEP_TIMEOUT_S = 120.0
 SleepMode: TypeAlias = Literal["abort", "wait"]
@@ -24,8 +27,12 @@ SLEEP_MODES = get_args(SleepMode)
 LEVELS = (1, 2)
 
 
-class SleepControl(Control):
+class SleepControl(ScaleControl):
     """The methods of ``OmniSystem`` for sleeping stages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._sleep_lock = trio.Lock()
 
     async def sleep(
         self,
@@ -47,7 +54,8 @@ class SleepControl(Control):
         Returns:
             By stage, a reply of each replica. Its value has the memory of the worker ``before`` and ``after``, each
             with ``rss_bytes`` and ``device_bytes``. If a stage does not support level 1, its replies have the error
-            ``Unsupported``, and nothing has changed in any stage.
+            ``Unsupported``, and nothing has changed in any stage. A stage that was woken before its requests had ended
+            stays awake: its replies have the same memory twice.
 
         Raises InvalidRequest: an argument is wrong. While a stage sleeps, requests that need it are refused with
         ``StageAsleep``. A cancelled call may leave stages asleep.
@@ -65,12 +73,21 @@ class SleepControl(Control):
         if mode == "abort":
             self._orchestrator.abort_all("the stage goes to sleep", chosen)
         await self._orchestrator.wait_ended(chosen, queued=True)
+        async with self._unscaled(chosen):
+            return await self._sleep(level, chosen, timeout_s)
+
+    async def _sleep(self, level: int, chosen: Collection[str], timeout_s: float) -> Replies:
+        """Let stages sleep whose requests have ended. Their replicas stay the same meanwhile."""
         before = await self.call("worker_status", stages=chosen, timeout_s=timeout_s)
-        if level == 1:
-            return await self._sleep_engines(chosen, before, timeout_s)
-        self.drop_desired("sleep", stages=chosen)  # of an earlier sleep at level 1
-        await self._supervisor.stop_stages(chosen)
-        return {stage: [_memory(each, _ENDED) for each in before[stage]] for stage in chosen}
+        async with self._sleep_lock:
+            asleep = [stage for stage in chosen if stage in self._orchestrator.closures.asleep]
+            if level == 1:
+                replies = await self._sleep_engines(asleep, before, timeout_s)
+            else:
+                self.drop_desired("sleep", stages=asleep)  # of an earlier sleep at level 1
+                await self._supervisor.stop_stages(asleep)
+                replies = {stage: [_memory(each, _ENDED) for each in before[stage]] for stage in asleep}
+        return {stage: replies.get(stage, [_memory(each, each) for each in before[stage]]) for stage in chosen}
 
     async def _sleep_engines(self, chosen: Collection[str], before: Replies, timeout_s: float) -> Replies:
         """Move the weights of the stages (level 1). before: their workers' status, for the replies."""
@@ -102,9 +119,20 @@ class SleepControl(Control):
         Returns:
             The replies of the workers that slept at level 1; a true value: the engine is awake.
 
-        Raises InvalidRequest (an argument is wrong), StageFailed (a stage cannot load any more), TooManyCalls (a worker
-        that sleeps at level 1 has many changes of its state to answer; it still sleeps).
+        Raises InvalidRequest (an argument is wrong), StageFailed (a stage cannot load any more), SystemClosed, and
+        TooManyCalls (a worker that sleeps at level 1 has many changes of its state to answer; it still sleeps).
         """
+        async with self._sleep_lock:
+            replies, started = await self._wake(tags, stages, timeout_s)
+        await self._wait_stages_ready(started)
+        return replies
+
+    async def _wake(
+        self, tags: Sequence[str] | None, stages: Collection[str] | None, timeout_s: float
+    ) -> tuple[Replies, Collection[str]]:
+        """Wake stages as ``wake_up``. Return the replies, and the stages that get new workers."""
+        if not self._running:
+            raise SystemClosed
         asleep = [stage for stage in self._stages(stages) if stage in self._orchestrator.closures.asleep]
         level_1 = [stage for stage in asleep if self._supervisor.desired.get(stage, "sleep") is not None]
         level_2 = [stage for stage in asleep if stage not in level_1]
@@ -115,13 +143,12 @@ class SleepControl(Control):
         await self._supervisor.start_stages(level_2)
         if tags is None:  # of a worker that starts from now on, nothing sleeps
             self.drop_desired("sleep", stages=level_1)
-        replies = await self._replies(calls)
+        replies = await self._replies(calls, level_1)
         for stage in level_1:
             if all(reply.value for reply in replies[stage]):
                 self.drop_desired("sleep", stages=[stage])
                 self._orchestrator.closures.asleep.discard(stage)
-        await self._wait_stages_ready(level_2)
-        return replies
+        return replies, level_2
 
     async def is_sleeping(self) -> bool:
         """Return whether any stage sleeps."""
@@ -129,12 +156,14 @@ class SleepControl(Control):
         return bool(self._orchestrator.closures.asleep)
 
     async def _wait_stages_ready(self, stages: Collection[str]) -> None:
-        """Wait until a replica of each stage is ready. Raises StageFailed."""
+        """Wait until a replica of each stage is ready, or the stage sleeps again. Raises StageFailed, SystemClosed."""
         for stage in stages:
-            while not self._orchestrator.serves(stage):
+            while self._orchestrator.pools.replicas(stage) and not self._orchestrator.pools.serves(stage):
+                if stage in self._orchestrator.closures.asleep:
+                    break
                 if (failure := self._orchestrator.failed_stages.get(stage)) is not None:
                     raise failure
-                await self._supervisor.changes.park()
+                await self.wait_changed()
 
 
 _ENDED = Reply({"rss_bytes": 0, "device_bytes": 0})

@@ -19,6 +19,7 @@ SamplingParams: TypeAlias = (
 )
 """Parameters by stage: a mapping from stage names, or a list in the order of the pipeline's stages."""
 LARGEST_PRIORITY = 2**31 - 1
+LONGEST_SESSION = 256
 
 
 class Terms(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,6 +44,8 @@ class Terms(msgspec.Struct, frozen=True, kw_only=True):
         arrival_time: When the request arrived, in Unix time, if it has waited since. Its metrics count from then, and
             of waiting requests with one priority the earliest comes first.
         output_kind: "cumulative": each output also has all text or sound of its stage so far, ``Output.total``.
+        session: A name of the conversation that the request belongs to, of 1 to 256 characters: its requests prefer
+            one replica of each stage, whose engine may have the beginning of the prompt in its cache.
         trace_headers: A W3C trace context to continue (``traceparent``, ``tracestate``); by default the current span.
     """
 
@@ -55,6 +58,7 @@ class Terms(msgspec.Struct, frozen=True, kw_only=True):
     arrival_time: float | None = None
     output_kind: OutputKind = "delta"
     trace_headers: Mapping[str, str] | None = None
+    session: str | None = None
 
     def __post_init__(self) -> None:
         if self.deadline_s is not None and not 0 <= self.deadline_s < math.inf:
@@ -67,6 +71,8 @@ class Terms(msgspec.Struct, frozen=True, kw_only=True):
             raise InvalidRequest(message, param="output_kind")
         if self.priority is not None and not _is_priority(self.priority):
             raise _refusal("priority", f"an integer from {-LARGEST_PRIORITY - 1} to {LARGEST_PRIORITY}", self.priority)
+        if self.session is not None and not _is_session(self.session):
+            raise _refusal("session", f"a string of 1 to {LONGEST_SESSION} characters", self.session)
         if self.arrival_time is not None and not _is_time(self.arrival_time):
             raise _refusal("arrival_time", "seconds of Unix time, as time.time() returns them", self.arrival_time)
 
@@ -78,6 +84,10 @@ class Terms(msgspec.Struct, frozen=True, kw_only=True):
 
 def _is_priority(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and -LARGEST_PRIORITY - 1 <= value <= LARGEST_PRIORITY
+
+
+def _is_session(value: Any) -> bool:
+    return isinstance(value, str) and 0 < len(value) <= LONGEST_SESSION
 
 
 def _is_time(value: Any) -> bool:

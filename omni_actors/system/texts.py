@@ -15,8 +15,8 @@ import numpy as np
 import trio
 
 from omni_actors.config import Pipeline
-from omni_actors.errors import InvalidRequest, Overloaded, Unsupported
-from omni_actors.supervisor.calls import Reply
+from omni_actors.errors import InvalidRequest, Overloaded, Unsupported, WorkerLost
+from omni_actors.supervisor.calls import PendingCall, Reply
 from omni_actors.system.control import CALL_TIMEOUT_S, Control
 
 if TYPE_CHECKING:
@@ -166,11 +166,20 @@ class TextControl(Control):
             return Embedding(last.tensors["embedding"].numpy(), last.data["prompt_tokens"])
 
     async def _ask_reader(self, capability: str, arguments: Mapping[str, Any], timeout_s: float) -> Any:
-        """Return the value of the first stage that reads prompts and has the capability. Raises as ``tokenize``."""
+        """Return the value of the first stage that reads prompts and has the capability. Raises as ``tokenize``.
+
+        Of a stage's replicas, the first value is enough: none of them waits for one that does not answer.
+        """
         readers = [name for name, stage in self.pipeline.stages.items() if "messages" in stage.accepts]
         if not readers:
             raise Unsupported(next(iter(self.pipeline.stages)), capability, "no stage reads prompts")
-        return first_value(await self.call(capability, arguments, stages=readers, timeout_s=timeout_s))
+        calls = self._begin_calls(capability, arguments, self._stages(readers), timeout_s)
+        replies: dict[str, list[Reply]] = {}
+        for stage in readers:
+            replies[stage] = await _until_value([call for call in calls if call.address.stage == stage])
+            if any(reply.error is None for reply in replies[stage]):
+                break
+        return first_value(replies)
 
 
 def first_value(replies: Mapping[str, Sequence[Reply]]) -> Any:
@@ -180,4 +189,21 @@ def first_value(replies: Mapping[str, Sequence[Reply]]) -> Any:
         if reply.error is None:
             return reply.value
     errors = [reply.error for reply in every if reply.error is not None]
+    if not errors:
+        raise WorkerLost(next(iter(replies), ""), 0, "a call", None)  # the stage has no replica
     raise min(errors, key=lambda error: (isinstance(error, Unsupported), not isinstance(error, InvalidRequest)))
+
+
+async def _until_value(calls: Sequence[PendingCall]) -> list[Reply]:
+    """Wait for the replies to calls, until one of them has a value."""
+    replies: list[Reply] = []
+
+    async def wait(call: PendingCall) -> None:
+        replies.append(reply := await call.wait())
+        if reply.error is None:
+            nursery.cancel_scope.cancel()
+
+    async with trio.open_nursery() as nursery:
+        for call in calls:
+            nursery.start_soon(wait, call)
+    return replies

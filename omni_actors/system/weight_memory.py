@@ -9,9 +9,10 @@ from __future__ import annotations
 import ctypes
 import json
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
+from io import BufferedWriter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -37,13 +38,27 @@ DTYPES = {
 }
 """The names of dtypes in safetensors files."""
 ALIGNMENT = 8
+COPY_BYTES = 16 * 1024 * 1024
+
+
+class _Place(NamedTuple):
+    """A tensor in one of the files. offset: of its first byte in the file."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+    descriptor: int
+    offset: int
 
 
 class WeightMemory:
     """The files in shared memory, by their paths."""
 
     def __init__(self) -> None:
-        self._descriptors: dict[str, int] = {}
+        self._files: dict[str, Mapping[str, _Place]] = {}
+
+    def __contains__(self, path: str) -> bool:
+        return path in self._files
 
     def write(self, weights: Mapping[str, Any]) -> Path:
         """Write tensors into a new file, and return its path.
@@ -54,26 +69,52 @@ class WeightMemory:
         tensors = {name: _tensor(name, given) for name, given in weights.items()}
         if not tensors:
             raise InvalidRequest("path: no tensors were given", param="path")
+        return self._write(tensors, lambda file, name: file.write(tensors[name].data))
+
+    def merge(self, earlier: str, later: str) -> Path:
+        """Write a new file with the tensors of two, the later one's where both have a name. Raises OSError."""
+        places = {**self._files[earlier], **self._files[later]}
+        return self._write(places, lambda file, name: _copy(places[name], file))
+
+    def _write(self, tensors: Mapping[str, Tensor | _Place], write: Callable[[BufferedWriter, str], object]) -> Path:
+        """Write a new file. write: writes the bytes of the tensor with this name."""
         descriptor = os.memfd_create("weights", os.MFD_CLOEXEC)
+        places: dict[str, _Place] = {}
         try:
             with open(descriptor, "wb", closefd=False) as file:
                 file.write(_header(tensors))
-                for tensor in tensors.values():
-                    file.write(tensor.data)
+                for name, tensor in tensors.items():
+                    places[name] = _Place(
+                        dtype=tensor.dtype,
+                        shape=tuple(tensor.shape),
+                        nbytes=tensor.nbytes,
+                        descriptor=descriptor,
+                        offset=file.tell(),
+                    )
+                    write(file, name)
         except BaseException:
             os.close(descriptor)
             raise
         path = f"/proc/{os.getpid()}/fd/{descriptor}"
-        self._descriptors[path] = descriptor
+        self._files[path] = places
         return Path(path)
 
     def keep_only(self, paths: Collection[str]) -> None:
         """Free the files that are not at one of these paths."""
-        for path in self._descriptors.keys() - set(paths):
-            os.close(self._descriptors.pop(path))
+        for path in self._files.keys() - set(paths):
+            del self._files[path]
+            os.close(int(Path(path).name))
 
 
-def _header(tensors: Mapping[str, Tensor]) -> bytes:
+def _copy(place: _Place, file: BufferedWriter) -> None:
+    """Copy the bytes of a tensor to the end of another file."""
+    done = 0
+    while done < place.nbytes:
+        part = os.pread(place.descriptor, min(COPY_BYTES, place.nbytes - done), place.offset + done)
+        done += file.write(part)
+
+
+def _header(tensors: Mapping[str, Tensor | _Place]) -> bytes:
     """Return the beginning of a safetensors file: its length, and what it has where."""
     entries, offset = {}, 0
     for name, tensor in tensors.items():

@@ -7,6 +7,10 @@ Rules
    must stay as they are until then; tensors are kept in shared memory as long (``weight_memory``).
 3. All replicas of a stage have one version. If one refuses new weights, or its engine raises, the others get the
    earlier ones back. A replica that does not take those is restarted.
+4. So do they if a worker dies at new weights, and the next one of its replica dies before it is ready: memory may not
+   suffice for them, and the kernel then kills a worker without a word.
+5. Tensors of successive updates are merged, the newest of each name. So they take no more memory than the whole model,
+   or, where updates by files come between them, ``MOST_TENSORS`` times as much.
 """
 
 from __future__ import annotations
@@ -19,12 +23,16 @@ import trio
 
 from omni_actors.config import Pipeline
 from omni_actors.errors import CallTimedOut, InvalidRequest, WorkerLost
+from omni_actors.protocol.messages import FIRST_VERSION, Address
 from omni_actors.supervisor.calls import Reply
+from omni_actors.supervisor.replica import ReplicaState
 from omni_actors.system.control import Control, PauseMode, Replies
 from omni_actors.system.weight_memory import WeightMemory
 
 UPDATE_TIMEOUT_S = 300.0
 CAPABILITY = "update_weights"
+MOST_TENSORS = 4
+"""Most updates by tensors that a stage keeps, if updates by files between them prevent that they are merged."""
 
 
 class WeightControl(Control):
@@ -77,17 +85,18 @@ class WeightControl(Control):
             path: A safetensors file, or a directory with such files. Or the tensors themselves, by name: arrays of
                 numpy or tensors of torch, which are copied into shared memory once. Names and shapes are those of the
                 model's own checkpoint; weights that are missing stay as they are. Files must not change while they are
-                in use. Tensors are kept until others replace all of them.
+                in use. Of tensors, the newest of each name are kept until all are replaced.
             version: The name of the version, which every output has from then on as ``data["weights_version"]``; by
-                default the path's last part, and "update-1", "update-2" … for tensors.
+                default the path's last part, and "update-1", "update-2" … for tensors. It is "0" before all updates.
             stages: The stages whose model it is.
             mode: What happens to the requests that run, unless ``start_weight_update`` has paused generation.
             timeout_s: Seconds to wait for the requests that run, and then for each worker.
 
         Returns:
             The reply of each replica: the number of tensors that were ``updated``, and whether these were all
-            (``complete``). If a stage's replica refused them, or its engine raised, the stage has its earlier weights.
-            If the requests did not end in time, the replies are ``CallTimedOut``, and nothing has changed.
+            (``complete``). If a stage's replica refused them, its engine raised, or its workers died at them twice, the
+            stage has its earlier weights (see ``get_weight_version``). If the requests did not end in time, the replies
+            are ``CallTimedOut``, and nothing has changed.
 
         Raises InvalidRequest: an argument is wrong, or there are no such files; nothing has changed. TooManyCalls: a
         worker has many changes of its state to answer; nothing has changed.
@@ -108,6 +117,7 @@ class WeightControl(Control):
         timeout_s: float,
     ) -> Replies:
         if isinstance(path, Mapping):
+            self._require_room(stages)
             path = await trio.to_thread.run_sync(self._memory.write, path)
             self._updates += version is None
             version = version or f"update-{self._updates}"
@@ -119,11 +129,24 @@ class WeightControl(Control):
                     await self.start_weight_update(mode)
                 if waiting.cancelled_caught:
                     return self._all_timed_out(stages, timeout_s)
-            return await self._update(stages, {"files": files, "version": version or Path(path).name}, timeout_s)
+            replies = await self._update(stages, {"files": files, "version": version or Path(path).name}, timeout_s)
+            await self._merge_tensors()
+            return replies
         finally:
             self._memory.keep_only(self._files_in_use())
             if alone:
                 await self.finish_weight_update()
+
+    def _require_room(self, stages: Collection[str]) -> None:
+        """Raise InvalidRequest if tensors of a stage are kept that cannot be merged: files came between them."""
+        for stage in stages:
+            parts = [part for part in self._supervisor.desired.of(stage) if part.capability == CAPABILITY]
+            kept = sum(path in self._memory for part in parts for path in part.arguments["files"])
+            if kept >= MOST_TENSORS:
+                message = (
+                    f"path: stage {stage!r} keeps {kept} updates by tensors; the next one must be by files, of all"
+                )
+                raise InvalidRequest(message, param="path", code="too_many_parts")
 
     async def finish_weight_update(self) -> None:
         """Resume generation after ``start_weight_update``, unless a caller has paused it, too. No effect without it."""
@@ -133,15 +156,71 @@ class WeightControl(Control):
         self._updating = False
 
     async def _update(self, stages: Collection[str], arguments: dict[str, Any], timeout_s: float) -> Replies:
-        key = "\n".join(arguments["files"])
+        key = _key(arguments)
+        asked = dict(self._supervisor.replicas)  # scaling changes them while their replies are waited for
+        before = {each: asked[each].generation for each in asked if asked[each].state is not ReplicaState.FAILED}
         replies, undo = await self._set_desired(CAPABILITY, arguments, key, self._stages(stages), timeout_s)
         for stage in stages:
-            if any(_failed(reply) for reply in replies[stage]):
+            of_stage = [each for each in asked if each.stage == stage]
+            pairs = zip(of_stage, replies[stage], strict=True)
+            lost = [each for each, reply in pairs if each in before and isinstance(reply.error, WorkerLost)]
+            failed = any(_failed(reply) for reply in replies[stage])
+            if failed or await self._die_again({each: before[each] for each in lost}, timeout_s):
                 undo[stage]()
                 await self._restore(stage, timeout_s)
-            elif all(reply.error is None and reply.value["complete"] for reply in replies[stage]):
+            elif of_stage and all(reply.error is None and reply.value["complete"] for reply in replies[stage]):
                 self._supervisor.desired.keep_only(stage, CAPABILITY, key)
         return replies
+
+    async def _die_again(self, lost: Mapping[Address, int], timeout_s: float) -> bool:
+        """Wait until each replica has a ready worker again, or is removed; return whether one died first, or failed.
+
+        lost: the replicas with the generation that died. Only a later one shows whether the new weights are the cause.
+        """
+        with trio.move_on_after(timeout_s):
+            for address, first in lost.items():
+                replica = self._supervisor.replicas.get(address)
+                while self._running and not (replica is None or (replica.accepts_work and replica.generation > first)):
+                    if replica.state is ReplicaState.FAILED or any(
+                        death.generation > first for death in replica.history
+                    ):
+                        return True
+                    if replica.state is ReplicaState.ASLEEP or replica.leaving:
+                        break
+                    await self._supervisor.changes.park()
+        return False
+
+    async def _merge_tensors(self) -> None:
+        """Replace the last two updates of each stage by one, if both were given as tensors (rule 5)."""
+        merged: dict[tuple[str, str], dict[str, Any]] = {}
+        for stage in self._stages(None):
+            parts = [part.arguments for part in self._supervisor.desired.of(stage) if part.capability == CAPABILITY]
+            paths = [path for part in parts[-2:] for path in part["files"] if path in self._memory]
+            if len(paths) != 2 or len(parts) < 2:
+                continue
+            earlier, later = paths
+            try:
+                if (earlier, later) not in merged:
+                    path = await trio.to_thread.run_sync(self._memory.merge, earlier, later)
+                    merged[earlier, later] = {"files": _files(path), "version": parts[-1]["version"]}
+            except OSError:  # there is no memory for a copy: both are kept, and the next update tries again
+                return
+            for part in parts[-2:]:
+                self._supervisor.desired.drop(stage, CAPABILITY, _key(part))
+            part = merged[earlier, later]
+            self._supervisor.desired.set(stage, CAPABILITY, part, _key(part))
+
+    async def get_weight_version(self, *, stages: Collection[str] | None = None) -> dict[str, str]:
+        """Return the version of the weights of each stage, as its outputs have it from now on.
+
+        stages: The stages; by default all. Raises InvalidRequest: a stage is unknown.
+        """
+        await trio.lowlevel.checkpoint()
+        versions = {}
+        for stage in self._stages(stages):
+            parts = [part for part in self._supervisor.desired.of(stage) if part.capability == CAPABILITY]
+            versions[stage] = str(parts[-1].arguments["version"]) if parts else FIRST_VERSION
+        return versions
 
     def _files_in_use(self) -> set[str]:
         """Return the paths of the files that later workers load, too."""
@@ -155,9 +234,11 @@ class WeightControl(Control):
         wanted = [part.arguments for part in self._supervisor.desired.of(stage) if part.capability == CAPABILITY]
         for arguments in (own, *wanted):
             calls = self._begin_calls(CAPABILITY, arguments, [stage], timeout_s, changes_state=True)
-            for call, reply in zip(calls, (await self._replies(calls))[stage], strict=True):
-                if reply.error is not None and not isinstance(reply.error, WorkerLost):  # a later worker gets them
-                    self._supervisor.replicas[call.address].kill(f"its earlier weights are not back: {reply.error}")
+            for call, reply in zip(calls, (await self._replies(calls, [stage]))[stage], strict=True):
+                if reply.error is None or isinstance(reply.error, WorkerLost):
+                    continue  # a later worker gets them
+                if (replica := self._supervisor.replicas.get(call.address)) is not None:
+                    replica.kill(f"its earlier weights are not back: {reply.error}")
 
     def _all_timed_out(self, stages: Collection[str], timeout_s: float) -> Replies:
         """Return the replies of an update that no worker was asked for."""
@@ -167,6 +248,11 @@ class WeightControl(Control):
                 error = CallTimedOut(address.stage, address.replica, CAPABILITY, timeout_s)
                 replies.setdefault(address.stage, []).append(Reply(error=error))
         return replies
+
+
+def _key(arguments: Mapping[str, Any]) -> str:
+    """Return the key of an update in the desired state."""
+    return "\n".join(arguments["files"])
 
 
 def _failed(reply: Reply) -> bool:

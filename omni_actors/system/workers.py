@@ -9,6 +9,7 @@ from omni_actors.config import Pipeline
 from omni_actors.protocol.messages import CLIENT, Address, Gathering, WorkerSpec
 from omni_actors.stages import assets
 from omni_actors.supervisor.edges import EdgeSpec
+from omni_actors.system import machine
 
 WORKER_DESCRIPTORS, RING_DESCRIPTORS = 8, 4
 """File descriptors that the parent opens for each worker and each ring. A test counts them."""
@@ -27,27 +28,38 @@ def edge_specs(pipeline: Pipeline) -> list[EdgeSpec]:
 
 
 def worker_specs(pipeline: Pipeline, models: Mapping[str, Path], order: Sequence[str]) -> list[WorkerSpec]:
-    """Return what each worker runs, stage by stage in ``order``. models: the model directory by stage."""
-    limits = pipeline.limits
-    bounds = Gathering(limits.retain_bytes, limits.worker_retain_bytes)
-    gathering = None if pipeline.async_chunk else bounds
+    """Return what each worker runs at first, stage by stage in ``order``. models: the model directory by stage.
+
+    Raises ConfigError: a device is not visible.
+    """
     return [
-        WorkerSpec(
-            address=Address(name, replica),
-            factory=pipeline.spec(name).factory,
-            model=str(models[name]) if name in models else None,
-            tokenizer=_directory(pipeline.stages[name].tokenizer),
-            options=pipeline.options(name),
-            threads=pipeline.threads(name),
-            nice=pipeline.stages[name].nice,
-            device=pipeline.stages[name].device,
-            spins=pipeline.spins,
-            resumable=pipeline.resumable(name),
-            gathering=gathering,
-        )
+        worker_spec(pipeline, models, Address(name, replica), devices)
         for name in order
-        for replica in range(pipeline.stages[name].workers)
+        for replica, devices in enumerate(machine.device_layout(pipeline, name))
     ]
+
+
+def worker_spec(
+    pipeline: Pipeline, models: Mapping[str, Path], address: Address, devices: tuple[str, ...]
+) -> WorkerSpec:
+    """Return what the worker of one replica runs. models: the model directory by stage. devices: its own ones."""
+    limits, name = pipeline.limits, address.stage
+    bounds = Gathering(limits.retain_bytes, limits.worker_retain_bytes)
+    return WorkerSpec(
+        address=address,
+        factory=pipeline.spec(name).factory,
+        model=str(models[name]) if name in models else None,
+        tokenizer=_directory(pipeline.stages[name].tokenizer),
+        options=pipeline.options(name),
+        threads=pipeline.threads(name),
+        nice=pipeline.stages[name].nice,
+        device="cuda:0" if devices else pipeline.stages[name].device,
+        devices=devices,
+        pin_rings=pipeline.pin_rings,
+        spins=pipeline.spins,
+        resumable=pipeline.resumable(name),
+        gathering=None if pipeline.async_chunk else bounds,
+    )
 
 
 def _directory(model: str | None) -> str | None:

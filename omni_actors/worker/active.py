@@ -16,9 +16,12 @@ from ringbuf import Tensor
 
 
 class ActiveRequest:
-    """A request that has started in this worker and has not ended."""
+    """A request that has started in this worker and has not ended.
 
-    def __init__(self, start: Start) -> None:
+    step_s: the seconds of all steps that the worker has made before.
+    """
+
+    def __init__(self, start: Start, step_s: float) -> None:
         self.request, self.targets = start.request, start.targets
         self.downstream = start.downstream
         self._sequences = {source: ChunkSequence(start.request, source) for source in start.sources}
@@ -41,14 +44,15 @@ class ActiveRequest:
         self.started = time.monotonic()
         self.first_input: float | None = None
         self.first_output: float | None = None
-        self.step_s = 0.0
+        self._step_s_before = step_s
         self.sent_bytes = {str(target): 0 for target in start.targets}
 
     @property
     def first_output_pending(self) -> bool:
         """Whether a client waits for this worker's first output: every source has sent something."""
-        received = all(sequence.received for sequence in self._sequences.values())
-        return self.first_output_due and not self.paused and received
+        if self.paused or not self.first_output_due:
+            return False
+        return all(sequence.received for sequence in self._sequences.values())
 
     def awaits(self, source: str) -> bool:
         """Whether chunks of a source are still to come."""
@@ -110,18 +114,49 @@ class ActiveRequest:
         """Send no more outputs to ``stage``."""
         self.targets = tuple(target for target in self.targets if target.stage != stage)
 
-    def stats(self, stage: str) -> StageStats:
-        """Return the request's statistics as of now, when it finishes in ``stage``."""
+    def stats(self, stage: str, step_s: float) -> StageStats:
+        """Return the request's statistics as of now, when it finishes in ``stage``.
+
+        step_s: the seconds of all steps that the worker has made.
+        """
         return StageStats(
             stage=stage,
             started=self.started,
             first_input=self.first_input,
             first_output=self.first_output,
             finished=time.monotonic(),
-            step_s=self.step_s,
+            step_s=step_s - self._step_s_before,
             chunks=self.seq,
             sent_bytes=self.sent_bytes,
         )
+
+
+class ActiveRequests(dict[int, ActiveRequest]):
+    """The active requests of a worker by number, and which of them wait for what.
+
+    A step asks what requests wait for, and takes equally long with any number of them.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.awaiting_client = set[int]()
+        """Those with input from the client still to come."""
+        self.first_output_pending = set[int]()
+        """Those of which a client waits for this worker's first output."""
+
+    def note(self, active: ActiveRequest) -> None:
+        """Note anew what a request waits for."""
+        for waits, noted in (
+            (active.awaits(CLIENT), self.awaiting_client),
+            (active.first_output_pending, self.first_output_pending),
+        ):
+            (noted.add if waits else noted.discard)(active.request)
+
+    def remove(self, request: int) -> None:
+        """Forget a request."""
+        del self[request]
+        self.awaiting_client.discard(request)
+        self.first_output_pending.discard(request)
 
 
 def stage_request(start: Start, journal: Journal | None, checkpoint: StageCheckpoint | None) -> StageRequest:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from omni_actors.errors import InvalidRequest, Unsupported
+from omni_actors.protocol import messages
 from omni_actors.protocol.messages import Answer, Call, CallRefusal, Desired
-from omni_actors.stages.base import Controllable, StageEngine
+from omni_actors.stages.base import Controllable, StageEngine, StageOutput
 from omni_actors.worker.profiler import WorkerProfiler
 
 LARGEST_VALUE = 100 * 1024
@@ -30,16 +31,17 @@ class WorkerCalls:
     def __init__(self, stage: str, requests: Callable[[], int]) -> None:
         self._stage, self._requests = stage, requests
         self._profiler = WorkerProfiler(stage)
-        self.weights_version: str | None = None
-        """The version of the engine's weights; None: those that it has loaded at its start."""
+        self._weights_version = messages.FIRST_VERSION
+        """The version of the engine's weights."""
         self.calling: str | None = None
         """The capability of the engine that is called; it keeps its value if that call raises."""
         self.frozen = False
         """Whether the loop makes no steps. It receives, and answers, as always."""
 
-    def with_version(self, data: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the data of an output and, if the engine's weights were replaced, their version."""
-        return {**data} if self.weights_version is None else {**data, "weights_version": self.weights_version}
+    def with_version(self, output: StageOutput) -> dict[str, Any]:
+        """Return the data of an output and, unless it is for downstream stages only, the version of the weights."""
+        for_client = output.data or output.tensors or output.last
+        return {**output.data, "weights_version": self._weights_version} if for_client else {}
 
     def answer(self, engine: StageEngine, call: Call) -> Answer:
         """Carry a call out and return the answer. Raises what the engine raises, other than ``InvalidRequest``."""
@@ -78,7 +80,7 @@ class WorkerCalls:
             raise
         self.calling = None
         if call.capability == "update_weights":
-            self.weights_version = call.arguments.get("version")
+            self._weights_version = call.arguments.get("version") or messages.FIRST_VERSION
         return value
 
     def _supporting(self, engine: StageEngine, capability: str) -> Controllable:

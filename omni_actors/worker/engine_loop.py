@@ -31,13 +31,14 @@ from omni_actors.platform.cpu_sharing import NoCpuSharing
 from omni_actors.protocol import chunks, messages
 from omni_actors.protocol.journal import Journal
 from omni_actors.stages import base
-from omni_actors.worker.active import ActiveRequest, stage_request
+from omni_actors.worker.active import ActiveRequest, ActiveRequests, stage_request
 from omni_actors.worker.calls import WorkerCalls
 from omni_actors.worker.checkpoints import Checkpoints
 from omni_actors.worker.control import AttachCheckpoint, AttachRing, Control
 from omni_actors.worker.gathering import Gatherer
 from omni_actors.worker.incoming import Incoming, chunk_of
 from omni_actors.worker.outgoing import Outgoing, Retention
+from omni_actors.worker.pinning import UNPINNED, Pinning
 from ringbuf import Tensor
 
 CONGESTED_BYTES = 8 * 1024 * 1024
@@ -56,7 +57,7 @@ class EngineLoop:
     control: brings commands, and takes the messages for the parent. Those of a turn are sent at its end.
     cpu_sharing: entered by ``run`` for each turn, the sending of messages included.
     resumable: whether the engine is resumable (``stages.base``, rule 6).
-    gathering: bounds of gathered input; None: the engine gets each chunk as it arrives.
+    gathering: bounds of gathered input; None: the engine gets each chunk as it arrives. pinning: page-locks the rings.
 
     ``run`` takes a whole thread. Single-threaded callers (the simulation) drive ``turn`` themselves, and ``park`` when
     it made no progress; they pass no ``cpu_sharing``, which may need a wake-up by the clock.
@@ -71,12 +72,15 @@ class EngineLoop:
         *,
         resumable: bool = False,
         gathering: messages.Gathering | None = None,
+        pinning: Pinning = UNPINNED,
     ) -> None:
         self._address, self._newest, self._control, self._resumable = address, fence, control, resumable
-        self._cpu_sharing = cpu_sharing or NoCpuSharing()
+        self._cpu_sharing, self._pinning = cpu_sharing or NoCpuSharing(), pinning
         self._incoming: dict[messages.Address, Incoming] = {}
         self._outgoing: dict[messages.Address, Outgoing] = {}
-        self._active: dict[int, ActiveRequest] = {}
+        self._active = ActiveRequests()
+        self._step_s = 0.0
+        """Seconds of all steps so far."""
         self._gatherer = Gatherer(gathering, self._active)
         self._finished: dict[int, ActiveRequest] = {}
         """Requests that have finished here and not ended, if they have decisions of stages upstream."""
@@ -141,16 +145,14 @@ class EngineLoop:
                 if (
                     edge.early is None
                     and not edge.ended
-                    and (producer.stage != messages.CLIENT or self._awaits_client())
+                    and (
+                        producer.stage != messages.CLIENT or self._active.awaiting_client
+                    )  # others follow a waking ``Start``
                 ):
                     if not edge.consumer.park():
                         return []
                     bells.append(edge.consumer.fileno())
         return bells
-
-    def _awaits_client(self) -> bool:
-        """Whether an active request waits for input from the client. That of others follows a ``Start`` that wakes."""
-        return any(active.awaits(messages.CLIENT) for active in self._active.values())
 
     def close(self) -> None:
         """Close every edge, which the other ends notice, and the memory of checkpoints. Idempotent."""
@@ -186,7 +188,8 @@ class EngineLoop:
                     self._retention.forget(request)
                     self._checkpoints.forget(request)
                     self._finished.pop(request, None)
-                    if self._active.pop(request, None):
+                    if request in self._active:
+                        self._active.remove(request)
                         engine.abort(request)
                 case AttachRing() as attach:
                     self._attach(attach)
@@ -203,7 +206,8 @@ class EngineLoop:
 
     def _start(self, engine: base.StageEngine, start: messages.Start) -> None:
         self._newest = max(self._newest, start.request)
-        self._active[start.request] = ActiveRequest(start)
+        active = self._active[start.request] = ActiveRequest(start, self._step_s)
+        self._active.note(active)
         if start.retain_bytes:
             self._retention.begin(start.request, start.retain_bytes, start.worker_retain_bytes)
         if start.replayed:
@@ -220,11 +224,11 @@ class EngineLoop:
         if attach.consumer == self._address:
             if old_in := self._incoming.pop(attach.producer, None):
                 old_in.close()
-            self._incoming[attach.producer] = Incoming(attach.ring)
+            self._incoming[attach.producer] = Incoming(attach.ring, self._pinning)
         else:
             if old_out := self._outgoing.pop(attach.consumer, None):
                 old_out.close()
-            self._outgoing[attach.consumer] = Outgoing(attach.ring)
+            self._outgoing[attach.consumer] = Outgoing(attach.ring, self._pinning)
             for active in self._active.values():
                 if attach.consumer in active.targets:
                     active.remove_targets(attach.consumer.stage)
@@ -233,6 +237,7 @@ class EngineLoop:
         """Pause or resume a request. An engine that cannot pause goes on; its outputs then wait downstream."""
         if active := self._active.get(request):
             active.paused = paused
+            self._active.note(active)
             if isinstance(engine, base.Pausable):
                 (engine.pause if paused else engine.resume)(request)
 
@@ -285,7 +290,9 @@ class EngineLoop:
         producer: messages.Address,
     ) -> bool:
         try:
-            return active.accept(header, tensors, producer)
+            is_new = active.accept(header, tensors, producer)
+            self._active.note(active)
+            return is_new
         except chunks.ReplayDiverged as error:
             self._control.add(messages.Unreplayable(active.request, str(error), needed=True))
             return False
@@ -313,9 +320,7 @@ class EngineLoop:
             else:
                 self._emit(output, began)
         self._flush()
-        took = time.monotonic() - began
-        for request in self._active.values():
-            request.step_s += took
+        self._step_s += time.monotonic() - began
 
     def _emit(self, output: base.StageOutput, step_began: float) -> None:
         active = self._active[output.request_id]
@@ -324,18 +329,20 @@ class EngineLoop:
             source=self._address.stage,
             seq=active.seq,
             last=output.last,
-            data=self.calls.with_version(output.data),
+            data=self.calls.with_version(output),
             decisions=tuple(output.decisions) if self._resumable else None,
             upstream=active.pass_on(),
         )
         downstream = output.downstream if active.downstream else {}
-        buffers = chunks.encode(header, {**output.tensors, **downstream})
+        kept = len(active.targets) > 1 or self._retention.retains(output.request_id)
+        buffers = chunks.encode(header, {**output.tensors, **downstream}, fetch=kept)
         size = sum(buffer.nbytes for buffer in buffers)
         active.seq += 1
         if active.first_output is None and header.seq >= active.first_needed:
             active.first_output = time.monotonic()
         if active.first_output_due and (output.data or output.tensors):
             active.first_output_due = False
+            self._active.note(active)
             self._announce_first_output()
         for request, why in self._retention.add(output.request_id, buffers, size):
             self._control.add(messages.Unreplayable(request, why, needed=False))
@@ -352,14 +359,14 @@ class EngineLoop:
             else:
                 self._send(active, target, buffers)
         if output.last:
-            del self._active[output.request_id]
+            self._active.remove(output.request_id)
             self._checkpoints.forget(output.request_id)
             if active.has_journals:
                 self._finished[output.request_id] = active
-            active.step_s += time.monotonic() - step_began
-            self._control.add(messages.Finished(output.request_id, active.stats(self._address.stage)))
+            stats = active.stats(self._address.stage, self._step_s + time.monotonic() - step_began)
+            self._control.add(messages.Finished(output.request_id, stats))
 
-    def _send(self, active: ActiveRequest, target: messages.Address, buffers: list[memoryview]) -> None:
+    def _send(self, active: ActiveRequest, target: messages.Address, buffers: chunks.Encoded) -> None:
         size = sum(buffer.nbytes for buffer in buffers)
         # Rule 6; a client is the first target.
         at_once = target.stage == messages.CLIENT or active.targets[0].stage != messages.CLIENT
@@ -368,12 +375,11 @@ class EngineLoop:
 
     def _announce_first_output(self) -> None:
         """Announce whether clients wait for first outputs of this worker. An unhandled command may be a request."""
-        pending = any(active.first_output_pending for active in self._active.values())
-        pending = pending or self._control.has_commands()
+        pending = bool(self._active.first_output_pending) or self._control.has_commands()
         self._cpu_sharing.announce_first_output(pending=pending)
 
     def _refuse(self, request: int, error: base.InvalidRequest) -> None:
-        del self._active[request]
+        self._active.remove(request)
         self._checkpoints.forget(request)
         self._control.add(messages.Refused(request, error.message[:LONGEST_REFUSAL], error.param, error.code))
 

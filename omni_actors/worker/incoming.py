@@ -6,14 +6,16 @@ from collections.abc import Mapping
 
 from omni_actors.protocol.chunks import ChunkHeader
 from omni_actors.stages.base import Chunk
+from omni_actors.worker.pinning import UNPINNED, Pinning
 from ringbuf import Consumer, Frame, Ring, RingClosed, Tensor
 
 
 class Incoming:
     """The consumer's end of a ring."""
 
-    def __init__(self, ring: Ring) -> None:
-        self.ring = ring
+    def __init__(self, ring: Ring, pinning: Pinning = UNPINNED) -> None:
+        self.ring, self._pinning = ring, pinning
+        pinning.pin(ring)
         self.consumer: Consumer = ring.claim_consumer()
         self.early: Frame | None = None
         """A frame whose ``Start`` has not arrived yet. No later frame is read until then."""
@@ -33,7 +35,7 @@ class Incoming:
         if self.early is not None:
             self.early.release()
         self.consumer.close()
-        self.ring.close()
+        self._pinning.close(self.ring)
 
 
 def chunk_of(header: ChunkHeader, tensors: Mapping[str, Tensor]) -> Chunk:

@@ -21,6 +21,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -29,7 +30,9 @@ from omni_actors.platform.cpu_sharing import NO_PAGE, CpuSharing, NoCpuSharing
 from omni_actors.protocol import messages
 from omni_actors.stages.base import StageContext, StageEngine, WarmsUp
 from omni_actors.worker.control import ControlSocket
+from omni_actors.worker.device_locks import InheritedLocks
 from omni_actors.worker.engine_loop import EngineLoop
+from omni_actors.worker.pinning import Pinning
 
 STOP_SIGNALS = frozenset({signal.SIGINT, signal.SIGTERM})
 """Signals that a worker ignores. The parent blocks them while it spawns one, so that none arrives before that."""
@@ -50,10 +53,11 @@ def worker_main(
     cpu_sharing_fd: int,
     number: int,
     parent_pid: int,
+    lock_fds: Sequence[int],
 ) -> NoReturn:
     """Run the process. It ends by ``os._exit``, so that exit handlers of native libraries cannot delay its end.
 
-    control_fd, stderr_fd, death_mutex_fd, cpu_sharing_fd: inherited descriptors, which the worker now owns.
+    control_fd, stderr_fd, death_mutex_fd, cpu_sharing_fd, lock_fds: inherited descriptors, which the worker now owns.
     number: the worker's row in the page of ``cpu_sharing``; without CPU sharing there is no page (-1).
     parent_pid: the process that spawned it.
     """
@@ -70,7 +74,7 @@ def worker_main(
     os.set_inheritable(control_fd, False)
     sock = socket.socket(fileno=control_fd)
     sock.setblocking(False)
-    engine = _EngineThread(ControlSocket(sock, bell_fd), cpu_sharing, death_mutex_fd)
+    engine = _EngineThread(ControlSocket(sock, bell_fd), cpu_sharing, death_mutex_fd, InheritedLocks(lock_fds))
     engine.start()
     poll = select.poll()
     poll.register(engine.ended, select.POLLIN)
@@ -84,8 +88,11 @@ def worker_main(
 class _EngineThread(threading.Thread):
     """Loads the engine and runs its loop until ``Stop``."""
 
-    def __init__(self, control: ControlSocket, cpu_sharing: NoCpuSharing, death_mutex_fd: int) -> None:
+    def __init__(
+        self, control: ControlSocket, cpu_sharing: NoCpuSharing, death_mutex_fd: int, locks: InheritedLocks
+    ) -> None:
         super().__init__(name="engine", daemon=True)
+        self._locks = locks
         self._control, self._cpu_sharing, self._death_mutex_fd = control, cpu_sharing, death_mutex_fd
         self.ended = os.eventfd(0, os.EFD_CLOEXEC)
         """Readable when the engine has ended. The thread keeps the death mutex until the process ends."""
@@ -94,7 +101,7 @@ class _EngineThread(threading.Thread):
     def run(self) -> None:
         try:
             death_mutex.acquire_death_mutex(self._death_mutex_fd)
-            _serve(self._control, self._cpu_sharing)
+            _serve(self._control, self._cpu_sharing, self._locks)
         except BaseException:  # noqa: BLE001 - reported here, and by the exit code
             traceback.print_exc()
             self.exit_code = 1
@@ -103,13 +110,19 @@ class _EngineThread(threading.Thread):
             signal.pause()
 
 
-def _serve(control: ControlSocket, cpu_sharing: NoCpuSharing) -> None:
+def _serve(control: ControlSocket, cpu_sharing: NoCpuSharing, locks: InheritedLocks) -> None:
     """Load the engine and serve until ``Stop``. Raises what the engine raises."""
     configure = control.configure()
     spec = configure.spec
     cpu_sharing.threads, cpu_sharing.nice = spec.threads, spec.nice
     loop = EngineLoop(
-        spec.address, configure.fence, control, cpu_sharing, resumable=spec.resumable, gathering=spec.gathering
+        spec.address,
+        configure.fence,
+        control,
+        cpu_sharing,
+        resumable=spec.resumable,
+        gathering=spec.gathering,
+        pinning=Pinning(spec.device, enabled=spec.pin_rings, warn=control.warn),
     )
     began = time.monotonic()
     try:
@@ -118,6 +131,7 @@ def _serve(control: ControlSocket, cpu_sharing: NoCpuSharing) -> None:
     except Exception as error:
         control.send(messages.LoadFailed(f"{type(error).__name__}: {error}"[:LONGEST_ERROR]))
         raise
+    locks.release()
     control.add(messages.Ready(time.monotonic() - began))  # sent with the first turn, which attaches the rings
     try:
         loop.run(engine)
@@ -139,6 +153,7 @@ def _load(spec: messages.WorkerSpec, cpu_sharing: NoCpuSharing, control: Control
         threads=spec.threads,
         thread_budget=cpu_sharing.thread_budget,
         device=spec.device,
+        device_count=max(1, len(spec.devices)),
         report=lambda note: control.send(messages.Loading(note[:LONGEST_NOTE])),
     )
     engine: StageEngine = pkgutil.resolve_name(spec.factory)(context)

@@ -1,7 +1,8 @@
 """The outputs of an engine loop: edges with the chunks that wait for room, and chunks retained for a replay.
 
 Rules
-1. An output is copied once, into a ring: waiting and retained chunks share the engine's own tensors.
+1. An output is copied once, into a ring: waiting and retained chunks share the engine's own tensors. An output of a
+   device is copied from there into the ring, unless it is retained or has several targets: then to the host first.
 2. Either all outputs of a request are retained or none. When they exceed the request's bound, all are evicted, for
    good. When all retained outputs together exceed the worker's bound, the request with the most is evicted.
 """
@@ -11,6 +12,8 @@ from __future__ import annotations
 import collections
 from collections.abc import Generator, Set
 
+from omni_actors.protocol.chunks import Encoded
+from omni_actors.worker.pinning import UNPINNED, Pinning
 from ringbuf import Producer, Ring, RingClosed
 
 OVERHEAD_BYTES = 512
@@ -20,16 +23,20 @@ OVERHEAD_BYTES = 512
 class Outgoing:
     """An edge that this worker feeds. Chunks that wait for room stay in order."""
 
-    def __init__(self, ring: Ring) -> None:
-        self.ring = ring
+    def __init__(self, ring: Ring, pinning: Pinning = UNPINNED) -> None:
+        self.ring, self._pinning = ring, pinning
+        pinning.pin(ring)
         self.producer: Producer = ring.claim_producer()
         self._waiting: collections.deque[tuple[int, Generator[None], int]] = collections.deque()
         """Request, the sending in progress or still to begin, bytes."""
+        self._waiting_of = collections.Counter[int]()
+        """How many of these chunks belong to each request."""
         self.waiting_bytes = 0
 
-    def send(self, request: int, buffers: list[memoryview], size: int, *, at_once: bool = True) -> None:
+    def send(self, request: int, buffers: Encoded, size: int, *, at_once: bool = True) -> None:
         """Send a chunk of ``size`` bytes; queue it if there is no room, or for ``flush`` without ``at_once``."""
         self._waiting.append((request, self.producer.sending(*buffers), size))
+        self._waiting_of[request] += 1
         self.waiting_bytes += size
         if at_once and len(self._waiting) == 1:
             self.flush()
@@ -38,16 +45,21 @@ class Outgoing:
         """Send what there is room for. If the consumer is gone, drop everything."""
         try:
             while self._waiting:
-                _, sending, size = self._waiting[0]
+                request, sending, size = self._waiting[0]
                 for _ in sending:
                     return  # no room: the doorbell rings when there is
                 self._waiting.popleft()
                 self.waiting_bytes -= size
+                self._waiting_of[request] -= 1
+                if not self._waiting_of[request]:
+                    del self._waiting_of[request]
         except RingClosed:
             self.drop()
 
     def drop(self, request: int | None = None) -> None:
         """Drop the unsent chunks of one request, or of all. A chunk that is partly in the ring is taken back."""
+        if request is not None and request not in self._waiting_of:
+            return
         kept = collections.deque[tuple[int, Generator[None], int]]()
         for waiting in self._waiting:
             if request in (None, waiting[0]):
@@ -55,12 +67,13 @@ class Outgoing:
             else:
                 kept.append(waiting)
         self._waiting = kept
+        self._waiting_of = collections.Counter(each for each, _, _ in kept)
         self.waiting_bytes = sum(size for _, _, size in kept)
 
     def close(self) -> None:
         self.drop()
         self.producer.close()
-        self.ring.close()
+        self._pinning.close(self.ring)
 
 
 class Retained:
@@ -68,7 +81,7 @@ class Retained:
 
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes, self.bytes = limit_bytes, 0
-        self.chunks: list[tuple[list[memoryview], int]] = []
+        self.chunks: list[tuple[Encoded, int]] = []
         """The buffers and the size of each chunk."""
         self.evicted: str | None = None
         """Why nothing is retained any more, in words."""
@@ -90,16 +103,21 @@ class Retention:
         self.forget(request)
         self._by_request[request], self._limit_bytes = Retained(limit_bytes), worker_limit_bytes
 
+    def retains(self, request: int) -> bool:
+        """Return whether the next output of this request is retained."""
+        retained = self._by_request.get(request)
+        return retained is not None and retained.evicted is None
+
     def forget(self, request: int) -> None:
         """Drop the outputs of a request that has ended. Harmless if nothing is retained of it."""
         if retained := self._by_request.pop(request, None):
             self._bytes -= retained.bytes
 
-    def add(self, request: int, buffers: list[memoryview], size: int) -> list[tuple[int, str]]:
+    def add(self, request: int, buffers: Encoded, size: int) -> list[tuple[int, str]]:
         """Retain one more output. Returns the requests that were evicted for it, and why."""
-        retained = self._by_request.get(request)
-        if retained is None or retained.evicted is not None:
+        if not self.retains(request):
             return []
+        retained = self._by_request[request]
         retained.chunks.append((buffers, size))
         retained.bytes += size + OVERHEAD_BYTES
         self._bytes += size + OVERHEAD_BYTES
@@ -116,7 +134,7 @@ class Retention:
             evicted.append((largest, self._evict(largest, why)))
         return evicted
 
-    def chunks(self, request: int) -> list[tuple[list[memoryview], int]] | str:
+    def chunks(self, request: int) -> list[tuple[Encoded, int]] | str:
         """Return the retained outputs of a request; or the reason why there are none."""
         retained = self._by_request.get(request)
         if retained is None:

@@ -22,6 +22,7 @@ from tests.support.shared_system import SharedSystem, open_shared_system
         pytest.param("qwen_image", marks=[pytest.mark.voice, pytest.mark.slow]),
         pytest.param("diffusers", marks=[pytest.mark.voice, pytest.mark.slow]),
         pytest.param("bagel", marks=[pytest.mark.voice, pytest.mark.slow]),
+        pytest.param("bagel_in_one_stage", marks=[pytest.mark.voice, pytest.mark.slow]),
     ],
 )
 def family(request: pytest.FixtureRequest) -> str:

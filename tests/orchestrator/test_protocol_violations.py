@@ -69,8 +69,8 @@ async def test_an_output_chunk_that_is_invalid_ends_its_worker_only(
 ) -> None:
     corrupted: list[ChunkHeader] = []
 
-    def encode_one_wrongly(header: ChunkHeader, tensors: Mapping[str, Any]) -> list[memoryview]:
-        buffers = encode(header, tensors)
+    def encode_one_wrongly(header: ChunkHeader, tensors: Mapping[str, Any], **options: Any) -> list[Any]:
+        buffers = encode(header, tensors, **options)
         if header.source != "second" or header.seq != 5 or corrupted:
             return buffers
         corrupted.append(header)

@@ -49,6 +49,19 @@ def test_routes_have_a_pace_of_their_own() -> None:
     assert estimator.retry_after_s(questions + pictures, 0.0) == pytest.approx(3.0)
 
 
+def test_what_an_engine_measures_counts_in_place_of_the_latest_durations() -> None:
+    """A picture of which 5 steps of 4 s are left is done in 20 s, however long the latest ones took."""
+    estimator = RetryAfterEstimator()
+    estimator.add(request(took=50.0, stages=("encoder", "denoiser")))
+    pictures = [request(stages=("encoder", "denoiser"))] * 2
+    assert estimator.retry_after_s(pictures, 0.0) == pytest.approx(25.0)
+    assert estimator.retry_after_s(pictures, 0.0, {"denoiser": 20.0}) == pytest.approx(20.0)
+    assert estimator.retry_after_s(pictures, 0.0, {"denoiser": 30.0, "other": 28.0}) == pytest.approx(28.0)
+    estimator.add(request(took=8.0, stages=("llm",)))
+    assert estimator.retry_after_s([*pictures, request(stages=("llm",))], 0.0, {"denoiser": 20.0}) == pytest.approx(8.0)
+    assert estimator.retry_after_s(pictures, 0.0, {"denoiser": 3600.0}) == 60.0
+
+
 def test_the_estimate_is_bounded() -> None:
     estimator = RetryAfterEstimator()
     estimator.add(request(took=1e6))

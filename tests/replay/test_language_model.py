@@ -9,7 +9,7 @@ import itertools
 import json
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,7 @@ FORMED = {
     "additionalProperties": False,
 }
 KILL_AT = (1, 7)
+GUIDED = {"guidance_scale": 2.5, "negative_prompt": "the sea", "ignore_eos": True, "max_tokens": 100}
 AT_A_TIME = 4
 
 
@@ -74,10 +75,10 @@ async def read(omni: OmniSystem, asked: Any, kill_at: int = 0, **params: Any) ->
     return outputs
 
 
-async def check_killed(omni: OmniSystem, asked: Any, **params: Any) -> list[Output]:
+async def check_killed(omni: OmniSystem, asked: Any, kills: Iterable[int] = KILL_AT, **params: Any) -> list[Output]:
     """Return the outputs of an undisturbed answer, which are those of each answer with a kill."""
     expected = await read(omni, asked, **params)
-    for kill_at in KILL_AT:
+    for kill_at in kills:
         replays = 0
         while not replays:  # the worker may have sent everything before its death
             found = await read(omni, asked, kill_at, **params)
@@ -107,6 +108,22 @@ def test_an_answer_keeps_its_structure_after_a_kill(shared_system: tuple[SharedS
         expected = await check_killed(omni, TEXT, **params)
         assert set(json.loads("".join(output.delta or "" for output in expected))) == {"city", "warm"}
         assert expected[-1].data["finish_reason"] == "stop"
+
+    opened.run(work)
+
+
+@pytest.mark.parametrize("params", [{}, {"temperature": 1.0, "seed": 3}], ids=["greedy", "sampled"])
+def test_a_guided_answer_goes_on_after_a_kill_at_every_tenth_output(
+    shared_system: tuple[SharedSystem, Path], params: dict[str, Any]
+) -> None:
+    """The request and its companion are lost together, and resume together from one journal."""
+    opened, _ = shared_system
+
+    async def work(omni: OmniSystem) -> None:
+        expected = await check_killed(omni, TEXT, (1, *range(10, 60, 10)), **GUIDED, **params)
+        assert expected[-1].data["completion_tokens"] == 94  # the context is full
+        plain = await read(omni, TEXT, ignore_eos=True, max_tokens=100, **params)
+        assert [output.delta for output in plain] != [output.delta for output in expected]
 
     opened.run(work)
 

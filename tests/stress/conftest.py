@@ -78,6 +78,12 @@ ENGINES = """
             yield from super().step()
 
 
+    class Hasty(Planted):
+        # Takes new weights while requests run.
+        def _update_weights(self, files, version):
+            return {"updated": 0, "complete": True}
+
+
     class Daemon(Planted):
         # Starts a process that outlives it.
         def __init__(self, context):

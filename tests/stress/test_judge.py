@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import tracemalloc
 
 import pytest
 
 from omni_actors.config import Limits
-from omni_actors.errors import Aborted, DeadlineExceeded, RequestError, StageCrashed, WorkerExit
+from omni_actors.errors import Aborted, DeadlineExceeded, RequestError, StageAsleep, StageCrashed, WorkerExit
 from omni_actors.outputs import Output
 from omni_actors.stress import judge
-from omni_actors.stress.judge import ObservedDeath, Rules, TrackedRequest
+from omni_actors.stress.judge import Closures, ObservedDeath, Period, Rules, TrackedRequest
 from omni_actors.stress.oracle import ExpectedAnswer, Oracle
 from omni_actors.stress.schedule import OnFailure
 from omni_actors.stress.workload import Template
@@ -91,6 +92,8 @@ def test_a_stream_that_the_oracle_lacks_counts_as_duplicated() -> None:
         (CRASHED, "fail", observed(), "disturbed"),
         (CRASHED, "fail", observed(("second", 0.5), ("second", 11.0)), "disturbed"),
         (CRASHED, "fail", observed(("other", 5.0)), "disturbed"),
+        (StageCrashed("second", 0, 1, WorkerExit(0, "SIGKILL", None)), "fail", observed(("second", 11.0)), None),
+        (StageCrashed("second", 0, 1, WorkerExit(0, "SIGKILL", None)), "fail", observed(("second", 0.5)), "disturbed"),
         (CRASHED, "replay", observed(("second", 5.0)), "lost"),
         (CRASHED, "replay", observed(("second", 5.0), ("first", 6.0)), "lost"),
         (CRASHED, "replay", observed(("second", 5.0), ("first", 6.0), ("second", 7.0)), None),
@@ -112,6 +115,44 @@ def test_a_request_may_fail_only_for_a_death_on_its_route(
     unable = judge.check_request(asked, deaths, set(), Rules(2, frozenset({"first"})))
     if expected == "lost" and error is CRASHED:
         assert unable is None, "a stage that cannot be replayed may fail its requests"
+
+
+@pytest.mark.parametrize(
+    ("error", "began", "ended", "stages", "expected"),
+    [
+        (StageAsleep("second"), 5.0, 6.0, ("second",), None),
+        (StageAsleep("second"), 0.0, 1.5, ("second",), None),
+        (StageAsleep("second"), 9.5, math.inf, ("second",), None),
+        (StageAsleep("second"), 0.0, 0.5, ("second",), "lost"),
+        (StageAsleep("second"), 10.5, 12.0, ("second",), "lost"),
+        (StageAsleep("second"), 5.0, 6.0, ("first",), "lost"),
+        (Aborted(), 5.0, 6.0, ("second",), None),
+        (Aborted(), 0.0, 0.5, ("second",), "lost"),
+        (Aborted(), 5.0, 6.0, ("other",), "lost"),
+        (None, 0.0, 20.0, ("first", "second"), "disturbed"),
+        (None, 2.0, 20.0, ("first", "second"), None),
+        (None, 0.0, 9.0, ("first", "second"), None),
+    ],
+)
+def test_a_control_explains_what_happens_in_its_time_only(
+    error: RequestError | None, began: float, ended: float, stages: tuple[str, ...], expected: str | None
+) -> None:
+    """The request is submitted at 1.0 and ends at 10.0. Without an error it is answered."""
+    times = [Period(stages, began, ended)]
+    closures = {None: Closures(paused=times), Aborted: Closures(aborting=times), StageAsleep: Closures(asleep=times)}
+    asked = TrackedRequest(
+        name="r",
+        template=TEMPLATE,
+        answer=answer() if error else answer(piece("hello", finished=True)),
+        on_failure="replay",
+        submitted=1.0,
+        outcome="failed" if error else "completed",
+        error=error,
+        ended=10.0,
+    )
+    rules = Rules(2, frozenset(), closures[type(error) if error else None])
+    found = judge.check_request(asked, [], set(), rules)
+    assert (found and found.kind) == expected
 
 
 def test_requests_with_no_outcome_and_with_two() -> None:

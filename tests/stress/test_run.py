@@ -58,6 +58,17 @@ def test_a_sound_system_passes_and_each_fault_is_counted_and_timed(baseline: Wor
 
 
 @pytest.mark.slow
+def test_a_request_that_crashes_again_may_wait_longer_than_the_patience(baseline: Workload, mark: str) -> None:
+    """While others use its stage, the orchestrator lets it wait for 30 s. That is no hang."""
+    operations = (Wait(300), Crash("first", "raise", "replay"), Settle(), Wait(4500))
+    result = run_schedule(replace(baseline, patience_s=4.0), Schedule("one", None, operations), mark)
+    assert result.found == []
+    (timing,) = result.rows["exception in step, replayed", "one"].timings
+    assert timing.detected_s is not None
+    assert timing.recovered_s is not None
+
+
+@pytest.mark.slow
 def test_a_request_keeps_the_version_of_its_adapter_through_a_kill_and_a_switch(baseline: Workload, mark: str) -> None:
     operations = (
         *(Submit("audio, adapter"), Submit("text, adapter"), Wait(20), SwitchAdapter(1), Kill(("first", "second"))),

@@ -154,7 +154,7 @@ class SimulatedSystem:
     # the Spawner
 
     @asynccontextmanager
-    async def spawn(self, address: Address, mailbox_capacity: int) -> AsyncIterator[Worker]:
+    async def spawn(self, address: Address, mailbox_capacity: int, **inherited: Any) -> AsyncIterator[Worker]:
         self._note("spawn", address)
         assert address not in self.living, f"two workers of {address}"
         if address.stage in self.unspawnable:

@@ -191,10 +191,10 @@ async def test_a_spawn_that_fails_half_way_leaves_nothing(monkeypatch: pytest.Mo
     """First there is no descriptor for the pidfd, then none for the process's own pipe."""
     before, children = len(open_descriptors()), psutil.Process().children()
 
-    def none_left(*_: object) -> int:
+    def none_left(*_: object, **__: object) -> int:
         raise OSError(24, "Too many open files")
 
-    for place in ("os.pidfd_open", "multiprocess.util.spawnv_passfds"):
+    for place in ("os.pidfd_open", "subprocess.Popen"):
         with monkeypatch.context() as patch:
             patch.setattr(place, none_left)
             with pytest.raises(SpawnFailed, match="Too many"):

@@ -1,6 +1,8 @@
-"""How each capability is tried on a running engine. A probe returns if the capability works, or raises Unsupported.
+"""How each capability is tried on a running engine. A probe returns if the capability works; the system raises
+Unsupported if it does not. A probe itself never raises it.
 
-A probe fails in any other way if the capability pretends: it returns and nothing has happened.
+A probe fails in any other way if the capability pretends: it returns and nothing has happened. Where the question makes
+no sense for an engine (``Capability.concerns``), it is not asked.
 """
 
 from __future__ import annotations
@@ -17,22 +19,45 @@ import trio
 from safetensors.numpy import save_file
 
 from omni_actors.errors import Aborted, InvalidAdapter, InvalidRequest, StageAsleep, Unsupported
-from omni_actors.outputs import Answer
+from omni_actors.outputs import Answer, AudioChunk, Picture
 from omni_actors.stages import assets
-from tests.support.capability_subjects import Subject
+from tests.support.adapters import write_adapter
+from tests.support.capability_subjects import LAYERS, Subject
 
-NO_PROMPTS = "its engine reads no prompts"
+LONG = "what is it ? " * 60
+"""Several blocks of a prefix cache."""
+POLL_S = 0.01
+BETWEEN_PINGS_S = 30.0
 
 
-class Capability(NamedTuple):
-    """A row of the table. how: the call that uses it, as a user writes it."""
-
-    how: str
-    probe: Callable[[Subject], Awaitable[None]]
+def _always(_: Subject) -> bool:
+    return True
 
 
 def _reads_prompts(subject: Subject) -> bool:
     return "prompt" in subject.ask and "messages" in subject.omni.pipeline.stages[subject.stage].accepts
+
+
+def _is_fed_by_client(subject: Subject) -> bool:
+    """Whether the client sends the stage what ``live_input`` sends in parts."""
+    kinds = {"script": "script", "prompt": "messages"}
+    kind = next((kind for argument, kind in kinds.items() if argument in subject.ask), "audio")
+    return kind in subject.omni.pipeline.stages[subject.stage].accepts
+
+
+def _emits_text(subject: Subject) -> bool:
+    return subject.omni.pipeline.stages[subject.stage].emits in ("text", "transcript")
+
+
+class Capability(NamedTuple):
+    """A column of the table.
+
+    how: the call that uses it, as a user writes it. concerns: whether the question makes sense for an engine.
+    """
+
+    how: str
+    probe: Callable[[Subject], Awaitable[None]]
+    concerns: Callable[[Subject], bool] = _always
 
 
 async def _answer(subject: Subject, **more: Any) -> Answer:
@@ -49,11 +74,6 @@ async def _same_as_asked(subject: Subject, **other: Any) -> None:
     assert _content(await subject.omni.generate(**{**given, **other}).collect()) == _content(await _answer(subject))
 
 
-def _require_prompt(subject: Subject, capability: str) -> None:
-    if not _reads_prompts(subject):
-        raise Unsupported(subject.stage, capability, NO_PROMPTS)
-
-
 # Prompts
 
 
@@ -63,12 +83,10 @@ async def a_request(subject: Subject) -> None:
 
 
 async def a_conversation(subject: Subject) -> None:
-    _require_prompt(subject, "messages")
     await _same_as_asked(subject, prompt=[{"role": "user", "content": subject.ask["prompt"]}])
 
 
 async def _raw(subject: Subject, kind: str, value: Any) -> None:
-    _require_prompt(subject, kind)
     assert (await _answer(subject, prompt={kind: value})).data
 
 
@@ -81,7 +99,6 @@ async def token_ids(subject: Subject) -> None:
 
 
 async def prompt_embeddings(subject: Subject) -> None:
-    _require_prompt(subject, "prompt_embeds")
     try:
         await _answer(subject, prompt={"prompt_embeds": np.zeros((3, 1), np.float32)})
     except Unsupported:
@@ -93,8 +110,6 @@ async def prompt_embeddings(subject: Subject) -> None:
 
 
 async def a_list(subject: Subject) -> None:
-    """Of three prompts, or of one request three times where the engine reads no prompts."""
-    _require_prompt(subject, "prompt")
     asked = {key: value for key, value in subject.ask.items() if key != "prompt"}
     answers = await subject.omni.generate([subject.ask["prompt"]] * 3, **asked).collect()
     assert [each.text for each in answers] == [(await _answer(subject)).text] * 3
@@ -127,12 +142,6 @@ async def live_input(subject: Subject) -> None:
 # Requests
 
 
-def _require_parameter(subject: Subject, name: str) -> None:
-    schema = subject.omni.pipeline.spec(subject.stage).params
-    if schema is not None and name not in schema.__struct_fields__:
-        raise Unsupported(subject.stage, name, "its engine has no such parameter")
-
-
 async def stage_parameters(subject: Subject) -> None:
     """Parameters for one stage alone. An unknown one is refused by name."""
     await _answer(subject, sampling_params={subject.stage: {}})
@@ -141,36 +150,56 @@ async def stage_parameters(subject: Subject) -> None:
 
 
 async def a_seed(subject: Subject) -> None:
-    _require_parameter(subject, "seed")
-    first, second = [await _answer(subject, seed=3) for _ in range(2)]
+    given = {**subject.ask, "sampling_params": {subject.stage: {"seed": 3}}}
+    first, second = [await subject.omni.generate(**given).collect() for _ in range(2)]
     assert _content(first) == _content(second)
     if first.audio is not None and second.audio is not None:
         assert len(first.audio.samples) == len(second.audio.samples)
 
 
 async def log_probabilities(subject: Subject) -> None:
-    _require_parameter(subject, "logprobs")
-    outputs = [output async for output in subject.omni.generate(**subject.ask, logprobs=2)]
+    given = {subject.stage: {"logprobs": 2}}
+    outputs = [output async for output in subject.omni.generate(**subject.ask, sampling_params=given)]
     own = [output.data for output in outputs if output.stage == subject.stage]
     found = [token for data in own for token in data.get("logprobs", [])]
     assert len(found) == own[-1]["completion_tokens"]
 
 
 async def structured_output(subject: Subject) -> None:
-    _require_parameter(subject, "structured_outputs")
-    answer = await _answer(subject, structured_outputs={"choice": ["what", "what is it"]})
+    given = {subject.stage: {"structured_outputs": {"choice": ["what", "what is it"]}}}
+    answer = await _answer(subject, sampling_params=given)
     assert "what is it".startswith(answer.text.strip())
 
 
 async def a_priority(subject: Subject) -> None:
-    await _answer(subject, priority=-1)
+    """Of requests that wait, the one with the lowest number is dispatched first, whichever came first."""
+    await subject.omni.pause_generation("wait")
+    try:
+        late, early = [subject.omni.generate(**{**subject.ask, "priority": number}) for number in (5, -5)]
+    finally:
+        await subject.omni.resume_generation()
+    for generation in (late, early):
+        await generation.collect()
+    assert (late.stream.request.number or 0) > (early.stream.request.number or 0) > 0
 
 
 async def cumulative_outputs(subject: Subject) -> None:
+    """The last total of each stage is all of its text, all of its sound, or its newest picture."""
     outputs = [output async for output in subject.omni.generate(**{**subject.ask, "output_kind": "cumulative"})]
-    texts = [output.delta for output in outputs if isinstance(output.delta, str)]
-    totals = [output.total for output in outputs if output.delta is not None]
-    assert totals == [] or not texts or totals[-1] == "".join(texts)
+    for stage in {output.stage for output in outputs}:
+        with_content = [output for output in outputs if output.stage == stage and output.delta is not None]
+        deltas, totals = [output.delta for output in with_content], [output.total for output in with_content]
+        if not with_content:
+            continue  # it only tells how far it is, or ends
+        sound = [delta.samples for delta in deltas if isinstance(delta, AudioChunk)]
+        if sound:
+            assert isinstance(totals[-1], AudioChunk)
+            np.testing.assert_array_equal(totals[-1].samples, np.concatenate(sound))
+        elif isinstance(deltas[-1], Picture):
+            assert totals == deltas
+        else:
+            assert totals[-1] == "".join(map(str, deltas))
+    assert any(output.total is not None for output in outputs) or "transcript" in subject.ask["modalities"]
 
 
 async def an_abort(subject: Subject) -> None:
@@ -194,7 +223,10 @@ async def _ask_engine(subject: Subject, method: str, *arguments: Any, **more: An
 
 
 async def adapters(subject: Subject) -> None:
-    """An engine with adapters reads one that fits no model, and refuses it. (test_loras.py has those that fit.)"""
+    """An adapter that fits no model is refused, and one that fits changes the answer of a request that names it.
+
+    tests/test_loras.py has those of talkers, tests/stages/qwen_image those of the denoiser.
+    """
     with tempfile.TemporaryDirectory() as directory:
         config = {"peft_type": "LORA", "r": 1, "lora_alpha": 1, "target_modules": ["nowhere"]}
         (Path(directory) / "adapter_config.json").write_text(json.dumps(config))
@@ -206,11 +238,48 @@ async def adapters(subject: Subject) -> None:
             pass
         else:
             await subject.omni.remove_lora("fits-nothing")  # the echo engine has no model that it could not fit
+        if subject.adapted is not None:
+            written = write_adapter(
+                Path(directory) / "fits", _checkpoint(subject), LAYERS, part=subject.adapted, rank=4
+            )
+            await subject.omni.add_lora("fits", written, stages=(subject.stage,))
+            plain, again = await _answer(subject), await _answer(subject)
+            adapted = await _answer(subject, lora="fits")
+            await subject.omni.remove_lora("fits")
+            assert plain.text == again.text != adapted.text
     assert subject.omni.list_loras() == []
 
 
+def _checkpoint(subject: Subject) -> Path:
+    """Return the directory of the model of the subject's stage. Its stage has one."""
+    model = subject.omni.pipeline.stages[subject.stage].model
+    assert model is not None
+    directory = Path(model) if Path(model).is_absolute() else assets.resolve(model)
+    return directory / subject.omni.pipeline.spec(subject.stage).checkpoint_folder
+
+
 async def prefix_cache(subject: Subject) -> None:
+    """A prompt that was asked before is found in the cache; after the reset it is not."""
     await _ask_engine(subject, "reset_prefix_cache")
+    hits = []
+    for resets in (False, False, True):
+        if resets:
+            assert await _ask_engine(subject, "reset_prefix_cache") is not False
+        queries, before = _prefix_figures(subject)
+        await subject.omni.generate(**{**subject.ask, "prompt": {"prompt": LONG}}).collect()
+        with trio.fail_after(BETWEEN_PINGS_S):
+            while _prefix_figures(subject)[0] == queries:  # noqa: ASYNC110 - an answered ping has no event
+                await trio.sleep(POLL_S)
+        hits.append(_prefix_figures(subject)[1] - before)
+    assert hits[0] == hits[2] == 0 < hits[1]
+
+
+def _prefix_figures(subject: Subject) -> tuple[float, float]:
+    """Return how many positions were looked up in the stage's prefix cache, and how many found, as of the last ping."""
+    labels = {"stage": subject.stage, "replica": "0"}
+    read = subject.omni.metrics.registry.get_sample_value
+    queries, hits = (read(f"omni_prefix_cache_{name}", labels) for name in ("queries", "hits"))
+    return queries or 0.0, hits or 0.0
 
 
 async def media_cache(subject: Subject) -> None:
@@ -250,17 +319,18 @@ async def deep_sleep(subject: Subject) -> None:
 
 
 async def new_weights(subject: Subject) -> None:
-    """Those that it has, as another version."""
-    model = subject.omni.pipeline.stages[subject.stage].model
-    if model is None:
-        raise Unsupported(subject.stage, "update_weights", "the stage has no model")
-    directory = Path(model) if Path(model).is_absolute() else assets.resolve(model)
-    directory /= subject.omni.pipeline.spec(subject.stage).checkpoint_folder
-    [reply] = (await subject.omni.update_weights(directory, version="2", stages=(subject.stage,)))[subject.stage]
+    """Those that it has, as another version; or some tensor, for an engine without a checkpoint."""
+    omni, stages = subject.omni, (subject.stage,)
+    assert (await omni.get_weight_version())[subject.stage] == "0"
+    has_checkpoint = omni.pipeline.stages[subject.stage].model is not None
+    weights = _checkpoint(subject) if has_checkpoint else {"weights": np.ones(2, np.float32)}
+    [reply] = (await omni.update_weights(weights, version="2", stages=stages))[subject.stage]
     if reply.error is not None:
         raise reply.error
-    outputs = [output async for output in subject.omni.generate(**subject.ask)]
-    assert {output.data["weights_version"] for output in outputs if output.stage == subject.stage} <= {"2"}
+    assert await omni.get_weight_version(stages=stages) == {subject.stage: "2"}
+    outputs = [output async for output in omni.generate(**subject.ask)]
+    own = {output.data["weights_version"] for output in outputs if output.stage == subject.stage}
+    assert own == ({"2"} if omni.pipeline.stages[subject.stage].emits in subject.modalities else set())
 
 
 async def a_profile(subject: Subject) -> None:
@@ -275,14 +345,12 @@ async def a_profile(subject: Subject) -> None:
 
 
 async def embeddings_of_texts(subject: Subject) -> None:
-    _require_prompt(subject, "encode")
     near, same = await subject.omni.encode(["what is it ?"] * 2)
     np.testing.assert_allclose(near.vector, same.vector, atol=1e-4)
     np.testing.assert_allclose(np.linalg.norm(near.vector), 1.0, atol=1e-4)
 
 
 async def tokens(subject: Subject) -> None:
-    _require_prompt(subject, "tokenize")
     found = await subject.omni.tokenize("what is it ?", add_special_tokens=False)
     assert "what" in await subject.omni.detokenize(found.tokens)
 
@@ -307,18 +375,18 @@ async def pausing(subject: Subject) -> None:
 CAPABILITIES: Mapping[str, Mapping[str, Capability]] = {
     "Prompts": {
         "a request": Capability("`generate(…)`", a_request),
-        "conversation": Capability("`generate(messages)`", a_conversation),
-        "raw text": Capability('`generate({"prompt": text})`', a_raw_text),
-        "token ids": Capability('`generate({"prompt_token_ids": ids})`', token_ids),
-        "embeddings": Capability('`generate({"prompt_embeds": array})`', prompt_embeddings),
-        "a list of prompts": Capability("`generate([…])`", a_list),
-        "live input": Capability("`generate(async_iterator)`", live_input),
+        "conversation": Capability("`generate(messages)`", a_conversation, _reads_prompts),
+        "raw text": Capability('`generate({"prompt": text})`', a_raw_text, _reads_prompts),
+        "token ids": Capability('`generate({"prompt_token_ids": ids})`', token_ids, _reads_prompts),
+        "embeddings": Capability('`generate({"prompt_embeds": array})`', prompt_embeddings, _reads_prompts),
+        "a list of prompts": Capability("`generate([…])`", a_list, _reads_prompts),
+        "live input": Capability("`generate(async_iterator)`", live_input, _is_fed_by_client),
     },
     "Requests": {
         "parameters by stage": Capability("`generate(…, sampling_params={stage: …})`", stage_parameters),
         "seed": Capability("`generate(…, seed=…)`", a_seed),
-        "log probabilities": Capability("`generate(…, logprobs=…)`", log_probabilities),
-        "structured output": Capability("`generate(…, structured_outputs=…)`", structured_output),
+        "log probabilities": Capability("`generate(…, logprobs=…)`", log_probabilities, _emits_text),
+        "structured output": Capability("`generate(…, structured_outputs=…)`", structured_output, _emits_text),
         "priority": Capability("`generate(…, priority=…)`", a_priority),
         "cumulative outputs": Capability('`generate(…, output_kind="cumulative")`', cumulative_outputs),
         "abort": Capability("`abort(id)`", an_abort),
@@ -338,8 +406,8 @@ CAPABILITIES: Mapping[str, Mapping[str, Capability]] = {
         "profile": Capability("`start_profile`, `stop_profile`", a_profile),
     },
     "Texts": {
-        "embeddings of texts": Capability("`encode`", embeddings_of_texts),
-        "tokens": Capability("`tokenize`, `detokenize`", tokens),
+        "embeddings of texts": Capability("`encode`", embeddings_of_texts, _reads_prompts),
+        "tokens": Capability("`tokenize`, `detokenize`", tokens, _reads_prompts),
         "tokenizer": Capability("`get_tokenizer`", a_tokenizer),
     },
 }

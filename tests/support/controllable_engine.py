@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Mapping
 from typing import Any
 
@@ -27,6 +28,7 @@ class ControllableEcho(EchoEngine):
             "large": lambda size: "x" * size,
             "itself": lambda: self,
             "crash": self._crash,
+            "tokenize": lambda prompt, **more: {"tokens": [1], "token_strs": [prompt], "max_model_len": 8},
             "sleep": "there is nothing to offload",
             "update_weights": self._take_weights,
         }
@@ -37,10 +39,12 @@ class ControllableEcho(EchoEngine):
         self._notes[name] = text
         return text
 
-    def _take_weights(self, files: Mapping[str, Any], version: str | None) -> dict[str, Any]:
+    def _take_weights(self, files: Mapping[str, tuple[int, int]], version: str | None) -> dict[str, Any]:
         if version == "poison":
             raise RuntimeError("the weights asked for a crash")
-        return self._update_weights(files, version)
+        if version == "large":  # as the kernel does when memory runs out
+            os.kill(os.getpid(), signal.SIGKILL)
+        return {**self._update_weights(files, version), "complete": version != "part"}
 
     def _crash(self) -> Any:
         raise RuntimeError("the call asked for a crash")

@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
-from omni_actors.stages.base import Chunk, InvalidRequest, StageContext, StageOutput, StageRequest
+from omni_actors.stages.base import NEXT_END, Chunk, InvalidRequest, StageContext, StageOutput, StageRequest
 from omni_actors.stages.bounds import Seconds
 from omni_actors.stages.diffusion.options import ImageParams, width_and_height
 from omni_actors.stages.engine import PausableEngine
@@ -33,6 +33,8 @@ class PaintingOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     size: str = "32x24"
     """The size of a picture whose request names none."""
     steps: Annotated[int, Meta(ge=1)] = 4
+    frames: Annotated[int, Meta(ge=1)] = 1
+    """A picture of more than one is a video: its frames come one in each turn, as those of the engine "diffusers"."""
 
 
 class PaintingParams(ImageParams, frozen=True, forbid_unknown_fields=True):
@@ -49,6 +51,7 @@ class _Painting(msgspec.Struct):
     """The hash of all that the picture depends on."""
     words: frozenset[str] = frozenset()
     step: int = 0
+    frame: int = 0
     paused: bool = False
 
     @property
@@ -101,16 +104,27 @@ class PaintingEngine(PausableEngine[_Painting]):
             if painting.step and "deadly" in painting.words:
                 os.write(2, b"words of the worker\n")
                 os._exit(3)
-            painting.step += 1
+            painting.step = min(painting.step + 1, painting.total)
             final = painting.step == painting.total
-            data = {"step": painting.step, "total": painting.total, "final": final}
+            data: dict[str, Any] = {"step": painting.step, "total": painting.total, "final": final}
             every = painting.params.previews
+            if final and self._options.frames > 1:
+                data |= {"frame": painting.frame, "frames": self._options.frames}
+                painting.frame += 1
+                if painting.frame < self._options.frames:
+                    yield StageOutput(request_id, {"image": painting.pixels()}, data)
+                    continue
             if final:
                 del self._requests[request_id]
             if "colourless" not in painting.words and (final or (every and painting.step % every == 0)):
                 yield StageOutput(request_id, {"image": painting.pixels()}, data, last=final)
             elif final or "progress" in painting.words:
                 yield StageOutput(request_id, {}, data, last=final)
+
+    def gauges(self) -> dict[str, float]:
+        """Return when the next picture is done, as a denoiser does."""
+        left = [painting.total - painting.step for painting in self._requests.values() if painting.ready]
+        return {NEXT_END: min(left) * self._options.step_s} if left else {}
 
 
 def _text(messages: list[dict[str, Any]]) -> str:

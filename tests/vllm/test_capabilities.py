@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from vllm.engine.protocol import EngineClient
 
+from tests.api.document import OURS
 from tests.support.capability_matrix import check_capabilities
 from tests.support.capability_subjects import FAMILIES
 from tests.support.shared_system import SharedSystem, open_shared_system
 
 
-@pytest.fixture(scope="module", params=["vllm", "vllm_qwen3", "vllm_qwen2_5"])
+@pytest.fixture(scope="module", params=["vllm", "vllm_lora", "vllm_qwen3", "vllm_qwen2_5"])
 def family(request: pytest.FixtureRequest, smollm2: Path) -> str:
     return str(request.param)
 
@@ -31,3 +34,9 @@ def test_each_capability_works_or_is_refused_as_documented(
     family: str, shared_system: SharedSystem, pytestconfig: pytest.Config
 ) -> None:
     check_capabilities(family, shared_system, pytestconfig)
+
+
+def test_the_document_has_every_method_of_the_engine_client() -> None:
+    documented = {name for theirs in OURS for name in re.findall(r"\w+", theirs)}
+    theirs = {name for name in vars(EngineClient) if not name.startswith("_")} | {"model_config"}
+    assert theirs - documented == set()

@@ -63,7 +63,7 @@ UNSUPPORTED_FIELDS: dict[str, tuple[Any, ...]] = {
     "instructions": ("",),
     "prompt": ("",),
     **dict.fromkeys(("complexity", "frame_count", "frame_duration_ms", "input_fidelity", "style", "svg"), ()),
-    **dict.fromkeys(("mask", "markup", "previews"), ()),
+    **dict.fromkeys(("mask", "markup", "previews", "progress"), ()),
 }
 """Fields that this server does not implement, and the values that are accepted because they have no effect. The
 chat template of a model adds its special tokens, so ``add_special_tokens`` would repeat them."""
@@ -201,9 +201,14 @@ class ChatRequest(TextBody, frozen=True, kw_only=True):
 
 
 class CompletionRequest(TextBody, frozen=True, kw_only=True):
-    """The body of /v1/completions. prompt: one or several, as text."""
+    """The body of /v1/completions.
 
-    prompt: Text | Annotated[list[Text], Meta(min_length=1, max_length=MAX_CHOICES)]
+    prompt: one or several texts, or lists of token ids. add_special_tokens: whether the tokenizer adds its own special
+    tokens to a text.
+    """
+
+    prompt: Text | Annotated[list[Text | int | list[int]], Meta(min_length=1)]
+    add_special_tokens: bool = True
     logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
 
 

@@ -74,6 +74,14 @@ class ResetPrefixCacheRequest(StagesRequest, frozen=True):
     reset_running_requests: bool = False
 
 
+class ScaleRequest(msgspec.Struct, frozen=True):
+    """See ``OmniSystem.scale``."""
+
+    stage: str
+    replicas: int
+    drain_s: Annotated[float, Meta(ge=0, le=3600)] | None = None
+
+
 class SleepRequest(StagesRequest, frozen=True):
     """See ``OmniSystem.sleep``."""
 
@@ -144,6 +152,7 @@ OPERATIONS: dict[str, Operation] = {
     "/reset_mm_cache": Operation("reset_mm_cache", StagesRequest),
     "/reset_prefix_cache": Operation("reset_prefix_cache", ResetPrefixCacheRequest),
     "/resume": Operation("resume_generation", Nothing),
+    "/scale": Operation("scale", ScaleRequest),
     "/sleep": Operation("sleep", SleepRequest, needed="all"),
     "/update_weights": Operation("update_weights", UpdateWeightsRequest, needed="all"),
     "/v1/load_lora_adapter": Operation("add_lora", LoadLoraRequest),

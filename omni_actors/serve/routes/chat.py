@@ -29,7 +29,7 @@ from omni_actors.serve.media.audio import decode
 from omni_actors.serve.media.loader import MediaLoader, MediaReference
 from omni_actors.serve.media.pictures import require_encoder
 from omni_actors.serve.routes.chat_answer import ChatCompletion, events, whole_response
-from omni_actors.serve.routes.common import begin_choices, open_body, require_accepted, text_parameters
+from omni_actors.serve.routes.common import begin_choices, open_body, require_accepted, session_of, text_parameters
 
 
 async def chat(request: Request) -> Response:
@@ -59,7 +59,8 @@ async def _start(request: Request) -> tuple[ChatCompletion, Generations]:
     data["audio"] = await decode(list(zip(data["audio"], audio_params, strict=True)))
     ticket.release()
     with renaming(completion.names):
-        submit = partial(system.generate, messages, multi_modal_data=data, modalities=modalities, **params)
+        terms = {"modalities": modalities, "session": session_of(request)}
+        submit = partial(system.generate, messages, multi_modal_data=data, **terms, **params)
         return completion, begin_choices(system, body, [submit], completion.id)
 
 

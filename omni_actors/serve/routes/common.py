@@ -37,6 +37,11 @@ def open_body(
     return system, body, params
 
 
+def session_of(request: Request) -> str | None:
+    """Return the name of the conversation that a request belongs to, from its header ``X-Session-ID``."""
+    return request.headers.get("x-session-id")
+
+
 def model_names(system: OmniSystem) -> list[str]:
     """Return the models that requests may name: the pipeline, and its LoRA adapters."""
     return [system.pipeline.name, *(info.name for info in system.list_loras())]
@@ -57,6 +62,21 @@ def text_parameters(body: schemas.TextBody) -> list[tuple[str, str, Any]]:
         ("stop", "stop", stop),
         ("structured_outputs", "response_format", structure),
     ]
+
+
+def raw_prompts(given: str | Sequence[Any], param: str) -> list[dict[str, Any]]:
+    """Return the raw prompts of a body: of one text or list of token ids, or of a list of these. Raises HTTPError.
+
+    param: the name of their field.
+    """
+    several: Sequence[Any] = [given] if isinstance(given, str) or isinstance(given[0], int) else given
+    kinds = {type(each) for each in several}
+    if len(kinds) > 1 or any(isinstance(each, list) and not each for each in several):
+        raise bad_request(f"{param}: texts or lists of token ids were expected, all of one kind", param)
+    if kinds == {list} and any(type(token) is not int for each in several for token in each):
+        raise bad_request(f"{param}: token ids are integers", param)
+    key = "prompt" if kinds == {str} else "prompt_token_ids"
+    return [{key: each} for each in several]
 
 
 def require_accepted(files: Iterable[tuple[str, str]], pipeline: Pipeline) -> None:

@@ -1,4 +1,4 @@
-"""POST /v1/completions: the older text API. A prompt becomes one user message, through the model's chat template."""
+"""POST /v1/completions: the older text API. The model continues a raw prompt, which passes the chat template."""
 
 from __future__ import annotations
 
@@ -16,7 +16,14 @@ from omni_actors.serve.api.generations import Generations
 from omni_actors.serve.api.json_body import read_json
 from omni_actors.serve.api.logprobs import completion_logprobs
 from omni_actors.serve.api.schemas import CompletionRequest
-from omni_actors.serve.routes.common import Completion, begin_choices, open_body, text_parameters
+from omni_actors.serve.routes.common import (
+    Completion,
+    begin_choices,
+    open_body,
+    raw_prompts,
+    session_of,
+    text_parameters,
+)
 
 
 class _TextCompletion(Completion):
@@ -41,12 +48,17 @@ async def completions(request: Request) -> Response:
     system, body, params = open_body(request, await read_json(request), CompletionRequest)
     given = [*text_parameters(body), ("logprobs", "logprobs", body.logprobs)]
     params |= {name: value for name, _, value in given if value is not None}
-    names = {"input": "prompt", "messages": "prompt", **{name: client_name for name, client_name, _ in given}}
-    prompts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
+    if not body.add_special_tokens:
+        params.setdefault("tokenization_kwargs", {"add_special_tokens": False})
+    raw = dict.fromkeys(("input", "messages", "prompt_token_ids"), "prompt")
+    names = {**raw, **{name: client_name for name, client_name, _ in given}}
+    prompts, session = raw_prompts(body.prompt, "prompt"), session_of(request)
     request.scope[SCOPE_KEY].release()
     completion = _TextCompletion(body, len(prompts))
     with renaming(names):
-        submits = [partial(system.generate, prompt, modalities=("text",), **params) for prompt in prompts]
+        submits = [
+            partial(system.generate, prompt, modalities=("text",), session=session, **params) for prompt in prompts
+        ]
         generations = begin_choices(system, body, submits, completion.id)
         if body.stream:
             events = _events(completion, generations, include_usage=body.stream_options.include_usage)

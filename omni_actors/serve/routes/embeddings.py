@@ -14,35 +14,20 @@ from omni_actors.serve.access.admission import SCOPE_KEY
 from omni_actors.serve.api.errors import renaming, unsupported_as_501
 from omni_actors.serve.api.json_body import read_json
 from omni_actors.serve.api.schemas import EmbeddingRequest
-from omni_actors.serve.http.errors import bad_request
 from omni_actors.serve.media.base64_data import to_base64
-from omni_actors.serve.routes.common import open_body
+from omni_actors.serve.routes.common import open_body, raw_prompts
 from omni_actors.system import Embedding
 
 
 async def embeddings(request: Request) -> Response:
     """Embed one or several texts."""
     system, body, params = open_body(request, await read_json(request), EmbeddingRequest)
-    prompts = _prompts(body)
+    prompts = raw_prompts(body.input, "input")
     request.scope[SCOPE_KEY].release()
     names = dict.fromkeys(("prompt", "prompt_token_ids", "messages"), "input")
     with unsupported_as_501(), renaming(names):
         found = await system.encode(prompts, pooling=body.pooling, normalize=body.normalize, **params)
     return Response(await _object(body, found), media_type="application/json")
-
-
-def _prompts(body: EmbeddingRequest) -> list[dict[str, Any]]:
-    """Return the raw prompts of a request. Raises HTTPError."""
-    given: Sequence[Any] = [body.input] if isinstance(body.input, str) else body.input
-    if isinstance(given[0], int):
-        given = [given]
-    kinds = {type(each) for each in given}
-    if len(kinds) > 1 or any(isinstance(each, list) and not each for each in given):
-        raise bad_request("input: texts or lists of token ids were expected, all of one kind", "input")
-    if kinds == {list} and any(type(token) is not int for each in given for token in each):
-        raise bad_request("input: token ids are integers", "input")
-    key = "prompt" if kinds == {str} else "prompt_token_ids"
-    return [{key: each} for each in given]
 
 
 async def _object(body: EmbeddingRequest, found: Sequence[Embedding]) -> bytes:

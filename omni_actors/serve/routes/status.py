@@ -37,9 +37,10 @@ def overall_status(now: Health) -> str:
     """Return "ready", or the state of the stage that is worst off. A stage is in the state of its best replica."""
     if now.ready:
         return "ready"
-    best_first = ("ready", "loading", "restarting", "failed")
-    worst = max(min(best_first.index(replica.state) for replica in stage) for stage in now.stages.values() if stage)
-    return "loading" if best_first[worst] == "ready" else best_first[worst]
+    best_first = ("ready", "draining", "loading", "restarting", "asleep", "failed")
+    states = [min(best_first.index(replica.state) for replica in stage) for stage in now.stages.values() if stage]
+    worst = best_first[max(states, default=0)]
+    return "loading" if worst in ("ready", "draining") else worst
 
 
 async def ping(request: Request) -> Response:

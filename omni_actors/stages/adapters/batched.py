@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
@@ -30,15 +31,16 @@ class BatchedAdapters:
     """The adapters of one model: an ``AdapterStore``.
 
     part: the part of an omni model that the model is; "": it has no parts. idle: how many adapters stay loaded that no
-    request uses and that are not pinned.
+    request uses and that are not pinned. elsewhere: linear layers of the checkpoint that other stages have; what an
+    adapter has for them is left out.
     """
 
-    def __init__(self, model: nn.Module, *, part: str, idle: int) -> None:
+    def __init__(self, model: nn.Module, *, part: str, idle: int, elsewhere: Collection[str] = ()) -> None:
         self._linears: dict[str, Any] = {
             name: module for name, module in model.named_modules() if hasattr(module, "in_features")
         }
-        self._device = next(model.parameters()).device
-        self._part, self._idle = part, idle
+        self._device = next((each.device for each in model.parameters()), torch.device("cpu"))
+        self._part, self._idle, self._elsewhere = part, idle, elsewhere
         self._loaded: dict[Adapter, dict[str, LoraLayer]] = {}
         """The one that was used last comes last."""
         self._kept: set[Adapter] = set()
@@ -99,7 +101,9 @@ class BatchedAdapters:
         layers = self._loaded.pop(adapter, None)
         if layers is None:
             shapes = {name: (linear.out_features, linear.in_features) for name, linear in self._linears.items()}
-            layers = weights.load(files.read_again(adapter), shapes, self._part, self._device)
+            layers = weights.load(
+                files.read_again(adapter), shapes, self._part, self._device, elsewhere=self._elsewhere
+            )
         self._loaded[adapter] = layers
         self._hook()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
 import safetensors.torch
@@ -36,12 +36,17 @@ class LoraLayer(NamedTuple):
 
 
 def load(
-    files: AdapterFiles, shapes: Mapping[str, tuple[int, int]], part: str, device: torch.device
+    files: AdapterFiles,
+    shapes: Mapping[str, tuple[int, int]],
+    part: str,
+    device: torch.device,
+    *,
+    elsewhere: Collection[str] = (),
 ) -> dict[str, LoraLayer]:
     """Return the layers of an adapter, by the path of the module that each updates.
 
     shapes: the outputs and inputs of each linear layer of the model. part: the part of an omni model that the model is;
-    "" for a model without parts. Weights of other parts are left out.
+    "" for a model without parts. Weights of other parts are left out, and those of layers ``elsewhere``.
     Raises InvalidAdapter.
     """
     tensors = _tensors(files)
@@ -52,6 +57,8 @@ def load(
         if part and first in PARTS and first != part:
             continue
         path = _present(rest if part and first == part else module, shapes)
+        if path in elsewhere:
+            continue
         if path not in shapes:
             raise InvalidAdapter(files.directory, f"{WEIGHTS}: the model has no linear layer {path!r}", misfit=True)
         layers[path] = _layer(files, module, tensors, shapes[path], device)

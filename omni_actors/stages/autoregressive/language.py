@@ -9,6 +9,8 @@ by token, by the code that every token takes. The last decided token is decoded:
 Log probabilities come from the logits, which a prefill computes for its last position alone. So a request that asks for
 them decodes its decided tokens again, one by one.
 
+A guided request has a companion, a second sequence in the batch (see ``guidance``). Both prefill the decided tokens.
+
 Outputs: ``{"text": piece}``, and at the end ``{"text": rest, "finish_reason": "stop" | "length", "prompt_tokens": n,
 "completion_tokens": n}``. A piece never ends inside a character or a stop string. ``completion_tokens`` counts the end
 token. With ``logprobs``, each token gives an output with its ``logprobs`` (see ``logprobs``), with text or without.
@@ -28,19 +30,20 @@ from omni_actors.stages import base
 from omni_actors.stages.adapters.batched import BatchedAdapters
 from omni_actors.stages.adapters.engine import AdaptedEngine
 from omni_actors.stages.autoregressive.cache import SlottedCache
+from omni_actors.stages.autoregressive.guidance import GuidedSequence, guided
 from omni_actors.stages.autoregressive.logprobs import token_logprobs
 from omni_actors.stages.autoregressive.options import TextOptions, TextParams
 from omni_actors.stages.autoregressive.prefixes import Block, PrefixCache
 from omni_actors.stages.autoregressive.prompt_engine import C, PromptEngine, PromptRequest
 from omni_actors.stages.autoregressive.sampling import RandomNumbers, Sampler, Sampling, choose, not_finite
-from omni_actors.stages.autoregressive.scheduler import ScheduledSequence, Scheduler
+from omni_actors.stages.autoregressive.scheduler import Scheduler
 from omni_actors.stages.autoregressive.structure import PARAM, Structure, StructureTokenizer
 from omni_actors.stages.autoregressive.text import AnswerText, Vocabulary
 from omni_actors.stages.refusal import beyond_context, request_work
 
 
-class TextRequest(PromptRequest[C], ScheduledSequence):
-    """One request."""
+class TextRequest(PromptRequest[C], GuidedSequence):
+    """One request, or the companion of one: it has the request's id, adapter and journal, and a prompt of its own."""
 
     def __init__(self, request: base.StageRequest, params: TextParams, collector: C) -> None:
         super().__init__(request, params, collector)
@@ -129,7 +132,8 @@ class LanguageEngine(AdaptedEngine[R, BatchedAdapters], PromptEngine[R]):
     def _join_batch(self, request: R, tokens: Sequence[int | None]) -> None:
         if not tokens:
             raise base.InvalidRequest("the prompt has no tokens", param="messages")
-        del request.collector
+        for each in request.members:
+            del each.collector
         params = request.params
         end_tokens = self._vocabulary.end_tokens(params)
         self._require_known("stop_token_ids", params.stop_token_ids)
@@ -143,9 +147,10 @@ class LanguageEngine(AdaptedEngine[R, BatchedAdapters], PromptEngine[R]):
             request.sampler.structure = self._structure(params)
         replayed = len(request.decided) if params.logprobs is None else 0
         request.prefill_left, request.ready = len(tokens), len(tokens) + replayed
-        limit = min(params.max_tokens, self._context - len(tokens))
+        longest = max(each.prefill_left for each in request.members)
+        limit = min(params.max_tokens, self._context - longest)
         request.answer = AnswerText(self._vocabulary, len(tokens), limit, params)
-        self._scheduler.add(request)
+        self._scheduler.add(*request.members)
 
     def _structure(self, params: TextParams) -> Structure | None:
         """Return the structure of an answer. Raises ``InvalidRequest``."""
@@ -241,7 +246,9 @@ class LanguageEngine(AdaptedEngine[R, BatchedAdapters], PromptEngine[R]):
         self._keep(request, row, count)
         request.prefill_left -= count
         request.ready -= count
-        if request.answer.tokens:
+        if request.is_companion:
+            _prefilled(request, logits)
+        elif request.answer.tokens:
             yield from self._replay(request, count)
         elif request.prefill_left:
             if downstream := self._downstream(request):
@@ -262,8 +269,9 @@ class LanguageEngine(AdaptedEngine[R, BatchedAdapters], PromptEngine[R]):
                 request.sampler.replay(token)
             yield from self._append(request, token)
 
-    def _next(self, requests: list[R], logits: Tensor) -> Iterator[base.StageOutput | base.StageFailure]:
-        """Choose each request's next token from logits (requests, vocabulary); remove the requests that end."""
+    def _next(self, sequences: list[R], logits: Tensor) -> Iterator[base.StageOutput | base.StageFailure]:
+        """Choose each request's next token from logits (sequences, vocabulary); remove the requests that end."""
+        requests, logits = guided(sequences, logits)
         samplers = [None if request.decided else request.sampler for request in requests]
         for request, chosen, row in zip(requests, choose(logits, samplers), logits, strict=True):
             if (token := chosen) is None:
@@ -273,8 +281,9 @@ class LanguageEngine(AdaptedEngine[R, BatchedAdapters], PromptEngine[R]):
                 token = request.decided.popleft()
                 if request.sampler:
                     request.sampler.replay(token)
-            request.uncomputed.append(token)
-            request.ready = 1
+            for each in request.members:
+                each.uncomputed.append(token)
+                each.ready = 1
             yield from self._append(request, token, row)
 
     def _append(
@@ -303,6 +312,17 @@ class LanguageEngine(AdaptedEngine[R, BatchedAdapters], PromptEngine[R]):
         """End a request by its own fault; return its failure."""
         self.abort(request.id)
         return base.StageFailure(request.id, error)
+
+
+def _prefilled(companion: TextRequest[Any], logits: Tensor) -> None:
+    """Note that positions of a companion's prefill were computed. logits: of the last one, (1, vocabulary)."""
+    if companion.prefill_left:
+        return
+    if not companion.uncomputed:
+        companion.prediction = logits[0]
+    elif companion.decided:  # the prompt is done
+        companion.prefill_left = len(companion.decided) - 1
+        companion.decided.clear()
 
 
 def _token_biases(params: TextParams) -> dict[int, float]:

@@ -9,7 +9,9 @@ Rules
    waits for input delays no other.
 3. A prefill that has begun is continued before another one begins. Those that have not begun come in order of priority.
    So a sequence that has been computed is never kept waiting by later ones of a higher priority.
-4. Each prompt is prefilled in a forward of its own, in chunks of ``prefill`` positions. Where the cuts fall depends on
+4. Sequences that are added together get rows together, are prefilled in the order in which they were added, decode in
+   the same forwards, and leave together.
+5. Each prompt is prefilled in a forward of its own, in chunks of ``prefill`` positions. Where the cuts fall depends on
    nothing else, not even on when the input arrives. So a sequence starts from the same numbers in any batch.
 
 Chunked prefill follows Sarathi-Serve (Agrawal et al., 2024), iteration-level batching Orca (Yu et al., 2022).
@@ -18,7 +20,7 @@ Chunked prefill follows Sarathi-Serve (Agrawal et al., 2024), iteration-level ba
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import chain, count, islice
 from typing import Generic, TypeVar
 
@@ -37,11 +39,18 @@ class ScheduledSequence:
     arrival_order = 0
     has_begun = False
     """Whether a position was computed. Set by the scheduler, as ``arrival_order`` is."""
+    others: Sequence[ScheduledSequence] = ()
+    """The sequences that were added together with this one. Set by the scheduler."""
 
     @property
     def order(self) -> tuple[int, int]:
         """The sequence's place among those that wait."""
         return self.priority, self.arrival_order
+
+    @property
+    def group(self) -> Sequence[ScheduledSequence]:
+        """The sequence and those that were added together with it."""
+        return self, *self.others
 
 
 S = TypeVar("S", bound=ScheduledSequence)
@@ -64,23 +73,26 @@ class Scheduler(Generic[S]):
     @property
     def busy(self) -> bool:
         """Whether a step would compute a position."""
-        free = self._max_rows - len(self.rows)
-        return any(self._computable(sequence) for sequence in chain(self.rows, islice(self._waiting, free)))
+        return any(self._computable(sequence) for sequence in chain(self.rows, islice(self._waiting, self._admissible)))
 
-    def add(self, sequence: S) -> None:
-        """Queue a sequence for a row."""
-        sequence.arrival_order = next(self._arrivals)
-        insort(self._waiting, sequence, key=lambda each: each.order)
+    def add(self, *sequences: S) -> None:
+        """Queue a sequence for a row, or several of one priority that are computed together, ``max_rows`` at most."""
+        for sequence in sequences:
+            sequence.arrival_order = next(self._arrivals)
+            sequence.others = [each for each in sequences if each is not sequence]
+            insort(self._waiting, sequence, key=lambda each: each.order)
 
     def remove(self, sequence: S) -> None:
-        """Remove a sequence and free its row. Does nothing if the sequence is unknown."""
-        if sequence in self.rows:
-            row = self.rows.index(sequence)
-            self._cache.remove_row(row)
-            self.rows[row] = self.rows[-1]
-            self.rows.pop()
-        elif sequence in self._waiting:
-            self._waiting.remove(sequence)
+        """Remove a sequence and those that were added with it; free their rows. Does nothing if it is unknown."""
+        for each in sequence.group:
+            if each in self.rows:
+                row = self.rows.index(each)
+                self._cache.remove_row(row)
+                self.rows[row] = self.rows[-1]
+                self.rows.pop()
+            elif each in self._waiting:
+                self._waiting.remove(each)
+            each.others = ()
 
     def prefill_chunks(self) -> Iterator[tuple[int, int]]:
         """Yield one step's prefill chunks as (row, positions): at least one, and up to ``prefill`` positions in all.
@@ -97,21 +109,32 @@ class Scheduler(Generic[S]):
 
         None: the input of no whole chunk has arrived.
         """
-        while self._waiting and len(self.rows) < self._max_rows:
+        for _ in range(self._admissible):
             self.rows.append(self._waiting.pop(0))
             self._cache.add_row()
         ready = [row for row, sequence in enumerate(self.rows) if sequence.prefill_left and self._computable(sequence)]
         if not ready:
             return None
         row = min(ready, key=lambda row: (not self.rows[row].has_begun, self.rows[row].order))
-        self.rows[row].has_begun = True
+        for each in self.rows[row].group:
+            each.has_begun = True
         return row, self._computable(self.rows[row])
 
     def decode_rows(self) -> list[int]:
         """Return the rows, in increasing order, whose sequences have a position to decode."""
-        return [row for row, sequence in enumerate(self.rows) if not sequence.prefill_left and sequence.ready]
+        return [row for row, each in enumerate(self.rows) if not each.prefill_left and self._computable(each)]
+
+    @property
+    def _admissible(self) -> int:
+        """The sequences that wait and can get a row now."""
+        free, found = self._max_rows - len(self.rows), 0
+        while found < len(self._waiting) and (end := found + len(self._waiting[found].group)) <= free:
+            found = end
+        return found
 
     def _computable(self, sequence: S) -> int:
         """Return the positions of the sequence's next forward: a whole prefill chunk or 1; 0 if input is missing."""
-        wanted = min(sequence.prefill_left, self._prefill) or 1
+        if not sequence.prefill_left:
+            return int(all(each.ready and not each.prefill_left for each in sequence.group))
+        wanted = min(sequence.prefill_left, self._prefill)
         return wanted if sequence.ready >= wanted else 0

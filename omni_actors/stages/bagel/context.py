@@ -22,15 +22,13 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from omni_actors.stages.adapters.batched import BatchedAdapters
-from omni_actors.stages.adapters.options import LOAD
 from omni_actors.stages.autoregressive.cache import SlottedCache
 from omni_actors.stages.autoregressive.language import LanguageEngine, TextRequest, refuse_beyond_context
 from omni_actors.stages.autoregressive.scheduler import Scheduler
 from omni_actors.stages.autoregressive.text import Vocabulary
 from omni_actors.stages.bagel import handoff, pictures
 from omni_actors.stages.bagel.contexts import Contexts, Reader, RowsAttention, Term, count_positions
-from omni_actors.stages.bagel.model import BagelModel, load, marks, replace_weights
+from omni_actors.stages.bagel.model import BagelModel, adapters, load, marks, replace_weights
 from omni_actors.stages.bagel.options import ContextOptions, ContextParams, guidances
 from omni_actors.stages.base import InvalidRequest, StageContext, StageFailure, StageOutput, StageRequest
 from omni_actors.stages.diffusion.options import width_and_height
@@ -85,8 +83,7 @@ class ContextEngine(LanguageEngine[ContextRequest]):
         self._cache = SlottedCache(options.max_batch, options.context, self._model.dtype, self._model.device)
         scheduler = Scheduler[ContextRequest](self._cache, options.max_batch, options.prefill_chunk)
         vocabulary = Vocabulary(tokenizer, self._marks.text_end)
-        super().__init__(scheduler, vocabulary, options, BatchedAdapters(self._model, part="", idle=0))
-        self._capabilities[LOAD] = "the engine serves no LoRA adapters"
+        super().__init__(scheduler, vocabulary, options, adapters(self._model, options.idle_loras))
         self._capabilities["update_weights"] = self._update_weights
         self._capabilities["reset_prefix_cache"] = "the engine has no cache of prompt prefixes"
 
@@ -182,7 +179,8 @@ class ContextEngine(LanguageEngine[ContextRequest]):
             imageless=request.draws and request.edits and image > 1,
             noise=torch.Generator().manual_seed(request.params.seed or 0),
         )
-        request.reader.read(terms)
+        with self._adapters.applied([request.adapter]):
+            request.reader.read(terms)
         request.position, request.terms = request.reader.mark.position, None
 
     @torch.inference_mode()
@@ -193,10 +191,12 @@ class ContextEngine(LanguageEngine[ContextRequest]):
         positions = starts[:, None] + torch.arange(count, device=self._model.device)
         _, mask = self._cache.extend(rows, count)
         language = self._model.language_model
-        hidden = language.model(language.model.embed_tokens(tokens), positions, None, RowsAttention(self._cache, mask))
+        embeds, attend = language.model.embed_tokens(tokens), RowsAttention(self._cache, mask)
+        with self._adapters.applied([request.adapter for request in requests]):
+            hidden = language.model(embeds, positions, None, attend)
+            logits: Tensor = language.lm_head(hidden[:, -1])
         for request in requests:
             request.position += count
-        logits: Tensor = language.lm_head(hidden[:, -1])
         return logits
 
     def _append(
@@ -216,7 +216,8 @@ class ContextEngine(LanguageEngine[ContextRequest]):
         written = request.written[: request.written.index(end)] if end in request.written else request.written
         text = self._vocabulary.decode(written, skip_special_tokens=False)
         tokens = self._vocabulary.tokenizer.encode(text, add_special_tokens=False)
-        request.reader.read_own(tokens[: self._context])
+        with self._adapters.applied([request.adapter]):
+            request.reader.read_own(tokens[: self._context])
         yield from self._hand_off(request, self._contexts(request))
 
     def _contexts(self, request: ContextRequest) -> Contexts:

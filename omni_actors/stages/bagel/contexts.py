@@ -54,6 +54,15 @@ class Contexts(msgspec.Struct, frozen=True, kw_only=True):
     noise: Tensor
     """The latent tokens before the first step, float32 (tokens, channels)."""
 
+    def to(self, device: torch.device, dtype: torch.dtype) -> Contexts:
+        """Return the contexts with their keys and values on a device, in a dtype."""
+
+        def moved(states: KeyValues) -> KeyValues:
+            return [(keys.to(device, dtype), values.to(device, dtype)) for keys, values in states]
+
+        imageless = None if self.imageless_states is None else moved(self.imageless_states)
+        return msgspec.structs.replace(self, states=moved(self.states), imageless_states=imageless)
+
 
 class RowsAttention:
     """Attention of rows of a ``SlottedCache``. mask: added to the scores; None: a token sees its whole row."""

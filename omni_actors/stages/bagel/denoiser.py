@@ -1,23 +1,18 @@
 """The ``bagel_denoiser`` engine: contexts to pictures, a step of every running request at a time.
 
-Input: the chunks of ``handoff``. Outputs: previews and the picture, ``tensors["image"]``, uint8 (height, width, 3),
-with the data ``step``, ``total`` and ``final``.
+Input: the chunks of ``handoff``. Outputs: those of ``diffusion.denoiser``. Each but progress has ``tensors["image"]``,
+uint8 (height, width, 3).
 
-Rules
-1. The running requests are those that have begun, then others by priority and arrival, up to ``max_batch``. A paused
-   request gives up its place.
-2. A step is one forward for all running requests, whatever their sizes and their number of steps (``flow``).
-3. A preview is the picture that would result if the velocity stayed as it is.
-4. Resumption: after each step but the last comes a checkpoint, the latents and the number of steps done. The decision
-   of an output is its step. A request that goes on from a checkpoint puts out the previews of earlier steps again,
-   but without a picture: they were delivered, or are lost.
+Rules, besides those of ``diffusion.denoiser``
+1. A step is one forward for all running requests with one LoRA adapter, whatever their sizes and their number of steps
+   (``flow``). A request has one row, whatever contexts it compares.
+2. The contexts of requests that wait are in host memory, so that the device has those of active requests only.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator, Mapping
-from typing import Any, TypeAlias
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -25,52 +20,48 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer
 
+from omni_actors.stages.adapters.batched import BatchedAdapters
+from omni_actors.stages.adapters.engine import AdaptedEngine
+from omni_actors.stages.adapters.files import named
+from omni_actors.stages.adapters.options import Adapter
 from omni_actors.stages.bagel import flow
 from omni_actors.stages.bagel.contexts import Contexts
 from omni_actors.stages.bagel.handoff import Receiver
-from omni_actors.stages.bagel.model import BagelModel, Marks, load, marks, replace_weights
-from omni_actors.stages.bagel.options import DenoiserOptions, DenoiserParams, guidances
-from omni_actors.stages.base import (
-    Chunk,
-    InvalidRequest,
-    StageCheckpoint,
-    StageContext,
-    StageFailure,
-    StageOutput,
-    StageRequest,
-)
-from omni_actors.stages.engine import PausableEngine
+from omni_actors.stages.bagel.model import BagelModel, Marks, adapters, load, marks, replace_weights
+from omni_actors.stages.bagel.options import DenoiserOptions, DenoiserParams, OneStageOptions, guidances
+from omni_actors.stages.base import Chunk, InvalidRequest, StageCheckpoint, StageContext, StageRequest, TensorLike
+from omni_actors.stages.diffusion.denoiser import DenoiserBase, DenoisingRequest
 from omni_actors.stages.refusal import validated
 
-Event: TypeAlias = StageOutput | StageFailure | StageCheckpoint
 
-_WEIGHT = 0.2
-"""The weight of the latest step in the mean of recent steps."""
+class Denoising(DenoisingRequest):
+    """One request. steps: of a request that names none."""
 
-
-class Denoising:
-    """One request."""
-
-    paused = False
+    drawing: flow.Drawing
+    """There once it has begun."""
 
     def __init__(self, request: StageRequest, params: DenoiserParams, steps: int, receiver: Receiver) -> None:
-        self.id, self.params, self.receiver = request.request_id, params, receiver
-        self.steps = params.steps or steps
-        self.has_begun = False
-        self.drawing: flow.Drawing | None = None
-        """None until the contexts are complete."""
-        self._journal = request.journal
-        self._step, self._latents = 0, None
+        super().__init__(request, params)
+        self.params, self.receiver, self.adapter = params, receiver, named(params.lora)
+        self.contexts: Contexts | None = None
+        """None until they are complete, and once it has begun."""
+        self._steps, self._latents = params.steps or steps, None
         if (checkpoint := request.checkpoint) is not None:
-            self._step = int(checkpoint.data["step"])
+            self.step = int(checkpoint.data["step"])
             self._latents = torch.from_numpy(copied(checkpoint).tensors["latents"])
 
     @property
-    def ready(self) -> bool:
-        return self.drawing is not None and not self.paused
+    def complete(self) -> bool:
+        return self.has_begun or self.contexts is not None
 
-    def begin(self, contexts: Contexts) -> None:
-        """Take the complete contexts."""
+    @property
+    def total(self) -> int:
+        return self._steps
+
+    def begin(self, device: torch.device, dtype: torch.dtype) -> None:
+        """Take the complete contexts to the device."""
+        assert self.contexts is not None, "a request that begins is complete"
+        contexts, self.contexts = self.contexts.to(device, dtype), None
         params, edits = self.params, contexts.edits
         text, image = guidances(params, edits=edits)
         guidance = flow.Guidance(
@@ -85,30 +76,30 @@ class Denoising:
         self.drawing = flow.Drawing(
             contexts=contexts,
             guidance=guidance,
-            times=flow.times(self.steps, params.shift),
+            times=flow.times(self._steps, params.shift),
             latents=latents,
-            step=self._step,
+            step=self.step,
         )
 
-    def lost_previews(self) -> list[int]:
-        """Return the steps of the journal's previews that the checkpoint lies behind."""
-        return [decisions[-1] for decisions in self._journal if decisions and decisions[-1] <= self._step]
+    def estimate(self, velocity: Tensor) -> Tensor:
+        return self.drawing.estimate(velocity)
 
-    @property
-    def preview_follows(self) -> bool:
-        """Whether a preview comes with the next step."""
-        drawing, every = self.drawing, self.params.previews
-        assert drawing is not None
-        return bool(every) and (drawing.step + 1) % every == 0 and drawing.step + 1 < drawing.total
+    def advance(self, velocity: Tensor) -> None:
+        self.drawing.advance(velocity)
+        self.step = self.drawing.step
 
 
-class Denoiser(PausableEngine[Denoising]):
-    """The engine, on networks that are loaded. steps: of a request that names none."""
+class Denoiser(DenoiserBase[Denoising]):
+    """The engine, on networks that are loaded. options: ``max_batch`` and ``steps`` count.
 
-    def __init__(self, model: BagelModel, marks: Marks, max_batch: int, steps: int) -> None:
-        super().__init__()
-        self._model, self._marks, self._max_batch, self._steps = model, marks, max_batch, steps
-        self._step_seconds = 0.0
+    adapters: of the networks. They have those of all its requests.
+    """
+
+    def __init__(
+        self, model: BagelModel, marks: Marks, options: DenoiserOptions | OneStageOptions, adapters: BatchedAdapters
+    ) -> None:
+        super().__init__(options.max_batch)
+        self._model, self._marks, self._steps, self._adapters = model, marks, options.steps, adapters
         self._capabilities["update_weights"] = self._update_weights
 
     def _new_request(self, request: StageRequest) -> Denoising:
@@ -116,48 +107,44 @@ class Denoiser(PausableEngine[Denoising]):
         if params.strength is not None:
             message = "strength: BAGEL reads the picture that it changes, and begins with noise alone"
             raise InvalidRequest(message, param="strength")
-        receiver = Receiver(self._model.config, self._model.device, self._model.dtype)
-        return Denoising(request, params, self._steps, receiver)
+        return Denoising(request, params, self._steps, Receiver(self._model.config))
 
     def _take(self, request: Denoising, chunk: Chunk) -> None:
-        if (contexts := request.receiver.feed(chunk)) is not None:
-            request.begin(contexts)
+        request.contexts = request.receiver.feed(chunk)
 
-    def begin(self, request_id: int, contexts: Contexts) -> None:
-        """Take the contexts of a started request, in place of its chunks."""
-        self._requests[request_id].begin(contexts)
+    def take_contexts(self, request_id: int, contexts: Contexts) -> None:
+        """Take the contexts of a started request, in place of its chunks. They are on the device."""
+        waits = len(self._requests) > self._max_batch
+        self._requests[request_id].contexts = contexts.to(torch.device("cpu"), self._model.dtype) if waits else contexts
 
-    def step(self) -> Iterator[Event]:
-        """Do one denoising step of every running request."""
-        started = time.perf_counter()
-        running = self._running()
-        for request in running:
-            if not request.has_begun:
-                request.has_begun = True
-                for step in request.lost_previews():
-                    yield StageOutput(request.id, data=_data(step, request.steps), decisions=(step,))
-        drawings = [request.drawing for request in running if request.drawing is not None]
-        found = flow.velocities(self._model, self._marks, drawings)
-        for request, drawing, velocity in zip(running, drawings, found, strict=True):
-            yield from self._advance(request, drawing, velocity)
-        took = time.perf_counter() - started
-        self._step_seconds += (took - self._step_seconds) * (_WEIGHT if self._step_seconds else 1.0)
+    def _begin(self, request: Denoising) -> None:
+        request.begin(self._model.device, self._model.dtype)
 
-    def gauges(self) -> Mapping[str, float]:
-        """Return how many requests run and wait, the steps that they need, and the mean seconds of recent steps."""
-        running = len(self._running())
-        drawings = [request.drawing for request in self._requests.values() if request.drawing is not None]
-        return {
-            "running": float(running),
-            "waiting": float(len(self._requests) - running),
-            "steps_left": float(sum(drawing.total - drawing.step for drawing in drawings)),
-            "step_seconds": self._step_seconds,
-        }
+    def _velocities(self, requests: Sequence[Denoising]) -> list[Tensor]:
+        found: dict[int, Tensor] = {}
+        for adapter in dict.fromkeys(request.adapter for request in requests):
+            alike = [request for request in requests if request.adapter == adapter]
+            with self._adapters.applied([adapter]):
+                velocities = flow.velocities(self._model, self._marks, [request.drawing for request in alike])
+            found.update(zip((request.id for request in alike), velocities, strict=True))
+        return [found[request.id] for request in requests]
+
+    def _latents(self, requests: Sequence[Denoising]) -> Sequence[Tensor]:
+        return [request.drawing.latents for request in requests]
+
+    def _tensors(self, request: Denoising, latents: Tensor) -> Mapping[str, TensorLike]:
+        contexts = request.drawing.contexts
+        return {"image": self._model.decode(latents, contexts.width, contexts.height).numpy()}
 
     @property
     def has_requests(self) -> bool:
         """Whether a request goes on."""
         return bool(self._requests)
+
+    @property
+    def used_adapters(self) -> set[Adapter]:
+        """The adapters of its requests."""
+        return {request.adapter for request in self._requests.values() if request.adapter is not None}
 
     def _replace_weights(self, files: Mapping[str, tuple[int, int]]) -> dict[str, Any]:
         return replace_weights(self._model, files)
@@ -166,37 +153,8 @@ class Denoiser(PausableEngine[Denoising]):
         super().close()
         del self._model
 
-    def _running(self) -> list[Denoising]:
-        """Return the requests of the next step (rule 1)."""
-        ready = [request for request in self._requests.values() if request.ready]
-        ready.sort(key=lambda request: (not request.has_begun, request.params.priority))  # stable: then by arrival
-        return ready[: self._max_batch]
 
-    def _advance(self, request: Denoising, drawing: flow.Drawing, velocity: Tensor) -> Iterator[Event]:
-        estimate = drawing.estimate(velocity) if request.preview_follows else None
-        drawing.advance(velocity)
-        if not drawing.latents.isfinite().all():
-            self.abort(request.id)
-            message = f"the latents of this request are not finite after step {drawing.step}"
-            yield StageFailure(request.id, InvalidRequest(message, code="output_not_finite"))
-        elif drawing.step == drawing.total:
-            self.abort(request.id)
-            yield self._output(request, drawing, drawing.latents)
-        else:
-            if estimate is not None:
-                yield self._output(request, drawing, estimate)
-            yield StageCheckpoint(request.id, {"latents": drawing.latents.numpy()}, {"step": drawing.step})
-
-    @torch.inference_mode()
-    def _output(self, request: Denoising, drawing: flow.Drawing, latents: Tensor) -> StageOutput:
-        """Return the picture of latents, behind the step that was just done."""
-        picture = self._model.decode(latents, drawing.contexts.width, drawing.contexts.height)
-        data = _data(drawing.step, drawing.total)
-        tensors = {"image": picture.numpy()}
-        return StageOutput(request.id, tensors, data, last=data["final"], decisions=(drawing.step,))
-
-
-class DenoiserEngine(Denoiser):
+class DenoiserEngine(Denoiser, AdaptedEngine[Denoising, BatchedAdapters]):
     """The engine of a stage of its own. ``context.model``: a checkpoint of BAGEL."""
 
     def __init__(self, context: StageContext) -> None:
@@ -204,11 +162,7 @@ class DenoiserEngine(Denoiser):
         options = msgspec.convert(context.options, DenoiserOptions)
         found = marks(AutoTokenizer.from_pretrained(context.tokenizer_directory, local_files_only=True))
         model = load(context, options.dtype, reads=False, draws=True)
-        super().__init__(model, found, options.max_batch, options.steps)
-
-
-def _data(step: int, total: int) -> dict[str, Any]:
-    return {"step": step, "total": total, "final": step == total}
+        super().__init__(model, found, options, adapters(model, options.idle_loras))
 
 
 def copied(checkpoint: StageCheckpoint) -> StageCheckpoint:

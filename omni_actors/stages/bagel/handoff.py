@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import msgspec
-import torch
 from torch import Tensor
 
 from omni_actors.stages.bagel.config import BagelConfig
@@ -62,13 +61,10 @@ def chunks(contexts: Contexts) -> Iterator[tuple[Mapping[str, Any], Mapping[str,
 
 
 class Receiver:
-    """Collects the chunks of one request, and checks them against the model.
+    """Collects the chunks of one request in host memory, and checks them against the model. config: the model's."""
 
-    config: the model's. device, dtype: of the collected keys and values.
-    """
-
-    def __init__(self, config: BagelConfig, device: torch.device, dtype: torch.dtype) -> None:
-        self._config, self._device, self._dtype = config, device, dtype
+    def __init__(self, config: BagelConfig) -> None:
+        self._config = config
         self._header: Header | None = None
         self._noise: Tensor | None = None
         self._states: list[tuple[Tensor, Tensor]] = []
@@ -117,7 +113,7 @@ class Receiver:
     def _pair(self, chunk: Chunk, names: tuple[str, str], length: int) -> tuple[Tensor, Tensor]:
         language = self._config.language
         shape = language.num_key_value_heads, length, language.head_size
-        first, second = (self._tensor(chunk, name, shape).to(self._device, self._dtype) for name in names)
+        first, second = (self._tensor(chunk, name, shape) for name in names)
         return first, second
 
     def _tensor(self, chunk: Chunk, name: str, shape: tuple[int, ...]) -> Tensor:

@@ -17,6 +17,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from omni_actors.stages import weights
+from omni_actors.stages.adapters.batched import BatchedAdapters
 from omni_actors.stages.bagel import autoencoder, pictures
 from omni_actors.stages.bagel.config import BagelConfig, read
 from omni_actors.stages.bagel.language import Experts, LanguageModel
@@ -175,6 +176,14 @@ def load(context: StageContext, dtype: Dtype, *, reads: bool, draws: bool) -> Ba
             raise WrongCheckpoint(context.model_directory, "bagel", f"{name}: shape {shape} was expected, not {found}")
     model.load_state_dict(tensors, assign=True)
     return model.eval().requires_grad_(requires_grad=False)
+
+
+def adapters(model: BagelModel, idle: int) -> BatchedAdapters:
+    """Return the store of a stage's LoRA adapters. idle: as in ``BatchedAdapters``."""
+    with torch.device("meta"):
+        whole = BagelModel(model.config, reads=True, draws=True)
+    linears = {name for name, module in whole.named_modules() if isinstance(module, nn.Linear)}
+    return BatchedAdapters(model, part="", idle=idle, elsewhere=linears - {name for name, _ in model.named_modules()})
 
 
 def replace_weights(model: BagelModel, files: weights.Files) -> dict[str, Any]:

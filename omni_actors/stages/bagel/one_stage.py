@@ -12,11 +12,13 @@ from typing import Any, ClassVar
 
 import msgspec
 
+from omni_actors.stages.adapters.options import Adapter
 from omni_actors.stages.bagel.context import ContextEngine, ContextRequest
 from omni_actors.stages.bagel.contexts import Contexts
-from omni_actors.stages.bagel.denoiser import Denoiser, Event, copied
+from omni_actors.stages.bagel.denoiser import Denoiser, copied
 from omni_actors.stages.bagel.options import DenoiserParams, OneStageOptions, OneStageParams
 from omni_actors.stages.base import InvalidRequest, RequestId, StageContext, StageOutput, StageRequest
+from omni_actors.stages.diffusion.denoiser import Event
 
 
 class OneStageEngine(ContextEngine):
@@ -30,7 +32,7 @@ class OneStageEngine(ContextEngine):
         """Raises as ``ContextEngine``."""
         super().__init__(context, draws=True)
         options = msgspec.convert(context.options, OneStageOptions)
-        self._denoiser = Denoiser(self._model, self._marks, options.max_batch, options.steps)
+        self._denoiser = Denoiser(self._model, self._marks, options, self._adapters)
 
     def _draws(self, request: StageRequest) -> bool:
         return True
@@ -42,9 +44,9 @@ class OneStageEngine(ContextEngine):
         return made
 
     def _hand_off(self, request: ContextRequest, contexts: Contexts) -> Iterable[StageOutput]:
-        super().abort(request.id)
         self._denoiser.start(request.of_picture)
-        self._denoiser.begin(request.id, contexts)
+        self._denoiser.take_contexts(request.id, contexts)
+        super().abort(request.id)  # now: its adapter stays
         return ()
 
     @property
@@ -65,10 +67,15 @@ class OneStageEngine(ContextEngine):
                     yield msgspec.structs.replace(event, decisions=(-event.decisions[0],))
                 else:
                     yield event
+            if self._adapters.loaded:
+                self._adapters.trim(self._adapters_in_use())
 
     def gauges(self) -> Mapping[str, float]:
         """Return the figures of the denoiser."""
         return self._denoiser.gauges()
+
+    def _adapters_in_use(self) -> set[Adapter]:
+        return super()._adapters_in_use() | self._denoiser.used_adapters
 
     def _replace_weights(self, files: Mapping[str, tuple[int, int]]) -> dict[str, Any]:
         if self._denoiser.has_requests:

@@ -8,6 +8,7 @@ import msgspec
 from msgspec import Meta
 
 from omni_actors.stages import bounds
+from omni_actors.stages.adapters.options import Lora
 from omni_actors.stages.autoregressive.options import TextOptions, TextParams
 from omni_actors.stages.diffusion.options import Guidance, ImageParams, Size
 
@@ -31,10 +32,12 @@ class DenoiserOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The options of ``bagel_denoiser``."""
 
     max_batch: bounds.Positive = 8
-    """Requests that one forward denoises; more requests wait."""
+    """Requests of one step. One less than twice as many share the steps, and more requests wait."""
     dtype: bounds.Dtype = "float32"
     steps: Annotated[int, Meta(ge=1, le=1000)] = 49
     """Denoising steps of a request that does not name them. (The authors count the 50 times between them.)"""
+    idle_loras: bounds.Count = 8
+    """LoRA adapters whose weights stay in memory while no request uses them; pinned ones are not counted."""
 
 
 class OneStageOptions(ContextOptions, frozen=True, forbid_unknown_fields=True):
@@ -73,6 +76,8 @@ class DenoiserParams(ImageParams, frozen=True, forbid_unknown_fields=True):
     """The least factor of that scaling."""
     shift: Shift = 3.0
     """How much the steps crowd towards the noise."""
+    lora: Lora | None = None
+    """The LoRA adapter of this request. Requests with different adapters are computed one after the other in a step."""
 
 
 class OneStageParams(ContextParams, frozen=True, forbid_unknown_fields=True):
@@ -80,6 +85,7 @@ class OneStageParams(ContextParams, frozen=True, forbid_unknown_fields=True):
 
     steps: Annotated[int, Meta(ge=1, le=1000)] | None = None
     previews: Annotated[int, Meta(ge=0, le=1000)] = 0
+    progress: Annotated[int, Meta(ge=0, le=1000)] = 0
     guidance_from: Time | None = None
     guidance_to: Time = 1.0
     renorm: Renorm | None = None

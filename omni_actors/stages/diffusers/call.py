@@ -18,12 +18,14 @@ from omni_actors.stages.diffusers.arguments import Arguments
 from omni_actors.stages.diffusers.options import DiffusersOptions, DiffusersParams
 from omni_actors.stages.diffusers.pictures import Pictures, Pixels, Previews
 from omni_actors.stages.diffusers.turns import Turns
+from omni_actors.stages.diffusion.options import follows
 
 
 class Step(NamedTuple):
     """A denoising step that was done.
 
-    step: its number, from 1. shown: whether a preview was due. preview: None also if the pipeline has no previews.
+    step: its number, from 1. shown: whether a preview or progress is due. preview: None also if the pipeline has no
+    previews.
     """
 
     step: int
@@ -78,13 +80,14 @@ class PipelineCall:
             self._turns.cancel()
 
     def _run(self, hand_over: Callable[[Step | Pictures], None]) -> Pictures:
-        pipeline, every = self._runner.fresh(), self._params.previews
+        pipeline, params = self._runner.fresh(), self._params
 
         def after_step(_: Any, index: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
             total = getattr(pipeline, "num_timesteps", None) or len(pipeline.scheduler.timesteps)
-            shown, preview = bool(every) and (index + 1) % every == 0 and index + 1 < total, None
-            if shown and self._runner.previews.possible:
+            due, preview = follows(params.previews, index + 1) and index + 1 < total, None
+            if due and self._runner.previews.possible:
                 preview = self._runner.previews.decode(pipeline, tensors["latents"], self._arguments)
+            shown = due or (follows(params.progress, index + 1) and index + 1 < total)
             hand_over(Step(index + 1, total, shown, preview))
             return {}
 

@@ -11,36 +11,45 @@ Rules
    the last decodes the picture. Requests take turns. A paused request keeps none of ``max_running`` places.
 2. There is no batch: pipelines begin with all requests of a batch at once, and these join at any time. So a request is
    computed as the pipeline alone computes it, and its picture is a function of prompt, pictures, parameters and seed.
-3. A call cannot begin in its middle. After a death, a new incarnation computes the request again from its seed.
+3. A request's LoRA adapter is applied while its call computes. It updates the pipeline's transformer or U-Net.
+4. A call cannot begin in its middle. After a death, a new incarnation computes the request again from its seed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import msgspec
 
 from omni_actors.stages import base
+from omni_actors.stages.adapters.batched import BatchedAdapters
+from omni_actors.stages.adapters.engine import AdaptedEngine
+from omni_actors.stages.adapters.files import named
 from omni_actors.stages.diffusers import loading
 from omni_actors.stages.diffusers.arguments import blamed
 from omni_actors.stages.diffusers.call import PipelineCall, Runner, Step
-from omni_actors.stages.diffusers.options import DiffusersOptions, DiffusersParams
+from omni_actors.stages.diffusers.options import PROMPT_CHARACTERS, DiffusersOptions, DiffusersParams
 from omni_actors.stages.diffusers.pictures import Pictures
-from omni_actors.stages.diffusers.prompt import Prompt
+from omni_actors.stages.diffusion.pace import Pace
+from omni_actors.stages.diffusion.prompt import user_pictures, user_text
 from omni_actors.stages.engine import PausableEngine
-from omni_actors.stages.refusal import request_work, validated
+from omni_actors.stages.multimodal.prompt import OmniPrompt
+from omni_actors.stages.refusal import beyond_context, request_work, validated
 
 
 class _Request:
-    def __init__(self, request: base.StageRequest, options: DiffusersOptions) -> None:
+    def __init__(self, request: base.StageRequest) -> None:
         self.id = request.request_id
         self.params = validated(request.params, DiffusersParams)
-        self.prompt = Prompt(request.sources, options)
+        self.adapter = named(self.params.lora)
+        self.prompt = OmniPrompt(request.sources)
         self.runner: Runner | None = None
         self.arguments: dict[str, Any] = {}
         self.call: PipelineCall | None = None
-        self.total = 0
+        self.step = self.total = 0
+        """The steps that were done, and those of the picture; 0 before the first step."""
         self.pictures: Pictures | None = None
         self.sent = 0
         """How many of ``pictures`` were put out."""
@@ -51,34 +60,43 @@ class _Request:
         return self.runner is not None and not self.paused
 
 
-class DiffusersEngine(PausableEngine[_Request]):
+class DiffusersEngine(AdaptedEngine[_Request, BatchedAdapters], PausableEngine[_Request]):
     """Runs a pipeline of diffusers. ``context.model``: its directory, with a ``model_index.json``."""
 
     def __init__(self, context: base.StageContext) -> None:
         super().__init__()
         self._options = msgspec.convert(context.options, DiffusersOptions)
         pipeline = loading.load(context, self._options)
+        denoiser = loading.denoiser(pipeline)
+        self._adapters = BatchedAdapters(denoiser, part="", idle=self._options.idle_loras)
         self._runner = self._with_image = Runner(pipeline, self._options)
         if not self._runner.arguments.takes("image"):
             twin = loading.image_pipeline(pipeline)
             self._with_image = self._runner if twin is None else Runner(twin, self._options)
+        self._pace = Pace()
 
     def _new_request(self, request: base.StageRequest) -> _Request:
-        return _Request(request, self._options)
+        return _Request(request)
 
     def _take(self, request: _Request, chunk: base.Chunk) -> None:
-        request.prompt.feed(chunk)
-        if not request.prompt.complete:
+        if not request.prompt.feed(chunk):
             return
-        runner = self._with_image if request.prompt.images else self._runner
-        request.arguments = runner.arguments.make(request.params, request.prompt.text, request.prompt.images)
+        text = user_text(request.prompt)
+        if len(text) > PROMPT_CHARACTERS:
+            message = f"messages: the prompt has {len(text)} characters; the limit is {PROMPT_CHARACTERS}"
+            raise beyond_context(message)
+        with request_work("image"):
+            pictures = user_pictures(request.prompt, self._options.max_images, self._options.max_pixels)
+        request.prompt = OmniPrompt(())
+        runner = self._with_image if pictures else self._runner
+        request.arguments = runner.arguments.make(request.params, text, pictures)
         request.runner = runner
 
     def step(self) -> Iterator[base.StageOutput | base.StageFailure]:
         """Compute the next step of a request, or put out a frame of one that is computed."""
         request = self._next()
         try:
-            with request_work():
+            with request_work(), nullcontext() if request.pictures is not None else self._pace.measured():
                 output = self._advance(request)
         except base.InvalidRequest as error:
             self.abort(request.id)
@@ -86,8 +104,15 @@ class DiffusersEngine(PausableEngine[_Request]):
             return
         if output is not None:
             if output.last:
-                del self._requests[request.id]
+                self.abort(request.id)
             yield output
+
+    def gauges(self) -> Mapping[str, float]:
+        """Return the figures of the requests and of their pace (``pace.Pace``). A step brings one of them forward."""
+        called = [each for each in self._requests.values() if each.call is not None and each.total]
+        steps_left = [request.total - request.step for request in called]
+        part = min(len(steps_left), 1)
+        return self._pace.gauges(steps_left, taking_part=part, waiting=len(self._requests) - part)
 
     def _next(self) -> _Request:
         """Return the request whose turn it is, and put it behind the others."""
@@ -109,14 +134,15 @@ class DiffusersEngine(PausableEngine[_Request]):
             if request.call is None:
                 assert request.runner is not None, "a request that waits is complete"
                 request.call = PipelineCall(request.runner, request.arguments, request.params)
-            made = request.call.advance()
+            with self._adapters.applied([request.adapter]):
+                made = request.call.advance()
             if isinstance(made, Step):
                 return self._after(request, made)
             request.call, request.pictures = None, made
         return self._picture(request, request.pictures)
 
     def _after(self, request: _Request, done: Step) -> base.StageOutput | None:
-        request.total = done.total
+        request.step, request.total = done.step, done.total
         if not done.shown:
             return None
         data = {"step": done.step, "total": done.total, "final": False}
@@ -140,4 +166,4 @@ class DiffusersEngine(PausableEngine[_Request]):
     def close(self) -> None:
         for request_id in list(self._requests):
             self.abort(request_id)
-        del self._runner, self._with_image
+        del self._runner, self._with_image, self._adapters

@@ -24,8 +24,10 @@ from transformers.utils import logging
 from omni_actors.stages import assets
 from omni_actors.stages.base import StageContext
 from omni_actors.stages.diffusers.options import DiffusersOptions
+from omni_actors.stages.diffusion.pipeline_index import INDEX
 
-INDEX = "model_index.json"
+DENOISERS = ("transformer", "unet")
+"""The names of a network that denoises in a pipeline."""
 LIBRARIES = ("diffusers", "transformers")
 CUT = "sequence-length-is-longer-than-the-specified-maximum"
 """The warning of a tokenizer about a long text, as it notes that the warning was given."""
@@ -84,6 +86,12 @@ def image_pipeline(pipeline: Any) -> Any | None:
         return None
     twin.set_progress_bar_config(disable=True)
     return twin
+
+
+def denoiser(pipeline: Any) -> torch.nn.Module:
+    """Return the network that denoises: the one that LoRA adapters update. Without one, a network without layers."""
+    found = (getattr(pipeline, name, None) for name in DENOISERS)
+    return next((each for each in found if isinstance(each, torch.nn.Module)), torch.nn.Module())
 
 
 def check(directory: Path) -> None:

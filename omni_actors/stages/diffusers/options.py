@@ -8,6 +8,7 @@ import msgspec
 from msgspec import Meta
 
 from omni_actors.stages import bounds
+from omni_actors.stages.adapters.options import Lora
 from omni_actors.stages.diffusion.options import ImageParams
 
 PROMPT_CHARACTERS = 8192
@@ -31,6 +32,8 @@ class DiffusersOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     variant: Annotated[str, Meta(pattern="^[a-z0-9_]+$")] | None = None
     """Load the weights with this word in their files' names, such as "fp16", where there are such files."""
     dtype: bounds.Dtype = "float32"
+    idle_loras: bounds.Count = 8
+    """LoRA adapters whose weights stay in memory while no request uses them; pinned ones are not counted."""
 
 
 class DiffusersParams(ImageParams, frozen=True, forbid_unknown_fields=True):
@@ -38,5 +41,7 @@ class DiffusersParams(ImageParams, frozen=True, forbid_unknown_fields=True):
 
     negative_prompt: Annotated[str, Meta(max_length=PROMPT_CHARACTERS)] | None = None
     """What the picture is to be kept away from, by guidance."""
+    lora: Lora | None = None
+    """The LoRA adapter to denoise with, of the pipeline's transformer or U-Net."""
     pipeline_kwargs: bounds.Settings = msgspec.field(default_factory=dict)
     """More arguments of the pipeline's call: numbers, booleans and texts, such as ``num_frames`` of a video."""

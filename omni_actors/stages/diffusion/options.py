@@ -29,6 +29,8 @@ class ImageParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The share of the input picture that noise replaces; 1 means all of it."""
     previews: Annotated[int, Meta(ge=0, le=1000)] = 0
     """A preview comes after each so many steps; 0 means no previews."""
+    progress: Annotated[int, Meta(ge=0, le=1000)] = 0
+    """The number of the step comes after each so many steps, without a picture; 0 means never."""
     seed: Seed | None = None
     """The seed of the noise. Drawn if it is not given."""
     priority: Priority = 0
@@ -39,3 +41,8 @@ def width_and_height(size: str) -> tuple[int, int]:
     """Return the width and the height that a ``Size`` names, in pixels."""
     width, height = size.split("x")
     return int(width), int(height)
+
+
+def follows(interval: int, step: int) -> bool:
+    """Return whether an output that comes after each so many steps comes after this one. interval: 0 means never."""
+    return bool(interval) and step % interval == 0

@@ -8,9 +8,10 @@ Rules
 3. A step gives one output of every ready request and costs ``step_s`` once: so batching looks from outside.
 4. With a LoRA adapter, the stage adds ``[NAME DIGEST]`` to each text: the hash of the files that it has read. It
    checks the files as a real engine does.
-5. With ``steps``, an output takes so many steps, and each of them ends with a checkpoint: the number of steps made, and
+5. New weights are read and checked, and change nothing but the version that each output has.
+6. With ``steps``, an output takes so many steps, and each of them ends with a checkpoint: the number of steps made, and
    bytes that follow from it. A request goes on from its checkpoint without repeating steps.
-6. The request's last output is the last one of the chunk that ends the last open source. A request without sources
+7. The request's last output is the last one of the chunk that ends the last open source. A request without sources
    gives one empty output.
 
 A chunk can cause a failure, with a mapping ``data["echo"]`` of
@@ -45,6 +46,7 @@ from omni_actors.stages import base
 from omni_actors.stages.adapters import files
 from omni_actors.stages.adapters.options import KEEP, LOAD, Adapter, KeptAdapters
 from omni_actors.stages.echo.options import EchoOptions, EchoParams
+from omni_actors.stages.echo.weights import count_tensors
 from omni_actors.stages.engine import PausableEngine
 from omni_actors.stages.refusal import request_work, validated
 from ringbuf import Tensor
@@ -155,6 +157,7 @@ class EchoEngine(PausableEngine[_Request]):
         """What each adapter that requests may name adds to a text."""
         self._capabilities |= {LOAD: self._load_adapter, KEEP: self._keep_adapters}
         self._capabilities["update_weights"] = self._update_weights
+        self._capabilities["sleep"] = "the engine has no weights; level 2 ends its worker"
         context.report("pretending to load")
         time.sleep(self._options.load_s)
 
@@ -222,11 +225,11 @@ class EchoEngine(PausableEngine[_Request]):
                 print(error, file=sys.stderr, flush=True)
         self._marks = marks
 
-    def _update_weights(self, files: Mapping[str, Any], version: str | None) -> dict[str, Any]:
-        """Replace no weights, since there are none: the worker adds the version to every output."""
+    def _update_weights(self, files: Mapping[str, tuple[int, int]], version: str | None) -> dict[str, Any]:
+        """Read files of weights and keep nothing of them: the worker adds the version to every output."""
         if self._requests:
             raise base.InvalidRequest("requests are running, and would get outputs of two versions", code="busy")
-        return {"updated": 0, "complete": True}
+        return {"updated": count_tensors(files), "complete": True}
 
     def _copy(self, chunk: base.Chunk) -> _Pending:
         """Copy a chunk. Raises InvalidRequest."""

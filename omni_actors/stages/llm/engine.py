@@ -34,7 +34,7 @@ from omni_actors.stages.autoregressive.weights import replace_weights
 from omni_actors.stages.base import InvalidRequest, StageContext, StageFailure, StageOutput, StageRequest
 from omni_actors.stages.llm.options import LLMParams
 from omni_actors.stages.llm.prompt import Prompt, conversation_tokens
-from omni_actors.stages.refusal import validated
+from omni_actors.stages.refusal import request_work, validated
 
 
 class LLMRequest(TextRequest[Prompt]):
@@ -53,7 +53,7 @@ class LLMEngine(LanguageEngine[LLMRequest]):
     """
 
     def __init__(self, model: Any, tokenizer: Any, options: TextOptions) -> None:
-        self._model, self._system_prompt = model, options.system_prompt
+        self._model, self._system_prompt, self._max_batch = model, options.system_prompt, options.max_batch
         self._cache = SlottedCache(options.max_batch, options.context, model.dtype, model.device)
         batch = Scheduler[LLMRequest](self._cache, options.max_batch, options.prefill_chunk)
         vocabulary = Vocabulary(tokenizer, model.generation_config.eos_token_id)
@@ -67,9 +67,49 @@ class LLMEngine(LanguageEngine[LLMRequest]):
         if params.pooling is not None and request.downstream:
             message = "pooling: an embedding is for the client, and downstream stages read text"
             raise InvalidRequest(message, param="pooling")
-        return LLMRequest(request, params, Prompt(request.sources))
+        made = LLMRequest(request, params, Prompt(request.sources))
+        if params.guidance_scale != 1:
+            self._require_guidance(params)
+            made.guide_by(LLMRequest(request, params, Prompt(())), params.guidance_scale)
+        return made
+
+    def _require_guidance(self, params: LLMParams) -> None:
+        """Raise InvalidRequest if a request with these parameters cannot be guided."""
+        if params.pooling is not None:
+            message = "guidance_scale: an embedding has no answer that could be guided"
+        elif self._max_batch < 2:
+            message = f"guidance_scale: a guided request takes 2 rows; the engine has max_batch: {self._max_batch}"
+        else:
+            return
+        raise InvalidRequest(message, param="guidance_scale", code="unsupported_parameter")
 
     def _encode(self, request: LLMRequest) -> list[int | None]:
+        tokens = self._encode_prompt(request)
+        if request.companion is not None:
+            self._encode_negative(request, request.companion, tokens[-1:])
+        return tokens
+
+    def _encode_negative(self, request: LLMRequest, companion: LLMRequest, end: list[int | None]) -> None:
+        """Give a companion its prompt. end: the last token of the prompt. Raises InvalidRequest."""
+        text, tokens = request.params.negative_prompt, [token for token in end if token is not None]
+        if text is not None:
+            prompt, kwargs = request.collector.negative(text), request.params.tokenization_kwargs
+            try:
+                with request_work("negative_prompt"):
+                    tokens = prompt.encode(self._vocabulary, self._system_prompt, self._context, kwargs=kwargs)
+                refuse_beyond_context(len(tokens), f"{len(tokens)} tokens", self._context)
+            except InvalidRequest as error:
+                message = f"negative_prompt: {error}"
+                raise InvalidRequest(message, param="negative_prompt", code=error.code) from error
+        if not tokens:
+            message = "negative_prompt: it has no tokens, and neither has a prompt of embeddings"
+            raise InvalidRequest(message, param="negative_prompt")
+        self._use_prefixes(companion, tokens)
+        companion.prefill_left = len(tokens)
+        companion.uncomputed = tokens + companion.uncomputed
+        companion.ready = len(companion.uncomputed)
+
+    def _encode_prompt(self, request: LLMRequest) -> list[int | None]:
         prompt = request.collector
         if prompt.raw.is_embedded:
             size = prompt.raw.least_tokens(1)

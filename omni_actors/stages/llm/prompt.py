@@ -40,9 +40,13 @@ class TranscriptData(msgspec.Struct, frozen=True):
 
 
 class Prompt:
-    """Collects the input of one request. It is complete when every source has sent its last chunk."""
+    """Collects the input of one request. It is complete when every source has sent its last chunk.
 
-    def __init__(self, sources: Sequence[str]) -> None:
+    may_be_empty: whether a conversation without text is a prompt too.
+    """
+
+    def __init__(self, sources: Sequence[str], *, may_be_empty: bool = False) -> None:
+        self._may_be_empty = may_be_empty
         self._open = OpenSources(sources)
         self._has_transcripts = set(sources) != {CLIENT}
         self.raw = RawPrompt()
@@ -61,6 +65,15 @@ class Prompt:
             self._transcripts[piece.index] += piece.text
         self._open.update(chunk)
         return not self._open
+
+    def negative(self, text: str) -> Prompt:
+        """Return a prompt of the same kind, raw or a conversation, that is a client's negative prompt."""
+        made = Prompt((CLIENT,), may_be_empty=True)
+        if self.raw:
+            made.raw.text = text
+        else:
+            made.messages.append(Message("user", text))
+        return made
 
     def encode(
         self,
@@ -111,7 +124,8 @@ class Prompt:
         ]
         if tools or any(message.tool_fields for message in sent):
             _require_tools(tokenizer.get_chat_template(tools=list(tools) or None))
-        if not any(message["content"].strip() for message in messages if message["role"] != "system"):
+        has_text = any(message["content"].strip() for message in messages if message["role"] != "system")
+        if not (has_text or self._may_be_empty):
             raise InvalidRequest("the prompt is empty: no user message has text", param="messages")
         try:
             text: str = tokenizer.apply_chat_template(

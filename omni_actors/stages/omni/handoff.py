@@ -59,10 +59,11 @@ class TalkerHandoff:
         """
         tensors = {} if self._header_taken else dict(header())
         self._header_taken = True
+        wired: dict[str, TensorLike] = {name: to_wire(tensor) for name, tensor in tensors.items()}
         rows = [*self._take_prompt(self.waiting if prompt is None else prompt), *self._take_answer(certain_tokens)]
         if rows:
-            tensors["rows"] = torch.cat(rows)
-        return {name: to_wire(tensor) for name, tensor in tensors.items()}
+            wired["rows"] = to_wire(torch.cat(rows), deferred=True)  # a new tensor, which nothing else changes
+        return wired
 
     def _take_prompt(self, count: int) -> list[Tensor]:
         if not count:

@@ -127,11 +127,16 @@ class OmniTalker(AdaptedEngine[R, BatchedAdapters]):
             opened.decided.extend(self._embed_codes(torch.tensor(request.journal, device=self._device))[:, None])
             opened.codes = len(request.journal)
 
+    def _device_of(self, name: str) -> torch.device | None:
+        """Return where to put a received tensor: rows go to the model, and what the host computes with stays there."""
+        return self._device if name == "rows" else None
+
     def _take(self, request: R, chunk: base.Chunk) -> None:
         if request.ended:
             return
         with request_work("rows"), self._adapters.applied([request.adapter]):
-            self._accept(request, {name: to_torch(tensor) for name, tensor in chunk.tensors.items()})
+            tensors = {name: to_torch(each, self._device_of(name)) for name, each in chunk.tensors.items()}
+            self._accept(request, tensors)
         request.open.update(chunk)
         if chunk.last and not request.open:
             if request.has_answer:

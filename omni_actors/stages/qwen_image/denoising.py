@@ -5,7 +5,6 @@ A size, a step count, a prompt or a picture out of bounds raises InvalidRequest,
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -16,6 +15,7 @@ from torch import Tensor
 import ringbuf
 from omni_actors.stages.adapters.files import named
 from omni_actors.stages.base import Chunk, InvalidRequest, StageCheckpoint, StageRequest, TensorLike
+from omni_actors.stages.diffusion.denoiser import DenoisingRequest
 from omni_actors.stages.diffusion.options import width_and_height
 from omni_actors.stages.qwen_image.latents import Grid, Noise, pack
 from omni_actors.stages.qwen_image.options import DenoiserOptions, DenoiserParams
@@ -86,10 +86,10 @@ class ModelLimits(msgspec.Struct, frozen=True, kw_only=True):
             raise InvalidRequest(message, param=param)
 
 
-class Denoising:
+class Denoising(DenoisingRequest):
     """One request. ``transformer.Job`` describes what the transformer reads of it.
 
-    After ``complete`` it can be computed; ``latents`` is there once it has begun.
+    After ``prepare`` it can be computed; ``latents`` is there once it has begun.
     """
 
     schedule: Schedule
@@ -101,9 +101,8 @@ class Denoising:
 
     def __init__(self, request: StageRequest, params: DenoiserParams, limits: ModelLimits) -> None:
         """Raises InvalidRequest: a parameter is out of the model's bounds."""
-        options = limits.options
-        self.id, self.params, self._limits = request.request_id, params, limits
-        self.priority, self.previews = params.priority, params.previews
+        super().__init__(request, params)
+        self.params, self._limits, options = params, limits, limits.options
         self.adapter = named(params.lora)
         self.guidance = options.guidance if params.guidance is None else params.guidance
         self._steps = options.steps if params.steps is None else params.steps
@@ -112,32 +111,27 @@ class Denoising:
             raise InvalidRequest(message, param="steps")
         self._grid = None if params.size is None else limits.grid(params.size)
         self.open = OpenSources(request.sources)
-        self.paused = self.has_begun = False
         self.negative: Tensor | None = None
         self._pictures: list[Tensor] = []
         """The latents of its pictures, (1, 1, channels, height, width)."""
         self._picture_grids: list[Grid] = []
         self._conditions: list[Tensor] = []
         """The packed latents of the pictures that the transformer looks at."""
-        self.step = 0
-        """Steps done."""
         self._restored: Tensor | None = None
         """The packed latents after ``step`` steps of an earlier incarnation, until it begins."""
         if request.checkpoint is not None:
             self._restore(request.checkpoint)
 
     @property
-    def ready(self) -> bool:
-        return not self.open and not self.paused
+    def complete(self) -> bool:
+        return not self.open
 
     @property
     def rows(self) -> int:
-        """Rows of a forward: one, and one for its companion."""
         return 1 if self.negative is None else 2
 
     @property
     def total(self) -> int:
-        """The number of its steps."""
         return self.schedule.total
 
     @property
@@ -169,7 +163,7 @@ class Denoising:
                 self._add_picture(tensor)
         self.open.update(chunk)
 
-    def complete(self, schedules: Schedules) -> None:
+    def prepare(self, schedules: Schedules) -> None:
         """Prepare the steps, once all input is there. Raises InvalidRequest: something is missing or does not fit."""
         options, params = self._limits.options, self.params
         if not hasattr(self, "prompt"):
@@ -189,7 +183,6 @@ class Denoising:
 
     def begin(self, device: torch.device, dtype: torch.dtype) -> None:
         """Make the latents that the next step begins with: of a checkpoint, or noise."""
-        self.has_begun = True
         self.prompt = self.prompt.to(device, dtype)
         self.negative = None if self.negative is None else self.negative.to(device, dtype)
         pictures, self._pictures = [picture.to(device, dtype) for picture in self._pictures], []
@@ -206,16 +199,12 @@ class Denoising:
         else:
             self.latents = pack(noise.draw(channels, self.grid))
 
-    def lost_previews(self) -> Iterator[int]:
-        """Yield the steps whose previews an earlier incarnation computed."""
-        if self.previews:
-            yield from range(self.previews, self.step + 1, self.previews)
+    def estimate(self, velocity: Tensor) -> Tensor:
+        return self.schedule.estimate(self.latents, velocity, self.step)[0].cpu()
 
-    @property
-    def preview_follows(self) -> bool:
-        """Whether a preview follows the next step."""
-        done = self.step + 1
-        return bool(self.previews) and done % self.previews == 0 and done < self.total
+    def advance(self, velocity: Tensor) -> None:
+        self.latents = self.schedule.step(self.latents, velocity, self.step)
+        self.step += 1
 
     def _add_picture(self, latents: ringbuf.Tensor) -> None:
         most = self._limits.options.max_images
@@ -226,7 +215,7 @@ class Denoising:
 
     def _restore(self, checkpoint: StageCheckpoint) -> None:
         self.step = checkpoint.data["step"]
-        self._restored = torch.tensor(_array(checkpoint.tensors["latents"]))
+        self._restored = torch.tensor(_array(checkpoint.tensors["latents"]))[None]
 
 
 def _array(tensor: TensorLike) -> np.ndarray[Any, Any]:

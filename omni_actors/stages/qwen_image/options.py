@@ -20,8 +20,8 @@ class DenoiserOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The options of ``qwen_image_denoiser``."""
 
     max_batch: bounds.Positive = 8
-    """Rows of one forward. A request has one, and a second one (its companion) if it has a negative prompt; more
-    requests wait."""
+    """Rows of one step. A request has one, and a second one (its companion) if it has a negative prompt. Requests with
+    fewer than twice as many rows share the steps, and more requests wait."""
     max_pixels: bounds.Positive = 2048 * 2048
     """The largest width times height of a picture. A request that asks for more is refused."""
     max_steps: bounds.Positive = 100
@@ -65,8 +65,6 @@ class TextEncoderOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True
     """Width times height of a picture, from its header, before it is decoded."""
     image_area: bounds.Positive | None = None
     """Pixels to which a picture is scaled; its aspect ratio stays. None: as the model was trained."""
-    guidance: Guidance = 4.0
-    """The guidance of a request that names none."""
     dtype: bounds.Dtype = "float32"
 
 

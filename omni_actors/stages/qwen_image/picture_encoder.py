@@ -23,10 +23,11 @@ from torch import Tensor
 from omni_actors.stages.base import Chunk, InvalidRequest, StageContext, StageOutput, StageRequest
 from omni_actors.stages.diffusion.options import width_and_height
 from omni_actors.stages.diffusion.pipeline_index import EDIT_PLUS, read_index
+from omni_actors.stages.diffusion.prompt import user_pictures
 from omni_actors.stages.engine import PausableEngine
 from omni_actors.stages.multimodal.prompt import OmniPrompt
 from omni_actors.stages.qwen_image.options import PictureEncoderOptions, PictureEncoderParams
-from omni_actors.stages.qwen_image.pictures import opened, scaled_size
+from omni_actors.stages.qwen_image.pictures import scaled_size
 from omni_actors.stages.qwen_image.vae import HalfVae
 from omni_actors.stages.refusal import request_work, validated
 from omni_actors.stages.tensors import to_wire
@@ -75,7 +76,7 @@ class PictureEncoder(PausableEngine[_Request]):
         if not media.image or media.audio or media.video:
             raise InvalidRequest("image: pictures were expected, and nothing else", param="image")
         with request_work("image"):
-            pictures = opened(media.image, self._most, self._options.image_pixels)
+            pictures = user_pictures(request.prompt, self._most, self._options.image_pixels)
             request.pictures.extend(self._preprocessed(picture, request.params) for picture in pictures)
         request.prompt = OmniPrompt(())
 

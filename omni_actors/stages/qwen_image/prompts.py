@@ -20,9 +20,10 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 from omni_actors.stages.base import InvalidRequest
 from omni_actors.stages.diffusion.pipeline_index import EDIT, EDIT_PLUS, PipelineIndex
+from omni_actors.stages.diffusion.prompt import user_pictures, user_text
 from omni_actors.stages.multimodal.prompt import OmniPrompt
 from omni_actors.stages.qwen_image.options import TextEncoderOptions
-from omni_actors.stages.qwen_image.pictures import opened, scaled_size
+from omni_actors.stages.qwen_image.pictures import scaled_size
 from omni_actors.stages.refusal import beyond_context
 
 PLACEHOLDER = "<|image_pad|>"
@@ -96,16 +97,14 @@ class PromptReader:
 
     def read(self, prompt: OmniPrompt, negative: str | None) -> list[EncoderInput]:
         """Return the input for the prompt, and for the negative one unless it is None. Raises InvalidRequest."""
-        texts = {"prompt": _text(prompt)} | ({} if negative is None else {"negative": negative})
+        texts = {"prompt": user_text(prompt)} | ({} if negative is None else {"negative": negative})
         for name, text in texts.items():
             self._check_length(name, math.ceil(len(text) / self._longest))
-        media = prompt.media
-        if media.audio or media.video:
-            raise InvalidRequest("messages: this model takes text and pictures only", param="messages")
-        if bool(media.image) != (self._pictures is not None):
-            found = "no pictures were expected" if media.image else "a picture was expected"
+        pictures = user_pictures(prompt, self._most, self._options.image_pixels)
+        if bool(pictures) != (self._pictures is not None):
+            found = "no pictures were expected" if pictures else "a picture was expected"
             raise InvalidRequest(f"image: {found}", param="image")
-        seen = self._seen(opened(media.image, self._most, self._options.image_pixels)) if media.image else {}
+        seen = self._seen(pictures) if pictures else {}
         return [EncoderInput(name, self._tokens(name, text, seen)) for name, text in texts.items()]
 
     def _seen(self, pictures: Sequence[Image.Image]) -> dict[str, Tensor]:
@@ -125,6 +124,7 @@ class PromptReader:
             written = before + "".join(PLACEHOLDER * n + part for n, part in zip(rows, parts, strict=True))
         ids = self._tokenizer([written], return_tensors="pt").input_ids
         self._check_length(name, ids.shape[1] - self.template.dropped)
+        # No mm_token_type_ids, as in diffusers: with them, the picture's tokens would have other positions.
         return {"input_ids": ids, "attention_mask": torch.ones_like(ids), **seen}
 
     def _check_length(self, name: str, rows: int) -> None:
@@ -136,11 +136,3 @@ class PromptReader:
 
 def _param(name: str) -> str:
     return "negative_prompt" if name == "negative" else "prompt"
-
-
-def _text(prompt: OmniPrompt) -> str:
-    """Return the text of the last user message."""
-    texts = [message.texts for message in prompt.messages if message.role == "user"]
-    if prompt.raw or not texts:
-        raise InvalidRequest("prompt: a message of the user was expected", param="prompt")
-    return "\n".join(texts[-1])

@@ -1,8 +1,8 @@
 """Qwen-Image's text encoder: a prompt to the hidden states of a Qwen2.5-VL language model.
 
 Input: a conversation, of which the last user message is the prompt, and for a model that looks at pictures the pictures
-(see ``multimodal.prompt``). Output: one chunk with ``prompt``, (n, width), and if the request has guidance above 1 and
-a negative prompt, ``negative``, (m, width).
+(see ``multimodal.prompt``). Output: one chunk with ``prompt``, (n, width), and if the request has a negative
+prompt and does not turn guidance off, ``negative``, (m, width).
 
 Each prompt is computed by itself, one in a step: the rows do not depend on other requests, and there is no padding.
 They are diffusers' rows to the bit. The output layer is not loaded, and without pictures neither is the vision tower.
@@ -46,10 +46,11 @@ class _Request:
     def ready(self) -> bool:
         return bool(self.inputs) and not self.paused
 
-    def negative(self, guidance: float) -> str | None:
-        """Return the negative prompt, if it takes effect. guidance: of a request that names none."""
-        chosen = guidance if self.params.guidance is None else self.params.guidance
-        return self.params.negative_prompt if chosen > 1 else None
+    @property
+    def negative(self) -> str | None:
+        """The negative prompt, unless the request turns guidance off. The denoiser decides whether it takes effect."""
+        params = self.params
+        return None if params.guidance is not None and params.guidance <= 1 else params.negative_prompt
 
 
 class TextEncoder(PausableEngine[_Request]):
@@ -76,8 +77,7 @@ class TextEncoder(PausableEngine[_Request]):
     def _take(self, request: _Request, chunk: Chunk) -> None:
         if request.prompt.feed(chunk):
             with request_work("prompt"):
-                negative = request.negative(self._options.guidance)
-                request.inputs.extend(self._reader.read(request.prompt, negative))
+                request.inputs.extend(self._reader.read(request.prompt, request.negative))
             request.prompt = OmniPrompt(())
 
     def step(self) -> Iterator[StageOutput]:

@@ -1,11 +1,11 @@
 """Qwen-Image's transformer for a batch of requests: each at a step of its own, with a prompt of its own.
 
 Rules
-1. Rows of one forward have latents of one ``Layout``, because the transformer has one set of positions for all rows.
-2. A request that runs alone is computed as diffusers' pipeline computes it, the same operations in the same order:
+1. A request that runs alone is computed as diffusers' pipeline computes it, the same operations in the same order:
    the prompt, then the negative prompt, one row each. The result is the same to the bit.
-3. Otherwise the companions (the rows of negative prompts) are rows of the same forward. Shorter prompts are padded and
-   masked. The result differs from rule 2's by rounding.
+2. Otherwise requests share forwards (``forwards``), and the companions (the rows of negative prompts) are rows of the
+   same forward as their requests. Shorter prompts, and smaller pictures, are padded and masked (``padding``). The
+   result differs from rule 1's by rounding.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ from omni_actors.stages import weights
 from omni_actors.stages.adapters.batched import BatchedAdapters
 from omni_actors.stages.adapters.options import Adapter
 from omni_actors.stages.checkpoint import WrongCheckpoint
+from omni_actors.stages.qwen_image.forwards import Need, forwards
 from omni_actors.stages.qwen_image.latents import Grid
+from omni_actors.stages.qwen_image.padding import Padded, PaddedAttention, pad
 
 Layout: TypeAlias = tuple[Grid, ...]
 """The picture that is made, and the pictures that the transformer looks at."""
@@ -77,6 +79,7 @@ class Transformer:
     def __init__(self, directory: Path, device: torch.device, dtype: torch.dtype, *, idle_loras: int) -> None:
         self.device, self.dtype = device, dtype
         self._model = _load(directory, device, dtype)
+        self._model.set_attn_processor(PaddedAttention())
         self.adapters = BatchedAdapters(self._model, part="", idle=idle_loras)
         config: Any = self._model.config
         self.channels: int = config.in_channels // 4
@@ -89,17 +92,36 @@ class Transformer:
     @torch.inference_mode()
     def velocity(self, job: Job) -> Tensor:
         """Return the velocity of the latents of a request that runs alone, (1, rows, channels)."""
-        positive = self._forward([job], [job.prompt])
+        [positive] = self._forward([job], [job.prompt])
         if job.negative is None:
             return positive
-        return _guided(positive, self._forward([job], [job.negative]), job.guidance)
+        [negative] = self._forward([job], [job.negative])
+        return _guided(positive, negative, job.guidance)
 
     @torch.inference_mode()
     def velocities(self, jobs: Sequence[Job]) -> list[Tensor]:
-        """Return the velocity of each job's latents, (1, rows, channels). The jobs have one layout."""
+        """Return the velocity of each job's latents, (1, rows, channels), in as few forwards as it pays."""
+        found: dict[int, Tensor] = {}
+        for alike in self._sharing(jobs):
+            for places in forwards(tuple(_need(jobs[n]) for n in alike)):
+                shared = [alike[n] for n in places]
+                found.update(zip(shared, self._together([jobs[n] for n in shared]), strict=True))
+        return [found[n] for n in range(len(jobs))]
+
+    def _sharing(self, jobs: Sequence[Job]) -> list[list[int]]:
+        """Return the positions of jobs that may share a forward."""
+        if not self._model.config.get("zero_cond_t"):
+            return [[*range(len(jobs))]]
+        alike: dict[Layout, list[int]] = {}  # such a transformer knows the pictures of all rows by one layout
+        for n, job in enumerate(jobs):
+            alike.setdefault(job.layout, []).append(n)
+        return [*alike.values()]
+
+    def _together(self, jobs: Sequence[Job]) -> list[Tensor]:
+        """Return the velocities of jobs whose rows, with those of their companions, are one forward."""
         companions = [job for job in jobs if job.negative is not None]
         prompts = [job.prompt for job in jobs] + [job.negative for job in companions if job.negative is not None]
-        rows = torch.split(self._forward([*jobs, *companions], prompts), 1)
+        rows = self._forward([*jobs, *companions], prompts)
         negatives = iter(rows[len(jobs) :])
         return [
             row if job.negative is None else _guided(row, next(negatives), job.guidance)
@@ -117,21 +139,36 @@ class Transformer:
             img_shapes=[[grid.shape]],
         )
 
-    def _forward(self, jobs: Sequence[Job], prompts: Sequence[Tensor]) -> Tensor:
-        """Return the velocities of one row for each job and its prompt, (jobs, rows, channels)."""
+    def _forward(self, jobs: Sequence[Job], prompts: Sequence[Tensor]) -> list[Tensor]:
+        """Return the velocities of one row for each job and its prompt, each (1, rows, channels)."""
         layout = jobs[0].layout
         timesteps = torch.stack([job.timestep for job in jobs]).to(self.dtype)
-        states, mask = _padded(prompts)
+        states, mask = pad(prompts)
+        if all(job.layout == layout for job in jobs):
+            hidden, padded = torch.cat([job.hidden for job in jobs]), None
+        else:
+            hidden, seen = pad([job.hidden[0] for job in jobs])
+            padded = self._padded(jobs, prompts, torch.cat([mask, seen], dim=1))
         with self.adapters.applied([job.adapter for job in jobs]):
             velocities: Tensor = self._model(
-                hidden_states=torch.cat([job.hidden for job in jobs]),
+                hidden_states=hidden,
                 timestep=timesteps / 1000,
                 encoder_hidden_states=states,
-                encoder_hidden_states_mask=mask,
-                img_shapes=[[grid.shape for grid in layout]] * len(jobs),
+                encoder_hidden_states_mask=mask if len({len(prompt) for prompt in prompts}) > 1 else None,
+                img_shapes=[_shapes(layout)] * len(jobs),
+                attention_kwargs=None if padded is None else {"padded": padded},
                 return_dict=False,
             )[0]
-        return velocities[:, : layout[0].rows]
+        return [row[None, : job.layout[0].rows] for row, job in zip(velocities, jobs, strict=True)]
+
+    def _padded(self, jobs: Sequence[Job], prompts: Sequence[Tensor], mask: Tensor) -> Padded:
+        """Return what tells rows of different layouts apart. mask: of their tokens, (rows, tokens)."""
+        rotations = [
+            self._model.pos_embed([_shapes(job.layout)], max_txt_seq_len=len(prompt), device=self.device)
+            for job, prompt in zip(jobs, prompts, strict=True)
+        ]
+        image, text = (pad(each)[0] for each in zip(*rotations, strict=True))
+        return Padded(image, text, mask[:, None, None])
 
     def replace(self, files: weights.Files) -> dict[str, Any]:
         """Replace weights by those of safetensors files, as ``Engine._replace_weights`` says. Raises InvalidRequest."""
@@ -172,12 +209,10 @@ def _norm(rows: Tensor) -> Tensor:
     return norm
 
 
-def _padded(prompts: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
-    """Return the prompts as (prompts, n, width), and which rows are not padding; None if there is no padding."""
-    lengths = [len(prompt) for prompt in prompts]
-    longest = max(lengths)
-    if min(lengths) == longest:
-        return torch.stack(list(prompts)), None
-    states = torch.nn.utils.rnn.pad_sequence(list(prompts), batch_first=True)
-    sizes = torch.tensor(lengths, device=states.device)
-    return states, torch.arange(longest, device=states.device) < sizes[:, None]
+def _shapes(layout: Layout) -> list[tuple[int, int, int]]:
+    return [grid.shape for grid in layout]
+
+
+def _need(job: Job) -> Need:
+    prompts = [len(each) for each in (job.prompt, job.negative) if each is not None]
+    return Need(len(prompts), job.hidden.shape[1], max(prompts))

@@ -12,7 +12,7 @@ from vllm import EngineArgs, SamplingParams
 from vllm.exceptions import VLLMClientError
 from vllm.sampling_params import RepetitionDetectionParams, RequestOutputKind, StructuredOutputsParams
 
-from omni_actors.stages.base import InvalidRequest
+from omni_actors.stages.base import InvalidRequest, StageContext
 from omni_actors.stages.vllm.options import VLLMSampling
 
 RESERVED: Mapping[str, str] = {
@@ -45,6 +45,21 @@ class WrongEngineArgument(ValueError):
     def __init__(self, stage: str, name: str, accepted: str) -> None:
         self.stage, self.name, self.accepted = stage, name, accepted
         super().__init__(f"stages.{stage}.options.engine_args: found {name!r}; accepted: {accepted}")
+
+
+def parallel(context: StageContext, given: dict[str, Any]) -> dict[str, Any]:
+    """Return ``given`` with the tensor parallelism of a worker that spans several devices (``devices_per_replica``).
+
+    Raises WrongEngineArgument: ``given`` uses another number of devices.
+    """
+    pipeline = given.get("pipeline_parallel_size") or 1
+    tensor = given.get("tensor_parallel_size") or max(1, context.device_count // pipeline)
+    if context.device == "cpu":
+        return given
+    if tensor * pipeline != context.device_count:
+        accepted = f"sizes whose product is devices_per_replica, {context.device_count}; they are {tensor}, {pipeline}"
+        raise WrongEngineArgument(context.stage, "tensor_parallel_size, pipeline_parallel_size", accepted)
+    return {**given, "tensor_parallel_size": tensor}
 
 
 def engine_args(stage: str, model: Path, given: Mapping[str, Any], fixed: Mapping[str, Any]) -> EngineArgs:

@@ -19,16 +19,14 @@ def capabilities(llm: Any) -> dict[str, Callable[..., Any] | str]:
     caches = llm.vllm_config.cache_config
     found: dict[str, Callable[..., Any] | str] = {
         "collective_rpc": partial(_collective_rpc, llm),
-        "reset_mm_cache": llm.reset_mm_cache,
-        "reset_encoder_cache": llm.reset_encoder_cache,
+        "reset_mm_cache": "the engine takes text only",
+        "reset_encoder_cache": "the engine takes text only",
         "reset_prefix_cache": "engine_args.enable_prefix_caching is false",
         "sleep": _why_no_sleep(llm) or partial(_sleep, llm),
         "wake_up": _why_no_sleep(llm) or llm.wake_up,
     }
     if caches.enable_prefix_caching:
         found["reset_prefix_cache"] = llm.reset_prefix_cache
-    if not llm.model_config.is_multimodal_model:
-        found |= dict.fromkeys(("reset_mm_cache", "reset_encoder_cache"), "the model takes text only")
     return found
 
 

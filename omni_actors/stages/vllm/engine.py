@@ -40,7 +40,7 @@ from omni_actors.stages.raw_prompt import RawPrompt
 from omni_actors.stages.refusal import beyond_context
 from omni_actors.stages.vllm import _internals, control
 from omni_actors.stages.vllm.adapters import DISABLED, VLLMAdapters
-from omni_actors.stages.vllm.arguments import CLIENT_ERRORS, engine_args, refusal, sampling_params
+from omni_actors.stages.vllm.arguments import CLIENT_ERRORS, engine_args, parallel, refusal, sampling_params
 from omni_actors.stages.vllm.decided import DecidedTokens, force
 from omni_actors.stages.vllm.options import VLLMOptions, VLLMSampling
 
@@ -94,6 +94,7 @@ class VLLMEngine(AdaptedEngine[R, VLLMAdapters], PromptEngine[R]):
             given = {**given, "logits_processors": processors}
         if context.tokenizer is not None:
             fixed = {**fixed, "tokenizer": str(context.tokenizer)}
+        given = parallel(context, given)
         arguments = engine_args(context.stage, model, given, fixed)
         context.report(f"vLLM {vllm.__version__} is reading the weights")
         config = json.loads((model / "config.json").read_text())

@@ -2,7 +2,8 @@
 
 Rules
 1. vLLM's settings are environment variables, which vLLM reads when it is imported. So they are set first.
-2. vLLM runs in the worker's process and starts no other, so a worker's death leaves nothing behind.
+2. vLLM runs in the worker's process and starts no other, so a worker's death leaves nothing behind. Only a worker that
+   spans several devices has processes of vLLM, one for each device, which end when the worker's pipes to them close.
 3. vLLM contacts no model hub and sends no usage statistics.
 """
 
@@ -33,10 +34,6 @@ def prepare_environment(context: StageContext) -> None:
     for name, value in DEFAULTS.items():
         os.environ.setdefault(name, value)
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(assets.cache_dir() / "torchinductor"))
-    kind, _, index = context.device.partition(":")
-    if kind == "cuda" and index:
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        os.environ["CUDA_VISIBLE_DEVICES"] = visible.split(",")[int(index)] if visible else index
 
 
 def _factory(module: str, engine: str) -> Callable[[StageContext], StageEngine]:

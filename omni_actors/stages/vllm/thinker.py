@@ -74,6 +74,10 @@ class Thinker(OmniPromptEngine[R], VLLMEngine[R]):
         ends = self._llm.model_config.try_get_generation_config().get("eos_token_id") or ()
         ends = [ends] if isinstance(ends, int) else ends
         self._vocabulary = Vocabulary(self._processor.tokenizer, [*end_tokens, *ends])
+        self._capabilities |= {
+            "reset_mm_cache": "the engine keeps no processed media: its mm_processor_cache_gb is 0",
+            "reset_encoder_cache": "the engine empties it when no request runs, and finds no item in it twice",
+        }
         self._capabilities |= tokenizing.capabilities(self._vocabulary, self._context, self._conversation_tokens)
 
     # for the families, besides ``_new_request``, ``_handoff_header`` and ``_talker_positions``

@@ -41,6 +41,7 @@ class SimulatedClient(Client[SimulatedRequest]):
     def __init__(self, draw: random.Random, workload: Workload, spawner: SimulatedSpawner, journal: Journal) -> None:
         super().__init__(workload, journal.tally, trio.current_time, row_at=lambda at: journal.row)
         self._draw, self._spawner, self._journal = draw, spawner, journal
+        self.closures = judge.Closures()
         self._poison: dict[SimulatedRequest, str] = {}
         """The poison requests, and the stages whose engines they break."""
 
@@ -150,7 +151,7 @@ class SimulatedClient(Client[SimulatedRequest]):
         else:
             limits = self._workload.pipeline.limits
             replays = limits.replays if limits.retain_bytes >= NO_EVICTION_BYTES else 0
-            rules = judge.Rules(replays, self._workload.replayed)
+            rules = judge.Rules(replays, self._workload.replayed, self.closures)
             found = judge.check_request(request, self.watch.deaths, self.watch.ever_given_up, rules)
         if found is None and not request.pace_s and late_s > EPSILON_S:
             found = judge.Violation("hung", f"{request.name} ended {late_s:g} s after its deadline")

@@ -61,8 +61,11 @@ SHAPES: dict[str, dict[str, dict[str, Any]]] = {
 
 
 @functools.lru_cache(maxsize=4 * SCENARIOS)
-def scenario(number: int, *, deciding: int = 0) -> Workload:
-    """A pipeline with its requests and their answers. deciding: which stages decide follows from it; 0: none."""
+def scenario(number: int, *, deciding: int = 0, standbys: int = 0) -> Workload:
+    """A pipeline with its requests and their answers.
+
+    deciding, standbys: which stages decide, and which have a standby, follows from these; 0: none.
+    """
     draw = random.Random(number)
     shape = draw.choice(list(SHAPES))
     strategies: Any = draw.choice((["one_for_one"], ["one_for_one", "rest_for_one", "one_for_all"]))
@@ -102,6 +105,8 @@ def scenario(number: int, *, deciding: int = 0) -> Workload:
             oracle[name] = expected(route, inputs)
     if deciding:
         pipeline = _deciding(random.Random(deciding), pipeline)
+    if standbys:
+        pipeline = _with_standbys(random.Random(standbys), pipeline)
     replayed = frozenset(stage for stage in stages if pipeline.deterministic(stage) or pipeline.resumable(stage))
     return Workload(pipeline=pipeline, templates=templates, replayed=replayed, oracle=oracle)
 
@@ -124,6 +129,14 @@ def _deciding(draw: random.Random, pipeline: Pipeline) -> Pipeline:
             resumable=kind == "resumable",
         )
     return msgspec.structs.replace(pipeline, name=f"deciding {pipeline.name}", stages=stages)
+
+
+def _with_standbys(draw: random.Random, pipeline: Pipeline) -> Pipeline:
+    stages = {
+        name: msgspec.structs.replace(stage, standby=draw.choice((0, 1, 1, 2)))
+        for name, stage in pipeline.stages.items()
+    }
+    return msgspec.structs.replace(pipeline, name=f"{pipeline.name} with standbys", stages=stages)
 
 
 def _limits(draw: random.Random) -> Limits:

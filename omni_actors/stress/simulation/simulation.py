@@ -3,11 +3,13 @@
 Rules
 1. Everything follows from the seed: the pipeline, its requests, the faults, how long things take, and in which order
    trio runs the tasks that are ready. The same seed gives the same log. With an odd seed, the engines decide at random.
+   With a seed that three divides, stages have standbys, generation is paused, and stages sleep.
 2. Faults and requests are injected between any two steps of any two tasks: at every ``await``.
 3. Time is virtual (trio's mock clock): a deadline of 10 s passes as soon as no task has anything else to do.
 4. After each schedule, the simulation checks that every request has one outcome, and the right one (``judge``); that
    only workers with an injected fault died; that hangs were detected in time; that every stage serves or was given up
-   for a reason; that no step was repeated without need; and that nothing is left behind.
+   for a reason; that no step was repeated without need; that no request started in a standby; and that nothing is
+   left behind.
 """
 
 from __future__ import annotations
@@ -20,8 +22,12 @@ import trio
 import trio.testing
 from trio._core import _run as trio_run
 
+from omni_actors.orchestrator.trials import died_by_itself
+from omni_actors.protocol.messages import Address
 from omni_actors.stress import judge
+from omni_actors.stress.controls import Controls
 from omni_actors.stress.health_watch import HealthWatch
+from omni_actors.stress.simulation.controls import SimulatedControls
 from omni_actors.stress.simulation.determinism import deterministic, report_unraisable
 from omni_actors.stress.simulation.faults import DYING_S, FaultInjector
 from omni_actors.stress.simulation.journal import Journal
@@ -62,12 +68,19 @@ class Simulation(trio.abc.Instrument):
     def __init__(self, draw: random.Random, journal: Journal) -> None:
         self._draw, self._journal = draw, journal
         self._next_act, self._idle_waits = 0, 0
-        self._workload = scenario(draw.randrange(SCENARIOS), deciding=journal.seed % 2 * journal.seed)
+        is_controlled = journal.seed % 3 == 0
+        self._workload = scenario(
+            draw.randrange(SCENARIOS),
+            deciding=journal.seed % 2 * journal.seed,
+            standbys=is_controlled * (journal.seed + 1),
+        )
         self._acts_left = draw.choice((2, 4, 6, 12))
         self._mean_gap = draw.choice((4, 20, 80))
         self._faults = FaultInjector(draw, journal)
         self._ends_early = draw.random() < 0.1
         self._client = SimulatedClient(draw, self._workload, self._faults.spawner, journal)
+        self._control = SimulatedControls(draw, self._workload, journal)
+        self._controls: Controls
         self._all_injected = trio.Event()
         self._scope = trio.CancelScope()
         self._omni: OmniSystem
@@ -83,6 +96,8 @@ class Simulation(trio.abc.Instrument):
         ]
         if journal.seed % 2:
             self._acts += [faults.kill_with_message] * 4
+        if is_controlled:
+            self._acts += [*[self._control.pause] * 3, *[self._control.sleep] * 6]
         journal.note(f"{self._workload.pipeline}")
 
     # trio's instrument
@@ -133,14 +148,16 @@ class Simulation(trio.abc.Instrument):
         self._scope.deadline = MAX_S
         with self._scope:
             async with trio.open_nursery() as nursery:
-                self._client.nursery = self._faults.nursery = nursery
+                self._client.nursery = self._faults.nursery = self._control.nursery = nursery
                 closed_s = await self._run_system()
                 fair_s = (SHUTDOWN_S + DYING_S) * len(self._workload.stages) + DYING_S
                 if closed_s > fair_s:
                     self._journal.violated("hung", f"closing took {closed_s:g} s; {fair_s:g} s are fair")
                 with trio.move_on_after(PATIENCE_S):
-                    while self._client.open:  # noqa: ASYNC110 - the time is virtual
+                    while self._client.open or self._controls.in_force:  # noqa: ASYNC110 - the time is virtual
                         await trio.sleep(TICK_S)
+                if self._controls.in_force:
+                    self._journal.violated("hung", "a pause or a sleep does not end")
                 nursery.cancel_scope.cancel()
         if self._scope.cancelled_caught:
             self._journal.violated("hung", f"no end after {self._journal.steps} steps, at {trio.current_time():g} s")
@@ -151,6 +168,9 @@ class Simulation(trio.abc.Instrument):
         opening = OmniSystem.open(self._workload.pipeline, wait_ready=False, spawner=self._faults.spawner)
         async with opening as self._omni, trio.open_nursery() as watching:
             self._client.omni = self._omni
+            self._controls = self._control.use(self._omni)
+            self._client.closures = self._controls.closures
+            self._faults.spawner.on_start = self._check_start
             self._client.watch = self._watch = HealthWatch(self._omni, trio.current_time, self._note_death)
             watching.start_soon(self._watch.run)
             self._next_act = self._journal.steps + 1
@@ -187,9 +207,13 @@ class Simulation(trio.abc.Instrument):
             await trio.sleep(TICK_S)
 
     def _settled(self) -> bool:
-        return not self._watch.unsettled and not any(
-            worker.hung or worker.loses_pong or worker.frozen or not worker.alive
-            for worker in self._faults.spawner.living.values()
+        return (
+            not self._watch.unsettled
+            and not self._controls.in_force
+            and not any(
+                worker.hung or worker.loses_pong or worker.frozen or not worker.alive
+                for worker in self._faults.spawner.living.values()
+            )
         )
 
     # checks
@@ -213,6 +237,25 @@ class Simulation(trio.abc.Instrument):
         for worker in faults.spawner.living.values():
             if worker.loop is not None and (kept := worker.loop.requests):
                 self._journal.violated("leaked", f"{worker} still has requests {sorted(kept)}")
+
+    def _check_start(self, address: Address) -> None:
+        """Check that a request starts in none but the replicas that were ready first (``orchestrator.placement``).
+
+        After a death that the worker's own work may have caused, a trial of suspects may use any replica.
+        """
+        replicas = self._omni._supervisor.replicas.values()
+        if any(died_by_itself(death.exit) for each in replicas for death in each.history):
+            return
+        chosen = self._omni._supervisor.replicas[address]
+        earlier = [
+            each
+            for each in replicas
+            if each.address.stage == address.stage
+            and each.accepts_work
+            and each.incarnation.ready_at < chosen.incarnation.ready_at
+        ]
+        if len(earlier) >= chosen.stage.replicas:
+            self._journal.violated("disturbed", f"a request starts in the standby {address}")
 
     def check_work(self) -> None:
         """Check that no step was made twice but for a death, where checkpoints are within their bounds."""

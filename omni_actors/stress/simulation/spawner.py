@@ -7,6 +7,7 @@ import itertools
 import os
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import trio
 
@@ -30,14 +31,17 @@ class SimulatedSpawner:
         """All workers so far."""
         self.living: dict[Address, SimulatedWorker] = {}
         self._rings: list[Ring] = []
+        self.on_start: Callable[[Address], None] = lambda address: None
+        """As in its workers."""
 
     @asynccontextmanager
-    async def spawn(self, address: Address, mailbox_capacity: int) -> AsyncIterator[Worker]:
+    async def spawn(self, address: Address, mailbox_capacity: int, **inherited: Any) -> AsyncIterator[Worker]:
         pid = next(self._pids)
         behavior = self._behavior(address, pid)
         worker = SimulatedWorker(
             address=address, pid=pid, behavior=behavior, mailbox_capacity=mailbox_capacity, note=self._note
         )
+        worker.on_start = self.on_start
         self._note(f"{worker} is spawned: {behavior}")
         self._refused = address if behavior.refused else None
         self.living[address] = worker

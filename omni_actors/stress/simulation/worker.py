@@ -77,6 +77,8 @@ class SimulatedWorker(Worker):
         self, address: messages.Address, pid: int, behavior: WorkerBehavior, mailbox_capacity: int, note: Note
     ) -> None:
         super().__init__(pid, cast(Mailbox, self))
+        self.on_start: Callable[[messages.Address], None] = lambda address: None
+        """Called with its address when a request is about to start in it."""
         self.address, self.behavior, self._note = address, behavior, note
         self.fault = None
         self._inbox_send, self._inbox = trio.open_memory_channel[_Posted](mailbox_capacity)
@@ -124,6 +126,8 @@ class SimulatedWorker(Worker):
         """As ``Mailbox.post``."""
         if not self.alive:
             return
+        if isinstance(message, messages.Start):
+            self.on_start(self.address)
         packet = messages.encode(message)
         owned = tuple(os.dup(fd) for fd in fds)
         self._fds.update(owned)

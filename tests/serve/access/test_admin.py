@@ -78,6 +78,9 @@ def test_a_capability_that_no_stage_has_is_501_with_the_reason(controlled: Serve
         ("/call", {"capability": "note", "colour": 1}, 400, "colour"),
         ("/pause", {"mode": "maybe"}, 400, "mode"),
         ("/resume", {"mode": "wait"}, 400, "mode"),
+        ("/scale", {"stage": "other", "replicas": 1}, 400, "stage"),
+        ("/scale", {"stage": "mind", "replicas": 65}, 400, "replicas"),
+        ("/scale", {"stage": "mind"}, 400, "replicas"),
         ("/v1/load_lora_adapter", {"lora_name": "x"}, 400, "lora_path"),
         ("/v1/load_lora_adapter", {"lora_name": "x", "lora_path": "/nowhere"}, 400, "lora"),
         ("/v1/unload_lora_adapter", {"lora_name": "x"}, 400, "lora"),
@@ -104,6 +107,25 @@ def test_a_stage_sleeps_and_wakes(start: Start) -> None:
         assert server.http.get("/is_sleeping").json() == {"result": True}
         assert server.http.post("/wake_up").status_code == 200
         assert server.http.get("/is_sleeping").json() == {"result": False}
+
+
+def test_a_stage_is_scaled(controlled: Server) -> None:
+    scaled = controlled.http.post("/scale", json={"stage": "mind", "replicas": 2}).json()["result"]
+    assert (scaled["stage"], scaled["before"], scaled["after"]) == ("mind", 1, 2)
+    assert 'omni_stage_replicas_ready{stage="mind"} 2.0' in controlled.http.get("/metrics").text
+    assert controlled.http.post("/scale?stage=mind&replicas=1&drain_s=1").json()["result"]["after"] == 1
+
+
+@pytest.mark.parametrize(("session", "status"), [("s" * 256, 200), ("s" * 257, 400)])
+def test_a_header_names_the_session(controlled: Server, session: str, status: int) -> None:
+    question = {"model": "controlled", "messages": [{"role": "user", "content": "hi"}]}
+    headers = {"x-session-id": session}
+    answer = controlled.http.post("/v1/chat/completions", json=question, headers=headers)
+    assert answer.status_code == status
+    if status == 400:
+        assert answer.json()["error"]["param"] == "session"
+    prompt = {"model": "controlled", "prompt": "hi"}
+    assert controlled.http.post("/v1/completions", json=prompt, headers=headers).status_code == status
 
 
 def test_a_call_that_does_all_or_nothing_fails_if_one_stage_cannot(controlled: Server) -> None:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
-import struct
-import zlib
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import openai
 import pytest
 from PIL import Image
 
+from tests.support.hostile_pictures import bomb
 from tests.support.http_server import Server, Start
 
 PAINTER = """\
@@ -196,6 +196,7 @@ def test_an_edit_is_streamed_too(client: openai.OpenAI) -> None:
         ({"quality": "high"}, "quality", "invalid_value"),
         ({"style": "vivid"}, "style", "unsupported_parameter"),
         ({"previews": 1}, "previews", "unsupported_parameter"),
+        ({"progress": 1}, "progress", "unsupported_parameter"),
         ({"strength": "much"}, "strength", "invalid_value"),
         ({"modalities": ["text"]}, "modalities", "unknown_parameter"),
     ],
@@ -264,6 +265,25 @@ def test_the_death_of_a_worker_is_an_event_of_the_stream(start: Start) -> None:
         assert next(events).partial_image_index == 0
         with pytest.raises(openai.APIError, match="stage 'easel'"):
             next(events)
+
+
+@pytest.mark.slow
+def test_a_full_server_says_when_the_next_picture_is_done(start: Start) -> None:
+    """A picture of 200 steps of 0.2 s has the only place. The denoiser's pace gives the time: no request has ended."""
+    slow = ("-s", "stages.easel.options.step_s=0.2", "-s", "stages.easel.step_timeout_s=10")
+    body: dict[str, Any] = {"model": "painter", "prompt": "a cat"}
+    with start("-s", "limits.max_requests=1", *slow, config=PAINTER) as server:
+        request = server.http.build_request("POST", "/v1/images/generations", json={**body, "steps": 200})
+        with socket.create_connection(("127.0.0.1", server.port), 60) as client:
+            head = "POST /v1/images/generations HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+            client.sendall(f"{head}Content-Length: {len(request.content)}\r\n\r\n".encode() + request.content)
+            figure = 'omni_engine{name="next_end_s",replica="0",stage="easel"}'
+            server.wait(lambda: server.metric(figure) > 0, figure)
+            refused = server.http.post("/v1/images/generations", json=body)
+            refused_edit = server.http.post("/v1/images/edits", data=body, files={"image": ("a.png", file())})
+        for answer in (refused, refused_edit):
+            assert (answer.status_code, answer.json()["error"]["code"]) == (429, "overloaded"), answer.text
+            assert 10 <= int(answer.headers["retry-after"]) <= 40
 
 
 # in conversations
@@ -342,14 +362,11 @@ def test_a_model_draws_and_edits(start: Start, tmp_path: Path) -> None:
             assert (refused.value.param, refused.value.code) == ("image", code)
         with pytest.raises(openai.BadRequestError, match="multiples"):
             client.images.generate(model="model", prompt="a cat", size="63x48")
+        for wrong, param in (
+            ({"extra_body": {"scheduler": "ddim"}}, "scheduler"),
+            ({"prompt": "word " * 6000}, "prompt"),
+        ):
+            with pytest.raises(openai.BadRequestError) as refused:
+                client.images.generate(**{**asked, **wrong})
+            assert refused.value.param == param
         server.wait_metric("omni_requests_in_flight", 0)
-
-
-def bomb() -> bytes:
-    """A PNG of a few kilobytes that says it has 50,000 × 50,000 pixels."""
-
-    def chunk(kind: bytes, data: bytes) -> bytes:
-        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-
-    header = chunk(b"IHDR", struct.pack(">IIBBBBB", 50_000, 50_000, 8, 2, 0, 0, 0))
-    return b"\x89PNG\r\n\x1a\n" + header + chunk(b"IDAT", zlib.compress(bytes(10**6))) + chunk(b"IEND", b"")

@@ -67,6 +67,37 @@ def test_log_probabilities_of_a_completion(client: openai.OpenAI) -> None:
     assert all(len(top) in (1, 2) for top in choice.logprobs.top_logprobs)
 
 
+def test_a_completion_continues_the_raw_text_or_its_token_ids(client: openai.OpenAI) -> None:
+    tokenized: Any = client.post("/../tokenize", body={"prompt": "hello there"}, cast_to=object)
+    asked: Any = {"model": "writer", "max_tokens": 8, "temperature": 0.0}
+    of_text = client.completions.create(prompt="hello there", **asked)
+    of_tokens = client.completions.create(prompt=[tokenized["tokens"]] * 2, **asked)
+    assert of_text.usage is not None
+    assert of_text.usage.prompt_tokens == tokenized["count"]
+    assert [choice.text for choice in of_tokens.choices] == [of_text.choices[0].text] * 2
+    assert client.completions.create(prompt=tokenized["tokens"], **asked).choices[0].text == of_text.choices[0].text
+    bare = client.completions.create(prompt="hello there", extra_body={"add_special_tokens": False}, **asked)
+    assert bare.usage is not None
+    assert bare.usage.prompt_tokens <= tokenized["count"]
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.completions.create(prompt=["hello", 1], **asked)
+    assert caught.value.param == "prompt"
+
+
+def test_an_answer_guided_by_a_negative_prompt(client: openai.OpenAI) -> None:
+    def guided(**extra: Any) -> str:
+        text: str = ask(client, extra_body=extra).choices[0].message.content
+        return text
+
+    found = guided(guidance_scale=3, negative_prompt="the sea")
+    assert found not in (guided(), guided(guidance_scale=3))
+    assert guided(guidance_scale=1, negative_prompt="the sea") == guided()
+    for wrong in ({"guidance_scale": "strong"}, {"guidance_scale": 1e9}, {"negative_prompt": 3}):
+        with pytest.raises(openai.BadRequestError) as refused:
+            guided(**wrong)
+        assert refused.value.param in wrong
+
+
 def test_choices_have_seeds_of_their_own(client: openai.OpenAI) -> None:
     asked: Any = {"temperature": 1.5, "max_tokens": 8}
     several = ask(client, n=3, seed=2**63 - 2, **asked)

@@ -127,6 +127,36 @@ def test_a_prefill_that_has_begun_goes_on_before_urgent_ones_and_those_come_by_p
     assert [step(scheduler, cache) for _ in range(4)] == [[begun], [begun], [high], [low]]
 
 
+def test_a_pair_gets_rows_together_and_none_takes_its_place() -> None:
+    scheduler, cache = scheduler_of(rows=2)
+    running, first, second, later = (sequence(1, 1) for _ in range(4))
+    scheduler.add(running)
+    assert step(scheduler, cache) == [running]
+    scheduler.add(first, second)
+    scheduler.add(later)
+    assert not scheduler.busy, "there is one row, and the pair needs two"
+    assert step(scheduler, cache) == []
+    scheduler.remove(running)
+    assert [step(scheduler, cache) for _ in range(2)] == [[first], [second]]
+    assert scheduler.rows == [first, second]
+    scheduler.remove(second)
+    assert step(scheduler, cache) == [later]
+    assert scheduler.rows == [later]
+
+
+def test_a_pair_is_prefilled_in_order_and_decodes_together() -> None:
+    scheduler, cache = scheduler_of()
+    long, short = sequence(8, 9), urgent(4, 0)
+    scheduler.add(long, short)
+    assert step(scheduler, cache) == [long]
+    scheduler.add(urgent(4, -1))
+    assert step(scheduler, cache) == [long]
+    assert step(scheduler, cache) == [short], "a pair that has begun goes on before urgent sequences"
+    assert scheduler.decode_rows() == [], "one of them lacks its input"
+    short.ready = 1
+    assert scheduler.decode_rows() == [0, 1]
+
+
 @pytest.mark.parametrize("rows", [1, 3])
 @given(st.data())
 def test_busy_means_a_step_computes_a_position_and_rows_match_the_cache(rows: int, data: st.DataObject) -> None:
@@ -135,13 +165,18 @@ def test_busy_means_a_step_computes_a_position_and_rows_match_the_cache(rows: in
     for _ in range(data.draw(st.integers(1, 30))):
         act = data.draw(st.sampled_from(["add", "feed", "remove", "step"]))
         if act == "add":
-            prompt = data.draw(st.integers(0, 9))
-            live.append(sequence(prompt, data.draw(st.integers(0, prompt))))
-            scheduler.add(live[-1])
+            made = []
+            for _ in range(data.draw(st.integers(1, min(rows, 2)))):
+                prompt = data.draw(st.integers(0, 9))
+                made.append(sequence(prompt, data.draw(st.integers(0, prompt))))
+            live += made
+            scheduler.add(*made)
         elif act == "feed" and live:
             data.draw(st.sampled_from(live)).ready += 1
         elif act == "remove" and live:
-            scheduler.remove(live.pop(data.draw(st.integers(0, len(live) - 1))))
+            gone = live[data.draw(st.integers(0, len(live) - 1))].group
+            scheduler.remove(gone[0])
+            live = [each for each in live if each not in gone]
         elif act == "step":
             busy = scheduler.busy
             if sum(cache.lengths) < 80:

@@ -216,7 +216,7 @@ def test_large_contexts_pass_through_a_ring(bagel: Bagel) -> None:
     sizes = {"vocab_size": 9, "hidden_size": 512, "intermediate_size": 9}
     language = LanguageConfig(num_hidden_layers=3, num_attention_heads=8, num_key_value_heads=8, **sizes)
     config = msgspec.structs.replace(bagel.painter.engine._model.config, language=language)  # type: ignore[attr-defined]
-    receiver, received = handoff.Receiver(config, torch.device("cpu"), torch.float32), None
+    receiver, received = handoff.Receiver(config), None
     chunks = [*handoff.chunks(contexts)]
     with Ring.create(8 * 1024 * 1024) as ring, ThreadPoolExecutor(1) as sender:
         producer, consumer = ring.claim_producer(), ring.claim_consumer()

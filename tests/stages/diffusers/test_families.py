@@ -19,6 +19,7 @@ from omni_actors.stages.base import InvalidRequest, StageEngine, StageFailure
 from omni_actors.stages.diffusers.call import Runner
 from omni_actors.stages.diffusers.options import DiffusersOptions
 from omni_actors.stages.diffusers.pictures import Previews
+from tests.support.adapters import adapter, save_adapter, with_adapter
 from tests.support.engine_driver import Driver
 from tiny_models import diffusers_pipelines as tiny
 
@@ -118,6 +119,38 @@ def test_guidance_and_a_negative_prompt_reach_the_pipeline(family: Family, drive
     made = frames(driver.run()[1])
     assert np.array_equal(made, family.expected("a cat", 1, **{scale: 3.0}, negative_prompt="a dog"))
     assert not np.array_equal(made, family.expected("a cat", 1))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["flux", "stable_diffusion"])
+def test_each_request_has_its_own_adapter(
+    name: str, family_of: Callable[[str], Family], drive: Any, tmp_path: Path
+) -> None:
+    """Beside the pipeline whose denoiser PEFT has changed; the pixels may differ by one of rounding."""
+    family, driver = family_of(name), drive(family_of(name).engine)
+    part = "transformer" if name == "flux" else "unet"
+    own = diffusers.DiffusionPipeline.from_pretrained(family.directory)
+    own.set_progress_bar_config(disable=True)
+    fresh = getattr(diffusers.DiffusionPipeline.from_pretrained(family.directory), part)
+    lora = save_adapter(fresh, tmp_path, target_modules=["to_q", "to_v"])
+    setattr(own, part, with_adapter(getattr(own, part), lora).base_model.model)
+    ask(driver, 1, "a cat", **family.default, seed=1)
+    ask(driver, 2, "a cat", **family.default, seed=1, lora=adapter(lora))
+    outputs = driver.run()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        expected = family.expected("a cat", 1, pipeline=own)
+    assert np.array_equal(frames(outputs[1]), family.expected("a cat", 1))
+    assert np.abs(frames(outputs[2]).astype(int) - expected).max() <= 1
+    assert np.abs(frames(outputs[1]).astype(int) - expected).max() > 1
+    assert not family.engine._adapters.loaded  # type: ignore[attr-defined]
+
+
+def test_progress_has_no_picture(family: Family, drive: Any) -> None:
+    driver = drive(family.engine)
+    ask(driver, 1, "a cat", **family.default, seed=1, progress=1)
+    outputs = [output for output in driver.run()[1] if not output.data["final"]]
+    assert [(output.data["step"], dict(output.tensors)) for output in outputs] == [(1, {}), (2, {})]
 
 
 def test_a_preview_is_what_the_latents_of_its_step_decode_to(family: Family, drive: Any) -> None:

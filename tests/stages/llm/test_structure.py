@@ -11,7 +11,7 @@ import pytest
 
 from omni_actors.stages.base import InvalidRequest
 from omni_actors.stages.llm.engine import LLMEngine
-from tests.stages.llm.test_resume import check_every_cut
+from tests.stages.llm.resumed_answers import check_every_cut
 from tests.stages.llm.tiny_engine import PROMPTS, answer
 from tests.support.engine_driver import Driver
 

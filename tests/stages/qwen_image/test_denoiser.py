@@ -77,11 +77,12 @@ def test_requests_wait_for_rows_by_priority_and_then_by_arrival(driver: Driver) 
     plain(steps=2).submit(driver, 3)
     plain(steps=2, priority=-1).submit(driver, 4)
     plain(steps=2, priority=-1).submit(driver, 5)
-    assert driver.engine.gauges() | {"step_seconds": 0} == {
+    assert driver.engine.gauges() | {"step_seconds": 0, "next_end_s": 0} == {
         "running": 2,
         "waiting": 3,
         "steps_left": 10,
         "step_seconds": 0,
+        "next_end_s": 0,
     }
     assert ended(driver, 2) == [1, 2]
     assert ended(driver, 2) == [4, 5, 3], "in one step, in the order in which they got rows"
@@ -148,6 +149,24 @@ def test_previews_come_every_k_steps_and_estimate_the_picture(driver: Driver) ->
     np.testing.assert_array_equal(final(outputs), expected)
     off = [np.abs(output.tensors["latents"] - expected).mean() for output in outputs]
     assert off[0] > off[1] > off[2], "each preview is nearer to the picture"
+
+
+def test_progress_comes_every_k_steps_without_latents(driver: Driver) -> None:
+    request = plain(steps=5, previews=3, progress=1)
+    request.submit(driver)
+    outputs = driver.run()[1]
+    assert [output.data["step"] for output in outputs] == [1, 2, 3, 4, 5]
+    assert [bool(output.tensors) for output in outputs] == [False, False, True, False, True]
+
+
+def test_a_short_request_waits_two_steps_for_guided_ones_that_fill_the_batch(driver: Driver) -> None:
+    for number in (1, 2):  # two rows each
+        Request(states(5), states(3, 1), steps=50).submit(driver, number)
+    assert not ended(driver, 3)
+    plain(steps=4).submit(driver, 3)
+    assert not ended(driver, 5)
+    assert ended(driver, 1) == [3], "two steps without it, and four of its own"
+    abort(driver, 1, 2)
 
 
 def test_gauges_measure_the_pace(driver: Driver) -> None:

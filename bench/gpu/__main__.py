@@ -1,0 +1,110 @@
+"""The command. Each family's checkpoint is made, served at each load, and deleted, one after the other.
+
+Everything runs on one device. The figures are of random weights: they show what the stages and the runtime take, not
+how good an answer is. With ``--tiny`` the same code runs on small models anywhere.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import tempfile
+from pathlib import Path
+
+import click
+import torch
+import trio
+from rich.console import Console
+
+from bench.gpu import checkpoints, measure, pictures
+from bench.gpu.measure import Row
+
+LOADS, TOKENS, PICTURE_LOADS = (1, 8, 32), 128, (1, 4)
+TINY_LOADS, TINY_TOKENS = (1, 2), 24
+SHARE = 0.4
+"""The share of the free memory that the weights may take. Caches, activations and three CUDA contexts take the rest."""
+HEADINGS = {
+    "model": "model",
+    "at once": "requests at once",
+    "tokens/s": "thinker, tokens/s",
+    "frames/s": "talker, frames/s",
+    "ttft_s": "TTFT, s",
+    "ttfa_s": "TTFA, s",
+    "rtf": "RTF",
+    "audio seconds/s": "seconds of sound per second",
+    "load_s": "load, s",
+    "recovery_s": "SIGKILL of the thinker to the next text, s",
+}
+PICTURE_HEADINGS = {"at once": "pictures at once", "steps/s": "denoising steps/s", "picture_s": "a picture, s"}
+
+
+def run(device: str, *, tiny: bool, most_bytes: int) -> Row:
+    """Measure everything and return the figures."""
+    before = measure.free_bytes(device)
+    found: Row = {
+        "device": torch.cuda.get_device_name(device) if before is not None else "CPU",
+        "tests": measure.tests(Path(__file__).parents[2]),
+        "copies": measure.copies(device),
+        "serving": [],
+        "checkpoints": {},
+    }
+    budget = None if tiny else min(most_bytes, int(SHARE * before) if before is not None else most_bytes)
+    for name in checkpoints.FAMILIES:
+        with tempfile.TemporaryDirectory() as directory:
+            saved = checkpoints.save(name, Path(directory), budget)
+            found["checkpoints"][name] = {"layers": saved.layers, "bytes": saved.weights_bytes}
+            loads, tokens = (TINY_LOADS, TINY_TOKENS) if tiny else (LOADS, TOKENS)
+            found["serving"] += trio.run(measure.serving, name, saved, device, loads, tokens)
+    with tempfile.TemporaryDirectory() as directory:
+        found["checkpoints"]["qwen_image"] = {"layers": pictures.save(Path(directory), budget)}
+        loads = TINY_LOADS if tiny else PICTURE_LOADS
+        found["pictures"] = trio.run(functools.partial(pictures.serving, Path(directory), device, loads, is_tiny=tiny))
+    after = measure.free_bytes(device)
+    found["memory"] = {"free before": before, "free after": after}
+    return found
+
+
+def markdown(found: Row) -> str:
+    """Return the figures as tables."""
+    lines = [f"Device: {found['device']}. GPU tests: {found['tests']}", ""]
+    for name in checkpoints.FAMILIES:
+        checkpoint = found["checkpoints"][name]
+        thinker, talker = checkpoint["layers"]
+        size = checkpoint["bytes"] / 1e9
+        lines.append(f"- {name}: {thinker} layers of the thinker, {talker} of the talker, {size:.2f} GB of weights")
+    lines.append(f"- qwen_image: {found['checkpoints']['qwen_image']['layers']} layers of the transformer")
+    lines += ["", *_table(HEADINGS, found["serving"]), "", *_table(PICTURE_HEADINGS, found["pictures"]), ""]
+    rates = [{key: value if key == "bytes" else value / 1e9 for key, value in row.items()} for row in found["copies"]]
+    lines += _table({key: key if key == "bytes" else f"{key}, GB/s" for key in rates[0]}, rates)
+    lines += ["", f"Device memory, bytes: {found['memory']}"]
+    return "\n".join(lines)
+
+
+def _table(headings: dict[str, str], rows: list[Row]) -> list[str]:
+    def shown(value: object) -> str:
+        return f"{value:,.3g}" if isinstance(value, float) else str("" if value is None else value)
+
+    lines = ["| " + " | ".join(headings.values()) + " |", "|---" * len(headings) + "|"]
+    return lines + ["| " + " | ".join(shown(row.get(key)) for key in headings) + " |" for row in rows]
+
+
+@click.command()
+@click.option("--device", default="cuda:0", show_default=True, help="A torch device.")
+@click.option("--tiny", is_flag=True, help="Small models and loads: does everything work?")
+@click.option("--most-gb", default=12.0, show_default=True, help="The largest checkpoint, whose making takes time.")
+@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write the figures here.")
+@click.option("--markdown", "markdown_file", type=click.Path(path_type=Path), help="Write the tables here.")
+def main(device: str, tiny: bool, most_gb: float, json_file: Path | None, markdown_file: Path | None) -> None:
+    """Measure the omni models with random weights on one device, and print tables."""
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise click.UsageError(f"torch sees no CUDA device for {device}; try --device cpu --tiny")
+    found = run(device, tiny=tiny, most_bytes=int(most_gb * 1e9))
+    Console(soft_wrap=True, highlight=False).print(markdown(found))
+    if json_file is not None:
+        json_file.write_text(json.dumps(found, indent=1))
+    if markdown_file is not None:
+        markdown_file.write_text(markdown(found) + "\n")
+
+
+if __name__ == "__main__":
+    main()

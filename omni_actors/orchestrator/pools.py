@@ -1,0 +1,99 @@
+"""The replicas of each stage while the system runs: how many are wanted, which exist, and which callers wait for one.
+
+Rules
+1. Scaling changes the number that is wanted first, then adds or removes replicas (``system/scaling.py``).
+2. A replica that is removed holds no request any more: they have ended, or their work here was lost as by a death.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import trio
+
+from omni_actors.errors import StageFailed
+from omni_actors.orchestrator.dispatch import Dispatcher
+from omni_actors.orchestrator.suspects import Suspects
+from omni_actors.protocol.messages import Address
+from omni_actors.supervisor.replica import Replica, ReplicaState
+
+
+class Pools:
+    """The replicas of all stages. failed_stages: those without a replica left; a stage is removed when it is not."""
+
+    def __init__(self, dispatcher: Dispatcher, suspects: Suspects, failed_stages: dict[str, StageFailed]) -> None:
+        self._dispatcher, self._suspects, self._placement = dispatcher, suspects, dispatcher.placement
+        self._failed_stages = failed_stages
+        self.is_standby = self._placement.is_standby
+        self.wait_unused = dispatcher.wait_unused
+
+    def wanted(self, stage: str) -> int:
+        """Return how many replicas a stage is to have, standbys aside."""
+        return self._placement.wanted[stage]
+
+    def all_wanted(self) -> Mapping[str, int]:
+        """Return how many replicas each stage is to have, standbys aside."""
+        return self._placement.wanted
+
+    def replicas(self, stage: str) -> list[Replica]:
+        """Return the replicas of a stage, standbys and those that are being removed included."""
+        return self._placement.of(stage)
+
+    def serves(self, stage: str) -> bool:
+        """Return whether a replica of a stage is ready."""
+        return bool(self._placement.serving(stage))
+
+    @trio.lowlevel.enable_ki_protection
+    def want(self, stage: str, replicas: int) -> None:
+        """Set how many replicas a stage is to have. A standby that is one of these now is given requests at once."""
+        self._placement.wanted[stage] = replicas
+        self._dispatcher.dispatch_waiting()
+
+    def add(self, replica: Replica) -> None:
+        """Place requests on a new replica as soon as it is ready."""
+        self._placement.add(replica)
+
+    @trio.lowlevel.enable_ki_protection
+    def remove(self, replica: Replica) -> None:
+        """Forget a replica, which has no worker any more."""
+        self._placement.remove(replica)
+        if not self._placement.has_failed(replica.address.stage):
+            self._failed_stages.pop(replica.address.stage, None)
+        self._dispatcher.trials.return_replica(replica.address)
+        self._suspects.advance()
+
+    def leave_order(self, stage: str) -> list[Replica]:
+        """Return the replicas of a stage in the order in which they are removed.
+
+        First those that serve nothing: failed ones, then others that are not ready; then standbys, those that are not
+        on trial, those with fewer requests, and those with higher numbers.
+        """
+        reserved = self._dispatcher.trials.running
+
+        def key(each: Replica) -> tuple[bool, bool, bool, bool, int, int]:
+            address = each.address
+            return (
+                each.state is not ReplicaState.FAILED,
+                each.accepts_work,
+                not self.is_standby(each),
+                address in reserved,
+                self._dispatcher.load(address),
+                -address.replica,
+            )
+
+        return sorted(self.replicas(stage), key=key)
+
+    def starved(self) -> set[str]:
+        """Return the stages that have no replica, and that requests wait for."""
+        if self._dispatcher.held:
+            return set()
+        waiting = {stage for each in self._dispatcher.running() for stage in each.replay_state.waiting}
+        return {stage for stage in waiting if not self.wanted(stage)}
+
+    async def wait_unplaced(self) -> None:
+        """Wait until a request begins to wait for a replica."""
+        await self._dispatcher.unplaced.park()
+
+    def load(self, address: Address) -> int:
+        """Return the number of requests placed on a replica."""
+        return self._dispatcher.load(address)

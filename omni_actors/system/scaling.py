@@ -1,0 +1,209 @@
+"""Changing the number of a stage's replicas while the system serves.
+
+Rules
+1. One change of a stage runs at a time; a later one waits for it. A stage that sleeps is not scaled (``StageAsleep``).
+2. A new replica has the desired state before it is ready, as every worker, and gets requests from then on.
+3. A replica that is removed is drained first: it gets no new request. Those that are left when ``drain_s`` has passed
+   lose their work there as by a death, and resume at another replica, at no cost of ``limits.replays``.
+4. The number that is wanted changes at once; replicas follow. If a new one cannot load, it is removed again.
+5. A replica's number decides its devices (``config/devices.py``). Numbers are below the number of workers at the time
+   when the replica was added, so the devices of two replicas never overlap.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import trio
+
+from omni_actors.config import Pipeline
+from omni_actors.config.devices import DeviceLayoutError, stage_layout
+from omni_actors.config.models import visible_here
+from omni_actors.errors import InvalidRequest, StageAsleep, StageFailed, SystemClosed
+from omni_actors.protocol.messages import Address, WorkerSpec
+from omni_actors.supervisor.replica import Replica, ReplicaState
+from omni_actors.system.control import Control
+from omni_actors.system.workers import worker_spec
+
+MAX_REPLICAS = 64
+"""The most replicas that a stage may be scaled to."""
+
+
+class Scaled(msgspec.Struct, frozen=True, kw_only=True):
+    """What ``scale`` has done.
+
+    Attributes:
+        stage: The stage.
+        before: The number of its replicas before, standbys aside.
+        after: The number of its replicas now.
+        seconds: How long the change took, earlier changes of the stage aside.
+    """
+
+    stage: str
+    before: int
+    after: int
+    seconds: float
+
+
+class ScaleControl(Control):
+    """The method of ``OmniSystem`` that changes the number of replicas."""
+
+    pipeline: Pipeline
+    _models: Mapping[str, Path]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._changing = defaultdict[str, trio.Lock](trio.Lock)
+        """Held while the replicas of a stage change, or must not change."""
+
+    async def scale(self, stage: str, replicas: int, *, drain_s: float | None = None) -> Scaled:
+        """Change the number of a stage's replicas while it serves, and return when all new ones are ready.
+
+        Args:
+            stage: The stage.
+            replicas: How many it is to have, standbys aside, from 0 to 64. With 0, its requests wait until it has one
+                again, or their deadline passes; with ``scale_from_zero``, such a request starts one.
+            drain_s: Seconds that requests may run on at a replica that is removed; by default the stage's ``drain_s``.
+                Those that are left resume at another replica, or end with ``StageCrashed`` if they cannot (see
+                ``on_failure``, ``deterministic``, ``resumable``).
+
+        Returns:
+            The number before and after, and the time.
+
+        Raises:
+            InvalidRequest: An argument is wrong, or there are no devices for so many replicas (code "no_devices");
+                nothing has changed.
+            StageAsleep: The stage sleeps; nothing has changed.
+            StageFailed: A new replica cannot load. It is removed again; those that did load stay.
+            SystemClosed: The system was closed before the change was complete.
+
+        A change of the same stage that runs already is waited for. A cancelled call: new replicas load on and serve;
+        a replica that is being removed is not drained any longer.
+        """
+        self._check_scale(stage, replicas, drain_s)
+        async with self._changing[stage]:
+            return await self._scale(stage, replicas, drain_s)
+
+    async def _scale(self, stage: str, replicas: int, drain_s: float | None) -> Scaled:
+        """Change the number of replicas. The caller holds the stage's lock."""
+        if not self._running or self.is_stopped:
+            raise SystemClosed
+        if stage in self._orchestrator.closures.asleep:
+            raise StageAsleep(stage)
+        pools, began = self._orchestrator.pools, trio.current_time()
+        before = pools.wanted(stage)
+        workers = self.pipeline.stages[stage].workers_for(replicas)
+        new = self._new_specs(stage, workers)
+        surplus = max(0, len(pools.replicas(stage)) - workers)
+        leaving = pools.leave_order(stage)[:surplus]  # before replicas become standbys, because fewer are wanted
+        pools.want(stage, replicas)
+        if new:
+            await self._add(stage, new, before)
+        await self._remove(leaving, drain_s)
+        return Scaled(stage=stage, before=before, after=replicas, seconds=trio.current_time() - began)
+
+    def _new_specs(self, stage: str, workers: int) -> list[WorkerSpec]:
+        """Return what the workers run that a stage lacks. Raises InvalidRequest: there are no devices for them."""
+        taken = {each.address.replica for each in self._orchestrator.pools.replicas(stage)}
+        free = [number for number in range(workers) if number not in taken][: max(0, workers - len(taken))]
+        try:
+            devices = stage_layout(self.pipeline.stages[stage], workers, visible_here()) if free else ()
+        except DeviceLayoutError as error:
+            raise InvalidRequest(f"replicas: {error}", param="replicas", code="no_devices") from error
+        return [worker_spec(self.pipeline, self._models, Address(stage, each), devices[each]) for each in free]
+
+    async def _add(self, stage: str, specs: Sequence[WorkerSpec], before: int) -> None:
+        """Add replicas, and wait until each has been ready. Raises StageFailed, SystemClosed."""
+        pools = self._orchestrator.pools
+        added = [self._supervisor.add(spec) for spec in specs]
+        for each in added:
+            pools.add(each)
+        while not all(each.load_s is not None or each.state is ReplicaState.FAILED for each in added):
+            await self.wait_changed()
+        if failed := [each for each in added if each.load_s is None]:
+            left = len(pools.replicas(stage)) - len(failed)
+            standbys = self.pipeline.stages[stage].standby
+            pools.want(stage, max(before, left - standbys))
+            failure = failed[0].failure
+            await self._remove(failed, 0.0)
+            assert failure is not None, "a failed replica has the reason"
+            raise failure
+
+    async def _remove(self, leaving: Sequence[Replica], drain_s: float | None) -> None:
+        """Drain and remove replicas, all at the same time."""
+        for each in leaving:
+            self._supervisor.drain(each)
+        async with trio.open_nursery() as nursery:
+            for each in leaving:
+                seconds = each.stage.drain_s if drain_s is None else drain_s
+                nursery.start_soon(self._drain, each, seconds)
+
+    async def _drain(self, replica: Replica, drain_s: float) -> None:
+        """Remove a replica when it holds no request any more, at the latest after ``drain_s``."""
+        pools = self._orchestrator.pools
+        try:
+            with trio.move_on_after(drain_s):
+                await pools.wait_unused(replica.address)
+        finally:
+            reason = f"removed by scale; {drain_s:g} s were there to drain" if pools.load(replica.address) else None
+            with trio.CancelScope(shield=True):
+                await self._supervisor.remove(replica, reason)
+            pools.remove(replica)
+
+    def _check_scale(self, stage: str, replicas: Any, drain_s: float | None) -> None:
+        """Raise InvalidRequest if an argument is wrong."""
+        if stage not in (known := list(self._supervisor.stages)):
+            raise InvalidRequest(f"stage: there is no stage {stage!r}; stages: {known}", param="stage")
+        if not isinstance(replicas, int) or isinstance(replicas, bool) or not 0 <= replicas <= MAX_REPLICAS:
+            message = f"replicas: expected an integer from 0 to {MAX_REPLICAS}, found {replicas!r:.200}"
+            raise InvalidRequest(message, param="replicas")
+        if drain_s is not None and not 0 <= drain_s < float("inf"):
+            raise InvalidRequest(f"drain_s: expected seconds from 0 on, found {drain_s!r:.200}", param="drain_s")
+
+    @asynccontextmanager
+    async def _unscaled(self, stages: Collection[str]) -> AsyncIterator[None]:
+        """Keep the replicas of stages the same within the block, after the changes that run already."""
+        ordered = [stage for stage in self._supervisor.stages if stage in stages]  # one order: no deadlock
+        held = list[trio.Lock]()
+        try:
+            for stage in ordered:
+                await self._changing[stage].acquire()
+                held.append(self._changing[stage])
+            yield
+        finally:
+            for lock in held:
+                lock.release()
+
+    # scaling from zero
+
+    def _starts_when_needed(self, stage: str) -> bool:
+        """Whether a stage has no replica because none is needed now."""
+        return self._orchestrator.pools.wanted(stage) == 0 and self.pipeline.stages[stage].scale_from_zero
+
+    async def _scale_from_zero(self) -> None:
+        """Start a replica of each stage that a request waits for, where the pipeline asks for that."""
+        if not any(stage.scale_from_zero for stage in self.pipeline.stages.values()):
+            return
+        starting = set[str]()
+
+        async def start(stage: str) -> None:
+            try:
+                with suppress(StageFailed, StageAsleep, SystemClosed):  # its requests have ended with the reason
+                    async with self._changing[stage]:
+                        if self._starts_when_needed(stage):
+                            await self._scale(stage, 1, None)
+            finally:
+                starting.discard(stage)
+
+        async with trio.open_nursery() as nursery:
+            while True:
+                for stage in self._orchestrator.pools.starved() - starting:
+                    if self._starts_when_needed(stage):
+                        starting.add(stage)
+                        nursery.start_soon(start, stage)
+                await self._orchestrator.pools.wait_unplaced()
