@@ -10,6 +10,8 @@ import numpy as np
 import trio
 
 from omni_actors.config import Pipeline
+from omni_actors.errors import RequestError
+from omni_actors.metrics import SpokenStreams
 from omni_actors.orchestrator.pieces import Piece
 from omni_actors.orchestrator.request import Request
 from omni_actors.orchestrator.stream import OutputStream
@@ -25,6 +27,7 @@ from omni_actors.outputs import (
     StageTimes,
     Total,
 )
+from omni_actors.playback import Playback
 
 
 class Generation:
@@ -51,12 +54,16 @@ class Generation:
         on_final: Callable[[RequestMetrics], None],
         *,
         on_interval: Callable[[str, float], None],
+        speech: SpokenStreams,
         cumulative: bool = False,
     ) -> None:
         self.stream, self._pipeline, self._on_final, self._on_interval = stream, pipeline, on_final, on_interval
         """stream: for a reader that relays output to a connection (see ``OutputStream.relay``)."""
         self._totals: dict[tuple[str, Any], Total] | None = {} if cumulative else None
         self._audio_s = 0.0
+        self._speech = speech
+        self._playback: Playback | None = None
+        """The simulated player of the sound that this object has returned."""
         self._first: dict[str, float] = {}
         self._latest: dict[tuple[str, Any], float] = {}
         """When the latest output with content arrived, by stage and index."""
@@ -73,6 +80,7 @@ class Generation:
         It has no effect on an answer that was read to its end.
         """
         self.stream.abort()
+        self._end_speech()
 
     async def collect(self) -> Answer:
         """Read the rest of the answer and return it. Later calls return the same answer.
@@ -162,13 +170,19 @@ class Generation:
 
     async def next_or_none(self) -> Output | None:
         """Return the next output; None for a piece that was for downstream stages only. Raises as iteration does."""
-        piece = await self.stream.__anext__()
+        try:
+            piece = await self.stream.__anext__()
+        except (RequestError, StopAsyncIteration):
+            self._end_speech()
+            raise
         if not (piece.data or piece.tensors or piece.last):
             return None
         request = self.stream.request
         delta = _delta(piece)
         if isinstance(delta, AudioChunk):
             self._audio_s += delta.duration_s
+            self._playback = self._playback or self._speech.open()
+            self._speech.feed(self._playback, delta.duration_s)
         final = request.finished is not None and not request.pieces and request.error is None
         modality = self._pipeline.stages[piece.stage].emits or ""
         if delta is not None:
@@ -177,6 +191,8 @@ class Generation:
             if (before := self._latest.get(answer)) is not None:
                 self._on_interval(piece.stage, piece.arrived - before)
             self._latest[answer] = piece.arrived
+        if piece.last and modality == "audio":
+            self._end_speech()
         metrics = self._metrics(request) if final else None
         if metrics is not None:
             self._on_final(metrics)
@@ -192,6 +208,10 @@ class Generation:
             total=self._total(piece, delta),
         )
 
+    def _end_speech(self) -> None:
+        if self._playback is not None:
+            self._speech.close(self._playback)
+
     def _total(self, piece: Piece, delta: Delta | None) -> Delta | None:
         if self._totals is None:
             return None
@@ -206,6 +226,8 @@ class Generation:
             picture_s=self._first.get("picture"),
             total_s=(request.finished or began) - began,
             audio_s=self._audio_s,
+            underruns=0 if self._playback is None else self._playback.underruns,
+            gap_s=0.0 if self._playback is None else self._playback.silence_s,
             sent_bytes=request.sent_bytes,
             replays=request.replays,
             stages={

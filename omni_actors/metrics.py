@@ -2,19 +2,66 @@
 
 from __future__ import annotations
 
+import time
+import weakref
 from collections.abc import Callable, Iterable
 from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import Metric
 
+from omni_actors.playback import Playback
+
 LATENCY_BUCKETS = (0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 5.0, 10.0, 30.0, 60.0)
 INTERVAL_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
 PICTURE_BUCKETS = (*LATENCY_BUCKETS, 120.0, 300.0)
+GAP_BUCKETS = (0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0, 2.0, 5.0, 10.0)
 RTF_BUCKETS = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 1.5, 2.0, 5.0)
 
 Gauges = Iterable[tuple[str, str, dict[str, str], float]]
 """(name, help, labels, value) of each figure. Figures of one name have the same labels."""
+
+
+class SpokenStreams:
+    """The spoken streams of one system, each with a simulated player (see ``playback``).
+
+    registry: Receives the counter and the histogram. Underruns are counted when they happen.
+    """
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._open: weakref.WeakSet[Playback] = weakref.WeakSet()  # a dropped stream must not stay among the figures
+        self._underruns = Counter(
+            "omni_speech_underruns", "Gaps that a listener of a spoken stream hears", registry=registry
+        )
+        self._gaps = Histogram(
+            "omni_speech_gap_seconds", "Duration of each of these gaps", buckets=GAP_BUCKETS, registry=registry
+        )
+
+    def open(self) -> Playback:
+        """Return the player of a new stream. It counts as open until ``close``, or until nothing refers to it."""
+        playback = Playback()
+        self._open.add(playback)
+        return playback
+
+    def feed(self, playback: Playback, duration_s: float) -> None:
+        """Record that sound of this duration leaves for the client now."""
+        gap_s = playback.feed(time.monotonic(), duration_s)
+        if gap_s:
+            self._underruns.inc()
+            self._gaps.observe(gap_s)
+
+    def close(self, playback: Playback) -> None:
+        """Record that a stream has ended. Idempotent."""
+        self._open.discard(playback)
+
+    def gauges(self) -> Gauges:
+        """Yield the figures of the streams that are open now."""
+        now, streams = time.monotonic(), list(self._open)
+        silent = sum(each.is_silent(now) for each in streams)
+        ahead_s = min((each.ahead_s(now) for each in streams), default=0.0)
+        yield "omni_speech_streams", "Spoken streams whose sound is being sent", {}, len(streams)
+        yield "omni_speech_streams_silent", "Spoken streams whose listener waits for more sound", {}, silent
+        yield "omni_speech_ahead_seconds", "Sound that the listener who has the least has not heard yet", {}, ahead_s
 
 
 class Metrics:
@@ -56,13 +103,26 @@ class Metrics:
             "omni_stage_output_interval_seconds",
             "Time between two outputs of a stage for one request; of a stage without client, the mean per request",
         )
-        self._gauges = gauges
+        self.transfer = histogram(
+            "omni_edge_transfer_seconds",
+            "Time from the moment a stage, or the client, sent its first chunk until the consumer's engine got it",
+            labelnames=["producer", "consumer"],
+            buckets=(0.0001, 0.00025, 0.0005, *INTERVAL_BUCKETS),
+        )
+        self.resume = histogram(
+            "omni_resume_seconds",
+            "Time from the death of a worker until the next new output of its stage for a request",
+            labelnames=["stage"],
+            buckets=LATENCY_BUCKETS,
+        )
+        self.speech = SpokenStreams(self.registry)
+        self._gauges = lambda: [*gauges(), *self.speech.gauges()]
         self.registry.register(self)
 
     def read_through(self, run: Callable[[Callable[[], Gauges]], Gauges]) -> None:
         """Let scrapes in other threads read the figures: ``run`` calls a function in the system's thread."""
         gauges = self._gauges
-        self._gauges = lambda: run(lambda: list(gauges()))
+        self._gauges = lambda: run(gauges)
 
     def exposition(self) -> bytes:
         """Return all metrics in the text format that a Prometheus server scrapes."""

@@ -143,6 +143,8 @@ class RequestMetrics(msgspec.Struct, frozen=True):
             not needed any more may be missing.
         sent_bytes: Bytes of the request's input, by consumer.
         replays: How often the request was replayed after the death of a worker.
+        underruns: How many gaps a listener of the sound heard, as its reader took it (see ``playback``).
+        gap_s: Their duration in all.
     """
 
     ttft_s: float | None
@@ -154,6 +156,8 @@ class RequestMetrics(msgspec.Struct, frozen=True):
     replays: int = 0
     preview_s: float | None = None
     picture_s: float | None = None
+    underruns: int = 0
+    gap_s: float = 0.0
 
     @property
     def rtf(self) -> float | None:

@@ -23,7 +23,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 LEAVES = {
     *("omni_actors.errors", "omni_actors.protocol.messages", "omni_actors.metrics", "omni_actors.config"),
-    *("omni_actors.validation", "omni_actors.log_events"),
+    *("omni_actors.validation", "omni_actors.log_events", "omni_actors.playback"),
 }
 WORKER = {
     *("omni_actors.errors", "omni_actors.metrics", "omni_actors.protocol.messages"),
@@ -42,7 +42,8 @@ LAYERS: dict[str, set[str]] = {
     "omni_actors.transitions": set(),
     "omni_actors.log_events": {"omni_actors.errors"},
     "omni_actors.validation": set(),
-    "omni_actors.metrics": {"omni_actors.errors"},
+    "omni_actors.playback": set(),
+    "omni_actors.metrics": {"omni_actors.errors", "omni_actors.playback"},
     "omni_actors.protocol.messages": {"omni_actors.errors"},
     "omni_actors.stages.base": {"omni_actors.errors", "omni_actors.protocol.messages", "ringbuf"},
     "omni_actors.stages.assets": {"omni_actors.errors"},

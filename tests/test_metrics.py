@@ -42,5 +42,8 @@ async def test_the_times_of_each_stage_are_histograms() -> None:
             assert sample("stage_first_output_seconds_count", stage=stage) == 2
         assert sample("stage_output_interval_seconds_count", stage="second") == 2 * (3 - 1), "each one, not a mean"
         assert sample("stage_output_interval_seconds_sum", stage="second") >= 2 * 0.01
+        for edge in ({"producer": "client", "consumer": "first"}, {"producer": "first", "consumer": "second"}):
+            assert sample("edge_transfer_seconds_count", **edge) == 2
+            assert 0 <= sample("edge_transfer_seconds_sum", **edge) < 2 * 60
         intervals = "omni_stage_output_interval_seconds_count"
         assert omni.metrics.registry.get_sample_value(intervals, {"stage": "first"}) is None, "it has one output"

@@ -6,11 +6,11 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from omni_actors.config import Pipeline
-from omni_actors.metrics import Metrics
+from omni_actors.metrics import Metrics, SpokenStreams
 from omni_actors.orchestrator.request import Request
 from omni_actors.outputs import RequestMetrics
 from omni_actors.protocol.messages import CLIENT
-from omni_actors.system.timeline import Period, timeline
+from omni_actors.system.timeline import Period, first_sent, timeline
 
 if TYPE_CHECKING:
     from opentelemetry.trace import TracerProvider  # of the extra "tracing"
@@ -38,6 +38,9 @@ class EndedRequests:
         self._metrics.replays.inc(request.replays)
         if request.dispatched is not None and not request.deaths.losses:  # a replay has times of another kind
             self._observe_stages(request, request.dispatched)
+        for loss in request.deaths.losses:
+            if loss.resumed is not None:
+                self._metrics.resume.labels(loss.crash.stage).observe(loss.resumed - loss.at)
         if self.tracing is not None and request.trace is not None:
             self.tracing.record(request)
         if self.profiled is not None:
@@ -48,6 +51,9 @@ class EndedRequests:
         self._metrics.queue.observe(dispatched - request.submitted)
         for name, stats in request.stats.items():
             self._metrics.stage_queue.labels(name).observe(max(0.0, stats.started - dispatched))
+            if stats.first_input is not None and (sent := first_sent(request, name, dispatched, stats.first_input)):
+                transfer_s = stats.first_input - max(stats.started, sent[0])
+                self._metrics.transfer.labels(sent[1], name).observe(max(0.0, transfer_s))
             if stats.first_output is None:
                 continue
             if stats.first_input is not None:
@@ -55,6 +61,11 @@ class EndedRequests:
             if stats.chunks > 1 and CLIENT not in request.route.targets[name]:
                 interval_s = (stats.finished - stats.first_output) / (stats.chunks - 1)
                 self._metrics.stage_output_interval.labels(name).observe(interval_s)
+
+    @property
+    def speech(self) -> SpokenStreams:
+        """The spoken streams of the system."""
+        return self._metrics.speech
 
     def interval(self, stage: str, interval_s: float) -> None:
         """Record the time between two outputs of a stage that reached the client, one after the other."""

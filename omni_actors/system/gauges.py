@@ -31,6 +31,8 @@ def gauges(orchestrator: Orchestrator, replicas: Iterable[Replica], edges: Edges
         is_ready = float(replica.state is ReplicaState.READY)
         yield "omni_stage_requests", "Requests dispatched to a replica", labels, orchestrator.load(replica.address)
         yield "omni_stage_restarts", "Restarts of a replica", labels, replica.restarts
+        is_standby = float(orchestrator.pools.is_standby(replica))
+        yield "omni_stage_standby", "1 while a replica is a standby", labels, is_standby
         yield "omni_stage_ready", "1 while a replica is ready", labels, is_ready
         for figure, measured in replica.gauges.items():
             help = "Figures of an engine, as of its last answer to a ping (one each step_timeout_s / 20)"

@@ -291,6 +291,7 @@ class Requests:
             self.pipeline,
             self._ended.answered,
             on_interval=self._ended.interval,
+            speech=self._ended.speech,
             cumulative=terms.output_kind == "cumulative",
         )
 

@@ -144,7 +144,10 @@ def _stage_period(request: Request, pipeline: Pipeline, run: _Run) -> Period:
 def _hop(request: Request, run: _Run, stats: StageStats) -> Iterator[Period]:
     """Yield the parts of a stage's work. A part that was skipped, or that cannot be placed, is missing."""
     yield Period("queue", run.began, max(run.began, stats.started))
-    if stats.first_input is not None and (sent := _sent(request, run, stats.first_input)) is not None:
+    if (
+        stats.first_input is not None
+        and (sent := first_sent(request, run.stage, run.began, stats.first_input)) is not None
+    ):
         at, source = sent
         facts: Facts = {"omni_actors.source": source}
         yield Period("transfer", max(stats.started, at), stats.first_input, facts)
@@ -155,12 +158,15 @@ def _hop(request: Request, run: _Run, stats: StageStats) -> Iterator[Period]:
     yield Period("compute", began, stats.finished, compute)
 
 
-def _sent(request: Request, run: _Run, arrived: float) -> tuple[float, str] | None:
-    """Return when the stage's first chunk was sent, and by which source; None if no source can be the one."""
+def first_sent(request: Request, stage: str, dispatched: float, arrived: float) -> tuple[float, str] | None:
+    """Return when a stage's first chunk was sent, and by which source; None if no source can be the one.
+
+    dispatched, arrived: when the request was dispatched to the stage, and when the first chunk arrived there.
+    """
     sent: list[tuple[float, str]] = []
-    for source in request.route.sources[run.stage]:
+    for source in request.route.sources[stage]:
         if source == CLIENT:
-            sent.append((run.began, source))
+            sent.append((dispatched, source))
         elif (stats := request.stats.get(source)) is not None and stats.first_output is not None:
             sent.append((stats.first_output, source))
     return min((each for each in sent if each[0] <= arrived), default=None)
