@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,6 +18,7 @@ from omni_actors.generation import Generation
 from omni_actors.orchestrator import trials
 from omni_actors.orchestrator.pieces import Input
 from omni_actors.outputs import Output
+from omni_actors.system import Health
 from tests.support.echo_systems import read
 from tests.support.shared_system import SharedSystem, open_shared_system, with_shared_system
 
@@ -228,6 +230,11 @@ async def test_a_stage_that_was_given_up_is_tried_again_at_the_time_that_health_
         assert 0 < caught.value.retry_after_s < 30
         [replica] = omni.health().stages["only"]
         assert (replica.state, replica.retry_in_s is not None) == ("failed", True)
+        outside = list[Health]()
+        thread = threading.Thread(target=lambda: outside.append(omni.health()))  # where trio does not run
+        thread.start()
+        thread.join()  # nothing can change meanwhile
+        assert outside[0].stages["only"][0].state == "failed"
         with pytest.raises(StageUnavailable, match="may be ready in"):
             omni.submit({"script": [Input({"n": 1})]}, ["text"])
         with trio.fail_after(WATCHDOG_S):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import msgspec
-import trio
 
 from omni_actors.supervisor.replica import Replica
 
@@ -76,8 +75,8 @@ class Health(msgspec.Struct, frozen=True, kw_only=True):
     error: str | None
 
 
-def replica_health(replica: Replica, *, standby: bool) -> ReplicaHealth:
-    """Return the state of ``replica``. Called within trio."""
+def replica_health(replica: Replica, *, standby: bool, now: float) -> ReplicaHealth:
+    """Return the state of ``replica``. now: on trio's clock."""
     return ReplicaHealth(
         replica=replica.address.replica,
         state=replica.state.value,
@@ -88,7 +87,7 @@ def replica_health(replica: Replica, *, standby: bool) -> ReplicaHealth:
         pid=replica.worker.pid if replica.worker else None,
         load_s=replica.load_s,
         last_exit=str(replica.history[-1].exit) if replica.history else None,
-        retry_in_s=None if replica.retry_at is None else max(0.0, replica.retry_at - trio.current_time()),
+        retry_in_s=None if replica.retry_at is None else max(0.0, replica.retry_at - now),
         history=[
             PastExit(
                 generation=death.generation,

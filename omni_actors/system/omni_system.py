@@ -54,6 +54,8 @@ class OmniSystem(Requests, TextControl, LoraControl, SleepControl, WeightControl
     ) -> None:
         super().__init__(pipeline)
         self._models = models
+        self._clock: trio.abc.Clock
+        """Trio's clock since the start, which tells the time outside trio, too."""
         self.start_error: StartTimedOut | None = None
         """Set if not all replicas became ready in ``start_timeout_s``."""
         self._loras = LoraTable(pipeline)
@@ -133,6 +135,7 @@ class OmniSystem(Requests, TextControl, LoraControl, SleepControl, WeightControl
 
     async def _run(self, task_status: trio.TaskStatus[None]) -> None:
         """Run the orchestrator and the supervisor until the system is closed."""
+        self._clock = trio.lowlevel.current_clock()
         try:
             with self._lifetime:
                 async with trio.open_nursery() as nursery:
@@ -184,11 +187,12 @@ class OmniSystem(Requests, TextControl, LoraControl, SleepControl, WeightControl
         return workers.descriptors(self.pipeline)
 
     def health(self) -> Health:
-        """Return the current state of every replica."""
+        """Return the current state of every replica. It may be called outside trio, and when the system is closed."""
         stages: dict[str, list[ReplicaHealth]] = {name: [] for name in self._nodes}
+        now = self._clock.current_time()
         for replica in self._supervisor.replicas.values():
             standby = self._orchestrator.pools.is_standby(replica)
-            stages[replica.address.stage].append(replica_health(replica, standby=standby))
+            stages[replica.address.stage].append(replica_health(replica, standby=standby, now=now))
         ready = self._running and all(
             any(r.state == ReplicaState.READY.value for r in replicas) or self._starts_when_needed(stage)
             for stage, replicas in stages.items()

@@ -79,6 +79,14 @@ def test_a_stage_without_a_replica_left_is_1(start: Start) -> None:
         assert "SIGKILL" in server.stderr
 
 
+def test_stages_that_do_not_load_in_time_are_1(start: Start) -> None:
+    slow = ("-s", "start_timeout_s=0.5", "-s", "stages.mind.options.load_s=3600")
+    with start(*slow, config=MIND, ready=False) as server:
+        assert server.wait_end() == 1
+        assert "Error: not ready within 0.5 s (start_timeout_s): mind[0] (" in server.stderr
+        assert "Traceback" not in server.stderr
+
+
 def test_a_stage_that_fails_after_the_signal_is_0(start: Start) -> None:
     """The server was asked to end, and it has drained."""
     with start("--exit-on-failed-stage", *NO_RESTART, *ENDLESS, config=MIND) as server, server.openai() as client:
