@@ -100,7 +100,7 @@ class Orchestrator:
         """Stages without a replica left, in the order in which they were given up."""
         self.pools = Pools(dispatcher, self._suspects, self._replays.failed_stages)
         self._names = map("req-{}".format, itertools.count(1))
-        self._open: dict[str, Request] = {}
+        self.open_requests: dict[str, Request] = {}
         """The requests that are not closed, by name; the oldest first."""
         self._retry_after = RetryAfterEstimator()
         self._nursery: trio.Nursery | None = None
@@ -156,7 +156,7 @@ class Orchestrator:
         encoded_params, now = encode_params(params), time.monotonic()
         self._require_admissible(route, name)
         request = Request(
-            name=name or next(each for each in self._names if each not in self._open),
+            name=name or next(each for each in self._names if each not in self.open_requests),
             route=route,
             inputs=inputs,
             params=encoded_params,
@@ -180,7 +180,7 @@ class Orchestrator:
         for kind in request.input.segments:
             nursery.start_soon(self._inputs.read, request, kind)
         request.lifetime.deadline = request.expires
-        self._open[request.name] = request
+        self.open_requests[request.name] = request
         self.readers.admit(request)
         self._dispatcher.queued[request] = None
         if not self._suspects.join(request):
@@ -198,7 +198,7 @@ class Orchestrator:
         return errors.Overloaded(self._limits.max_requests, self.retry_after_s, congested)
 
     def _require_admissible(self, route: Route, name: str | None) -> None:
-        if name in self._open:
+        if name in self.open_requests:
             raise errors.InvalidRequest(f"a request named {name!r} is in flight", param="request_id")
         self.closures.require_open(route)
         for stage in route.stages:
@@ -220,7 +220,9 @@ class Orchestrator:
     @property
     def retry_after_s(self) -> float:
         """An estimate of the seconds until a place is free."""
-        return self._retry_after.retry_after_s(self._open.values(), time.monotonic(), self._placement.next_ends_s())
+        return self._retry_after.retry_after_s(
+            self.open_requests.values(), time.monotonic(), self._placement.next_ends_s()
+        )
 
     def load(self, address: messages.Address) -> int:
         """Return the number of requests placed on a replica."""
@@ -228,7 +230,7 @@ class Orchestrator:
 
     def abort_named(self, name: str) -> Collection[messages.Address] | None:
         """Abort the request of this name. Return the replicas that held it; None: no such request is in flight."""
-        if (request := self._open.get(name)) is None:
+        if (request := self.open_requests.get(name)) is None:
             return None
         held_by = () if request.lifecycle.ended else tuple(request.replay_state.placement.values())
         self.abort(request)
@@ -392,6 +394,6 @@ class Orchestrator:
 
     def _closed(self, request: Request) -> None:
         """The request has ended and its client has everything, or was cut off."""
-        del self._open[request.name]
+        del self.open_requests[request.name]
         request.lifetime.cancel()
         self._on_end(request)

@@ -32,12 +32,14 @@ from omni_actors.serve.routes import (
     completions,
     embeddings,
     images,
+    live_state,
     speech,
     status,
     tokens,
     transcription,
 )
 from omni_actors.serve.settings import ServerSettings
+from omni_actors.serve.state_feed import StateFeed
 from omni_actors.serve.tracing import TraceContext
 from omni_actors.system import OmniSystem
 
@@ -96,6 +98,7 @@ STATUS_ROUTES: dict[str, tuple[_Handler, tuple[str, ...]]] = {
     "/ping": (status.ping, ()),
     "/v1/models": (status.models, (JSON,)),
     "/v1/models/{model}": (status.model, (JSON,)),
+    "/v1/state": (live_state.live_state, (JSON, EVENTS)),
     "/version": (status.version, (JSON,)),
 }
 """The routes that describe the server, with the content types of their answers. They accept GET."""
@@ -104,7 +107,12 @@ PUBLIC = {"/health", "/ping"}
 
 
 def build(
-    system: OmniSystem, settings: ServerSettings, *, media: MediaLoader, has_loaded: Callable[[], bool]
+    system: OmniSystem,
+    settings: ServerSettings,
+    *,
+    media: MediaLoader,
+    has_loaded: Callable[[], bool],
+    is_draining: Callable[[], bool],
 ) -> ASGIApp:
     """Return the complete ASGI application.
 
@@ -113,6 +121,7 @@ def build(
         settings: which requests to refuse.
         media: loads the files of requests.
         has_loaded: whether all stages have been ready once. Until then, requests for the pipeline are refused.
+        is_draining: whether the server has begun to drain.
     """
     max_bytes = BODY_BUDGET_FACTOR * settings.max_body_bytes
     admission = AdmissionControl(system, max_bytes=max_bytes, max_request_bytes=settings.max_body_bytes)
@@ -133,6 +142,7 @@ def build(
     app = _starlette(operations)
     app.state.openapi = document(_described(operations), has_key=settings.api_key is not None)
     app.state.system, app.state.media = system, media
+    app.state.state_feed = StateFeed(system.live_state, is_draining)
     app.state.created, app.state.api_key = int(time.time()), settings.api_key
     gate = RequestGate(
         app,

@@ -135,7 +135,13 @@ class _Server:
             nursery.start_soon(self._watch_stages, url)
             listener = HTTPListener(
                 sock,
-                build(self._system, self._settings, media=media, has_loaded=lambda: self._has_loaded),
+                build(
+                    self._system,
+                    self._settings,
+                    media=media,
+                    has_loaded=lambda: self._has_loaded,
+                    is_draining=self._stop.is_set,
+                ),
                 self._system.metrics.registry,
                 max_connections=max_connections,
                 max_per_address=self._settings.max_connections_per_address,

@@ -6,6 +6,7 @@ from omni_actors.prompts import Messages
 from omni_actors.supervisor.calls import Reply
 from omni_actors.system.control import Freed
 from omni_actors.system.health import Health, PastExit, ReplicaHealth
+from omni_actors.system.live_state import LiveState
 from omni_actors.system.loras import LoraInfo
 from omni_actors.system.omni_system import OmniSystem
 from omni_actors.system.scaling import Scaled
@@ -15,6 +16,7 @@ __all__ = [
     "Embedding",
     "Freed",
     "Health",
+    "LiveState",
     "LoraInfo",
     "Messages",
     "OmniSystem",

@@ -1,4 +1,4 @@
-"""What is kept of ended requests: counts and times in the metrics and, with a tracer provider, their traces."""
+"""What is kept of ended requests: counts and times in the metrics, the latest ones for the live state, and traces."""
 
 from __future__ import annotations
 
@@ -10,12 +10,16 @@ from omni_actors.metrics import Metrics, SpokenStreams
 from omni_actors.orchestrator.request import Request
 from omni_actors.outputs import RequestMetrics
 from omni_actors.protocol.messages import CLIENT
+from omni_actors.system.live_requests import LiveRequest, live_request
 from omni_actors.system.timeline import Period, first_sent, timeline
 
 if TYPE_CHECKING:
     from opentelemetry.trace import TracerProvider  # of the extra "tracing"
 
     from omni_actors.system.tracing import Tracing
+
+RECENT = 24
+"""How many ended requests the live state shows."""
 
 
 class EndedRequests:
@@ -31,6 +35,8 @@ class EndedRequests:
         self._pipeline, self._metrics, self.tracing = pipeline, metrics, tracing
         self.profiled: deque[tuple[str, Period]] | None = None
         """Names and timelines of the requests that ended since a profile began; None: no profile runs."""
+        self.recent: deque[LiveRequest] = deque(maxlen=RECENT)
+        """The latest ended requests, the earliest first."""
 
     def closed(self, request: Request) -> None:
         """Record a request that has ended, and whose client has everything or was cut off."""
@@ -43,6 +49,7 @@ class EndedRequests:
                 self._metrics.resume.labels(loss.crash.stage).observe(loss.resumed - loss.at)
         if self.tracing is not None and request.trace is not None:
             self.tracing.record(request)
+        self.recent.append(live_request(request, self._pipeline))
         if self.profiled is not None:
             self.profiled.append((request.name, timeline(request, self._pipeline)))
 

@@ -25,6 +25,7 @@ from omni_actors.system.ended import EndedRequests, tracing_with
 from omni_actors.system.gauges import gauges
 from omni_actors.system.health import Health, ReplicaHealth, replica_health
 from omni_actors.system.information import Information
+from omni_actors.system.live_state import LiveState, TrioClock, live_state
 from omni_actors.system.loras import LoraControl, LoraTable
 from omni_actors.system.profiling import ProfileControl
 from omni_actors.system.requests import Requests
@@ -81,6 +82,7 @@ class OmniSystem(Requests, TextControl, LoraControl, SleepControl, WeightControl
         )
         self.metrics = Metrics(lambda: gauges(self._orchestrator, self._supervisor.replicas.values(), self._edges))
         self._ended = EndedRequests(pipeline, self.metrics, tracing)
+        self._trio_clock: TrioClock | None = None
 
     @classmethod
     @asynccontextmanager
@@ -199,6 +201,19 @@ class OmniSystem(Requests, TextControl, LoraControl, SleepControl, WeightControl
         )
         error = str(self.dead_error) if self.dead_error else None
         return Health(ready=ready, errored=self.errored, stages=stages, error=error)
+
+    def live_state(self) -> LiveState:
+        """Return what happens in the system now: stages, rings and requests."""
+        self._trio_clock = self._trio_clock or TrioClock(self._clock)
+        return live_state(
+            self.pipeline,
+            self._orchestrator,
+            self._supervisor.replicas.values(),
+            rings=self._edges.statistics(),
+            recent=self._ended.recent,
+            health=self.health(),
+            clock=self._trio_clock,
+        )
 
     async def check_health(self) -> Health:
         """Return ``health()``, or raise ``dead_error`` if the system is ``errored``."""

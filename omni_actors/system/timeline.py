@@ -1,8 +1,8 @@
 """What happened to a request and when, as a tree of periods. ``tracing`` turns it into spans.
 
 Rules
-1. The timeline is made when the request is closed, from what the orchestrator keeps of it anyway: the statistics of its
-   stages and the deaths that it went through. Nothing is recorded for it while the request runs.
+1. The timeline is made when the request is closed, or when the live state is read, from what the orchestrator keeps of
+   the request anyway: the statistics of its stages and the deaths that it went through. Nothing is recorded for it.
 2. Times are CLOCK_MONOTONIC seconds. They come from several processes, which share that clock.
 3. A stage's period has the parts of one hop: ``queue`` (its ``Start`` waits for the engine loop), ``transfer`` (the
    first chunk is on its way) and ``compute`` (the engine has input). They follow each other; between ``queue`` and
@@ -84,25 +84,27 @@ class _Run:
 
 def timeline(request: Request, pipeline: Pipeline) -> Period:
     """Return the life of a request that has ended, from its submission to its outcome."""
-    ended = _end(request)
+    ended = request.submitted if request.finished is None else request.finished
     whole = Period("request", request.submitted, ended, error=request.error)
     whole.facts = _request_facts(request, pipeline)
     whole.deaths = [(loss.at, loss.crash) for loss in request.deaths.losses]
-    dispatched = ended if request.dispatched is None else request.dispatched
-    whole.parts.append(Period("queue", request.submitted, dispatched))
-    if request.dispatched is not None:
-        for stage in request.route.stages:
-            runs = list(_runs(request, stage, request.dispatched))
-            whole.parts += [_stage_period(request, pipeline, run) for run in runs]
-            whole.parts += _resumes(request, runs)
+    whole.parts = periods(request, pipeline, ended)
     return whole
 
 
-def _end(request: Request) -> float:
-    return request.submitted if request.finished is None else request.finished
+def periods(request: Request, pipeline: Pipeline, until: float) -> list[Period]:
+    """Return the parts of a request's life. until: its end or, of a request that runs, now. Open parts end then."""
+    if request.dispatched is None:
+        return [Period("queue", request.submitted, until)]
+    found = [Period("queue", request.submitted, request.dispatched)]
+    for stage in request.route.stages:
+        runs = list(_runs(request, stage, request.dispatched, until))
+        found += [_stage_period(request, pipeline, run) for run in runs]
+        found += _resumes(request, runs, until)
+    return found
 
 
-def _runs(request: Request, stage: str, dispatched: float) -> Iterator[_Run]:
+def _runs(request: Request, stage: str, dispatched: float, until: float) -> Iterator[_Run]:
     """Yield the incarnations that worked on the request, the earliest first."""
     began, resumed = dispatched, False
     for loss in request.deaths.losses:
@@ -114,7 +116,7 @@ def _runs(request: Request, stage: str, dispatched: float) -> Iterator[_Run]:
             return
         began, resumed = loss.restarted, True
     stats = request.stats.get(stage)
-    yield _Run(stage, began, _end(request) if stats is None else stats.finished, stats, resumed=resumed)
+    yield _Run(stage, began, until if stats is None else stats.finished, stats, resumed=resumed)
 
 
 def _stage_period(request: Request, pipeline: Pipeline, run: _Run) -> Period:
@@ -172,12 +174,12 @@ def first_sent(request: Request, stage: str, dispatched: float, arrived: float) 
     return min((each for each in sent if each[0] <= arrived), default=None)
 
 
-def _resumes(request: Request, runs: list[_Run]) -> Iterator[Period]:
+def _resumes(request: Request, runs: list[_Run], until: float) -> Iterator[Period]:
     """Yield a period for each death after which the stage had to start again."""
     for run, following in zip(runs, [*runs[1:], None], strict=True):
         if run.loss is None or (following is None and not _waits(request, run.stage)):
             continue
-        resume = Period(f"resume {run.stage}", run.loss.at, _end(request), {"omni_actors.stage": run.stage})
+        resume = Period(f"resume {run.stage}", run.loss.at, until, {"omni_actors.stage": run.stage})
         if following is not None:
             resume.ended = _resumed(run.loss, following)
             # An output may arrive before the message that the incarnation has started.
