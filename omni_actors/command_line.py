@@ -6,7 +6,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import click
+from click.shell_completion import CompletionItem
 
+from omni_actors.config import config_names
 from omni_actors.errors import ConfigError, OmniError
 
 override_option = click.option(
@@ -17,6 +19,20 @@ verbose_option = click.option(
     "-v", "--verbose", is_flag=True, help="After a failure, print what the worker wrote to stderr."
 )
 """The ``--verbose`` option of each command that runs a pipeline. Pass its value to ``click_errors``."""
+
+
+class PipelineName(click.ParamType[str]):
+    """The name of a shipped pipeline, or anything else that ``config.load`` accepts. A shell completes the names."""
+
+    name = "pipeline"
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        """Return the shipped pipelines whose names begin with ``incomplete``; files, if there is none."""
+        names = [CompletionItem(name) for name in config_names() if name.startswith(incomplete)]
+        return names or [CompletionItem(incomplete, type="file")]
+
+
+PIPELINE = PipelineName()
 
 
 class BadConfig(click.ClickException):

@@ -118,7 +118,7 @@ LAYERS: dict[str, set[str]] = {
         *("omni_actors.generation", "omni_actors.generations", "omni_actors.media", "omni_actors.prompts"),
         *("omni_actors.outputs", "omni_actors.system", *LEAVES),
     },
-    "omni_actors.command_line": {"omni_actors.errors"},
+    "omni_actors.command_line": {"omni_actors.errors", "omni_actors.config"},
     "omni_actors.serve.http": set(),
     "omni_actors.serve": {
         "omni_actors",

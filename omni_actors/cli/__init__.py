@@ -1,4 +1,5 @@
-"""``omni-actors``: ask, draw, serve a pipeline, explain a configuration, prepare models, inject faults.
+"""``omni-actors``: ask, draw, serve a pipeline, explain a configuration, prepare models, look at a machine, inject
+faults.
 
 A command writes its result to standard output and reports its work on standard error. Exit codes: 0 done, 1 the work
 failed, 2 the arguments or the configuration cannot work, 130 interrupted.
@@ -13,6 +14,7 @@ import click
 
 from omni_actors.cli.ask import ask
 from omni_actors.cli.config import config_group
+from omni_actors.cli.doctor.command import doctor
 from omni_actors.cli.draw import draw
 from omni_actors.cli.prepare import prepare
 from omni_actors.serve.command import serve_command
@@ -31,6 +33,7 @@ def main() -> None:
 
 main.add_command(ask)
 main.add_command(config_group)
+main.add_command(doctor)
 main.add_command(draw)
 main.add_command(prepare)
 main.add_command(serve_command, "serve")

@@ -16,7 +16,7 @@ from rich.table import Table
 
 from omni_actors import config as configuration
 from omni_actors.cli.running import notes, run, seconds, wait_ready
-from omni_actors.command_line import click_errors, override_option, verbose_option
+from omni_actors.command_line import PIPELINE, click_errors, override_option, verbose_option
 from omni_actors.output_files import SOUND_SUFFIXES, SoundWriter
 from omni_actors.outputs import AudioChunk, RequestMetrics
 from omni_actors.system import OmniSystem
@@ -24,7 +24,7 @@ from omni_actors.system import OmniSystem
 
 @click.command()
 @click.argument("question", required=False)
-@click.option("--config", "config", default="voice", show_default=True, help="A pipeline or a model.")
+@click.option("--config", "config", type=PIPELINE, default="voice", show_default=True, help="A pipeline or a model.")
 @click.option("-a", "--audio", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="A spoken question.")
 @click.option(
     "-o",

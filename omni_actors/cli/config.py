@@ -1,4 +1,4 @@
-"""``omni-actors config``: list the shipped pipelines, and explain one."""
+"""``omni-actors config``: list the shipped pipelines, explain one, and print the schema of their files."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ import msgspec
 from rich import filesize
 
 from omni_actors import config as configuration
-from omni_actors.command_line import BadConfig, click_errors, override_option
+from omni_actors.command_line import PIPELINE, BadConfig, click_errors, override_option
 from omni_actors.config import Explained, Pipeline
 from omni_actors.config.devices import stage_layout
+from omni_actors.config.json_schema import json_schema
 from omni_actors.errors import ConfigError
 from omni_actors.stages import assets, memory
 from omni_actors.system import machine
@@ -24,7 +25,7 @@ from omni_actors.system import machine
 
 @click.group("config")
 def config_group() -> None:
-    """List and explain pipelines."""
+    """List and explain pipelines, and print the schema of their files."""
 
 
 @config_group.command("list")
@@ -34,8 +35,14 @@ def list_configs() -> None:
         click.echo(f"{name:12}  {configuration.load(name).description}")
 
 
+@config_group.command("schema")
+def schema() -> None:
+    """Print the JSON schema of a pipeline file, with which editors check and complete it."""
+    click.echo(msgspec.json.format(msgspec.json.encode(json_schema()), indent=1).decode())
+
+
 @config_group.command("explain")
-@click.argument("config", default="voice")
+@click.argument("config", default="voice", type=PIPELINE)
 @click.option("--all", "show_all", is_flag=True, help="Print the default values too.")
 @click.option("--json", "as_json", is_flag=True, help="Print every value, as a JSON array of {path, value, origin}.")
 @override_option

@@ -21,7 +21,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from omni_actors import config as configuration
 from omni_actors.cli.running import notes, run, seconds, wait_ready
 from omni_actors.cli.terminal_pictures import COLUMNS, ROWS, CoarsePicture, inline_encoder, shows_coarse_pictures
-from omni_actors.command_line import BadConfig, click_errors, override_option, verbose_option
+from omni_actors.command_line import PIPELINE, BadConfig, click_errors, override_option, verbose_option
 from omni_actors.outputs import PICTURE_SUFFIXES, Output, Picture, RequestMetrics
 from omni_actors.system import OmniSystem
 from omni_actors.system.pictures import seed_of
@@ -32,7 +32,15 @@ PREVIEWS = 5
 
 @click.command()
 @click.argument("prompt")
-@click.option("--config", "--pipeline", "config", default="shapes", show_default=True, help="A pipeline or a model.")
+@click.option(
+    "--config",
+    "--pipeline",
+    "config",
+    type=PIPELINE,
+    default="shapes",
+    show_default=True,
+    help="A pipeline or a model.",
+)
 @click.option(
     "-o",
     "--output",

@@ -8,13 +8,13 @@ import click
 
 from omni_actors import config as configuration
 from omni_actors.cli.running import notes
-from omni_actors.command_line import click_errors
+from omni_actors.command_line import PIPELINE, click_errors
 from omni_actors.stages import assets
 from omni_actors.system import machine
 
 
 @click.command()
-@click.argument("names", nargs=-1, required=True)
+@click.argument("names", nargs=-1, required=True, type=PIPELINE)
 def prepare(names: tuple[str, ...]) -> None:
     """Prepare the models of the pipelines (or the models) NAMES: download them, or convert them once.
 

@@ -150,6 +150,7 @@ class Stage(Section, frozen=True, kw_only=True):
     shutdown_timeout_s: PositiveFloat = 2.0
     """Seconds that a worker has for its shutdown, before SIGKILL."""
     restart: Restart = Restart()
+    """When the stage's workers are restarted, and when they are given up."""
 
     @property
     def workers(self) -> int:

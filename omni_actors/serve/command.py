@@ -16,7 +16,7 @@ import click
 import trio
 
 from omni_actors import config as configuration
-from omni_actors.command_line import click_errors, override_option, verbose_option
+from omni_actors.command_line import PIPELINE, click_errors, override_option, verbose_option
 from omni_actors.serve import logs
 from omni_actors.serve.logs import LogFormat
 from omni_actors.serve.settings import API_KEY_VARIABLE, DEFAULTS, ServerSettings
@@ -38,7 +38,7 @@ def _allow(flag: str, name: str, help: str, **options: Any) -> _Option:
 
 
 @click.command()
-@click.argument("config")
+@click.argument("config", type=PIPELINE)
 @_setting("--host", click.STRING, "Address to listen on.")
 @_setting("--port", click.IntRange(0, 65535), "0 selects a free port.")
 @click.option(

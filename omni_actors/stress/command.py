@@ -11,13 +11,13 @@ from pathlib import Path
 import click
 
 from omni_actors import config as configuration
-from omni_actors.command_line import click_errors, override_option
+from omni_actors.command_line import PIPELINE, click_errors, override_option
 
 AT_LEAST_1 = click.IntRange(min=1)
 
 
 @click.command()
-@click.argument("config", default="echo")
+@click.argument("config", default="echo", type=PIPELINE)
 @click.option(
     "--minutes", type=click.FloatRange(min=0, min_open=True), help="Run for this long. [default: 1; with --soak 30]"
 )

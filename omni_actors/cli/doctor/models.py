@@ -1,0 +1,62 @@
+"""The checks of models and pipelines: where models are kept, and what pipelines miss."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from rich import filesize
+
+from omni_actors import config as configuration
+from omni_actors.cli.doctor.findings import Finding, error, ok, warning
+from omni_actors.errors import ConfigError
+from omni_actors.stages import assets
+from omni_actors.system import machine
+
+LITTLE_DISK = 2 * 2**30
+"""Bytes below which the models of ``voice`` do not fit comfortably."""
+DEFAULT_PIPELINE = "voice"
+
+
+def check(names: Sequence[str]) -> Iterator[Finding]:
+    """Yield the state of the model caches and of pipelines.
+
+    names: the pipelines that must work. If there are none, ``DEFAULT_PIPELINE`` is looked at, and may lack something.
+    """
+    yield _cache("converted models", assets.cache_dir(), "OMNI_ACTORS_CACHE")
+    hub = Path(os.environ.get("HF_HUB_CACHE") or _hub_home() / "hub").expanduser()
+    yield _cache("models of a hub", hub, "HF_HOME")
+    for name in names or [DEFAULT_PIPELINE]:
+        yield _pipeline(name, is_asked=bool(names))
+
+
+def _hub_home() -> Path:
+    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(os.environ.get("HF_HOME") or Path(cache) / "huggingface")
+
+
+def _cache(name: str, place: Path, variable: str) -> Finding:
+    there = next(each for each in (place, *place.parents) if each.exists())
+    free = shutil.disk_usage(there).free
+    found = f"{place}: {filesize.decimal(free)} free" + ("" if place.exists() else ", not made yet")
+    if not os.access(there, os.W_OK):
+        remedy = f"make {there} writable, or name another directory in {variable}"
+        return warning("models", name, f"{place}: not writable", remedy)
+    if free < LITTLE_DISK:
+        return warning("models", name, found, f"free some space, or name another directory in {variable}")
+    return ok("models", name, found)
+
+
+def _pipeline(name: str, *, is_asked: bool) -> Finding:
+    label = f"pipeline {name}"
+    try:
+        pipeline = configuration.load(name)
+    except ConfigError as failure:
+        return error("models", label, str(failure), "correct the name or the file")
+    problems = [f"{each.path}: {each.accepted.partition('; run:')[0]}" for each in machine.problems(pipeline)]
+    if not problems:
+        return ok("models", label, "its libraries and its models are here")
+    remedy = machine.remedy(pipeline) or f"omni-actors prepare {name}"
+    return (error if is_asked else warning)("models", label, "; ".join(problems), remedy)

@@ -1,0 +1,123 @@
+"""``omni-actors doctor``: what it finds on a real machine, and on one that lacks something."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import resource
+import socket
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from omni_actors.cli import main
+from omni_actors.cli.doctor import libraries, machine, models
+from tests.support.readme import ROOT
+
+
+def found(findings: Any) -> dict[str, Any]:
+    return {finding.name: finding for finding in findings}
+
+
+@pytest.fixture
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+def test_a_machine_that_runs_these_tests_has_every_kernel_feature(free_port: int) -> None:
+    looked = found(machine.check(free_port))
+    kernel = [finding for finding in looked.values() if finding.group == "kernel"]
+    assert {finding.name for finding in kernel} == {"pidfd", "eventfd", "memfd", "unix sockets"}
+    assert {finding.status for finding in kernel} == {"OK"}
+    assert {looked[name].status for name in ("Python", "system", f"port {free_port}")} == {"OK"}
+
+
+def test_a_port_in_use_is_a_warning_that_names_another_one() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        finding = found(machine.check(port))[f"port {port}"]
+    assert (finding.status, finding.found) == ("warning", "Address already in use")
+    assert f"--port {port + 1}" in finding.remedy
+
+
+def test_a_low_limit_of_open_files_is_a_warning() -> None:
+    """The limit is set in a process of its own: a hard limit cannot be raised again."""
+    program = (
+        "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))\n"
+        "from omni_actors.cli.doctor import machine\n"
+        "print(*(f for f in machine.check() if f.name == 'open files'))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert "status='warning'" in done.stdout
+    assert "ulimit -Hn" in done.stdout
+
+
+def test_a_kernel_feature_that_is_denied_is_an_error_with_its_use() -> None:
+    """Without descriptors, no feature can be tried: each is reported, and none raises."""
+    program = (
+        "import resource; from omni_actors.cli.doctor import machine\n"
+        "import os; used = len(os.listdir('/proc/self/fd')) - 1\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (used, used))\n"
+        "print(*(machine._feature(*each).status for each in machine.FEATURES))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["error"] * len(machine.FEATURES)
+
+
+def test_a_pipeline_that_the_user_names_must_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert found(models.check(["echo"]))["pipeline echo"].status == "OK"
+    wrong = found(models.check(["ecco"]))["pipeline ecco"]
+    assert wrong.status == "error"
+    assert "did you mean 'echo'?" in wrong.found
+    installed = importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "faster_whisper" else installed(name))
+    assert found(models.check([]))["pipeline voice"].status == "warning", "not asked for"
+    lacking = found(models.check(["voice"]))["pipeline voice"]
+    assert lacking.status == "error"
+    assert "faster_whisper" in lacking.found
+    assert "pip install" in lacking.remedy or "prepare" in lacking.remedy
+
+
+def test_an_engine_library_that_is_missing_is_a_warning_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    looked = found(libraries.check())
+    assert {looked[name].status for name in libraries.ENGINE_LIBRARIES} == {"warning"}
+    assert looked["torch"].remedy == "for the engines of the extra: pip install 'omni-actors[voice]'"
+
+
+def test_a_version_that_differs_from_the_lock_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    lock = tmp_path / "constraints.txt"
+    lock.write_text("# a comment\nclick==0.1\nno-such-distribution==1\n")
+    monkeypatch.setattr(libraries, "_lock_file", lambda: lock)
+    finding = libraries._lock()
+    assert finding.status == "warning"
+    assert finding.found.startswith("click ")
+    assert finding.found.endswith("(tested: 0.1)")
+
+
+@pytest.mark.voice  # for torch
+def test_the_report_and_its_exit_code(free_port: int) -> None:
+    def invoke(*arguments: str) -> Any:
+        return CliRunner().invoke(main, ["doctor", "--port", str(free_port), *arguments])
+
+    good = invoke("echo", "--json")
+    report = json.loads(good.stdout)
+    assert (good.exit_code, report["errors"]) == (0, 0), report
+    assert report["warnings"] == sum(each["status"] == "warning" for each in report["findings"])
+    assert all(each["remedy"] for each in report["findings"] if each["status"] != "OK")
+    assert {"torch", "CUDA"} & {each["name"] for each in report["findings"]}
+    bad = invoke("ecco")
+    assert bad.exit_code == 1
+    assert "1 errors" in bad.stdout
+    assert "→ correct the name or the file" in bad.stdout
+
+
+def test_a_torch_that_cannot_be_imported_is_the_last_line_of_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(libraries, "PROBE", "import no_such_torch")
+    assert libraries.probe() == "ModuleNotFoundError: No module named 'no_such_torch'"
+    assert [finding.status for finding in libraries._devices()] == ["error"]
+    assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] > 256, "no test above has lowered this process's limit"
