@@ -346,7 +346,7 @@ def test_cores_are_shared_by_rules_where_a_stage_computes_on_the_cpu_unless_conf
     assert config.load(good, {**on_gpus, "cpu_sharing": True}).shares_cores
     off = config.load(good, {"cpu_sharing": False})
     assert not off.shares_cores
-    assert off.spins is None
+    assert off.spins
 
 
 def test_cores_are_divided_among_the_workers_unless_threads_are_configured(

@@ -114,8 +114,7 @@ class Stage(Section, frozen=True, kw_only=True):
     threads: Annotated[int, Meta(ge=0)] = 0
     """Native threads of each worker; 0 means the machine's cores divided by all workers, at least 1."""
     nice: Annotated[int, Meta(ge=0, le=19)] = 0
-    """Priority of the engine's threads, as ``nice(1)`` counts. Above 0, the engine also delays its steps, by up to a
-    second at a time, while a worker with a lower value computes the first output of a request."""
+    """Priority of the engine's threads, as ``nice(1)`` counts."""
     device: str = "cpu"
     """Device of the model, as torch names it: "cpu", "cuda:0". "cuda:1" is the first device of the first worker; each
     further worker takes the devices behind those of the one before."""
@@ -179,8 +178,8 @@ class Sections(Section, frozen=True, kw_only=True):
     """Seconds from opening the system until every replica must be ready for the first time (``StartTimedOut``). Null
     means no bound but those of the stages."""
     cpu_sharing: bool | None = None
-    """Whether the workers and the parent share the machine's cores by rules ("Cores" in ``docs/architecture.md``). Null
-    means: if a stage computes on the CPU."""
+    """Whether native threads wait for work by the pipeline's rule ("Cores" in ``docs/architecture.md``), and not as
+    their libraries do by default. Null means: if a stage computes on the CPU."""
     pin_rings: bool = True
     """Whether workers on CUDA devices page-lock their rings, so that copies between device and ring are DMA. Where that
     fails, they log it and go on without."""
@@ -197,7 +196,7 @@ class Pipeline(Sections, frozen=True, kw_only=True):
         modalities: Modalities of a request that names none.
         async_chunk: Whether chunks pass from stage to stage as they are made.
         start_timeout_s: Seconds in which every replica must be ready for the first time; None: no bound.
-        cpu_sharing: Whether the workers share the machine's cores by rules; None: if a stage computes on the CPU.
+        cpu_sharing: Whether native threads wait by the pipeline's rule; None: if a stage computes on the CPU.
         pin_rings: Whether workers on CUDA devices page-lock their rings.
         file: Where the pipeline was read from, for error messages. It is not part of the document.
 
@@ -216,19 +215,19 @@ class Pipeline(Sections, frozen=True, kw_only=True):
 
     @property
     def shares_cores(self) -> bool:
-        """Whether the workers and the parent share the machine's cores by rules (``cpu_sharing``)."""
+        """Whether native threads wait by the pipeline's rule (``cpu_sharing``)."""
         if self.cpu_sharing is None:
             return any(stage.device == "cpu" for stage in self.stages.values())
         return self.cpu_sharing
 
     @property
-    def spins(self) -> bool | None:
+    def spins(self) -> bool:
         """Whether native threads may spin while they wait: all multi-threaded workers fit on the cores together.
 
-        None without CPU sharing: the native libraries decide.
+        Always true without ``cpu_sharing``: the native libraries decide.
         """
         if not self.shares_cores:
-            return None
+            return True
         threads = [self.threads(name) * stage.replicas for name, stage in self.stages.items() if self.threads(name) > 1]
         return sum(threads) <= _cores()
 

@@ -86,8 +86,8 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Whether the engine names its decisions, which then travel with its chunks (``stages.base``, rule 6)."""
     gathering: Gathering | None = None
     """Set: the engine gets the input of a request whole. None: chunk by chunk, as it arrives."""
-    spins: bool | None = False
-    """Whether idle native threads may wait by spinning for a moment; None: as their library has it (``Pipeline``)."""
+    spins: bool = True
+    """Whether idle native threads may wait by spinning, as their library has it. If not, they sleep at once."""
 
 
 class _Control(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):

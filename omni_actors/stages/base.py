@@ -78,10 +78,6 @@ class StageContext(msgspec.Struct, frozen=True):
     """A torch device: "cpu", "cuda:0"."""
     report: Callable[[str], None]
     """Call with a few words while loading ("reading weights"); they appear in the health report and in the terminal."""
-    thread_budget: Callable[[], int] | None = None
-    """Returns how many native threads to compute with from now on, at most ``threads``, because other workers share the
-    cores. Call it in a step as often as you can follow it. Only for engines whose results depend on the
-    number of threads by no more than rounding. None: not supported here."""
     tokenizer: Path | None = None
     """The tokenizer's directory, if it is not the model's."""
     device_count: int = 1

@@ -27,7 +27,6 @@ import trio
 from multiprocess import context, popen_spawn_posix, reduction, spawn, util
 
 from omni_actors.errors import OmniError, WorkerExit
-from omni_actors.platform.cpu_sharing import NO_PAGE, CpuSharingPage
 from omni_actors.platform.death_mutex import DeathMutex, exit_of_dying
 from omni_actors.protocol.mailbox import Mailbox, open_mailbox
 from omni_actors.protocol.messages import Address
@@ -240,16 +239,6 @@ class _StderrTail:
         self._log.info(text)
 
 
-class _CoreMover(trio.abc.Instrument):
-    """Moves the event loop's thread off the cores on which engines run, when the loop wakes."""
-
-    def __init__(self, page: CpuSharingPage) -> None:
-        self._page = page
-
-    def after_io_wait(self, timeout: float) -> None:
-        self._page.move_off_busy_core()
-
-
 class _Channels(NamedTuple):
     """What the parent and a worker share. ``theirs`` and ``stderr_write`` are the worker's ends."""
 
@@ -306,15 +295,7 @@ def _start_process(
 
 
 class LocalSpawner:
-    """Spawns workers as child processes, for one event loop at a time.
-
-    cpu_sharing: whether the workers and the loop share the machine's cores by the rules of ``cpu_sharing``.
-    """
-
-    def __init__(self, *, cpu_sharing: bool = True) -> None:
-        self._cpu_sharing = cpu_sharing
-        self._cpu_sharing_page = CpuSharingPage()
-        self._core_mover = _CoreMover(self._cpu_sharing_page)
+    """Spawns workers as child processes."""
 
     @asynccontextmanager
     async def spawn(
@@ -328,7 +309,6 @@ class LocalSpawner:
         """Start a worker process (see ``Spawner.spawn``). Called on trio's own thread (rule 3)."""
         with ExitStack() as undo, ExitStack() as child_ends:
             try:
-                number = self._join_page(undo) if self._cpu_sharing else 0
                 channels = _open_channels(undo, child_ends)
             except OSError as error:
                 raise SpawnFailed(f"no channels for a worker of {address}: {error}") from error
@@ -337,8 +317,6 @@ class LocalSpawner:
                 "bell_fd": _InheritedFd(channels.bell),
                 "stderr_fd": _InheritedFd(channels.stderr_write),
                 "death_mutex_fd": _InheritedFd(channels.death_mutex.fd),
-                "cpu_sharing_fd": _InheritedFd(self._cpu_sharing_page.fd) if self._cpu_sharing else NO_PAGE,
-                "number": number,
                 "parent_pid": os.getpid(),
                 "lock_fds": [_InheritedFd(fd) for fd in lock_fds],
             }
@@ -361,18 +339,6 @@ class LocalSpawner:
                     with trio.CancelScope(shield=True):
                         await worker.wait_dead()
                     process.close()
-
-    def _join_page(self, undo: ExitStack) -> int:
-        number = self._cpu_sharing_page.join()
-        undo.callback(self._leave_page, number)
-        trio.lowlevel.add_instrument(self._core_mover)  # no effect if it is there already
-        return number
-
-    def _leave_page(self, number: int) -> None:
-        self._cpu_sharing_page.leave(number)
-        if self._cpu_sharing_page.fd == NO_PAGE:
-            with suppress(KeyError):  # trio has dropped, and logged, an instrument that failed
-                trio.lowlevel.remove_instrument(self._core_mover)
 
     def create_ring(self, producer: Address, consumer: Address, capacity: int, generation: int) -> Ring:
         return Ring.create(capacity, generation=generation)

@@ -117,7 +117,7 @@ class OmniSystem(Requests, TextControl, LoraControl, SleepControl, WeightControl
         is freed. An exception of the block is raised as it is, not in an exception group.
         """
         pipeline = configuration.load(config, {**overrides, **more_overrides} if overrides else more_overrides)
-        spawner = spawner or LocalSpawner(cpu_sharing=pipeline.shares_cores)
+        spawner = spawner or LocalSpawner()
         system = cls(pipeline, machine.resolve_models(pipeline), spawner, tracing_with(tracer_provider, pipeline))
         body_error: BaseException | None = None
         async with trio.open_nursery() as nursery:

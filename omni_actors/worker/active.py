@@ -33,9 +33,6 @@ class ActiveRequest:
         """The entries of ``_journals`` that no output has carried yet."""
         self.needed_from = dict(zip(start.targets, start.needed_from, strict=bool(start.needed_from)))
         """The first output that a target needs; missing: 0."""
-        self.first_output_due = not start.replayed and any(target.stage == CLIENT for target in start.targets)
-        """Whether its client has no output of this stage yet. With a replay, the client may have it already."""
-        self.paused = False
         self.gathered: list[Chunk] = []
         """Input that the engine gets when it is complete, where input is gathered (``worker.gathering``)."""
         self.gathered_bytes = 0
@@ -46,13 +43,6 @@ class ActiveRequest:
         self.first_output: float | None = None
         self._step_s_before = step_s
         self.sent_bytes = {str(target): 0 for target in start.targets}
-
-    @property
-    def first_output_pending(self) -> bool:
-        """Whether a client waits for this worker's first output: every source has sent something."""
-        if self.paused or not self.first_output_due:
-            return False
-        return all(sequence.received for sequence in self._sequences.values())
 
     def awaits(self, source: str) -> bool:
         """Whether chunks of a source are still to come."""
@@ -132,31 +122,24 @@ class ActiveRequest:
 
 
 class ActiveRequests(dict[int, ActiveRequest]):
-    """The active requests of a worker by number, and which of them wait for what.
+    """The active requests of a worker by number, and which of them wait for their client.
 
-    A step asks what requests wait for, and takes equally long with any number of them.
+    A turn asks what requests wait for, and takes equally long with any number of them.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.awaiting_client = set[int]()
         """Those with input from the client still to come."""
-        self.first_output_pending = set[int]()
-        """Those of which a client waits for this worker's first output."""
 
     def note(self, active: ActiveRequest) -> None:
-        """Note anew what a request waits for."""
-        for waits, noted in (
-            (active.awaits(CLIENT), self.awaiting_client),
-            (active.first_output_pending, self.first_output_pending),
-        ):
-            (noted.add if waits else noted.discard)(active.request)
+        """Note anew whether a request waits for its client."""
+        (self.awaiting_client.add if active.awaits(CLIENT) else self.awaiting_client.discard)(active.request)
 
     def remove(self, request: int) -> None:
         """Forget a request."""
         del self[request]
         self.awaiting_client.discard(request)
-        self.first_output_pending.discard(request)
 
 
 def stage_request(start: Start, journal: Journal | None, checkpoint: StageCheckpoint | None) -> StageRequest:

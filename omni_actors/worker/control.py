@@ -67,12 +67,6 @@ class Control(ABC):
     def _write(self, notices: Sequence[packets.Envelope]) -> None:
         """Send messages to the parent, in order, and close their descriptors. May block."""
 
-    def has_commands(self) -> bool:
-        """Return whether commands wait."""
-        poll = select.poll()
-        poll.register(self.fileno(), select.POLLIN)
-        return bool(poll.poll(0))
-
     def add(self, notice: messages.ControlMessage, fds: tuple[int, ...] = ()) -> None:
         """Add a message, with descriptors that it now owns, to those that are sent next."""
         self._notices.append((notice, fds))

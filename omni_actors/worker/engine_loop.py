@@ -3,7 +3,7 @@
 Rules
 1. A chunk is fed to the engine in place, and an output is copied once, into a ring. No other thread touches either.
 2. The loop sleeps in one poll() over the bell of its control connection, the doorbells of its incoming rings and, where
-   output waits for room, of its outgoing rings. Only rule 7 adds a timeout. A ``Start`` for a stage without input from
+   output waits for room, of its outgoing rings. A ``Start`` for a stage without input from
    the client rings no bell: the first chunk wakes the loop. For a stage with such input the ``Start`` does.
 3. Commands are handled before chunks. Still, a chunk may arrive before its ``Start``, since they travel separately.
    Request numbers grow with every ``Start``: a chunk with a number above the newest started request waits, and a chunk
@@ -15,8 +15,6 @@ Rules
    pass.
 6. The outputs of a step are sent to clients before the same outputs are sent to stages, which wake up beside this loop.
    The messages for the parent come last.
-7. While other workers compute first outputs (``cpu_sharing``), the loop receives and does not step. No doorbell rings
-   when they have finished, so it also wakes up by the clock then.
 """
 
 from __future__ import annotations
@@ -27,7 +25,6 @@ from collections.abc import Mapping, Set
 
 import msgspec
 
-from omni_actors.platform.cpu_sharing import NoCpuSharing
 from omni_actors.protocol import chunks, messages
 from omni_actors.protocol.journal import Journal
 from omni_actors.stages import base
@@ -44,8 +41,7 @@ from ringbuf import Tensor
 CONGESTED_BYTES = 8 * 1024 * 1024
 RECEIVE_FRAMES = 64
 RECEIVE_BYTES = 1024 * 1024
-"""What one edge may deliver between two steps, so that a fast producer does not keep a busy engine from stepping. A
-loop that yields its step still receives: the stages that compute first must not wait for room."""
+"""What one edge may deliver between two steps, so that a fast producer does not keep a busy engine from stepping."""
 LONGEST_REFUSAL = 16_384
 
 
@@ -55,12 +51,11 @@ class EngineLoop:
     address: the replica that it runs.
     fence: the newest request number of earlier incarnations.
     control: brings commands, and takes the messages for the parent. Those of a turn are sent at its end.
-    cpu_sharing: entered by ``run`` for each turn, the sending of messages included.
     resumable: whether the engine is resumable (``stages.base``, rule 6).
     gathering: bounds of gathered input; None: the engine gets each chunk as it arrives. pinning: page-locks the rings.
 
     ``run`` takes a whole thread. Single-threaded callers (the simulation) drive ``turn`` themselves, and ``park`` when
-    it made no progress; they pass no ``cpu_sharing``, which may need a wake-up by the clock.
+    it made no progress.
     """
 
     def __init__(
@@ -68,14 +63,13 @@ class EngineLoop:
         address: messages.Address,
         fence: int,
         control: Control,
-        cpu_sharing: NoCpuSharing | None = None,
         *,
         resumable: bool = False,
         gathering: messages.Gathering | None = None,
         pinning: Pinning = UNPINNED,
     ) -> None:
         self._address, self._newest, self._control, self._resumable = address, fence, control, resumable
-        self._cpu_sharing, self._pinning = cpu_sharing or NoCpuSharing(), pinning
+        self._pinning = pinning
         self._incoming: dict[messages.Address, Incoming] = {}
         self._outgoing: dict[messages.Address, Outgoing] = {}
         self._active = ActiveRequests()
@@ -100,12 +94,9 @@ class EngineLoop:
         """Serve until ``Stop``, then close the engine and the rings. An exception of the engine propagates."""
         try:
             while not self.stopping:
-                with self._cpu_sharing:
-                    progressed, receiving = self.turn(engine)
+                progressed, receiving = self.turn(engine)
                 if not progressed:
-                    self._cpu_sharing.announce_first_output(pending=False)
                     self._sleep(receiving=receiving)
-            self._cpu_sharing.announce_first_output(pending=False)
             engine.close()
         finally:
             self.close()
@@ -119,8 +110,7 @@ class EngineLoop:
         congested = self._flush() > CONGESTED_BYTES
         if not congested:
             progressed |= self._receive(engine)
-            if engine.busy and not self.calls.frozen and not self._cpu_sharing.should_yield():
-                self._announce_first_output()
+            if engine.busy and not self.calls.frozen:
                 self._step(engine)
                 progressed = True
         self._send_notices()
@@ -235,11 +225,8 @@ class EngineLoop:
 
     def _pause(self, engine: base.StageEngine, request: int, *, paused: bool) -> None:
         """Pause or resume a request. An engine that cannot pause goes on; its outputs then wait downstream."""
-        if active := self._active.get(request):
-            active.paused = paused
-            self._active.note(active)
-            if isinstance(engine, base.Pausable):
-                (engine.pause if paused else engine.resume)(request)
+        if request in self._active and isinstance(engine, base.Pausable):
+            (engine.pause if paused else engine.resume)(request)
 
     def _switch(self, switch: messages.Switch) -> None:
         """Answer what is known of a request that is active or has finished here; of any other, nothing is known."""
@@ -340,10 +327,6 @@ class EngineLoop:
         active.seq += 1
         if active.first_output is None and header.seq >= active.first_needed:
             active.first_output = time.monotonic()
-        if active.first_output_due and (output.data or output.tensors):
-            active.first_output_due = False
-            self._active.note(active)
-            self._announce_first_output()
         for request, why in self._retention.add(output.request_id, buffers, size):
             self._control.add(messages.Unreplayable(request, why, needed=False))
         for target in active.targets:
@@ -373,11 +356,6 @@ class EngineLoop:
         self._outgoing[target].send(active.request, buffers, size, at_once=at_once)
         active.sent_bytes[str(target)] += size
 
-    def _announce_first_output(self) -> None:
-        """Announce whether clients wait for first outputs of this worker. An unhandled command may be a request."""
-        pending = bool(self._active.first_output_pending) or self._control.has_commands()
-        self._cpu_sharing.announce_first_output(pending=pending)
-
     def _refuse(self, request: int, error: base.InvalidRequest) -> None:
         self._active.remove(request)
         self._checkpoints.forget(request)
@@ -396,5 +374,4 @@ class EngineLoop:
             poll = select.poll()
             for bell in bells:
                 poll.register(bell, select.POLLIN)
-            timeout_s = self._cpu_sharing.yield_poll_s
-            poll.poll(timeout_s and timeout_s * 1000)
+            poll.poll()

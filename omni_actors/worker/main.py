@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import NoReturn
 
 from omni_actors.platform import death_mutex
-from omni_actors.platform.cpu_sharing import NO_PAGE, CpuSharing, NoCpuSharing
 from omni_actors.protocol import messages
 from omni_actors.stages.base import StageContext, StageEngine, WarmsUp
 from omni_actors.worker.control import ControlSocket
@@ -37,10 +36,6 @@ from omni_actors.worker.pinning import Pinning
 STOP_SIGNALS = frozenset({signal.SIGINT, signal.SIGTERM})
 """Signals that a worker ignores. The parent blocks them while it spawns one, so that none arrives before that."""
 PR_SET_PDEATHSIG = 1
-SPIN_COUNT = 100_000
-"""Turns, about a millisecond in all, that a native thread waits by spinning for its next share of work before it
-sleeps: enough to stay awake from layer to layer of a model. Measured with two threads on two cores: if it sleeps at
-once, the second thread gains nothing; if it spins for ever, the library's default, another busy process slows both."""
 LONGEST_ERROR = 16_384
 LONGEST_NOTE = 1000
 
@@ -50,15 +45,12 @@ def worker_main(
     bell_fd: int,
     stderr_fd: int,
     death_mutex_fd: int,
-    cpu_sharing_fd: int,
-    number: int,
     parent_pid: int,
     lock_fds: Sequence[int],
 ) -> NoReturn:
     """Run the process. It ends by ``os._exit``, so that exit handlers of native libraries cannot delay its end.
 
-    control_fd, stderr_fd, death_mutex_fd, cpu_sharing_fd, lock_fds: inherited descriptors, which the worker now owns.
-    number: the worker's row in the page of ``cpu_sharing``; without CPU sharing there is no page (-1).
+    control_fd, stderr_fd, death_mutex_fd, lock_fds: inherited descriptors, which the worker now owns.
     parent_pid: the process that spawned it.
     """
     for stop_signal in STOP_SIGNALS:  # with a handler, not SIG_IGN: programs that an engine starts do not inherit it
@@ -70,11 +62,10 @@ def worker_main(
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent_pid:  # the parent died before prctl took effect
         os._exit(0)
-    cpu_sharing = NoCpuSharing() if cpu_sharing_fd == NO_PAGE else CpuSharing(cpu_sharing_fd, number)
     os.set_inheritable(control_fd, False)
     sock = socket.socket(fileno=control_fd)
     sock.setblocking(False)
-    engine = _EngineThread(ControlSocket(sock, bell_fd), cpu_sharing, death_mutex_fd, InheritedLocks(lock_fds))
+    engine = _EngineThread(ControlSocket(sock, bell_fd), death_mutex_fd, InheritedLocks(lock_fds))
     engine.start()
     poll = select.poll()
     poll.register(engine.ended, select.POLLIN)
@@ -88,12 +79,10 @@ def worker_main(
 class _EngineThread(threading.Thread):
     """Loads the engine and runs its loop until ``Stop``."""
 
-    def __init__(
-        self, control: ControlSocket, cpu_sharing: NoCpuSharing, death_mutex_fd: int, locks: InheritedLocks
-    ) -> None:
+    def __init__(self, control: ControlSocket, death_mutex_fd: int, locks: InheritedLocks) -> None:
         super().__init__(name="engine", daemon=True)
         self._locks = locks
-        self._control, self._cpu_sharing, self._death_mutex_fd = control, cpu_sharing, death_mutex_fd
+        self._control, self._death_mutex_fd = control, death_mutex_fd
         self.ended = os.eventfd(0, os.EFD_CLOEXEC)
         """Readable when the engine has ended. The thread keeps the death mutex until the process ends."""
         self.exit_code = 0
@@ -101,7 +90,7 @@ class _EngineThread(threading.Thread):
     def run(self) -> None:
         try:
             death_mutex.acquire_death_mutex(self._death_mutex_fd)
-            _serve(self._control, self._cpu_sharing, self._locks)
+            _serve(self._control, self._locks)
         except BaseException:  # noqa: BLE001 - reported here, and by the exit code
             traceback.print_exc()
             self.exit_code = 1
@@ -110,23 +99,21 @@ class _EngineThread(threading.Thread):
             signal.pause()
 
 
-def _serve(control: ControlSocket, cpu_sharing: NoCpuSharing, locks: InheritedLocks) -> None:
+def _serve(control: ControlSocket, locks: InheritedLocks) -> None:
     """Load the engine and serve until ``Stop``. Raises what the engine raises."""
     configure = control.configure()
     spec = configure.spec
-    cpu_sharing.threads, cpu_sharing.nice = spec.threads, spec.nice
     loop = EngineLoop(
         spec.address,
         configure.fence,
         control,
-        cpu_sharing,
         resumable=spec.resumable,
         gathering=spec.gathering,
         pinning=Pinning(spec.device, enabled=spec.pin_rings, warn=control.warn),
     )
     began = time.monotonic()
     try:
-        engine = _load(spec, cpu_sharing, control)
+        engine = _load(spec, control)
         loop.calls.establish(engine, configure.desired)
     except Exception as error:
         control.send(messages.LoadFailed(f"{type(error).__name__}: {error}"[:LONGEST_ERROR]))
@@ -140,7 +127,7 @@ def _serve(control: ControlSocket, cpu_sharing: NoCpuSharing, locks: InheritedLo
         raise
 
 
-def _load(spec: messages.WorkerSpec, cpu_sharing: NoCpuSharing, control: ControlSocket) -> StageEngine:
+def _load(spec: messages.WorkerSpec, control: ControlSocket) -> StageEngine:
     """Build the engine and warm it up, so that no request pays for either."""
     os.nice(spec.nice)  # on Linux: for this thread and those that it starts
     prepare_libraries(spec.threads, spins=spec.spins)
@@ -151,7 +138,6 @@ def _load(spec: messages.WorkerSpec, cpu_sharing: NoCpuSharing, control: Control
         tokenizer=Path(spec.tokenizer) if spec.tokenizer else None,
         options=spec.options,
         threads=spec.threads,
-        thread_budget=cpu_sharing.thread_budget,
         device=spec.device,
         device_count=max(1, len(spec.devices)),
         report=lambda note: control.send(messages.Loading(note[:LONGEST_NOTE])),
@@ -159,8 +145,7 @@ def _load(spec: messages.WorkerSpec, cpu_sharing: NoCpuSharing, control: Control
     engine: StageEngine = pkgutil.resolve_name(spec.factory)(context)
     if isinstance(engine, WarmsUp):
         control.send(messages.Loading("warming up"))
-        with cpu_sharing:
-            engine.warm_up()
+        engine.warm_up()
     gc.collect()
     gc.freeze()  # with transformers loaded, each full collection while serving delayed every request by 0.2 s
     gc.enable()
@@ -169,7 +154,7 @@ def _load(spec: messages.WorkerSpec, cpu_sharing: NoCpuSharing, control: Control
     return engine
 
 
-def prepare_libraries(threads: int, *, spins: bool | None) -> None:
+def prepare_libraries(threads: int, *, spins: bool) -> None:
     """Set the environment variables that native libraries read when they are loaded. spins: see ``WorkerSpec``."""
     os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")  # it would also leave a file in the temporary directory
     for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
@@ -177,7 +162,5 @@ def prepare_libraries(threads: int, *, spins: bool | None) -> None:
     # MKL's conditional numerical reproducibility: results do not depend on the alignment of operands. As measured, the
     # results of attention then do not depend on the number of threads either, which MKL does not guarantee.
     os.environ.setdefault("MKL_CBWR", "AUTO")
-    if spins is not None:
+    if not spins:
         os.environ["OMP_WAIT_POLICY"] = "PASSIVE"  # spinning threads take cores from other processes
-    if spins:
-        os.environ["GOMP_SPINCOUNT"] = str(SPIN_COUNT)

@@ -81,7 +81,7 @@ def engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def configure(factory: str, threads: int = 1, nice: int = 0) -> Configure:
-    return Configure(WorkerSpec(address=HERE, factory=factory, threads=threads, nice=nice), fence=0)
+    return Configure(WorkerSpec(address=HERE, factory=factory, threads=threads, nice=nice, spins=False), fence=0)
 
 
 async def run_until_dead(factory: str) -> tuple[WorkerExit, list[ControlMessage]]:

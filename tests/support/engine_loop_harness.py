@@ -12,7 +12,6 @@ from typing import Any
 
 import msgspec
 
-from omni_actors.platform.cpu_sharing import NoCpuSharing
 from omni_actors.protocol import chunks
 from omni_actors.protocol.chunks import ChunkHeader
 from omni_actors.protocol.messages import (
@@ -102,13 +101,11 @@ class QueuedControl(Control):
 class LoopHarness:
     """A loop with the far ends of its rings, and its messages."""
 
-    def __init__(
-        self, cpu_sharing: NoCpuSharing | None = None, *, resumable: bool = False, gathering: Gathering | None = None
-    ) -> None:
+    def __init__(self, *, resumable: bool = False, gathering: Gathering | None = None) -> None:
         self._control = QueuedControl()
         self.messages, self.post = self._control.messages, self._control.post
         self.memories = self._control.memories
-        self.loop = Watched(HERE, 0, self._control, cpu_sharing, resumable=resumable, gathering=gathering)
+        self.loop = Watched(HERE, 0, self._control, resumable=resumable, gathering=gathering)
         self.error: BaseException | None = None
         self._thread: threading.Thread | None = None
         self._rings: list[Ring] = []
@@ -205,12 +202,10 @@ class LoopHarness:
 
 
 @contextmanager
-def open_harness(
-    cpu_sharing: NoCpuSharing | None = None, *, resumable: bool = False, gathering: Gathering | None = None
-) -> Iterator[LoopHarness]:
+def open_harness(*, resumable: bool = False, gathering: Gathering | None = None) -> Iterator[LoopHarness]:
     """When the block ends, the loop has ended and every descriptor is closed."""
     before = len(os.listdir("/proc/self/fd"))
-    harness = LoopHarness(cpu_sharing, resumable=resumable, gathering=gathering)
+    harness = LoopHarness(resumable=resumable, gathering=gathering)
     yield harness
     harness.close()
     assert len(os.listdir("/proc/self/fd")) <= before, "fewer, if garbage of earlier tests was collected"

@@ -1,4 +1,4 @@
-"""What active requests wait for, noted in sets, is what each of them says."""
+"""The set of requests that wait for their client is what each of them says."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from omni_actors.worker.active import ActiveRequest, ActiveRequests
 UPSTREAM = Address("upstream", 0)
 
 
-def start(number: int, sources: tuple[str, ...], *, to_client: bool) -> Start:
+def start(number: int, sources: tuple[str, ...]) -> Start:
     return Start(
         request=number,
         sources=sources,
-        targets=(CLIENT_ADDRESS if to_client else Address("downstream", 0),),
+        targets=(CLIENT_ADDRESS,),
         params=msgspec.Raw(msgspec.msgpack.encode({})),
     )
 
@@ -31,7 +31,7 @@ def test_the_sets_follow_the_requests(data: st.DataObject) -> None:
     requests, received = ActiveRequests(), dict[tuple[int, str], int]()
     for number in range(1, 5):
         sources = tuple(data.draw(st.sets(st.sampled_from([CLIENT, "upstream"]))))
-        requests[number] = ActiveRequest(start(number, sources, to_client=data.draw(st.booleans())), 0.0)
+        requests[number] = ActiveRequest(start(number, sources), 0.0)
         requests.note(requests[number])
         received |= {(number, source): 0 for source in sources}
     for _ in range(data.draw(st.integers(0, 12))):
@@ -39,20 +39,13 @@ def test_the_sets_follow_the_requests(data: st.DataObject) -> None:
         active = requests.get(number)
         if active is None:
             continue
-        match data.draw(st.sampled_from(["chunk", "pause", "output", "remove"])):
-            case "chunk":
-                source = data.draw(st.sampled_from([CLIENT, "upstream"]))
-                if active.awaits(source):
-                    seq, last = received[number, source], data.draw(st.booleans())
-                    active.accept(chunk(number, source, seq, last=last), {}, UPSTREAM)
-                    received[number, source] = seq + 1
-            case "pause":
-                active.paused = data.draw(st.booleans())
-            case "output":
-                active.first_output_due = False
-            case "remove":
-                requests.remove(number)
-                continue
+        if not data.draw(st.booleans()):
+            requests.remove(number)
+            continue
+        source = data.draw(st.sampled_from([CLIENT, "upstream"]))
+        if active.awaits(source):
+            seq, last = received[number, source], data.draw(st.booleans())
+            active.accept(chunk(number, source, seq, last=last), {}, UPSTREAM)
+            received[number, source] = seq + 1
         requests.note(active)
     assert requests.awaiting_client == {number for number, each in requests.items() if each.awaits(CLIENT)}
-    assert requests.first_output_pending == {number for number, each in requests.items() if each.first_output_pending}

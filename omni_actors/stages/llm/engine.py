@@ -9,7 +9,7 @@ of the hidden states of all positions, or that of the last one.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -220,25 +220,8 @@ def open_engine(context: StageContext) -> LLMEngine:
     )
     _check(model.config, options)
     model = model.eval().to(torch.device(context.device))
-    packed = pack_linears(model, options.max_batch)
-    if packed and context.thread_budget is not None and context.threads > 1:
-        _adjust_threads_per_layer(context.thread_budget, model)
+    pack_linears(model, options.max_batch)
     return LLMEngine(model, tokenizer, options)
-
-
-def _adjust_threads_per_layer(thread_budget: Callable[[], int], model: Any) -> None:
-    """Set the number of threads before each layer, because a whole step takes 40 ms and more.
-
-    The number changes the logits by no more than rounding (tests/platform/test_cpu_sharing_in_workers.py), because
-    linear layers are packed and workers set MKL_CBWR. If the decoder has no ``layers``, only the output layer adjusts
-    the number.
-    """
-
-    def adjust(*_: object) -> None:
-        torch.set_num_threads(thread_budget())
-
-    for module in (*getattr(model.get_decoder(), "layers", ()), model.get_output_embeddings()):
-        module.register_forward_pre_hook(adjust)
 
 
 def _check(config: Any, options: TextOptions) -> None:
