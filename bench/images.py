@@ -8,6 +8,7 @@ mixed     tiny: eight requests (4 to 50 steps, three sizes, every second one wit
           after another
 guided    tiny: the same, each with a negative prompt, which doubles the rows of all forwards
 busy      busy: the same requests as in mixed
+alone     busy: one picture at a time, as in overhead
 
 Rounds alternate. A ratio is the median of the rounds' ratios, so that a slow time of the machine counts on both sides,
 with its standard error. On a machine that does other work, the ratio of the CPU times of all processes says more; it
@@ -46,10 +47,10 @@ BUSY = {"num_layers": 2, "attention_head_dim": 32, "num_attention_heads": 8, "ax
 SIZES = {"tiny": ("32x32", "48x32", "32x48"), "busy": ("96x96", "128x96", "96x128")}
 STEPS = (4, 8, 12, 20, 28, 36, 44, 50)
 ALONE_STEPS, PICTURES = 20, 4
-"""In a round of ``overhead``, each side draws so many pictures, one after another, with so many steps each."""
-CASES = {"overhead": "tiny", "mixed": "tiny", "guided": "tiny", "busy": "busy"}
+"""In a round of ``overhead`` and ``alone``, each side draws so many pictures, one after another, with so many steps."""
+CASES = {"overhead": "tiny", "mixed": "tiny", "guided": "tiny", "busy": "busy", "alone": "busy"}
 """The model of each case."""
-BOUNDS = {"overhead": 1.05, "mixed": 0.6, "guided": 0.6, "busy": 1.05}
+BOUNDS = {"overhead": 1.05, "mixed": 0.6, "guided": 0.6, "busy": 1.05, "alone": 1.05}
 
 
 class Cost(NamedTuple):
@@ -150,10 +151,10 @@ def in_diffusers(pipeline: Any, requests: list[dict[str, Any]]) -> Cost:
 
 async def compared(case: str, omni: OmniSystem, pipeline: Any) -> Round:
     """Return the costs of a round of a case."""
-    if case != "overhead":
-        requests = mixed(case)
+    requests = mixed(case)
+    if case not in ("overhead", "alone"):
         return {side: await staged(omni, requests, at_once=side == "system") for side in ("system", "base")}
-    requests = [{**mixed("guided")[1], "steps": ALONE_STEPS}] * PICTURES
+    requests = [{**requests[1], "steps": ALONE_STEPS}] * PICTURES
     return {"system": await staged(omni, requests, at_once=False), "base": in_diffusers(pipeline, requests)}
 
 
