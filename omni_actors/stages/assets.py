@@ -118,6 +118,10 @@ _ASSETS = {
     ),
     "hibari": _Asset("hibari", "assets", Package("hibari-tts==0.2.1")),
     "qwen-image-shapes": _Asset("omni_actors", "model_files/shapes", Package("omni-actors")),
+    "silero-vad": _Asset("faster_whisper", "assets", Package("faster-whisper")),
+    "smart-turn": _Asset(
+        "pipecat", "audio/turn/smart_turn/data", Package("pipecat-ai==1.14.0", with_dependencies=False)
+    ),
 }
 
 NAMES: tuple[str, ...] = tuple(_ASSETS)

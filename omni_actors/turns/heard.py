@@ -1,0 +1,123 @@
+"""Which words of a spoken answer were heard when its playback was cut.
+
+Rules
+1. The words of a sentence are spread over its sound by their lengths. Pauses do not count: only sound that is loud
+   enough to be speech carries words. So long pauses at commas and the silence at the end move no word.
+2. A pipeline that names the sentence of each sound gives exact times of sentences. One that does not is treated as one
+   long sentence.
+3. A sentence whose sound is not complete is assumed to have ``LETTERS_PER_S``, or as much sound as there is.
+4. A word is heard when half of its sound was played.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import msgspec
+import numpy as np
+
+LETTERS_PER_S = 15.0
+"""Letters in a second of speech, without its pauses."""
+_FRAME_S = 0.02
+_AUDIBLE = 0.01
+"""The RMS of a frame that carries speech, of a full scale of 1: -40 dB."""
+_WORD = re.compile(r"\S+")
+
+
+class _Sentence(msgspec.Struct):
+    """The sound of one sentence. ``text``: None if the pipeline does not name it. Frames are those of 20 ms."""
+
+    text: str | None
+    first_frame: int
+    frames: int = 0
+
+
+class SpokenAnswer:
+    """Relates the text of one answer to its sound. Add both as they arrive, in order.
+
+    It keeps the text, and one byte for each 20 ms of sound.
+    """
+
+    def __init__(self) -> None:
+        self._text = ""
+        self._audible = bytearray()
+        """Of each frame of the sound, 1 if it carries speech."""
+        self._rest = np.empty(0, np.float32)
+        self._rate = 0
+        self._sentences: list[_Sentence] = []
+        self._complete = False
+
+    @property
+    def text(self) -> str:
+        """All text so far."""
+        return self._text
+
+    def add_text(self, delta: str) -> None:
+        """Add the next part of the answer's text."""
+        self._text += delta
+
+    def add_sound(
+        self, samples: np.ndarray[Any, np.dtype[np.float32]], sample_rate: int, sentence: str | None = None
+    ) -> None:
+        """Add the next part of the answer's sound.
+
+        Args:
+            samples: float32 (n,), in [-1, 1].
+            sample_rate: Samples per second, the same in every call.
+            sentence: The text of the sentence that begins with this sound; None: the sentence before goes on.
+        """
+        self._rate = sample_rate
+        if sentence is not None or not self._sentences:
+            self._sentences.append(_Sentence(sentence, len(self._audible)))
+        size = round(sample_rate * _FRAME_S)
+        sound = np.concatenate([self._rest, samples])
+        whole = len(sound) - len(sound) % size
+        self._rest = sound[whole:].copy()
+        rms = np.sqrt(np.mean(np.square(sound[:whole].reshape(-1, size)), axis=1))
+        self._audible += (rms >= _AUDIBLE).astype(np.uint8).tobytes()
+        self._sentences[-1].frames = len(self._audible) - self._sentences[-1].first_frame
+
+    def finish(self) -> None:
+        """Say that all text and sound were added. So the length of the last sentence is known."""
+        self._complete = True
+
+    def heard(self, played_ms: float) -> str:
+        """Return the text that was heard, a prefix of ``text``. It ends with a whole word, or is empty.
+
+        played_ms: how much of the sound was played, in milliseconds. Beyond the sound's end, all of it was.
+        """
+        played = int(played_ms / 1000 / _FRAME_S)
+        if self._complete and played >= len(self._audible):
+            return self._text
+        end = 0
+        for number, sentence in enumerate(self._sentences):
+            if sentence.first_frame >= played:
+                break
+            start, stop = self._place(sentence, end)
+            is_whole = self._complete or number + 1 < len(self._sentences)
+            end = max(end, start + self._heard_of(sentence, self._text[start:stop], played, is_whole))
+        return self._text[:end]
+
+    def _place(self, sentence: _Sentence, after: int) -> tuple[int, int]:
+        """Return where a sentence is in the text, at ``after`` or later. Only letters and digits are compared."""
+        if sentence.text is None:
+            return after, len(self._text)
+        letters = [re.escape(character) for character in sentence.text if character.isalnum()]
+        found = re.compile(r"[\W_]*".join(letters)).search(self._text, after) if letters else None
+        return (found.start(), found.end()) if found else (after, after)
+
+    def _heard_of(self, sentence: _Sentence, text: str, played: int, is_whole: bool) -> int:
+        """Return how many characters of a sentence were heard."""
+        first, last = sentence.first_frame, sentence.first_frame + sentence.frames
+        audible = sum(self._audible[first : min(played, last)])
+        words = list(_WORD.finditer(text))
+        lengths = np.array([len(word[0]) + 1 for word in words], float)
+        total = sum(self._audible[first:last])
+        if not is_whole:
+            total = max(total, int(lengths.sum() / LETTERS_PER_S / _FRAME_S))
+        if not words or not total:
+            return len(text) if words and is_whole and played >= last else 0
+        middles = (np.cumsum(lengths) - lengths / 2) / lengths.sum() * total
+        count = int(np.searchsorted(middles, audible, side="right"))
+        return words[count - 1].end() if count else 0
