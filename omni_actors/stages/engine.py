@@ -31,6 +31,8 @@ class Engine(Generic[R]):
 
     def __init__(self) -> None:
         self._requests: dict[RequestId, R] = {}
+        self._weights_version: str | None = None
+        """The version of the weights; None: those that were loaded at the start."""
         self._capabilities: dict[str, Callable[..., Any] | str] = dict(NOT_COMMON)
         """By name: the function, which takes the arguments of a call as keywords; or why the engine has none."""
 
@@ -51,6 +53,7 @@ class Engine(Generic[R]):
         if self._requests:
             raise InvalidRequest("requests are running, and would be computed with two versions", code="busy")
         done = self._replace_weights(files)
+        self._weights_version = version
         reset = self._capabilities["reset_prefix_cache"]
         if not isinstance(reset, str):
             reset()

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from omni_actors.stages.autoregressive.options import TextOptions
+from omni_actors.stages.autoregressive.options import SplitOptions
 from omni_actors.stages.bagel import options as bagel
 from omni_actors.stages.base import NoOptions, NoParams
 from omni_actors.stages.diffusers.options import DiffusersOptions, DiffusersParams
@@ -146,7 +146,7 @@ ENGINES: dict[str, EngineSpec] = {
     "echo": _shipped("echo.engine:EchoEngine", EchoOptions, EchoParams, needs_model=False, lacks_raw_prompt=None),
     "llm": _language(
         "llm.engine:open_engine",
-        TextOptions,
+        SplitOptions,
         LLMParams,
         checkpoint_part="",
         has_tokenizer=True,
@@ -163,12 +163,12 @@ ENGINES: dict[str, EngineSpec] = {
     "hibari_vocoder": _shipped(
         "hibari.vocoder:VocoderEngine", params=hibari.VocoderParams, needs_model=False, resumable=True
     ),
-    "qwen3_thinker": _thinker("qwen3.thinker:ThinkerEngine", TextOptions, omni.ThinkerParams),
+    "qwen3_thinker": _thinker("qwen3.thinker:ThinkerEngine", SplitOptions, omni.ThinkerParams),
     "qwen3_talker": _talker("qwen3.talker:TalkerEngine", omni.TalkerOptions, omni.TalkerParams),
     "qwen3_code2wav": _torch(
         "qwen3.code2wav:Code2WavEngine", qwen3.Code2WavOptions, extra="omni", checkpoint_part="code2wav"
     ),
-    "qwen2_5_thinker": _thinker("qwen2_5.thinker:ThinkerEngine", TextOptions, omni.ThinkerParams),
+    "qwen2_5_thinker": _thinker("qwen2_5.thinker:ThinkerEngine", SplitOptions, omni.ThinkerParams),
     "qwen2_5_talker": _talker("qwen2_5.talker:TalkerEngine", qwen2_5.Qwen25TalkerOptions, qwen2_5.Qwen25TalkerParams),
     "qwen2_5_token2wav": _torch(
         "qwen2_5.token2wav:Token2WavEngine",

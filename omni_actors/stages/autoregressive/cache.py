@@ -45,6 +45,10 @@ class SlottedCache(Cache):
         self._rows: slice | Tensor = slice(0, 0)
         self._row_index, self._positions = (torch.empty(0, dtype=torch.int64) for _ in range(2))
 
+    @property
+    def device(self) -> torch.device:
+        return self._device
+
     @torch.inference_mode()
     def add_row(self) -> int:
         """Add an empty row after the others and return its number. Raises ValueError if all rows are in use."""

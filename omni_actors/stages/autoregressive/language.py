@@ -9,6 +9,8 @@ by token, by the code that every token takes. The last decided token is decoded:
 Log probabilities come from the logits, which a prefill computes for its last position alone. So a request that asks for
 them decodes its decided tokens again, one by one.
 
+Prefill and decode may be two stages (see ``roles``).
+
 A guided request has a companion, a second sequence in the batch (see ``guidance``). Both prefill the decided tokens.
 
 Outputs: ``{"text": piece}``, and at the end ``{"text": rest, "finish_reason": "stop" | "length", "prompt_tokens": n,
@@ -35,6 +37,7 @@ from omni_actors.stages.autoregressive.logprobs import token_logprobs
 from omni_actors.stages.autoregressive.options import TextOptions, TextParams
 from omni_actors.stages.autoregressive.prefixes import Block, PrefixCache
 from omni_actors.stages.autoregressive.prompt_engine import C, PromptEngine, PromptRequest
+from omni_actors.stages.autoregressive.prompt_states import ReceivedPrompt
 from omni_actors.stages.autoregressive.sampling import RandomNumbers, Sampler, Sampling, choose, not_finite
 from omni_actors.stages.autoregressive.scheduler import Scheduler
 from omni_actors.stages.autoregressive.structure import PARAM, Structure, StructureTokenizer
@@ -60,6 +63,10 @@ class TextRequest(PromptRequest[C], GuidedSequence):
         """The answer's tokens since the last output."""
         self.prefix_keys: Sequence[bytes] = ()
         """The keys of the prompt's whole blocks in the ``PrefixCache``; () if it is not used."""
+        self.prompt_tokens: Sequence[int | None] = ()
+        """The token of each position of a prompt that is computed for another stage (see ``roles``)."""
+        self.received: ReceivedPrompt | None = None
+        """The prompt that another stage computes, until the cache has all of it (see ``roles``)."""
         self.answer: AnswerText
 
     def take(self, count: int) -> list[int]:
@@ -110,6 +117,11 @@ class LanguageEngine(AdaptedEngine[R, BatchedAdapters], PromptEngine[R]):
         token: what was just added to the answer; None: nothing, or its last token.
         """
         return {}
+
+    def _prompt_outputs(self, request: R, row: int, count: int) -> Iterator[base.StageOutput]:
+        """Yield what goes downstream when the cache has the next ``count`` positions of a prompt, but not all of it."""
+        if downstream := self._downstream(request):
+            yield base.StageOutput(request.id, downstream=downstream)
 
     def _sends_rows(self, request: R) -> bool:
         """Return whether ``_downstream`` returns rows of the prompt, which the prefix cache then keeps too."""
@@ -225,8 +237,7 @@ class LanguageEngine(AdaptedEngine[R, BatchedAdapters], PromptEngine[R]):
             self._skip(request, block)
             request.prefill_left -= block.size
             request.ready -= block.size
-            if downstream := self._downstream(request):
-                yield base.StageOutput(request.id, downstream=downstream)
+            yield from self._prompt_outputs(request, row, block.size)
 
     def _keep(self, request: R, row: int, count: int) -> None:
         """Add the positions that were just computed to the prefix cache, if they are a block of it."""
@@ -251,8 +262,7 @@ class LanguageEngine(AdaptedEngine[R, BatchedAdapters], PromptEngine[R]):
         elif request.answer.tokens:
             yield from self._replay(request, count)
         elif request.prefill_left:
-            if downstream := self._downstream(request):
-                yield base.StageOutput(request.id, downstream=downstream)
+            yield from self._prompt_outputs(request, row, count)
         elif request.decided and request.params.logprobs is None:
             request.prefill_left = len(request.decided) - 1
             yield from self._replay(request, 1)

@@ -32,6 +32,20 @@ class TextOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     leaves prompts with media out."""
 
 
+Role = Literal["both", "prefill", "decode"]
+"""What a stage does of a language model's work."""
+
+
+class SplitOptions(TextOptions, frozen=True, forbid_unknown_fields=True):
+    """The options of an engine that may prefill and decode in two stages (see ``roles``)."""
+
+    role: Role = "both"
+    """"prefill": the stage computes prompts, and sends their keys and values to a stage of the same model with the role
+    "decode", which writes the answers."""
+    chunk_layers: bounds.Count = 0
+    """With the role "prefill": how many layers of a prefill chunk's keys and values travel in one chunk; 0: all."""
+
+
 class TokenizationKwargs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The arguments of a tokenizer that a client may choose, by transformers' names."""
 

@@ -24,9 +24,11 @@ from omni_actors.stages.adapters.batched import BatchedAdapters
 from omni_actors.stages.autoregressive import tokenizing
 from omni_actors.stages.autoregressive.cache import SlottedCache
 from omni_actors.stages.autoregressive.language import LanguageEngine, TextRequest, refuse_beyond_context
-from omni_actors.stages.autoregressive.options import TextOptions
+from omni_actors.stages.autoregressive.options import SplitOptions
 from omni_actors.stages.autoregressive.packed import pack_linears
 from omni_actors.stages.autoregressive.prefixes import Block
+from omni_actors.stages.autoregressive.prompt_states import StatesShape
+from omni_actors.stages.autoregressive.roles import Decoding, Prefilling, check_roles
 from omni_actors.stages.autoregressive.sampling import not_finite
 from omni_actors.stages.autoregressive.scheduler import Scheduler
 from omni_actors.stages.autoregressive.text import Vocabulary
@@ -52,7 +54,9 @@ class LLMEngine(LanguageEngine[LLMRequest]):
     model: a causal language model of transformers, in evaluation mode. tokenizer: its tokenizer, with a chat template.
     """
 
-    def __init__(self, model: Any, tokenizer: Any, options: TextOptions) -> None:
+    def __init__(self, model: Any, tokenizer: Any, options: SplitOptions) -> None:
+        self._split = options
+        self._shape = StatesShape.of(model.config, model.get_output_embeddings(), model.dtype)
         self._model, self._system_prompt, self._max_batch = model, options.system_prompt, options.max_batch
         self._cache = SlottedCache(options.max_batch, options.context, model.dtype, model.device)
         batch = Scheduler[LLMRequest](self._cache, options.max_batch, options.prefill_chunk)
@@ -185,6 +189,17 @@ class LLMEngine(LanguageEngine[LLMRequest]):
         del self._model, self._cache
 
 
+class LLMPrefilling(Prefilling[LLMRequest], LLMEngine):
+    """The engine of a stage that computes prompts."""
+
+
+class LLMDecoding(Decoding[LLMRequest], LLMEngine):
+    """The engine of a stage that writes answers to prompts that another stage has computed."""
+
+
+ROLES: dict[str, type[LLMEngine]] = {"both": LLMEngine, "prefill": LLMPrefilling, "decode": LLMDecoding}
+
+
 def _embedding(request: LLMRequest, size: int) -> StageOutput | StageFailure:
     """Return the output of a request whose prompt of ``size`` positions was pooled."""
     assert request.pooled is not None
@@ -197,12 +212,13 @@ def _embedding(request: LLMRequest, size: int) -> StageOutput | StageFailure:
 
 
 def open_engine(context: StageContext) -> LLMEngine:
-    """Load the checkpoint directory ``context.model``, with the options ``TextOptions``. Nothing is downloaded.
+    """Load the checkpoint directory ``context.model``, with the options ``SplitOptions``. Nothing is downloaded.
 
     Raises msgspec.ValidationError: the options are wrong. ValueError: this engine cannot serve the model. OSError: its
     files cannot be read.
     """
-    options = msgspec.convert(context.options, TextOptions)
+    options = msgspec.convert(context.options, SplitOptions)
+    check_roles(options)
     directory = context.model_directory
     torch.set_num_threads(context.threads)
     # Importing torch's compiler creates this directory. Without the variable it would be one in /tmp that stays.
@@ -221,10 +237,10 @@ def open_engine(context: StageContext) -> LLMEngine:
     _check(model.config, options)
     model = model.eval().to(torch.device(context.device))
     pack_linears(model, options.max_batch)
-    return LLMEngine(model, tokenizer, options)
+    return ROLES[options.role](model, tokenizer, options)
 
 
-def _check(config: Any, options: TextOptions) -> None:
+def _check(config: Any, options: SplitOptions) -> None:
     """Raise ValueError if the context exceeds the model's positions, or layers do not attend to the whole context."""
     positions = getattr(config, "max_position_embeddings", options.context)
     if options.context > positions:

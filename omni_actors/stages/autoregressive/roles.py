@@ -1,0 +1,186 @@
+"""Prefill apart from decode: two stages of one model, by the option ``role``.
+
+The stage with the role "prefill" reads prompts as a stage with both roles does, with its prefix cache and adapters. It
+sends the keys and values of each prefill chunk while it computes the next one, and at the end the logits of the last
+position (``prompt_states``). The stage with the role "decode" puts them into its own cache and chooses every token of
+the answer, the first one too. So sampling, penalties, stop strings, structure and log probabilities are those of one
+stage, and so is the journal: what was decided is known in "decode" alone.
+
+Rules
+1. ``Prefilling`` decides nothing: an entry of its journal is empty. It ends a request with the prompt's last position.
+2. ``Decoding`` treats positions that arrive as a prefill whose forward is a copy. A request has a row of the cache from
+   its first chunk on, so that a long prompt is copied block by block, between the steps of other requests.
+3. A prompt of "decode" waits in host memory while all rows are in use: ``limits.max_requests`` bounds these.
+4. Guidance and pooling need one stage for both roles: such a request is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, TypeVar
+
+import msgspec
+import torch
+from torch import Tensor
+
+from omni_actors.stages import base
+from omni_actors.stages.autoregressive.language import LanguageEngine, TextRequest, refuse_beyond_context
+from omni_actors.stages.autoregressive.options import SplitOptions, TextParams
+from omni_actors.stages.autoregressive.prefixes import Block
+from omni_actors.stages.autoregressive.prompt_states import (
+    PromptHeader,
+    ReceivedPrompt,
+    StatesShape,
+    block_tensors,
+    header_of,
+)
+from omni_actors.stages.autoregressive.structure import Structure
+from omni_actors.stages.refusal import request_work
+from omni_actors.stages.tensors import to_wire
+
+R = TypeVar("R", bound=TextRequest[Any])
+
+
+class Prefilling(LanguageEngine[R]):
+    """The role "prefill". An engine lists it before the class with both roles. It sets ``_split``."""
+
+    _split: SplitOptions
+
+    # for the families
+
+    def _prompt_header(self, request: R) -> tuple[PromptHeader, Mapping[str, Tensor]]:
+        """Return what the first chunk says of a prompt, and the tensors that the family adds."""
+        return PromptHeader(len(request.prompt_tokens), self._weights_version), {}
+
+    def _block_rows(self, request: R) -> Mapping[str, base.TensorLike]:
+        """Return the rows of the newest block for a talker."""
+        return {}
+
+    # LanguageEngine
+
+    def start(self, request: base.StageRequest) -> None:
+        if not request.downstream:
+            raise base.InvalidRequest("the stage computes prompts for a stage that decodes, and none takes part")
+        super().start(request)
+
+    def _new_request(self, request: base.StageRequest) -> R:
+        return _unguided(super()._new_request(request))
+
+    def _structure(self, params: TextParams) -> Structure | None:
+        return None  # the stage that decodes has it
+
+    def _join_batch(self, request: R, tokens: Sequence[int | None]) -> None:
+        super()._join_batch(request, tokens)
+        request.prompt_tokens = tokens
+
+    def _prompt_outputs(self, request: R, row: int, count: int) -> Iterator[base.StageOutput]:
+        end = self._cache.lengths[row]
+        data: Mapping[str, Any] = {}
+        more = dict(self._block_rows(request))
+        if end == count:
+            header, extra = self._prompt_header(request)
+            data, tensors = header_of(header, request.prompt_tokens, extra)
+            more |= tensors
+        for tensors in block_tensors(self._cache.read(row, end - count, count), self._split.chunk_layers):
+            yield base.StageOutput(request.id, data=data, downstream={**tensors, **more})
+            data, more = {}, {}
+
+    def _next(self, sequences: list[R], logits: Tensor) -> Iterator[base.StageOutput | base.StageFailure]:
+        """End a request whose prompt was just computed. logits: (1, vocabulary)."""
+        [request] = sequences
+        row, block = self._scheduler.rows.index(request), self._split.prefill_chunk
+        *others, last = self._prompt_outputs(request, row, (len(request.prompt_tokens) - 1) % block + 1)
+        yield from others
+        self.abort(request.id)
+        downstream = {**last.downstream, "logits": to_wire(logits[0])}
+        yield msgspec.structs.replace(last, downstream=downstream, last=True)
+
+
+class Decoding(LanguageEngine[R]):
+    """The role "decode". An engine lists it before the class with both roles. It sets ``_shape``."""
+
+    _shape: StatesShape
+
+    # for the families
+
+    def _prompt_arrived(self, request: R, header: PromptHeader, extra: Mapping[str, Tensor]) -> None:
+        """Take what the first chunk says of a prompt. Any exception ends this request only."""
+
+    def _warm_up_extra(self) -> Mapping[str, Tensor]:
+        """Return the family's tensors for a prompt of one position."""
+        return {}
+
+    # LanguageEngine
+
+    def start(self, request: base.StageRequest) -> None:
+        if len(request.sources) != 1 or base.CLIENT in request.sources:
+            found = ", ".join(request.sources)
+            raise base.InvalidRequest(f"a stage that decodes has one source, a stage that prefills; found {found}")
+        super().start(request)
+
+    def _new_request(self, request: base.StageRequest) -> R:
+        made = _unguided(super()._new_request(request))
+        made.received = ReceivedPrompt(self._shape, self._weights_version)
+        return made
+
+    def _take(self, request: R, chunk: base.Chunk) -> None:
+        received = request.received
+        assert received is not None, "the prompt was not complete"
+        begins = received.header is None
+        with request_work("prompt"):
+            arrived = received.feed(chunk)
+        assert received.header is not None
+        if begins:
+            size = received.header.positions
+            refuse_beyond_context(size, f"{size} tokens", self._context)
+            with request_work("prompt"):
+                self._prompt_arrived(request, received.header, received.extra)
+            self._join_batch(request, received.tokens)
+            received.after_prompt = request.ready - request.prefill_left
+            request.ready = 0
+        request.ready += arrived + (received.after_prompt if chunk.last else 0)
+
+    def _forward(self, rows: list[int], count: int) -> Tensor:
+        request = self._scheduler.rows[rows[0]]
+        if (received := request.received) is None:
+            return super()._forward(rows, count)
+        block = received.take(count)
+        self._cache.append(rows[0], block.states)
+        self._skip(request, block)
+        if received.left:
+            return torch.empty(1, 0)  # those of the last position count
+        request.received = None
+        assert received.logits is not None, "they come with the last position"
+        return received.logits.to(self._cache.device)
+
+    def _skip(self, request: R, block: Block) -> None:
+        """Note that the cache has a block of the prompt."""
+
+    def warm_up(self) -> None:
+        """Decode two tokens behind a prompt of one position, because the first run of each kernel is slow."""
+        shape = self._shape
+        states = torch.zeros(shape.layers, shape.heads, 1, shape.size, dtype=getattr(torch, shape.dtype))
+        data, tensors = header_of(PromptHeader(1, self._weights_version), [0], self._warm_up_extra())
+        tensors |= {"keys": to_wire(states), "values": to_wire(states), "logits": to_wire(torch.eye(1, shape.vocabulary)[0])}
+        self.start(base.StageRequest(0, ("prefill",), self.WARM_UP, downstream=False))
+        with suppress(base.InvalidRequest):  # the configured context may be too small
+            self.feed(0, base.Chunk(source="prefill", seq=0, last=True, tensors=tensors, data=data))
+        while self.busy:
+            for _ in self.step():
+                pass
+
+
+def _unguided(request: R) -> R:
+    if request.companion is not None:
+        message = "guidance_scale: guidance needs a stage that prefills and decodes (role: both)"
+        raise base.InvalidRequest(message, param="guidance_scale", code="unsupported_parameter")
+    return request
+
+
+def check_roles(options: SplitOptions) -> None:
+    """Raise ValueError if an option does not fit the role."""
+    if options.role == "decode" and options.prefix_cache_mb:
+        raise ValueError("prefix_cache_mb: the stage that prefills has the prefix cache; remove it from this stage")
+    if options.role != "prefill" and options.chunk_layers:
+        raise ValueError("chunk_layers: only a stage with role: prefill sends keys and values")
