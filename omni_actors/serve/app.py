@@ -20,7 +20,7 @@ from omni_actors.errors import RequestError
 from omni_actors.serve.access.admission import AdmissionControl, AdmissionTicket
 from omni_actors.serve.access.gate import RequestGate
 from omni_actors.serve.access.origins import OriginCheck
-from omni_actors.serve.api import image_schemas, schemas
+from omni_actors.serve.api import audio_schemas, image_schemas, schemas
 from omni_actors.serve.api.errors import to_http_error
 from omni_actors.serve.api.openapi import EVENTS, JSON, Form, Operation, document
 from omni_actors.serve.api.responses import JSONResponse
@@ -65,17 +65,22 @@ class _Route(NamedTuple):
     form: Form | None = None
 
 
-_AUDIO = ("audio/mpeg", "audio/wav", "audio/flac", "audio/ogg", "audio/pcm")
+_TRANSCRIPTS = (JSON, "text/plain", "text/vtt")
 
 MODEL_ROUTES: dict[str, _Route] = {
     "/v1/chat/completions": _Route(chat.chat, schemas.ChatRequest, (JSON, EVENTS)),
     "/v1/completions": _Route(completions.completions, schemas.CompletionRequest, (JSON, EVENTS)),
     "/v1/embeddings": _Route(embeddings.embeddings, schemas.EmbeddingRequest),
-    "/v1/audio/speech": _Route(speech.speech, schemas.SpeechRequest, _AUDIO),
+    "/v1/audio/speech": _Route(speech.speech, audio_schemas.SpeechRequest, (*speech.MEDIA_TYPES.values(), EVENTS)),
     "/v1/audio/transcriptions": _Route(
         transcription.transcription,
-        answers=(JSON, EVENTS, "text/plain"),
-        form=Form(schemas.TranscriptionRequest, transcription.FILE),
+        answers=(*_TRANSCRIPTS, EVENTS),
+        form=Form(audio_schemas.TranscriptionRequest, transcription.FILE),
+    ),
+    "/v1/audio/translations": _Route(
+        transcription.translation,
+        answers=_TRANSCRIPTS,
+        form=Form(audio_schemas.TranslationRequest, transcription.FILE),
     ),
     "/v1/images/edits": _Route(
         images.edit,

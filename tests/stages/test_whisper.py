@@ -184,3 +184,38 @@ def test_a_model_without_its_tokenizer_is_refused(open_stage: Callable[..., Any]
     shutil.copy(assets.resolve("whisper-tiny.en") / "config.json", tmp_path)
     with pytest.raises(FileNotFoundError, match=r"tokenizer\.json"):
         open_stage("whisper", tmp_path)
+
+
+def test_times_of_segments_and_words_lie_in_the_recording_and_do_not_change_the_text(driver: Any, speak: Speak) -> None:
+    """The recording is longer than a window."""
+    gap = np.zeros(24000 * 16, np.float32)
+    audio = np.concatenate([speak(PARIS), gap, speak(SHIPS), gap, speak(PARIS)])
+    texts = []
+    for number, timestamps in enumerate([None, "segment", "word"], 1):
+        driver.start(number, timestamps=timestamps)
+        driver.feed(number, at(24000), {"audio": audio}, last=True)
+        outputs = driver.run()[number]
+        texts.append(transcript(outputs))
+        assert ("language" in outputs[-1].data) == (timestamps is not None)
+        segments = [output.data["segment"] for output in outputs[:-1] if timestamps]
+        assert all("words" in segment for segment in segments) == (timestamps != "segment")
+    assert texts[0] == texts[1] == texts[2]
+    spoken = [word for segment in segments for word in segment["words"]]
+    assert [words(word["word"]) for word in spoken] == [[word] for word in texts[0]]
+    times = [time for word in spoken for time in (word["start"], word["end"])]
+    assert times == sorted(times)
+    assert times[-1] <= len(audio) / 24000
+    ships = next(word for word in spoken if words(word["word"]) == ["ships"])
+    assert ships["start"] == pytest.approx((len(speak(PARIS)) + len(gap)) / 24000, abs=1.5)
+
+
+def test_a_model_of_one_language_refuses_to_translate(driver: Any) -> None:
+    with pytest.raises(InvalidRequest, match="knows English only") as caught:
+        driver.start(1, task="translate")
+    assert caught.value.param == "task"
+
+
+def test_a_prompt_before_the_recording_is_accepted(driver: Any, speak: Speak) -> None:
+    driver.start(1, initial_prompt="A lesson about cities.")
+    driver.feed(1, at(24000), {"audio": speak(PARIS)}, last=True)
+    assert transcript(driver.run()[1]) == words(PARIS)

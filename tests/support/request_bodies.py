@@ -10,6 +10,7 @@ import trio
 from starlette.requests import Request
 from starlette.types import Message
 
+from omni_actors.serve.api.audio_schemas import SpeechRequest, TranscriptionRequest, TranslationRequest
 from omni_actors.serve.api.form_body import read_form
 from omni_actors.serve.api.image_schemas import ImageEditForm, ImageEditRequest, ImageRequest
 from omni_actors.serve.api.json_body import read_json
@@ -17,8 +18,6 @@ from omni_actors.serve.api.schemas import (
     ChatRequest,
     CompletionRequest,
     EmbeddingRequest,
-    SpeechRequest,
-    TranscriptionRequest,
     parse,
     require_model,
 )
@@ -35,6 +34,7 @@ SCHEMAS: dict[str, Any] = {
 }
 FORMS: dict[str, Any] = {
     "transcription": (TranscriptionRequest, transcription.FILE),
+    "translation": (TranslationRequest, transcription.FILE),
     "edit_form": (ImageEditForm, images.FILES),
 }
 MULTIPART = "multipart/form-data; boundary=XX"

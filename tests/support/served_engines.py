@@ -2,7 +2,8 @@
 
 Speaker: each word of ``text`` is a chunk of ``WORD_S`` seconds at ``RATE`` Hz, all ``LEVEL``, and takes ``step_s``.
 "hush" has no sound, "unspeakable" is refused, and "deadly" ends the worker with a line on stderr.
-Ear: a recording's transcript is its length and its rate, in words.
+Ear: a recording's transcript is its length and its rate, in words; after a comma, the task and the prompt that it was
+given. It is one segment, with the times that it was asked for. It knows no language "xx".
 Eye: writes what reaches it, a JSON object a line: the request's parameters, each file's digest, the conversation. It
 refuses an image that is "unsightly".
 Inside: writes the arguments, the environment and the ``sitecustomize`` module of its process, as JSON.
@@ -80,11 +81,27 @@ class Speaker(_Engine):
 
 
 class Ear(_Engine):
+    def _new_request(self, request: StageRequest) -> _Work:
+        if request.params.get("language") == "xx":
+            raise InvalidRequest("language: there is no language 'xx'", param="language")
+        self._params = request.params
+        return super()._new_request(request)
+
     def _pieces(self, chunk: Chunk) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
         if "audio" in chunk.tensors:
             rate = chunk.data["sample_rate"]
             [samples] = chunk.tensors["audio"].shape
-            yield {}, {"text": f"{samples / rate:.1f} s at {rate} Hz", "index": chunk.data["index"]}
+            given = [self._params[name] for name in ("task", "initial_prompt") if name in self._params]
+            text = ", ".join([f"{samples / rate:.1f} s at {rate} Hz", *given])
+            data = {"text": text, "index": chunk.data["index"]}
+            if timestamps := self._params.get("timestamps"):
+                decoded = {"tokens": [1], "temperature": 0.0, "avg_logprob": -0.5}
+                decoded |= {"compression_ratio": 1.0, "no_speech_prob": 0.0}
+                data["segment"] = {"start": 0.0, "end": samples / rate, **decoded}
+                if timestamps == "word":
+                    data["segment"]["words"] = [{"word": " all", "start": 0.0, "end": samples / rate}]
+                data["language"] = "en"
+            yield {}, data
 
 
 class Eye(_Engine):

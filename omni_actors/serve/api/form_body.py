@@ -45,7 +45,7 @@ class FileField(NamedTuple):
 async def read_form(request: Request, file_field: FileField) -> tuple[list[bytes], dict[str, Any]]:
     """Return the bytes of each file in ``file_field``, in order, and the other fields that are not empty.
 
-    There may be no file. Raises HTTPError 400.
+    The values of a field whose name ends with "[]" are a list. There may be no file. Raises HTTPError 400.
     """
     kind, options = parse_options_header(request.headers.get("content-type"))
     if kind != b"multipart/form-data" or b"boundary" not in options:
@@ -68,7 +68,7 @@ class _Form:
 
     def __init__(self, file_field: FileField) -> None:
         self.files: list[bytes] = []
-        self.fields: dict[str, str] = {}
+        self.fields: dict[str, str | list[str]] = {}
         self._file_field = file_field
         self._name = ""
         self._is_file = False
@@ -114,6 +114,10 @@ class _Form:
     def on_part_end(self) -> None:
         if self._is_file:
             self.files.append(bytes(self._data))
+        elif self._data and self._name.endswith("[]"):
+            values = self.fields.setdefault(self._name, [])
+            assert isinstance(values, list)
+            values.append(_text(self._data))
         elif self._data:
             self.fields[self._name] = _text(self._data)
         self._data = bytearray()

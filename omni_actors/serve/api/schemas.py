@@ -22,11 +22,8 @@ from omni_actors.config import Pipeline
 from omni_actors.serve.api.errors import from_validation
 from omni_actors.serve.api.tools import Tool, ToolCall, ToolChoice
 from omni_actors.serve.http.errors import HTTPError, bad_request, quote_value
-from omni_actors.serve.media.audio import AudioFormat
 from omni_actors.system import OmniSystem
 
-MAX_SPEECH_CHARACTERS = 4096
-"""OpenAI's own limit."""
 MAX_SHORT = 1 << 16
 """The most characters of a field's name, and of a string that is not content: an error may quote all of it."""
 CONTENT = frozenset({"content", "text", "data", "prompt", "negative_prompt", "url", "image_url", "arguments"})
@@ -143,7 +140,7 @@ class JSONSchemaFormat(msgspec.Struct, frozen=True, tag_field="type", tag="json_
 class AudioParams(msgspec.Struct, frozen=True):
     """voice: see ``has_speakers``."""
 
-    format: Literal["wav", "mp3", "flac", "opus", "pcm16"] = "wav"
+    format: Literal["wav", "mp3", "flac", "opus", "aac", "pcm16"] = "wav"
     voice: Any = None
 
 
@@ -210,23 +207,6 @@ class CompletionRequest(TextBody, frozen=True, kw_only=True):
     prompt: Text | Annotated[list[Text | int | list[int]], Meta(min_length=1)]
     add_special_tokens: bool = True
     logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
-
-
-class SpeechRequest(ModelBody, frozen=True, kw_only=True):
-    """The body of /v1/audio/speech. voice: see ``has_speakers``."""
-
-    input: Annotated[str, Meta(max_length=MAX_SPEECH_CHARACTERS)]
-    voice: Any = None
-    response_format: AudioFormat = "mp3"
-    stream_format: Literal["audio"] = "audio"
-
-
-class TranscriptionRequest(ModelBody, frozen=True, kw_only=True):
-    """The fields of /v1/audio/transcriptions except the file. A form's values are strings."""
-
-    response_format: Literal["json", "text"] = "json"
-    stream: bool = False
-    temperature: Annotated[float, Meta(ge=0, le=0)] = 0.0
 
 
 class EmbeddingRequest(ModelBody, frozen=True, kw_only=True):
@@ -329,8 +309,13 @@ def has_speakers(pipeline: Pipeline) -> bool:
 
     Otherwise every voice is accepted and has no effect: the pipeline has one voice, and OpenAI's clients must send one.
     """
+    return takes_parameter(pipeline, "speaker")
+
+
+def takes_parameter(pipeline: Pipeline, name: str) -> bool:
+    """Return whether an engine of the pipeline declares a request parameter of this name."""
     schemas = [pipeline.spec(stage).params for stage in pipeline.stages]
-    return any("speaker" in schema.__struct_fields__ for schema in schemas if schema is not None)
+    return any(name in schema.__struct_fields__ for schema in schemas if schema is not None)
 
 
 def _accepted(schema: type[msgspec.Struct], place: str) -> list[Any]:

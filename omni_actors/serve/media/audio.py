@@ -2,16 +2,20 @@
 
 Rules
 1. Inside the pipeline, audio is float32, mono, full scale ±1. Outside, it is int16, little-endian, clipped.
-2. WAV and FLAC keep the pipeline's sample rate. PCM, MP3 and Opus are at ``PCM_RATE``, as in OpenAI's API.
+2. WAV and FLAC keep the pipeline's sample rate. PCM, MP3, AAC and Opus are at ``PCM_RATE``, as in OpenAI's API.
 3. The size of a file does not limit its audio (a FLAC of silence), and its header may be wrong. So decoding counts
    samples, appends to one array, and stops at the limit. Few files are decoded at the same time.
+4. libsndfile decodes WAV, FLAC, MP3 and Ogg in this process. FFmpeg decodes all other containers, in a process with
+   limits of its own (``media.containers``).
+5. FFmpeg encodes. A streamed file is written without seeking, and each packet is sent when it is complete.
 """
 
 from __future__ import annotations
 
 import io
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
+import av
 import numpy as np
 import soundfile
 import soxr
@@ -19,9 +23,10 @@ import trio
 
 from omni_actors.outputs import AudioChunk
 from omni_actors.serve.http.errors import bad_request
+from omni_actors.serve.media.containers import decode_container
 
 Floats: TypeAlias = "np.ndarray[Any, np.dtype[np.float32]]"
-AudioFormat = Literal["wav", "mp3", "flac", "opus", "pcm"]
+AudioFormat = Literal["wav", "mp3", "flac", "opus", "aac", "pcm"]
 
 PCM_RATE = 24000
 MAX_AUDIO_S = 600
@@ -30,39 +35,50 @@ MAX_SAMPLES = MAX_AUDIO_S * 48000
 _BLOCK = 1 << 18
 _DECODERS = trio.CapacityLimiter(2)
 """A decoder may keep a request's whole audio, even after its client has left. Trio's default of 40 is too many."""
-_CONTAINERS: dict[AudioFormat, dict[str, Any]] = {
-    "wav": {"format": "WAV", "subtype": "PCM_16"},
-    "flac": {"format": "FLAC", "subtype": "PCM_16"},
-    "mp3": {"format": "MP3", "subtype": "MPEG_LAYER_III", "bitrate_mode": "CONSTANT", "compression_level": 0.5},
-    "opus": {"format": "OGG", "subtype": "OPUS"},
-}
-"""libsndfile's arguments. A streamed MP3 needs a constant bit rate: without it, players misjudge the file's length."""
-_UNKNOWN_SIZE = b"\xff\xff\xff\xff"
 _ENCODED_SAMPLES = 12000
 """Samples between two checkpoints of an encoder. They take a few milliseconds."""
+
+
+class _Coding(NamedTuple):
+    """FFmpeg's names of a container and a codec, the bits a second, and options of the container."""
+
+    container: str
+    codec: str
+    bit_rate: int | None = None
+    options: dict[str, str] = {}  # noqa: RUF012  # it is never changed
+
+
+_CODINGS: dict[AudioFormat, _Coding] = {
+    "wav": _Coding("wav", "pcm_s16le"),
+    "flac": _Coding("flac", "flac"),
+    "mp3": _Coding("mp3", "libmp3lame", 64_000, {"id3v2_version": "0"}),
+    "opus": _Coding("ogg", "libopus", 64_000, {"page_duration": "100000"}),  # in microseconds
+    "aac": _Coding("adts", "aac", 64_000),
+}
+_OPTIONS = {"flush_packets": "1", "fflags": "+bitexact"}
+"""Options of all containers: write each packet at once, and no name of the encoder."""
 
 
 async def decode(files: list[tuple[bytes, str]]) -> list[AudioChunk]:
     """Decode audio files, each given with the parameter that contains it.
 
-    Raises HTTPError about the parameter. Cancellation: the thread finishes its work in the background.
+    Raises HTTPError about the parameter. Cancellation: a thread finishes its work in the background, and a process is
+    ended.
     """
-    if not files:
-        return []
-    return await trio.to_thread.run_sync(_decode_all, files, abandon_on_cancel=True, limiter=_DECODERS)
-
-
-def _decode_all(files: list[tuple[bytes, str]]) -> list[AudioChunk]:
     clips: list[AudioChunk] = []
     left = MAX_SAMPLES
     for data, param in files:
-        clip = _decode(data, param, left)
-        left -= len(clip.samples)
-        clips.append(clip)
+        found = await trio.to_thread.run_sync(_decode, data, param, left, abandon_on_cancel=True, limiter=_DECODERS)
+        if isinstance(found, str):
+            async with _DECODERS:
+                found = await decode_container(data, param, max_s=MAX_AUDIO_S, max_samples=left, reason=found)
+        left -= len(found.samples)
+        clips.append(found)
     return clips
 
 
-def _decode(data: bytes, param: str, limit: int) -> AudioChunk:
+def _decode(data: bytes, param: str, limit: int) -> AudioChunk | str:
+    """Decode a file. Returns the reason if libsndfile cannot read it. Raises HTTPError."""
     try:
         with soundfile.SoundFile(io.BytesIO(data)) as file:
             samples, total = np.empty(0, np.float32), 0
@@ -77,8 +93,7 @@ def _decode(data: bytes, param: str, limit: int) -> AudioChunk:
                 block.mean(axis=1, dtype=np.float32, out=samples[begin:])
             rate = file.samplerate
     except soundfile.LibsndfileError as error:
-        message = f"{param}: not a readable audio file: {error.error_string}"
-        raise bad_request(message, param, "invalid_audio") from error
+        return str(error.error_string)
     if not total:
         raise bad_request(f"{param}: the audio file is empty", param, "invalid_audio")
     return AudioChunk(samples, rate)
@@ -91,15 +106,19 @@ class AudioEncoder:
         format: "pcm" is int16 without a header.
         streamed: whether ``push`` returns data as soon as it exists; the header of a streamed file does not contain the
             file's length. Otherwise ``finish`` returns the complete file. FLAC cannot be streamed, because common
-            readers need the length.
+            readers (libsndfile) need the length.
     """
 
     def __init__(self, format: AudioFormat, *, streamed: bool) -> None:
         self._format, self._streamed = format, streamed
-        self._sink = _Sink()
-        self._file: soundfile.SoundFile | None = None
+        self._sink: _Sink | io.BytesIO = _Sink() if streamed or format == "pcm" else io.BytesIO()
+        self._container: Any = None
+        self._stream: Any = None
+        self._rate = PCM_RATE
         self._resampler: soxr.ResampleStream | None = None
         self._is_started = False
+        self._encoded = 0
+        """Samples so far."""
 
     async def push(self, chunk: AudioChunk) -> bytes:
         """Encode a chunk, and return the data to send now. Chunks of a response have one sample rate."""
@@ -109,7 +128,7 @@ class AudioEncoder:
         if self._resampler is not None:
             samples = self._resampler.resample_chunk(samples)
         await self._encode(samples)
-        return self._take_streamed() if self._streamed else b""
+        return self._take() if self._streamed else b""
 
     async def finish(self) -> bytes:
         """End the file, and return the rest of the data. A file without audio has a header, if its format has one."""
@@ -117,63 +136,56 @@ class AudioEncoder:
             self._start(PCM_RATE)
         if self._resampler is not None:
             await self._encode(self._resampler.resample_chunk(np.zeros(0, np.float32), last=True))
-        if self._file is not None:
-            self._file.close()
-        return self._sink.take()
+        if self._container is not None:
+            if self._encoded:
+                self._container.mux(self._stream.encode(None))
+            self._container.close()
+        return self._take()
 
     def _start(self, rate: int) -> None:
         self._is_started = True
         if self._format not in ("wav", "flac") and rate != PCM_RATE:
             self._resampler = soxr.ResampleStream(rate, PCM_RATE, 1, dtype="float32")
             rate = PCM_RATE
-        if self._format != "pcm":
-            self._file = soundfile.SoundFile(self._sink, "w", rate, 1, **_CONTAINERS[self._format])
+        self._rate = rate
+        if self._format == "pcm":
+            return
+        coding = _CODINGS[self._format]
+        self._container = av.open(self._sink, "w", format=coding.container, options={**_OPTIONS, **coding.options})
+        self._stream = self._container.add_stream(coding.codec, rate=rate, layout="mono")
+        if coding.bit_rate is not None:
+            self._stream.bit_rate = coding.bit_rate
+        self._container.start_encoding()
 
-    def _take_streamed(self) -> bytes:
-        is_head = self._sink.taken == 0
-        data = self._sink.take()
-        if self._format == "wav" and is_head and data:  # with an unknown size, readers read to the end
-            return data[:4] + _UNKNOWN_SIZE + data[8:40] + _UNKNOWN_SIZE + data[44:]
-        return data
+    def _take(self) -> bytes:
+        return self._sink.take() if isinstance(self._sink, _Sink) else self._sink.getvalue()
 
     async def _encode(self, samples: Floats) -> None:
         for begin in range(0, len(samples), _ENCODED_SAMPLES):
             await trio.lowlevel.checkpoint()
             clipped = np.clip(samples[begin : begin + _ENCODED_SAMPLES], -1.0, 1.0)
             data = (clipped * 32767.0).round().astype("<i2")
-            if self._file is None:
+            if self._container is None:
                 self._sink.write(data.tobytes())
-            else:
-                self._file.write(data)
+                continue
+            frame = av.AudioFrame.from_ndarray(data[None], format="s16", layout="mono")
+            frame.sample_rate, frame.pts = self._rate, self._encoded
+            self._encoded += len(data)
+            self._container.mux(self._stream.encode(frame))
 
 
 class _Sink:
-    """A file for libsndfile whose data can be taken while it grows. Writes to data that was taken have no effect."""
+    """A file without positions, whose data can be taken while it grows."""
 
     def __init__(self) -> None:
         self._data = bytearray()
-        self.taken = self._position = 0
 
     def write(self, data: bytes) -> int:
-        begin = self._position - self.taken
-        if begin >= 0:
-            self._data[begin : begin + len(data)] = data
-        self._position += len(data)
+        self._data += data
         return len(data)
-
-    def read(self, size: int) -> bytes:
-        return b""
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self._position = offset + (0, self._position, self.taken + len(self._data))[whence]
-        return self._position
-
-    def tell(self) -> int:
-        return self._position
 
     def take(self) -> bytes:
         """Remove and return all data."""
         data = bytes(self._data)
-        self.taken += len(data)
         self._data.clear()
         return data

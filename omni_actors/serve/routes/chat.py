@@ -89,7 +89,7 @@ def _require_possible(body: schemas.ChatRequest) -> None:
         message = "modalities: an answer is spoken or has pictures; accepted: 'audio' or 'image', each with 'text'"
         raise bad_request(message, "modalities", "unsupported_parameter")
     if body.stream and has_audio and body.audio.format == "flac":
-        message = "audio.format: 'flac' cannot be streamed; accepted: 'wav', 'mp3', 'opus', 'pcm16'"
+        message = "audio.format: 'flac' cannot be streamed; accepted: 'wav', 'mp3', 'opus', 'aac', 'pcm16'"
         raise bad_request(message, "audio.format", "unsupported_parameter")
     if has_audio and body.n > 1:
         raise bad_request("n: a spoken answer has one choice; accepted: 1", "n", "unsupported_parameter")
@@ -149,12 +149,6 @@ def _tool_parameters(body: schemas.ChatRequest) -> list[tuple[str, str, Any]]:
     return found
 
 
-def takes_tools(pipeline: Pipeline) -> bool:
-    """Return whether an engine of the pipeline can be given tools."""
-    schemas_ = [pipeline.spec(stage).params for stage in pipeline.stages]
-    return any("tools" in schema.__struct_fields__ for schema in schemas_ if schema is not None)
-
-
 def _split_media(
     messages: Sequence[schemas.ChatMessage], pipeline: Pipeline
 ) -> tuple[list[dict[str, Any]], list[MediaReference]]:
@@ -191,7 +185,7 @@ def _tool_fields(message: schemas.ChatMessage, param: str, pipeline: Pipeline) -
     is_result = message.role == "tool"
     if not is_result and not message.tool_calls:
         return {}
-    if not takes_tools(pipeline):
+    if not schemas.takes_parameter(pipeline, "tools"):
         field = f"{param}.role" if is_result else f"{param}.tool_calls"
         accepted = "; accepted: 'system', 'developer', 'user', 'assistant'" if is_result else ""
         text = f"{field}: no stage of {pipeline.name!r} takes tools{accepted}"

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Annotated, Literal
+
 import msgspec
+from msgspec import Meta
 
 from omni_actors.stages.bounds import Name, Positive
 
@@ -21,3 +24,9 @@ class WhisperParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     language: Name | None = None
     """A language code such as "en". None: the model detects the language."""
+    task: Literal["transcribe", "translate"] = "transcribe"
+    """What the text is: that of the recording, or its translation to English, of models of several languages."""
+    initial_prompt: Annotated[str, Meta(max_length=4096)] = ""
+    """Text before the recording, whose words and style the model prefers in its first 30 s."""
+    timestamps: Literal["segment", "word"] | None = None
+    """Whether outputs have their times: of segments, or of words too."""

@@ -20,7 +20,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from faster_whisper import WhisperModel
 from faster_whisper.feature_extractor import FeatureExtractor
-from faster_whisper.transcribe import Segment
+from faster_whisper.transcribe import Segment, Word
 
 from omni_actors.stages.multimodal.audio import Floats, Recording
 
@@ -69,11 +69,15 @@ class Recognizer(WhisperModel):  # type: ignore[misc]
         return chain(first, segments), self._advance, info.language
 
     def _split_segments_by_timestamps(self, *args: Any, **kwargs: Any) -> Any:
-        """Called by faster-whisper once for each window. It decodes no other one behind it."""
-        segments, seek, is_single = self._split(*args, **kwargs)
+        """Called by faster-whisper once for each window. It decodes no other one behind it.
+
+        The last value is True, so that times of words do not decide where the next window begins: the text is the same
+        with and without them.
+        """
+        segments, seek, _ = self._split(*args, **kwargs)
         end = self._advance
         self._advance = seek or end  # a window without progress would be decoded again and again
-        return segments, end, is_single
+        return segments, end, True
 
 
 class Transcription:
@@ -98,6 +102,8 @@ class Transcription:
         self._loudest = -np.inf
         """The largest feature so far."""
         self._segments: Iterator[Segment] | None = None
+        self._window_s = 0.0
+        """Where the window of these segments begins."""
         self.at_start = True
         """Whether it has given no text yet."""
 
@@ -136,20 +142,38 @@ class Transcription:
         """Whether the whole recording was transcribed, and all segments were returned."""
         return self._segments is None and self._complete and self._seek >= self._end // _HOP
 
+    @property
+    def language(self) -> str | None:
+        """The code of the language that was given or detected; None before the first window."""
+        language: str | None = self._options["language"]
+        return language
+
     def next_segment(self) -> Segment | None:
-        """Return the next segment; decode a window if necessary. None: the window has no more."""
+        """Return the next segment; decode a window if necessary. None: the window has no more.
+
+        Its times count from the beginning of the window; see ``times``.
+        """
         if self._segments is None:
             frames = min(_WINDOW, self._end // _HOP - self._seek)
             if frames <= 0:
                 return None
             self._segments, advance, language = self._model.decode(self._features(frames), **self._options)
-            self._options["language"] = language
+            self._options |= {"language": language, "initial_prompt": None}
+            self._window_s = self._seek * _HOP / SAMPLE_RATE
             self._seek += advance
             self._forget_sound()
         segment = next(self._segments, None)
         if segment is None:
             self._segments = None
         return segment
+
+    def times(self, found: Segment | Word) -> dict[str, float]:
+        """Return the start and the end of the newest segment, or of a word in it, in seconds.
+
+        They count from the beginning of the recording, and do not exceed its length.
+        """
+        end = self._end / SAMPLE_RATE
+        return {name: min(self._window_s + getattr(found, name), end) for name in ("start", "end")}
 
     def _features(self, frames: int) -> _Features:
         """Return the features of the next window: ``frames`` frames, and the one behind them."""

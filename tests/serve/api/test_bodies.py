@@ -15,13 +15,13 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from omni_actors.serve.api import json_body
+from omni_actors.serve.api.audio_schemas import SpeechRequest
 from omni_actors.serve.api.image_schemas import ImageEditRequest
 from omni_actors.serve.api.json_body import MAX_DEPTH, MAX_SLOW_BYTES, MAX_VALUES, DecodingCost, read_json
 from omni_actors.serve.api.schemas import (
     MAX_SHORT,
     ChatRequest,
     EmbeddingRequest,
-    SpeechRequest,
     TokenizeRequest,
 )
 from omni_actors.serve.http.errors import MAX_QUOTE, bad_request, quote_value

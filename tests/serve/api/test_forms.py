@@ -34,9 +34,14 @@ def test_several_files_arrive_in_order_under_either_name() -> None:
 
 
 def test_the_charset_of_a_form_has_no_effect() -> None:
-    body = part("model", b"studio") + part("prompt", "é".encode()) + END
+    body = part("model", b"studio") + part("word", "é".encode()) + END
     for charset in ("utf-7", "undefined", "idna", "nothing"):
-        assert refusal("transcription", body, f"{MULTIPART}; charset={charset}")["param"] == "prompt"
+        assert take("transcription", body, f"{MULTIPART}; charset={charset}")["word"] == "é"
+
+
+def test_the_values_of_a_list_arrive_in_order() -> None:
+    body = part("model", b"studio") + part("tags[]", b"one") + part("tags", b"two") + part("tags[]", b"three") + END
+    assert take("transcription", body) == {"files": [], "tags[]": ["one", "three"], "tags": "two"}
 
 
 @pytest.mark.parametrize(

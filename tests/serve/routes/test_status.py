@@ -34,6 +34,7 @@ def test_openapi_describes_every_route_and_its_body(studio: Server) -> None:
             assert "model" in found["components"]["schemas"][name]["required"]
     assert {path: schema["required"] for path, schema in files.items()} == {
         "/v1/audio/transcriptions": ["file"],
+        "/v1/audio/translations": ["file"],
         "/v1/images/edits": ["image"],
     }
     assert "application/json" in found["paths"]["/v1/images/edits"]["post"]["requestBody"]["content"]

@@ -1,0 +1,46 @@
+"""The schemas of the bodies of the audio routes."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta, field
+
+from omni_actors.serve.api.schemas import ModelBody
+from omni_actors.serve.media.audio import AudioFormat
+
+MAX_SPEECH_CHARACTERS = 4096
+"""OpenAI's own limit."""
+MAX_PROMPT_CHARACTERS = 4096
+TranscriptFormat = Literal["json", "text", "srt", "verbose_json", "vtt"]
+
+
+class SpeechRequest(ModelBody, frozen=True, kw_only=True):
+    """The body of /v1/audio/speech. voice: see ``schemas.has_speakers``. stream_format: sse is server-sent events."""
+
+    input: Annotated[str, Meta(max_length=MAX_SPEECH_CHARACTERS)]
+    voice: Any = None
+    response_format: AudioFormat = "mp3"
+    speed: Annotated[float, Meta(ge=0.25, le=4)] = 1.0
+    stream_format: Literal["audio", "sse"] = "audio"
+
+
+class TranslationRequest(ModelBody, frozen=True, kw_only=True):
+    """The fields of /v1/audio/translations except the file. A form's values are strings.
+
+    prompt: text before the recording, whose words and style the recognizer prefers. temperature: recognizers decode
+    greedily or by a beam search, so that a replay gives the same text.
+    """
+
+    prompt: Annotated[str, Meta(max_length=MAX_PROMPT_CHARACTERS)] = ""
+    response_format: TranscriptFormat = "json"
+    temperature: Annotated[float, Meta(ge=0, le=0)] = 0.0
+
+
+class TranscriptionRequest(TranslationRequest, frozen=True, kw_only=True):
+    """The fields of /v1/audio/transcriptions except the file. A form's values are strings."""
+
+    stream: bool = False
+    granularities: Annotated[list[Literal["segment", "word"]], Meta(max_length=2)] = field(
+        name="timestamp_granularities[]", default_factory=list
+    )

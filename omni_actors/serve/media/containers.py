@@ -1,0 +1,60 @@
+"""Decode the sound of containers that only FFmpeg reads (MP4, WebM, AAC, AVI, …), in a process with limits.
+
+Rules
+1. A file of a few bytes can claim millions of packets, and a parser in C can fail. So FFmpeg reads clients' files in a
+   process of its own (``container_process.py``), which has limits of memory and time. Its end concerns one request.
+2. The process gets the file at its standard input and nothing else: no environment, no network, no other files.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import trio
+
+from omni_actors.outputs import AudioChunk
+from omni_actors.serve.http.errors import HTTPError, bad_request
+from omni_actors.serve.media import container_process
+
+DECODING_S = 30.0
+"""The time limit of one file."""
+_PROGRAM = Path(container_process.__file__)
+
+
+async def decode_container(data: bytes, param: str, *, max_s: int, max_samples: int, reason: str) -> AudioChunk:
+    """Return the first sound of a file: float32 (samples,), mono, at its own rate.
+
+    Args:
+        data: the file.
+        param: the parameter that contains it.
+        max_s: the longest sound in seconds.
+        max_samples: the most samples.
+        reason: why no other decoder reads the file.
+
+    Raises HTTPError 400 about the parameter. Cancellation ends the process.
+    """
+    command = [sys.executable, "-I", str(_PROGRAM), str(max_s), str(max_samples)]
+    with trio.move_on_after(DECODING_S):
+        done = await trio.run_process(
+            command, stdin=data, capture_stdout=True, stderr=subprocess.DEVNULL, check=False, env={}
+        )
+        if done.returncode == 0:
+            rate = int.from_bytes(done.stdout[: container_process.HEAD_BYTES], "little")
+            samples = np.frombuffer(done.stdout, np.float32, offset=container_process.HEAD_BYTES)
+            return AudioChunk(samples, rate)
+        raise _refusal(done.returncode, param, max_s, reason)
+    message = f"{param}: decoding takes longer than {DECODING_S:g} s"
+    raise bad_request(message, param, "invalid_audio")
+
+
+def _refusal(code: int, param: str, max_s: int, reason: str) -> HTTPError:
+    """Return the error for an exit code of the process."""
+    if code == container_process.TOO_LONG:
+        message = f"{param}: too long; a request may have {max_s} s of audio"
+        return bad_request(message, param, "audio_too_long")
+    if code == container_process.EMPTY:
+        return bad_request(f"{param}: the file has no audio", param, "invalid_audio")
+    return bad_request(f"{param}: not a readable audio file: {reason}", param, "invalid_audio")
