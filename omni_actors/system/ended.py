@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
+from functools import cache, partial
 from typing import TYPE_CHECKING
 
 from omni_actors.config import Pipeline
@@ -35,8 +37,8 @@ class EndedRequests:
         self._pipeline, self._metrics, self.tracing = pipeline, metrics, tracing
         self.profiled: deque[tuple[str, Period]] | None = None
         """Names and timelines of the requests that ended since a profile began; None: no profile runs."""
-        self.recent: deque[LiveRequest] = deque(maxlen=RECENT)
-        """The latest ended requests, the earliest first."""
+        self._recent: deque[Callable[[], LiveRequest]] = deque(maxlen=RECENT)
+        """The latest ended requests, the earliest first. The state of each is made when it is first shown."""
 
     def closed(self, request: Request) -> None:
         """Record a request that has ended, and whose client has everything or was cut off."""
@@ -49,7 +51,7 @@ class EndedRequests:
                 self._metrics.resume.labels(loss.crash.stage).observe(loss.resumed - loss.at)
         if self.tracing is not None and request.trace is not None:
             self.tracing.record(request)
-        self.recent.append(live_request(request, self._pipeline))
+        self._recent.append(cache(partial(live_request, request, self._pipeline)))
         if self.profiled is not None:
             self.profiled.append((request.name, timeline(request, self._pipeline)))
 
@@ -68,6 +70,11 @@ class EndedRequests:
             if stats.chunks > 1 and CLIENT not in request.route.targets[name]:
                 interval_s = (stats.finished - stats.first_output) / (stats.chunks - 1)
                 self._metrics.stage_output_interval.labels(name).observe(interval_s)
+
+    @property
+    def recent(self) -> list[LiveRequest]:
+        """The states of the latest ended requests, the earliest first."""
+        return [state() for state in self._recent]
 
     @property
     def speech(self) -> SpokenStreams:
