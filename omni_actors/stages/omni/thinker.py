@@ -24,7 +24,7 @@ from omni_actors.stages.adapters.batched import BatchedAdapters
 from omni_actors.stages.autoregressive import tokenizing
 from omni_actors.stages.autoregressive.cache import SlottedCache
 from omni_actors.stages.autoregressive.language import LanguageEngine, TextRequest, refuse_beyond_context
-from omni_actors.stages.autoregressive.options import TextOptions
+from omni_actors.stages.autoregressive.options import SplitOptions
 from omni_actors.stages.autoregressive.prefixes import Block
 from omni_actors.stages.autoregressive.scheduler import Scheduler
 from omni_actors.stages.autoregressive.text import Vocabulary
@@ -67,7 +67,9 @@ class OmniThinker(OmniPromptEngine[R], LanguageEngine[R]):
 
     def __init__(self, context: StageContext) -> None:
         """Raises msgspec.ValidationError (options), WrongCheckpoint, OSError (the checkpoint's files)."""
-        options = msgspec.convert(context.options, TextOptions)
+        options = msgspec.convert(context.options, SplitOptions)
+        if options.role != "both":
+            raise ValueError(f"role: found {options.role!r}; a thinker prefills and decodes in one stage")
         context.report("reading the processor")
         self._open_processors(context, options.context, options.system_prompt)
         model: Any = load_part(self.MODEL, context, "thinker", options.dtype)
