@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import re
+from contextvars import ContextVar
 from typing import ClassVar
 
 import msgspec
@@ -21,6 +22,9 @@ from omni_actors.errors import WorkerExit
 
 log = logging.getLogger(__name__)
 log.addHandler(logging.NullHandler())
+
+REQUEST_ID: ContextVar[str | None] = ContextVar("REQUEST_ID", default=None)
+"""The identifier of the HTTP request that the current task serves; None outside of a server."""
 
 
 def _name(class_name: str) -> str:
@@ -163,6 +167,41 @@ class ServerReady(LogEvent, frozen=True, kw_only=True):
 
     def __str__(self) -> str:
         return f"ready: {self.url}/v1 serves {self.pipeline!r}"
+
+
+class ServerDraining(LogEvent, frozen=True, kw_only=True):
+    """A signal has arrived. /health reports 503, and new requests are served for ``notice_s`` more seconds."""
+
+    notice_s: float
+
+    def __str__(self) -> str:
+        return f"draining: new requests are served for {self.notice_s:g} s more"
+
+
+class RequestServed(LogEvent, frozen=True, kw_only=True):
+    """A response has ended: the line of the access log.
+
+    Attributes:
+        client: the client's address and port.
+        path: as the client sent it, without its query.
+        status: of the response; 499 if the client disconnected before that began, 101 of a WebSocket.
+        body_bytes: the bytes of the response's body.
+        seconds: from the request's head until the response, or the WebSocket, ended.
+        request_id: the request's identifier, as in the header X-Request-ID.
+    """
+
+    client: str
+    method: str
+    path: str
+    http_version: str
+    status: int
+    body_bytes: int
+    seconds: float
+    request_id: str
+
+    def __str__(self) -> str:
+        request = f'{self.client} - "{self.method} {self.path} HTTP/{self.http_version}" {self.status}'
+        return f"{request} {self.body_bytes} bytes {self.seconds:.3f} s {self.request_id}"
 
 
 class ServerFailed(LogEvent, frozen=True, kw_only=True, omit_defaults=True):

@@ -116,7 +116,7 @@ class Metrics:
             buckets=LATENCY_BUCKETS,
         )
         self.speech = SpokenStreams(self.registry)
-        self._gauges = lambda: [*gauges(), *self.speech.gauges()]
+        self._gauges: Callable[[], Gauges] = lambda: [*gauges(), *self.speech.gauges()]
         self.registry.register(self)
 
     def read_through(self, run: Callable[[Callable[[], Gauges]], Gauges]) -> None:

@@ -20,6 +20,7 @@ from omni_actors.errors import RequestError
 from omni_actors.serve.access.admission import AdmissionControl, AdmissionTicket
 from omni_actors.serve.access.gate import RequestGate
 from omni_actors.serve.access.origins import OriginCheck
+from omni_actors.serve.access.request_log import RequestLog
 from omni_actors.serve.api import audio_schemas, image_schemas, schemas
 from omni_actors.serve.api.errors import to_http_error
 from omni_actors.serve.api.openapi import EVENTS, JSON, Form, Operation, document
@@ -146,7 +147,7 @@ def build(
 
     app = _starlette(operations)
     app.state.openapi = document(_described(operations), has_key=settings.api_key is not None)
-    app.state.system, app.state.media = system, media
+    app.state.system, app.state.media, app.state.is_draining = system, media, is_draining
     app.state.state_feed = StateFeed(system.live_state, is_draining)
     app.state.created, app.state.api_key = int(time.time()), settings.api_key
     gate = RequestGate(
@@ -160,7 +161,14 @@ def build(
     )
     traced: ASGIApp = TraceContext(gate) if system.is_tracing_enabled else gate
     has_key = settings.api_key is not None
-    return OriginCheck(traced, origins=settings.allow_origins, hosts=settings.allow_hosts, has_key=has_key)
+    checked = OriginCheck(
+        traced,
+        origins=settings.allow_origins,
+        hosts=settings.allow_hosts,
+        has_key=has_key,
+        allows_credentials=settings.allow_credentials,
+    )
+    return RequestLog(checked, writes_lines=settings.access_log)
 
 
 def _described(operations: Mapping[str, admin.Operation]) -> dict[str, Operation]:

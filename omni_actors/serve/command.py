@@ -60,8 +60,14 @@ def _allow(flag: str, name: str, help: str, **options: Any) -> _Option:
     metavar="DIR",
     type=click.Path(path_type=Path),
 )
-@_allow("--allow-origin", "allow_origins", "Let web pages of this origin use the server.", metavar="ORIGIN")
+@_allow("--allow-origin", "allow_origins", "Let web pages of this origin use the server; '*': all.", metavar="ORIGIN")
+@click.option("--allow-credentials", is_flag=True, help="Let these pages send cookies and certificates.")
 @_allow("--allow-host", "allow_hosts", "An accepted value of the header Host; others are refused.", metavar="HOST")
+@_setting(
+    "--drain-notice-s",
+    click.FloatRange(min=0),
+    "After the first signal, serve new requests for so long while /health reports 503, for load balancers.",
+)
 @_setting("--drain-s", click.FloatRange(min=0), "Time for requests in progress to end.")
 @_setting("--max-connections", AT_LEAST_1, "Limit of connections. It is lower if the process may open few files.")
 @_setting("--max-connections-per-address", AT_LEAST_1, "Limit for one address. Raise it behind a proxy.")
@@ -72,6 +78,7 @@ def _allow(flag: str, name: str, help: str, **options: Any) -> _Option:
 )
 @click.option("--enable-admin", is_flag=True, help="Have the routes that control the server. Needs an API key.")
 @click.option("--exit-on-failed-stage", is_flag=True, help="Exit with code 1 when a stage is given up.")
+@click.option("--access-log/--no-access-log", default=DEFAULTS.access_log, show_default=True, help="Log each request.")
 @click.option(
     "--log-format",
     type=click.Choice(get_args(LogFormat)),

@@ -2,8 +2,9 @@
 
 Rules
 1. All records of level WARNING or above are written, of every library, and all events of ``log_events``.
-2. In JSON, a line has ``timestamp`` (UTC, ISO 8601), ``level``, ``event``, ``logger``, ``message``, the facts of the
-   event as fields of their own and, with an exception, ``traceback``. ``event`` is "log" for a record that is no event.
+2. In JSON, a line has ``timestamp`` (UTC, ISO 8601), ``level``, ``event``, ``logger``, ``message``, and the facts of
+   the event as fields of their own. A record that an HTTP request causes has ``request_id``, and one with an exception
+   ``traceback``. ``event`` is "log" for a record that is no event.
 3. In JSON, warnings and exceptions that end the process or one of its threads are records too.
 """
 
@@ -24,7 +25,7 @@ import msgspec
 
 from omni_actors import log_events
 from omni_actors.command_line import click_errors
-from omni_actors.log_events import LogEvent, ServerFailed, WorkerEnd
+from omni_actors.log_events import REQUEST_ID, LogEvent, ServerFailed, WorkerEnd
 
 LogFormat = Literal["plain", "json"]
 
@@ -40,6 +41,7 @@ class JSONFormatter(logging.Formatter):
         line = {
             "timestamp": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),
+            **({} if (id := REQUEST_ID.get()) is None else {"request_id": id}),
             **facts,
             "logger": record.name,
             "message": record.getMessage(),

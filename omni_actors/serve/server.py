@@ -6,10 +6,11 @@ Rules
    shows the progress. A stage that cannot load ends the server with StageFailed. A stage that fails later does so only
    with ``exit_on_failed_stage``. Otherwise requests that do not need the stage are served, and it is tried again. A
    server whose socket is lost drains, and ends with CannotListen. What fails after a signal changes nothing.
-3. The first SIGINT or SIGTERM starts the drain: no new connections, ``drain_s`` for requests in progress, then every
-   request ends with an error (``http.listener``). The second signal kills the process, and the kernel then kills the
-   workers. A signal within ``DUPLICATE_SIGNAL_S`` of the first is the same one: process managers that signal a process
-   and its group send two.
+3. The first SIGINT or SIGTERM starts the drain. For ``drain_notice_s``, /health and /ping report it with 503, so that
+   load balancers send no more requests, and new requests are still served. Then there are no new connections, requests
+   in progress have ``drain_s``, and at last every request ends with an error (``http.listener``). The second signal
+   kills the process, and the kernel then kills the workers. A signal within ``DUPLICATE_SIGNAL_S`` of the first is the
+   same one: process managers that signal a process and its group send two.
 4. Clients cannot use up the process's descriptors: the server reserves enough to restart every worker
    (``http.descriptors``).
 """
@@ -33,7 +34,7 @@ import trio
 from omni_actors import config as configuration
 from omni_actors.config import Pipeline
 from omni_actors.errors import OmniError
-from omni_actors.log_events import LogEvent, ServerListening, ServerReady, record
+from omni_actors.log_events import LogEvent, ServerDraining, ServerListening, ServerReady, record
 from omni_actors.serve.app import build
 from omni_actors.serve.http.buffered_socket import SEND_TIMEOUT_S
 from omni_actors.serve.http.descriptors import DescriptorBudget
@@ -120,9 +121,15 @@ class _Server:
     """A listening server with its running pipeline."""
 
     def __init__(
-        self, system: OmniSystem, settings: ServerSettings, stop: trio.Event, announce: Callable[[str], None] | None
+        self,
+        system: OmniSystem,
+        settings: ServerSettings,
+        signalled: trio.Event,
+        announce: Callable[[str], None] | None,
     ) -> None:
-        self._system, self._settings, self._stop, self._announce = system, settings, stop, announce
+        self._system, self._settings, self._signalled, self._announce = system, settings, signalled, announce
+        self._stop = trio.Event()
+        """Set when the server accepts no more connections."""
         self._has_loaded = False
         self._failure: OmniError | None = None
         """Why the server cannot serve any more."""
@@ -133,6 +140,7 @@ class _Server:
         url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._watch_stages, url)
+            nursery.start_soon(self._stop_after_notice)
             listener = HTTPListener(
                 sock,
                 build(
@@ -140,7 +148,7 @@ class _Server:
                     self._settings,
                     media=media,
                     has_loaded=lambda: self._has_loaded,
-                    is_draining=self._stop.is_set,
+                    is_draining=lambda: self._signalled.is_set() or self._stop.is_set(),
                 ),
                 self._system.metrics.registry,
                 max_connections=max_connections,
@@ -157,9 +165,17 @@ class _Server:
         if self._failure is not None:
             raise self._failure
 
+    async def _stop_after_notice(self) -> None:
+        """Stop ``drain_notice_s`` after a signal."""
+        await self._signalled.wait()
+        if notice_s := self._settings.drain_notice_s:
+            record(ServerDraining(notice_s=notice_s))
+            await trio.sleep(notice_s)
+        self._stop.set()
+
     async def _watch_stages(self, url: str) -> None:
         """Announce when all stages have loaded, and stop the server if it cannot serve."""
-        while not self._stop.is_set():
+        while not (self._stop.is_set() or self._signalled.is_set()):
             failed, late = self._system.dead_error, self._system.start_error
             fatal = failed if self._settings.exit_on_failed_stage or not self._has_loaded else None
             if fatal or (late and not self._has_loaded):

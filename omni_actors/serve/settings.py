@@ -10,6 +10,9 @@ from ipaddress import ip_address
 API_KEY_VARIABLE = "OMNI_ACTORS_API_KEY"
 """The environment variable from which the command takes the API key."""
 
+ANY_ORIGIN = "*"
+"""Stands for all origins."""
+
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^\s/?#@]+", re.ASCII)
 _HOST = re.compile(r"[a-z0-9_-]+(\.[a-z0-9_-]+)*", re.ASCII)
 
@@ -22,15 +25,18 @@ class ServerSettings:
         host, port: the address to listen on. Port 0: a free port.
         api_key: the key that clients must send. None: no key.
         max_body_bytes: the limit of a request's body and the files that its URLs name.
-        allow_origins: the origins whose web pages may use the server.
+        allow_origins: the origins whose web pages may use the server; "*": all.
+        allow_credentials: whether pages of these origins may send cookies and certificates.
         allow_hosts: the accepted values of the header Host, without a port. Empty: all.
-        drain_s: the time that requests in progress have to end after the first signal.
+        drain_notice_s: the time after the first signal in which /health reports 503 and new requests are still served.
+        drain_s: the time that requests in progress have to end after that.
         max_connections: the limit of connections, which is lower if the process may not open so many files.
         max_connections_per_address: the limit of connections from one address.
         enable_admin: have the routes of an operator (``routes.admin``), for which there must be a key.
         exit_on_failed_stage: raise StageFailed when a stage is given up, instead of trying it again.
         otlp_endpoint: the URL of the OpenTelemetry collector (OTLP/HTTP) that receives traces. None: that of the
             environment, or no traces.
+        access_log: whether to log each request.
 
     Raises ValueError for a bad key, origin, host or endpoint. The attributes have the normalized ones.
     """
@@ -40,13 +46,16 @@ class ServerSettings:
     api_key: str | None = None
     max_body_bytes: int = 32 * 1024 * 1024
     allow_origins: Collection[str] = ()
+    allow_credentials: bool = False
     allow_hosts: Collection[str] = ()
+    drain_notice_s: float = 0.0
     drain_s: float = 5.0
     max_connections: int = 1024
     max_connections_per_address: int = 512
     enable_admin: bool = False
     exit_on_failed_stage: bool = False
     otlp_endpoint: str | None = None
+    access_log: bool = False
 
     def __post_init__(self) -> None:
         normalized = {
@@ -58,6 +67,8 @@ class ServerSettings:
             raise ValueError(f"--enable-admin lets clients control the server; set --api-key or {API_KEY_VARIABLE}")
         for name, value in normalized.items():
             object.__setattr__(self, name, value)
+        if self.allow_credentials and ANY_ORIGIN in self.allow_origins:
+            raise ValueError("--allow-credentials would let every web page act for its users; name the origins")
         if self.otlp_endpoint is not None and not self.otlp_endpoint.startswith(("http://", "https://")):
             raise ValueError(f"{self.otlp_endpoint!r} is not a URL such as http://localhost:4318")
 
@@ -76,8 +87,10 @@ def normalize_key(given: str) -> str:
 
 
 def normalize_origin(given: str) -> str:
-    """Return an origin as browsers write it. Raises ValueError if it is not one."""
+    """Return an origin as browsers write it, or "*". Raises ValueError if it is neither."""
     origin = given.lower().rstrip("/")
+    if origin == ANY_ORIGIN:
+        return origin
     if not _ORIGIN.fullmatch(origin):
         raise ValueError(f"{given!r} is not an origin such as https://app.example.org or http://localhost:3000")
     return origin

@@ -20,6 +20,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from omni_actors.errors import ConfigError
+from omni_actors.log_events import REQUEST_ID
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
@@ -39,13 +40,13 @@ class TraceContext:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        from opentelemetry.context import attach, detach
+        from opentelemetry.context import attach, detach, set_value
 
-        from omni_actors.system.tracing import CONTEXT_HEADERS, remote_context
+        from omni_actors.system.tracing import CONTEXT_HEADERS, HTTP_REQUEST_ID, remote_context
 
         found = Headers(scope=scope)  # a header that was sent twice is joined, as HTTP has it
         headers = {name: ",".join(found.getlist(name)) for name in CONTEXT_HEADERS if name in found}
-        token = attach(remote_context(headers))
+        token = attach(set_value(HTTP_REQUEST_ID, REQUEST_ID.get(), remote_context(headers)))
         try:
             await self._app(scope, receive, send)
         finally:

@@ -29,6 +29,9 @@ CONTEXT_HEADERS = ("traceparent", "tracestate")
 _IS_REMOTE = create_key("is_remote")
 """Is set in the context of a remote caller, also if that has no span."""
 
+HTTP_REQUEST_ID = create_key("http_request_id")
+"""Has the identifier of the HTTP request, in the context of one."""
+
 log = logging.getLogger(__name__)
 
 
@@ -76,6 +79,8 @@ class Tracing:
         began = _wall_ns(request.submitted, offset_ns)
         span = self._tracer.start_span(self._name, request.trace, kind, attributes=self._facts, start_time=began)
         if span.is_recording():  # else the sampler leaves the request out, and its timeline need not be made
+            if isinstance(id := get_value(HTTP_REQUEST_ID, request.trace), str):
+                span.set_attribute("omni_actors.http_request_id", id)
             self._fill(span, timeline(request, self._pipeline), request.trace, offset_ns)
 
     def _fill(self, span: Span, period: Period, context: Context, offset_ns: int) -> None:

@@ -64,7 +64,7 @@ def test_the_spans_of_requests_reach_a_collector(start: Start, monkeypatch: pyte
     monkeypatch.setenv("OTEL_RESOURCE_ATTRIBUTES", "deployment.environment=test")
     with collector() as found, start("--otlp-endpoint", found.url, config="echo") as server:
         with server.openai() as client:
-            headers = {"traceparent": f"00-{TRACE}-{PARENT}-01", "tracestate": "vendor=1"}
+            headers = {"traceparent": f"00-{TRACE}-{PARENT}-01", "tracestate": "vendor=1", "x-request-id": "job-7"}
             for extra in (headers, {"traceparent": "no context", "tracestate": ",,=;" * 1000}, {}):
                 answer = client.chat.completions.create(
                     model="echo", messages=[{"role": "user", "content": "hello"}], extra_headers=extra
@@ -82,6 +82,8 @@ def test_the_spans_of_requests_reach_a_collector(start: Start, monkeypatch: pyte
     assert [span.trace_id.hex() == TRACE for span in roots] == [True, False, False, True]
     assert [span.parent_span_id.hex() for span in roots] == [PARENT, "", "", PARENT]
     assert roots[0].trace_state == "vendor=1"
+    ids = [item.value.string_value for item in roots[0].attributes if item.key == "omni_actors.http_request_id"]
+    assert ids == ["job-7"]
     assert {span.kind for span in roots} == {Span.SPAN_KIND_SERVER}
     stages = [span for span in arrived[0][1] if span.name == "stage first"]
     assert [span.parent_span_id for span in stages] == [span.span_id for span in roots]

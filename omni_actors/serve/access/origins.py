@@ -3,7 +3,7 @@
 Rules
 1. A browser sends a page's origin in the header ``Origin``, and lets any page send a simple POST anywhere, including
    localhost. A page of the server's own origin may use the server, and so may pages of the origins that the operator
-   allows.
+   allows; "*" stands for all.
 2. Other origins are refused if the operator allows some, or if there is no API key, because then nothing else keeps a
    page out. Programs send no ``Origin`` and are not affected.
 3. If the operator names hosts, a request for another ``Host`` is refused. This protects from DNS rebinding: a page
@@ -20,6 +20,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from omni_actors.serve.http.errors import HTTPError, quote_value
+from omni_actors.serve.settings import ANY_ORIGIN
 
 _DEFAULT_PORTS = {"http": ":80", "https": ":443"}
 
@@ -32,20 +33,30 @@ class OriginCheck:
         origins: the allowed origins, as ``settings.normalize_origin`` returns them.
         hosts: the allowed hosts, as ``settings.normalize_host`` returns them; empty: all.
         has_key: whether clients must send an API key.
+        allows_credentials: whether pages of the allowed origins may send cookies and certificates.
     """
 
-    def __init__(self, app: ASGIApp, *, origins: Collection[str], hosts: Collection[str], has_key: bool) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        origins: Collection[str],
+        hosts: Collection[str],
+        has_key: bool,
+        allows_credentials: bool = False,
+    ) -> None:
         if origins:
             app = CORSMiddleware(
                 app,
                 allow_origins=origins,
                 allow_methods=["GET", "POST"],
                 allow_headers=["*"],
+                allow_credentials=allows_credentials,
                 allow_private_network=True,
-                expose_headers=["retry-after", "x-should-retry"],
+                expose_headers=["retry-after", "x-request-id", "x-should-retry"],
             )
         self._app, self._origins, self._hosts = app, origins, hosts
-        self._checks_origin = bool(origins) or not has_key
+        self._checks_origin = ANY_ORIGIN not in origins and (bool(origins) or not has_key)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         app = self._app

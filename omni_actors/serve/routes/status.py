@@ -16,21 +16,23 @@ from omni_actors.system import Health, OmniSystem
 
 
 async def health(request: Request) -> Response:
-    """Describe each replica. The status is 200 while every stage serves, else 503.
+    """Describe each replica. The status is 200 while every stage serves and the server does not drain, else 503.
 
     The path needs no key. A client with the key (any client, if there is no key) gets all facts except the workers'
     stderr. Other clients get the states only: no processes, no reasons, no history.
     """
     system: OmniSystem = request.app.state.system
     now = system.health()
-    body: dict[str, Any] = {"status": overall_status(now), "model": system.pipeline.name}
+    is_draining = request.app.state.is_draining()
+    status = "draining" if is_draining else overall_status(now)
+    body: dict[str, Any] = {"status": status, "model": system.pipeline.name}
     if has_valid_key(request.headers.raw, request.app.state.api_key):
         error = system.dead_error.reason if system.dead_error else None
         body |= {**msgspec.to_builtins(now), "error": error}
     else:
         stages = {name: [{"replica": r.replica, "state": r.state} for r in stage] for name, stage in now.stages.items()}
         body |= {"ready": now.ready, "errored": now.errored, "stages": stages}
-    return JSONResponse(body, 200 if now.ready else 503)
+    return JSONResponse(body, 200 if now.ready and not is_draining else 503)
 
 
 def overall_status(now: Health) -> str:
