@@ -54,7 +54,7 @@ class _State(enum.Enum):
 
 
 class BargeIn:
-    """Decides for one conversation. Give it every event of the detector, in order, and the detector's position.
+    """Decides for one conversation. Give it every event of the detector in order, and how far the speech goes.
 
     Args:
         interrupts: Whether speech may cut an answer at all (``interrupt_response``).
@@ -73,12 +73,12 @@ class BargeIn:
         self._state = _State.UNDECIDED if judged else _State.TURN
         return Decision.CUT if playing and self._interrupts and not judged else None
 
-    def advanced(self, position_ms: int) -> Decision | None:
+    def advanced(self, spoken_until_ms: int) -> Decision | None:
         """Return CUT if the speech has gone on for too long to be a backchannel. Call it after every ``feed``.
 
-        position_ms: ``Detector.position_ms``.
+        spoken_until_ms: ``Detector.spoken_until_ms``, so that the silence after the speech does not count.
         """
-        if self._state is not _State.UNDECIDED or position_ms - self._speech_ms < LONGEST_MS:
+        if self._state is not _State.UNDECIDED or spoken_until_ms - self._speech_ms < LONGEST_MS:
             return None
         self._state = _State.TURN
         return Decision.CUT

@@ -67,6 +67,11 @@ class Detector:
         """Whether speech has started and not stopped."""
         return self._speaking
 
+    @property
+    def spoken_until_ms(self) -> int:
+        """How far the speech in progress goes: ``position_ms``, or where the pause began that may be its end."""
+        return self.position_ms if self._pause is None else self._pause * _WINDOW_MS
+
     def feed(self, samples: np.ndarray[Any, np.dtype[np.float32]]) -> list[Event]:
         """Take the next sound of the stream, and return what was found in it.
 

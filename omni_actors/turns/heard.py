@@ -100,12 +100,19 @@ class SpokenAnswer:
         return self._text[:end]
 
     def _place(self, sentence: _Sentence, after: int) -> tuple[int, int]:
-        """Return where a sentence is in the text, at ``after`` or later. Only letters and digits are compared."""
+        """Return where a sentence is in the text, at ``after`` or later, in whole words.
+
+        Only letters and digits are compared, because what is spoken is cleaned of marks and double spaces.
+        """
         if sentence.text is None:
             return after, len(self._text)
         letters = [re.escape(character) for character in sentence.text if character.isalnum()]
         found = re.compile(r"[\W_]*".join(letters)).search(self._text, after) if letters else None
-        return (found.start(), found.end()) if found else (after, after)
+        if found is None:
+            return after, after
+        words = [word for word in _WORD.finditer(self._text, after) if word.end() > found.start()]
+        last = next(word for word in words if word.end() >= found.end())
+        return words[0].start(), last.end()
 
     def _heard_of(self, sentence: _Sentence, text: str, played: int, is_whole: bool) -> int:
         """Return how many characters of a sentence were heard."""

@@ -67,7 +67,8 @@ def test_an_unknown_model_is_refused_with_the_accepted_names(name: str, reason: 
     with pytest.raises(ModelNotFound, match=reason) as caught:
         assets.resolve(name)
     assert caught.value.name == name
-    assert caught.value.accepted == ("smollm2-135m-instruct", "whisper-tiny.en", "hibari", "qwen-image-shapes")
+    voice = ("smollm2-135m-instruct", "whisper-tiny.en", "hibari")
+    assert caught.value.accepted == (*voice, "qwen-image-shapes", "silero-vad", "smart-turn")
     assert "whisper-tiny.en" in str(caught.value)
     assert not assets.is_ready(name)
 

@@ -2,9 +2,10 @@
 
 Input: the outputs of ``AcousticEngine`` (see ``acoustic``), sentence after sentence, each in any number of chunks.
 
-Output: ``tensors["audio"]``, float32 (n,); ``data["sample_rate"]`` (24000) and ``data["sentence"]``. A sentence of F
-frames gives F * 300 samples, which do not depend on the chunks (to 1e-6). A step synthesizes one chunk of every request
-that has one. The chunk that ends the input gives the request's last output, which may have no audio.
+Output: ``tensors["audio"]``, float32 (n,); ``data["sample_rate"]`` (24000) and ``data["sentence"]``. The first output
+of a sentence has ``data["sentence_text"]``, so that its words can be related to its sound. A sentence of F frames gives
+F * 300 samples, which do not depend on the chunks (to 1e-6). A step synthesizes one chunk of every request that has
+one. The chunk that ends the input gives the request's last output, which may have no audio.
 
 The noise in the voice is drawn from the request's ``seed`` and the number of the sentence, so the same input always
 gives the same audio. With ``StageRequest.needed_from``, samples of earlier outputs are not computed, apart from those
@@ -37,8 +38,10 @@ class _Request:
         self.seed = seed % 2**64  # numpy accepts no negative seed
         self.open = OpenSources(request.sources)
         self.needed_from, self.outputs = request.needed_from, 0
-        self.chunks: deque[tuple[int, list[Floats], bool]] = deque()
-        """Sentence, features (see ``names``; [] if the chunk only ends the input), and whether it is the last."""
+        self.chunks: deque[tuple[int, list[Floats], bool, str]] = deque()
+        """Sentence, features (see ``names``; [] if the chunk only ends the input), whether it is the last, and text."""
+        self.text = ""
+        """The text of the sentence, until an output has it."""
         self.sentence = 0
         """The sentence that the next chunk must belong to."""
         self.frame = 0
@@ -73,7 +76,7 @@ class _Request:
         if not self.open and self.frames:
             raise _refusal(f"the features end in the middle of sentence {self.sentence}")
         if features or not self.open:
-            self.chunks.append((sentence, features, not self.open))
+            self.chunks.append((sentence, features, not self.open, chunk.data.get("text", "")))
 
     def _check(self, chunk: Chunk) -> None:
         # This looks at names and shapes only: an exception would keep an array, a view of the chunk, alive.
@@ -83,6 +86,8 @@ class _Request:
         if place != (self.sentence, self.frame):
             raise _refusal(f"found frame {place[1]} of sentence {place[0]}, expected {self.frame} of {self.sentence}")
         shapes = {name: chunk.tensors[name].shape for name in self.names}
+        if not isinstance(chunk.data.get("text", ""), str):
+            raise _refusal("the text of the sentence is not text")
         frames = self.frames or math.prod(shapes["f0"])
         f = shapes["lh"][-1] if shapes["lh"] else 0
         expected = {name: (frames,) if name == "f0" else (BINS, f) for name in self.names}
@@ -97,7 +102,8 @@ class _Request:
 
         If the samples are not needed, an empty array takes their place.
         """
-        sentence, features, last = self.chunks.popleft()
+        sentence, features, last, text = self.chunks.popleft()
+        self.text = text or self.text
         if not features:
             return None, sentence, last
         if len(features) > len(_SPECTRAL):
@@ -135,11 +141,14 @@ class VocoderEngine(PausableEngine[_Request]):
 
     def step(self) -> Iterator[StageOutput]:
         for request_id in [request_id for request_id, request in self._requests.items() if request.ready]:
-            audio, sentence, last = self._requests[request_id].synthesize()
+            request = self._requests[request_id]
+            audio, sentence, last = request.synthesize()
             if last:
                 del self._requests[request_id]
-            data = {"sample_rate": SAMPLE_RATE, "sentence": sentence}
+            data: dict[str, int | str] = {"sample_rate": SAMPLE_RATE, "sentence": sentence}
             if audio is not None:
+                if request.text:
+                    data["sentence_text"], request.text = request.text, ""
                 yield StageOutput(request_id, {"audio": audio} if len(audio) else {}, data, last)
             elif last:
                 yield StageOutput(request_id, data={"sample_rate": SAMPLE_RATE}, last=True)

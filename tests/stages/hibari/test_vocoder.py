@@ -167,3 +167,34 @@ def test_whisper_transcribes_the_spoken_text(acoustic: Any, vocoder: Any, drive:
         whisper.feed(1, {"sample_rate": 24000, "index": 0}, {"audio": chunk.tensors["audio"]}, last=chunk.last)
     text = "".join(output.data["text"] for output in whisper.run()[1])
     assert re.findall(r"\w+", text.lower()) == re.findall(r"\w+", text_in.lower())
+
+
+@pytest.mark.parametrize("step", [1, 40])
+def test_the_first_sound_of_a_sentence_has_its_text(vocoder: Any, voice: Any, step: int) -> None:
+    """The second sentence continues the first, as phrases of a long sentence do: its text is empty."""
+    texts = ["Who is there?", "", "It is me."]
+    spoken = {"text": texts, "features": [features_of(voice, text or "Who?") for text in texts]}
+    vocoder.start(1, ("talker",))
+    outputs = []
+    for sentence, (text, (*spectral, f0)) in enumerate(zip(*spoken.values(), strict=True)):
+        for start in range(0, len(f0), step):
+            tensors = {n: s[:, start : start + step] for n, s in zip(NAMES, spectral, strict=True)}
+            data = {"sentence": sentence, "start": start, "frames": len(f0)}
+            first = {} if start else {"f0": f0}
+            last = sentence == 2 and start + step >= len(f0)
+            vocoder.feed(1, data | ({} if start else {"text": text}), tensors | first, last=last, source="talker")
+            outputs += vocoder.run().get(1, [])
+    firsts = {}
+    for output in outputs:
+        firsts.setdefault(output.data["sentence"], output)
+    named = [output for output in outputs if "sentence_text" in output.data]
+    assert named == [firsts[0], firsts[2]]
+    assert [output.data["sentence_text"] for output in named] == ["Who is there?", "It is me."]
+
+
+def test_a_text_that_is_not_text_is_refused(vocoder: Any) -> None:
+    vocoder.start(1, ("talker",))
+    data = {"sentence": 0, "start": 0, "text": 3}
+    with pytest.raises(InvalidRequest, match="not text"):
+        vocoder.feed(1, data, ZEROS | {"f0": F0}, last=True, source="talker")
+    vocoder.abort(1)

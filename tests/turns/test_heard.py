@@ -1,0 +1,137 @@
+"""The text that was heard is the prefix of an answer that its sound had reached."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from omni_actors.turns import SpokenAnswer
+
+RATE = 24_000
+
+
+def loud(seconds: float) -> np.ndarray:
+    return np.full(round(seconds * RATE), 0.1, np.float32)
+
+
+def silence(seconds: float) -> np.ndarray:
+    return np.zeros(round(seconds * RATE), np.float32)
+
+
+def test_a_word_is_heard_when_half_of_it_was_played() -> None:
+    answer = SpokenAnswer()
+    answer.add_text("one two six ten")  # each takes a quarter of the sound
+    answer.add_sound(loud(4), RATE)
+    answer.finish()
+    heard = [answer.heard(ms) for ms in (0, 400, 600, 1400, 1600, 3400, 3600, 4000, 9000)]
+    assert heard == ["", "", "one", "one", "one two", "one two six", *["one two six ten"] * 3]
+
+
+def test_silence_carries_no_words() -> None:
+    answer = SpokenAnswer()
+    answer.add_text("one two")
+    answer.add_sound(np.concatenate([silence(1), loud(1), silence(3), loud(1), silence(1)]), RATE)
+    answer.finish()
+    assert [answer.heard(ms) for ms in (900, 1600, 4900, 5400, 5600)] == ["", "one", "one", "one", "one two"]
+
+
+def test_sentences_begin_with_their_sound() -> None:
+    """The words of a slow sentence do not move those of the next."""
+    answer = SpokenAnswer()
+    answer.add_text('Go! "And  then,\n we come - ')
+    answer.add_text('back."')
+    answer.add_sound(loud(3), RATE, "Go!")
+    answer.add_sound(loud(0.5), RATE, '"And then, we come back."')
+    answer.add_sound(loud(0.5), RATE)
+    answer.finish()
+    assert answer.heard(2900) == "Go!"
+    assert answer.heard(3500) == 'Go! "And  then,\n we'
+    assert answer.heard(4000) == answer.text
+
+
+def test_a_sentence_that_is_not_spoken_is_heard_with_the_next() -> None:
+    answer = SpokenAnswer()
+    answer.add_text("Yes. :-) No.")
+    answer.add_sound(loud(1), RATE, "Yes.")
+    answer.add_sound(loud(1), RATE, "No.")
+    answer.finish()
+    assert answer.heard(1000) == "Yes."
+    assert answer.heard(1900) == "Yes. :-) No."
+
+
+def test_text_that_is_ahead_of_its_sound_was_not_heard() -> None:
+    answer = SpokenAnswer()
+    answer.add_text("This is a long answer. Nobody has heard its second sentence yet.")
+    answer.add_sound(loud(1), RATE)
+    heard = answer.heard(1000)
+    assert heard == "This is a long"  # 15 letters a second
+    answer.add_sound(loud(7), RATE)
+    answer.finish()
+    assert answer.heard(1000) == "This is"
+
+
+def test_an_answer_without_sound_was_not_heard() -> None:
+    answer = SpokenAnswer()
+    answer.add_text("Hello")
+    assert answer.heard(10_000) == ""
+
+
+@given(
+    words=st.lists(st.text("ab.,é", min_size=1, max_size=6), min_size=1, max_size=20),
+    sound=st.lists(st.tuples(st.booleans(), st.integers(0, 5000)), max_size=8),
+    times=st.lists(st.floats(0, 3000), min_size=2, max_size=10),
+    is_finished=st.booleans(),
+)
+def test_more_sound_never_means_fewer_words(
+    words: list[str], sound: list[tuple[bool, int]], times: list[float], is_finished: bool
+) -> None:
+    answer = SpokenAnswer()
+    answer.add_text(" ".join(words))
+    for number, (is_loud, samples) in enumerate(sound):
+        part = np.full(samples, 0.1 * is_loud, np.float32)
+        answer.add_sound(part, RATE, words[number] if number < len(words) else None)
+    if is_finished:
+        answer.finish()
+    heard = [answer.heard(at) for at in sorted(times)]
+    assert all(answer.text.startswith(text) for text in heard)
+    assert heard == sorted(heard, key=len)
+    assert not is_finished or answer.heard(10**6) == answer.text
+
+
+@pytest.mark.voice
+@pytest.mark.slow
+def test_whisper_hears_the_same_words_to_one() -> None:
+    """Whisper's times of words are themselves off by some 0.1 s, so a twentieth of the positions may differ by more."""
+    import soxr
+    from faster_whisper import WhisperModel
+    from hibari import Hibari
+
+    from omni_actors.stages import assets
+
+    voice = Hibari(threads=1)
+    whisper = WhisperModel(str(assets.resolve("whisper-tiny.en")), device="cpu", compute_type="float32", cpu_threads=1)
+    texts = (
+        "To make tea, boil some water. Put the leaves into a pot, pour the water over them, and wait for four minutes.",
+        "When I was a child, we lived near a small beach, and every morning we walked there with our dog.",
+        "Please open the door. Then turn left, go straight on for a while, and you will see the station on the right.",
+    )
+    differences = []
+    for text in texts:
+        answer, parts, ends = SpokenAnswer(), [], []
+        answer.add_text(text)
+        for sentence in voice.split_sentences(text):
+            sound = voice(sentence, seed=0).astype(np.float32)
+            answer.add_sound(sound, RATE, sentence)
+            begins_s = sum(map(len, parts)) / RATE
+            segments, _ = whisper.transcribe(soxr.resample(sound, RATE, 16_000), word_timestamps=True)
+            words = [word for segment in segments for word in segment.words]
+            assert len(words) == len(sentence.split())
+            ends += [begins_s + (word.start + word.end) / 2 for word in words]
+            parts.append(sound)
+        answer.finish()
+        for at_ms in range(0, sum(map(len, parts)) * 1000 // RATE, 100):
+            expected = sum(1000 * end <= at_ms for end in ends)
+            differences.append(abs(len(answer.heard(at_ms).split()) - expected))
+    assert np.mean(np.array(differences) <= 1) >= 0.95
