@@ -263,6 +263,28 @@ async def test_deaths_during_a_change(autojump_clock: trio.testing.MockClock) ->
         assert list(scaling.states.values()) == ["ready"], "the dead one is not restarted"
 
 
+async def test_no_request_waits_for_a_replica_that_drains(autojump_clock: trio.testing.MockClock) -> None:
+    """The other one is given up meanwhile: the stage has failed, although the draining one finishes its requests."""
+    async with opened(replicas=2, restart=Restart(type="temporary")) as scaling:
+        running = [scaling.ask(50) for _ in range(2)]
+        await trio.sleep(1)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(scaling.omni.scale, "second", 1)
+            await trio.sleep(0.1)
+            assert scaling.states == {0: "ready", 1: "draining"}
+            scaling.spawner.living[Address("second", 0)].kill()
+            await trio.sleep(0.1)
+            assert scaling.states == {0: "failed", 1: "draining"}
+            with pytest.raises(StageUnavailable):
+                scaling.ask()
+            with pytest.raises(StageUnavailable):
+                await numbers(running[0])
+            assert await numbers(running[1]) == list(range(50))
+        assert scaling.states == {0: "failed"}
+        with pytest.raises(StageUnavailable):
+            scaling.ask()
+
+
 async def test_a_cancelled_change_does_not_drain_any_longer(autojump_clock: trio.testing.MockClock) -> None:
     async with opened(replicas=2) as scaling:
         running = [scaling.ask(100) for _ in range(2)]

@@ -285,7 +285,8 @@ class Orchestrator:
         return self._dispatcher.newest
 
     def on_worker_ready(self, address: messages.Address) -> None:
-        self._replays.failed_stages.pop(address.stage, None)
+        if self._placement.serving(address.stage):  # else it is being removed
+            self._replays.failed_stages.pop(address.stage, None)
         self._suspects.worker_ready(address)  # before other requests are dispatched: a trial needs an unused replica
         self._dispatcher.dispatch_waiting()
 

@@ -105,10 +105,13 @@ class Placement:
     def _candidate(self, replica: Replica) -> Candidate:
         return Candidate(replica.address, replica.generation, self._load(replica.address), replica.congested)
 
+    def _staying(self, stage: str) -> list[Replica]:
+        return [each for each in self._of_stage[stage] if not each.leaving]
+
     def has_failed(self, stage: str) -> bool:
-        """Whether a stage has replicas, and all of them were given up."""
-        replicas = self._of_stage[stage]
-        return bool(replicas) and all(each.state is ReplicaState.FAILED for each in replicas)
+        """Whether a stage has replicas, and all of them were given up. Those that are being removed do not count."""
+        staying = self._staying(stage)
+        return bool(staying) and all(each.state is ReplicaState.FAILED for each in staying)
 
     def back_in_s(self, stage: str) -> float | None:
         """Return the seconds until a failed stage may serve again, or None if no replica is tried again.
@@ -116,7 +119,7 @@ class Placement:
         This is the time until the next try, plus the time that loading took before.
         """
         now = trio.current_time()
-        tries = [(each.retry_at, each.load_s or 0.0) for each in self._of_stage[stage]]
+        tries = [(each.retry_at, each.load_s or 0.0) for each in self._staying(stage)]
         return min((max(0.0, at - now) + load_s for at, load_s in tries if at is not None), default=None)
 
     def next_ends_s(self) -> dict[str, float]:

@@ -43,6 +43,12 @@ class Controls:
         """The version that every worker of an echo stage has."""
         self._updating = trio.Lock()
 
+    @contextmanager
+    def scaling(self, stage: str) -> Iterator[None]:
+        """Put the time of this block on record: the number of the stage's replicas changes."""
+        with self._period(self.closures.scaled, stage):
+            yield
+
     def has_slept(self, stage: str, since: float) -> bool:
         """Return whether a stage was asleep, or on its way, at any time from ``since`` on."""
         return any(stage in each.stages and each.ended >= since for each in self.closures.asleep)

@@ -61,8 +61,9 @@ class HealthWatch:
 
     @property
     def given_up(self) -> set[str]:
-        """Stages without a replica left."""
-        return {name for name, _ in self.replicas} - {name for name, each in self.replicas if each.state != "failed"}
+        """Stages without a replica left. Replicas that are being removed do not count."""
+        staying = [(name, each) for name, each in self.replicas if each.state != "draining"]
+        return {name for name, _ in staying} - {name for name, each in staying if each.state != "failed"}
 
     @property
     def unsettled(self) -> list[str]:

@@ -8,8 +8,10 @@ aborted      the harness aborted it, or paused generation or put a stage of its 
              far is a prefix of the oracle's, as in all rows below
 dropped      the harness stopped reading it; its system must have forgotten it
 StageCrashed a worker of a stage on its route died while it was in flight, and: it asked to fail, or was replayed
-             ``limits.replays`` times, or asked its engine to die, or a stage that died cannot be replayed
-Unavailable  a stage on its route was given up
+             ``limits.replays`` times, or asked its engine to die, or a stage that died cannot be replayed. A worker
+             that was removed with its work counts as dead, but its end is not one of the ``limits.replays``
+Unavailable  a stage on its route was given up. The watch does not see that if a replica is added at the same moment, so
+             a death in a stage that is being scaled is enough
 Asleep       a stage on its route was asleep, or on its way there or back, while it was in flight
 Quarantined  it asked its engine to die, as an equal request did before; or workers of the stages on its route died so
              often that an equal request seemed to be the cause
@@ -18,7 +20,7 @@ other        a violation
 
 No request that is submitted while generation is paused is answered before generation goes on.
 
-A worker may die only where the harness killed it or asked its engine to end it.
+A worker may die only where the harness killed it, asked its engine to end it, or scaled its stage down.
 """
 
 from __future__ import annotations
@@ -40,6 +42,8 @@ Kind: TypeAlias = Literal["lost", "hung", "duplicated", "corrupted", "disturbed"
 
 Outcome: TypeAlias = Literal["open", "completed", "failed", "dropped"]
 
+REMOVED = "removed by scale"
+"""Begins the reason of the end of a worker that was removed while it held requests."""
 NOTICED_S = 0.05
 """The client gets an error, and the harness the death, in one turn of the event loop, in either order."""
 
@@ -124,6 +128,8 @@ class Closures:
     """Requests in flight were aborted."""
     paused: list[Period] = field(default_factory=list)
     """No request was dispatched."""
+    scaled: list[Period] = field(default_factory=list)
+    """Replicas were added or removed."""
 
 
 @dataclass(frozen=True)
@@ -190,7 +196,9 @@ def _check_error(
             fair = any(stage in each.stages and each.touches(request) for each in rules.closures.asleep)
             return None if fair else Violation("lost", f"{facts}, but the stage did not sleep")
         case StageUnavailable(stage=stage):
-            fair = stage in given_up and stage in request.template.stages
+            scaled = any(stage in each.stages and each.touches(request) for each in rules.closures.scaled)
+            unseen = scaled and any(death.stage == stage for death in deaths)
+            fair = (stage in given_up or unseen) and stage in request.template.stages
             return None if fair else Violation("lost", f"{facts}, but the stage was not given up")
         case Quarantined():
             fair = request.hooks is not None or sum(death.stage in request.template.stages for death in deaths) > 1
@@ -200,10 +208,11 @@ def _check_error(
             if not touched:
                 return Violation("disturbed", f"{facts}, but no stage of its route died")
             may_fail = request.on_failure == "fail" or request.hooks is not None
-            replayable = len(touched) <= rules.replays and {death.stage for death in touched} <= rules.replayed
-            if may_fail or not replayable or _is_convicted(request.error, deaths, rules):
+            counted = sum(REMOVED not in death.exit for death in touched)
+            can_resume = rules.replays > 0 and {death.stage for death in touched} <= rules.replayed
+            if may_fail or not can_resume or counted > rules.replays or _is_convicted(request.error, deaths, rules):
                 return None
-            survived = f"after {len(touched)} of the {rules.replays} deaths that it must survive"
+            survived = f"after {counted} of the {rules.replays} deaths that it must survive"
             return Violation("lost", f"{facts}, {survived}")
         case _:
             return Violation("lost", facts)
@@ -224,16 +233,20 @@ def _touches(death: ObservedDeath, request: TrackedRequest) -> bool:
 
 
 def check_deaths(
-    deaths: Sequence[ObservedDeath], killed: Collection[int], requested_deaths: Mapping[str, int]
+    deaths: Sequence[ObservedDeath],
+    killed: Collection[int],
+    requested_deaths: Mapping[str, int],
+    scaled: Collection[Period] = (),
 ) -> tuple[list[Violation], Counter[str]]:
     """Return the deaths without a cause, and what is left of ``requested_deaths``.
 
     killed: pids that the harness killed. requested_deaths: by stage, how many deaths it caused without naming a pid.
+    scaled: when it scaled stages.
     """
     left = Counter(requested_deaths)
     found = []
     for death in deaths:
-        if death.pid in killed or "restarted with stage" in death.exit:
+        if death.pid in killed or "restarted with stage" in death.exit or _was_removed(death, scaled):
             continue
         if left[death.stage] > 0:
             left[death.stage] -= 1
@@ -242,6 +255,12 @@ def check_deaths(
                 Violation("disturbed", f"{death.stage}.{death.replica}: {death.exit}, and the harness did not kill it")
             )
     return found, left
+
+
+def _was_removed(death: ObservedDeath, scaled: Collection[Period]) -> bool:
+    """Whether a worker was removed while its stage was scaled."""
+    during = any(death.stage in each.stages and each.began <= death.at <= each.ended for each in scaled)
+    return during and REMOVED in death.exit
 
 
 def check_restarts(deaths: Sequence[ObservedDeath], given_up: Collection[str], pipeline: Pipeline) -> list[Violation]:

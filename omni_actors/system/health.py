@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from omni_actors.supervisor.replica import Replica
+from omni_actors.supervisor.replica import Replica, ReplicaState
 
 
 class PastExit(msgspec.Struct, frozen=True, kw_only=True):
@@ -77,9 +77,10 @@ class Health(msgspec.Struct, frozen=True, kw_only=True):
 
 def replica_health(replica: Replica, *, standby: bool, now: float) -> ReplicaHealth:
     """Return the state of ``replica``. now: on trio's clock."""
+    failed = replica.state is ReplicaState.FAILED
     return ReplicaHealth(
         replica=replica.address.replica,
-        state=replica.state.value,
+        state=(ReplicaState.DRAINING if replica.leaving and not failed else replica.state).value,
         standby=standby,
         note=replica.note,
         generation=replica.generation,

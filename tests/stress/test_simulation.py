@@ -25,6 +25,7 @@ from omni_actors.orchestrator import replay_execution
 from omni_actors.orchestrator.dispatch import Dispatcher
 from omni_actors.orchestrator.orchestrator import Orchestrator
 from omni_actors.orchestrator.placement import Placement
+from omni_actors.orchestrator.pools import Pools
 from omni_actors.orchestrator.replay_rule import Untouched
 from omni_actors.orchestrator.request import Request
 from omni_actors.orchestrator.resumption import Resumption
@@ -48,9 +49,12 @@ SEEDS = 300
 """Schedules that a planted bug is looked for in, at the most; most take under ten."""
 
 
-def first_violated(since: int = 0) -> Journal:
-    """The first schedule in which something was violated. since: where those were passed over that do not show it."""
-    for seed in range(since, since + SEEDS):
+def first_violated(since: int = 0, every: int = 1) -> Journal:
+    """The first schedule in which something was violated.
+
+    since: where those were passed over that do not show it. every: how many seeds lie between those that are tried.
+    """
+    for seed in range(since, since + SEEDS * every, every):
         result = simulate(seed)
         if result.tally.found:
             return result
@@ -82,7 +86,7 @@ def test_the_system_passes_and_every_fault_was_injected() -> None:
         *("slow start", "failed start", "no process", "no memory for rings"),
         *("abort", "disconnect", "slow reader", "overload", "deadline"),
         *("request that breaks its engine", "request that its engine refuses"),
-        *("pause, abort", "pause, wait", "pause, keep", "sleep"),
+        *("pause, abort", "pause, wait", "pause, keep", "sleep", "scale up", "scale down"),
     }
     assert outcomes >= {"completed", "dropped", "Aborted", "DeadlineExceeded", "Overloaded"}
     assert outcomes >= {"StageCrashed", "StageUnavailable", "InvalidRequest", "StageAsleep"}
@@ -278,7 +282,7 @@ def test_a_restarted_worker_that_takes_over_from_the_promoted_standby_is_found(m
         return ready[: ready[0].stage.replicas] if ready else []
 
     monkeypatch.setattr(Placement, "_free", free)
-    assert "disturbed" in kinds(first_violated())
+    assert "disturbed" in kinds(first_violated(since=1))
 
 
 @pytest.mark.slow
@@ -322,6 +326,28 @@ def test_a_stage_that_sleeps_before_its_first_workers_have_begun_is_found(monkey
 def test_a_restart_that_starts_what_was_woken_since_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Replica, "is_kept_down", lambda self, ended: self.asleep)
     first_violated()
+
+
+# planted bugs of scaling
+
+SCALED = 5
+"""Every so many seeds, replicas are added and removed."""
+
+
+def test_a_removed_replica_whose_requests_do_not_resume_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    remove = Supervisor.remove
+
+    async def silent(self: Supervisor, replica: Replica, reason: str | None) -> None:
+        await remove(self, replica, None)
+
+    monkeypatch.setattr(Supervisor, "remove", silent)
+    assert "hung" in kinds(first_violated(since=200, every=SCALED))
+
+
+@pytest.mark.slow
+def test_a_new_replica_that_gets_no_request_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Pools, "add", lambda self, replica: self._placement.replicas.update({replica.address: replica}))
+    first_violated(every=SCALED)
 
 
 # the command

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections import Counter
+from collections.abc import Callable
 
 import trio
 
@@ -15,6 +15,7 @@ from omni_actors.stress.simulation.scenarios import LOAD_S, STEP_S
 from omni_actors.stress.simulation.spawner import SimulatedSpawner
 from omni_actors.stress.simulation.worker import PlannedEngineError, PlannedKill, SimulatedWorker, WorkerBehavior
 from omni_actors.supervisor.process import SpawnFailed
+from omni_actors.system.sleep import SLEEP_TIMEOUT_S
 
 DETECTED_WITHIN = 1.1
 """A hang is detected within this many times its timeout."""
@@ -42,7 +43,9 @@ class FaultInjector:
         """Stages whose first worker was made to fail."""
         self._hung: dict[SimulatedWorker, str] = {}
         """Workers that were made to hang, and how."""
-        self._spawned: Counter[Address] = Counter()
+        self._spawned = set[Address]()
+        self.is_first: Callable[[Address], bool] = lambda address: address not in self._spawned
+        """Whether the worker that is being spawned is the first one of its replica."""
 
     def stop(self) -> None:
         """Inject no more, and take back what is planned."""
@@ -121,8 +124,8 @@ class FaultInjector:
 
     def _behavior(self, address: Address, pid: int) -> WorkerBehavior:
         """Draw the behavior of a worker that is being spawned. Raises SpawnFailed if no process starts."""
-        draw, first = self._draw, not self._spawned[address]
-        self._spawned[address] += 1
+        draw, first = self._draw, self.is_first(address)
+        self._spawned.add(address)
         drawn = draw.random() / self.start_fault_rate if self.start_fault_rate else 1.0
         load_s = draw.choice((0.0, 0.05, 0.3))
         if drawn >= 1:
@@ -143,14 +146,18 @@ class FaultInjector:
             refused=fault == "no memory for rings",
         )
 
-    def check_hangs(self) -> None:
-        """Every hang that ended was detected in time."""
+    def check_hangs(self, has_slept: Callable[[str, float], bool]) -> None:
+        """Every hang that ended was detected in time.
+
+        has_slept: whether a stage was on its way to sleep after a time. Its workers may take as long as that call.
+        """
         for worker, fault in self._hung.items():
             if worker.hung_at is None or worker.died_at is None:
                 continue
             took_s = worker.died_at - worker.hung_at
             if worker.ready_at is not None:
-                late = took_s > DETECTED_WITHIN * STEP_S
+                slept = has_slept(worker.address.stage, worker.hung_at)
+                late = took_s > DETECTED_WITHIN * (SLEEP_TIMEOUT_S if slept else STEP_S)
                 self._journal.tally.row(fault, LOAD).timings.append(Timing(detected_s=took_s))
             else:
                 late = worker.died_at - worker.born > DETECTED_WITHIN * LOAD_S

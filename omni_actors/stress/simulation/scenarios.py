@@ -61,10 +61,11 @@ SHAPES: dict[str, dict[str, dict[str, Any]]] = {
 
 
 @functools.lru_cache(maxsize=4 * SCENARIOS)
-def scenario(number: int, *, deciding: int = 0, standbys: int = 0) -> Workload:
+def scenario(number: int, *, deciding: int = 0, standbys: int = 0, scaling: int = 0) -> Workload:
     """A pipeline with its requests and their answers.
 
-    deciding, standbys: which stages decide, and which have a standby, follows from these; 0: none.
+    deciding, standbys, scaling: which stages decide, which have a standby, and which are scaled from zero, follows from
+    these; 0: none.
     """
     draw = random.Random(number)
     shape = draw.choice(list(SHAPES))
@@ -107,6 +108,8 @@ def scenario(number: int, *, deciding: int = 0, standbys: int = 0) -> Workload:
         pipeline = _deciding(random.Random(deciding), pipeline)
     if standbys:
         pipeline = _with_standbys(random.Random(standbys), pipeline)
+    if scaling:
+        pipeline = _scalable(random.Random(scaling), pipeline)
     replayed = frozenset(stage for stage in stages if pipeline.deterministic(stage) or pipeline.resumable(stage))
     return Workload(pipeline=pipeline, templates=templates, replayed=replayed, oracle=oracle)
 
@@ -137,6 +140,20 @@ def _with_standbys(draw: random.Random, pipeline: Pipeline) -> Pipeline:
         for name, stage in pipeline.stages.items()
     }
     return msgspec.structs.replace(pipeline, name=f"{pipeline.name} with standbys", stages=stages)
+
+
+def _scalable(draw: random.Random, pipeline: Pipeline) -> Pipeline:
+    """The pipeline with stages that requests start, some of which have no replica at first."""
+    stages = {}
+    for name, stage in pipeline.stages.items():
+        from_zero = draw.random() < 0.4
+        stages[name] = msgspec.structs.replace(
+            stage,
+            replicas=0 if from_zero and draw.random() < 0.5 else stage.replicas,
+            scale_from_zero=from_zero,
+            drain_s=draw.choice((0.0, 1.0, 60.0)),
+        )
+    return msgspec.structs.replace(pipeline, name=f"{pipeline.name} to be scaled", stages=stages)
 
 
 def _limits(draw: random.Random) -> Limits:

@@ -3,7 +3,8 @@
 Rules
 1. Everything follows from the seed: the pipeline, its requests, the faults, how long things take, and in which order
    trio runs the tasks that are ready. The same seed gives the same log. With an odd seed, the engines decide at random.
-   With a seed that three divides, stages have standbys, generation is paused, and stages sleep.
+   With a seed that three divides, stages have standbys, generation is paused, and stages sleep. With a seed that five
+   divides, replicas are added and removed.
 2. Faults and requests are injected between any two steps of any two tasks: at every ``await``.
 3. Time is virtual (trio's mock clock): a deadline of 10 s passes as soon as no task has anything else to do.
 4. After each schedule, the simulation checks that every request has one outcome, and the right one (``judge``); that
@@ -32,6 +33,7 @@ from omni_actors.stress.simulation.determinism import deterministic, report_unra
 from omni_actors.stress.simulation.faults import DYING_S, FaultInjector
 from omni_actors.stress.simulation.journal import Journal
 from omni_actors.stress.simulation.requests import SimulatedClient
+from omni_actors.stress.simulation.scaling import SimulatedScaling
 from omni_actors.stress.simulation.scenarios import PATIENCE_S, SCENARIOS, SHUTDOWN_S, STEP_S, scenario
 from omni_actors.stress.simulation.work import WORK
 from omni_actors.supervisor.heartbeat import PARTS
@@ -68,11 +70,12 @@ class Simulation(trio.abc.Instrument):
     def __init__(self, draw: random.Random, journal: Journal) -> None:
         self._draw, self._journal = draw, journal
         self._next_act, self._idle_waits = 0, 0
-        is_controlled = journal.seed % 3 == 0
+        is_controlled, is_scaled = journal.seed % 3 == 0, journal.seed % 5 == 0
         self._workload = scenario(
             draw.randrange(SCENARIOS),
             deciding=journal.seed % 2 * journal.seed,
             standbys=is_controlled * (journal.seed + 1),
+            scaling=is_scaled * (journal.seed + 1),
         )
         self._acts_left = draw.choice((2, 4, 6, 12))
         self._mean_gap = draw.choice((4, 20, 80))
@@ -80,6 +83,7 @@ class Simulation(trio.abc.Instrument):
         self._ends_early = draw.random() < 0.1
         self._client = SimulatedClient(draw, self._workload, self._faults.spawner, journal)
         self._control = SimulatedControls(draw, self._workload, journal)
+        self._scaling = SimulatedScaling(draw, self._workload, journal)
         self._controls: Controls
         self._all_injected = trio.Event()
         self._scope = trio.CancelScope()
@@ -98,6 +102,8 @@ class Simulation(trio.abc.Instrument):
             self._acts += [faults.kill_with_message] * 4
         if is_controlled:
             self._acts += [*[self._control.pause] * 3, *[self._control.sleep] * 6]
+        if is_scaled:
+            self._acts += [self._scaling.scale] * 8
         journal.note(f"{self._workload.pipeline}")
 
     # trio's instrument
@@ -148,7 +154,8 @@ class Simulation(trio.abc.Instrument):
         self._scope.deadline = MAX_S
         with self._scope:
             async with trio.open_nursery() as nursery:
-                self._client.nursery = self._faults.nursery = self._control.nursery = nursery
+                self._client.nursery = self._faults.nursery = nursery
+                self._control.nursery = self._scaling.nursery = nursery
                 closed_s = await self._run_system()
                 fair_s = (SHUTDOWN_S + DYING_S) * len(self._workload.stages) + DYING_S
                 if closed_s > fair_s:
@@ -157,7 +164,7 @@ class Simulation(trio.abc.Instrument):
                     while self._client.open or self._controls.in_force:  # noqa: ASYNC110 - the time is virtual
                         await trio.sleep(TICK_S)
                 if self._controls.in_force:
-                    self._journal.violated("hung", "a pause or a sleep does not end")
+                    self._journal.violated("hung", "a pause, a sleep or a change of replicas does not end")
                 nursery.cancel_scope.cancel()
         if self._scope.cancelled_caught:
             self._journal.violated("hung", f"no end after {self._journal.steps} steps, at {trio.current_time():g} s")
@@ -169,7 +176,9 @@ class Simulation(trio.abc.Instrument):
         async with opening as self._omni, trio.open_nursery() as watching:
             self._client.omni = self._omni
             self._controls = self._control.use(self._omni)
+            self._scaling.use(self._omni, self._controls)
             self._client.closures = self._controls.closures
+            self._faults.is_first = lambda address: not self._omni._supervisor.replicas[address].restarts
             self._faults.spawner.on_start = self._check_start
             self._client.watch = self._watch = HealthWatch(self._omni, trio.current_time, self._note_death)
             watching.start_soon(self._watch.run)
@@ -222,12 +231,13 @@ class Simulation(trio.abc.Instrument):
         """Check the open system. A schedule that ends early is not asked for what needs more time."""
         faults, pipeline = self._faults, self._workload.pipeline
         deaths = self._watch.deaths
-        found, _ = judge.check_deaths(deaths, faults.explained, self._client.requested_deaths(faults.explained))
+        requested, scaled = self._client.requested_deaths(faults.explained), self._controls.closures.scaled
+        found, _ = judge.check_deaths(deaths, faults.explained, requested, scaled)
         temporary = {name for name, each in pipeline.stages.items() if each.restart.type == "temporary"}
         given_up = self._watch.ever_given_up - faults.failed_at_start - temporary
         for violation in [*found, *judge.check_restarts(deaths, given_up, pipeline)]:
             self._journal.violated(violation.kind, violation.what)
-        faults.check_hangs()
+        faults.check_hangs(self._controls.has_slept)
         if self._ends_early:
             return
         if self._omni.in_flight:
@@ -254,7 +264,7 @@ class Simulation(trio.abc.Instrument):
             and each.accepts_work
             and each.incarnation.ready_at < chosen.incarnation.ready_at
         ]
-        if len(earlier) >= chosen.stage.replicas:
+        if len(earlier) >= self._omni._orchestrator.pools.wanted(address.stage):
             self._journal.violated("disturbed", f"a request starts in the standby {address}")
 
     def check_work(self) -> None:

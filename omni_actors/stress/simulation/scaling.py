@@ -1,0 +1,86 @@
+"""Changes the number of replicas of a simulated system's stages, while faults hit it.
+
+Rules
+1. A stage is left without replicas only for a time, unless a request that waits for it starts one.
+2. The time of each change is on record for the judge, from before the call until the stage has a replica again.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from contextlib import suppress
+
+import trio
+
+from omni_actors.errors import StageAsleep, StageFailed, SystemClosed
+from omni_actors.stress.controls import Controls
+from omni_actors.stress.simulation.journal import Journal
+from omni_actors.stress.workload import Workload
+from omni_actors.system import OmniSystem
+
+MOST_REPLICAS = 3
+DRAIN_S = (0.0, 0.05, 1.0, None)
+GIVE_UP_S = (math.inf, math.inf, 0.0, 0.1, 1.0)
+"""The caller of ``scale`` waits so long."""
+EMPTY_S = (0.0, 0.1, 5.0)
+"""A stage that no request can start has no replica for so long."""
+AGAIN_S = 0.5
+
+
+class SimulatedScaling:
+    """Draws the changes of one schedule. ``nursery`` outlives the system; ``use`` is called when that is open."""
+
+    nursery: trio.Nursery
+
+    def __init__(self, draw: random.Random, workload: Workload, journal: Journal) -> None:
+        self._draw, self._workload, self._journal = draw, workload, journal
+        self._omni: OmniSystem
+        self._controls: Controls
+
+    def use(self, omni: OmniSystem, controls: Controls) -> None:
+        """Scale this system from now on. controls: where changes are on record."""
+        self._omni, self._controls = omni, controls
+
+    def scale(self) -> None:
+        """Add or remove replicas of a stage; often of one that holds requests. The caller may lose its patience."""
+        draw, busy = self._draw, self._busy()
+        stage = draw.choice(busy if busy and draw.random() < 0.7 else self._workload.stages)
+        wanted = self._wanted(stage)
+        replicas = draw.choice([each for each in range(MOST_REPLICAS + 1) if each != wanted])
+        drain_s, give_up_s, empty_s = draw.choice(DRAIN_S), draw.choice(GIVE_UP_S), draw.choice(EMPTY_S)
+        self._journal.injected("scale up" if replicas > wanted else "scale down")
+        self._journal.note(f"{stage} is scaled from {wanted} to {replicas}, {drain_s=} {give_up_s=} {empty_s=}")
+        self._controls.in_force += 1
+        self.nursery.start_soon(self._carry_out, stage, replicas, drain_s, give_up_s, empty_s)
+
+    def _busy(self) -> list[str]:
+        """The stages that hold requests."""
+        pools = self._omni._orchestrator.pools
+        return [
+            name for name in self._workload.stages if any(pools.load(each.address) for each in pools.replicas(name))
+        ]
+
+    def _wanted(self, stage: str) -> int:
+        return self._omni._orchestrator.pools.wanted(stage)
+
+    async def _carry_out(
+        self, stage: str, replicas: int, drain_s: float | None, give_up_s: float, empty_s: float
+    ) -> None:
+        try:
+            with self._controls.scaling(stage), suppress(SystemClosed):
+                with trio.move_on_after(give_up_s):
+                    await self._scale(stage, replicas, drain_s)
+                if not replicas:
+                    await trio.sleep(empty_s)
+                while not self._wanted(stage) and not self._workload.pipeline.stages[stage].scale_from_zero:
+                    await self._scale(stage, 1, None)
+                    await trio.sleep(AGAIN_S)
+        finally:
+            self._controls.in_force -= 1
+
+    async def _scale(self, stage: str, replicas: int, drain_s: float | None) -> None:
+        """Scale a stage, unless it sleeps or the new replicas cannot load. Raises SystemClosed."""
+        with suppress(StageAsleep, StageFailed):
+            scaled = await self._omni.scale(stage, replicas, drain_s=drain_s)
+            self._journal.note(f"{scaled}")
