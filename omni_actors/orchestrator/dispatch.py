@@ -182,13 +182,20 @@ class Dispatcher:
             return
         assert request.number is not None, "it is dispatched"
         for stage in reversed(request.route.stages):
-            if stage in request.resumption.stages:
+            if stage in request.resumption.stages and not self._must_wait(request, stage):
                 address = request.replay_state.placement[stage]
                 for decided in request.resumption.entries(stage):
                     self.placement.replicas[address].post(JournalPart(request.number, decided))
                 self._post_checkpoint(request, stage, address)
                 self._post_start(request, stage)
-        request.resumption.stages.clear()
+                request.resumption.stages.discard(stage)
+
+    def _must_wait(self, request: Request, stage: str) -> bool:
+        """Whether a stage must not start yet: its outputs will be evicted, and a consumer is not there to get them."""
+        state = request.replay_state
+        consumers = [each for each in request.route.targets[stage] if each != CLIENT]
+        absent = (Phase.LOST, Phase.WAITING, Phase.RESTARTING)
+        return stage in state.recomputed and any(state.stages[each].phase in absent for each in consumers)
 
     def _post_checkpoint(self, request: Request, stage: str, address: Address) -> None:
         """Pass on the memory of the stage's checkpoints. Without descriptors, it starts over from its journal."""
@@ -246,9 +253,18 @@ class Dispatcher:
             elif (source_address := request.replay_state.stages[source].address) is not None:
                 assert request.number is not None, "it is dispatched"
                 self.placement.replicas[source_address].post(Resend(request.number, address))
+        self.start_again(request)
+
+    def drop(self, request: Request, stage: str) -> None:
+        """Let a living stage drop a request, whose outputs were evicted there, so that it computes them again."""
+        assert request.number is not None, "it is dispatched"
+        address = request.replay_state.placement[stage]
+        request.replay_state.recomputed.add(stage)
+        self.placement.replicas[address].post(Abort(request.number))
+        self.lose(request, address)
 
     def lose(self, request: Request, address: Address) -> None:
-        """Record that the worker that held a request died. What it sent may contradict the answers so far."""
+        """Record that a worker holds a request no more. What it sent may contradict the answers so far."""
         request.replay_state.lost(address.stage)
         self._loads[address] -= 1
         self._ends.unpark_all()

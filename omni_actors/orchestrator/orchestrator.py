@@ -306,6 +306,8 @@ class Orchestrator:
         if request is None:
             return  # it has ended, or another replica holds it now
         stage, event = address.stage, _NOTICE_EVENTS.get(type(message))
+        if request.replay_state.is_stale(stage) and not isinstance(message, messages.Started):
+            return  # of before the abort, or an answer that the worker gave meanwhile
         if event is not None and not request.replay_state.accepts(stage, event):
             phase = request.replay_state.stages[stage].phase
             raise ProtocolViolation(f"{type(message).__name__} about a request that is {phase.value}")
@@ -330,8 +332,8 @@ class Orchestrator:
                 self._replays.progressed(request)
             case messages.Refused(_, text, param, code):
                 self._end(request, Event.FAIL, errors.InvalidRequest(text, param=param, code=code))
-            case messages.Unreplayable(_, reason, needed):
-                self._replays.unreplayable(request, stage, reason, needed=needed)
+            case messages.Unreplayable(_, reason, needed, recomputable):
+                self._replays.unreplayable(request, stage, reason, needed=needed, recomputable=recomputable)
 
     def on_checkpoint_memory(self, address: messages.Address, request: int, memory_fd: int) -> None:
         self._dispatcher.keep_checkpoint(address, request, memory_fd)

@@ -73,10 +73,10 @@ class ReplayExecution:
         elif request.replay_state.is_complete():
             self._end(request, Event.COMPLETE, None)
 
-    def unreplayable(self, request: Request, stage: str, reason: str, *, needed: bool) -> None:
+    def unreplayable(self, request: Request, stage: str, reason: str, *, needed: bool, recomputable: bool) -> None:
         """A stage cannot send its outputs again. needed: a replay has just asked it to."""
         failed = needed and request.deaths.latest is not None
-        request.replay_state.unreplayable(stage, reason, failed=failed)
+        request.replay_state.unreplayable(stage, reason, failed=failed, recomputable=recomputable)
         if failed:
             self._decide(request)
 
@@ -93,6 +93,10 @@ class ReplayExecution:
             replays=request.deaths.charged_replays,
             limit=self._limits.replays,
         )
+        if isinstance(verdict, Replay):
+            for stage in verdict.stages:
+                if state.stages[stage].held:
+                    self._dispatcher.drop(request, stage)
         state.wait_for(verdict.stages if isinstance(verdict, Replay) else ())
         request.input.recheck()
         match verdict:

@@ -9,6 +9,7 @@ First, what each stage of the route has to do, from the last one up:
     worker   its output    the stage
     -------  ------------  -----------------------------------------------------------------------------------
     lives    -             continues; sends its retained chunks again to a downstream stage that starts again
+    lives    evicted       starts again, if the one downstream stage that it feeds starts again (see below)
     dead     not needed    is done
     dead     needed        starts again
 
@@ -19,6 +20,10 @@ last chunk: it may have started again for a downstream stage.)
 
 A living stage is *idle* if it has not finished, its output is not needed, and it either started again or waits for a
 stage that is dead or idle. A request completes without its idle stages.
+
+A living stage that has evicted its retained chunks computes them again, if they were all for one downstream stage: that
+stage then has none of them, so no old chunk meets a new one. The living stage drops the request and starts again. It
+must be deterministic or resumable. Any other living stage cannot do its part.
 
 If a living stage whose output is needed failed at its part of an earlier replay, the verdict is Fail with its reason.
 A resumable stage starts again from its journal: it puts out again what a consumer lacks, and goes on from there.
@@ -33,7 +38,7 @@ Otherwise, if any stage starts again, the first row that applies decides:
     one of these stages has no replica left                                                Unavailable
     the latest death is charged to the request, which has used up its ``limit`` replays    Fail, with that reason
     one of these stages is not recoverable, and its earlier output is in use               Fail, with that reason
-    a living stage that feeds one of them has evicted its retained chunks                  Fail, with that reason
+    a living stage that feeds one of them cannot send again or compute again               Fail, with that reason
     the client feeds one of them, and live input was evicted                               Fail, with that reason
     otherwise                                                                              Replay
 """
@@ -103,10 +108,12 @@ def decide_replay(
     limit: ``limits.replays``.
     """
     survey = _survey(state)
+    computed_again = _computed_again(state, survey, recoverable)
     for name, stage in state.stages.items():
-        if stage.held and stage.replay_failure is not None and name in survey.needed:
+        if stage.held and stage.replay_failure is not None and name in survey.needed - computed_again:
             return Fail(f"stage {name!r}: {stage.replay_failure}")
-    restarts = tuple(name for name in state.stages if name in survey.restarts)
+    again = survey.restarts | computed_again
+    restarts = tuple(name for name in state.stages if name in again)
     if not restarts:
         return Untouched()
     if on_failure == "fail":
@@ -122,7 +129,9 @@ def decide_replay(
         for source in state.route.sources[name]:
             if source == CLIENT and state.input_evicted is not None:
                 return Fail(state.input_evicted)
-            if source != CLIENT and (reason := state.stages[source].evicted) is not None:
+            if source in again or source == CLIENT:
+                continue
+            if (reason := state.stages[source].evicted) is not None:
                 return Fail(f"stage {source!r}: {reason}")
     return Replay(restarts)
 
@@ -173,6 +182,23 @@ def _survey(state: ReplayState) -> _Survey:
         elif not needed or stage.phase is Phase.FINISHED:
             done.add(name)
     return survey
+
+
+def _computed_again(state: ReplayState, survey: _Survey, recoverable: Set[str]) -> set[str]:
+    """Return the living stages that start again, because their outputs were evicted and a downstream stage lacks all.
+
+    A downstream stage lacks them if it starts again, or if it did and these could not be sent to it (a failed part).
+    """
+    found = set[str]()
+    for name in reversed(state.route.stages):
+        stage, consumers = state.stages[name], state.route.targets[name]
+        may = stage.held and stage.recomputable and stage.evicted is not None and name in recoverable
+        if not may or len(consumers) != 1:
+            continue
+        failed = stage.replay_failure is not None and name in survey.needed
+        if failed or consumers[0] in survey.restarts | found:
+            found.add(name)
+    return found
 
 
 def _sends(state: ReplayState, survey: _Survey, stage: str) -> bool:

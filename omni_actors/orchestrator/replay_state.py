@@ -90,6 +90,8 @@ class StageState:
     """The upstream stages of which the incarnation has all chunks."""
     evicted: str | None = None
     """Why the incarnation cannot send its outputs again; None while it can."""
+    recomputable: bool = True
+    """Whether the incarnation's outputs may be computed again once they were evicted."""
     replay_failure: str | None = None
     """Why the incarnation could not do what a replay asked of it; None if it could."""
 
@@ -108,6 +110,8 @@ class ReplayState:
 
     def __init__(self, route: Route) -> None:
         self.route = route
+        self.recomputed: set[str] = set()
+        """The stages that were given up alive, because their outputs were evicted, to compute them again."""
         self.input_evicted: str | None = None
         """Why the parent cannot send the client's input again; None while it can."""
         self.stages = {
@@ -134,10 +138,10 @@ class ReplayState:
         self._advance(StageEvent.INPUT_COMPLETE, [stage])
         self.stages[stage].inputs_complete |= {source}
 
-    def unreplayable(self, stage: str, reason: str, *, failed: bool) -> None:
+    def unreplayable(self, stage: str, reason: str, *, failed: bool, recomputable: bool = True) -> None:
         """The incarnation cannot send its outputs again. failed: a replay has just asked it to."""
         self._advance(StageEvent.UNREPLAYABLE, [stage])
-        self.stages[stage].evicted = reason
+        self.stages[stage].evicted, self.stages[stage].recomputable = reason, recomputable
         if failed:
             self.stages[stage].replay_failure = reason
 
@@ -146,7 +150,7 @@ class ReplayState:
         self._advance(StageEvent.FINISH, [stage])
 
     def lost(self, stage: str) -> None:
-        """The worker died: the facts about its incarnation no longer apply."""
+        """The worker died or dropped the request: the facts about its incarnation no longer apply."""
         self._advance(StageEvent.LOSE, [stage])
         before = self.stages[stage]
         self.stages[stage] = StageState(before.phase, before.output)
@@ -182,6 +186,10 @@ class ReplayState:
     def is_held_by(self, address: Address) -> bool:
         stage = self.stages.get(address.stage)
         return stage is not None and stage.address == address
+
+    def is_stale(self, stage: str) -> bool:
+        """Whether all that a replica says of the stage before ``started`` is of a start that was aborted there."""
+        return stage in self.recomputed and self.stages[stage].phase is Phase.RESTARTING
 
     def accepts(self, stage: str, event: StageEvent) -> bool:
         """Whether ``event`` is a legal transition of ``stage`` now."""

@@ -76,8 +76,9 @@ class Deaths:
 
     def started(self, stage: str) -> None:
         """Record that the next incarnation of a stage has started."""
-        latest = next(loss for loss in reversed(self.losses) if loss.crash.stage == stage)
-        latest.started = time.monotonic()
+        latest = next((loss for loss in reversed(self.losses) if loss.crash.stage == stage), None)
+        if latest is not None:  # else a living stage computes its outputs again
+            latest.started = time.monotonic()
 
     def output_arrived(self, stage: str, now: float) -> None:
         """Record that a new output of a stage has arrived. now: CLOCK_MONOTONIC."""

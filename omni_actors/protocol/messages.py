@@ -321,14 +321,16 @@ class InputComplete(_Control, frozen=True):
 
 
 class Unreplayable(_Control, frozen=True):
-    """This stage cannot take part in a replay of the request, for this ``reason``.
+    """This stage cannot send its outputs for the request again, for this ``reason``.
 
-    needed: whether a replay that is in progress needed it; otherwise only later replays are impossible.
+    needed: whether a replay that is in progress needed it; otherwise only later replays are concerned. recomputable:
+    whether the stage may compute them again: they were evicted, and did not differ.
     """
 
     request: int
     reason: str
     needed: bool
+    recomputable: bool = True
 
 
 class Refused(_Control, frozen=True):

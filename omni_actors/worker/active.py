@@ -25,6 +25,7 @@ class ActiveRequest:
         self.request, self.targets = start.request, start.targets
         self.downstream = start.downstream
         self._sequences = {source: ChunkSequence(start.request, source) for source in start.sources}
+        self._replayed = start.replayed
         self._producers: dict[str, Address | None] = {}
         """The only replica that a source's chunks are taken from, once the parent has named it."""
         self._journals: defaultdict[str, Journal] = defaultdict(Journal)
@@ -68,6 +69,8 @@ class ActiveRequest:
         """Return whether the chunk is new. Raises as ``ChunkSequence.accept``; KeyError for an unannounced source."""
         if self._producers.get(header.source, producer) != producer:
             return False
+        if self._replayed and header.seq and not self._sequences[header.source].received:
+            return False  # sent to a start of the request that was aborted here; all chunks come again from the first
         self.first_input = self.first_input or time.monotonic()
         for each in header.all_decided:
             if new := self._journals[each.stage].add(each):

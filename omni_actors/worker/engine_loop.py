@@ -281,7 +281,7 @@ class EngineLoop:
             self._active.note(active)
             return is_new
         except chunks.ReplayDiverged as error:
-            self._control.add(messages.Unreplayable(active.request, str(error), needed=True))
+            self._control.add(messages.Unreplayable(active.request, str(error), needed=True, recomputable=False))
             return False
 
     def _feed(self, engine: base.StageEngine, active: ActiveRequest, chunk: base.Chunk, size: int) -> None:

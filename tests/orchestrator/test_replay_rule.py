@@ -211,7 +211,9 @@ LOST_B = {"b": Phase.LOST}
         ("", {"replays": 1}, Replay(("b",))),
         ("", {"replays": 2, "charged": False}, Replay(("b",))),
         ("", {"replays": 2, "recoverable": set()}, Fail("it was replayed 2 times already (limits.replays)")),
-        ("a", {}, Fail("stage 'a': too large")),
+        ("a", {"recoverable": {"b"}}, Fail("stage 'a': too large")),
+        ("a", {}, Replay(("a", "b"))),
+        ("a", {"failed": {"a"}}, Unavailable("a")),
         ("c", {}, Replay(("b",))),
     ],
 )
@@ -254,9 +256,29 @@ def test_a_stage_that_is_not_deterministic_restarts_if_its_output_is_not_in_use(
 def test_a_failed_part_of_a_replay_ends_the_request_if_the_part_is_needed() -> None:
     """Also if it was not needed when it failed: a cannot send to b again, whose output c has, until c dies."""
     route, complete = ROUTES["three"], {("c", "b")}
+    final: dict[str, Any] = {"recoverable": {"b", "c"}}
+    assert decide(state_of(route, {}, complete=complete, failed="a", restarted="b"), **final) == Untouched()
+    failed = Fail("stage 'a': too large")
+    assert decide(state_of(route, {"c": LOST}, failed="a", restarted="b"), **final) == failed
+    assert decide(state_of(route, {}, failed="a", restarted="b"), **final) == failed
+
+
+def test_a_failed_part_is_computed_again_if_one_stage_alone_needs_it() -> None:
+    route, complete = ROUTES["three"], {("c", "b")}
     assert decide(state_of(route, {}, complete=complete, failed="a", restarted="b")) == Untouched()
-    assert decide(state_of(route, {"c": LOST}, failed="a", restarted="b")) == Fail("stage 'a': too large")
-    assert decide(state_of(route, {}, failed="a", restarted="b")) == Fail("stage 'a': too large")
+    assert decide(state_of(route, {"c": LOST}, failed="a", restarted="b")) == Replay(("a", "c"))
+    assert decide(state_of(route, {}, failed="a", restarted="b")) == Replay(("a",))
+    differs = state_of(route, {}, failed="a", restarted="b")
+    differs.stages["a"].recomputable = False
+    assert decide(differs) == Fail("stage 'a': too large")
+    assert decide(state_of(ROUTES["fork"], {"b": LOST}, evicted="a")) == Fail("stage 'a': too large")
+
+
+def test_stages_whose_chunks_were_evicted_are_computed_again_up_to_the_first_one() -> None:
+    route = ROUTES["three"]
+    assert decide(state_of(route, {"c": LOST}, evicted="ab")) == Replay(("a", "b", "c"))
+    assert decide(state_of(route, {"c": LOST}, evicted="b")) == Replay(("b", "c"))
+    assert decide(state_of(route, {"c": LOST}, evicted="a")) == Replay(("c",))
 
 
 def test_the_death_of_a_stage_whose_output_was_received_whole_costs_nothing() -> None:

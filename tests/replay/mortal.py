@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import os
 import signal
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -118,10 +118,14 @@ def record_of(generation: Generation) -> Request:
     return generation.stream.request
 
 
-def check_exact(generation: Generation, outputs: list[Output], replays: int | None = None) -> None:
+def check_exact(
+    generation: Generation, outputs: list[Output], replays: int | None = None, *, stages: Collection[str] = OF_A_PIECE
+) -> None:
+    """The client got each output of ``stages`` once, and in order."""
     number = record_of(generation).number
     assert number is not None
-    for stage, of_a_piece in OF_A_PIECE.items():
+    for stage in stages:
+        of_a_piece = OF_A_PIECE[stage]
         mine = [output for output in outputs if output.stage == stage]
         assert [output.data["n"] for output in mine] == [seq // of_a_piece for seq in range(PIECES * of_a_piece)]
         assert [output.finished for output in mine] == [False] * (len(mine) - 1) + [True]

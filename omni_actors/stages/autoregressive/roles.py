@@ -162,7 +162,8 @@ class Decoding(LanguageEngine[R]):
         shape = self._shape
         states = torch.zeros(shape.layers, shape.heads, 1, shape.size, dtype=getattr(torch, shape.dtype))
         data, tensors = header_of(PromptHeader(1, self._weights_version), [0], self._warm_up_extra())
-        tensors |= {"keys": to_wire(states), "values": to_wire(states), "logits": to_wire(torch.eye(1, shape.vocabulary)[0])}
+        logits = torch.eye(1, shape.vocabulary)[0]
+        tensors |= {"keys": to_wire(states), "values": to_wire(states), "logits": to_wire(logits)}
         self.start(base.StageRequest(0, ("prefill",), self.WARM_UP, downstream=False))
         with suppress(base.InvalidRequest):  # the configured context may be too small
             self.feed(0, base.Chunk(source="prefill", seq=0, last=True, tensors=tensors, data=data))
