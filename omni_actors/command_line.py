@@ -21,6 +21,20 @@ verbose_option = click.option(
 """The ``--verbose`` option of each command that runs a pipeline. Pass its value to ``click_errors``."""
 
 
+URL_OPTION = click.option(
+    "--url",
+    default="http://127.0.0.1:8091",
+    show_default=True,
+    metavar="URL",
+    help='The server, with or without "/v1".',
+)
+"""The ``--url`` option of the commands that are clients of a server."""
+KEY_OPTION = click.option(
+    "--api-key", envvar=["OMNI_ACTORS_API_KEY", "OPENAI_API_KEY"], show_envvar=True, help="The server's key."
+)
+"""The ``--api-key`` option of the commands that are clients of a server."""
+
+
 class PipelineName(click.ParamType[str]):
     """The name of a shipped pipeline, or anything else that ``config.load`` accepts. A shell completes the names."""
 

@@ -13,6 +13,7 @@ import sys
 import click
 
 from omni_actors.cli.ask import ask
+from omni_actors.cli.bench.command import bench
 from omni_actors.cli.config import config_group
 from omni_actors.cli.doctor.command import doctor
 from omni_actors.cli.draw import draw
@@ -32,6 +33,7 @@ def main() -> None:
 
 
 main.add_command(ask)
+main.add_command(bench)
 main.add_command(config_group)
 main.add_command(doctor)
 main.add_command(draw)

@@ -1,0 +1,178 @@
+"""The command ``omni-actors bench``."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any, get_args
+
+import click
+import msgspec
+from rich.status import Status
+
+from omni_actors.cli.bench import report, self_test
+from omni_actors.cli.bench.endpoints import ENDPOINTS, Ask
+from omni_actors.cli.bench.generator import Load, Run, run_load
+from omni_actors.cli.bench.summary import BOUNDED, Summary, summarize
+from omni_actors.cli.bench.workload import Arrivals, DatasetError, Prompt, made_prompts, read_dataset, repeated
+from omni_actors.cli.running import notes, run
+from omni_actors.cli.server_client import Server, ServerError, open_server
+from omni_actors.command_line import KEY_OPTION, URL_OPTION
+
+FILE = click.Path(dir_okay=False, writable=True, path_type=Path)
+
+
+@click.command()
+@URL_OPTION
+@KEY_OPTION
+@click.option("--model", help="The model. By default the first one that the server lists.")
+@click.option(
+    "--endpoint", type=click.Choice(sorted(ENDPOINTS)), default="chat", show_default=True, help="What to ask."
+)
+@click.option("--speak", "spoken", is_flag=True, help="Ask for spoken answers (chat).")
+@click.option("--voice", default="alloy", show_default=True, help="The voice of speech.")
+@click.option("--rate", type=click.FloatRange(min=0, min_open=True), help="Requests per second, as they arrive.")
+@click.option(
+    "--arrivals", type=click.Choice(get_args(Arrivals)), default="poisson", show_default=True, help="With --rate: how."
+)
+@click.option(
+    "--concurrency", type=click.IntRange(min=1), help="Requests in progress at a time, instead of --rate. [1]"
+)
+@click.option("--requests", type=click.IntRange(min=1), default=32, show_default=True, help="Requests to measure.")
+@click.option("--duration", "duration_s", type=click.FloatRange(min=0), help="Send none after so many seconds.")
+@click.option("--warmup", type=click.IntRange(min=0), default=1, show_default=True, help="Requests sent before.")
+@click.option("--timeout", "timeout_s", type=click.FloatRange(min=0), default=600, show_default=True, help="Of each.")
+@click.option("--words", default="16", show_default=True, metavar="N[-M]", help="Words of each made prompt.")
+@click.option(
+    "--dataset",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="Prompts: a text with one in each line, or JSON lines with prompt, messages or audio (a path).",
+)
+@click.option("--max-tokens", type=click.IntRange(min=1), help="Most tokens of an answer.")
+@click.option("--extra", default="{}", metavar="JSON", help="Fields to add to each body.")
+@click.option("--goal", "goals", multiple=True, metavar="FIGURE=MOST", help=f"For goodput: {', '.join(BOUNDED)}.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Of the arrivals and the prompts.")
+@click.option("--json", "json_file", type=FILE, help="Write the figures to this file, as JSON.")
+@click.option("--markdown", "markdown_file", type=FILE, help="Write the table to this file too.")
+@click.option("--plot", "plot_file", type=FILE, help="Draw a plot; needs the extra 'bench'.")
+@click.option(
+    "--self-test", "tests_itself", is_flag=True, help="Measure the generator itself, against a bare server of its own."
+)
+def bench(
+    url: str,
+    api_key: str | None,
+    model: str | None,
+    words: str,
+    dataset: Path | None,
+    extra: str,
+    goals: tuple[str, ...],
+    json_file: Path | None,
+    markdown_file: Path | None,
+    plot_file: Path | None,
+    tests_itself: bool,
+    **options: Any,
+) -> None:
+    """Load an OpenAI-compatible server, and report what its clients notice.
+
+    The table is printed as Markdown. The exit code is 1 if a request failed.
+    """
+    if options["rate"] is not None and options["concurrency"] is not None:
+        raise click.UsageError("give --rate or --concurrency, not both")
+    asked = {name: options.pop(name) for name in ("spoken", "voice", "max_tokens")}
+    load = Load(**{**options, "concurrency": options["concurrency"] or 1})
+    bounds = dict(map(_goal, goals))
+    fields = _extra(extra)
+    prompts = _prompts(words, dataset, load.seed)
+    files = _Files(json_file, markdown_file, plot_file)
+    found: list[Summary] = []
+
+    async def work() -> None:
+        async with (
+            self_test.bare_server() if tests_itself else nullcontext(url) as address,
+            open_server(address, api_key, read_timeout_s=load.timeout_s) as server,
+        ):
+            name = self_test.MODEL if tests_itself else model or await _first_model(server)
+            ask = Ask(model=name, extra=fields, **asked)
+            with notes.status(f"asking {name} at {address}") as status:
+                done = await run_load(server, load, ask, prompts, partial(_show, status, load))
+        found.append(summarize(done, load, bounds))
+        files.write(done, found[0])
+
+    run(work)
+    click.echo(report.markdown(found[0]))
+    if found[0].errors:
+        sys.exit(1)
+
+
+async def _first_model(server: Server) -> str:
+    models = await server.models()
+    if not models:
+        raise ServerError("invalid answer", f"{server.url} lists no model; name one: --model")
+    return models[0]
+
+
+def _show(status: Status, load: Load, ended: int) -> None:
+    status.update(f"{report.load_words(load)}: {ended} of {load.requests} requests have ended")
+
+
+class _Files:
+    """The files of a result."""
+
+    def __init__(self, json: Path | None, markdown: Path | None, plot: Path | None) -> None:
+        self._json, self._markdown, self._plot = json, markdown, plot
+        for path in (json, markdown, plot):
+            if path is not None and not path.absolute().parent.is_dir():
+                raise click.BadParameter(f"there is no directory {path.parent}")
+        if plot is not None:
+            try:
+                import matplotlib  # noqa: F401 - a run of minutes should not fail at its end
+            except ImportError as error:
+                raise click.UsageError("--plot needs matplotlib: pip install 'omni-actors[bench]'") from error
+
+    def write(self, done: Run, summary: Summary) -> None:
+        if self._json is not None:
+            self._json.write_bytes(msgspec.json.format(msgspec.json.encode(summary)) + b"\n")
+        if self._markdown is not None:
+            self._markdown.write_text(report.markdown(summary) + "\n", encoding="utf-8")
+        if self._plot is not None:
+            report.plot(done, summary, self._plot)
+
+
+def _prompts(words: str, dataset: Path | None, seed: int) -> Iterator[Prompt]:
+    if dataset is not None:
+        try:
+            return repeated(read_dataset(dataset), seed)
+        except (DatasetError, OSError, UnicodeDecodeError) as error:
+            raise click.BadParameter(str(error), param_hint="--dataset") from error
+    shortest, _, longest = words.partition("-")
+    if not shortest.isdecimal() or not (longest or shortest).isdecimal():
+        raise click.BadParameter(f"{words!r} is not a number or a range such as 16-64", param_hint="--words")
+    low, high = int(shortest), int(longest or shortest)
+    if not 1 <= low <= high:
+        raise click.BadParameter(
+            f"{words!r}: the first number must be at least 1, and at most the second", param_hint="--words"
+        )
+    return made_prompts(low, high, seed)
+
+
+def _goal(goal: str) -> tuple[str, float]:
+    name, _, bound = goal.partition("=")
+    try:
+        value = float(bound)
+    except ValueError:
+        value = float("nan")
+    if name not in BOUNDED or not value >= 0:
+        raise click.BadParameter(
+            f"{goal!r}: accepted is FIGURE=MOST with one of {', '.join(BOUNDED)}", param_hint="--goal"
+        )
+    return name, value
+
+
+def _extra(text: str) -> dict[str, Any]:
+    try:
+        return msgspec.json.decode(text, type=dict[str, Any])
+    except msgspec.DecodeError as error:
+        raise click.BadParameter(f"{text!r} is not a JSON object: {error}", param_hint="--extra") from error

@@ -1,0 +1,193 @@
+"""A client of an OpenAI-compatible server, for the commands that talk to one: ``chat``, ``top`` and ``bench``.
+
+Rules
+1. Everything that a server or the network can cause is a ``ServerError`` with one sentence.
+2. Answers are read as they arrive. One event, and the text of one refusal, are bounded.
+3. Times are given by the caller: a command for people waits longer than a load generator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from typing import Any, TypeVar
+
+import httpx2
+import msgspec
+
+from omni_actors.errors import OmniError
+
+MAX_EVENT_BYTES = 64 * 2**20
+"""A picture comes in one event."""
+MAX_REFUSAL_BYTES = 64 * 1024
+CONNECT_TIMEOUT_S = 10.0
+DONE = "[DONE]"
+"""What the last event of a stream of completions says."""
+
+
+Part = TypeVar("Part")
+
+
+class ServerError(OmniError):
+    """A server did not give an answer.
+
+    Attributes:
+        kind: A short name for counting: "429 overloaded", "timeout", "connection", "invalid answer", ….
+    """
+
+    def __init__(self, kind: str, message: str) -> None:
+        self.kind = kind
+        super().__init__(message)
+
+
+class _ErrorObject(msgspec.Struct):
+    message: str = ""
+    code: str | int | None = None
+    type: str | None = None
+
+
+class _ErrorBody(msgspec.Struct):
+    error: _ErrorObject | str
+
+
+class Server:
+    """An OpenAI-compatible server.
+
+    Args:
+        url: Its address, with or without "/v1".
+        http: The client that sends the requests. Its base URL ends with "/v1/".
+    """
+
+    def __init__(self, url: str, http: httpx2.AsyncClient) -> None:
+        self.url, self._http = url, http
+
+    async def get(self, path: str) -> Any:
+        """Return the JSON value at ``path``, such as "models". Raises ServerError."""
+        with self._errors():
+            response = await self._http.get(path)
+            if response.status_code != 200:
+                raise refusal(response.status_code, response.content[:MAX_REFUSAL_BYTES])
+        with decoding():
+            return msgspec.json.decode(response.content)
+
+    async def models(self) -> list[str]:
+        """Return the names of the server's models. Raises ServerError."""
+        listed = await self.get("models")
+        with decoding():
+            return [each["id"] for each in msgspec.convert(listed["data"], list[dict[str, Any]])]
+
+    @asynccontextmanager
+    async def stream(self, method: str, path: str, **content: Any) -> AsyncIterator[httpx2.Response]:
+        """Send a request, and give the response when its head is here and its status is 200.
+
+        Args:
+            method: "GET" or "POST".
+            path: Below "/v1/".
+            content: As ``httpx2`` takes it: ``json``, ``data`` and ``files``, ``params``.
+
+        Raises ServerError, also while the block reads the response. Cancellation closes the connection.
+        """
+        with self._errors():
+            async with self._http.stream(method, path, **content) as response:
+                if response.status_code != 200:
+                    raise refusal(response.status_code, await _beginning(response))
+                yield response
+
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
+        try:
+            yield
+        except httpx2.TimeoutException as error:
+            raise ServerError("timeout", f"{self.url} did not answer in time ({type(error).__name__})") from error
+        except (httpx2.TransportError, httpx2.DecodingError) as error:
+            reason = str(error) or type(error).__name__
+            raise ServerError("connection", f"{self.url}: the connection failed: {reason}") from error
+        except httpx2.SSEError as error:
+            raise ServerError("invalid answer", f"{self.url}: an invalid stream of events: {error}") from error
+
+
+@asynccontextmanager
+async def open_server(
+    url: str, api_key: str | None, *, read_timeout_s: float | None = None, max_connections: int | None = None
+) -> AsyncIterator[Server]:
+    """Open a client for the block.
+
+    Args:
+        url: The server's address, with or without "/v1".
+        api_key: The key to send; None: none.
+        read_timeout_s: The longest silence while an answer is read; None: no limit.
+        max_connections: The limit of connections; None: no limit.
+
+    Raises ServerError: ``url`` is not the URL of a server.
+    """
+    base = url.rstrip("/").removesuffix("/v1")
+    try:
+        parsed = httpx2.URL(base)
+    except httpx2.InvalidURL as error:
+        raise ServerError("invalid URL", f"{url!r} is not a URL: {error}") from error
+    if parsed.scheme not in ("http", "https") or not parsed.host:
+        raise ServerError("invalid URL", f"{url!r} is not a URL such as http://localhost:8091")
+    headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+    limits = httpx2.Limits(max_connections=max_connections, max_keepalive_connections=max_connections)
+    timeout = httpx2.Timeout(CONNECT_TIMEOUT_S, read=read_timeout_s, write=read_timeout_s, pool=None)
+    is_tls = parsed.scheme == "https"  # without TLS, no certificates are read, which takes time
+    client = httpx2.AsyncClient(
+        base_url=f"{base}/v1/", headers=headers, limits=limits, timeout=timeout, verify=is_tls, trust_env=is_tls
+    )
+    async with client as http:
+        yield Server(base, http)
+
+
+async def events(response: httpx2.Response, decode: Callable[[httpx2.ServerSentEvent], Part]) -> AsyncGenerator[Part]:
+    """Yield each server-sent event as ``decode`` returns it, until the stream's end.
+
+    Read all of it, or leave by an exception of the event loop: the generators inside httpx2 are closed by nothing else.
+
+    Raises ServerError for an event with an error or if ``decode`` does, and httpx2's errors, which ``Server.stream``
+    converts.
+    """
+    failure: ServerError | None = None
+    async for event in httpx2.EventSource(response, MAX_EVENT_BYTES):
+        if event.data == DONE or failure is not None:
+            continue
+        try:
+            if event.data.startswith('{"error"'):
+                raise refusal(200, event.data.encode())
+            part = decode(event)
+        except ServerError as error:
+            failure = error
+        else:
+            yield part
+    if failure is not None:
+        raise failure
+
+
+async def _beginning(response: httpx2.Response) -> bytes:
+    data = b""
+    async for piece in response.aiter_bytes():
+        data += piece
+        if len(data) >= MAX_REFUSAL_BYTES:
+            break
+    return data[:MAX_REFUSAL_BYTES]
+
+
+def refusal(status: int, body: bytes) -> ServerError:
+    """Return the error for a refused request. ``body``: as the server sent it, in OpenAI's form or another one."""
+    try:
+        found = msgspec.json.decode(body, type=_ErrorBody).error
+    except msgspec.DecodeError:
+        found = " ".join(body.decode(errors="replace").split())[:200]
+    error = _ErrorObject(found) if isinstance(found, str) else found
+    code = str(error.code or error.type or "")
+    label = str(status) if status != 200 else "in the answer"
+    message = error.message or "the server gave no reason"
+    return ServerError(f"{label} {code}".strip(), message if status == 200 else f"{message} (status {status})")
+
+
+@contextmanager
+def decoding() -> Iterator[None]:
+    """Raise ServerError if the block cannot decode what a server sent."""
+    try:
+        yield
+    except (msgspec.DecodeError, KeyError, TypeError, ValueError) as error:
+        raise ServerError("invalid answer", f"the server's answer has an unexpected form: {error}") from error
