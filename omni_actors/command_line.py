@@ -21,13 +21,9 @@ verbose_option = click.option(
 """The ``--verbose`` option of each command that runs a pipeline. Pass its value to ``click_errors``."""
 
 
-URL_OPTION = click.option(
-    "--url",
-    default="http://127.0.0.1:8091",
-    show_default=True,
-    metavar="URL",
-    help='The server, with or without "/v1".',
-)
+URL = "http://127.0.0.1:8091"
+"""The server that a client uses by default."""
+URL_OPTION = click.option("--url", metavar="URL", help=f'The server; "/v1" may follow.  [default: {URL}]')
 """The ``--url`` option of the commands that are clients of a server."""
 KEY_OPTION = click.option(
     "--api-key", envvar=["OMNI_ACTORS_API_KEY", "OPENAI_API_KEY"], show_envvar=True, help="The server's key."

@@ -14,6 +14,7 @@ import click
 
 from omni_actors.cli.ask import ask
 from omni_actors.cli.bench.command import bench
+from omni_actors.cli.chat.command import chat
 from omni_actors.cli.config import config_group
 from omni_actors.cli.doctor.command import doctor
 from omni_actors.cli.draw import draw
@@ -34,6 +35,7 @@ def main() -> None:
 
 main.add_command(ask)
 main.add_command(bench)
+main.add_command(chat)
 main.add_command(config_group)
 main.add_command(doctor)
 main.add_command(draw)

@@ -20,10 +20,13 @@ notes = Console(stderr=True, highlight=False)
 """Reports the work of a command on standard error."""
 
 
-def run(work: Callable[[], Awaitable[None]], *, verbose: bool = False) -> None:
+def run(
+    work: Callable[[], Awaitable[None]], *, verbose: bool = False, on_interrupt: Callable[[], bool] = lambda: False
+) -> None:
     """Run ``work`` in trio.
 
-    SIGINT and SIGTERM cancel it, and the command exits with code 130. A typed error becomes one sentence, followed with
+    SIGINT and SIGTERM cancel it, and the command exits with code 130. At SIGINT, ``on_interrupt`` is called first; if
+    it returns True, the signal has no other effect. A typed error becomes one sentence, followed with
     ``verbose`` by its notes: the last lines of a worker's stderr.
     """
     finished = False
@@ -33,7 +36,7 @@ def run(work: Callable[[], Awaitable[None]], *, verbose: bool = False) -> None:
         nonlocal finished, failure
         with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
             async with trio.open_nursery() as nursery:
-                nursery.start_soon(_cancel_on_signal, signals, nursery.cancel_scope)
+                nursery.start_soon(_cancel_on_signal, signals, nursery.cancel_scope, on_interrupt)
                 try:
                     await work()
                     finished = True
@@ -50,8 +53,12 @@ def run(work: Callable[[], Awaitable[None]], *, verbose: bool = False) -> None:
         sys.exit(INTERRUPTED)
 
 
-async def _cancel_on_signal(signals: AsyncIterator[int], scope: trio.CancelScope) -> None:
-    async for _ in signals:
+async def _cancel_on_signal(
+    signals: AsyncIterator[int], scope: trio.CancelScope, on_interrupt: Callable[[], bool]
+) -> None:
+    async for number in signals:
+        if number == signal.SIGINT and on_interrupt():
+            continue
         notes.print("interrupted", style="yellow")
         scope.cancel()
 

@@ -76,6 +76,13 @@ class Server:
         with decoding():
             return [each["id"] for each in msgspec.convert(listed["data"], list[dict[str, Any]])]
 
+    async def first_model(self) -> str:
+        """Return the name of the first model. Raises ServerError, also if the server lists none."""
+        models = await self.models()
+        if not models:
+            raise ServerError("invalid answer", f"{self.url} lists no model; name one: --model")
+        return models[0]
+
     @asynccontextmanager
     async def stream(self, method: str, path: str, **content: Any) -> AsyncIterator[httpx2.Response]:
         """Send a request, and give the response when its head is here and its status is 200.

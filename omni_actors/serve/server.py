@@ -67,6 +67,8 @@ async def serve(
     overrides: Mapping[str, Any] | None = None,
     media: MediaLoader | None = None,
     announce: Callable[[str], None] | None = print,
+    handles_signals: bool = True,
+    task_status: trio.TaskStatus[str] = trio.TASK_STATUS_IGNORED,
 ) -> None:
     """Serve a pipeline until SIGINT or SIGTERM. Every worker has ended when this returns.
 
@@ -76,6 +78,8 @@ async def serve(
         overrides: values that replace those of ``config``, by their path.
         media: loads files at URLs. None: only files in the body are allowed.
         announce: called with one line when the server listens, and with one when it is ready. None: they are logged.
+        handles_signals: whether SIGINT and SIGTERM stop the server; if not, only cancellation does.
+        task_status: for ``nursery.start``, which returns the server's URL when it is ready.
 
     Raises ConfigError, CannotListen (also if the socket is lost), StageFailed (a stage that cannot load, or see
     ``exit_on_failed_stage``), StartTimedOut.
@@ -85,7 +89,7 @@ async def serve(
     descriptors = DescriptorBudget.of_this_process()
     failure: OmniError | None = None
     async with trio.open_nursery() as nursery:
-        stop: trio.Event = await nursery.start(_watch_signals)
+        stop: trio.Event = await nursery.start(_watch_signals) if handles_signals else trio.Event()
         try:
             with _listening_socket(settings.host, settings.port) as sock:
                 if settings.api_key is None:
@@ -94,7 +98,7 @@ async def serve(
                     open_provider(settings.otlp_endpoint) as tracer_provider,
                     OmniSystem.open(pipeline, wait_ready=False, tracer_provider=tracer_provider) as system,
                 ):
-                    server = _Server(system, settings, stop, announce)
+                    server = _Server(system, settings, stop, announce, task_status=task_status)
                     most = descriptors.max_connections(settings.max_connections, reserved=system.descriptors)
                     await server.run(sock, media or MediaLoader(), max_connections=most)
         except OmniError as error:
@@ -126,8 +130,11 @@ class _Server:
         settings: ServerSettings,
         signalled: trio.Event,
         announce: Callable[[str], None] | None,
+        *,
+        task_status: trio.TaskStatus[str],
     ) -> None:
         self._system, self._settings, self._signalled, self._announce = system, settings, signalled, announce
+        self._task_status = task_status
         self._stop = trio.Event()
         """Set when the server accepts no more connections."""
         self._has_loaded = False
@@ -186,6 +193,7 @@ class _Server:
                 self._has_loaded = True
                 gc.freeze()  # a full garbage collection would visit every imported object, which delays all requests
                 self._report(ServerReady(url=url, pipeline=self._system.pipeline.name))
+                self._task_status.started(url)
             await self._system.wait_changed()
 
     def _report(self, event: LogEvent) -> None:

@@ -18,9 +18,9 @@ from click.testing import CliRunner, Result
 from omni_actors.cli import main
 from omni_actors.cli.answer_events import SPEECH_RATE
 from omni_actors.cli.bench.generator import Load, Run
-from omni_actors.cli.bench.measurement import Measurement
 from omni_actors.cli.bench.summary import summarize
 from omni_actors.cli.bench.workload import Prompt, arrival_times, made_prompts, read_dataset
+from omni_actors.cli.measurement import Measurement
 from tests.support.http_server import Server
 
 FEW = ("--requests", "3", "--concurrency", "2", "--warmup", "0")

@@ -19,8 +19,8 @@ from omni_actors.cli.bench.generator import Load, Run, run_load
 from omni_actors.cli.bench.summary import BOUNDED, Summary, summarize
 from omni_actors.cli.bench.workload import Arrivals, DatasetError, Prompt, made_prompts, read_dataset, repeated
 from omni_actors.cli.running import notes, run
-from omni_actors.cli.server_client import Server, ServerError, open_server
-from omni_actors.command_line import KEY_OPTION, URL_OPTION
+from omni_actors.cli.server_client import open_server
+from omni_actors.command_line import KEY_OPTION, URL, URL_OPTION
 
 FILE = click.Path(dir_okay=False, writable=True, path_type=Path)
 
@@ -62,7 +62,7 @@ FILE = click.Path(dir_okay=False, writable=True, path_type=Path)
     "--self-test", "tests_itself", is_flag=True, help="Measure the generator itself, against a bare server of its own."
 )
 def bench(
-    url: str,
+    url: str | None,
     api_key: str | None,
     model: str | None,
     words: str,
@@ -91,10 +91,10 @@ def bench(
 
     async def work() -> None:
         async with (
-            self_test.bare_server() if tests_itself else nullcontext(url) as address,
+            self_test.bare_server() if tests_itself else nullcontext(url or URL) as address,
             open_server(address, api_key, read_timeout_s=load.timeout_s) as server,
         ):
-            name = self_test.MODEL if tests_itself else model or await _first_model(server)
+            name = self_test.MODEL if tests_itself else model or await server.first_model()
             ask = Ask(model=name, extra=fields, **asked)
             with notes.status(f"asking {name} at {address}") as status:
                 done = await run_load(server, load, ask, prompts, partial(_show, status, load))
@@ -105,13 +105,6 @@ def bench(
     click.echo(report.markdown(found[0]))
     if found[0].errors:
         sys.exit(1)
-
-
-async def _first_model(server: Server) -> str:
-    models = await server.models()
-    if not models:
-        raise ServerError("invalid answer", f"{server.url} lists no model; name one: --model")
-    return models[0]
 
 
 def _show(status: Status, load: Load, ended: int) -> None:

@@ -16,8 +16,8 @@ import httpx2
 import msgspec
 
 from omni_actors.cli.answer_events import answer_part
-from omni_actors.cli.bench.measurement import Measurement
 from omni_actors.cli.bench.workload import Prompt
+from omni_actors.cli.measurement import Measurement
 from omni_actors.cli.server_client import ServerError, decoding, events
 
 

@@ -11,8 +11,8 @@ import msgspec
 import trio
 
 from omni_actors.cli.bench.endpoints import ENDPOINTS, Ask, Request
-from omni_actors.cli.bench.measurement import Measurement
 from omni_actors.cli.bench.workload import Arrivals, Prompt, arrival_times
+from omni_actors.cli.measurement import Measurement
 from omni_actors.cli.server_client import Server, ServerError
 
 

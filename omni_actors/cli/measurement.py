@@ -1,4 +1,4 @@
-"""What one request of a run has shown."""
+"""The times of one request to a server, as its client sees them."""
 
 from __future__ import annotations
 

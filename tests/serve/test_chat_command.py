@@ -1,0 +1,229 @@
+"""``omni-actors chat``: in a pipe, and on a terminal (a pty), against real servers."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pexpect
+import pytest
+import soundfile
+
+from tests.support.http_server import WATCHDOG_S, Server, Start, until
+from tests.support.readme import ROOT
+
+PROMPT = r">[\x08 ]*\x1b\[2C|> "
+"""The prompt as it is drawn: the cursor may be moved instead of writing the space."""
+PROGRAM = (sys.executable, "-m", "omni_actors", "chat")
+
+
+def environment(home: Path, **more: str) -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(ROOT), "HOME": str(home), "XDG_STATE_HOME": str(home / "state"), **more}
+
+
+def pipe(home: Path, messages: str, *arguments: str, **more: str) -> tuple[int, str, str]:
+    """Run the command with messages on standard input; return its exit code and what it wrote."""
+    done = subprocess.run(
+        [*PROGRAM, *arguments],
+        input=messages,
+        env=environment(home, **more),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=WATCHDOG_S,
+        check=False,
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.fixture
+def terminal(tmp_path: Path) -> Iterator[Callable[..., pexpect.spawn[str]]]:
+    """Start the command on a pty."""
+    started: list[pexpect.spawn[str]] = []
+
+    def start(*arguments: str) -> pexpect.spawn[str]:
+        command = [*PROGRAM[1:], *arguments]
+        variables = environment(tmp_path, TERM="xterm", PROMPT_TOOLKIT_NO_CPR="1", NO_COLOR="1")
+        child = pexpect.spawn(
+            PROGRAM[0],
+            command,
+            env=variables,
+            cwd=str(ROOT),
+            timeout=WATCHDOG_S,
+            encoding="utf-8",
+            dimensions=(40, 160),
+        )
+        started.append(child)
+        return child
+
+    yield start
+    for child in started:
+        child.close(force=True)
+
+
+def exit_code(child: pexpect.spawn[str]) -> int | None:
+    child.expect(pexpect.EOF)
+    child.wait()
+    code: int | None = child.exitstatus
+    return code
+
+
+def test_a_pipe_gets_the_answers_alone(studio: Server, tmp_path: Path) -> None:
+    saved = tmp_path / "talk.json"
+    code, out, err = pipe(
+        tmp_path, f"hello\nover \\\ntwo lines\n\n/stats\n/save {saved}\n", "--url", studio.url, "--system", "Be brief."
+    )
+    assert (code, out) == (0, "hellohellohello\n" + 3 * "over \ntwo lines" + "\n"), err
+    assert "TTFT" in err
+    assert "2 answers" in err
+    messages = json.loads(saved.read_text())["messages"]
+    assert [each["role"] for each in messages] == ["system", "user", "assistant", "user", "assistant"]
+    assert messages[3]["content"] == "over \ntwo lines"
+
+
+def test_a_local_pipeline_is_served_for_the_conversation(tmp_path: Path) -> None:
+    code, out, err = pipe(tmp_path, "hello\n/model\n/quit\nnever sent\n", "echo")
+    assert (code, out) == (0, "hello\n"), err
+    assert "* echo" in err
+
+
+def test_a_spoken_question_and_a_spoken_answer(studio: Server, recording: Callable[..., bytes], tmp_path: Path) -> None:
+    question = tmp_path / "question.wav"
+    question.write_bytes(recording())
+    code, out, err = pipe(tmp_path, f"/audio {question}\n", "--url", studio.url, "-o", str(tmp_path))
+    assert code == 0, err
+    assert out.strip(), "what was attached is sent at the end of the input"
+    samples, rate = soundfile.read(tmp_path / "answer-1.wav")
+    assert rate == 24_000
+    assert len(samples) > 0
+    assert "s of speech" in err
+
+
+def test_a_player_gets_the_sound_that_is_written(studio: Server, tmp_path: Path) -> None:
+    """The player is a program of the name that the command looks for, on a PATH of its own."""
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    player = programs / "aplay"
+    player.write_text(f"#!/bin/sh\nexec /bin/cat > {tmp_path}/played\n")
+    player.chmod(0o755)
+    arguments = ("--url", studio.url, "--play", "-o", str(tmp_path))
+    code, _, err = pipe(tmp_path, "hello\n", *arguments, PATH=str(programs))
+    assert code == 0, err
+    written, _ = soundfile.read(tmp_path / "answer-1.wav", dtype="int16")
+    played = np.frombuffer((tmp_path / "played").read_bytes(), np.int16)
+    assert len(played) == len(written) > 0
+    assert int(np.abs(played.astype(int) - written).max()) <= 1
+    code, _, err = pipe(tmp_path, "hello\n", *arguments, PATH="/nowhere")
+    assert code == 2
+    assert "--play needs a player" in err
+
+
+def test_what_fails_is_one_line_and_the_conversation_goes_on(studio: Server, tmp_path: Path) -> None:
+    lines = "/nonsense\n/audio nowhere.wav\n/audio setup.py\n/model other\n/save /no/such/place\nhello\n"
+    code, out, err = pipe(tmp_path, lines, "--url", studio.url)
+    assert (code, out) == (1, "hellohellohello\n")
+    assert [line.partition(":")[0] for line in err.splitlines()][:2] == [
+        "there is no command /nonsense; /help lists them",
+        "nowhere.wav",
+    ]
+    assert "Traceback" not in err
+    code, out, err = pipe(tmp_path, "hello\n", "--url", studio.url, "--model", "other")
+    assert (code, out) == (1, "\n")
+    assert "other" in err
+
+
+def test_a_server_that_is_not_there_is_one_sentence(tmp_path: Path) -> None:
+    code, out, err = pipe(tmp_path, "hello\n", "--url", "http://127.0.0.1:1")
+    assert (code, out) == (1, "")
+    assert err.startswith("Error: http://127.0.0.1:1: the connection failed")
+    assert len(err.splitlines()) == 1
+
+
+def test_a_key_is_needed_where_the_server_has_one(slow: Server, tmp_path: Path) -> None:
+    code, _, err = pipe(tmp_path, "hello\n", "--url", slow.url)
+    assert code == 1
+    assert "status 401" in err
+    code, _, err = pipe(tmp_path, "/model\n", "--url", slow.url, OMNI_ACTORS_API_KEY="sesame")
+    assert (code, err.strip()) == (0, "* studio")
+
+
+def test_ctrl_c_stops_the_answer_and_not_the_program(slow: Server, terminal: Callable[..., pexpect.spawn[str]]) -> None:
+    child = terminal("--url", slow.url, "--api-key", "sesame")
+    child.expect("/help lists the commands")
+    child.expect(PROMPT)
+    child.send("hello\r")
+    child.expect("hellohello")
+    aborted = slow.aborted()
+    child.sendintr()
+    child.expect("stopped")
+    until(lambda: slow.aborted() == aborted + 1, "the server to abort the request")
+    child.expect(PROMPT)
+    child.send("unfinished")
+    child.sendintr()
+    child.expect("Ctrl-D or /quit ends")
+    child.expect(PROMPT)
+    child.send("/stats\r")
+    child.expect("1 answers")
+    child.expect(PROMPT)
+    child.sendeof()
+    assert exit_code(child) == 0
+
+
+def test_history_and_several_lines_at_the_prompt(
+    studio: Server, terminal: Callable[..., pexpect.spawn[str]], tmp_path: Path
+) -> None:
+    child = terminal("--url", studio.url)
+    child.expect(PROMPT)
+    child.send("one\\\rtwo\r")
+    child.expect("one\r\ntwoone\r\ntwoone\r\ntwo")
+    child.expect(PROMPT)
+    child.send("\x1b[A")  # arrow up: the message before
+    child.send("!\r")
+    child.expect("one\r\ntwo!one")
+    child.expect(PROMPT)
+    child.send("/quit\r")
+    assert exit_code(child) == 0
+    history = tmp_path / "state" / "omni_actors" / "chat_history"
+    assert "+one\n+two\n" in history.read_text()
+    assert history.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_signal_at_the_prompt_restores_the_terminal(
+    studio: Server, terminal: Callable[..., pexpect.spawn[str]]
+) -> None:
+    child = terminal("--url", studio.url)
+    child.expect(PROMPT)
+    child.kill(signal.SIGTERM)
+    child.expect("interrupted")
+    assert exit_code(child) == 130
+
+
+def test_control_characters_of_an_answer_do_not_reach_the_terminal(studio: Server, tmp_path: Path) -> None:
+    code, out, _ = pipe(tmp_path, "a\x1b]0;title\x07b\x9bm\tc\n", "--url", studio.url)
+    assert (code, out) == (0, 3 * "a]0;titlebm\tc" + "\n")
+
+
+def test_an_interrupted_pipe_ends_with_130_and_leaves_no_worker(start: Start, tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        [*PROGRAM, "echo"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=environment(tmp_path),
+        cwd=ROOT,
+        text=True,
+    )
+    with process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write("hello\n")
+        process.stdin.flush()
+        assert process.stdout.readline() == "hello\n"
+        process.send_signal(signal.SIGINT)
+        assert process.wait(WATCHDOG_S) == 130
